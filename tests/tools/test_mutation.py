@@ -69,7 +69,7 @@ def test_what_becomes_of_changes(tmp_path):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
     source = (ROOT / "tools/mutation.py").read_text(encoding="utf-8")
-    (tmp_path / "tools/mutation.py").write_text(source.replace("LEAST_LIMIT = 20.0", "LEAST_LIMIT = 5.0"))
+    (tmp_path / "tools/mutation.py").write_text(source.replace("LEAST_LIMIT = 20.0", "LEAST_LIMIT = 3.0"))
     command = [sys.executable, "-m", "tools.mutation", "toy.py", "--session", "toy.sqlite"]
     for _ in range(2):  # the second command takes all results from the session
         result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)

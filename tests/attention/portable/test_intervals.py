@@ -13,7 +13,7 @@ from fused_rope_attn import masks, rope_attention
 from fused_rope_attn.testing import INTERVALS, Case, make_inputs, masks_of, run_op
 from tests.support.attention import gradients, run_and_compare
 from tests.support.dtypes import F16, F32
-from tests.support.marks import both_strategies, cases, ignore_overflow, interpreted
+from tests.support.marks import both_strategies, cases_in_turn, ignore_overflow, interpreted
 
 BASE = Case(1, 2, 1, 150, 150, 16, causal=False, intervals="random", dtype=F32)
 TWO = replace(BASE, batch=2, heads_q=1)
@@ -21,8 +21,7 @@ TWO = replace(BASE, batch=2, heads_q=1)
 
 @interpreted
 @ignore_overflow
-@both_strategies
-@cases(
+@cases_in_turn(
     *(replace(TWO if name in ("prefix", "random") else BASE, intervals=name) for name in INTERVALS),
     replace(TWO, len_q=70, kv_starts=(10, 90), kv_lens=(100, 130), causal=True),
     replace(TWO, len_q=70, kv_starts=(0, 150), kv_lens=(149, 150)),  # no key is left in the second
@@ -42,9 +41,10 @@ def test_intervals(case, strategy):
 
 @interpreted
 @ignore_overflow
-@both_strategies
-@pytest.mark.parametrize("norms", [None, 1.0])
-@pytest.mark.parametrize(("length", "softcap"), [(70, 2.0), (150, 0.0)])
+@pytest.mark.parametrize(
+    ("strategy", "norms", "length", "softcap"),
+    [("prepass", None, 70, 2.0), ("inline", None, 150, 0.0), ("inline", 1.0, 70, 2.0), ("prepass", 1.0, 150, 0.0)],
+)
 def test_nan_where_no_row_and_no_key_is_seen_changes_no_bit(strategy, norms, length, softcap):
     """Hidden keys next to visible ones and in whole blocks; rows that see nothing in the middle of a tile."""
     case = replace(TWO, len_q=length, len_k=length, norms=norms, sinks=True, causal=True, window=(60, 0))
