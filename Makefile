@@ -41,7 +41,7 @@ verify: $(ENVIRONMENT)
 
 # The interpreter and the compiler do not mix in one process: the ahead-of-time compilation runs in its own.
 test: lint docs
-	TRITON_INTERPRET=1 $(PY) -m pytest -n 2 $(ARGS)
+	TRITON_INTERPRET=1 $(PY) -m pytest -n 2 --dist worksteal $(ARGS)
 	$(PY) -m pytest -m aot -n 2 --dist loadfile tests/kernels tests/tools
 
 test-hf-4: $(VENV_HF4)/.installed

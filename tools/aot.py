@@ -40,10 +40,10 @@ TARGETS: dict[str, tuple[GPUTarget, int]] = {
 # Compiled for with every feature by default: the card that everything is measured on, and one of small memory. For the
 # others the default is each row of each table once; the rest is `--full`'s.
 THOROUGH = ("sm_90", "sm_86")
-# Cards that have at least the shared memory of another and the same instructions, in float32 those of the FMA units: a
-# row of both is compiled for the latter.
-REPEATS = {"sm_80": "sm_86", "sm_89": "sm_86"}
-REPEATS_FLOAT32 = REPEATS | {"sm_100": "sm_90", "sm_120": "sm_86"}
+# Cards that have at least the shared memory of another, and for Triton the same tensor cores: a row of both is compiled
+# for the latter. Tiles of few rows use the tensor cores of sm_80 on sm_90 and sm_100 too.
+REPEATS = {"sm_80": "sm_86", "sm_89": "sm_86", "sm_120": "sm_89"}
+REPEATS_SMALL = REPEATS | {"sm_100": "sm_90"}
 
 
 def compile_only_driver(arch: str) -> SimpleNamespace:

@@ -136,8 +136,8 @@ def table_jobs(arch: str, full: bool = False) -> list[Job]:
     """A job for each strategy of each row that serves ``arch``, at the row's largest head dimension.
 
     Causal where the row leaves it open (the masked and the unmasked loop are both in it), bfloat16 for the 2-byte rows,
-    halves: the other variants differ by a few instructions. Both strategies on ``THOROUGH`` cards in 2 bytes;
-    otherwise the first of a row, inline where it has both, which takes more registers and shared memory.
+    halves: the other variants differ by a few instructions. Both strategies on sm_90 in 2 bytes; otherwise the first
+    of a row, inline where it has both, which takes more registers and shared memory.
     ``full`` compiles all that too, and a head dimension that is no power of two.
     """
     jobs = []
@@ -147,7 +147,7 @@ def table_jobs(arch: str, full: bool = False) -> list[Job]:
                 continue
             if row.latent:  # those are latent_jobs'
                 continue
-            thorough = arch in aot.THOROUGH and row.element_size == 2
+            thorough = arch == "sm_90" and row.element_size == 2
             if not thorough and strategy != row.strategy[0] and not full:
                 continue
             job = Job(
@@ -188,14 +188,12 @@ def mask_jobs(arch: str, full: bool = False) -> list[Job]:
 
     The masks that take most registers where a row is for masks alone (sm_90 and sm_100, D 64 and 256), and at D 128 on
     sm_90, sm_86 and gfx942, there with intervals too: the other cards have the instructions of one of them. On sm_90
-    also inline, intervals, a window and padded batches by themselves. ``full``: every combination, strategy and width
-    everywhere.
+    also inline. ``full``: every combination, strategy and width everywhere.
     """
     chosen = [("prepass", 64, _MOST), ("prepass", 256, _MOST)] if arch in ("sm_90", "sm_100") else []
     chosen += [("prepass", 128, _MOST), ("prepass", 128, _INTERVALS)] if arch in (*aot.THOROUGH, "gfx942") else []
     if arch == "sm_90":
-        chosen += [("inline", 128, _MOST), ("prepass", 128, _WINDOW), ("prepass", 128, _PADDED)]
-        chosen += [("prepass", 128, ("intervals",)), ("inline", 128, _INTERVALS), ("prepass", 256, _INTERVALS)]
+        chosen += [("inline", 128, _MOST), ("prepass", 256, _INTERVALS)]
     if full:
         chosen = itertools.product(configs.STRATEGIES, (64, 128, 256), _MASKED)
     jobs = [
@@ -309,8 +307,12 @@ def find_jobs(archs: Sequence[str], full: bool = False) -> list[LaunchJob]:
 
 
 def repeated_job(job: LaunchJob) -> LaunchJob | None:
-    """Return the same call on the other card that ``aot.REPEATS`` gives, or None."""
-    cards = aot.REPEATS_FLOAT32 if job.dtype == torch.float32 else aot.REPEATS
+    """Return the same call on the other card that ``aot.REPEATS`` gives, or None.
+
+    Attention in 16 bits multiplies tiles of 64 rows and more; a step has 16 rows, and rotations have no products.
+    """
+    is_small = job.dtype == torch.float32 or not isinstance(job, Job)
+    cards = aot.REPEATS_SMALL if is_small else aot.REPEATS
     if job.arch not in cards:
         return None
     arch, config = cards[job.arch], getattr(job, "config", None)

@@ -143,7 +143,7 @@ def decode_jobs(arch: str, full: bool = False) -> list[DecodeJob]:
                 for rows in (16, 128):
                     if configs.decode(arch, row.element_size, 128, rotated, rows, row.small is True) == config:
                         jobs.append(replace(job, page_size=rows))
-                        if rows == 16 or full:
+                        if rows == 16 and row.element_size == 2 or full:
                             jobs.append(replace(job, page_size=rows, norms=True))
                 chunk = configs.chunk(arch, row.element_size, row.head_dim, rotated)
                 if row.element_size == 2 or full:
