@@ -19,6 +19,8 @@ KERNEL_DTYPES: tuple[torch.dtype, ...] = (torch.float16, torch.bfloat16, torch.f
 MIN_HEAD_DIM, MAX_HEAD_DIM, HEAD_DIM_STEP = 16, 256, 8
 # Of multi-head latent attention: the columns that are rotated, and the others and those of v.
 MAX_ROPE_DIM, MAX_LATENT_DIM, LATENT_DIM_STEP = 64, 128, 16
+# Columns of q_nope, q_rope and v that the sm_90 kernels serve, those of DeepSeek.
+HOPPER_LATENT_DIMS = (128, 64, 128)
 HOPPER_DTYPES: tuple[torch.dtype, ...] = (torch.float16, torch.bfloat16)
 Obstacle = tuple[type[Exception], str]
 
@@ -56,7 +58,8 @@ class Needs(NamedTuple):
     None of them depends on lengths that vary within a traced graph. packed: the call has packed sequences.
     cached: it is a generation step. no_keys: K has no rows. batch_invariant: the option. intervals: it has query_starts
     or query_ends. token_tables: row t of the tables belongs to packed token t. nope_dim and value_dim: as in
-    ``Problem``, None except in multi-head latent attention, where head_dim is that of q_rope.
+    ``Problem``, None except in multi-head latent attention, where head_dim is that of q_rope. positive_scale: softmax_scale
+    is above 0; read in multi-head latent attention alone.
     """
 
     arch: str
@@ -71,6 +74,7 @@ class Needs(NamedTuple):
     token_tables: bool = False
     nope_dim: int | None = None
     value_dim: int | None = None
+    positive_scale: bool = True
 
 
 def obstacle(backend: str, needs: Needs) -> Obstacle | None:
@@ -108,7 +112,19 @@ def obstacle(backend: str, needs: Needs) -> Obstacle | None:
 
 def _latent_obstacle(backend: str, needs: Needs) -> Obstacle | None:
     if backend == "hopper":
-        return NotImplementedError, "backend='hopper' does not serve multi-head latent attention yet, but 'triton' does"
+        widths = (needs.nope_dim, needs.head_dim, needs.value_dim)
+        if widths != HOPPER_LATENT_DIMS:
+            served, found = (", ".join(map(str, x)) for x in (HOPPER_LATENT_DIMS, widths))
+            return NotImplementedError, (
+                f"q_nope, q_rope and v must have {served} columns for backend='hopper', but have {found}; the portable "
+                "kernels serve other widths"
+            )
+        if not needs.positive_scale:
+            return NotImplementedError, (
+                "softmax_scale must be positive for backend='hopper' in multi-head latent attention; the portable "
+                "kernels serve others"
+            )
+        return None
     dims = (("q_rope", needs.head_dim, MAX_ROPE_DIM), ("q_nope", needs.nope_dim, MAX_LATENT_DIM))
     for name, columns, most in (*dims, ("v", needs.value_dim, MAX_LATENT_DIM)):
         if columns is not None and (columns % LATENT_DIM_STEP or not LATENT_DIM_STEP <= columns <= most):
@@ -161,6 +177,7 @@ def _needs(problem: Problem, arch: str, **lengths: bool) -> Needs:
     }
     if problem.nope_dim is not None:
         options |= {"nope_dim": problem.nope_dim, "value_dim": problem.value_dim}
+        options["positive_scale"] = problem.softmax_scale > 0
     return Needs(arch, problem.dtype, problem.head_dim, problem.strategy, **options, **lengths)
 
 
@@ -254,7 +271,9 @@ def _plan(
     latent = needs.nope_dim is not None
     strategy = "prepass" if latent else needs.strategy
     hopper_obstacle = obstacle("hopper", needs)
-    if hopper_obstacle is None:
+    if hopper_obstacle is None and latent:
+        row, row_backward = hopper_configs.LATENT_FORWARD, hopper_configs.LATENT_BACKWARD
+    elif hopper_obstacle is None:
         row, row_backward = (
             find(needs.head_dim, *shape, needs.packed) for find in (hopper_configs.forward, hopper_configs.backward)
         )
@@ -274,7 +293,7 @@ def _plan(
         forward = backward = (False, f"{mean}, which leave the larger tiles of the sm_90 ones empty")
     else:
         forward, backward = (_prefer(r, length_bucket, work) for r in (row, row_backward))
-    if backward[0] and deterministic:
+    if backward[0] and deterministic and not latent:
         asked = (
             "deterministic=True, batch_invariant=True or torch.use_deterministic_algorithms asks for equal gradients "
             "in every run"

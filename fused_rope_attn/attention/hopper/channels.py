@@ -67,7 +67,8 @@ class Channel:
     for the fourth time.
 
     buffer (slots * TILES, ...): the tiles, TILES of them in each slot. full and empty (slots, 1): mbarriers; ``empty``
-    is None if nothing waits for it. FIRST: the channel's first slot, because channels of several warpgroups may share
+    is None if nothing waits for it. rope: the rotated columns of the same rows, one tile for each of ``buffer``, which
+    fills and empties with it; None unless the call is multi-head latent attention. FIRST: the channel's first slot, because channels of several warpgroups may share
     the three arrays (``of_warpgroup``). TILE: which of a slot's tiles ``tile`` returns.
     """
 
@@ -78,6 +79,7 @@ class Channel:
     FIRST: gl.constexpr = 0
     TILES: gl.constexpr = 1
     TILE: gl.constexpr = 0
+    rope: gl.shared_memory_descriptor | None = None
 
     @jit
     def init_slot(self, slot, FILLS: gl.constexpr, RELEASES: gl.constexpr):
@@ -185,15 +187,21 @@ def allocate_barriers(COUNT: gl.constexpr):
 
 
 @jit
-def channel_of(buffer, STAGES: gl.constexpr):
+def channel_of(buffer, STAGES: gl.constexpr, rope=None):
     """Return a ``Channel`` of the STAGES tiles of ``buffer``, with barriers that are not yet initialised."""
-    return Channel(buffer, allocate_barriers(STAGES), allocate_barriers(STAGES), STAGES)
+    return Channel(buffer, allocate_barriers(STAGES), allocate_barriers(STAGES), STAGES, rope=rope)
 
 
 @jit
-def written_once(buffer):
+def written_once(buffer, rope=None):
     """Return a ``Channel`` of one slot that nothing has to empty: it is filled once, or other barriers say so."""
-    return Channel(buffer, allocate_barriers(1), empty=None, STAGES=1)
+    return Channel(buffer, allocate_barriers(1), empty=None, STAGES=1, rope=rope)
+
+
+@jit
+def tiles_of(desc, COUNT: gl.constexpr):
+    """Allocate COUNT tiles of the blocks that a descriptor loads."""
+    return gl.allocate_shared_memory(desc.dtype, [COUNT] + desc.block_type.shape, desc.layout)
 
 
 @record
@@ -203,6 +211,24 @@ class RowStatistics:
     desc: gl.tensor
     start: gl.tensor
     smem: gl.shared_memory_descriptor
+
+
+@record
+class RopePart:
+    """The rotated columns of the rows of a tile, which the TMA loads with it, of head ``head`` of ``desc``."""
+
+    desc: gl.tensor
+    head: gl.tensor
+    smem: gl.shared_memory_descriptor
+
+
+@jit
+def rope_part(desc, head, channel, cursor):
+    """Return the ``RopePart`` of a slot; None if the channel has none."""
+    if channel.rope is None:
+        return None
+    else:
+        return RopePart(desc, head, channel.rope.index(cursor.slot))
 
 
 @jit
@@ -232,21 +258,26 @@ def zero_rows(tile, first_row, last_row):
 
 
 @jit
-def load_rows(desc, batch, head, row, tile, full, stats=None):
+def load_rows(desc, batch, head, row, tile, full, stats=None, rope=None):
     """Load rows [row, row + BLOCK) of a head (of ``desc``, (B, H, N, D)) into ``tile`` (1, 1, BLOCK, columns).
 
-    The mbarrier ``full`` completes when they have arrived, and their ``RowStatistics`` if there are any.
+    The mbarrier ``full`` completes when they have arrived, and their ``RowStatistics`` and ``RopePart`` if there are
+    any.
     """
-    if stats is None:
-        mbarrier.expect(full, desc.block_type.nbytes)
-    else:
-        mbarrier.expect(full, desc.block_type.nbytes + stats.desc.block_type.nbytes)
+    OF_STATS: gl.constexpr = 0 if stats is None else stats.desc.block_type.nbytes
+    OF_ROPE: gl.constexpr = 0 if rope is None else rope.desc.block_type.nbytes
+    mbarrier.expect(full, desc.block_type.nbytes + OF_STATS + OF_ROPE)
+    if stats is not None:
         tma_load(stats.desc, [stats.start], full, stats.smem)
+    if rope is not None:
+        tma_load(rope.desc, [batch, rope.head, row, 0], full, rope.smem)
     tma_load(desc, [batch, head, row, 0], full, tile)
 
 
 @jit
-def load_existing_rows(desc, batch, head, row, tile, full, first_row, last_row, arrival, arrivals, stats=None):
+def load_existing_rows(
+    desc, batch, head, row, tile, full, first_row, last_row, arrival, arrivals, stats=None, rope=None
+):
     """Load rows as ``load_rows`` does, with zeros for rows outside [first_row, last_row).
 
     ``arrival`` is an mbarrier of the loading warp alone, at which it waits for a tile before it zeroes rows;
@@ -254,13 +285,16 @@ def load_existing_rows(desc, batch, head, row, tile, full, first_row, last_row, 
     """
     BLOCK: gl.constexpr = tile.shape[2]
     if (first_row > row) | (last_row < row + BLOCK):
-        load_rows(desc, batch, head, row, tile, arrival, stats)
+        load_rows(desc, batch, head, row, tile, arrival, stats, rope)
         mbarrier.wait(arrival, arrivals & 1)
         zero_rows(tile, 0, gl.minimum(first_row - row, BLOCK))
         zero_rows(tile, gl.maximum(last_row - row, 0), BLOCK)
+        if rope is not None:
+            zero_rows(rope.smem, 0, gl.minimum(first_row - row, BLOCK))
+            zero_rows(rope.smem, gl.maximum(last_row - row, 0), BLOCK)
         fence_async_shared()
         mbarrier.arrive(full)
         arrivals += 1
     else:
-        load_rows(desc, batch, head, row, tile, full, stats)
+        load_rows(desc, batch, head, row, tile, full, stats, rope)
     return arrivals

@@ -69,6 +69,42 @@ def issue_over_columns(a, b, nothing, RIGHT: gl.constexpr):
         return warpgroup_mma(a, b.permute((1, 0)), nothing, use_acc=False, is_async=True)
 
 
+@record
+class ScoreRows:
+    """Rows of Q or K in shared memory: their columns, and of multi-head latent attention the rotated ones; else None.
+
+    columns (rows, BLOCK_D), rope (rows, R).
+    """
+
+    columns: gl.shared_memory_descriptor
+    rope: gl.shared_memory_descriptor | None
+
+
+@jit
+def rows_in(channel, cursor, FIRST: gl.constexpr, COUNT: gl.constexpr):
+    """Return COUNT ``ScoreRows`` from row FIRST on of a channel's slot."""
+    ALL: gl.constexpr = channel.buffer.shape[-2]
+    columns = channel.tile(cursor).reshape((ALL, channel.buffer.shape[-1]))
+    rope = None
+    if channel.rope is not None:
+        rope = channel.rope.index(cursor.slot).reshape((ALL, channel.rope.shape[-1]))
+    if COUNT != ALL:
+        columns = columns.slice(FIRST, COUNT, dim=0)
+        if rope is not None:
+            rope = rope.slice(FIRST, COUNT, dim=0)
+    return ScoreRows(columns, rope)
+
+
+@jit
+def issue_row_scores(q, k, nothing, RIGHT: gl.constexpr):
+    """Begin the scores of ``ScoreRows`` q and k, as ``issue_over_columns`` does, or one group of products more."""
+    token = issue_over_columns(q.columns, k.columns, nothing, RIGHT)
+    if q.rope is None:
+        return token
+    else:
+        return warpgroup_mma(q.rope, k.rope.permute((1, 0)), token, is_async=True)
+
+
 @jit
 def issue_by_columns(a, b, parts):
     """Add the product of a (rows, inner), in registers, and b (inner, BLOCK_D), in shared memory, to ``ColumnParts``.

@@ -118,6 +118,13 @@ FORWARD: tuple[Row, ...] = (
             section_bytes=64 * MIB)),
 )
 
+# Multi-head latent attention with 128 + 64 columns of keys and 128 of values. Untimed.
+LATENT_FORWARD = Row(head_dim=192, auto=BUCKETS, least_work=SOME_TILES,
+    config=HopperForwardConfig(block_n=128, rotates_queries=False, attend_registers=240, skips_masked_half=True,
+        section_bytes=32 * MIB, rotate_heads=4))
+LATENT_BACKWARD = Row(head_dim=192, auto=BUCKETS, least_work=SOME_TILES,
+    config=HopperBackwardConfig(do_stages=3, section_bytes=32 * MIB, post_rows=8))
+
 BACKWARD: tuple[Row, ...] = (
     # Never by itself, because tiles are 64 columns wide at any head dim. Untimed.
     Row(head_dim=32, auto=(),

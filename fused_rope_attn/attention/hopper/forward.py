@@ -39,11 +39,15 @@ class ForwardCall:
         keys_are_ready: bool = False,
     ):
         given, outputs = split_outputs(tensors, 1)
-        q, k, v = given.q, given.k, given.v
-        pad_d = max(64, block_d(problem.head_dim))
+        latent = problem.nope_dim is not None
+        # The columns that are not rotated are those of the kernel's main tiles.
+        q, k, v = (given.q_nope, given.k_nope, given.v) if latent else (given.q, given.k, given.v)
+        columns = problem.nope_dim or problem.head_dim
+        pad_d = max(64, block_d(columns))
         block_m = config.consumers * ROWS.value
         reads_rotated = not config.rotates_queries
         self.empty = problem.batch * problem.len_q == 0
+        self.o_shape = q.shape
         self.o_strides = result_strides(outputs, [output_strides(q)])[0]
         self.lse_layout = layout_of_rows(q.shape)
         self.packed = problem.is_packed
@@ -52,7 +56,8 @@ class ForwardCall:
             return
         block_n = config.block_n
         shared = shared_arguments(problem, given.cos, given.sin)
-        in_tiles = saving is Saving.TILES
+        # The TMA reads q_nope, which has no padding, and the rotated columns are read by the same rows.
+        in_tiles = saving is Saving.TILES and not latent
         self.rotate_queries = None
         if reads_rotated:
             self.rotate_queries = Rotate("q", given, problem, shared, config, in_tiles=in_tiles)
@@ -64,19 +69,28 @@ class ForwardCall:
         element = gl.bfloat16 if q.dtype is torch.bfloat16 else gl.float16
         layout = gl.NVMMASharedLayout.get_default_for
         # Columns of O in one store.
-        columns = pad_d if pad_d <= 128 else pad_d // 2
-        keys, rows, store = [1, 1, block_n, pad_d], [1, 1, ROWS.value, pad_d], [1, 1, ROWS.value, columns]
+        stored = pad_d if pad_d <= 128 and not latent else pad_d // 2
+        keys, rows, store = [1, 1, block_n, pad_d], [1, 1, ROWS.value, pad_d], [1, 1, ROWS.value, stored]
         o_like = torch.empty_strided(q.shape, self.o_strides, dtype=q.dtype, device=q.device)
-        self.k_source, self.v_source = (Source(x, keys, layout(keys, element)) for x in (k.new_empty(k.shape), v))
+        k_like = k if latent else k.new_empty(k.shape)
+        self.k_source, self.v_source = (Source(x, keys, layout(keys, element)) for x in (k_like, v))
         self.o_source = Source(o_like, store, layout(store, element))
-        if reads_rotated or self.saves_rotated:
+        self.rope_sources = None
+        if latent:
+            blocks = ([1, 1, n, problem.head_dim] for n in (ROWS.value, block_n))
+            self.rope_sources = [
+                Source(x.new_empty(x.shape), block, layout(block, element))
+                for x, block in zip((given.q, given.k), blocks)
+            ]
+            self.q_source = Source(q, rows, layout(rows, element))
+        elif reads_rotated or self.saves_rotated:
             shape = rotated_shape(problem, in_tiles=in_tiles)
             self.q_rot_layout = shape, contiguous_strides(shape)
             self.q_source = Source(q.new_empty(shape), rows, layout(rows, element))
         num_heads = problem.batch * problem.heads_q
         tiles_per_head = tile_count(problem.len_q, problem.sequences, block_m)
         num_tiles = tiles_per_head * num_heads
-        kv_bytes = 2 * problem.longest(problem.len_k) * problem.head_dim * k.element_size()
+        kv_bytes = 2 * problem.longest(problem.len_k) * columns * k.element_size()
         self.launch = Launch(
             forward_kernel,
             min(num_tiles, device.num_sms(q.device)),
@@ -90,6 +104,7 @@ class ForwardCall:
             tiles_per_head=tiles_per_head if self.packed else None,
             # Only such calls have queries past the last row of the tables.
             position_limit=given.cos.shape[-2] if keys_are_ready else None,
+            D=columns,
             BLOCK_N=block_n,
             BLOCK_D=pad_d,
             STAGES=config.stages,
@@ -117,7 +132,7 @@ class ForwardCall:
         tensors, (o,) = split_outputs(given, 1)
         q = tensors.q
         if o is None:
-            o = torch.empty_strided(q.shape, self.o_strides, dtype=q.dtype, device=q.device)
+            o = torch.empty_strided(self.o_shape, self.o_strides, dtype=q.dtype, device=q.device)
         lse = torch.empty_strided(*self.lse_layout, dtype=torch.float32, device=q.device)
         if self.empty:
             return Outputs(o, lse)
@@ -127,18 +142,25 @@ class ForwardCall:
         q_rot = q_desc = q_rot_desc = None
         if self.rotate_queries is not None:
             q_rot = self.rotate_queries(stream, tensors)
-            q, q_desc = None, self.q_source(q_rot)
+            q, q_desc = None, self.q_source(q_rot if tensors.q_nope is None else tensors.q_nope)
         elif self.saves_rotated:
             q_rot = torch.empty_strided(*self.q_rot_layout, dtype=q.dtype, device=q.device)
             q_rot_desc = self.q_source(q_rot)
         k = tensors.k if self.rotate_keys is None else self.rotate_keys(stream, tensors, counter)
+        q_rope_desc = k_rope_desc = None
+        k_columns = k
+        if self.rope_sources is not None:
+            q_rope_desc, k_rope_desc = (source(x) for source, x in zip(self.rope_sources, (q_rot, k)))
+            k_columns = tensors.k_nope
         self.launch(
             stream,
             shared_tensors(tensors),
             q_ptr=q,
             q_desc=q_desc,
             q_rot_desc=q_rot_desc,
-            k_desc=self.k_source(k),
+            k_desc=self.k_source(k_columns),
+            q_rope_desc=q_rope_desc,
+            k_rope_desc=k_rope_desc,
             v_desc=self.v_source(tensors.v),
             o_desc=self.o_source(o),
             o_ptr=o if self.packed else None,

@@ -10,8 +10,9 @@ from fused_rope_attn.attention.hopper.channels import (
 from fused_rope_attn.attention.hopper.columns import (
     LEFT,
     issue_by_columns,
-    issue_over_columns,
+    issue_row_scores,
     right_columns,
+    rows_in,
     store_parts,
     wait_for_parts,
     zero_parts,
@@ -91,32 +92,21 @@ def hand_over_tensor_cores(warpgroup):
 
 
 @jit
-def first_keys(keys, cursor, COUNT: gl.constexpr):
-    """Return the first COUNT keys of the block at ``cursor`` of the channel, (COUNT, BLOCK_D)."""
-    BLOCK_N: gl.constexpr = keys.buffer.shape[3]
-    block = keys.tile(cursor).reshape((BLOCK_N, keys.buffer.shape[4]))
-    if COUNT == BLOCK_N:
-        return block
-    else:
-        return block.slice(0, COUNT, dim=0)
-
-
-@jit
 def multiply(q, acc, p, correction, keys, values, key_step, exists, softmax, warpgroup, COUNT: gl.constexpr):
     """Multiply the queries with key block ``key_step``, and weights p with the values of the block before it.
 
-    q: (ROWS, BLOCK_D) in shared memory; p: packed weights; correction (ROWS,): a factor for acc, ``ColumnParts`` of
+    q: ``ScoreRows``; p: packed weights; correction (ROWS,): a factor for acc, ``ColumnParts`` of
     (ROWS, BLOCK_D), before the product is added. Returns the scores (ROWS, COUNT) float32 of the block's first COUNT
     keys, capped if the call has a cap, and acc, which is still in flight unless VALUES is "before scores". Unless
     the block ``exists``, the scores are meaningless.
     """
-    BLOCK_D: gl.constexpr = q.shape[1]
+    BLOCK_D: gl.constexpr = q.columns.shape[1]
     BLOCK_N: gl.constexpr = keys.buffer.shape[3]
     RIGHT: gl.constexpr = 0 if acc.right is None else acc.right.shape[1]
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COUNT, 16])
     nothing = gl.zeros([ROWS, COUNT], gl.float32, S)
     at_values = values.at(key_step - 1)
-    weights = unpack_weights(p, q.dtype, gl.DotOperandLayout(0, acc.left.type.layout, 2))
+    weights = unpack_weights(p, q.columns.dtype, gl.DotOperandLayout(0, acc.left.type.layout, 2))
     if softmax.VALUES == "before scores":
         acc = rescale_output(acc, correction)
         values.wait_full(at_values)
@@ -125,18 +115,18 @@ def multiply(q, acc, p, correction, keys, values, key_step, exists, softmax, war
         acc = issue_by_columns(weights, v, acc)
         at_keys = keys.at(key_step)
         keys.wait_full(at_keys, exists)
-        k = first_keys(keys, at_keys, COUNT)
+        k = rows_in(keys, at_keys, 0, COUNT)
         acc = wait_for_parts(acc, PENDING=0)
         values.release_by_threads(at_values)
-        scores = issue_over_columns(q, k, nothing, RIGHT)
+        scores = issue_row_scores(q, k, nothing, RIGHT)
         hand_over_tensor_cores(warpgroup)
         scores = warpgroup_mma_wait(0, deps=[scores])
     else:
         at_keys = keys.at(key_step)
         keys.wait_full(at_keys, exists)
-        k = first_keys(keys, at_keys, COUNT)
+        k = rows_in(keys, at_keys, 0, COUNT)
         wait_for_tensor_cores(warpgroup)
-        scores = issue_over_columns(q, k, nothing, RIGHT)
+        scores = issue_row_scores(q, k, nothing, RIGHT)
         acc = rescale_output(acc, correction)
         # Triton's analysis of shared memory inserts one barrier an iteration. Without this one it would be before the
         # wait for keys, when this warpgroup has no product in flight.
@@ -148,7 +138,7 @@ def multiply(q, acc, p, correction, keys, values, key_step, exists, softmax, war
         # The groups of the values may stay in flight.
         scores = warpgroup_mma_wait(2 if RIGHT else 1, deps=[scores])
     keys.release_by_threads(at_keys, exists)
-    return cap_scores(scores, softmax.cap_scale, q.dtype), acc
+    return cap_scores(scores, softmax.cap_scale, q.columns.dtype), acc
 
 
 @jit
@@ -286,9 +276,9 @@ def attend(WARPGROUP: gl.constexpr, tiles, queries, keys, values, output, softma
     at_keys = keys.at(key_step)
     queries.wait_full(at_queries, exists)
     keys.wait_full(at_keys, exists)
-    k = first_keys(keys, at_keys, FIRST_COUNT)
-    q = queries.tile(at_queries).reshape((ROWS, BLOCK_D))
-    first = issue_over_columns(q, k, nothing, RIGHT)
+    k = rows_in(keys, at_keys, 0, FIRST_COUNT)
+    q = rows_in(queries, at_queries, 0, ROWS)
+    first = issue_row_scores(q, k, nothing, RIGHT)
     first = warpgroup_mma_wait(0, deps=[first])
     keys.release_by_threads(at_keys, exists)
     barrier()  # see ``multiply``
@@ -303,7 +293,7 @@ def attend(WARPGROUP: gl.constexpr, tiles, queries, keys, values, output, softma
         acc = zero_parts(ROWS, BLOCK_D, RIGHT)
         correction = gl.full([ROWS], 1.0, gl.float32, ROW)
         at_queries = queries.at(tile_step)
-        q = queries.tile(at_queries).reshape((ROWS, BLOCK_D))
+        q = rows_in(queries, at_queries, 0, ROWS)
         for visit in range(1, tile.num_blocks):
             key_step += 1
             scores, acc = multiply(q, acc, p, correction, keys, values, key_step, True, softmax, warpgroup, BLOCK_N)
@@ -340,7 +330,7 @@ def attend(WARPGROUP: gl.constexpr, tiles, queries, keys, values, output, softma
         positions = query_position(tile, tile.start_m + WARPGROUP * ROWS, NQ, NK) + first_rows
         at_queries = queries.at(tile_step)
         queries.wait_full(at_queries, exists)
-        q = queries.tile(at_queries).reshape((ROWS, BLOCK_D))
+        q = rows_in(queries, at_queries, 0, ROWS)
         first, acc = multiply(q, acc, p, correction, keys, values, key_step, exists, softmax, warpgroup, FIRST_COUNT)
         first = mask_first(first, positions, first_columns, tile, masks, NK, BLOCK_N, WARPGROUP)
         first, _, new_max, new_sum = fold_scores(first, unseen, no_sums(), softmax.qk_scale)

@@ -15,7 +15,7 @@ query buffers. The pre-pass then rotates Q too, and the loading warp loads each 
 released its last ones. O is stored in two halves of its columns, through the same memory.
 """
 
-from fused_rope_attn.attention.hopper.channels import Channel, allocate_barriers, channel_of
+from fused_rope_attn.attention.hopper.channels import Channel, allocate_barriers, channel_of, tiles_of
 from fused_rope_attn.attention.hopper.forward_attend import ForwardOutput, Softmax, attend
 from fused_rope_attn.attention.hopper.forward_producers import Loader, QuerySource, load, rotate_queries
 from fused_rope_attn.attention.hopper.forward_tiles import (
@@ -38,7 +38,7 @@ _NUMBERS = "num_tiles num_heads heads_per_section HQ GROUP_SIZE NQ NK tiles_per_
 
 @jit(do_not_specialize=_NUMBERS)
 def forward_kernel(q_ptr, q_desc, q_rot_desc, k_desc, v_desc, o_desc, o_ptr, cos_ptr, sin_ptr, q_norm_ptr, lse_ptr,
-                   counter_ptr, sinks_ptr, starts_ptr, lens_ptr, q_strides, o_strides, cos_strides, sin_strides,
+                   counter_ptr, sinks_ptr, starts_ptr, lens_ptr, q_rope_desc, k_rope_desc, q_strides, o_strides, cos_strides, sin_strides,
                    qk_scale, q_sign, cap_scale, norm_eps, norm_offset, window, num_tiles, num_heads,
                    heads_per_section, HQ, GROUP_SIZE, NQ, NK, tiles_per_head, position_limit,
                    D: gl.constexpr, R: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr,
@@ -63,6 +63,9 @@ def forward_kernel(q_ptr, q_desc, q_rot_desc, k_desc, v_desc, o_desc, o_ptr, cos
 
     position_limit: queries from this position on are not rotated; None: no query is past the last key.
 
+    Multi-head latent attention: q_desc, k_desc and v_desc hold the columns that are not rotated and the values, and
+    q_rope_desc (B, HQ, NQ, R) and k_rope_desc (B, 1, NK, R) the rotated ones, which scores add. Else both are None.
+
     heads_per_section as for ``scheduled_tile``. PIN_SUMS: see ``ptxas.pin``; VALUES: see ``attend``. IS_ALIGNED: use
     ``shapes.is_aligned``, which holds. QUERIES_IN_TILES: packed queries in q_rot, or in the rotated q, are stored as in
     ``Saving.TILES``. The REGISTERS are those of a thread of each kind of warps; Q_LAYOUT is the shared memory's of
@@ -75,8 +78,8 @@ def forward_kernel(q_ptr, q_desc, q_rot_desc, k_desc, v_desc, o_desc, o_ptr, cos
     HAS_BOUNDS: gl.constexpr = IS_PACKED or HAS_STARTS or lens_ptr is not None or window[0] is not None
     ROTATES_QUERIES: gl.constexpr = q_desc is None
     WORDS: gl.constexpr = announced_words(HAS_BOUNDS, IS_PACKED)
-    # Columns of O in one store. The buffers of wide heads leave shared memory for half of them only.
-    O_COLUMNS: gl.constexpr = BLOCK_D if BLOCK_D <= 128 else BLOCK_D // 2
+    # Columns of O in one store. The buffers of wide heads and latent attention leave shared memory for half of them.
+    O_COLUMNS: gl.constexpr = BLOCK_D if BLOCK_D <= 128 and k_rope_desc is None else BLOCK_D // 2
     DTYPE: gl.constexpr = k_desc.dtype
     if ROTATES_QUERIES:
         q_smem = gl.allocate_shared_memory(DTYPE, [2 * CONSUMERS, ROWS, BLOCK_D], Q_LAYOUT)
@@ -85,14 +88,19 @@ def forward_kernel(q_ptr, q_desc, q_rot_desc, k_desc, v_desc, o_desc, o_ptr, cos
     o_smem = gl.allocate_shared_memory(DTYPE, [CONSUMERS, 1, 1, ROWS, O_COLUMNS], o_desc.layout)
     k_smem = gl.allocate_shared_memory(DTYPE, [STAGES, 1, 1, BLOCK_N, BLOCK_D], k_desc.layout)
     v_smem = gl.allocate_shared_memory(DTYPE, [STAGES, 1, 1, BLOCK_N, BLOCK_D], v_desc.layout)
+    q_rope, k_rope = None, None
+    if k_rope_desc is not None:
+        q_rope, k_rope = tiles_of(q_rope_desc, CONSUMERS), tiles_of(k_rope_desc, STAGES)
     tile_smem = gl.allocate_shared_memory(gl.int32, [TILE_STAGES * WORDS, 1], mbarrier.MBarrierLayout())
     tile_channel = channel_of(tile_smem, TILE_STAGES)
     tiles = Announcements(channel=tile_channel, WORDS=WORDS, HAS_BOUNDS=HAS_BOUNDS, IS_PACKED=IS_PACKED)
     # Rotated here, the queries of all warpgroups share two stages. Otherwise each warpgroup has a channel of one stage.
     Q_STAGES: gl.constexpr = 2 if ROTATES_QUERIES else 1
     TILES: gl.constexpr = CONSUMERS if ROTATES_QUERIES else 1
-    queries = Channel(q_smem, allocate_barriers(CONSUMERS), allocate_barriers(CONSUMERS), Q_STAGES, TILES=TILES)
-    keys = channel_of(k_smem, STAGES)
+    queries = Channel(
+        q_smem, allocate_barriers(CONSUMERS), allocate_barriers(CONSUMERS), Q_STAGES, TILES=TILES, rope=q_rope
+    )
+    keys = channel_of(k_smem, STAGES, k_rope)
     values = channel_of(v_smem, STAGES)
     arrival = None
     if HAS_BOUNDS:
@@ -125,7 +133,7 @@ def forward_kernel(q_ptr, q_desc, q_rot_desc, k_desc, v_desc, o_desc, o_ptr, cos
         QUERIES_IN_TILES=QUERIES_IN_TILES,
         FROM_START=FROM_START,
     )
-    loader = Loader(q_desc=q_desc, k_desc=k_desc, v_desc=v_desc, arrival=arrival, PDL=PDL)
+    loader = Loader(q_desc, k_desc, v_desc, arrival, PDL, q_rope_desc, k_rope_desc)
     softmax = Softmax(qk_scale, cap_scale, sinks_ptr, PIN_SUMS, VALUES)
     row_format = RowFormat(D, BLOCK_D, USE_INT64_OFFSETS)
     o = TensorView(o_ptr, o_strides)

@@ -1,7 +1,7 @@
 # mypy: ignore-errors
 """The sm_90 forward's producers: the warp that loads through the TMA, and the warps that rotate queries."""
 
-from fused_rope_attn.attention.hopper.channels import load_existing_rows, load_rows
+from fused_rope_attn.attention.hopper.channels import load_existing_rows, load_rows, rope_part
 from fused_rope_attn.attention.hopper.forward_tiles import (
     announce_tile,
     first_work,
@@ -41,10 +41,13 @@ class Loader:
     v_desc: gl.tensor
     arrival: gl.tensor | None  # the mbarrier of ``load_existing_rows``; None: keys end where the tensor does
     PDL: gl.constexpr  # programmatic dependent launch
+    # Of multi-head latent attention, else None: rotated columns of queries (B, HQ, NQ, R) and keys (B, 1, NK, R).
+    q_rope_desc: gl.tensor | None = None
+    k_rope_desc: gl.tensor | None = None
 
 
 @jit
-def load_queries(q_desc, queries, tile, tile_step):
+def load_queries(loader, queries, tile, tile_step):
     """Load a tile's rotated queries, for each warpgroup as soon as it has released its last ones."""
     CONSUMERS: gl.constexpr = queries.full.shape[0]
     for warpgroup in gl.static_range(CONSUMERS):
@@ -52,7 +55,10 @@ def load_queries(q_desc, queries, tile, tile_step):
         cursor = own.at(tile_step)
         own.wait_empty(cursor)
         row = rotated_row(tile) + warpgroup * ROWS
-        load_rows(q_desc, tile.batch, tile.head, row, own.tile(cursor), own.full_barrier(cursor))
+        rope = rope_part(loader.q_rope_desc, tile.head, own, cursor)
+        load_rows(
+            loader.q_desc, tile.batch, tile.head, row, own.tile(cursor), own.full_barrier(cursor), None, rope
+        )
 
 
 @jit
@@ -65,12 +71,14 @@ def key_row(work, visit, BLOCK_N: gl.constexpr):
 
 
 @jit
-def load_keys(k_desc, work, visit, keys, key_step):
+def load_keys(loader, work, visit, keys, key_step):
     """Load the keys that a tile visits in step ``visit`` as soon as their slot is empty."""
     row = key_row(work, visit, keys.buffer.shape[3])
     cursor = keys.at(key_step)
     keys.wait_empty(cursor)
-    load_rows(k_desc, work.tile.batch, work.head_kv, row, keys.tile(cursor), keys.full_barrier(cursor))
+    rope = rope_part(loader.k_rope_desc, 0, keys, cursor)
+    full = keys.full_barrier(cursor)
+    load_rows(loader.k_desc, work.tile.batch, work.head_kv, row, keys.tile(cursor), full, None, rope)
 
 
 @jit
@@ -99,16 +107,16 @@ def load(loader, schedule, masks, tiles, queries, keys, values):
             last_row += work.first_k
         # Before the next tile is announced, because the warps that multiply wait for a tile's first keys and queries,
         # and the announcement takes a round trip to the counter in global memory and divisions.
-        load_keys(loader.k_desc, work, 0, keys, key_step)
+        load_keys(loader, work, 0, keys, key_step)
         if queries is not None:
             # After the first keys, because their slot is free earlier than the queries' memory.
-            load_queries(loader.q_desc, queries, tile, tile_step)
+            load_queries(loader, queries, tile, tile_step)
         tile_step += 1
         following = next_work(schedule, masks)
         announce_tile(tiles, tile_step, following.tile)
         for visit in range(tile.num_blocks):
             if visit > 0:
-                load_keys(loader.k_desc, work, visit, keys, key_step)
+                load_keys(loader, work, visit, keys, key_step)
             row = key_row(work, visit, schedule.BLOCK_N)
             at_values = values.at(key_step)
             values.wait_empty(at_values)
