@@ -40,7 +40,7 @@ def _launchers(portable: bool) -> tuple[Callable, Callable]:
         from fused_rope_attn.attention.portable.forward import ForwardCall as portable_forward
 
         return portable_forward, portable_backward
-    from fused_rope_attn.attention.hopper.backward import BackwardCall as hopper_backward
+    from fused_rope_attn.attention.hopper.backward import backward_call as hopper_backward
     from fused_rope_attn.attention.hopper.forward import ForwardCall as hopper_forward
 
     return hopper_forward, hopper_backward

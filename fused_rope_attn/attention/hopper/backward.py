@@ -18,6 +18,7 @@ from fused_rope_attn.attention.arguments import (
 from fused_rope_attn.attention.configs import HopperBackwardConfig
 from fused_rope_attn.attention.hopper.backward_kernel import backward_kernel
 from fused_rope_attn.attention.hopper.columns import needed_columns
+from fused_rope_attn.attention.hopper.latent_backward import LatentBackwardCall
 from fused_rope_attn.attention.hopper.postprocess_kernel import norm_postprocess_kernel, postprocess_kernel
 from fused_rope_attn.attention.hopper.shapes import BACKWARD_BLOCK_M as BLOCK_M
 from fused_rope_attn.attention.hopper.shapes import BACKWARD_BLOCK_N, CONSUMERS, KEYS, is_aligned
@@ -131,6 +132,7 @@ class BackwardCall:
             shared,
             dk_strides=dk_strides,
             dv_strides=dv_strides,
+            dk_parts_strides=None,
             raw_k_strides=raw_strides[1],
             num_heads=heads,
             heads_per_section=heads_per_section(heads, 1, row_bytes * problem.longest(len_q), config.section_bytes),
@@ -236,6 +238,9 @@ class BackwardCall:
             stats_desc=self.stats_source(stats),
             dq_accumulator=accumulator if self.wide else self.dq_source(accumulator),
             raw_k_ptr=raw_k,
+            q_rope_desc=None,
+            k_rope_desc=None,
+            dk_parts_ptr=None,
         )
         self.postprocess(
             stream,
@@ -251,3 +256,12 @@ class BackwardCall:
         )
         dsinks = None if parts is None else parts.sum(0).to(sinks.dtype)
         return Gradients(dq, dk, dv, dsinks, dq_norm, dk_norm)
+
+
+def backward_call(
+    problem: Problem, tensors: tuple, config: HopperBackwardConfig, is_rotated: bool = False
+) -> BackwardCall | LatentBackwardCall:
+    """Prepare a backward pass; multi-head latent attention has kernels of its own."""
+    if problem.nope_dim is not None:
+        return LatentBackwardCall(problem, tensors, config)
+    return BackwardCall(problem, tensors, config, is_rotated)

@@ -3,7 +3,7 @@
 
 import triton.language as tl
 
-from fused_rope_attn.attention.hopper.channels import channel_of
+from fused_rope_attn.attention.hopper.channels import channel_of, tiles_of
 from fused_rope_attn.attention.hopper.columns import issue_over_columns
 from fused_rope_attn.attention.hopper.masks import hide_pairs
 from fused_rope_attn.attention.hopper.ptxas import opaque
@@ -102,14 +102,17 @@ def whole_tile(channel):
 
 
 @jit
-def allocate_query_channel(desc, stats_desc, STAGES: gl.constexpr):
+def allocate_query_channel(desc, stats_desc, STAGES: gl.constexpr, rope_desc=None):
     """Allocate a ``Channel`` for the blocks of desc, (1, 1, BLOCK_M, BLOCK_D), and (STAGES, BLOCK_M) float32.
 
     The latter holds a number for each row: lse with Q, delta with dO. The loading warp fills a slot and its row of them
-    together, and both warpgroups release it.
+    together, and both warpgroups release it. rope_desc: of the rotated columns of Q in latent attention, else None.
     """
     buffer = gl.allocate_shared_memory(desc.dtype, [STAGES] + desc.block_type.shape, desc.layout)
-    channel = channel_of(buffer, STAGES)
+    rope = None
+    if rope_desc is not None:
+        rope = tiles_of(rope_desc, STAGES)
+    channel = channel_of(buffer, STAGES, rope)
     return channel, gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], stats_desc.layout)
 
 

@@ -11,7 +11,8 @@ A block of the main kernel owns the keys of one key head from one row on and vis
 heads. Its warps meet only at barriers in shared memory:
 
 - two warpgroups multiply. ``accumulate_by_keys`` has 128 keys, and each warpgroup owns half of them; above head dim 128
-  ``accumulate_by_columns`` has 64 keys, and each warpgroup owns half of the columns;
+  ``accumulate_by_columns`` has 64 keys, and each warpgroup owns half of the columns. ``accumulate_latent`` (multi-head
+  latent attention) has 128 keys, and makes no dQ;
 - ``load``, one warp: loads K and V and keeps the channels of Q and dO blocks full through the TMA;
 - ``reduce``, one warp: adds the dQ blocks to the accumulator through the TMA. Above head dim 128 the two warpgroups add
   them from their registers.
@@ -39,6 +40,8 @@ from fused_rope_attn.attention.hopper.backward_transfers import (
     reduce,
 )
 from fused_rope_attn.attention.hopper.channels import allocate_barriers
+from fused_rope_attn.attention.hopper.latent_keys import LatentGradients, accumulate_latent
+from fused_rope_attn.attention.hopper.latent_keys import allocate_buffers as allocate_latent_buffers
 from fused_rope_attn.attention.hopper.shapes import BACKWARD_BLOCK_M as BLOCK_M
 from fused_rope_attn.attention.hopper.shapes import BACKWARD_BLOCK_N, CONSUMERS, KEYS
 from fused_rope_attn.kernels.lengths import (
@@ -66,8 +69,8 @@ _NUMBERS = "num_heads heads_per_section HQ HKV GROUP_SIZE NQ pitch NK stats_size
 
 @jit(do_not_specialize=_NUMBERS)
 def backward_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, dq_accumulator, progress_ptr, cos_ptr, sin_ptr, dk_ptr,
-                    dv_ptr, starts_ptr, lens_ptr, cu_q_ptr, cu_k_ptr, k_norm_ptr, raw_k_ptr, k_sums_ptr, dk_strides,
-                    dv_strides, cos_strides, sin_strides, raw_k_strides, qk_scale, cap_scale, norm_eps, norm_offset,
+                    dv_ptr, starts_ptr, lens_ptr, cu_q_ptr, cu_k_ptr, k_norm_ptr, raw_k_ptr, k_sums_ptr, q_rope_desc,
+                    k_rope_desc, dk_parts_ptr, dk_strides, dv_strides, dk_parts_strides, cos_strides, sin_strides, raw_k_strides, qk_scale, cap_scale, norm_eps, norm_offset,
                     window, num_heads, HQ, HKV, GROUP_SIZE, NQ, pitch, NK, num_sequences, stats_size,
                     heads_per_section, D: gl.constexpr, R: gl.constexpr, BLOCK_D: gl.constexpr,
                     Q_STAGES: gl.constexpr, DO_STAGES: gl.constexpr, INTERLEAVED: gl.constexpr,
@@ -92,6 +95,11 @@ def backward_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, dq_accumulator,
     to 128): ``shapes.is_aligned`` holds for key blocks, and the second warpgroup leaves out the query blocks that see
     none of its keys. DS_LAYOUT: of a tile of dS in shared memory.
 
+    Multi-head latent attention: q_desc and k_desc hold the columns that are not rotated, q_rope_desc (B, HQ, NQ, R) and
+    k_rope_desc (B, 1, NK, R) the rotated ones. ``dk_parts`` (B, HKV, NK, R) float32 gets each head's part of the
+    rotated gradient of the latter, ``dk`` is not rotated, and dQ is left to ``latent_dq_kernel``: dq_accumulator is
+    None. Else these three are None.
+
     Packed sequences, B = 1: the pre-process pads q, stats and dq to whole query blocks of BLOCK_M rows, so that a block
     that is added to dq stays within a sequence.
 
@@ -102,6 +110,7 @@ def backward_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, dq_accumulator,
     """
     BEGINS_DQ: gl.constexpr = progress_ptr is not None
     IS_PACKED: gl.constexpr = num_sequences is not None
+    IS_LATENT: gl.constexpr = k_rope_desc is not None
     SPLITS_COLUMNS: gl.constexpr = BLOCK_D > 128
     BLOCK_N: gl.constexpr = KEYS if SPLITS_COLUMNS else BACKWARD_BLOCK_N
     # True if tiles may hold rows of keys that do not exist, before or after the others, inside the tensors.
@@ -125,6 +134,8 @@ def backward_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, dq_accumulator,
         first_q, NQ = packed_partner(cu_q_ptr, sequence, num_sequences, NQ)
         dk_ptr += first_k.to(gl.int64) * dk_strides[2]
         dv_ptr += first_k.to(gl.int64) * dv_strides[2]
+        if IS_LATENT:
+            dk_parts_ptr += first_k.to(gl.int64) * dk_parts_strides[2]
         if k_norm_ptr is not None:
             raw_k_ptr += first_k.to(gl.int64) * raw_k_strides[2]
     num_rows = NQ if IS_PACKED else pitch
@@ -171,7 +182,7 @@ def backward_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, dq_accumulator,
 
     # Records and shared memory of the warps.
     sizes = Sizes(HQ=HQ, GROUP_SIZE=GROUP_SIZE, NQ=NQ, pitch=pitch, NK=NK)
-    descriptors = Descriptors(q=q_desc, k=k_desc, v=v_desc, do=do_desc, stats=stats_desc)
+    descriptors = Descriptors(q_desc, k_desc, v_desc, do_desc, stats_desc, q_rope_desc, k_rope_desc)
     scale = ScoreScale(qk_scale=qk_scale, cap_scale=cap_scale, PRECISION=None)
     key_norm = None
     if k_norm_ptr is not None:
@@ -184,7 +195,9 @@ def backward_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, dq_accumulator,
     tables = RotaryTables(cos_ptr, sin_ptr, cos_strides, sin_strides, R, INTERLEAVED)
     dk, dv = TensorView(dk_ptr, dk_strides), TensorView(dv_ptr, dv_strides)
     gradients = KeyGradients(dk, dv, tables, key_norm, RowFormat(D, BLOCK_D, USE_INT64_OFFSETS))
-    if SPLITS_COLUMNS:
+    if IS_LATENT:
+        buffers = allocate_latent_buffers(descriptors, Q_STAGES, DO_STAGES)
+    elif SPLITS_COLUMNS:
         buffers = allocate_column_buffers(descriptors, Q_STAGES, DO_STAGES, DS_LAYOUT, HAS_CAP=cap_scale is not None)
     else:
         buffers = allocate_key_buffers(descriptors, dq_accumulator, Q_STAGES, DO_STAGES, DS_LAYOUT)
@@ -194,7 +207,21 @@ def backward_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, dq_accumulator,
         mbarrier.init(arrival, count=1)
     destinations = Destinations(buffers.k, buffers.v, buffers.q, buffers.do, buffers.lse, buffers.delta, arrival)
 
-    if SPLITS_COLUMNS:
+    if IS_LATENT:
+        dk_parts = TensorView(dk_parts_ptr, dk_parts_strides)
+        rope_format = RowFormat(R, R, USE_INT64_OFFSETS)
+        gradients = LatentGradients(dk, dv, dk_parts, gradients.format, rope_format)
+        own_sizes = Sizes(HQ=None, GROUP_SIZE=None, NQ=NQ, pitch=None, NK=NK)
+        gl.warp_specialize(
+            [
+                (accumulate_latent, (0, buffers, gradients, keys, queries, own_sizes, mask, scale)),
+                (accumulate_latent, (1, buffers, gradients, keys, queries, own_sizes, mask, scale)),
+                (load, (descriptors, destinations, key_rows, query_rows, existing, sizes, stats_size, PDL, BEGINS_DQ)),
+            ],
+            [4, 1],
+            [CONSUMER_REGISTERS, LOADER_REGISTERS],
+        )
+    elif SPLITS_COLUMNS:
         gl.warp_specialize(
             [
                 (accumulate_by_columns, (0, buffers, dq_accumulator, gradients, keys, queries, sizes, mask, scale)),

@@ -8,7 +8,7 @@ HKV,), then for each query block whether a program has stored the first part of 
 """
 
 from fused_rope_attn.attention.hopper.backward_block import Sizes
-from fused_rope_attn.attention.hopper.channels import Channel, RowStatistics, load_existing_rows, load_rows
+from fused_rope_attn.attention.hopper.channels import Channel, RowStatistics, load_existing_rows, load_rows, rope_part
 from fused_rope_attn.attention.hopper.shapes import BACKWARD_BLOCK_M as BLOCK_M
 from fused_rope_attn.attention.hopper.shapes import CONSUMERS
 from fused_rope_attn.kernels.records import record, replace
@@ -25,13 +25,19 @@ from fused_rope_attn.runtime.triton_compat import (
 
 @record
 class Descriptors:
-    """The tensors that the TMA loads: q, do (B, HQ, NQ, D), k, v (B, HKV, NK, D); stats as for ``load``."""
+    """The tensors that the TMA loads: q, do (B, HQ, NQ, D), k, v (B, HKV, NK, D); stats as for ``load``.
+
+    q_rope (B, HQ, NQ, R) and k_rope (B, 1, NK, R): the rotated columns of latent attention, which loads q and its rows
+    without padding, as dO; else None.
+    """
 
     q: TensorDescriptor
     k: TensorDescriptor
     v: TensorDescriptor
     do: TensorDescriptor
     stats: TensorDescriptor
+    q_rope: TensorDescriptor | None = None
+    k_rope: TensorDescriptor | None = None
 
 
 @record
@@ -67,30 +73,50 @@ class ExistingRows:
 
 
 @jit
-def load_rows_or_zeros(desc, batch, head, row, tile, full, first_row, end_row, arrival, arrivals, stats=None):
+def load_rows_or_zeros(
+    desc, batch, head, row, tile, full, first_row, end_row, arrival, arrivals, stats=None, rope=None
+):
     """Load a tile with zeros for rows outside [first_row, end_row); returns ``arrivals``, see ``load_existing_rows``.
 
     first_row None: all rows of the tile exist, or the TMA writes zeros itself. end_row None: its last rows exist.
     """
     if first_row is None:
-        load_rows(desc, batch, head, row, tile, full, stats)
+        load_rows(desc, batch, head, row, tile, full, stats, rope)
     else:
         if end_row is None:
             end_row = row + BLOCK_M
-        arrivals = load_existing_rows(desc, batch, head, row, tile, full, first_row, end_row, arrival, arrivals, stats)
+        arrivals = load_existing_rows(
+            desc, batch, head, row, tile, full, first_row, end_row, arrival, arrivals, stats, rope
+        )
     return arrivals
 
 
 @jit
-def load_keys(desc, channel, keys, existing, arrival, arrivals):
+def load_keys(desc, channel, keys, existing, arrival, arrivals, rope_desc=None):
     """Load the rows of K or V that a ``KeyBlock`` has; returns ``arrivals`` as ``load_existing_rows`` does."""
     at, first, end = channel.at(0), existing.first_key, existing.end_key
     tile, full = channel.tile(at), channel.full_barrier(at)
-    return load_rows_or_zeros(desc, keys.batch, keys.head, keys.start_n, tile, full, first, end, arrival, arrivals)
+    rope = rope_part(rope_desc, 0, channel, at)
+    return load_rows_or_zeros(
+        desc, keys.batch, keys.head, keys.start_n, tile, full, first, end, arrival, arrivals, None, rope
+    )
 
 
 @jit
-def load_block(desc, batch, head, start_m, channel, step, arrival, arrivals, first_row=None, end_row=None, stats=None):
+def load_block(
+    desc,
+    batch,
+    head,
+    start_m,
+    channel,
+    step,
+    arrival,
+    arrivals,
+    first_row=None,
+    end_row=None,
+    stats=None,
+    rope_desc=None,
+):
     """Load query block ``step`` of a channel, the rows from start_m on, as soon as its slot is empty.
 
     Load the ``RowStatistics`` of its rows too, lse with Q, delta with dO: ``stats.smem`` is (STAGES, BLOCK_M). The rest
@@ -101,7 +127,10 @@ def load_block(desc, batch, head, start_m, channel, step, arrival, arrivals, fir
     if stats is not None:
         stats = replace(stats, smem=stats.smem.index(at.slot))
     tile, full = channel.tile(at), channel.full_barrier(at)
-    return load_rows_or_zeros(desc, batch, head, start_m, tile, full, first_row, end_row, arrival, arrivals, stats)
+    rope = rope_part(rope_desc, head, channel, at)
+    return load_rows_or_zeros(
+        desc, batch, head, start_m, tile, full, first_row, end_row, arrival, arrivals, stats, rope
+    )
 
 
 @record
@@ -134,9 +163,16 @@ def load_queries(loads, head_q, begin, end, step, arrivals):
             stats_row = (batch * sizes.HQ + head_q + group_head) * sizes.pitch + start_m
             stats = RowStatistics(descriptors.stats, stats_row, destinations.lse)
             head, channel = head_q + group_head, destinations.q
-            arrivals = load_block(
-                descriptors.q, batch, head, start_m, channel, step, arrival, arrivals, first_query, None, stats
-            )
+            rope = descriptors.q_rope
+            if rope is None or existing.do_shift is None:
+                arrivals = load_block(
+                    descriptors.q, batch, head, start_m, channel, step, arrival, arrivals, first_query, None, stats, rope
+                )
+            else:
+                row, first, end = start_m + existing.do_shift, first_query + existing.do_shift, existing.do_end
+                arrivals = load_block(
+                    descriptors.q, batch, head, row, channel, step, arrival, arrivals, first, end, stats, rope
+                )
             stats = RowStatistics(descriptors.stats, stats_row + loads.stats_size, destinations.delta)
             first_do = first_query
             if existing.do_shift is not None:
@@ -169,7 +205,7 @@ def load(
     if BEGINS_DQ:
         # Not earlier: the post-process relies on ``progress``, which the pre-process has set to zero.
         let_next_launch_start(PDL)
-    arrivals = load_keys(descriptors.k, destinations.k, keys, existing, arrival, arrivals)
+    arrivals = load_keys(descriptors.k, destinations.k, keys, existing, arrival, arrivals, descriptors.k_rope)
     head_q = keys.head * sizes.GROUP_SIZE
     loads = QueryLoads(descriptors, destinations, existing, sizes, stats_size, batch, queries.first)
     step = 0
@@ -178,7 +214,8 @@ def load(
     step, arrivals = load_queries(loads, head_q, queries.num_hidden, queries.count, step, arrivals)
     # The warps that multiply compute scores and dP of a block after the last one, and discard them: load zeros.
     if step > 0:
-        load_block(descriptors.q, batch, head_q, sizes.pitch, destinations.q, step, arrival, arrivals)
+        q, rope = destinations.q, descriptors.q_rope
+        load_block(descriptors.q, batch, head_q, sizes.pitch, q, step, arrival, arrivals, rope_desc=rope)
         load_block(descriptors.do, batch, head_q, sizes.pitch, destinations.do, step, arrival, arrivals)
 
 

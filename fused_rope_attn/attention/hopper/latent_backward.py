@@ -1,0 +1,211 @@
+"""Launches of the sm_90 backward pass of multi-head latent attention."""
+
+from __future__ import annotations
+
+import torch
+import triton
+
+from fused_rope_attn.attention.arguments import (
+    padded_rows,
+    result_strides,
+    shared_arguments,
+    shared_tensors,
+)
+from fused_rope_attn.attention.configs import HopperBackwardConfig
+from fused_rope_attn.attention.hopper.backward_kernel import backward_kernel
+from fused_rope_attn.attention.hopper.latent_queries import latent_dq_kernel
+from fused_rope_attn.attention.hopper.shapes import BACKWARD_BLOCK_M as BLOCK_M
+from fused_rope_attn.attention.hopper.shapes import BACKWARD_BLOCK_N, CONSUMERS, ROWS
+from fused_rope_attn.attention.portable.backward_kernels import sum_heads_kernel
+from fused_rope_attn.attention.prepass import Rotate
+from fused_rope_attn.attention.preprocess_kernel import preprocess_kernel
+from fused_rope_attn.attention.problem import Gradients, Problem, split_outputs
+from fused_rope_attn.kernels.arguments import heads_per_section, tile_count
+from fused_rope_attn.runtime import device
+from fused_rope_attn.runtime.launch import Launch, Source
+from fused_rope_attn.runtime.layouts import block_d, contiguous_strides, is_long, output_strides
+from fused_rope_attn.runtime.triton_compat import gl
+
+# Keys of a block of the kernel that makes dQ, and blocks of K and V in flight there.
+DQ_BLOCK_N, DQ_K_STAGES, DQ_V_STAGES = 64, 3, 3
+
+
+class LatentBackwardCall:
+    """The launches of one backward signature: rotation of q and k, row statistics, dk and dv, dq, sum over heads.
+
+    All sums are in a fixed order. is_rotated: q and k are those that the forward pass has rotated.
+    """
+
+    def __init__(self, problem: Problem, tensors: tuple, config: HopperBackwardConfig):
+        do, o, _, *of_forward = tensors
+        given, outputs = split_outputs(of_forward, 3)
+        q, k, v, q_nope, k_nope = given.q, given.k, given.v, given.q_nope, given.k_nope
+        batch, heads, len_q, len_k = problem.batch, problem.heads_q, problem.len_q, problem.len_k
+        sequences, rope, columns = problem.sequences, problem.head_dim, problem.nope_dim
+        rows = (q, k, v, q_nope, k_nope)
+        self.strides = result_strides((*outputs, None, None), [output_strides(x) for x in rows])
+        dq_strides, dk_strides, dv_strides, dq_nope_strides, dk_nope_strides = self.strides
+        self.empty = batch * len_q * len_k == 0
+        if self.empty:
+            return
+        pitch = padded_rows(len_q, sequences)
+        self.stats_size = 2 * batch * heads * pitch
+        self.parts_shape = (batch, heads, len_k, rope)
+        parts_strides = contiguous_strides(self.parts_shape)
+        shared = shared_arguments(problem, given.cos, given.sin) | {
+            "pitch": pitch,
+            "stats_size": self.stats_size // 2,
+            "USE_INT64_OFFSETS": is_long(*(x.stride() for x in (*rows, o, do)), *self.strides, parts_strides),
+            "PDL": config.pdl,
+        }
+        pdl = {"launch_pdl": True} if config.pdl else {}
+        block_m, block = CONSUMERS.value * ROWS.value, config.rotate_rows
+        self.rotate_queries = Rotate("q", given, problem, shared, config)
+        self.rotate_keys = Rotate(
+            "k", given, problem, shared, config, counter=True, tile_rows=block_m, overlaps=True
+        )
+        self.preprocess = Launch(
+            preprocess_kernel,
+            batch * triton.cdiv(pitch, block) * triton.cdiv(heads, config.rotate_heads),
+            {"num_warps": 4},
+            shared,
+            o_strides=o.stride(),
+            do_strides=do.stride(),
+            q_strides=q.stride(),
+            q_rot_strides=q.stride(),
+            k_strides=k.stride(),
+            k_rot_strides=k.stride(),
+            B=batch,
+            HEADS=config.rotate_heads,
+            BLOCK_N=block,
+            BLOCK_D=rope,
+            ROTATE=False,
+            PROGRESS_ROWS=0,
+            COLUMNS=0,
+            PAD_TO=BLOCK_M.value if problem.is_packed else 0,
+            num_counters=None,
+        )
+        element = gl.bfloat16 if q.dtype is torch.bfloat16 else gl.float16
+
+        def source(x: torch.Tensor, length: int) -> Source:
+            tile = [1, 1, length, x.shape[3]]
+            return Source(x, tile, gl.NVMMASharedLayout.get_default_for(tile, element))
+
+        q_rot, k_rot = q.new_empty(self.rotate_queries.shape), k.new_empty(self.rotate_keys.shape)
+        # All tiles of queries have 64 rows.
+        self.query_sources = [source(x, BLOCK_M.value) for x in (q_nope, q_rot, do)]
+        self.key_sources = [
+            [source(x, length) for x in (k_nope, k_rot, v)] for length in (BACKWARD_BLOCK_N.value, DQ_BLOCK_N)
+        ]
+        stats = torch.empty(self.stats_size, dtype=torch.float32, device=v.device)
+        self.stats_source = Source(stats, [BLOCK_M.value], gl.NVMMASharedLayout(0, 32, rank=1))
+        num_heads, row_bytes = batch * heads, q.element_size() * (problem.score_dim + problem.value_dim)
+        left = problem.window_left
+        self.keys = Launch(
+            backward_kernel,
+            tile_count(len_k, sequences, BACKWARD_BLOCK_N.value) * num_heads,
+            {"num_warps": 4, **pdl},
+            shared,
+            dk_strides=dk_nope_strides,
+            dv_strides=dv_strides,
+            dk_parts_strides=parts_strides,
+            raw_k_strides=None,
+            num_heads=num_heads,
+            heads_per_section=heads_per_section(
+                num_heads, 1, row_bytes * problem.longest(len_q), config.section_bytes
+            ),
+            D=columns,
+            BLOCK_D=block_d(columns),
+            Q_STAGES=config.q_stages,
+            DO_STAGES=config.do_stages,
+            HAS_KEYS_BEFORE_WINDOW=left is not None and len_k - len_q > left,
+            CONSUMER_REGISTERS=config.consumer_registers,
+            IS_ALIGNED=False,
+            DS_LAYOUT=None,
+        )
+        tiles = tile_count(len_q, sequences, block_m)
+        self.queries = Launch(
+            latent_dq_kernel,
+            min(tiles * num_heads, device.num_sms(q.device)),
+            {"num_warps": 4, **pdl},
+            shared,
+            dq_strides=dq_strides,
+            dq_nope_strides=dq_nope_strides,
+            num_tiles=tiles * num_heads,
+            num_heads=num_heads,
+            heads_per_section=heads_per_section(
+                num_heads, 1, row_bytes * problem.longest(len_k), config.section_bytes
+            ),
+            tiles_per_head=tiles if problem.is_packed else None,
+            D=columns,
+            BLOCK_N=DQ_BLOCK_N,
+            K_STAGES=DQ_K_STAGES,
+            V_STAGES=DQ_V_STAGES,
+            CONSUMER_REGISTERS=config.consumer_registers,
+            LOAD_REGISTERS=24,
+        )
+        self.sum_heads = Launch(
+            sum_heads_kernel,
+            tile_count(len_k, sequences, block) * batch,
+            {"num_warps": 4},
+            shared,
+            parts_strides=parts_strides,
+            dk_strides=dk_strides,
+            num_heads=heads,
+            num_batches=batch,
+            BLOCK_N=block,
+            BLOCK_D=rope,
+        )
+
+    def __call__(self, arguments: tuple) -> Gradients:
+        """Launch the call. arguments: do, o, lse, ``Tensors``, and then output buffers dq, dk and dv if it has them."""
+        do, o, lse, *of_forward = arguments
+        tensors, outputs = split_outputs(of_forward, 3)
+        rows = (tensors.q, tensors.k, tensors.v, tensors.q_nope, tensors.k_nope)
+        dtype, where = tensors.v.dtype, tensors.v.device
+        dq, dk, dv, dq_nope, dk_nope = (
+            torch.empty_strided(x.shape, strides, dtype=dtype, device=where) if out is None else out
+            for x, strides, out in zip(rows, self.strides, (*outputs, None, None))
+        )
+        if self.empty:
+            for x in (dq, dk, dv, dq_nope, dk_nope):
+                x.zero_()
+            return Gradients(dq, dk, dv, dq_nope=dq_nope, dk_nope=dk_nope)
+        stats = torch.empty_strided((self.stats_size,), (1,), dtype=torch.float32, device=where)
+        parts = torch.empty(self.parts_shape, dtype=torch.float32, device=where)
+        counter = torch.empty(self.rotate_keys.counter_size, dtype=torch.int32, device=where)
+        stream = device.current_stream(where)
+        q_rot = self.rotate_queries(stream, tensors)
+        k_rot = self.rotate_keys(stream, tensors, counter)
+        given = shared_tensors(
+            tensors,
+            stats_ptr=stats,
+            counter_ptr=counter,
+            dq_ptr=dq,
+            dq_nope_ptr=dq_nope,
+            dv_ptr=dv,
+            dk_parts_ptr=parts,
+        )
+        unused = dict.fromkeys(("accumulator_ptr", "progress_ptr", "counters_ptr"))
+        rotated = {"q_ptr": tensors.q, "q_rot_ptr": q_rot, "k_ptr": tensors.k, "k_rot_ptr": k_rot}
+        self.preprocess(stream, given, o_ptr=o, do_ptr=do, lse_ptr=lse, **rotated, **unused)
+        names = ("q_desc", "q_rope_desc", "do_desc"), ("k_desc", "k_rope_desc", "v_desc")
+        of_queries = {
+            name: make(x) for name, make, x in zip(names[0], self.query_sources, (tensors.q_nope, q_rot, do))
+        }
+        of_keys, of_key_blocks = (
+            {name: make(x) for name, make, x in zip(names[1], sources, (tensors.k_nope, k_rot, tensors.v))}
+            for sources in self.key_sources
+        )
+        self.keys(
+            stream,
+            given,
+            **of_queries,
+            **of_keys,
+            stats_desc=self.stats_source(stats),
+            dk_ptr=dk_nope,
+            **dict.fromkeys(("dq_accumulator", "progress_ptr", "raw_k_ptr", "k_sums_ptr")),
+        )
+        self.queries(stream, given, **of_queries, **of_key_blocks)
+        self.sum_heads(stream, given, parts_ptr=parts, dk_ptr=dk)
+        return Gradients(dq, dk, dv, dq_nope=dq_nope, dk_nope=dk_nope)
