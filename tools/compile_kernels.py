@@ -76,9 +76,9 @@ class Job(LaunchJob):
 
     @property
     def title(self) -> str:
-        if self.latent:
-            return f"{self.direction} mla"
-        return f"hopper {self.direction}" if self.is_hopper else f"{self.direction} {self.config.strategy}"
+        if self.is_hopper:
+            return f"hopper {self.direction} mla" if self.latent else f"hopper {self.direction}"
+        return f"{self.direction} mla" if self.latent else f"{self.direction} {self.config.strategy}"
 
     def launch(self) -> None:
         if self.is_hopper:
@@ -128,8 +128,7 @@ class Job(LaunchJob):
             if "softcap" in self.masks:  # such calls have a gradient of lse, too
                 tensors = tensors._replace(dlse=lse)
             given = (do, o, lse, *tensors)
-            prepare = backward.BackwardCall if self.is_hopper else backward.backward_call
-            prepare(problem, given, self.config, self.rotated)(given)
+            backward.backward_call(problem, given, self.config, self.rotated)(given)
 
 
 def table_jobs(arch: str, full: bool = False) -> list[Job]:
@@ -215,8 +214,19 @@ def latent_jobs(arch: str, full: bool = False) -> list[Job]:
     """Return a job for each row for multi-head latent attention, at the widths of DeepSeek, causal and interleaved.
 
     Also with the masks that take most registers: on sm_90 in bfloat16, or with ``full`` on every card and in float32.
+    The sm_90 backend's with these masks in forward and without masks in backward; ``full``: all of them in both.
     """
     jobs = []
+    padded, packed = ("window", "kv_starts", "kv_lens"), ("packed",)
+    for direction, row, chosen in (
+        ("forward", hopper_configs.LATENT_FORWARD, padded),
+        ("backward", hopper_configs.LATENT_BACKWARD, ()),
+    ):
+        if arch == "sm_90":
+            config = replace(row.config, section_bytes=0)
+            call = {"direction": direction, "head_dim": row.head_dim, "config": config, "interleaved": True}
+            every = ((), padded, packed) if full else (chosen,)
+            jobs += [Job(**BF16, **call, arch=arch, latent=True, masks=masks) for masks in every]
     for direction, table in (("forward", portable_configs.FORWARD), ("backward", portable_configs.BACKWARD)):
         for row in table:
             if arch not in row.arch or not row.latent:
@@ -227,7 +237,7 @@ def latent_jobs(arch: str, full: bool = False) -> list[Job]:
             job = Job(**call, interleaved=True, latent=True)
             jobs.append(job)
             if (arch == "sm_90" and row.element_size == 2) or full:
-                jobs += [replace(job, masks=("window", "kv_starts", "kv_lens")), replace(job, masks=("packed",))]
+                jobs += [replace(job, masks=padded), replace(job, masks=packed)]
             if full:
                 jobs += [replace(job, causal=False), replace(job, interleaved=False), replace(job, head_dim=112)]
     return jobs
