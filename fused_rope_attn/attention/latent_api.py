@@ -89,7 +89,8 @@ def rope_attention_mla(
         interleaved: True rotates pairs ``(x[2i], x[2i+1])``, as DeepSeek's weights have them.
         window, kv_starts, kv_lens, return_lse, deterministic: as in ``rope_attention``.
         layout: ``"bhsd"``, or ``"bshd"``: all five tensors and o are ``(B, N, H, columns)``.
-        backend: ``"auto"``, ``"reference"`` or ``"triton"``. There are no sm_90 kernels for it yet.
+        backend: as in ``rope_attention``; the sm_90 kernels, ``"hopper"``, serve DN = DV = 128, R = 64 and a positive
+            scale.
 
     Returns:
         o ``(B, H, NQ, DV)`` in the inputs' dtype, and with ``return_lse`` also lse ``(B, H, NQ)`` float32. The gradient

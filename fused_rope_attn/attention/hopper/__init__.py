@@ -22,4 +22,9 @@ The backward, with its launches in ``backward`` and its entry in ``backward_kern
 - ``backward_by_keys``, ``backward_by_columns``: the warps that multiply, up to head dim 128 and beyond.
 - ``backward_epilogue``: dk and dv from registers to their tensors.
 - ``postprocess_kernel``: dQ from its accumulator.
+
+The backward of multi-head latent attention, with its launches in ``latent_backward``:
+
+- ``latent_keys``: the warps of ``backward_kernel`` that make dk and dv.
+- ``latent_queries``: a kernel for dq.
 """

@@ -196,7 +196,7 @@ def backward_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, dq_accumulator,
     dk, dv = TensorView(dk_ptr, dk_strides), TensorView(dv_ptr, dv_strides)
     gradients = KeyGradients(dk, dv, tables, key_norm, RowFormat(D, BLOCK_D, USE_INT64_OFFSETS))
     if IS_LATENT:
-        buffers = allocate_latent_buffers(descriptors, Q_STAGES, DO_STAGES)
+        buffers = allocate_latent_buffers(descriptors, Q_STAGES, DO_STAGES, DS_LAYOUT)
     elif SPLITS_COLUMNS:
         buffers = allocate_column_buffers(descriptors, Q_STAGES, DO_STAGES, DS_LAYOUT, HAS_CAP=cap_scale is not None)
     else:

@@ -15,7 +15,7 @@ from fused_rope_attn.attention.configs import HopperBackwardConfig
 from fused_rope_attn.attention.hopper.backward_kernel import backward_kernel
 from fused_rope_attn.attention.hopper.latent_queries import latent_dq_kernel
 from fused_rope_attn.attention.hopper.shapes import BACKWARD_BLOCK_M as BLOCK_M
-from fused_rope_attn.attention.hopper.shapes import BACKWARD_BLOCK_N, CONSUMERS, ROWS
+from fused_rope_attn.attention.hopper.shapes import BACKWARD_BLOCK_N, CONSUMERS, KEYS, ROWS
 from fused_rope_attn.attention.portable.backward_kernels import sum_heads_kernel
 from fused_rope_attn.attention.prepass import Rotate
 from fused_rope_attn.attention.preprocess_kernel import preprocess_kernel
@@ -121,7 +121,7 @@ class LatentBackwardCall:
             HAS_KEYS_BEFORE_WINDOW=left is not None and len_k - len_q > left,
             CONSUMER_REGISTERS=config.consumer_registers,
             IS_ALIGNED=False,
-            DS_LAYOUT=None,
+            DS_LAYOUT=gl.NVMMASharedLayout.get_default_for([KEYS.value, BLOCK_M.value], element),
         )
         tiles = tile_count(len_q, sequences, block_m)
         self.queries = Launch(

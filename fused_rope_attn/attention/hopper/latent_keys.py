@@ -19,7 +19,7 @@ from fused_rope_attn.attention.hopper.columns import ColumnParts, issue_row_scor
 from fused_rope_attn.attention.hopper.masks import needs_mask
 from fused_rope_attn.attention.hopper.ptxas import opaque
 from fused_rope_attn.attention.hopper.shapes import BACKWARD_BLOCK_M as BLOCK_M
-from fused_rope_attn.attention.hopper.shapes import KEYS
+from fused_rope_attn.attention.hopper.shapes import CONSUMERS, KEYS
 from fused_rope_attn.kernels.records import record
 from fused_rope_attn.kernels.softmax import LN2
 from fused_rope_attn.kernels.tiles import Origin, RowFormat, TensorView, head_rows
@@ -36,6 +36,7 @@ class LatentBuffers:
     do: Channel
     lse: gl.shared_memory_descriptor
     delta: gl.shared_memory_descriptor
+    p: gl.shared_memory_descriptor
 
 
 @record
@@ -50,7 +51,7 @@ class LatentGradients:
 
 
 @jit
-def allocate_buffers(descriptors, Q_STAGES: gl.constexpr, DO_STAGES: gl.constexpr):
+def allocate_buffers(descriptors, Q_STAGES: gl.constexpr, DO_STAGES: gl.constexpr, P_LAYOUT: gl.constexpr):
     """Allocate ``LatentBuffers`` and initialise their barriers."""
     q, lse = allocate_query_channel(descriptors.q, descriptors.stats, Q_STAGES, descriptors.q_rope)
     do, delta = allocate_query_channel(descriptors.do, descriptors.stats, DO_STAGES)
@@ -60,7 +61,8 @@ def allocate_buffers(descriptors, Q_STAGES: gl.constexpr, DO_STAGES: gl.constexp
     v.init(FILLS=1, RELEASES=0)
     init_query_channel(q)
     init_query_channel(do)
-    return LatentBuffers(k=k, v=v, q=q, do=do, lse=lse, delta=delta)
+    p = gl.allocate_shared_memory(descriptors.q.dtype, [CONSUMERS, KEYS, BLOCK_M], P_LAYOUT)
+    return LatentBuffers(k=k, v=v, q=q, do=do, lse=lse, delta=delta, p=p)
 
 
 @jit
@@ -100,15 +102,15 @@ def fold_queries(WARPGROUP: gl.constexpr, dk, dk_rope, dv, buffers, total, keys,
             s, lse, is_masked, key_rows, columns, diagonal, mask, scale, DTYPE, CLAMP=queries.num_masked is not None
         )
         p16 = p.to(DTYPE)
-        do_blocks.wait_full(do_cursor)
+        p_tile = buffers.p.index(WARPGROUP)
+        p_tile.store(p16)
+        dp_token = issue_product(own_rows(buffers.v, WARPGROUP).columns, do_blocks, do_cursor, no_s)
         do = rows_in(do_blocks, do_cursor, 0, BLOCK_M).columns
         dv = warpgroup_mma(gl.convert_layout(p16, P), do, dv, is_async=True)
-        dv = warpgroup_mma_wait(0, deps=[dv])
-        dp_token = issue_product(own_rows(buffers.v, WARPGROUP).columns, do_blocks, do_cursor, no_s)
-        dp = warpgroup_mma_wait(0, deps=[dp_token])
+        dv, dp = warpgroup_mma_wait(0, deps=[dv, dp_token])
         delta = buffers.delta.index(do_cursor.slot).load(gl.SliceLayout(0, S))
         # P as dV takes it: 16 registers less than in float32.
-        ds = (p16.to(gl.float32) * (dp - delta[None, :])).to(DTYPE)
+        ds = (p_tile.load(S).to(gl.float32) * (dp - delta[None, :])).to(DTYPE)
         q = rows_in(q_blocks, q_cursor, 0, BLOCK_M)
         dk = warpgroup_mma(gl.convert_layout(ds, P), q.columns, dk, is_async=True)
         dk_rope = warpgroup_mma(gl.convert_layout(ds, P_ROPE), q.rope, dk_rope, is_async=True)
