@@ -67,7 +67,8 @@ class LatentCheck(AttentionCheck):
     def obstacle(self, arch: str, variant: tuple[str, str]) -> planning.Obstacle | None:
         if variant[0] in ("reference", "auto"):
             return None
-        needs = planning.Needs(arch, self.dtype, self.head_dim, nope_dim=self.nope, value_dim=self.value)
+        dims = {"nope_dim": self.nope, "value_dim": self.value}
+        needs = planning.Needs(arch, self.dtype, self.head_dim, **dims, positive_scale=self.scale > 0)
         return planning.obstacle(variant[0], needs)
 
     def references(self, made: Made, device: str) -> References:

@@ -58,8 +58,8 @@ class Needs(NamedTuple):
     None of them depends on lengths that vary within a traced graph. packed: the call has packed sequences.
     cached: it is a generation step. no_keys: K has no rows. batch_invariant: the option. intervals: it has query_starts
     or query_ends. token_tables: row t of the tables belongs to packed token t. nope_dim and value_dim: as in
-    ``Problem``, None except in multi-head latent attention, where head_dim is that of q_rope. positive_scale: softmax_scale
-    is above 0; read in multi-head latent attention alone.
+    ``Problem``, None except in multi-head latent attention, where head_dim is that of q_rope. positive_scale: that
+    softmax_scale is above 0, read there alone.
     """
 
     arch: str

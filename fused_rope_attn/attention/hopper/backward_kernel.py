@@ -70,9 +70,10 @@ _NUMBERS = "num_heads heads_per_section HQ HKV GROUP_SIZE NQ pitch NK stats_size
 @jit(do_not_specialize=_NUMBERS)
 def backward_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, dq_accumulator, progress_ptr, cos_ptr, sin_ptr, dk_ptr,
                     dv_ptr, starts_ptr, lens_ptr, cu_q_ptr, cu_k_ptr, k_norm_ptr, raw_k_ptr, k_sums_ptr, q_rope_desc,
-                    k_rope_desc, dk_parts_ptr, dk_strides, dv_strides, dk_parts_strides, cos_strides, sin_strides, raw_k_strides, qk_scale, cap_scale, norm_eps, norm_offset,
-                    window, num_heads, HQ, HKV, GROUP_SIZE, NQ, pitch, NK, num_sequences, stats_size,
-                    heads_per_section, D: gl.constexpr, R: gl.constexpr, BLOCK_D: gl.constexpr,
+                    k_rope_desc, dk_parts_ptr, dk_strides, dv_strides, dk_parts_strides, cos_strides, sin_strides,
+                    raw_k_strides, qk_scale, cap_scale, norm_eps, norm_offset, window, num_heads, HQ, HKV, GROUP_SIZE,
+                    NQ, pitch, NK, num_sequences, stats_size, heads_per_section,
+                    D: gl.constexpr, R: gl.constexpr, BLOCK_D: gl.constexpr,
                     Q_STAGES: gl.constexpr, DO_STAGES: gl.constexpr, INTERLEAVED: gl.constexpr,
                     READS_LENGTHS: gl.constexpr, HAS_KEYS_BEFORE_WINDOW: gl.constexpr,
                     USE_INT64_OFFSETS: gl.constexpr, PDL: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
@@ -93,7 +94,7 @@ def backward_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, dq_accumulator,
     D). READS_LENGTHS: there are starts, lens or packed sequences. HAS_KEYS_BEFORE_WINDOW: there are keys before the
     first query's window. num_heads: B * HKV; heads_per_section of them are scheduled together. IS_ALIGNED (BLOCK_D up
     to 128): ``shapes.is_aligned`` holds for key blocks, and the second warpgroup leaves out the query blocks that see
-    none of its keys. DS_LAYOUT: of a tile of dS in shared memory.
+    none of its keys. DS_LAYOUT: of a tile of dS in shared memory, or in latent attention of a warpgroup's P.
 
     Multi-head latent attention: q_desc and k_desc hold the columns that are not rotated, q_rope_desc (B, HQ, NQ, R) and
     k_rope_desc (B, 1, NK, R) the rotated ones. ``dk_parts`` (B, HKV, NK, R) float32 gets each head's part of the

@@ -163,16 +163,14 @@ def load_queries(loads, head_q, begin, end, step, arrivals):
             stats_row = (batch * sizes.HQ + head_q + group_head) * sizes.pitch + start_m
             stats = RowStatistics(descriptors.stats, stats_row, destinations.lse)
             head, channel = head_q + group_head, destinations.q
-            rope = descriptors.q_rope
+            q, rope = descriptors.q, descriptors.q_rope
             if rope is None or existing.do_shift is None:
                 arrivals = load_block(
-                    descriptors.q, batch, head, start_m, channel, step, arrival, arrivals, first_query, None, stats, rope
+                    q, batch, head, start_m, channel, step, arrival, arrivals, first_query, None, stats, rope
                 )
             else:
                 row, first, end = start_m + existing.do_shift, first_query + existing.do_shift, existing.do_end
-                arrivals = load_block(
-                    descriptors.q, batch, head, row, channel, step, arrival, arrivals, first, end, stats, rope
-                )
+                arrivals = load_block(q, batch, head, row, channel, step, arrival, arrivals, first, end, stats, rope)
             stats = RowStatistics(descriptors.stats, stats_row + loads.stats_size, destinations.delta)
             first_do = first_query
             if existing.do_shift is not None:

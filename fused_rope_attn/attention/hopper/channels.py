@@ -68,8 +68,9 @@ class Channel:
 
     buffer (slots * TILES, ...): the tiles, TILES of them in each slot. full and empty (slots, 1): mbarriers; ``empty``
     is None if nothing waits for it. rope: the rotated columns of the same rows, one tile for each of ``buffer``, which
-    fills and empties with it; None unless the call is multi-head latent attention. FIRST: the channel's first slot, because channels of several warpgroups may share
-    the three arrays (``of_warpgroup``). TILE: which of a slot's tiles ``tile`` returns.
+    fills and empties with it; None unless the call is multi-head latent attention. FIRST: the channel's first slot,
+    because channels of several warpgroups may share the arrays (``of_warpgroup``). TILE: which of a slot's tiles
+    ``tile`` returns.
     """
 
     buffer: gl.shared_memory_descriptor

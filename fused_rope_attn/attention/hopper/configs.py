@@ -123,7 +123,7 @@ LATENT_FORWARD = Row(head_dim=192, auto=BUCKETS, least_work=SOME_TILES,
     config=HopperForwardConfig(block_n=128, rotates_queries=False, attend_registers=240, skips_masked_half=True,
         section_bytes=32 * MIB, rotate_heads=4))
 LATENT_BACKWARD = Row(head_dim=192, auto=BUCKETS, least_work=SOME_TILES,
-    config=HopperBackwardConfig(do_stages=3, section_bytes=32 * MIB, post_rows=8))
+    config=HopperBackwardConfig(do_stages=3, section_bytes=32 * MIB, skips_masked_half=True))
 
 BACKWARD: tuple[Row, ...] = (
     # Never by itself, because tiles are 64 columns wide at any head dim. Untimed.

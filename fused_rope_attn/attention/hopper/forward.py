@@ -149,8 +149,8 @@ class ForwardCall:
         k = tensors.k if self.rotate_keys is None else self.rotate_keys(stream, tensors, counter)
         q_rope_desc = k_rope_desc = None
         k_columns = k
-        if self.rope_sources is not None:
-            q_rope_desc, k_rope_desc = (source(x) for source, x in zip(self.rope_sources, (q_rot, k)))
+        if self.rope_sources is not None and q_rot is not None:
+            q_rope_desc, k_rope_desc = self.rope_sources[0](q_rot), self.rope_sources[1](k)
             k_columns = tensors.k_nope
         self.launch(
             stream,

@@ -38,9 +38,9 @@ _NUMBERS = "num_tiles num_heads heads_per_section HQ GROUP_SIZE NQ NK tiles_per_
 
 @jit(do_not_specialize=_NUMBERS)
 def forward_kernel(q_ptr, q_desc, q_rot_desc, k_desc, v_desc, o_desc, o_ptr, cos_ptr, sin_ptr, q_norm_ptr, lse_ptr,
-                   counter_ptr, sinks_ptr, starts_ptr, lens_ptr, q_rope_desc, k_rope_desc, q_strides, o_strides, cos_strides, sin_strides,
-                   qk_scale, q_sign, cap_scale, norm_eps, norm_offset, window, num_tiles, num_heads,
-                   heads_per_section, HQ, GROUP_SIZE, NQ, NK, tiles_per_head, position_limit,
+                   counter_ptr, sinks_ptr, starts_ptr, lens_ptr, q_rope_desc, k_rope_desc, q_strides, o_strides,
+                   cos_strides, sin_strides, qk_scale, q_sign, cap_scale, norm_eps, norm_offset, window, num_tiles,
+                   num_heads, heads_per_section, HQ, GROUP_SIZE, NQ, NK, tiles_per_head, position_limit,
                    D: gl.constexpr, R: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr,
                    STAGES: gl.constexpr, CONSUMERS: gl.constexpr, INTERLEAVED: gl.constexpr,
                    READS_LENGTHS: gl.constexpr, FROM_START: gl.constexpr, USE_INT64_OFFSETS: gl.constexpr,

@@ -56,9 +56,7 @@ def load_queries(loader, queries, tile, tile_step):
         own.wait_empty(cursor)
         row = rotated_row(tile) + warpgroup * ROWS
         rope = rope_part(loader.q_rope_desc, tile.head, own, cursor)
-        load_rows(
-            loader.q_desc, tile.batch, tile.head, row, own.tile(cursor), own.full_barrier(cursor), None, rope
-        )
+        load_rows(loader.q_desc, tile.batch, tile.head, row, own.tile(cursor), own.full_barrier(cursor), None, rope)
 
 
 @jit

@@ -15,7 +15,7 @@ from fused_rope_attn.attention.configs import HopperBackwardConfig
 from fused_rope_attn.attention.hopper.backward_kernel import backward_kernel
 from fused_rope_attn.attention.hopper.latent_queries import latent_dq_kernel
 from fused_rope_attn.attention.hopper.shapes import BACKWARD_BLOCK_M as BLOCK_M
-from fused_rope_attn.attention.hopper.shapes import BACKWARD_BLOCK_N, CONSUMERS, KEYS, ROWS
+from fused_rope_attn.attention.hopper.shapes import BACKWARD_BLOCK_N, CONSUMERS, KEYS, ROWS, is_aligned
 from fused_rope_attn.attention.portable.backward_kernels import sum_heads_kernel
 from fused_rope_attn.attention.prepass import Rotate
 from fused_rope_attn.attention.preprocess_kernel import preprocess_kernel
@@ -41,7 +41,7 @@ class LatentBackwardCall:
         given, outputs = split_outputs(of_forward, 3)
         q, k, v, q_nope, k_nope = given.q, given.k, given.v, given.q_nope, given.k_nope
         batch, heads, len_q, len_k = problem.batch, problem.heads_q, problem.len_q, problem.len_k
-        sequences, rope, columns = problem.sequences, problem.head_dim, problem.nope_dim
+        sequences, rope, columns = problem.sequences, problem.head_dim, q_nope.shape[3]
         rows = (q, k, v, q_nope, k_nope)
         self.strides = result_strides((*outputs, None, None), [output_strides(x) for x in rows])
         dq_strides, dk_strides, dv_strides, dq_nope_strides, dk_nope_strides = self.strides
@@ -61,9 +61,7 @@ class LatentBackwardCall:
         pdl = {"launch_pdl": True} if config.pdl else {}
         block_m, block = CONSUMERS.value * ROWS.value, config.rotate_rows
         self.rotate_queries = Rotate("q", given, problem, shared, config)
-        self.rotate_keys = Rotate(
-            "k", given, problem, shared, config, counter=True, tile_rows=block_m, overlaps=True
-        )
+        self.rotate_keys = Rotate("k", given, problem, shared, config, counter=True, tile_rows=block_m, overlaps=True)
         self.preprocess = Launch(
             preprocess_kernel,
             batch * triton.cdiv(pitch, block) * triton.cdiv(heads, config.rotate_heads),
@@ -111,16 +109,14 @@ class LatentBackwardCall:
             dk_parts_strides=parts_strides,
             raw_k_strides=None,
             num_heads=num_heads,
-            heads_per_section=heads_per_section(
-                num_heads, 1, row_bytes * problem.longest(len_q), config.section_bytes
-            ),
+            heads_per_section=heads_per_section(num_heads, 1, row_bytes * problem.longest(len_q), config.section_bytes),
             D=columns,
             BLOCK_D=block_d(columns),
             Q_STAGES=config.q_stages,
             DO_STAGES=config.do_stages,
             HAS_KEYS_BEFORE_WINDOW=left is not None and len_k - len_q > left,
             CONSUMER_REGISTERS=config.consumer_registers,
-            IS_ALIGNED=False,
+            IS_ALIGNED=config.skips_masked_half and is_aligned(problem, block_m, BACKWARD_BLOCK_N.value),
             DS_LAYOUT=gl.NVMMASharedLayout.get_default_for([KEYS.value, BLOCK_M.value], element),
         )
         tiles = tile_count(len_q, sequences, block_m)
@@ -133,9 +129,7 @@ class LatentBackwardCall:
             dq_nope_strides=dq_nope_strides,
             num_tiles=tiles * num_heads,
             num_heads=num_heads,
-            heads_per_section=heads_per_section(
-                num_heads, 1, row_bytes * problem.longest(len_k), config.section_bytes
-            ),
+            heads_per_section=heads_per_section(num_heads, 1, row_bytes * problem.longest(len_k), config.section_bytes),
             tiles_per_head=tiles if problem.is_packed else None,
             D=columns,
             BLOCK_N=DQ_BLOCK_N,
@@ -190,9 +184,7 @@ class LatentBackwardCall:
         rotated = {"q_ptr": tensors.q, "q_rot_ptr": q_rot, "k_ptr": tensors.k, "k_rot_ptr": k_rot}
         self.preprocess(stream, given, o_ptr=o, do_ptr=do, lse_ptr=lse, **rotated, **unused)
         names = ("q_desc", "q_rope_desc", "do_desc"), ("k_desc", "k_rope_desc", "v_desc")
-        of_queries = {
-            name: make(x) for name, make, x in zip(names[0], self.query_sources, (tensors.q_nope, q_rot, do))
-        }
+        of_queries = {name: make(x) for name, make, x in zip(names[0], self.query_sources, (tensors.q_nope, q_rot, do))}
         of_keys, of_key_blocks = (
             {name: make(x) for name, make, x in zip(names[1], sources, (tensors.k_nope, k_rot, tensors.v))}
             for sources in self.key_sources

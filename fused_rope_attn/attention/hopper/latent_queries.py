@@ -233,14 +233,26 @@ def accumulate_dq(WARPGROUP: gl.constexpr, tiles, queries, dos, keys, values, ou
         do = rows_in(dos, at_tile, 0, ROWS).columns
         dq = part_zeros(ROWS, keys.buffer.shape[4])
         dq_rope = part_zeros(ROWS, keys.rope.shape[4])
+        first = gl.to_tensor(0)
+        if WARPGROUP == 0 and masks.window.right is not None:
+            # The last keys of a tile may be hidden from its first half.
+            last_block = tile_bounds(tile, NK).last_block
+            hidden = last_block * BLOCK_N > position + ROWS - 1 + masks.window.right
+            if hidden & (tile.num_blocks > 1):
+                keys.wait_full(keys.at(key_step))
+                keys.release_by_threads(keys.at(key_step))
+                values.wait_full(values.at(key_step))
+                values.release_by_threads(values.at(key_step))
+                first += 1
+        key_step += first
         s_token, dp_token = issue_scores_and_dp(q, do, keys, values, key_step, no_s)
         s = warpgroup_mma_wait(1, deps=[s_token])
-        s = mask_scores(s, position + rows, columns, 0, tile, masks, NK)
+        s = mask_scores(s, position + rows, columns, first, tile, masks, NK)
         p = gl.exp2(s * out.qk_scale - lse[:, None])
         dp = warpgroup_mma_wait(0, deps=[dp_token])
         values.release_by_threads(values.at(key_step))
         ds = pack_weights(p * (dp - delta[:, None]), DTYPE)
-        for visit in range(1, tile.num_blocks):
+        for visit in range(first + 1, tile.num_blocks):
             key_step += 1
             s_token, dp_token = issue_scores_and_dp(q, do, keys, values, key_step, no_s)
             dq, dq_rope = issue_dq(ds, keys, key_step - 1, dq, dq_rope)
