@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from fused_rope_attn import plan_mla, plan_mla_varlen, rope_attention_mla, rope_attention_mla_varlen
+from fused_rope_attn.attention.configs import HopperBackwardConfig
 from fused_rope_attn.testing import LatentCase, make_latent_inputs, run_latent_op, run_latent_reference
 from tests.support.dtypes import BF16, F16, F32
 from tests.support.marks import interpreted
@@ -122,6 +123,40 @@ def test_errors_name_the_argument(changes, error, message):
     for function in (rope_attention_mla, plan_mla):
         with pytest.raises(error, match=message):
             function(**(GIVEN | changes))
+
+
+def meta_rows(heads=16, length=4096, columns=(128, 64, 128)):
+    """Return the arguments of a call without memory: a query head has columns[0] + columns[1] columns, v columns[2]."""
+    nope, rope, value = columns
+    widths = ((heads, nope), (heads, rope), (heads, nope), (1, rope), (heads, value))
+    rows = (torch.empty(1, length, h, width, dtype=BF16, device="meta").transpose(1, 2) for h, width in widths)
+    table = torch.empty(length, rope // 2, device="meta")
+    return (*rows, table, table)
+
+
+def test_auto_takes_the_sm_90_kernels_at_the_widths_of_deepseek(arch):
+    for options in ({}, {"deterministic": True}, {"kv_lens": torch.empty(1, dtype=torch.int32, device="meta")}):
+        found = plan_mla(*meta_rows(), True, **options)
+        assert found.backend == "hopper" and "made for this card" in found.reason
+        assert isinstance(found.backward, HopperBackwardConfig) and not found.saves_rotated
+    for rows, options, reason in (
+        (
+            meta_rows(columns=(128, 64, 112)),
+            {},
+            "must have 128, 64, 128 columns for backend='hopper', but have 128, 64, 112",
+        ),
+        (meta_rows(), {"softmax_scale": -0.1}, "softmax_scale must be positive for backend='hopper'"),
+        (meta_rows(), {"softmax_scale": 0.0}, "softmax_scale must be positive for backend='hopper'"),
+        (meta_rows(heads=2, length=512), {}, "too little work for the sm_90 ones"),
+    ):
+        found = plan_mla(*rows, True, **options)
+        assert found.backend == "triton" and reason in found.reason
+        if "hopper" in reason:
+            with pytest.raises(NotImplementedError, match=reason.split(",")[0]):
+                plan_mla(*rows, True, **options, backend="hopper")
+    arch("sm_80")
+    with pytest.raises(RuntimeError, match="needs an sm_90 GPU"):
+        plan_mla(*meta_rows(), True, backend="hopper")
 
 
 @interpreted

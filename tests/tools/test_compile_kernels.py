@@ -74,7 +74,9 @@ def test_no_row_is_left_out(arch):
     for row in generation_configs.DECODE:
         if arch in row.arch:
             assert ("decode", row.element_size, row.head_dim, row.config_on(arch)) in compiled, row
-    for direction, table in (("forward", hopper_configs.FORWARD), ("backward", hopper_configs.BACKWARD)):
+    latent = [("forward", [hopper_configs.LATENT_FORWARD]), ("backward", [hopper_configs.LATENT_BACKWARD])]
+    of_rotated = [("forward", hopper_configs.FORWARD), ("backward", hopper_configs.BACKWARD)]
+    for direction, table in of_rotated + latent:
         for row in table if arch == "sm_90" else ():
             assert (direction, 2, row.head_dim, replace(row.config, section_bytes=0)) in compiled, row
 

@@ -225,6 +225,7 @@ class BackwardCall:
             dv_ptr=dv,
             k_sums_ptr=sums.k,
             counters_ptr=sums.counters,
+            **dict.fromkeys(("q_rope_desc", "k_rope_desc", "dk_parts_ptr")),  # of latent attention
         )
         rotated = {"q_ptr": q, "q_rot_ptr": q_rot, "k_ptr": k, "k_rot_ptr": k_rot}
         self.preprocess(stream, given, o_ptr=o, do_ptr=do, lse_ptr=lse, accumulator_ptr=cleared, **rotated)
@@ -238,9 +239,6 @@ class BackwardCall:
             stats_desc=self.stats_source(stats),
             dq_accumulator=accumulator if self.wide else self.dq_source(accumulator),
             raw_k_ptr=raw_k,
-            q_rope_desc=None,
-            k_rope_desc=None,
-            dk_parts_ptr=None,
         )
         self.postprocess(
             stream,
