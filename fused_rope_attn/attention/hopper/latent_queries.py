@@ -34,6 +34,7 @@ from fused_rope_attn.attention.hopper.forward_tiles import (
     tile_bounds,
 )
 from fused_rope_attn.attention.hopper.masks import MaskOptions, mask_scores
+from fused_rope_attn.attention.hopper.ptxas import opaque
 from fused_rope_attn.attention.hopper.shapes import CONSUMERS, ROWS, WARPGROUP_THREADS, WARPGROUP_WARPS
 from fused_rope_attn.attention.hopper.softmax import pack_weights, unpack_weights
 from fused_rope_attn.kernels.masks import window_of
@@ -196,7 +197,9 @@ def store_dq(dq, dq_rope, out, tile, start_m, row_end, position, NK):
     PAIRS: gl.constexpr = first.type.layout
     offs = gl.arange(0, ROWS, gl.SliceLayout(1, PAIRS))
     rotation = head_rotation(out.tables, tile.batch.to(gl.int64), tile_bounds(tile, NK).num_keys)
-    cos, sin = load_angles(rotation, offs + position, out.rope_format.BLOCK_D, PAIRS)
+    # Otherwise the addresses of the angles of all pairs are kept for the next tile, on the stack.
+    pairs = gl.arange(0, out.rope_format.BLOCK_D // 2, gl.SliceLayout(0, PAIRS)) + opaque(0)
+    cos, sin = load_angles(rotation, offs + position, out.rope_format.BLOCK_D, PAIRS, pairs)
     first, second = rotate(first, second, cos, sin, CONJUGATE=True)
     rope_rows = head_rows(out.dq, origin, num_rows, out.rope_format)
     store_pairs(rope_rows, first, second, offs, rotation, PairLayouts(PAIRS, dq_rope.type.layout))
