@@ -2,8 +2,9 @@
 """The two warpgroups of the sm_90 backward that make dk and dv of multi-head latent attention.
 
 Each owns 64 keys: 192 columns of dK and 128 of dV are 160 registers a thread, so that there are none for dQ, which a
-kernel of its own makes (``latent_queries``). P is held in 16 bits, the next scores are issued when dV is complete, and
-a warpgroup waits for its own products; the other one's keep the tensor cores busy meanwhile.
+kernel of its own makes (``latent_queries``). P is held in 16 bits, in shared memory while dP needs the registers. The
+warpgroups take turns at the tensor cores, twice in each block: one issues dP and dV, or dK and the next scores, while
+the other computes P or dS.
 """
 
 from fused_rope_attn.attention.hopper.backward_block import (
@@ -16,6 +17,11 @@ from fused_rope_attn.attention.hopper.backward_block import (
 from fused_rope_attn.attention.hopper.backward_epilogue import drop_keys, store_dv, store_sums
 from fused_rope_attn.attention.hopper.channels import Channel, Cursor, tiles_of, written_once
 from fused_rope_attn.attention.hopper.columns import ColumnParts, issue_row_scores, part_zeros, rows_in
+from fused_rope_attn.attention.hopper.forward_attend import (
+    Warpgroup,
+    hand_over_tensor_cores,
+    wait_for_tensor_cores,
+)
 from fused_rope_attn.attention.hopper.masks import needs_mask
 from fused_rope_attn.attention.hopper.ptxas import opaque
 from fused_rope_attn.attention.hopper.shapes import BACKWARD_BLOCK_M as BLOCK_M
@@ -101,6 +107,14 @@ def fold_queries(WARPGROUP: gl.constexpr, dk, dk_rope, dv, buffers, total, keys,
             do_blocks.release_by_threads(do_blocks.at(0))
     q_cursor = q_blocks.start_at(first)
     s_token = issue_scores(buffers, q_cursor, no_s, WARPGROUP)
+    warpgroup = Warpgroup(WARPGROUP, CONSUMERS)
+    if WARPGROUP == CONSUMERS - 1:
+        hand_over_tensor_cores(warpgroup)
+        if queries.num_hidden is not None:
+            # The turns of the block that is left out.
+            for turn in range(2 * first):
+                wait_for_tensor_cores(warpgroup)
+                hand_over_tensor_cores(warpgroup)
     for step in range(first, total):
         do_cursor = do_blocks.at(step)
         s = warpgroup_mma_wait(0, deps=[s_token])
@@ -114,24 +128,32 @@ def fold_queries(WARPGROUP: gl.constexpr, dk, dk_rope, dv, buffers, total, keys,
         p16 = p.to(DTYPE)
         p_tile = buffers.p.index(WARPGROUP)
         p_tile.store(p16)
+        do_blocks.wait_full(do_cursor)
+        wait_for_tensor_cores(warpgroup)
         dp_token = issue_product(own_rows(buffers.v, WARPGROUP).columns, do_blocks, do_cursor, no_s)
         do = rows_in(do_blocks, do_cursor, 0, BLOCK_M).columns
         dv = warpgroup_mma(gl.convert_layout(p16, P), do, dv, is_async=True)
+        hand_over_tensor_cores(warpgroup)
         dv, dp = warpgroup_mma_wait(0, deps=[dv, dp_token])
         delta = buffers.delta.index(do_cursor.slot).load(gl.SliceLayout(0, S))
         # P as dV takes it: 16 registers less than in float32.
         ds = (p_tile.load(S).to(gl.float32) * (dp - delta[None, :])).to(DTYPE)
         q = rows_in(q_blocks, q_cursor, 0, BLOCK_M)
+        wait_for_tensor_cores(warpgroup)
         dk = warpgroup_mma(gl.convert_layout(ds, P), q.columns, dk, is_async=True)
         dk_rope = warpgroup_mma(gl.convert_layout(ds, P_ROPE), q.rope, dk_rope, is_async=True)
         do_blocks.release_by_threads(do_cursor)
         next_q = q_blocks.after(q_cursor)
         s_token = issue_scores(buffers, next_q, no_s, WARPGROUP)
+        hand_over_tensor_cores(warpgroup)
         # Only scores are in flight at the end of an iteration, see ``backward_by_keys.fold_queries``.
         dk, dk_rope = warpgroup_mma_wait(2, deps=[dk, dk_rope])
         q_blocks.release_by_threads(q_cursor)
         q_cursor = next_q
     warpgroup_mma_wait(0, deps=[s_token])
+    if WARPGROUP == 0:
+        # The last warpgroup hands the tensor cores over once more.
+        wait_for_tensor_cores(warpgroup)
     return dk, dk_rope, dv
 
 
