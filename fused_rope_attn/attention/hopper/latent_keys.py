@@ -112,7 +112,7 @@ def fold_queries(WARPGROUP: gl.constexpr, dk, dk_rope, dv, buffers, total, keys,
         hand_over_tensor_cores(warpgroup)
         if queries.num_hidden is not None:
             # The turns of the block that is left out.
-            for turn in range(2 * first):
+            for _turn in range(2 * first):
                 wait_for_tensor_cores(warpgroup)
                 hand_over_tensor_cores(warpgroup)
     for step in range(first, total):
