@@ -227,8 +227,6 @@ def accumulate_dq(WARPGROUP: gl.constexpr, tiles, queries, dos, keys, values, ou
         position = query_position(tile, start_m, NQ, NK)
         stats = out.stats_ptr + tile.bh.to(gl.int64) * out.pitch + rotated_row(tile) + WARPGROUP * ROWS
         exists = rows < row_end - start_m
-        lse = gl.load(stats + rows, mask=exists, other=float("inf"))
-        delta = gl.load(stats + out.size + rows, mask=exists, other=0.0)
         at_tile = queries.at(tile_step)
         queries.wait_full(at_tile)
         dos.wait_full(at_tile)
@@ -249,6 +247,9 @@ def accumulate_dq(WARPGROUP: gl.constexpr, tiles, queries, dos, keys, values, ou
                 first += 1
         key_step += first
         s_token, dp_token = issue_scores_and_dp(q, do, keys, values, key_step, no_s)
+        # After the wait for queries: before that the launch that writes the statistics may not have finished.
+        lse = gl.load(stats + rows, mask=exists, other=float("inf"))
+        delta = gl.load(stats + out.size + rows, mask=exists, other=0.0)
         s = warpgroup_mma_wait(1, deps=[s_token])
         s = mask_scores(s, position + rows, columns, first, tile, masks, NK)
         p = gl.exp2(s * out.qk_scale - lse[:, None])

@@ -48,9 +48,11 @@ def test_results_match_float64(case):
 
 @cases(DEEPSEEK, PADDED, PACKED, replace(DEEPSEEK, len_q=2048, len_k=2048, heads=16))
 def test_50_reruns_are_bitwise_equal(case):
-    inputs = make_latent_inputs(case, "cuda")
+    inputs, others = make_latent_inputs(case, "cuda"), make_latent_inputs(replace(case, seed=1), "cuda")
     first = run_latent_op(inputs, case, backend="hopper", deterministic=True)
     for _ in range(50):
+        # Leave other numbers in the memory that the next run's workspaces get: a kernel may begin before another ends.
+        run_latent_op(others, case, backend="hopper")
         assert all(torch.equal(x, y) for x, y in zip(first, run_latent_op(inputs, case, backend="hopper")))
 
 
