@@ -16,8 +16,8 @@ pytestmark = needs_sm_90
 
 DEEPSEEK = LatentCase(2, 6, 333, 700, 128, 64, 128, interleaved=True, dtype=BF16)
 PACKED = replace(
-    DEEPSEEK, batch=1, len_q=630, len_k=680, seqlens=((300, 300), (0, 0), (1, 1), (129, 129), (200, 250)),
-    lse_gradient=True,
+    DEEPSEEK, batch=1, len_q=650, len_k=710, lse_gradient=True,
+    seqlens=((300, 300), (0, 0), (1, 1), (20, 0), (129, 129), (0, 30), (200, 250)),
 )  # fmt: skip
 PADDED = replace(DEEPSEEK, kv_starts=(0, 300), kv_lens=(700, 650), lse_gradient=True)
 
