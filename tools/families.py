@@ -35,6 +35,9 @@ _PHRASES: dict[object, str] = {
     on.gate_in_q_proj: "a gate in the projection of q",
     on.gate_proj: "a projected gate",
     on.g_proj: "a projected gate",
+    on.latent: "multi-head latent attention",
+    on.latent_scaled: "multi-head latent attention with scaled queries and latent vectors",
+    on.latent_gated: "multi-head latent attention with a projected gate",
     on.window_of_layer: "windows in some layers",
     on.window_of_sliding_layer: "windows in some layers",
     on.window_of_model: "a window in all layers",
@@ -111,7 +114,8 @@ def describe(convention: Convention) -> str:
         if value != getattr(default, name):
             found.append(_PHRASES[value])
     words = {
-        "interleaved pairs": convention.interleaved,
+        "interleaved pairs": convention.interleaved is on.adjacent,
+        "interleaved pairs where the config says so": convention.interleaved is on.adjacent_perhaps,
         "half-width tables": convention.half_width is on.as_is,
         "softcap": convention.softcap,
         "sinks": convention.sinks,

@@ -58,12 +58,24 @@ _MAMBA = {
     "mamba_chunk_size": 16,
     "attn_layer_indices": [1],
 }
+_LATENT = {
+    "num_key_value_heads": 4,
+    "head_dim": 16,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 48,
+}
+_YARN = {"rope_type": "yarn", "factor": 4.0, "mscale": 0.7, "mscale_all_dim": 1.0, "rope_theta": 10000.0}
 # Name, the classes' common beginning, and what the config says besides SIZES: every peculiarity is switched on.
 _ROWS: dict[str, tuple[str, dict]] = {
     "afmoe": ("Afmoe", MOE | WINDOWED | {"head_dim": 16}),
     "apertus": ("Apertus", {}),
     "arcee": ("Arcee", {}),
     "aria": ("AriaText", {"moe_num_experts": _EXPERTS}),
+    "axk1": ("AXK1", MOE | _LATENT),
+    "bailing_hybrid": ("BailingHybrid", MOE | RECURRENT | _LATENT),
     "bamba": ("Bamba", _MAMBA),
     "bitnet": ("BitNet", {}),
     "cohere": ("Cohere", {}),
@@ -82,6 +94,10 @@ _ROWS: dict[str, tuple[str, dict]] = {
             "n_layers": 2,
         },
     ),
+    "deepseek_v2": ("DeepseekV2", MOE | _LATENT),
+    "deepseek_v2-yarn": ("DeepseekV2", MOE | _LATENT | {"q_lora_rank": None, "rope_scaling": _YARN}),
+    "deepseek_v3": ("DeepseekV3", MOE | _LATENT | {"rope_scaling": _YARN}),
+    "deepseek_v3-halves": ("DeepseekV3", MOE | _LATENT | {"q_lora_rank": None, "rope_interleave": False}),
     "dots1": ("Dots1", MOE | WINDOWED | {"head_dim": 24}),
     "emu3": ("Emu3", {}),
     "ernie4_5": ("Ernie4_5", {"head_dim": 16}),
@@ -124,7 +140,14 @@ _ROWS: dict[str, tuple[str, dict]] = {
     "lfm2_moe": ("Lfm2Moe", MOE | {"layer_types": ["conv", "full_attention"]}),
     "llama": ("Llama", {}),
     "llama-yarn": ("Llama", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 10000.0}}),
+    "longcat_flash": (
+        "LongcatFlash",
+        MOE
+        | _LATENT
+        | {"num_layers": 1, "ffn_hidden_size": 96, "expert_ffn_hidden_size": 32, "moe_topk": 2, "zero_expert_num": 1},
+    ),
     "mellum": ("Mellum", MOE | WINDOWED | {"head_dim": 16}),
+    "minicpm3": ("MiniCPM3", _LATENT),
     "minimax": ("MiniMax", MOE | RECURRENT | {"head_dim": 16, "block_size": 8, "sliding_window": WINDOW}),
     "minimax_m2": ("MiniMaxM2", MOE | {"head_dim": 16, "rotary_dim": 8}),
     "ministral": ("Ministral", WINDOWED | {"head_dim": 16}),
@@ -142,6 +165,20 @@ _ROWS: dict[str, tuple[str, dict]] = {
         },
     ),
     "mistral": ("Mistral", {"sliding_window": WINDOW}),
+    "mistral4": (
+        "Mistral4",
+        MOE
+        | _LATENT
+        | {
+            "head_dim": 48,
+            "rope_parameters": _YARN
+            | {
+                "partial_rotary_factor": 1 / 3,
+                "llama_4_scaling_beta": 0.5,
+                "original_max_position_embeddings": 6,
+            },
+        },
+    ),
     "mixtral": ("Mixtral", MOE | {"sliding_window": WINDOW}),
     "olmo": ("Olmo", {"clip_qkv": 0.5}),
     "olmo2": ("Olmo2", {}),
@@ -168,6 +205,7 @@ _ROWS: dict[str, tuple[str, dict]] = {
         "VaultGemma",
         WINDOWED | {"head_dim": 24, "query_pre_attn_scalar": 10, "attn_logit_softcapping": 2.0},
     ),
+    "youtu": ("Youtu", _LATENT),
 }
 _CONFIGS = {name: f"{name}TextConfig" for name in ("Emu3", "Gemma3", "Qwen3_5", "Qwen3_5Moe")}
 _NAMES = set(dir(transformers))  # which takes a quarter of a second to list

@@ -26,6 +26,8 @@ write = run_write
 # The names by which a patched model calls the package, in integrations.transformers.attention and .paged.
 OPERATORS_OF_A_PATCHED_MODEL = (
     "rope_attention",
+    "rope_attention_mla",
+    "rope_attention_mla_varlen",
     "rope_attention_varlen",
     "rope_attention_with_kvcache",
     "write_kvcache",

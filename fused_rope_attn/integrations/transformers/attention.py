@@ -9,13 +9,19 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, StaticLayer
 
-from fused_rope_attn import rope_attention, rope_attention_varlen, rope_attention_with_kvcache
+from fused_rope_attn import (
+    rope_attention,
+    rope_attention_mla,
+    rope_attention_mla_varlen,
+    rope_attention_varlen,
+    rope_attention_with_kvcache,
+)
 from fused_rope_attn.distributed.api import rope_attention_cp, rope_attention_varlen_cp
 from fused_rope_attn.distributed.shards import cp_unshard
 from fused_rope_attn.generation import planning
 from fused_rope_attn.integrations.transformers import buffers, caches
 from fused_rope_attn.integrations.transformers.batch import Batch, describe_layer, kept_of
-from fused_rope_attn.integrations.transformers.conventions import AttentionModule, Convention
+from fused_rope_attn.integrations.transformers.conventions import AttentionModule, Convention, Latent
 from fused_rope_attn.integrations.transformers.norms import HeadNorms, head_norms, unfit_for
 from fused_rope_attn.integrations.transformers.obstacles import layer_of
 from fused_rope_attn.integrations.transformers.paged import attend_paged
@@ -55,11 +61,15 @@ def forward(module: AttentionModule, hidden_states: Tensor, *args: Any, **kwargs
 
     convention = patch.convention
     q, k, v, *gate = convention.project(module, hidden_states)
+    latent: Latent | None = gate.pop(0) if convention.latent is not None else None
     q, k, norms = _normed(module, convention, q, k, past is not None)
     if convention.query_scale is not None:
-        q = q * convention.query_scale(module, kwargs["position_ids"]).to(q.dtype)
+        factors = convention.query_scale(module, kwargs["position_ids"]).to(q.dtype)
+        q = q * factors
+        if latent is not None:
+            latent = latent._replace(q_nope=latent.q_nope * factors)
     tables = tables_for(module, convention, kwargs.get("position_embeddings"), q, kept_of(batch))
-    tokens = Tokens(q, k, v, tables, norms)
+    tokens = Tokens(q, k, v, tables, norms, latent)
     if convention.after_rotation is not None:
         tokens = tokens.rotated(identity_tables(q.shape[2], q.device))
         q, k = convention.after_rotation(module, tokens.q, tokens.k)
@@ -78,7 +88,12 @@ def forward(module: AttentionModule, hidden_states: Tensor, *args: Any, **kwargs
         # The cache needs rotated keys, but attention rotates them again, because that costs less than to write rotated
         # queries and read them back.
         o = _attend(tokens, batch, trained, packed=batch.declared)
-        _begin_cache(tokens, past, module.layer_idx, kept_of(batch) is not None, caches.update_options(kwargs))
+        if latent is not None:
+            k_rope = cast(Any, convention.latent)(tokens.rotated_keys(), tables.options["interleaved"])
+            rows = caches.latent_rows(module, latent, k_rope, v)
+            past.update(*rows, module.layer_idx, *caches.update_options(kwargs))
+        else:
+            _begin_cache(tokens, past, module.layer_idx, kept_of(batch) is not None, caches.update_options(kwargs))
     else:
         o = _attend_cache(module.layer_idx, tokens, past, batch, features, caches.update_options(kwargs))
     return convention.finish(module, o.transpose(1, 2).flatten(2), *gate), None
@@ -106,18 +121,20 @@ def _normed(
 
 
 def _features(module: AttentionModule, convention: Convention, q: Tensor, batch: Batch) -> dict[str, Any]:
-    """Return the options that all operators of attention take."""
+    """Return the options that all operators of this module's attention take."""
     window = convention.window(module)
-    sinks = module.sinks if convention.sinks else None
-    if sinks is not None and sinks.dtype not in (torch.float32, q.dtype):
-        sinks = sinks.float()
-    return {
+    features = {
         "causal": batch.causal,
         "softmax_scale": float(module.scaling),
         "window": None if window is None else _window(window, batch),
-        "softcap": float(module.attn_logit_softcapping or 0.0) if convention.softcap else 0.0,
-        "sinks": sinks,
     }
+    if convention.latent is not None:
+        return features
+    sinks = module.sinks if convention.sinks else None
+    if sinks is not None and sinks.dtype not in (torch.float32, q.dtype):
+        sinks = sinks.float()
+    softcap = float(module.attn_logit_softcapping or 0.0) if convention.softcap else 0.0
+    return features | {"softcap": softcap, "sinks": sinks}
 
 
 def _window(keys: int, batch: Batch) -> tuple[int, int]:
@@ -130,10 +147,11 @@ def _window(keys: int, batch: Batch) -> tuple[int, int]:
 
 def _attend(tokens: Tokens, batch: Batch, options: dict[str, Any], packed: bool) -> Tensor:
     """Attend in a batch whose keys are its own tokens: o (B, HQ, N, D)."""
+    attend: Any = rope_attention if tokens.latent is None else rope_attention_mla
+    attend_packed: Any = rope_attention_varlen if tokens.latent is None else rope_attention_mla_varlen
     if not packed:
-        q, k, v, tables, _ = tokens
         options |= tokens.options
-        return cast(Tensor, rope_attention(q, k, v, *tables.arrays, kv_starts=batch.kv_starts, **options))
+        return attend(*tokens.rows, *tokens.tables.arrays, kv_starts=batch.kv_starts, **options)
     cu_seqlens, longest = cast(Tensor, batch.cu_seqlens), batch.max_seqlen
     size, _, length, _ = tokens.q.shape
     if batch.rotates_first:
@@ -142,9 +160,9 @@ def _attend(tokens: Tokens, batch: Batch, options: dict[str, Any], packed: bool)
     else:
         # All sequences share tables by position, which is right because scores depend on distances only.
         cos, sin = (table.expand(size, length, -1).flatten(0, 1)[batch.longest] for table in tokens.tables.arrays)
-    q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in tokens[:3])
+    rows = (x.transpose(1, 2).flatten(0, 1) for x in tokens.rows)
     lengths = cu_seqlens, cu_seqlens, longest, longest
-    o = cast(Tensor, rope_attention_varlen(q, k, v, cos, sin, *lengths, **options | tokens.options))
+    o = attend_packed(*rows, cos, sin, *lengths, **options | tokens.options)
     return o.unflatten(0, (size, length)).transpose(1, 2)
 
 
@@ -157,7 +175,7 @@ def _attend_shard(tokens: Tokens, batch: Batch, options: dict[str, Any]) -> Tens
         q, k, v = (x[0].transpose(0, 1) for x in tokens[:3])
         o = rope_attention_varlen_cp(q, k, v, *tokens.tables.arrays, shared.plan, **options | tokens.options)
         return o.transpose(0, 1).unsqueeze(0)
-    q, k, v, tables, _ = tokens
+    q, k, v, tables = tokens[:4]
     (cos, sin), ranks = tables.arrays, shared.shards.options
     if kept_of(batch) is not None:  # gather the rows of all ranks once for all layers of a pass
         if tables.joined is None:

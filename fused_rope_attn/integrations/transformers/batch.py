@@ -120,6 +120,8 @@ def describe(attentions: list[nn.Module], config: Any, given: dict[str, Any]) ->
     if not causal and (seen != 0 or past is not None and any(isinstance(x, StaticLayer) for x in past.layers)):
         return Batch("bidirectional attention with a cache that holds tokens, or is static,")
     convention = state_of(attentions[0], PATCH).convention
+    if convention.latent is not None and (seen != 0 or caches.reused(past)):
+        return Batch("a step of latent attention onto a cache, whose format is the module's own,")
     batch = _masked(given, tokens, seen, bool(causal), config, convention)
     if batch.original:
         return batch

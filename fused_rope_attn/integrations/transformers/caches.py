@@ -9,10 +9,13 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
+import torch
+from torch import Tensor, nn
 from transformers import cache_utils, masking_utils
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer, StaticLayer
 from transformers.generation.continuous_batching.cache import PagedAttentionCache
 
+from fused_rope_attn.integrations.transformers.conventions import Latent
 from fused_rope_attn.integrations.transformers.families import described
 
 # transformers 5.24 renames ``past_key_values`` to ``cache``, which up to 5.23 is the name of a paged cache only.
@@ -67,6 +70,17 @@ def count_written(layer: StaticLayer, tokens: int) -> None:
     """Count tokens that a kernel has written, as ``StaticLayer.update`` does. 4.57 instead counts nonzero rows."""
     if hasattr(layer, "cumulative_length"):
         layer.cumulative_length.add_(tokens)  # in place: compiled graphs know its address
+
+
+def latent_rows(module: nn.Module, latent: Latent, k_rope: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the two tensors that a module of multi-head latent attention gives to its cache.
+
+    They are the latent vectors and k_rope (B, 1, N, R) if the module expands the cache in each step, and otherwise the
+    keys and values of all heads.
+    """
+    if hasattr(module, "expand_kv"):
+        return latent.compressed, k_rope
+    return torch.cat((latent.k_nope, k_rope.expand(-1, v.shape[1], -1, -1)), dim=-1), v
 
 
 def update_options(kwargs: dict) -> tuple:

@@ -8,17 +8,30 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 # q (B, HQ, N, D), k and v (B, HKV, N, D), unrotated; for gated attention also the gate, (B, N, HQ * D) or (B, N, HQ).
-Heads = tuple[Tensor, ...]
+# In multi-head latent attention q and k have the R columns to rotate, k has one head, and a Latent follows v.
+Heads = tuple[Any, ...]
 # The norm of the queries' heads and that of the keys'.
 Norms = tuple[nn.Module, nn.Module]
 # nn.Module declares every attribute to be a tensor or a module; those of transformers are numbers and configs as well.
 AttentionModule = Any
+
+
+class Latent(NamedTuple):
+    """The other tensors of multi-head latent attention.
+
+    q_nope, k_nope: (B, H, N, DN), the columns that are not rotated.
+    compressed: (B, 1, N, rank), the normed latent vectors from which k_nope and v are projected.
+    """
+
+    q_nope: Tensor
+    k_nope: Tensor
+    compressed: Tensor
 
 
 def separate(module: AttentionModule, x: Tensor) -> Heads:
@@ -92,6 +105,47 @@ def g_proj(module: AttentionModule, x: Tensor) -> Heads:
     return *separate(module, x), module.g_proj(x)
 
 
+def latent(module: AttentionModule, x: Tensor) -> Heads:
+    """Project to the heads of multi-head latent attention, which are views of the projections' results (DeepSeek)."""
+    q = module.q_proj(x) if module.q_lora_rank is None else module.q_b_proj(module.q_a_layernorm(module.q_a_proj(x)))
+    return _latent_heads(module, q, *_compressed(module, x))
+
+
+def latent_scaled(module: AttentionModule, x: Tensor) -> Heads:
+    """Project like ``latent``, with factors of the queries and of the latent vectors (LongCat)."""
+    q, (compressed, k_rope) = module.q_b_proj(module.q_a_layernorm(module.q_a_proj(x))), _compressed(module, x)
+    return _latent_heads(module, q * module.mla_scale_q_lora, compressed * module.mla_scale_kv_lora, k_rope)
+
+
+def latent_gated(module: AttentionModule, x: Tensor) -> Heads:
+    """Project like ``latent``, and to a gate of whole heads by g_proj (Ling 3)."""
+    return *latent(module, x), module.g_proj(x)
+
+
+def _compressed(module: AttentionModule, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the normed latent vectors (B, N, rank) and the shared key head (B, N, R)."""
+    widths = [module.kv_lora_rank, module.qk_rope_head_dim]
+    compressed, k_rope = module.kv_a_proj_with_mqa(x).split(widths, dim=-1)
+    return module.kv_a_layernorm(compressed), k_rope
+
+
+def _latent_heads(module: AttentionModule, q: Tensor, compressed: Tensor, k_rope: Tensor) -> Heads:
+    nope, rope, values = module.qk_nope_head_dim, module.qk_rope_head_dim, module.v_head_dim
+    q_nope, q_rope = q.unflatten(-1, (-1, nope + rope)).transpose(1, 2).split([nope, rope], dim=-1)
+    kv = module.kv_b_proj(compressed).unflatten(-1, (-1, nope + values))
+    k_nope, v = kv.transpose(1, 2).split([nope, values], dim=-1)
+    return q_rope, k_rope.unsqueeze(1), v, Latent(q_nope, k_nope, compressed.unsqueeze(1))
+
+
+def pairs_kept(k_rope: Tensor, interleaved: bool) -> Tensor:
+    return k_rope
+
+
+def pairs_sorted(k_rope: Tensor, interleaved: bool) -> Tensor:
+    """Move the first columns of all pairs before the second ones, as ``apply_rotary_pos_emb_interleave`` does."""
+    return k_rope.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2) if interleaved else k_rope
+
+
 def _split(module: AttentionModule, q: Tensor, k: Tensor, v: Tensor) -> Heads:
     return tuple(_heads(module, rows).transpose(1, 2) for rows in (q, k, v))
 
@@ -138,6 +192,14 @@ def pairs(table: Tensor) -> Tensor:
 
 def as_is(table: Tensor) -> Tensor:
     return table
+
+
+def adjacent(module: AttentionModule) -> bool:
+    return True
+
+
+def adjacent_perhaps(module: AttentionModule) -> bool:
+    return module.config.rope_interleave
 
 
 def window_of_layer(module: AttentionModule) -> int | None:
@@ -275,8 +337,10 @@ class Convention:
         if there is one.
     norms: function to the modules that norm each head of q and of k, as (B, N, H, D), between projection and rotation;
         None if there are none, or if ``project`` itself norms.
+    latent: in multi-head latent attention, for which ``project`` returns a Latent after v: function of rotated k_rope
+        (B, 1, N, R), and whether its pairs are adjacent, to the columns that the module caches. Else None.
     half_width: function of the module's cos or sin (1|B, N, W) to (1|B, N, R/2).
-    interleaved: pairs are adjacent columns.
+    interleaved: function of the module to whether pairs are adjacent columns; ``none`` if they never are.
     window: function to the number of keys that a query of the module sees, including its own; None for all.
     softcap, sinks: the module has them, as ``attn_logit_softcapping`` and ``sinks``.
     rotates: function of the module and its (cos, sin), or None, to whether it rotates.
@@ -292,8 +356,9 @@ class Convention:
 
     project: Callable[[AttentionModule, Tensor], Heads] = separate
     norms: Callable[[AttentionModule], Norms | None] = none
+    latent: Callable[[Tensor, bool], Tensor] | None = None
     half_width: Callable[[Tensor], Tensor] = halves
-    interleaved: bool = False
+    interleaved: Callable[[AttentionModule], bool | None] = none
     window: Callable[[AttentionModule], int | None] = none
     softcap: bool = False
     sinks: bool = False

@@ -78,17 +78,28 @@ _GROUPS: tuple[tuple[Convention, str], ...] = (
     (Convention(on.fused_by_head, finish=on.dense), "gpt_neox.GPTNeoXAttention"),
     (Convention(on.fused_by_head_layernormed_perhaps, finish=on.dense, documents_in_masks=_IS_5),
         "persimmon.PersimmonAttention"),
-    (Convention(norms=on.q_and_k_norm_perhaps, half_width=on.pairs, interleaved=True), "cohere.CohereAttention"),
-    (Convention(half_width=on.pairs, interleaved=True, window=on.window_of_layer, rotates=on.where_windowed),
+    (Convention(norms=on.q_and_k_norm_perhaps, half_width=on.pairs, interleaved=on.adjacent), "cohere.CohereAttention"),
+    (Convention(half_width=on.pairs, interleaved=on.adjacent, window=on.window_of_layer, rotates=on.where_windowed),
         "cohere2.Cohere2Attention"),
-    (Convention(half_width=on.pairs, interleaved=True, window=on.window_of_layer,
+    (Convention(half_width=on.pairs, interleaved=on.adjacent, window=on.window_of_layer,
         rotates=on.where_windowed_or_told), "cohere2_moe.Cohere2MoeAttention"),
     # These make tables for halves, but rotate pairs by the first half of each.
-    (Convention(interleaved=True),
+    (Convention(interleaved=on.adjacent),
         "ernie4_5.Ernie4_5Attention ernie4_5_moe.Ernie4_5_MoeAttention glm.GlmAttention glm4.Glm4Attention "
         "helium.HeliumAttention"),
     (Convention(half_width=on.as_is, window=on.window_of_layer, sinks=True, documents_in_masks=False),
         "gpt_oss.GptOssAttention"),
+    # Multi-head latent attention. DeepSeek V2's tables are complex numbers, one for each pair.
+    (Convention(on.latent, latent=on.pairs_kept, half_width=on.as_is, interleaved=on.adjacent),
+        "deepseek_v2.DeepseekV2Attention"),
+    (Convention(on.latent, latent=on.pairs_sorted, interleaved=on.adjacent_perhaps),
+        "axk1.AXK1Attention deepseek_v3.DeepseekV3Attention youtu.YoutuAttention"),
+    (Convention(on.latent, latent=on.pairs_sorted, interleaved=on.adjacent_perhaps, query_scale=on.llama4_scale),
+        "mistral4.Mistral4Attention"),
+    (Convention(on.latent, latent=on.pairs_sorted), "minicpm3.MiniCPM3Attention"),
+    (Convention(on.latent_scaled, latent=on.pairs_sorted, interleaved=on.adjacent), "longcat_flash.LongcatFlashMLA"),
+    (Convention(on.latent_gated, latent=on.pairs_sorted, interleaved=on.adjacent, finish=on.gated_o_proj),
+        "bailing_hybrid.BailingHybridAttention"),
     # Decoders of multimodal models with their own attention modules.
     (Convention(window=on.window_of_layer, sections=on.mrope_sections, text_positions=on.first_of_four),
         "qwen2_vl.Qwen2VLAttention qwen2_5_vl.Qwen2_5_VLAttention"),
@@ -96,16 +107,19 @@ _GROUPS: tuple[tuple[Convention, str], ...] = (
         "qwen3_vl.Qwen3VLTextAttention qwen3_vl_moe.Qwen3VLMoeTextAttention"),
 )  # fmt: skip
 # Recurrences that are attention by their name only. They stay as they are.
-_RECURRENT = {"minimax.modeling_minimax.MiniMaxLightningAttention"}
+_RECURRENT = {
+    "bailing_hybrid.modeling_bailing_hybrid.BailingHybridDeltaAttention",
+    "minimax.modeling_minimax.MiniMaxLightningAttention",
+}
 _REASONS: tuple[tuple[str, str], ...] = (
     ("its decoder layer passes no additional keyword arguments on to it, so that it cannot be told which tokens "
      "are padding", "nemotron.NemotronAttention stablelm.StableLmAttention"),
-    ("its values have another head dimension than its queries and keys (multi-head latent attention)",
-        "axk1.AXK1Attention axk2.AXK2Attention bailing_hybrid.BailingHybridAttention deepseek_v2.DeepseekV2Attention "
-        "deepseek_v3.DeepseekV3Attention deepseek_v32.DeepseekV32Attention dots3_note.Dots3NoteTextAttention "
-        "glm4_moe_lite.Glm4MoeLiteAttention glm_moe_dsa.GlmMoeDsaAttention hy_v4.HYV4Attention "
-        "kimi_linear.KimiLinearAttention longcat_flash.LongcatFlashMLA minicpm3.MiniCPM3Attention "
-        "mistral4.Mistral4Attention youtu.YoutuAttention"),
+    ("its latent attention reads the keys that an indexer selects",
+        "axk2.AXK2Attention deepseek_v32.DeepseekV32Attention dots3_note.Dots3NoteTextAttention "
+        "glm5_next.Glm5NextTextAttention glm_moe_dsa.GlmMoeDsaAttention hy_v4.HYV4Attention hy_v4_vl.HYV4VLAttention "
+        "mistral_large4.MistralLarge4TextAttention"),
+    ("its heads are wider (192, 64 and 256 columns) than the kernels of latent attention take",
+        "glm4_moe_lite.Glm4MoeLiteAttention"),
     ("its values have another head dimension than its queries and keys", "mimo_v2_flash.MiMoV2FlashAttention"),
     ("its keys and values are compressed, and are one and the same", "deepseek_v4.DeepseekV4Attention"),
     ("some of its layers attend to the keys and values of others",
@@ -114,7 +128,7 @@ _REASONS: tuple[tuple[str, str], ...] = (
     ("it makes its tables by itself, from positions",
         "kyutai_speech_to_text.KyutaiSpeechToTextAttention moshi.MoshiAttention "
         "recurrent_gemma.RecurrentGemmaAttention"),
-    ("it does not rotate", "jamba.JambaAttention nemotron_h.NemotronHAttention"),
+    ("it does not rotate", "jamba.JambaAttention kimi_linear.KimiLinearAttention nemotron_h.NemotronHAttention"),
     ("it rotates in the opposite direction", "nanochat.NanoChatAttention"),
     ("its output is the difference of two attentions", "diffllama.DiffLlamaAttention"),
     ("it masks keys by their values", "doge.DogeAttention"),

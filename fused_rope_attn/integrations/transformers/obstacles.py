@@ -14,9 +14,11 @@ from torch._subclasses import FakeTensor
 from torch.nn.attention.flex_attention import BlockMask
 from transformers import masking_utils, modeling_utils
 
+from fused_rope_attn.attention.planning import LATENT_DIM_STEP, MAX_LATENT_DIM, MAX_ROPE_DIM
 from fused_rope_attn.integrations.transformers.caches import cache_of, foreign_cache, is_paged
 from fused_rope_attn.integrations.transformers.conventions import (
     attention_dropout,
+    none,
     window_of_layer,
     window_of_sliding_layer,
 )
@@ -48,6 +50,8 @@ _ATTENTION = {
 # Functions of a modeling file that its attention classes call. Those in EAGER run with eager attention only.
 ROTATIONS = (
     "apply_rotary_pos_emb",
+    "apply_rotary_pos_emb_interleave",
+    "apply_rotary_emb",
     "apply_multimodal_rotary_pos_emb",
     "_apply_rotary_emb",
     "rotate_half",
@@ -125,10 +129,24 @@ def obstacle_of_any_kind(attentions: list[nn.Module], config: Any, given: dict[s
         return "output_attentions=True"
     if any(module.training and attention_dropout(module) for module in attentions):
         return "attention dropout in training"
+    widths = _latent_widths(attentions[0])
+    if widths:
+        return widths
     if causal is None and asked_is_causal(config, given) is None and not any(m.is_causal for m in attentions):
         return "is_causal = False of the attention modules, which SDPA reads only without a mask,"
     if causal is None:
         return "attention that is causal in some modules and not in others"
+    return ""
+
+
+def _latent_widths(module: Any) -> str:
+    """Return why the kernels of multi-head latent attention do not take a module's heads, or ""."""
+    patch = state_of(module, PATCH)
+    if patch is None or patch.convention.latent is None:
+        return ""
+    rope, others = module.qk_rope_head_dim, (module.qk_nope_head_dim, module.v_head_dim)
+    if any(x % LATENT_DIM_STEP for x in (rope, *others)) or rope > MAX_ROPE_DIM or max(others) > MAX_LATENT_DIM:
+        return f"latent attention with heads of {others[0]}, {rope} and {others[1]} columns"
     return ""
 
 
@@ -256,7 +274,7 @@ def _foreign_code_of(cls: type[nn.Module], eager: bool) -> str:
         # The package ``kernels`` replaces functions by modules if its hub has kernels for them.
         if type(function).__module__.partition(".")[0] == "kernels":
             continue
-        if not (described(function) in _LIGER and not convention.interleaved):
+        if not (described(function) in _LIGER and convention.interleaved is none):
             return f"{name} of {modeling['__name__']}, which was replaced by {described(function)},"
     return ""
 

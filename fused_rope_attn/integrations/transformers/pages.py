@@ -189,6 +189,8 @@ def _obstacle_to_any_pass(attentions: list[nn.Module], config: Any, given: dict[
 def _left_out(attentions: list[nn.Module]) -> str:
     """Return a feature of the model that transformers' own attention ignores over a paged cache, or ""."""
     implementation = implementation_of(attentions[0].config)
+    if any(state_of(module, PATCH).convention.latent is not None for module in attentions):
+        return "continuous batching of multi-head latent attention"
     if any(map(_softcap, attentions)) and not (uses_flash(attentions[0].config) and _FLASH_GETS_THE_SOFTCAP):
         return f"continuous batching of soft-capped scores, which transformers' {implementation!r} leaves uncapped,"
     if "sdpa" in implementation and any(state_of(module, PATCH).convention.sinks for module in attentions):

@@ -110,7 +110,8 @@ def patch_model(
         ValueError: unsupported is neither of the two, cp_sharding no sharding of these ranks, or cp_group has several
             dimensions.
         NotImplementedError: there is no attention module that is supported, or, with ``"raise"``, one that is not, or
-            transformers has a new name for the argument of a cache; nothing has been changed then.
+            transformers has a new name for the argument of a cache, or batch_invariant or cp_group is given for
+            multi-head latent attention; nothing has been changed then.
     """
     check_model(model)
     if unsupported not in ("raise", "skip"):
@@ -125,6 +126,11 @@ def patch_model(
     supported = {path: found[path] for path, convention in conventions.items() if convention is not None}
     if not supported or unsupported == "raise" and len(supported) < len(found):
         raise NotImplementedError(_refusal(model, found, supported))
+    if (batch_invariant or cp_group is not None) and any(
+        c is not None and c.latent is not None for c in conventions.values()
+    ):
+        option = "batch_invariant=True" if batch_invariant else "cp_group"
+        raise NotImplementedError(f"{option} is not served for models with multi-head latent attention")
     _check_release(list(supported.values()))
     decoders: dict[nn.Module, list[nn.Module]] = {}
     for path, module in supported.items():

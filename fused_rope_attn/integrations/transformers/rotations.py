@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fused_rope_attn import apply_rope_qk
 from fused_rope_attn.integrations.transformers.batch import Batch, Kept, kept_of
-from fused_rope_attn.integrations.transformers.conventions import AttentionModule, Convention, by_section
+from fused_rope_attn.integrations.transformers.conventions import AttentionModule, Convention, Latent, by_section
 from fused_rope_attn.integrations.transformers.norms import HeadNorms
 from fused_rope_attn.rotation.api import rotate_checked
 from fused_rope_attn.rotation.problem import RotationOptions, RotationTensors
@@ -38,6 +38,11 @@ class Tables:
             self._long = cos.expand(-1, rows, -1), sin.expand(-1, rows, -1)
         return self._long
 
+    def wide(self, columns: int) -> Tables:
+        """Expand identity tables of one column to (1, rows, columns)."""
+        cos, sin = self.arrays
+        return Tables(cos.expand(-1, -1, columns), sin.expand(-1, -1, columns), False)
+
     def by_token(self) -> Tables:
         """Return tables (N, 1, R/2) of a batch of one row: each token becomes a sequence of its own."""
         if self._by_token is None:
@@ -50,6 +55,7 @@ class Tokens(NamedTuple):
     """The new tokens of one layer: q (B, HQ, N, D), k and v (B, HKV, N, D).
 
     tables: of the rotation that q and k still need. norms: those that the kernels compute before it, or None.
+    latent: of multi-head latent attention, or None.
     """
 
     q: Tensor
@@ -57,10 +63,20 @@ class Tokens(NamedTuple):
     v: Tensor
     tables: Tables
     norms: HeadNorms | None = None
+    latent: Latent | None = None
+
+    @property
+    def rows(self) -> tuple[Tensor, ...]:
+        """The tensors that attention takes before the tables."""
+        if self.latent is None:
+            return self.q, self.k, self.v
+        return self.latent.q_nope, self.q, self.latent.k_nope, self.k, self.v
 
     @property
     def options(self) -> dict[str, Any]:
         """The operators' options for the tables and the norms."""
+        if self.latent is not None:  # all columns of q and k are rotated
+            return {"interleaved": self.tables.options["interleaved"]}
         return self.tables.options if self.norms is None else self.tables.options | self.norms.options
 
     @property
@@ -70,7 +86,9 @@ class Tokens(NamedTuple):
     def rotated(self, identity: Tables) -> Tokens:
         """Norm and rotate q and k, by one launch. identity: the result's tables, which rotate by the angle 0."""
         q, k = apply_rope_qk(self.q, self.k, *self.tables.arrays, **self.options)
-        return Tokens(q, k, self.v, identity)
+        if self.latent is not None:
+            identity = identity.wide(q.shape[-1] // 2)
+        return Tokens(q, k, self.v, identity, latent=self.latent)
 
     def rotated_keys(self, out: Tensor | None = None) -> Tensor:
         """Return normed and rotated k. Call this only after attention has checked the tokens."""
@@ -86,29 +104,35 @@ class Tokens(NamedTuple):
 def tables_for(
     module: AttentionModule, convention: Convention, embeddings: Any, q: Tensor, kept: Kept | None
 ) -> Tables:
-    """Return the tables for q (B, HQ, N, D). embeddings: (cos, sin) of the model's rotary embedding.
+    """Return the tables for q (B, HQ, N, D). embeddings: (cos, sin) of the model's rotary embedding, or cos + i sin.
 
     A layer that does not rotate ignores them; they may then be None.
     """
     if not convention.rotates(module, embeddings):
         return identity_tables(q.shape[2], q.device)
-    sections = convention.sections(module)
+    sections, interleaved = convention.sections(module), bool(convention.interleaved(module))
     if kept is None:
-        return _tables_of(convention, embeddings, q.dtype, sections)
+        return _tables_of(convention, embeddings, q.dtype, interleaved, sections)
     # One pair serves all layers, or, as in Gemma 3, all of one kind.
-    cos, sin = embeddings
-    key = (id(cos), id(sin), q.dtype, convention.half_width, convention.interleaved, sections)
+    sources = (embeddings,) if isinstance(embeddings, Tensor) else embeddings
+    key = (*map(id, sources), q.dtype, convention.half_width, interleaved, sections)
     entry = kept.tables.get(key)
     if entry is None:
         if len(kept.tables) >= _MOST_TABLES:  # something between the layers makes new ones for each
             kept.tables.clear()
-        entry = kept.tables[key] = (_tables_of(convention, embeddings, q.dtype, sections), embeddings)
+        entry = kept.tables[key] = (_tables_of(convention, embeddings, q.dtype, interleaved, sections), embeddings)
     return entry[0]
 
 
 def _tables_of(
-    convention: Convention, embeddings: tuple[Tensor, Tensor], dtype: torch.dtype, sections: tuple[int, ...] | None
+    convention: Convention,
+    embeddings: Tensor | tuple[Tensor, Tensor],
+    dtype: torch.dtype,
+    interleaved: bool,
+    sections: tuple[int, ...] | None,
 ) -> Tables:
+    if isinstance(embeddings, Tensor):  # complex numbers, cos + i sin
+        embeddings = embeddings.real, embeddings.imag
     cos, sin = (convention.half_width(table) for table in embeddings)
     # A token has three positions, each with a table. The rotary embedding combines them in transformers 5, and each
     # attention module in 4.57.
@@ -116,7 +140,7 @@ def _tables_of(
         cos, sin = by_section(cos, sections), by_section(sin, sections)
     if cos.dtype not in (torch.float32, dtype):  # autocast may have given q another dtype than the model's
         cos, sin = cos.float(), sin.float()
-    return Tables(cos, sin, convention.interleaved)
+    return Tables(cos, sin, interleaved)
 
 
 def identity_tables(rows: int, device: torch.device) -> Tables:

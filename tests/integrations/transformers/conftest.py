@@ -44,7 +44,7 @@ def interpreted_attention(monkeypatch):
     if not is_interpreted():
         pytest.skip("needs TRITON_INTERPRET=1")
     monkeypatch.setattr(attention, "rope_attention_with_kvcache", interpreted_step)
-    for name in ("rope_attention", "rope_attention_varlen"):
+    for name in ("rope_attention", "rope_attention_varlen", "rope_attention_mla", "rope_attention_mla_varlen"):
         monkeypatch.setattr(attention, name, functools.partial(getattr(attention, name), backend="triton"))
 
 
