@@ -12,6 +12,7 @@ suites, each timed on one GPU after a check against float64:
                --mode host: host time of eager calls; --mode load: energy
                --cases masks: windows, packing; corope: Co-RoPE; same-bits
   norm       attention with norms of q and k
+  mla        multi-head latent attention
   rope       the rotation alone
   decode     one step of generation with a cache
   models     whole models of transformers, patched and not
@@ -25,6 +26,7 @@ from committed rows:
 COMMANDS: dict[str, tuple[str, str]] = {
     "attention": ("attention.suite", "ATTENTION"),
     "norm": ("attention.suite", "NORM"),
+    "mla": ("mla", "MLA"),
     "rope": ("rope.suite", "ROPE"),
     "decode": ("decode.suite", "DECODE"),
     "models": ("models.suite", "MODELS_SUITE"),

@@ -79,7 +79,8 @@ def speedups(rows: list[Row]) -> Any:
                 points += [(case, faster(other, ours(group.values())))] if other else []
             if points:
                 series.append(Series(label, colour, points, role == "bare", role == "rival" and name is None))
-    title = _title("Speedup of rope_attention (shaded: ours is slower)", rows)
+    name = "rope_attention_mla" if rows[0]["bench"] == "mla" else "rope_attention"
+    title = _title(f"Speedup of {name} (shaded: ours is slower)", rows)
     return plots.ratios(panels, title, "their time / ours (log)")
 
 

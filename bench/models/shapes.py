@@ -15,7 +15,7 @@ from bench.names import length_name
 class Model:
     """A model: the family of its config class, the config, and how many layers are left out for lack of memory.
 
-    norms: it norms the heads of q and k. kinds: the works that it is for.
+    norms: it norms the heads of q and k. kinds: the works that it is for. out: providers that cannot run it.
     """
 
     name: str
@@ -24,6 +24,7 @@ class Model:
     left_out: int = 0
     norms: bool = False
     kinds: tuple[str, ...] = ("train", "prefill", "decode", "serve")
+    out: tuple[str, ...] = ()
 
 
 def _sizes(hidden: int, intermediate: int, layers: int, heads: tuple[int, int], head_dim: int, **more: Any) -> dict:
@@ -35,6 +36,7 @@ def _sizes(hidden: int, intermediate: int, layers: int, heads: tuple[int, int], 
 _LLAMA3 = {"vocab_size": 128256, "max_position_embeddings": 131072, "rope_theta": 500000.0}
 _QWEN3 = {"vocab_size": 151936, "max_position_embeddings": 40960, "rope_theta": 1000000.0}
 _GEMMA3 = {"vocab_size": 262144, "max_position_embeddings": 32768, "query_pre_attn_scalar": 256, "sliding_window": 512}
+_DEEPSEEK3 = _sizes(7168, 18432, 4, (128, 128), 64, first_k_dense_replace=61)
 MODELS = (
     Model("Llama-3.2-1B", "Llama", _sizes(2048, 8192, 16, (32, 8), 64, **_LLAMA3)),
     Model("Llama-3.1-8B", "Llama", _sizes(4096, 14336, 8, (32, 8), 128, **_LLAMA3), left_out=24),
@@ -46,6 +48,8 @@ MODELS = (
         norms=True,
         kinds=("train", "prefill", "serve"),
     ),
+    # Dense layers are as wide as a token's nine experts. Liger rotates halves; FA2 takes values as wide as keys.
+    Model("DeepSeek-V3", "DeepseekV3", _DEEPSEEK3, 57, kinds=("train", "prefill"), out=("liger", "flash_2")),
 )
 # New tokens of each request of continuous batching.
 NEW_TOKENS = 64

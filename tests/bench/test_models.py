@@ -70,6 +70,29 @@ def test_rows(tmp_path):
     assert "patch_model" in text and "missing" in text and "tokens/s" in text and "loss" in text
 
 
+def test_latent_attention():
+    """The shape of DeepSeek-V3 with smaller numbers. Providers that cannot run it are left out."""
+    whole = next(model for model in shapes.MODELS if model.name == "DeepSeek-V3")
+    small = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
+    small |= {"num_attention_heads": 2, "num_key_value_heads": 2, "q_lora_rank": 16, "kv_lora_rank": 16}
+    model = replace(whole, config=whole.config | small)
+    works = [shapes.Work("train", 1, 16), shapes.Work("prefill", 1, 16)]
+    case = suite.ModelCase(model, works[0])
+    assert list(suite.MODELS_SUITE.table(case)) == ["sdpa", "liger_norm", "own_norms", "fused"]
+    rows, _ = run([providers.PROVIDERS["sdpa"], providers.PROVIDERS["fused"]], works, model)
+    assert {row["status"] for row in rows} == {"ok"} and max(row["off_first"] for row in rows) < 1e-5
+    assert all(row.served and not row.own for row in patch_report(patched_by_the_suite()))
+
+
+def patched_by_the_suite():
+    from fused_rope_attn.integrations.transformers import patch_model
+
+    model = patch_model(suite.ModelTrial._made[1])
+    step = suite.Step(model, shapes.Work("prefill", 1, 16), torch.device("cpu"))
+    step.begin()
+    return model
+
+
 def test_a_cache_is_passed_by_the_name_that_the_release_has():
     """transformers keeps the older name by a wrapper of the forward, and its time is not that of the model."""
     model = shapes.make(TINY, torch.device("cpu"))
