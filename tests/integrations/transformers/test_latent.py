@@ -116,18 +116,17 @@ def test_bidirectional_and_padded_on_both_sides(name, calls):
     assert calls == {"rope_attention_mla_varlen": 2}
 
 
-def test_compiled_without_a_break():
-    model, ids = patch_model(make_model("deepseek_v3")), make_ids(2, LENGTH)
-    expected = run(model, ids, use_cache=False)[0]
-    compiled = torch.compile(attentions_of(model)[0], backend="aot_eager", fullgraph=True)
-    x = torch.randn(2, LENGTH, 64)
+@pytest.mark.parametrize("name", ["deepseek_v2", "deepseek_v3"])
+def test_compiled_without_a_break(name):
+    model, x = make_model(name), torch.randn(2, LENGTH, 64)
+    model.set_attn_implementation("sdpa")  # a layer without its model is causal only then
+    module = attentions_of(patch_model(model))[0]
     tables = model.model.rotary_emb(x, torch.arange(LENGTH)[None])
-    model.set_attn_implementation("sdpa")
-    one, other = (
-        call(x, position_embeddings=tables, attention_mask=None)[0] for call in (compiled, attentions_of(model)[0])
-    )
-    assert_close(one, other, 1e-5)
-    assert expected.isfinite().all()
+    torch.compiler.reset()  # another model's softmax scale would make this one a symbol
+    compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
+    one, other = (call(x, position_embeddings=tables, attention_mask=None)[0] for call in (compiled, module))
+    assert_close(one, other, 1e-6)
+    assert patch_report(model)[0].served == 1  # calls in graphs are not counted
 
 
 def test_continuous_batching_is_not_served():
