@@ -177,8 +177,8 @@ def _variants(job: Job) -> list[Job]:
 
 # The pairs that models combine, and the most that one kernel can hold.
 _WINDOW, _PADDED, _MOST = ("window",), ("kv_starts", "kv_lens"), ("window", "softcap", "sinks", "packed")
-_HOPPER_MASKED = (_WINDOW, _PADDED, ("window", "softcap", "sinks", *_PADDED), ("packed",), _MOST)
 _INTERVALS = ("intervals", "window", "softcap", "sinks", *_PADDED)
+_HOPPER_MASKED = (_WINDOW, _PADDED, ("window", "softcap", "sinks", *_PADDED), ("packed",), _MOST, _INTERVALS)
 _MASKED = (_INTERVALS, _WINDOW, ("window", "softcap"), ("window", "sinks"), _PADDED, ("packed",), _MOST)
 
 
@@ -273,9 +273,8 @@ def hopper_jobs(arch: str, full: bool = False) -> list[Job]:
             jobs += [job, *(_variants(job) if full else ())]
         for head_dim, causal, masks in itertools.product(head_dims, (True, False), _HOPPER_MASKED):
             # Other widths have the masks that take most registers.
-            chosen = (
-                head_dim == hopper_configs.HEAD_DIM or masks == _MOST or (direction == "forward" and len(masks) > 2)
-            )
+            many = direction == "forward" and len(masks) > 2 and masks != _INTERVALS
+            chosen = head_dim == hopper_configs.HEAD_DIM or masks == _MOST or many
             if head_dim in dims and (full or causal and chosen):
                 config = replace(find(head_dim, causal, "long", False, "packed" in masks).config, section_bytes=0)
                 call = {"head_dim": head_dim, "config": config, "causal": causal, "masks": masks}

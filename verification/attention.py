@@ -104,7 +104,6 @@ class AttentionCheck(Call):
             variant[1],
             packed=self.seqlens is not None,
             no_keys=self.len_k == 0,
-            intervals=self.intervals is not None,
         )
         return planning.obstacle("hopper" if variant[0] == "hopper" else "triton", needs)
 

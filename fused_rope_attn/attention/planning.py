@@ -56,10 +56,9 @@ class Needs(NamedTuple):
     """The properties of a call that decide whether a backend can serve it.
 
     None of them depends on lengths that vary within a traced graph. packed: the call has packed sequences.
-    cached: it is a generation step. no_keys: K has no rows. batch_invariant: the option. intervals: it has query_starts
-    or query_ends. token_tables: row t of the tables belongs to packed token t. nope_dim and value_dim: as in
-    ``Problem``, None except in multi-head latent attention, where head_dim is that of q_rope. positive_scale: that
-    softmax_scale is above 0, read there alone.
+    cached: it is a generation step. no_keys: K has no rows. batch_invariant: the option. token_tables: row t of the
+    tables belongs to packed token t. nope_dim and value_dim: as in ``Problem``, None except in multi-head latent
+    attention, where head_dim is that of q_rope. positive_scale: that softmax_scale is above 0, read there alone.
     """
 
     arch: str
@@ -70,7 +69,6 @@ class Needs(NamedTuple):
     cached: bool = False
     no_keys: bool = False
     batch_invariant: bool = False
-    intervals: bool = False
     token_tables: bool = False
     nope_dim: int | None = None
     value_dim: int | None = None
@@ -146,10 +144,6 @@ def _portable_machine_obstacle(arch: str) -> Obstacle | None:
 def _hopper_obstacle(needs: Needs) -> Obstacle | None:
     if needs.token_tables:
         return NotImplementedError, "token_tables is not served by backend='hopper' yet, but by the portable kernels"
-    if needs.intervals:
-        return NotImplementedError, (
-            "query_starts and query_ends are not served by backend='hopper' yet, but by the portable kernels"
-        )
     if needs.strategy == "inline":
         return NotImplementedError, "strategy must be 'auto' or 'prepass' for backend='hopper', but is 'inline'"
     if needs.no_keys:
@@ -172,7 +166,6 @@ def _needs(problem: Problem, arch: str, **lengths: bool) -> Needs:
     """Return the ``Needs`` of a call on ``arch``; lengths: packed, cached and no_keys where they are read."""
     options: dict[str, Any] = {
         "batch_invariant": problem.batch_invariant,
-        "intervals": problem.has_intervals,
         "token_tables": problem.token_tables,
     }
     if problem.nope_dim is not None:

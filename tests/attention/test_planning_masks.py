@@ -13,6 +13,14 @@ from tests.support.internals import plan_of
 from tests.support.planning import HOPPER, PORTABLE, call, kinds
 
 
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("names", [("query_starts",), ("query_ends",), ("query_starts", "query_ends")])
+def test_intervals_take_the_sm_90_kernels(arch, head_dim, names):
+    bounds = torch.empty((1, 4096), dtype=torch.int32, device="meta")
+    chosen = plan(**call(4096, head_dim=head_dim, heads=(32, 8), causal=False), **dict.fromkeys(names, bounds))
+    assert kinds(chosen) == HOPPER and chosen.saves_rotated
+
+
 @pytest.mark.parametrize("backend", ["auto", "hopper"])
 def test_wide_packed_sequences_take_the_sm_90_kernels(arch, backend):
     chosen = packed_plan(8, 65536, 8192, heads=(8, 8), head_dim=256, backend=backend)

@@ -18,6 +18,7 @@ from fused_rope_attn.attention.arguments import (
 from fused_rope_attn.attention.configs import HopperBackwardConfig
 from fused_rope_attn.attention.hopper.backward_kernel import backward_kernel
 from fused_rope_attn.attention.hopper.columns import needed_columns
+from fused_rope_attn.attention.hopper.intervals import NO_VISIBLE_ROWS, VisibleRows, without_masks
 from fused_rope_attn.attention.hopper.latent_backward import LatentBackwardCall
 from fused_rope_attn.attention.hopper.postprocess_kernel import norm_postprocess_kernel, postprocess_kernel
 from fused_rope_attn.attention.hopper.shapes import BACKWARD_BLOCK_M as BLOCK_M
@@ -125,11 +126,19 @@ class BackwardCall:
         ds_tile = [block_n, BLOCK_M.value] if self.wide else [BLOCK_M.value, block_n]
         heads = batch * problem.heads_kv
         row_bytes = (2 * problem.head_dim * q.element_size() + 4 * pad_d) * problem.group_size
+        self.visible_rows = None
+        main_shared, num_blocks = shared, None
+        if problem.has_intervals:
+            # One or two for each key block, also if the last one has fewer keys.
+            num_blocks = triton.cdiv(len_k, block_n) * (block_n // KEYS.value)
+            self.visible_rows = VisibleRows(problem, given, shared, KEYS.value, num_blocks, pitch)
+            main_shared = without_masks(shared)
         self.main = Launch(
             backward_kernel,
             key_programs,
             {"num_warps": 4, **pdl},
-            shared,
+            main_shared,
+            num_blocks=num_blocks,
             dk_strides=dk_strides,
             dv_strides=dv_strides,
             dk_parts_strides=None,
@@ -138,7 +147,7 @@ class BackwardCall:
             heads_per_section=heads_per_section(heads, 1, row_bytes * problem.longest(len_q), config.section_bytes),
             Q_STAGES=config.q_stages,
             DO_STAGES=config.do_stages,
-            HAS_KEYS_BEFORE_WINDOW=left is not None and len_k - len_q > left,
+            HAS_KEYS_BEFORE_WINDOW=left is not None and len_k - len_q > left and not problem.has_intervals,
             CONSUMER_REGISTERS=config.consumer_registers,
             IS_ALIGNED=config.skips_masked_half and is_aligned(problem, block_n, block_n),
             DS_LAYOUT=gl.NVMMASharedLayout.get_default_for(ds_tile, element),
@@ -227,11 +236,13 @@ class BackwardCall:
             counters_ptr=sums.counters,
             **dict.fromkeys(("q_rope_desc", "k_rope_desc", "dk_parts_ptr")),  # of latent attention
         )
+        # Before the pre-process: the main kernel reads these before it waits for that.
+        masks = NO_VISIBLE_ROWS if self.visible_rows is None else self.visible_rows(stream, tensors, lse)
         rotated = {"q_ptr": q, "q_rot_ptr": q_rot, "k_ptr": k, "k_rot_ptr": k_rot}
         self.preprocess(stream, given, o_ptr=o, do_ptr=do, lse_ptr=lse, accumulator_ptr=cleared, **rotated)
         self.main(
             stream,
-            given,
+            given | masks,
             q_desc=self.q_source(q_rot),
             k_desc=self.k_source(k_rot),
             v_desc=self.v_source(v),

@@ -8,7 +8,7 @@ from fused_rope_attn.attention.hopper.columns import issue_over_columns
 from fused_rope_attn.attention.hopper.masks import hide_pairs
 from fused_rope_attn.attention.hopper.ptxas import opaque
 from fused_rope_attn.attention.hopper.shapes import BACKWARD_BLOCK_M as BLOCK_M
-from fused_rope_attn.attention.hopper.shapes import CONSUMERS, WARPGROUP_THREADS
+from fused_rope_attn.attention.hopper.shapes import CONSUMERS, KEYS, WARPGROUP_THREADS
 from fused_rope_attn.attention.hopper.softmax import cap_scores
 from fused_rope_attn.kernels.masks import first_query, query_range
 from fused_rope_attn.kernels.norm import Norm
@@ -142,6 +142,22 @@ def query_blocks(mask, start_n, NQ, num_rows, BLOCK_N: gl.constexpr):
         first = gl.minimum(last, gl.maximum(first, first_row // BLOCK_M))
     num_masked = gl.where(is_partial, last, num_masked) - first
     return QueryBlocks(first, num_masked, num_hidden=None, count=last - first), first_row
+
+
+@jit
+def interval_queries(intervals, start_n, HALVES: gl.constexpr):
+    """Return the ``QueryBlocks`` from the first to the last row that sees any of HALVES * KEYS keys, start_n the first.
+
+    intervals: ``KeyIntervals``. Every key that the mask lets through exists.
+    """
+    bounds = intervals.blocks_ptr + start_n // KEYS
+    first, end = gl.load(bounds), gl.load(bounds + intervals.num_blocks)
+    for i in gl.static_range(1, HALVES):
+        first = gl.minimum(first, gl.load(bounds + i))
+        end = gl.maximum(end, gl.load(bounds + intervals.num_blocks + i))
+    first = first // BLOCK_M
+    count = gl.maximum(0, (end + BLOCK_M - 1) // BLOCK_M - first)
+    return QueryBlocks(first=first, num_masked=None, num_hidden=None, count=count)
 
 
 @jit

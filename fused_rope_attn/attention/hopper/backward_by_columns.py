@@ -24,7 +24,7 @@ from fused_rope_attn.attention.hopper.backward_block import (
 from fused_rope_attn.attention.hopper.backward_epilogue import Stages, store_gradients
 from fused_rope_attn.attention.hopper.channels import Channel, channel_of, written_once
 from fused_rope_attn.attention.hopper.columns import ColumnParts
-from fused_rope_attn.attention.hopper.masks import needs_mask
+from fused_rope_attn.attention.hopper.masks import mask_offset, needs_mask, with_own_keys
 from fused_rope_attn.attention.hopper.shapes import BACKWARD_BLOCK_M as BLOCK_M
 from fused_rope_attn.attention.hopper.shapes import CONSUMERS, KEYS
 from fused_rope_attn.kernels.records import record
@@ -151,7 +151,7 @@ def fold_queries(WARPGROUP: gl.constexpr, dk, dv, buffers, dq_ptr, total, keys, 
         x = warpgroup_mma_wait(0, deps=[token])
         if WARPGROUP == 0:
             lse = buffers.lse.index(at_q.slot).load(gl.SliceLayout(0, S))
-            diagonal = (queries.first + block) * BLOCK_M + mask.num_keys - sizes.NQ - keys.start_n
+            diagonal = mask_offset(mask, sizes, keys, (queries.first + block) * BLOCK_M)
             is_masked = needs_mask(mask, diagonal, block, queries)
             CLAMP: gl.constexpr = queries.num_masked is not None
             p, s = weigh(x, lse, is_masked, key_rows, columns, diagonal, mask, scale, DTYPE, CLAMP)
@@ -218,6 +218,8 @@ def accumulate_by_columns(WARPGROUP: gl.constexpr, buffers, dq_ptr, gradients, k
     DTYPE: gl.constexpr = k_smem.dtype
     DKV: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, OWN, 16])
     STAGE: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
+    if WARPGROUP == 0:
+        mask = with_own_keys(mask, keys.start_n // KEYS)
     dv = gl.zeros([KEYS, OWN], gl.float32, DKV)
     dk = gl.zeros([KEYS, OWN], gl.float32, DKV)
     buffers.k.wait_full(buffers.k.at(0))

@@ -28,7 +28,7 @@ from fused_rope_attn.attention.hopper.columns import (
     wait_for_parts_and,
     zero_parts,
 )
-from fused_rope_attn.attention.hopper.masks import needs_mask
+from fused_rope_attn.attention.hopper.masks import mask_offset, needs_mask, with_own_keys
 from fused_rope_attn.attention.hopper.shapes import BACKWARD_BLOCK_M as BLOCK_M
 from fused_rope_attn.attention.hopper.shapes import BACKWARD_BLOCK_N as BLOCK_N
 from fused_rope_attn.attention.hopper.shapes import CONSUMERS, KEYS, WARPGROUP_THREADS
@@ -242,7 +242,9 @@ def fold_queries(WARPGROUP: gl.constexpr, dk, dv, buffers, first, total, keys, q
         q = q_blocks.tile(q_cursor).reshape((BLOCK_M, BLOCK_D))
         do = do_blocks.tile(do_cursor).reshape((BLOCK_M, BLOCK_D))
         lse = buffers.lse.index(q_cursor.slot).load(gl.SliceLayout(0, S))
-        diagonal = start_m + mask.num_keys - sizes.NQ - keys.start_n - WARPGROUP * KEYS
+        diagonal = mask_offset(mask, sizes, keys, start_m)
+        if mask.intervals is None:
+            diagonal -= WARPGROUP * KEYS
         is_masked = needs_mask(mask, diagonal, block, queries)
         p, s = weigh(
             s, lse, is_masked, key_rows, columns, diagonal, mask, scale, DTYPE, CLAMP=queries.num_masked is not None
@@ -309,6 +311,7 @@ def accumulate_by_keys(WARPGROUP: gl.constexpr, buffers, gradients, keys, querie
     """
     BLOCK_D: gl.constexpr = buffers.v.buffer.shape[4]
     RIGHT: gl.constexpr = right_columns(gradients.format.D, BLOCK_D)
+    mask = with_own_keys(mask, keys.start_n // KEYS + WARPGROUP)
     dv = zero_parts(KEYS, BLOCK_D, RIGHT)
     dk = zero_parts(KEYS, BLOCK_D, RIGHT)
     buffers.k.wait_full(buffers.k.at(0))

@@ -24,6 +24,7 @@ from fused_rope_attn.attention.hopper.backward_block import (
     KeyNorm,
     QueryBlocks,
     Sizes,
+    interval_queries,
     query_blocks,
 )
 from fused_rope_attn.attention.hopper.backward_by_columns import accumulate_by_columns
@@ -40,8 +41,10 @@ from fused_rope_attn.attention.hopper.backward_transfers import (
     reduce,
 )
 from fused_rope_attn.attention.hopper.channels import allocate_barriers
+from fused_rope_attn.attention.hopper.interval_kernels import WORD
 from fused_rope_attn.attention.hopper.latent_keys import LatentGradients, accumulate_latent
 from fused_rope_attn.attention.hopper.latent_keys import allocate_buffers as allocate_latent_buffers
+from fused_rope_attn.attention.hopper.masks import KeyIntervals
 from fused_rope_attn.attention.hopper.shapes import BACKWARD_BLOCK_M as BLOCK_M
 from fused_rope_attn.attention.hopper.shapes import BACKWARD_BLOCK_N, CONSUMERS, KEYS
 from fused_rope_attn.kernels.lengths import (
@@ -64,16 +67,18 @@ from fused_rope_attn.runtime.triton_compat import gl, jit, mbarrier
 LOADER_REGISTERS = gl.constexpr(24)
 
 
-_NUMBERS = "num_heads heads_per_section HQ HKV GROUP_SIZE NQ pitch NK stats_size num_sequences window".split()
+_NUMBERS = (
+    "num_heads heads_per_section HQ HKV GROUP_SIZE NQ pitch NK stats_size num_sequences window num_blocks".split()
+)
 
 
 @jit(do_not_specialize=_NUMBERS)
 def backward_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, dq_accumulator, progress_ptr, cos_ptr, sin_ptr, dk_ptr,
                     dv_ptr, starts_ptr, lens_ptr, cu_q_ptr, cu_k_ptr, k_norm_ptr, raw_k_ptr, k_sums_ptr, q_rope_desc,
-                    k_rope_desc, dk_parts_ptr, dk_strides, dv_strides, dk_parts_strides, cos_strides, sin_strides,
-                    raw_k_strides, qk_scale, cap_scale, norm_eps, norm_offset, window, num_heads, HQ, HKV, GROUP_SIZE,
-                    NQ, pitch, NK, num_sequences, stats_size, heads_per_section,
-                    D: gl.constexpr, R: gl.constexpr, BLOCK_D: gl.constexpr,
+                    k_rope_desc, dk_parts_ptr, key_rows_ptr, blocks_ptr, blind_ptr, dk_strides, dv_strides,
+                    dk_parts_strides, cos_strides, sin_strides, raw_k_strides, qk_scale, cap_scale, norm_eps,
+                    norm_offset, window, num_blocks, num_heads, HQ, HKV, GROUP_SIZE, NQ, pitch, NK, num_sequences,
+                    stats_size, heads_per_section, D: gl.constexpr, R: gl.constexpr, BLOCK_D: gl.constexpr,
                     Q_STAGES: gl.constexpr, DO_STAGES: gl.constexpr, INTERLEAVED: gl.constexpr,
                     READS_LENGTHS: gl.constexpr, HAS_KEYS_BEFORE_WINDOW: gl.constexpr,
                     USE_INT64_OFFSETS: gl.constexpr, PDL: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
@@ -101,6 +106,9 @@ def backward_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, dq_accumulator,
     rotated gradient of the latter, ``dk`` is not rotated, and dQ is left to ``latent_dq_kernel``: dq_accumulator is
     None. Else these three are None.
 
+    key_rows and blocks, of ``key_rows_kernel`` for num_blocks blocks of KEYS keys, and blind, of ``blind_rows_kernel``
+    for pitch rows: calls with intervals have them in place of all other masks; lens says where the tables end.
+
     Packed sequences, B = 1: the pre-process pads q, stats and dq to whole query blocks of BLOCK_M rows, so that a block
     that is added to dq stays within a sequence.
 
@@ -112,6 +120,7 @@ def backward_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, dq_accumulator,
     BEGINS_DQ: gl.constexpr = progress_ptr is not None
     IS_PACKED: gl.constexpr = num_sequences is not None
     IS_LATENT: gl.constexpr = k_rope_desc is not None
+    HAS_INTERVALS: gl.constexpr = blocks_ptr is not None
     SPLITS_COLUMNS: gl.constexpr = BLOCK_D > 128
     BLOCK_N: gl.constexpr = KEYS if SPLITS_COLUMNS else BACKWARD_BLOCK_N
     # True if tiles may hold rows of keys that do not exist, before or after the others, inside the tensors.
@@ -156,13 +165,22 @@ def backward_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, dq_accumulator,
     if first_key is None:
         first_key = gl.to_tensor(0)
     # Without lengths no key is before the first one, or the window hides those keys.
-    mask = Mask(num_keys, first_key if READS_LENGTHS else None, mask.window, READS_LENGTHS)
+    intervals = None
+    hidden_ptr = None
+    if HAS_INTERVALS:
+        key_rows_ptr += batch.to(gl.int64) * 2 * num_blocks * KEYS
+        blocks_ptr += batch.to(gl.int64) * (4 + KEYS // WORD) * num_blocks
+        blind_ptr += batch.to(gl.int64) * (pitch // WORD)
+        intervals = KeyIntervals(key_rows_ptr, blocks_ptr, num_blocks)
+        queries = interval_queries(intervals, start_n, BLOCK_N // KEYS)
+        hidden_ptr = blocks_ptr + 4 * num_blocks + start_n // WORD
+    mask = Mask(num_keys, first_key if READS_LENGTHS else None, mask.window, READS_LENGTHS, intervals)
     keys = KeyBlock(batch=batch, head=head, start_n=start_n)
     num_hidden = None
     if IS_ALIGNED:
         # 1 if there are query rows on the block's diagonal: the second warpgroup sees none of them.
         num_hidden = gl.where((start_n + NQ >= NK) & (queries.count > 0), 1, 0)
-    num_masked = queries.num_masked if CLAMPS_WEIGHTS else None
+    num_masked = queries.num_masked if CLAMPS_WEIGHTS and not HAS_INTERVALS else None
     queries = QueryBlocks(queries.first, num_masked, num_hidden, queries.count)
 
     # The same in rows of the tensors. Packed tensors hold all sequences, padded ones whole tiles of each sequence.
@@ -179,7 +197,9 @@ def backward_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, dq_accumulator,
     query_rows = QueryBlocks(first=first_block, num_masked=None, num_hidden=num_hidden, count=queries.count)
     if not ZEROES_ROWS:
         first_key_row, end_key_row = None, None
-    existing = ExistingRows(first_row if READS_LENGTHS else None, first_key_row, end_key_row, do_shift, do_end)
+    existing = ExistingRows(
+        first_row if READS_LENGTHS else None, first_key_row, end_key_row, do_shift, do_end, hidden_ptr, blind_ptr
+    )
 
     # Records and shared memory of the warps.
     sizes = Sizes(HQ=HQ, GROUP_SIZE=GROUP_SIZE, NQ=NQ, pitch=pitch, NK=NK)
@@ -203,7 +223,7 @@ def backward_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, dq_accumulator,
     else:
         buffers = allocate_key_buffers(descriptors, dq_accumulator, Q_STAGES, DO_STAGES, DS_LAYOUT)
     arrival = None
-    if ZEROES_ROWS:
+    if ZEROES_ROWS or HAS_INTERVALS:
         arrival = allocate_barriers(1).index(0)
         mbarrier.init(arrival, count=1)
     destinations = Destinations(buffers.k, buffers.v, buffers.q, buffers.do, buffers.lse, buffers.delta, arrival)

@@ -8,7 +8,14 @@ HKV,), then for each query block whether a program has stored the first part of 
 """
 
 from fused_rope_attn.attention.hopper.backward_block import Sizes
-from fused_rope_attn.attention.hopper.channels import Channel, RowStatistics, load_existing_rows, load_rows, rope_part
+from fused_rope_attn.attention.hopper.channels import (
+    Channel,
+    RowStatistics,
+    load_existing_rows,
+    load_rows,
+    load_seen_rows,
+    rope_part,
+)
 from fused_rope_attn.attention.hopper.shapes import BACKWARD_BLOCK_M as BLOCK_M
 from fused_rope_attn.attention.hopper.shapes import CONSUMERS
 from fused_rope_attn.kernels.records import record, replace
@@ -63,6 +70,9 @@ class ExistingRows:
 
     With packed sequences q and its statistics are padded, and dO is not: a row of dO is stored do_shift rows after that
     of q, and rows of dO from do_end on do not exist.
+
+    With intervals a row has a bit in the words at hidden_ptr, from the block's first key on, if no query sees the key,
+    and at blind_ptr, from the first query on, if the query sees no key.
     """
 
     first_query: gl.tensor | None
@@ -70,6 +80,17 @@ class ExistingRows:
     end_key: gl.tensor | None
     do_shift: gl.tensor | None
     do_end: gl.tensor | None
+    hidden_ptr: gl.tensor | None
+    blind_ptr: gl.tensor | None
+
+
+@jit
+def any_bit(words_ptr, ROWS: gl.constexpr):
+    """Return whether any of ROWS rows has a bit in the words at words_ptr."""
+    bits = gl.load(words_ptr)
+    for i in gl.static_range(1, ROWS // 32):
+        bits |= gl.load(words_ptr + i)
+    return bits != 0
 
 
 @jit
@@ -96,10 +117,13 @@ def load_keys(desc, channel, keys, existing, arrival, arrivals, rope_desc=None):
     """Load the rows of K or V that a ``KeyBlock`` has; returns ``arrivals`` as ``load_existing_rows`` does."""
     at, first, end = channel.at(0), existing.first_key, existing.end_key
     tile, full = channel.tile(at), channel.full_barrier(at)
-    rope = rope_part(rope_desc, 0, channel, at)
-    return load_rows_or_zeros(
-        desc, keys.batch, keys.head, keys.start_n, tile, full, first, end, arrival, arrivals, None, rope
-    )
+    batch, head, row = keys.batch, keys.head, keys.start_n
+    if existing.hidden_ptr is None:
+        rope = rope_part(rope_desc, 0, channel, at)
+        return load_rows_or_zeros(desc, batch, head, row, tile, full, first, end, arrival, arrivals, None, rope)
+    else:
+        is_hidden = any_bit(existing.hidden_ptr, tile.shape[2])
+        return load_seen_rows(desc, batch, head, row, tile, full, existing.hidden_ptr, is_hidden, arrival, arrivals)
 
 
 @jit
@@ -116,21 +140,28 @@ def load_block(
     end_row=None,
     stats=None,
     rope_desc=None,
+    blind_ptr=None,
 ):
     """Load query block ``step`` of a channel, the rows from start_m on, as soon as its slot is empty.
 
     Load the ``RowStatistics`` of its rows too, lse with Q, delta with dO: ``stats.smem`` is (STAGES, BLOCK_M). The rest
-    is as for ``load_rows_or_zeros``, including the result.
+    is as for ``load_rows_or_zeros``, including the result. blind_ptr: as in ``ExistingRows``.
     """
     at = channel.at(step)
+    if blind_ptr is not None:
+        blind_ptr += start_m // 32
+        is_blind = any_bit(blind_ptr, BLOCK_M)
     channel.wait_empty(at)
     if stats is not None:
         stats = replace(stats, smem=stats.smem.index(at.slot))
     tile, full = channel.tile(at), channel.full_barrier(at)
-    rope = rope_part(rope_desc, head, channel, at)
-    return load_rows_or_zeros(
-        desc, batch, head, start_m, tile, full, first_row, end_row, arrival, arrivals, stats, rope
-    )
+    if blind_ptr is None:
+        rope = rope_part(rope_desc, head, channel, at)
+        return load_rows_or_zeros(
+            desc, batch, head, start_m, tile, full, first_row, end_row, arrival, arrivals, stats, rope
+        )
+    else:
+        return load_seen_rows(desc, batch, head, start_m, tile, full, blind_ptr, is_blind, arrival, arrivals, stats)
 
 
 @record
@@ -154,7 +185,7 @@ def load_queries(loads, head_q, begin, end, step, arrivals):
     """
     descriptors, destinations, existing, sizes = loads.descriptors, loads.destinations, loads.existing, loads.sizes
     arrival, batch = destinations.arrival, loads.batch
-    first_query = existing.first_query
+    first_query, blind = existing.first_query, existing.blind_ptr
     if begin is None:
         begin = 0
     for group_head in range(sizes.GROUP_SIZE):
@@ -166,7 +197,7 @@ def load_queries(loads, head_q, begin, end, step, arrivals):
             q, rope = descriptors.q, descriptors.q_rope
             if rope is None or existing.do_shift is None:
                 arrivals = load_block(
-                    q, batch, head, start_m, channel, step, arrival, arrivals, first_query, None, stats, rope
+                    q, batch, head, start_m, channel, step, arrival, arrivals, first_query, None, stats, rope, blind
                 )
             else:
                 row, first, end = start_m + existing.do_shift, first_query + existing.do_shift, existing.do_end
@@ -176,9 +207,9 @@ def load_queries(loads, head_q, begin, end, step, arrivals):
             if existing.do_shift is not None:
                 start_m += existing.do_shift
                 first_do += existing.do_shift
-            channel, end_do = destinations.do, existing.do_end
+            do, channel, end_do = descriptors.do, destinations.do, existing.do_end
             arrivals = load_block(
-                descriptors.do, batch, head, start_m, channel, step, arrival, arrivals, first_do, end_do, stats
+                do, batch, head, start_m, channel, step, arrival, arrivals, first_do, end_do, stats, None, blind
             )
             step += 1
     return step, arrivals

@@ -259,6 +259,24 @@ def zero_rows(tile, first_row, last_row):
 
 
 @jit
+def zero_hidden_rows(tile, words_ptr):
+    """Zero the rows of a tile that have a bit in the words at words_ptr, 32 rows a word, as ``zero_rows`` does."""
+    WORDS: gl.constexpr = tile.shape[2] // 32
+    for i in range(WORDS):
+        word = gl.load(words_ptr + i)
+        row = i * 32
+        if word == -1:
+            zero_rows(tile, row, row + 32)
+        else:
+            while word != 0:
+                if (word & 1) != 0:
+                    zero_rows(tile, row, row + 1)
+                # Without the sign, which a shift would repeat.
+                word = (word >> 1) & 0x7FFFFFFF
+                row += 1
+
+
+@jit
 def load_rows(desc, batch, head, row, tile, full, stats=None, rope=None):
     """Load rows [row, row + BLOCK) of a head (of ``desc``, (B, H, N, D)) into ``tile`` (1, 1, BLOCK, columns).
 
@@ -299,4 +317,22 @@ def load_existing_rows(
         arrivals += 1
     else:
         load_rows(desc, batch, head, row, tile, full, stats, rope)
+    return arrivals
+
+
+@jit
+def load_seen_rows(desc, batch, head, row, tile, full, words_ptr, is_hidden, arrival, arrivals, stats=None):
+    """Load rows as ``load_rows`` does, with zeros for those that have a bit in the words at words_ptr.
+
+    is_hidden: whether there may be such. The other arguments and the result are those of ``load_existing_rows``.
+    """
+    if is_hidden:
+        load_rows(desc, batch, head, row, tile, arrival, stats)
+        mbarrier.wait(arrival, arrivals & 1)
+        zero_hidden_rows(tile, words_ptr)
+        fence_async_shared()
+        mbarrier.arrive(full)
+        arrivals += 1
+    else:
+        load_rows(desc, batch, head, row, tile, full, stats)
     return arrivals

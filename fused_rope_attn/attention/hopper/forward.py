@@ -7,6 +7,7 @@ import torch
 from fused_rope_attn.attention.arguments import result_strides, rotated_shape, shared_arguments, shared_tensors
 from fused_rope_attn.attention.configs import HopperForwardConfig
 from fused_rope_attn.attention.hopper.forward_kernel import forward_kernel
+from fused_rope_attn.attention.hopper.intervals import NO_VISITS, Visits, without_masks
 from fused_rope_attn.attention.hopper.shapes import ROWS, is_aligned
 from fused_rope_attn.attention.prepass import Rotate
 from fused_rope_attn.attention.prepass_kernel import TILE_WORDS
@@ -56,15 +57,28 @@ class ForwardCall:
             return
         block_n = config.block_n
         shared = shared_arguments(problem, given.cos, given.sin)
+        self.visits = None
+        main_shared, num_blocks = shared, None
+        if problem.has_intervals:
+            self.visits = Visits(problem, given, shared, block_m, block_n, config.pdl)
+            main_shared, num_blocks = without_masks(shared), self.visits.num_blocks
         # The TMA reads q_nope, which has no padding, and the rotated columns are read by the same rows.
         in_tiles = saving is Saving.TILES and not latent
         self.rotate_queries = None
         if reads_rotated:
-            self.rotate_queries = Rotate("q", given, problem, shared, config, in_tiles=in_tiles)
+            overlaps = self.visits is not None
+            self.rotate_queries = Rotate("q", given, problem, shared, config, in_tiles=in_tiles, overlaps=overlaps)
         self.rotate_keys = None
         if not keys_are_ready:
             self.rotate_keys = Rotate(
-                "k", given, problem, shared, config, counter=True, tile_rows=block_m, overlaps=reads_rotated
+                "k",
+                given,
+                problem,
+                shared,
+                config,
+                counter=True,
+                tile_rows=block_m,
+                overlaps=reads_rotated or self.visits is not None,
             )
         element = gl.bfloat16 if q.dtype is torch.bfloat16 else gl.float16
         layout = gl.NVMMASharedLayout.get_default_for
@@ -95,7 +109,8 @@ class ForwardCall:
             forward_kernel,
             min(num_tiles, device.num_sms(q.device)),
             {"num_warps": 4, **({"launch_pdl": True} if config.pdl else {})},
-            shared,
+            main_shared,
+            num_blocks=num_blocks,
             q_strides=q.stride(),
             o_strides=self.o_strides if self.packed else None,
             num_tiles=num_tiles,
@@ -137,6 +152,8 @@ class ForwardCall:
         if self.empty:
             return Outputs(o, lse)
         stream = device.current_stream(q.device)
+        # Before the pre-pass, which overlaps with it.
+        masks = NO_VISITS if self.visits is None else self.visits(stream, tensors)
         if self.rotate_keys is not None:
             counter = torch.empty(self.rotate_keys.counter_size, dtype=torch.int32, device=q.device)
         q_rot = q_desc = q_rot_desc = None
@@ -154,7 +171,7 @@ class ForwardCall:
             k_columns = tensors.k_nope
         self.launch(
             stream,
-            shared_tensors(tensors),
+            shared_tensors(tensors, **masks),
             q_ptr=q,
             q_desc=q_desc,
             q_rot_desc=q_rot_desc,

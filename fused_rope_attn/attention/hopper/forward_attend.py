@@ -18,7 +18,7 @@ from fused_rope_attn.attention.hopper.columns import (
     zero_parts,
 )
 from fused_rope_attn.attention.hopper.forward_tiles import next_tile, query_end, query_position
-from fused_rope_attn.attention.hopper.masks import mask_diagonal, mask_scores
+from fused_rope_attn.attention.hopper.masks import mask_diagonal, mask_visit
 from fused_rope_attn.attention.hopper.ptxas import pin
 from fused_rope_attn.attention.hopper.shapes import ROWS
 from fused_rope_attn.attention.hopper.softmax import (
@@ -92,13 +92,33 @@ def hand_over_tensor_cores(warpgroup):
 
 
 @jit
-def multiply(q, acc, p, correction, keys, values, key_step, exists, softmax, warpgroup, COUNT: gl.constexpr):
+def visit_of(masks, cursor, step, exists):
+    """Return the number by which ``mask_visit`` knows the block at ``cursor``: the tile's ``step``, or its visit."""
+    if masks.key_rows is None:
+        return step
+    else:
+        return masks.key_rows.visit(cursor, exists)
+
+
+@jit
+def masked_from(masks, tile, start_m, NQ, NK):
+    """Return the number by which ``mask_visit`` knows query row start_m: its position, or with intervals the row."""
+    if masks.key_rows is None:
+        return query_position(tile, start_m, NQ, NK)
+    else:
+        return start_m
+
+
+@jit
+def multiply(
+    q, acc, p, correction, keys, values, key_step, exists, softmax, warpgroup, masks, step, COUNT: gl.constexpr
+):
     """Multiply the queries with key block ``key_step``, and weights p with the values of the block before it.
 
     q: ``ScoreRows``; p: packed weights; correction (ROWS,): a factor for acc, ``ColumnParts`` of
     (ROWS, BLOCK_D), before the product is added. Returns the scores (ROWS, COUNT) float32 of the block's first COUNT
-    keys, capped if the call has a cap, and acc, which is still in flight unless VALUES is "before scores". Unless
-    the block ``exists``, the scores are meaningless.
+    keys, capped if the call has a cap, and acc, which is still in flight unless VALUES is "before scores", and
+    ``visit_of`` the block, which is the tile's number ``step``. Unless it ``exists``, the scores are meaningless.
     """
     BLOCK_D: gl.constexpr = q.columns.shape[1]
     BLOCK_N: gl.constexpr = keys.buffer.shape[3]
@@ -115,6 +135,7 @@ def multiply(q, acc, p, correction, keys, values, key_step, exists, softmax, war
         acc = issue_by_columns(weights, v, acc)
         at_keys = keys.at(key_step)
         keys.wait_full(at_keys, exists)
+        visit = visit_of(masks, at_keys, step, exists)
         k = rows_in(keys, at_keys, 0, COUNT)
         acc = wait_for_parts(acc, PENDING=0)
         values.release_by_threads(at_values)
@@ -124,6 +145,7 @@ def multiply(q, acc, p, correction, keys, values, key_step, exists, softmax, war
     else:
         at_keys = keys.at(key_step)
         keys.wait_full(at_keys, exists)
+        visit = visit_of(masks, at_keys, step, exists)
         k = rows_in(keys, at_keys, 0, COUNT)
         wait_for_tensor_cores(warpgroup)
         scores = issue_row_scores(q, k, nothing, RIGHT)
@@ -138,7 +160,7 @@ def multiply(q, acc, p, correction, keys, values, key_step, exists, softmax, war
         # The groups of the values may stay in flight.
         scores = warpgroup_mma_wait(2 if RIGHT else 1, deps=[scores])
     keys.release_by_threads(at_keys, exists)
-    return cap_scores(scores, softmax.cap_scale, q.columns.dtype), acc
+    return cap_scores(scores, softmax.cap_scale, q.columns.dtype), acc, visit
 
 
 @jit
@@ -220,12 +242,12 @@ def finish_rows(output, softmax, tile, rows, row_end, row_max, row_sum, NQ, WARP
 
 
 @jit
-def mask_first(scores, positions, columns, tile, masks, NK, BLOCK_N: gl.constexpr, WARPGROUP: gl.constexpr):
+def mask_first(scores, positions, columns, visit, tile, masks, NK, BLOCK_N: gl.constexpr, WARPGROUP: gl.constexpr):
     """Mask the scores of a tile's first block, or of as many of its keys as the warpgroup sees."""
     if masks.IS_ALIGNED:
         return mask_diagonal(scores, positions, columns, tile, NK, BLOCK_N, SEEN=WARPGROUP * ROWS)
     else:
-        return mask_scores(scores, positions, columns, 0, tile, masks, NK)
+        return mask_visit(scores, positions, columns, visit, tile, masks, NK)
 
 
 @jit
@@ -267,7 +289,7 @@ def attend(WARPGROUP: gl.constexpr, tiles, queries, keys, values, output, softma
     key_step = 0
     tile = next_tile(tiles, tile_step)
     start_m = tile.start_m + WARPGROUP * ROWS
-    positions = query_position(tile, start_m, NQ, NK) + first_rows
+    positions = masked_from(masks, tile, start_m, NQ, NK) + first_rows
     exists = True
     if tiles.IS_PACKED:
         # The block may have no tile at all, because only the device knows how many hold queries.
@@ -278,12 +300,13 @@ def attend(WARPGROUP: gl.constexpr, tiles, queries, keys, values, output, softma
     keys.wait_full(at_keys, exists)
     k = rows_in(keys, at_keys, 0, FIRST_COUNT)
     q = rows_in(queries, at_queries, 0, ROWS)
+    visit = visit_of(masks, at_keys, 0, exists)
     first = issue_row_scores(q, k, nothing, RIGHT)
     first = warpgroup_mma_wait(0, deps=[first])
     keys.release_by_threads(at_keys, exists)
     barrier()  # see ``multiply``
     first = cap_scores(first, softmax.cap_scale, DTYPE)
-    first = mask_first(first, positions, first_columns, tile, masks, NK, BLOCK_N, WARPGROUP)
+    first = mask_first(first, positions, first_columns, visit, tile, masks, NK, BLOCK_N, WARPGROUP)
     first, _, row_max, row_sum = fold_scores(first, unseen, no_sums(), softmax.qk_scale)
     row_max = gl.convert_layout(row_max, ROW, assert_trivial=True)
     p = whole_weights(pack_weights(first, DTYPE), S)
@@ -294,15 +317,17 @@ def attend(WARPGROUP: gl.constexpr, tiles, queries, keys, values, output, softma
         correction = gl.full([ROWS], 1.0, gl.float32, ROW)
         at_queries = queries.at(tile_step)
         q = rows_in(queries, at_queries, 0, ROWS)
-        for visit in range(1, tile.num_blocks):
+        for step in range(1, tile.num_blocks):
             key_step += 1
-            scores, acc = multiply(q, acc, p, correction, keys, values, key_step, True, softmax, warpgroup, BLOCK_N)
+            scores, acc, visit = multiply(
+                q, acc, p, correction, keys, values, key_step, True, softmax, warpgroup, masks, step, BLOCK_N
+            )
             if queries.STAGES == 1:
                 # Early, so that the next tile's queries arrive while this one's last softmax is computed.
-                if visit + 1 == tile.num_blocks:
+                if step + 1 == tile.num_blocks:
                     queries.release(at_queries)
             if not masks.IS_ALIGNED:
-                scores = mask_scores(scores, positions, columns, visit, tile, masks, NK)
+                scores = mask_visit(scores, positions, columns, visit, tile, masks, NK)
             row_max, subtrahend, correction = follow_maximum(scores, row_max, softmax.qk_scale)
             if softmax.VALUES == "before weights":
                 acc = wait_for_parts(acc, PENDING=0)
@@ -327,12 +352,14 @@ def attend(WARPGROUP: gl.constexpr, tiles, queries, keys, values, output, softma
         row_end = query_end(finished, NQ)
         tile = next_tile(tiles, tile_step)
         exists = tile.num_blocks > 0
-        positions = query_position(tile, tile.start_m + WARPGROUP * ROWS, NQ, NK) + first_rows
+        positions = masked_from(masks, tile, tile.start_m + WARPGROUP * ROWS, NQ, NK) + first_rows
         at_queries = queries.at(tile_step)
         queries.wait_full(at_queries, exists)
         q = rows_in(queries, at_queries, 0, ROWS)
-        first, acc = multiply(q, acc, p, correction, keys, values, key_step, exists, softmax, warpgroup, FIRST_COUNT)
-        first = mask_first(first, positions, first_columns, tile, masks, NK, BLOCK_N, WARPGROUP)
+        first, acc, visit = multiply(
+            q, acc, p, correction, keys, values, key_step, exists, softmax, warpgroup, masks, 0, FIRST_COUNT
+        )
+        first = mask_first(first, positions, first_columns, visit, tile, masks, NK, BLOCK_N, WARPGROUP)
         first, _, new_max, new_sum = fold_scores(first, unseen, no_sums(), softmax.qk_scale)
 
         seen, factor = finish_rows(output, softmax, finished, rows, row_end, row_max, row_sum, NQ, WARPGROUP)

@@ -22,10 +22,11 @@ from fused_rope_attn.attention.hopper.forward_tiles import (
     TILE_STAGES,
     Announcements,
     Schedule,
+    VisitLists,
     announced_words,
     announcement_releases,
 )
-from fused_rope_attn.attention.hopper.masks import MaskOptions
+from fused_rope_attn.attention.hopper.masks import KeyRows, MaskOptions
 from fused_rope_attn.attention.hopper.shapes import ROWS, WARPGROUP_THREADS, WARPGROUP_WARPS
 from fused_rope_attn.kernels.masks import window_of
 from fused_rope_attn.kernels.norm import Norm
@@ -33,14 +34,17 @@ from fused_rope_attn.kernels.rotation import RotaryTables
 from fused_rope_attn.kernels.tiles import RowFormat, TensorView
 from fused_rope_attn.runtime.triton_compat import gl, jit, mbarrier
 
-_NUMBERS = "num_tiles num_heads heads_per_section HQ GROUP_SIZE NQ NK tiles_per_head window position_limit".split()
+_NUMBERS = (
+    "num_tiles num_heads heads_per_section HQ GROUP_SIZE NQ NK tiles_per_head window num_blocks position_limit".split()
+)
 
 
 @jit(do_not_specialize=_NUMBERS)
 def forward_kernel(q_ptr, q_desc, q_rot_desc, k_desc, v_desc, o_desc, o_ptr, cos_ptr, sin_ptr, q_norm_ptr, lse_ptr,
-                   counter_ptr, sinks_ptr, starts_ptr, lens_ptr, q_rope_desc, k_rope_desc, q_strides, o_strides,
-                   cos_strides, sin_strides, qk_scale, q_sign, cap_scale, norm_eps, norm_offset, window, num_tiles,
-                   num_heads, heads_per_section, HQ, GROUP_SIZE, NQ, NK, tiles_per_head, position_limit,
+                   counter_ptr, sinks_ptr, starts_ptr, lens_ptr, q_rope_desc, k_rope_desc, key_rows_ptr, blocks_ptr,
+                   visits_ptr, q_strides, o_strides, cos_strides, sin_strides, qk_scale, q_sign, cap_scale, norm_eps,
+                   norm_offset, window, num_blocks, num_tiles, num_heads, heads_per_section, HQ, GROUP_SIZE, NQ, NK,
+                   tiles_per_head, position_limit,
                    D: gl.constexpr, R: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr,
                    STAGES: gl.constexpr, CONSUMERS: gl.constexpr, INTERLEAVED: gl.constexpr,
                    READS_LENGTHS: gl.constexpr, FROM_START: gl.constexpr, USE_INT64_OFFSETS: gl.constexpr,
@@ -61,6 +65,9 @@ def forward_kernel(q_ptr, q_desc, q_rot_desc, k_desc, v_desc, o_desc, o_ptr, cos
     cap_scale to window as in the portable kernel. Packed sequences, B = 1, have o itself and its strides in addition to
     its descriptor, and ``tiles_per_head`` tiles of a head. The table after the counter says which of them hold queries.
 
+    key_rows and blocks, of ``key_rows_kernel``, and visits, of ``visits_kernel``: for num_blocks blocks of keys. With
+    them there is no other mask, and starts and lens say only at which positions the sequence is.
+
     position_limit: queries from this position on are not rotated; None: no query is past the last key.
 
     Multi-head latent attention: q_desc, k_desc and v_desc hold the columns that are not rotated and the values, and
@@ -76,6 +83,7 @@ def forward_kernel(q_ptr, q_desc, q_rot_desc, k_desc, v_desc, o_desc, o_ptr, cos
     HAS_STARTS: gl.constexpr = starts_ptr is not None
     # If a tile's keys may begin after key 0 or end before NK, it is announced with its bounds.
     HAS_BOUNDS: gl.constexpr = IS_PACKED or HAS_STARTS or lens_ptr is not None or window[0] is not None
+    HAS_INTERVALS: gl.constexpr = visits_ptr is not None
     ROTATES_QUERIES: gl.constexpr = q_desc is None
     WORDS: gl.constexpr = announced_words(HAS_BOUNDS, IS_PACKED)
     # Columns of O in one store. The buffers of wide heads and latent attention leave shared memory for half of them.
@@ -103,7 +111,7 @@ def forward_kernel(q_ptr, q_desc, q_rot_desc, k_desc, v_desc, o_desc, o_ptr, cos
     keys = channel_of(k_smem, STAGES, k_rope)
     values = channel_of(v_smem, STAGES)
     arrival = None
-    if HAS_BOUNDS:
+    if HAS_BOUNDS or HAS_INTERVALS:
         arrival = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
         mbarrier.init(arrival, count=1)
     TILE_READERS: gl.constexpr = CONSUMERS + 1 if ROTATES_QUERIES else CONSUMERS
@@ -115,7 +123,12 @@ def forward_kernel(q_ptr, q_desc, q_rot_desc, k_desc, v_desc, o_desc, o_ptr, cos
         values.init_slot(i, FILLS=1, RELEASES=CONSUMERS * WARPGROUP_THREADS)
 
     # Numbers that a tile's announcement contains are None here, because Triton 3.6 fails on unused arguments of warps.
-    masks = MaskOptions(window_of(window), READS_LENGTHS, HAS_STARTS and not FROM_START, IS_ALIGNED)
+    key_rows, lists = None, None
+    if HAS_INTERVALS:
+        words = gl.allocate_shared_memory(gl.int32, [STAGES, 1], mbarrier.MBarrierLayout())
+        key_rows = KeyRows(key_rows_ptr, num_blocks * BLOCK_N, words)
+        lists = VisitLists(visits_ptr, blocks_ptr, num_blocks)
+    masks = MaskOptions(window_of(window), READS_LENGTHS, HAS_STARTS and not FROM_START, IS_ALIGNED, key_rows)
     schedule = Schedule(
         counter_ptr,
         starts_ptr,
@@ -132,7 +145,9 @@ def forward_kernel(q_ptr, q_desc, q_rot_desc, k_desc, v_desc, o_desc, o_ptr, cos
         BLOCK_M=CONSUMERS * ROWS,
         QUERIES_IN_TILES=QUERIES_IN_TILES,
         FROM_START=FROM_START,
+        intervals=lists,
     )
+    NO_NK: gl.constexpr = HAS_BOUNDS or HAS_INTERVALS
     loader = Loader(q_desc, k_desc, v_desc, arrival, PDL, q_rope_desc, k_rope_desc)
     softmax = Softmax(qk_scale, cap_scale, sinks_ptr, PIN_SUMS, VALUES)
     row_format = RowFormat(D, BLOCK_D, USE_INT64_OFFSETS)
@@ -146,8 +161,8 @@ def forward_kernel(q_ptr, q_desc, q_rot_desc, k_desc, v_desc, o_desc, o_ptr, cos
         source = QuerySource(q, tables, norm, q_sign, position_limit, starts, q_rot_desc, row_format)
         gl.warp_specialize(
             [
-                (attend, (0, tiles, queries, keys, values, output, softmax, masks, NQ, NONE if HAS_BOUNDS else NK)),
-                (attend, (1, tiles, queries, keys, values, output, softmax, masks, NQ, NONE if HAS_BOUNDS else NK)),
+                (attend, (0, tiles, queries, keys, values, output, softmax, masks, NQ, NONE if NO_NK else NK)),
+                (attend, (1, tiles, queries, keys, values, output, softmax, masks, NQ, NONE if NO_NK else NK)),
                 (rotate_queries, (tiles, queries, source, NONE if IS_PACKED else NQ, NONE if HAS_BOUNDS else NK)),
                 (load, (loader, schedule, masks, tiles, NONE, keys, values)),
             ],
@@ -157,9 +172,9 @@ def forward_kernel(q_ptr, q_desc, q_rot_desc, k_desc, v_desc, o_desc, o_ptr, cos
     elif CONSUMERS == 3:
         gl.warp_specialize(
             [
-                (attend, (0, tiles, queries, keys, values, output, softmax, masks, NQ, NONE if HAS_BOUNDS else NK)),
-                (attend, (1, tiles, queries, keys, values, output, softmax, masks, NQ, NONE if HAS_BOUNDS else NK)),
-                (attend, (2, tiles, queries, keys, values, output, softmax, masks, NQ, NONE if HAS_BOUNDS else NK)),
+                (attend, (0, tiles, queries, keys, values, output, softmax, masks, NQ, NONE if NO_NK else NK)),
+                (attend, (1, tiles, queries, keys, values, output, softmax, masks, NQ, NONE if NO_NK else NK)),
+                (attend, (2, tiles, queries, keys, values, output, softmax, masks, NQ, NONE if NO_NK else NK)),
                 (load, (loader, schedule, masks, tiles, queries, keys, values)),
             ],
             [WARPGROUP_WARPS, WARPGROUP_WARPS, 1],
@@ -168,8 +183,8 @@ def forward_kernel(q_ptr, q_desc, q_rot_desc, k_desc, v_desc, o_desc, o_ptr, cos
     else:
         gl.warp_specialize(
             [
-                (attend, (0, tiles, queries, keys, values, output, softmax, masks, NQ, NONE if HAS_BOUNDS else NK)),
-                (attend, (1, tiles, queries, keys, values, output, softmax, masks, NQ, NONE if HAS_BOUNDS else NK)),
+                (attend, (0, tiles, queries, keys, values, output, softmax, masks, NQ, NONE if NO_NK else NK)),
+                (attend, (1, tiles, queries, keys, values, output, softmax, masks, NQ, NONE if NO_NK else NK)),
                 (load, (loader, schedule, masks, tiles, queries, keys, values)),
             ],
             [WARPGROUP_WARPS, 1],

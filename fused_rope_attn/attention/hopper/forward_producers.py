@@ -1,7 +1,7 @@
 # mypy: ignore-errors
 """The sm_90 forward's producers: the warp that loads through the TMA, and the warps that rotate queries."""
 
-from fused_rope_attn.attention.hopper.channels import load_existing_rows, load_rows, rope_part
+from fused_rope_attn.attention.hopper.channels import load_existing_rows, load_rows, load_seen_rows, rope_part
 from fused_rope_attn.attention.hopper.forward_tiles import (
     announce_tile,
     first_work,
@@ -10,7 +10,9 @@ from fused_rope_attn.attention.hopper.forward_tiles import (
     query_end,
     query_position,
     rotated_row,
+    take_index,
     tile_bounds,
+    work_at,
 )
 from fused_rope_attn.attention.hopper.ptxas import opaque
 from fused_rope_attn.attention.hopper.shapes import ROWS
@@ -61,22 +63,32 @@ def load_queries(loader, queries, tile, tile_step):
 
 @jit
 def key_row(work, visit, BLOCK_N: gl.constexpr):
-    """Return the first row of the key block that a tile visits in step ``visit``, counted from its last block down."""
-    row = (work.tile.bounds.last_block - visit) * BLOCK_N
+    """Return the first row of the key block that a tile visits in step ``visit``, counted from its last block down.
+
+    With intervals visit is a word of ``visits_kernel``.
+    """
+    if work.visits_ptr is None:
+        row = (work.tile.bounds.last_block - visit) * BLOCK_N
+    else:
+        row = (visit >> 2) * BLOCK_N
     if work.first_k is not None:
         row += work.first_k
     return row
 
 
 @jit
-def load_keys(loader, work, visit, keys, key_step):
-    """Load the keys that a tile visits in step ``visit`` as soon as their slot is empty."""
+def load_keys(loader, work, visit, keys, key_step, masks):
+    """Load the keys of a ``key_row`` as soon as their slot is empty, and with intervals announce the visit."""
     row = key_row(work, visit, keys.buffer.shape[3])
     cursor = keys.at(key_step)
     keys.wait_empty(cursor)
+    if masks.key_rows is not None:
+        masks.key_rows.announce(cursor, visit)
     rope = rope_part(loader.k_rope_desc, 0, keys, cursor)
     full = keys.full_barrier(cursor)
     load_rows(loader.k_desc, work.tile.batch, work.head_kv, row, keys.tile(cursor), full, None, rope)
+    if masks.key_rows is not None:
+        masks.key_rows.prefetch(visit, work.tile.batch, keys.buffer.shape[3])
 
 
 @jit
@@ -87,8 +99,8 @@ def load(loader, schedule, masks, tiles, queries, keys, values):
     if other warps rotate them.
     """
     IS_PACKED: gl.constexpr = tiles.IS_PACKED
-    if IS_PACKED:
-        # The pre-pass has described the tiles.
+    if IS_PACKED or masks.key_rows is not None:
+        # The pre-pass, or a launch that it waits for, has described the tiles.
         wait_for_previous_launch(loader.PDL)
     work = first_work(schedule, masks)
     announce_tile(tiles, 0, work.tile)
@@ -97,6 +109,9 @@ def load(loader, schedule, masks, tiles, queries, keys, values):
     tile_step = 0  # the tile that was announced last, which is the one after the tile that is being loaded
     key_step = 0
     arrivals = 0
+    if masks.key_rows is not None:
+        # A tile early, because the tile's visits take another round trip to memory.
+        index = take_index(schedule)
     while work.tile.num_blocks > 0:
         tile = work.tile
         first_row, last_row = tile.bounds.first_key, tile.bounds.num_keys
@@ -105,21 +120,39 @@ def load(loader, schedule, masks, tiles, queries, keys, values):
             last_row += work.first_k
         # Before the next tile is announced, because the warps that multiply wait for a tile's first keys and queries,
         # and the announcement takes a round trip to the counter in global memory and divisions.
-        load_keys(loader, work, 0, keys, key_step)
+        visit = 0 if masks.key_rows is None else work.first_visit
+        load_keys(loader, work, visit, keys, key_step, masks)
         if queries is not None:
             # After the first keys, because their slot is free earlier than the queries' memory.
             load_queries(loader, queries, tile, tile_step)
         tile_step += 1
-        following = next_work(schedule, masks)
+        if masks.key_rows is None:
+            following = next_work(schedule, masks)
+        else:
+            following = work_at(schedule, masks, index)
         announce_tile(tiles, tile_step, following.tile)
-        for visit in range(tile.num_blocks):
-            if visit > 0:
-                load_keys(loader, work, visit, keys, key_step)
+        if masks.key_rows is not None:
+            index = take_index(schedule)
+        for step in range(tile.num_blocks):
+            if masks.key_rows is None:
+                visit = step
+            if step > 0:
+                load_keys(loader, work, visit, keys, key_step, masks)
+            if masks.key_rows is not None:
+                # Early, because a load takes as long as half a block's products.
+                next_visit = gl.load(work.visits_ptr + gl.minimum(step + 1, tile.num_blocks - 1))
             row = key_row(work, visit, schedule.BLOCK_N)
             at_values = values.at(key_step)
             values.wait_empty(at_values)
             v_tile, v_full = values.tile(at_values), values.full_barrier(at_values)
-            if tiles.HAS_BOUNDS:
+            if masks.key_rows is not None:
+                # Zero the V rows of keys that no row sees, for the same reason as below.
+                words_ptr, is_hidden = work.hidden_ptr + (visit >> 2) * (schedule.BLOCK_N // 32), (visit & 2) != 0
+                desc, arrival = loader.v_desc, loader.arrival
+                arrivals = load_seen_rows(
+                    desc, tile.batch, work.head_kv, row, v_tile, v_full, words_ptr, is_hidden, arrival, arrivals
+                )
+            elif tiles.HAS_BOUNDS:
                 # Zero out-of-range V rows: their weight is 0, but 0 * NaN is NaN. Scores of such keys are masked.
                 desc, arrival = loader.v_desc, loader.arrival
                 arrivals = load_existing_rows(
@@ -128,6 +161,8 @@ def load(loader, schedule, masks, tiles, queries, keys, values):
             else:
                 load_rows(loader.v_desc, tile.batch, work.head_kv, row, v_tile, v_full)
             key_step += 1
+            if masks.key_rows is not None:
+                visit = next_visit
         work = following
 
 

@@ -171,6 +171,15 @@ def next_tile(tiles, step):
 
 
 @record
+class VisitLists:
+    """The blocks of keys that tiles visit, of ``visits_kernel`` and ``key_rows_kernel``."""
+
+    visits_ptr: gl.tensor
+    blocks_ptr: gl.tensor
+    num_blocks: gl.tensor
+
+
+@record
 class Schedule:
     """The numbers from which the tiles of a call follow.
 
@@ -194,15 +203,19 @@ class Schedule:
     BLOCK_M: gl.constexpr  # query rows of a tile
     QUERIES_IN_TILES: gl.constexpr  # whether rotated packed queries, saved or loaded, have whole tiles to a sequence
     FROM_START: gl.constexpr  # whether keys are counted from kv_starts, as in ``kernels.sequences.MaskArguments``
+    intervals: VisitLists | None = None  # None: the call has no intervals
 
 
 @record
 class Work:
-    """A ``QueryTile`` and two numbers that only the loading warp needs."""
+    """A ``QueryTile`` and what only the loading warp needs."""
 
     tile: QueryTile
     head_kv: gl.tensor
     first_k: gl.tensor | None  # the row at which the sequence's keys begin; None: 0
+    visits_ptr: gl.tensor | None = None  # with intervals: the tile's visits
+    first_visit: gl.tensor | None = None  # the first of them
+    hidden_ptr: gl.tensor | None = None  # a bit for each of the sequence's keys that no row sees
 
 
 @jit
@@ -235,6 +248,21 @@ def tile_if(exists, tile):
 
 
 @jit
+def listed_work(schedule, start_m, bh, batch, head, num_keys, head_kv, first_k):
+    """Return the ``Work`` of a head's queries from row ``start_m`` on by the ``VisitLists``."""
+    BLOCK_M: gl.constexpr = schedule.BLOCK_M
+    lists = schedule.intervals
+    tiles = (schedule.NQ + BLOCK_M - 1) // BLOCK_M
+    visits_ptr = lists.visits_ptr + (batch * tiles + start_m // BLOCK_M).to(gl.int64) * (1 + lists.num_blocks)
+    WORDS: gl.constexpr = schedule.BLOCK_N // 32
+    hidden_ptr = lists.blocks_ptr + batch.to(gl.int64) * (4 + WORDS) * lists.num_blocks + 4 * lists.num_blocks
+    # The tile's last block and what needs a mask are not read.
+    bounds = TileBounds(num_keys * 0, num_keys * 0, num_keys * 0, num_keys, query_end=None, rotated_row=None)
+    tile = QueryTile(start_m, bh, batch, head, gl.load(visits_ptr), num_keys * 0, bounds)
+    return Work(tile, head_kv, first_k, visits_ptr + 1, gl.load(visits_ptr + 1), hidden_ptr)
+
+
+@jit
 def tile_work(schedule, masks, index):
     """Return the ``Work`` of tile number ``index``, which exists."""
     BLOCK_M: gl.constexpr = schedule.BLOCK_M
@@ -244,7 +272,8 @@ def tile_work(schedule, masks, index):
         num_m_blocks,
         schedule.num_heads,
         schedule.heads_per_section,
-        LAST_TILE_FIRST=is_causal(masks.window.right),
+        # With intervals too, because the last rows of a prefix or a tree see the most keys.
+        LAST_TILE_FIRST=is_causal(masks.window.right) or schedule.intervals is not None,
     )
     start_m = block * BLOCK_M
     batch = bh // schedule.HQ
@@ -255,10 +284,14 @@ def tile_work(schedule, masks, index):
         first_k = first_key(starts_ptr, batch, 0, num_keys, None)
         num_keys -= first_k
         starts_ptr = None
-    q_offset = num_keys - schedule.NQ
-    mask = sequence_mask(starts_ptr, batch, q_offset, num_keys, masks.window, masks.READS_LENGTHS)
-    tile = make_tile(schedule, mask, start_m, bh, batch, head, q_offset)
-    return Work(tile=tile, head_kv=head // schedule.GROUP_SIZE, first_k=first_k)
+    head_kv = head // schedule.GROUP_SIZE
+    if schedule.intervals is not None:
+        return listed_work(schedule, start_m, bh, batch, head, num_keys, head_kv, first_k)
+    else:
+        q_offset = num_keys - schedule.NQ
+        mask = sequence_mask(starts_ptr, batch, q_offset, num_keys, masks.window, masks.READS_LENGTHS)
+        tile = make_tile(schedule, mask, start_m, bh, batch, head, q_offset)
+        return Work(tile=tile, head_kv=head_kv, first_k=first_k)
 
 
 @jit
@@ -315,11 +348,16 @@ def first_work(schedule, masks):
 @jit
 def next_work(schedule, masks):
     """Return the ``Work`` of the next tile that no block has, or one of no blocks if all tiles have been taken."""
-    index = take_index(schedule)
+    return work_at(schedule, masks, take_index(schedule))
+
+
+@jit
+def work_at(schedule, masks, index):
+    """Return the ``Work`` of tile number ``index``, or in packed calls of the first one from there on with queries."""
     if schedule.tiles_per_head is None:
         exists = index < schedule.num_tiles
-        if schedule.lens_ptr is not None or schedule.starts_ptr is not None:
-            # A tile past the last one has no lengths to read.
+        if schedule.lens_ptr is not None or schedule.starts_ptr is not None or schedule.intervals is not None:
+            # A tile past the last one has no lengths and no visits to read.
             index = gl.minimum(index, schedule.num_tiles - 1)
         work = tile_work(schedule, masks, index)
         return replace(work, tile=tile_if(exists, work.tile))

@@ -13,6 +13,7 @@ from fused_rope_attn.attention.arguments import (
 )
 from fused_rope_attn.attention.configs import HopperBackwardConfig
 from fused_rope_attn.attention.hopper.backward_kernel import backward_kernel
+from fused_rope_attn.attention.hopper.intervals import NO_VISIBLE_ROWS
 from fused_rope_attn.attention.hopper.latent_queries import latent_dq_kernel
 from fused_rope_attn.attention.hopper.shapes import BACKWARD_BLOCK_M as BLOCK_M
 from fused_rope_attn.attention.hopper.shapes import BACKWARD_BLOCK_N, CONSUMERS, KEYS, ROWS, is_aligned
@@ -108,6 +109,7 @@ class LatentBackwardCall:
             dv_strides=dv_strides,
             dk_parts_strides=parts_strides,
             raw_k_strides=None,
+            num_blocks=None,
             num_heads=num_heads,
             heads_per_section=heads_per_section(num_heads, 1, row_bytes * problem.longest(len_q), config.section_bytes),
             D=columns,
@@ -197,6 +199,7 @@ class LatentBackwardCall:
             stats_desc=self.stats_source(stats),
             dk_ptr=dk_nope,
             **dict.fromkeys(("dq_accumulator", "progress_ptr", "raw_k_ptr", "k_sums_ptr")),
+            **NO_VISIBLE_ROWS,
         )
         self.queries(stream, given, **of_queries, **of_key_blocks)
         self.sum_heads(stream, given, parts_ptr=parts, dk_ptr=dk)

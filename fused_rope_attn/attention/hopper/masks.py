@@ -5,10 +5,50 @@
 """
 
 from fused_rope_attn.attention.hopper.forward_tiles import tile_bounds
-from fused_rope_attn.attention.hopper.shapes import BACKWARD_BLOCK_M, KEYS
+from fused_rope_attn.attention.hopper.shapes import BACKWARD_BLOCK_M, KEYS, WARPGROUP_WARPS
 from fused_rope_attn.kernels.masks import Window, checks_positions
-from fused_rope_attn.kernels.records import record
-from fused_rope_attn.runtime.triton_compat import gl, jit
+from fused_rope_attn.kernels.records import record, replace
+from fused_rope_attn.runtime.triton_compat import barrier, gl, jit
+
+
+@record
+class KeyRows:
+    """The interval of query rows of each key, and how warps that multiply learn which block of keys they have."""
+
+    ptr: gl.tensor  # (B, 2, num_keys) int32: the first row of each key, and the row after its last
+    num_keys: gl.tensor  # whole blocks of keys
+    words: gl.shared_memory_descriptor  # (STAGES, 1) int32: the visit (``visits_kernel``) of each slot of K
+
+    @jit
+    def announce(self, cursor, visit):
+        """Announce the visit of the block that the loading warp is about to load into a slot of K, which is empty."""
+        ONE_WARP: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+        self.words.index(cursor.slot).store(gl.full([1], visit, gl.int32, ONE_WARP))
+        barrier()
+
+    @jit
+    def prefetch(self, visit, batch, BLOCK_N: gl.constexpr):
+        """Bring the rows of a mixed block's keys into the L1, without waiting; one warp's work."""
+        ONE_WARP: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+        LINES: gl.constexpr = BLOCK_N // 32  # of 128 bytes
+        if (visit & 1) != 0:
+            lines = gl.arange(0, 2 * LINES, ONE_WARP)
+            ptr = self.ptr + batch.to(gl.int64) * 2 * self.num_keys + (visit >> 2) * BLOCK_N
+            ptr += lines % LINES * 32 + lines // LINES * self.num_keys
+            gl.inline_asm_elementwise(
+                "prefetch.global.L1 [$1]; mov.u32 $0, 0;",
+                "=r,l",
+                [ptr.to(gl.uint64, bitcast=True)],
+                dtype=gl.int32,
+                is_pure=False,
+                pack=1,
+            )
+
+    @jit
+    def visit(self, cursor, exists):
+        """Return the visit of the block in a slot of K that is full; 0 unless it ``exists``."""
+        ONE_WARPGROUP: gl.constexpr = gl.BlockedLayout([1], [32], [WARPGROUP_WARPS], [0])
+        return gl.where(exists, gl.max(self.words.index(cursor.slot).load(ONE_WARPGROUP), 0), 0)
 
 
 @record
@@ -19,6 +59,7 @@ class MaskOptions:
     READS_LENGTHS: gl.constexpr  # as in ``kernels.masks.Mask``
     HAS_STARTS: gl.constexpr  # whether there are kv_starts
     IS_ALIGNED: gl.constexpr  # as ``shapes.is_aligned``, for a tile and its first key block
+    key_rows: KeyRows | None = None  # in their place if the call has intervals
 
 
 @jit
@@ -35,6 +76,17 @@ def hide_keys(scores, limit, columns, UPPER: gl.constexpr, SEEN: gl.constexpr = 
         return gl.where((others < SEEN) | (others <= bound), scores, float("-inf"))
     else:
         return gl.where(others >= bound, scores, float("-inf"))
+
+
+@jit
+def hide_by_rows(scores, rows, columns, visit, tile, key_rows):
+    """Return scores with -inf where ``rows`` (rows,) of q are outside a key's interval, in a block that is mixed."""
+    if (visit & 1) != 0:
+        ptr = key_rows.ptr + tile.batch.to(gl.int64) * 2 * key_rows.num_keys + (visit >> 2) * scores.shape[1]
+        first, end = gl.load(ptr + columns), gl.load(ptr + key_rows.num_keys + columns)
+        sees = (rows[:, None] >= first[None, :]) & (rows[:, None] < end[None, :])
+        scores = gl.where(sees, scores, float("-inf"))
+    return scores
 
 
 @jit
@@ -81,13 +133,81 @@ def mask_scores(scores, positions, columns, visit, tile, masks, NK):
 
 
 @jit
-def hide_pairs(mask, x, value, keys, columns, diagonal):
-    """Return x (keys, queries) of the backward with ``value`` in pairs that the diagonal or the window hides.
+def mask_visit(scores, positions, columns, visit, tile, masks, NK):
+    """Mask a block as ``mask_scores`` does, or as ``hide_by_rows`` if the call has intervals.
 
-    keys, columns: the tile's keys and queries, counted from its first ones. diagonal: how far the position of the first
-    query is past that of the first key.
+    With intervals positions are rows of q, and visit is a word of ``visits_kernel``.
     """
-    if mask.window.left is not None or mask.window.right is not None:
+    if masks.key_rows is None:
+        return mask_scores(scores, positions, columns, visit, tile, masks, NK)
+    else:
+        return hide_by_rows(scores, positions, columns, visit, tile, masks.key_rows)
+
+
+@record
+class KeyIntervals:
+    """The results of ``key_rows_kernel`` for a batch entry, in blocks of KEYS keys."""
+
+    rows_ptr: gl.tensor
+    blocks_ptr: gl.tensor
+    num_blocks: gl.tensor
+
+
+@record
+class OwnKeys:
+    """The intervals of KEYS keys of the backward, which a warpgroup or a block owns, in rows of q."""
+
+    rows_ptr: gl.tensor  # the first row of each key; the row after its last is stored num_keys further on
+    num_keys: gl.tensor
+    all_first: gl.tensor  # the rows [all_first, all_end) see all of the keys
+    all_end: gl.tensor
+
+
+@jit
+def with_own_keys(mask, block):
+    """Return ``mask`` with the ``OwnKeys`` of a block of KEYS keys in place of its ``KeyIntervals``, if it has any."""
+    if mask.intervals is None:
+        return mask
+    else:
+        intervals = mask.intervals
+        bounds = intervals.blocks_ptr + block
+        all_first = gl.load(bounds + 2 * intervals.num_blocks)
+        all_end = gl.load(bounds + 3 * intervals.num_blocks)
+        own = OwnKeys(intervals.rows_ptr + block * KEYS, intervals.num_blocks * KEYS, all_first, all_end)
+        return replace(mask, intervals=own)
+
+
+@jit
+def hide_other_rows(own, x, value, keys, columns, start_m):
+    """Return x (keys, queries) with ``value`` where a row of q, from start_m on, is outside a key's interval."""
+    first, end = gl.load(own.rows_ptr + keys) - start_m, gl.load(own.rows_ptr + own.num_keys + keys) - start_m
+    # Counted from the thread's first column, as in ``hide_pairs``.
+    thread, others = (columns & 6)[None, :], (columns & ~6)[None, :]
+    sees = (others >= first[:, None] - thread) & (others < end[:, None] - thread)
+    return gl.where(sees, x, value)
+
+
+@jit
+def mask_offset(mask, sizes, keys, start_m):
+    """Return the number by which ``hide_pairs`` and ``needs_mask`` know the first query, row start_m.
+
+    It is how far the query's position is past that of the first key of ``keys``, or with intervals the row.
+    """
+    if mask.intervals is None:
+        return start_m + mask.num_keys - sizes.NQ - keys.start_n
+    else:
+        return start_m
+
+
+@jit
+def hide_pairs(mask, x, value, keys, columns, diagonal):
+    """Return x (keys, queries) of the backward with ``value`` in pairs that the mask hides.
+
+    keys, columns: the tile's keys and queries, counted from its first ones. diagonal: as ``mask_offset`` gives it.
+    """
+    if mask.intervals is not None:
+        x = hide_other_rows(mask.intervals, x, value, keys, columns, diagonal)
+    elif mask.window.left is not None or mask.window.right is not None:
         # Counted from the thread's first key and column, so that its others are constants and take no registers: a
         # query is past a key by diagonal + (others - thread).
         thread = (keys & ~8)[:, None] - (columns & 6)[None, :]
@@ -105,7 +225,9 @@ def needs_mask(mask, diagonal, block, queries):
 
     diagonal: as in ``hide_pairs``.
     """
-    if queries.num_hidden is not None:
+    if mask.intervals is not None:
+        return (diagonal < mask.intervals.all_first) | (diagonal + BACKWARD_BLOCK_M > mask.intervals.all_end)
+    elif queries.num_hidden is not None:
         return (diagonal < KEYS - 1) | (queries.num_masked >= queries.count)
     elif mask.window.left is None:
         return block < queries.num_masked

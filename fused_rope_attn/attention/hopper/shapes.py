@@ -28,6 +28,7 @@ def is_aligned(problem: Problem, block_m: int, block_n: int) -> bool:
     blocks are seen whole. Calls with more queries than keys are excluded, because some of their tiles see nothing.
     """
     is_masked = problem.window is not None or problem.is_packed or problem.has_kv_starts or problem.has_kv_lens
+    is_masked = is_masked or problem.has_intervals
     keys_before = problem.len_k - problem.len_q
     same_rows = block_m == block_n == 2 * ROWS.value and keys_before >= 0 and keys_before % block_n == 0
     return problem.causal and same_rows and not is_masked

@@ -23,6 +23,7 @@ SQUARE = Case(1, 1, 1, 300, 300, 64)
         (False, replace(SQUARE, window=(100, 0))),
         (False, replace(SQUARE, kv_lens=(300,))),
         (False, replace(SQUARE, kv_starts=(0,))),
+        (False, replace(SQUARE, intervals="tree")),
     ],
 )
 def test_alignment(aligned, case):

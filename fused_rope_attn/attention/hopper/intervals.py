@@ -1,0 +1,125 @@
+"""Launches that turn the masks of a call with intervals into rows of each key and visits of each tile."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+
+from fused_rope_attn.attention.arguments import shared_tensors
+from fused_rope_attn.attention.hopper.interval_kernels import (
+    BLOCKS,
+    WORD,
+    blind_rows_kernel,
+    key_rows_kernel,
+    visits_kernel,
+)
+from fused_rope_attn.attention.intervals import interval_strides
+from fused_rope_attn.attention.problem import Problem, Tensors
+from fused_rope_attn.runtime.launch import Launch
+
+# The tensors of ``Visits`` in calls without intervals.
+NO_VISITS: dict[str, Any] = {"key_rows_ptr": None, "blocks_ptr": None, "visits_ptr": None}
+# Those of ``VisibleRows``.
+NO_VISIBLE_ROWS: dict[str, Any] = {"key_rows_ptr": None, "blocks_ptr": None, "blind_ptr": None}
+# Words of a program of ``blind_rows_kernel``.
+BLIND_WORDS = 32
+
+
+def without_masks(shared: dict[str, Any]) -> dict[str, Any]:
+    """Return ``shared`` for a main kernel that reads the masks as the rows of each key."""
+    return shared | {"window": (None, None), "READS_LENGTHS": False}
+
+
+class KeyRows:
+    """The rows that see each of ``num_blocks`` blocks of ``block_n`` keys, as ``key_rows_kernel`` writes them.
+
+    shared: the arguments that the kernels of the call have in common. pdl: the next launch may begin at once.
+    """
+
+    def __init__(
+        self,
+        problem: Problem,
+        tensors: Tensors,
+        shared: dict[str, Any],
+        block_n: int,
+        num_blocks: int,
+        pdl: bool = False,
+    ):
+        batch, num_keys = problem.batch, num_blocks * block_n
+        self.shapes = (batch, 2, num_keys), (batch, 4 * num_blocks + num_keys // WORD.value)
+        self.launch = Launch(
+            key_rows_kernel,
+            batch * triton.cdiv(num_blocks, BLOCKS.value),
+            {"num_warps": 4},
+            shared | {"interval_strides": interval_strides(tensors)},
+            num_blocks=num_blocks,
+            BLOCK_N=block_n,
+            PDL=pdl,
+        )
+
+    def __call__(self, stream: int, tensors: Tensors) -> dict[str, torch.Tensor]:
+        """Launch, and return the results by the names of kernels' arguments."""
+        key_rows, blocks = (torch.empty(x, dtype=torch.int32, device=tensors.q.device) for x in self.shapes)
+        found = {"key_rows_ptr": key_rows, "blocks_ptr": blocks}
+        self.launch(stream, shared_tensors(tensors), **found)
+        return found
+
+
+class Visits:
+    """``KeyRows``, and the blocks that each tile of block_m queries visits, as ``visits_kernel`` lists them.
+
+    pdl: the next launch may begin at once. It must end after this one.
+    """
+
+    def __init__(
+        self, problem: Problem, tensors: Tensors, shared: dict[str, Any], block_m: int, block_n: int, pdl: bool
+    ):
+        self.num_blocks = triton.cdiv(problem.len_k, block_n)
+        tiles = triton.cdiv(problem.len_q, block_m)
+        self.key_rows = KeyRows(problem, tensors, shared, block_n, self.num_blocks, pdl)
+        self.shape = (problem.batch, tiles, 1 + self.num_blocks)
+        self.launch = Launch(
+            visits_kernel,
+            problem.batch * tiles,
+            {"num_warps": 4, **({"launch_pdl": True} if pdl else {})},
+            shared,
+            num_blocks=self.num_blocks,
+            BLOCK_M=block_m,
+            BLOCK_N=block_n,
+            PDL=pdl,
+        )
+
+    def __call__(self, stream: int, tensors: Tensors) -> dict[str, torch.Tensor]:
+        """Launch, and return the results by the names of the main kernel's arguments."""
+        found = self.key_rows(stream, tensors)
+        visits = torch.empty(self.shape, dtype=torch.int32, device=tensors.q.device)
+        self.launch(stream, visits_ptr=visits, blocks_ptr=found["blocks_ptr"])
+        return found | {"visits_ptr": visits}
+
+
+class VisibleRows:
+    """``KeyRows``, and a bit for each of num_rows rows of q that sees no key, for a backward pass."""
+
+    def __init__(
+        self,
+        problem: Problem,
+        tensors: Tensors,
+        shared: dict[str, Any],
+        block_n: int,
+        num_blocks: int,
+        num_rows: int,
+    ):
+        self.key_rows = KeyRows(problem, tensors, shared | {"FROM_START": False}, block_n, num_blocks)
+        self.shape = (problem.batch, num_rows // WORD.value)
+        programs = problem.batch * triton.cdiv(self.shape[1], BLIND_WORDS)
+        self.launch = Launch(
+            blind_rows_kernel, programs, {"num_warps": 4}, shared, num_words=self.shape[1], BLOCK=BLIND_WORDS
+        )
+
+    def __call__(self, stream: int, tensors: Tensors, lse: torch.Tensor) -> dict[str, Any]:
+        """Launch, and return the results by the names of the main kernel's arguments. lse ``(B, HQ, NQ)``."""
+        blind = torch.empty(self.shape, dtype=torch.int32, device=lse.device)
+        self.launch(stream, blind_ptr=blind, lse_ptr=lse)
+        return self.key_rows(stream, tensors) | {"blind_ptr": blind, "starts_ptr": None}
