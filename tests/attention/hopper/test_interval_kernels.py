@@ -1,0 +1,111 @@
+"""The rows of keys and the visits of tiles that the sm_90 kernels read, compared with every pair by itself."""
+
+import random
+
+import pytest
+import torch
+import triton.language as tl
+
+from fused_rope_attn.attention.hopper.interval_kernels import BLOCKS, blind_rows_kernel, key_rows_kernel, visits_kernel
+from fused_rope_attn.kernels.intervals import NO_ROW
+from tests.support.marks import interpreted
+
+pytestmark = interpreted
+BLOCK_N = 32
+
+
+def drawn(seed):
+    """Return (NQ, NK, window, kv_starts, kv_lens, from_start, starts, ends): two entries, tensors or None."""
+    draw = random.Random(seed)
+    num_rows, num_keys = draw.randint(1, 150), draw.randint(1, 150)
+    window = draw.choice([None, None, 0, 40]), draw.choice([None, 0, 0, 25])
+    kv_starts, kv_lens = (
+        torch.tensor([draw.randint(-3, num_keys + 3) for _ in range(2)], dtype=torch.int32) if given else None
+        for given in (draw.random() < 0.4, draw.random() < 0.4)
+    )
+    starts, ends = torch.empty((2, 2, num_keys), dtype=torch.int32)
+    for b in range(2):
+        j = 0
+        while j < num_keys:  # runs of equal intervals, and single ones of any kind
+            low, high = draw.randint(-3, num_rows + 2), draw.randint(-3, num_rows + 9)
+            if draw.random() < 0.6:
+                low, high = 0, num_rows
+            for _ in range(draw.choice([1, 2, 40, 70])):
+                if j < num_keys:
+                    starts[b, j], ends[b, j] = low, high
+                    j += 1
+    from_start = kv_starts is not None and draw.random() < 0.5
+    return num_rows, num_keys, window, kv_starts, kv_lens, from_start, starts, ends
+
+
+def visible_pairs(num_rows, num_keys, window, kv_starts, kv_lens, from_start, starts, ends):
+    """Return which pairs see each other, (2, NQ, NK), and each entry's first key as the kernels count."""
+    rows, keys = torch.arange(num_rows)[:, None], torch.arange(num_keys)[None]
+    found, first_keys = [], []
+    for b in range(2):
+        length = num_keys if kv_lens is None else min(num_keys, max(0, int(kv_lens[b])))
+        start = 0 if kv_starts is None else min(length, max(0, int(kv_starts[b])))
+        position = rows + length - num_rows
+        # With from_start positions count from the first key, and queries at negative ones see no key.
+        sees = (keys >= start) & (keys < length) & (position >= (start if from_start else 0))
+        if window[0] is not None:
+            sees = sees & (keys >= position - window[0])
+        if window[1] is not None:
+            sees = sees & (keys <= position + window[1])
+        found.append(sees & (rows >= starts[b]) & (rows < ends[b]))
+        first_keys.append(start if from_start else 0)
+    return found, first_keys
+
+
+@pytest.mark.parametrize("block_m", [64, 48])
+@pytest.mark.parametrize("seed", range(30))
+def test_rows_and_visits(seed, block_m):
+    case = num_rows, num_keys, window, kv_starts, kv_lens, from_start, starts, ends = drawn(seed)
+    blocks, tiles, words = -(-num_keys // BLOCK_N), -(-num_rows // block_m), BLOCK_N // 32
+    key_rows = torch.full((2, 2, blocks * BLOCK_N), -9, dtype=torch.int32)
+    bounds = torch.full((2, (4 + words) * blocks), -9, dtype=torch.int32)
+    visits = torch.full((2, tiles, 1 + blocks), -9, dtype=torch.int32)
+    right = tl.constexpr(0) if window[1] == 0 else window[1]
+    key_rows_kernel[(2 * -(-blocks // BLOCKS.value),)](
+        key_rows, bounds, starts, ends, kv_starts, kv_lens, (num_keys, num_keys), (window[0], right), num_rows,
+        num_keys, blocks, True, from_start, BLOCK_N, False,
+    )  # fmt: skip
+    visits_kernel[(2 * tiles,)](visits, bounds, num_rows, blocks, block_m, BLOCK_N, False)
+    expected, first_keys = visible_pairs(*case)
+    for b, (sees, first_key) in enumerate(zip(expected, first_keys)):
+        sees = torch.nn.functional.pad(sees[:, first_key:], (0, blocks * BLOCK_N - num_keys + first_key))
+        row = torch.arange(num_rows)[:, None]
+        assert torch.equal((row >= key_rows[b, 0]) & (row < key_rows[b, 1]), sees)
+        exists = torch.arange(blocks * BLOCK_N) + first_key < num_keys
+        hidden = [(int(bounds[b, 4 * blocks + j // 32]) >> (j % 32)) & 1 for j in range(blocks * BLOCK_N)]
+        assert torch.equal(torch.tensor(hidden).bool(), exists & ~sees.any(0))
+        of_blocks = sees.view(num_rows, blocks, BLOCK_N)
+        for j in range(blocks):
+            some, every = of_blocks[:, j].any(1).nonzero(), of_blocks[:, j].all(1).nonzero()
+            low, high, all_low, all_high = bounds[b, : 4 * blocks].view(4, blocks)[:, j].tolist()
+            assert (low, high) == ((int(some[0]), int(some[-1]) + 1) if len(some) else (NO_ROW.value, 0))
+            assert max(0, all_high - all_low) == len(every) and (not len(every) or all_low == int(every[0]))
+        for i in range(tiles):
+            tile = of_blocks[i * block_m : (i + 1) * block_m]
+            seen = [j for j in range(blocks) if tile[:, j].any()]
+            count, listed = int(visits[b, i, 0]), visits[b, i, 1:].tolist()
+            if not seen:
+                assert (count, listed[0]) == (1, 3)
+                continue
+            # A block is listed if its rows from the first to the last that see any key meet the tile.
+            assert [word >> 2 for word in listed[:count]] == sorted({w >> 2 for w in listed[:count]}, reverse=True)
+            assert set(seen) <= {word >> 2 for word in listed[:count]}
+            for word in listed[:count]:
+                assert word & 1 == int(not tile[:, word >> 2].all())
+                assert (word & 2 != 0) == any(hidden[(word >> 2) * BLOCK_N : (word >> 2) * BLOCK_N + BLOCK_N])
+
+
+def test_rows_that_see_no_key():
+    lse = torch.randn((2, 3, 70))
+    dead = torch.rand((2, 70)) < 0.4
+    dead[1, 32:64] = True
+    lse[:, 0].masked_fill_(dead, -torch.inf)
+    blind = torch.full((2, 4), -9, dtype=torch.int32)
+    blind_rows_kernel[(2 * 2,)](blind, lse, 70, 3, 4, BLOCK=2)
+    found = torch.tensor([[(int(blind[b, i // 32]) >> (i % 32)) & 1 for i in range(128)] for b in range(2)])
+    assert torch.equal(found.bool(), torch.nn.functional.pad(dead, (0, 58)))
