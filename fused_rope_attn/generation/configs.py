@@ -70,18 +70,18 @@ class OrderedConfig:
     """The configuration of a step in the order of the sm_90 forward, by tiles of its ``block_n`` keys.
 
     From ``least_units`` key heads of all sequences on, one program goes through all keys of each, most_stages deep in
-    the load pipeline. With fewer, the scores, the weights and the values have launches of their own: score_group tiles
-    are one program's, score_stages deep; about ``weighing`` programs weigh them; and a program adds up ``columns``
-    columns of the values, value_stages deep. Timed on an H200 with 3.9.0, 2026-11-26.
+    the load pipeline. With fewer, ``programs`` programs compute the scores, and about as many add up the values, of
+    least_columns columns or more. Those weigh step_rows query rows of several tiles at a time; their pipeline has up to
+    value_stages stages of ``tiles`` tiles. Timed on an H200 with 3.9.0, 2026-11-26.
     """
 
     block_n: int
-    least_units: int = 48
+    least_units: int = 65
     most_stages: int = 6
-    score_group: int = 8
-    score_stages: int = 3
-    weighing: int = 2048
-    columns: int = 32
+    programs: int = 64
+    least_columns: int = 16
+    step_rows: int = 32
+    tiles: int = 1
     value_stages: int = 12
 
 

@@ -9,7 +9,7 @@ from fused_rope_attn.attention.problem import Problem
 from fused_rope_attn.generation.configs import DECODE_ROWS, OrderedConfig
 from fused_rope_attn.generation.launch import WriteCall, cache_arguments, common_unit, pointers
 from fused_rope_attn.generation.ordered_attend import attend_kernel
-from fused_rope_attn.generation.ordered_split import score_kernel, value_kernel, weight_kernel
+from fused_rope_attn.generation.ordered_split import score_kernel, value_kernel
 from fused_rope_attn.generation.ordered_units import query_kernel
 from fused_rope_attn.generation.problem import StepTensors, Written, cache_of
 from fused_rope_attn.runtime import device
@@ -24,8 +24,8 @@ def can_copy(given: StepTensors) -> bool:
 
 
 class OrderedCall:
-    """The launches of one signature: new tokens, queries, and either one loop over the tiles for each unit, or scores,
-    weights and values."""
+    """The launches of one signature: new tokens, queries, and either one loop over the tiles for each unit, or scores
+    and values."""
 
     def __init__(self, problem: Problem, tensors: tuple, config: OrderedConfig):
         given = StepTensors(*tensors)
@@ -44,7 +44,6 @@ class OrderedCall:
         self.rotated_shape = (units, block_r, pad_d)
         self.tiles_shape = (units, most_tiles, stored)
         self.block_n = block_n
-        self.last_shape = (units, stored)
         self.write = WriteCall(problem, fill(Written, given._asdict()), pdl=True) if cache.appends else None
         # With more rows the sums of wide heads take more registers than a thread has.
         self.is_whole = units >= config.least_units and block_r <= 32
@@ -76,28 +75,27 @@ class OrderedCall:
             attend = Launch(attend_kernel, units, options, shared, STAGES=stages, WARPS=warps)
             self.launches: tuple[Launch, ...] = (queries, attend)
             return
-        groups = -(-most_tiles // config.score_group)
-        score = Launch(
-            score_kernel,
-            units * groups,
-            {"num_warps": 4, **overlaps},
-            shared,
-            GROUP=config.score_group,
-            STAGES=config.score_stages,
-        )
-        # A program follows the maxima of all tiles after its own, which takes as long as to weigh a few.
-        group = min(8, max(1, units * most_tiles // config.weighing))
-        programs = units * -(-most_tiles // group)
-        weigh = Launch(weight_kernel, programs, {"num_warps": block_r // 8, **overlaps}, shared, GROUP=group)
+        # The programs of a unit's scores, and as many of its values if there are enough columns.
+        shared["programs"] = programs = min(max(1, config.programs // units), most_tiles)
+        score_stages = min(config.most_stages, (220 * 1024 - 2 * block_r * pad_d) // (2 * block_n * pad_d))
+        options = {"num_warps": 4, **overlaps}
+        score = Launch(score_kernel, units * programs, options, shared, STAGES=score_stages)
+        columns = max(config.least_columns, min(pad_d, 128) // (1 << (programs.bit_length() - 1)))
+        step = max(1, config.step_rows // block_r)
+        tiles = min(step, config.tiles) if columns <= 64 else 1
+        stage = 2 * tiles * block_n * max(64, columns)
+        room = 222 * 1024 - step * block_r * (3 * 4 * block_n + 2 * 2 * block_n + 64)
         add = Launch(
             value_kernel,
-            units * -(-problem.head_dim // config.columns),
-            {"num_warps": 4, **overlaps},
+            units * -(-problem.head_dim // columns),
+            options,
             shared,
-            COLUMNS=config.columns,
-            STAGES=min(config.value_stages, 224 * 1024 // (2 * block_n * (max(64, config.columns) + block_r) + 256)),
+            COLUMNS=columns,
+            STEP=step,
+            TILES=tiles,
+            STAGES=min(config.value_stages, room // stage),
         )
-        self.launches = (queries, score, weigh, add)
+        self.launches = (queries, score, add)
 
     def __call__(self, flat: tuple) -> tuple[torch.Tensor, torch.Tensor]:
         tensors = StepTensors(*flat)
@@ -112,15 +110,12 @@ class OrderedCall:
             return torch.empty(shape, dtype=dtype, device=q.device)
 
         given = pointers(tensors, o_ptr=o, lse_ptr=lse, rotated_ptr=workspace(*self.rotated_shape, dtype=q.dtype))
+        given["ready_ptr"] = None
         if not self.is_whole:
             given |= {
                 "scores_ptr": workspace(*self.tiles_shape, self.block_n),
-                "weights_ptr": workspace(*self.tiles_shape, self.block_n, dtype=q.dtype),
                 "maxima_ptr": workspace(*self.tiles_shape),
-                "factors_ptr": workspace(*self.tiles_shape),
-                "sums_ptr": workspace(*self.tiles_shape, 4),
-                "moves_ptr": workspace(*self.tiles_shape[:2], dtype=torch.int32),
-                "last_maxima_ptr": workspace(*self.last_shape),
+                "ready_ptr": workspace(*self.tiles_shape[:2], dtype=torch.int32),
             }
         for launch in self.launches:
             launch(stream, given)

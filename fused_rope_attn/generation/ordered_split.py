@@ -1,14 +1,19 @@
 # mypy: ignore-errors
-"""The kernels of an ordered step (``ordered_units``) of few sequences: scores, weights and values, a launch each."""
+"""The kernels of an ordered step (``ordered_units``) of few sequences: one computes scores, the other follows it.
 
-import triton.language as tl
+The programs of ``score_kernel`` take a unit's tiles in turn, from the last one down, and announce each round of tiles.
+Those of ``value_kernel`` run at the same time on other multiprocessors, each with some columns of a unit's values: warps
+of their own copy scores as soon as they are announced, others weigh them, others copy values, and one warpgroup
+multiplies. That product is the longest chain of the step, so that nothing else is in its loop.
+"""
 
-from fused_rope_attn.attention.hopper.channels import channel_of
-from fused_rope_attn.attention.hopper.softmax import LAG, lagging_maximum, sum_quads
+from fused_rope_attn.attention.hopper.channels import channel_of, written_once
+from fused_rope_attn.attention.hopper.softmax import lagging_maximum, sum_quads
 from fused_rope_attn.generation.ordered_tiles import (
     COPY_REGISTERS,
     COPY_WARPS,
-    copy_layout,
+    SUM_REGISTERS,
+    SUM_WARPS,
     copy_queries,
     copy_rows,
     fill_by_copies,
@@ -21,10 +26,10 @@ from fused_rope_attn.generation.ordered_tiles import (
 )
 from fused_rope_attn.generation.ordered_units import NUMBERS, quad_layout, query_positions, sums_layout
 from fused_rope_attn.generation.pages import BlockTable
-from fused_rope_attn.generation.shares import Caches, cache_view, cached_keys, count_key_tiles
+from fused_rope_attn.generation.shares import Caches, cache_view
 from fused_rope_attn.kernels.masks import window_of
-from fused_rope_attn.kernels.records import record, replace
-from fused_rope_attn.kernels.schedule import let_next_launch_start, wait_for_previous_launch
+from fused_rope_attn.kernels.records import record
+from fused_rope_attn.kernels.schedule import let_next_launch_start, wait_for_previous_launch, wait_until
 from fused_rope_attn.kernels.tiles import RowFormat
 from fused_rope_attn.runtime.triton_compat import (
     async_copy,
@@ -33,6 +38,7 @@ from fused_rope_attn.runtime.triton_compat import (
     fence_async_shared,
     gl,
     jit,
+    reinterpret,
     warpgroup_mma,
     warpgroup_mma_init,
     warpgroup_mma_wait,
@@ -41,33 +47,25 @@ from fused_rope_attn.runtime.triton_compat import (
 
 @jit(do_not_specialize=NUMBERS)
 def score_kernel(
-    rotated_ptr, k_cache_ptr, cache_seqlens_ptr, kv_starts_ptr, block_table_ptr, scores_ptr, maxima_ptr,
-    k_cache_strides, table_strides, cap_scale, window, B, HKV, GROUP_SIZE, NQ, S, num_pages, most_tiles,
+    rotated_ptr, k_cache_ptr, cache_seqlens_ptr, kv_starts_ptr, block_table_ptr, scores_ptr, maxima_ptr, ready_ptr,
+    k_cache_strides, table_strides, cap_scale, window, B, HKV, GROUP_SIZE, NQ, S, num_pages, most_tiles, programs,
     D: gl.constexpr, R: gl.constexpr, BLOCK_R: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr,
-    GROUP: gl.constexpr, STAGES: gl.constexpr, INTERLEAVED: gl.constexpr, APPENDS: gl.constexpr,
-    STRIDE_UNIT: gl.constexpr, PAGE_SIZE: gl.constexpr, USE_INT64_OFFSETS: gl.constexpr, PDL: gl.constexpr,
+    STAGES: gl.constexpr, INTERLEAVED: gl.constexpr, APPENDS: gl.constexpr, STRIDE_UNIT: gl.constexpr,
+    PAGE_SIZE: gl.constexpr, USE_INT64_OFFSETS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """Compute the scores of GROUP tiles of one unit, and their maxima. Grid: (units * cdiv(most_tiles, GROUP),).
+    """Compute the scores of every ``programs``-th tile of one unit, and their maxima. Grid: (units * programs,).
 
     scores (units, most_tiles, rows, BLOCK_N) and maxima (units, most_tiles, rows) float32: capped, -inf where a query
-    does not see the key; rows is NQ * GROUP_SIZE, or BLOCK_R if this is less. The others as in ``attend_kernel``.
+    does not see the key; rows is NQ * GROUP_SIZE, or BLOCK_R if this is less. ready (units, most_tiles) int32, zeros:
+    counts the finished tiles of each round of ``programs`` tiles. The others as in ``attend_kernel``.
     """
-    let_next_launch_start(PDL)
     DTYPE: gl.constexpr = rotated_ptr.dtype.element_ty
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_R, 16])
     ROW: gl.constexpr = gl.SliceLayout(0, SCORES)
     caches = Caches(cache_seqlens_ptr, kv_starts_ptr, B, NQ, S, window[0], APPENDS, BLOCK_N, 1, 1, True, IN_ORDER=True)
     table = BlockTable(block_table_ptr, table_strides, num_pages, PAGE_SIZE)
-    groups = (most_tiles + GROUP - 1) // GROUP
-    number, group = gl.program_id(0) // groups, gl.program_id(0) % groups
+    number, first = gl.program_id(0) // programs, gl.program_id(0) % programs
     walk = walk_of(number, caches, table, window_of(window), HKV, GROUP_SIZE, most_tiles, BLOCK_R)
-    first = group * GROUP
-    if first >= walk.tiles:
-        return
-    # This program's tiles; number 0 is the last of them again.
-    end = gl.minimum(walk.tiles, first + GROUP)
-    skipped = walk.tiles - end
-    walk = replace(walk, first_tile=walk.first_tile - skipped, last=walk.last - skipped * BLOCK_N, tiles=end - first)
     view = cache_view(k_cache_ptr, k_cache_strides, STRIDE_UNIT, USE_INT64_OFFSETS)
     source = key_source(view, table, walk, RowFormat(D, BLOCK_D, USE_INT64_OFFSETS), R, INTERLEAVED)
     TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, BLOCK_D], DTYPE)
@@ -80,21 +78,28 @@ def score_kernel(
     positions = query_positions(walk.keys, walk.unit, offs, GROUP_SIZE, S)
     window = window_of(window)
     nothing = gl.zeros([BLOCK_N, BLOCK_R], gl.float32, SCORES)
+    ready = ready_ptr + gl.to_tensor(number).to(gl.int64) * most_tiles
     wait_for_previous_launch(PDL)
+    # The next launch reads ``ready``, which the previous one has cleared.
+    let_next_launch_start(PDL)
     copy_queries(rotated_ptr, number, q_smem, 4)
     for i in gl.static_range(STAGES - 1):
-        copy_rows(source, walk, i, k_smem.index(i))
+        copy_rows(source, walk, first + i * programs, k_smem.index(i))
         async_copy.commit_group()
-    for visit in range(walk.tiles):
+    rounds = (walk.tiles - first + programs - 1) // programs
+    for i in range(rounds):
         async_copy.wait_group(STAGES - 2)
         fence_async_shared()
         barrier()
+        if i > 0:
+            gl.atomic_add(ready + i - 1, 1, sem="release", scope="gpu")  # all warps have stored the scores before
+        visit = first + i * programs
         q = q_smem.permute((1, 0))
-        k = key_operand(k_smem.index(visit % STAGES), INTERLEAVED, SCORES, 4)
+        k = key_operand(k_smem.index(i % STAGES), INTERLEAVED, SCORES, 4)
         scores = warpgroup_mma(k, q, nothing, use_acc=False, is_async=True)
         # The slot of the tile before, which all warps have multiplied.
-        number_of = visit + STAGES - 1
-        copy_rows(source, walk, number_of, k_smem.index(number_of % STAGES))
+        copied = i + STAGES - 1
+        copy_rows(source, walk, first + copied * programs, k_smem.index(copied % STAGES))
         async_copy.commit_group()
         scores = warpgroup_mma_wait(0, deps=[scores])
         scores = mask_and_cap(scores, cap_scale, walk, positions, walk.last - visit * BLOCK_N, window, DTYPE)
@@ -102,179 +107,229 @@ def score_kernel(
         gl.store(scores_ptr + row[None, :] * BLOCK_N + keys[:, None], scores, mask=exists[None, :])
         gl.store(maxima_ptr + row, gl.max(scores, 0), mask=exists)
     async_copy.wait_group(0)
-
-
-@jit(do_not_specialize=NUMBERS)
-def weight_kernel(
-    cache_seqlens_ptr, kv_starts_ptr, scores_ptr, maxima_ptr, weights_ptr, sums_ptr, factors_ptr, moves_ptr,
-    last_maxima_ptr, qk_scale, window, B, HKV, GROUP_SIZE, NQ, S, most_tiles, BLOCK_R: gl.constexpr,
-    BLOCK_N: gl.constexpr, GROUP: gl.constexpr, APPENDS: gl.constexpr, PDL: gl.constexpr,
-):  # fmt: skip
-    """Weigh the scores of GROUP tiles of one unit. Grid: (units * cdiv(most_tiles, GROUP),).
-
-    weights: like the scores, rounded to their dtype, which is q's; sums (units, most_tiles, rows, 4) float32: of the
-    weights of a tile that one thread of a quad of the sm_90 forward has; factors (units, most_tiles, rows) float32: of
-    the sums and the output before the tile; moves (units, most_tiles) int32: whether any factor is not 1; last_maxima
-    (units, rows) float32: those after all tiles, in base 2.
-    """
-    let_next_launch_start(PDL)
-    # A warp has eight rows, and each of its threads two neighbours of every eight keys, as in the sm_90 forward.
-    QUADS: gl.constexpr = quad_layout(BLOCK_R, BLOCK_N, BLOCK_R // 8)
-    SUMS: gl.constexpr = sums_layout(BLOCK_R, BLOCK_R // 8)
-    ROW: gl.constexpr = gl.SliceLayout(1, QUADS)
-    CHUNK: gl.constexpr = 32
-    CHUNKS: gl.constexpr = gl.BlockedLayout([1, 8], [8, 4], [BLOCK_R // 8, 1], [1, 0])
-    caches = Caches(cache_seqlens_ptr, kv_starts_ptr, B, NQ, S, window[0], APPENDS, BLOCK_N, 1, 1, True, IN_ORDER=True)
-    rows = NQ * GROUP_SIZE
-    stored = gl.minimum(rows, BLOCK_R)
-    row_blocks = (rows + BLOCK_R - 1) // BLOCK_R
-    groups = (most_tiles + GROUP - 1) // GROUP
-    number, group = gl.program_id(0) // groups, gl.program_id(0) % groups
-    sequence = number // (HKV * row_blocks)
-    keys = cached_keys(caches, sequence)
-    tiles = count_key_tiles(keys, BLOCK_N)
-    first = group * GROUP
-    if first >= tiles:
-        return
-    offs = gl.arange(0, BLOCK_R, ROW)
-    num_rows = gl.minimum(stored, rows - number % row_blocks * BLOCK_R)
-    exists = offs < num_rows
-    columns = gl.arange(0, BLOCK_N, gl.SliceLayout(0, QUADS))
-    quad = gl.arange(0, 4, gl.SliceLayout(0, SUMS))
-    rows_of_sums = gl.arange(0, BLOCK_R, gl.SliceLayout(1, SUMS))
-    place = number.to(gl.int64) * most_tiles
-    row_max = gl.full([BLOCK_R], float("-inf"), gl.float32, ROW)
-    wait_for_previous_launch(PDL)
-    # The tiles after this group's, CHUNK at a time: the maximum moves in few of them.
-    end = gl.minimum(tiles, first + GROUP)
-    top = tiles
-    while top > end:
-        bottom = gl.maximum(end, top - CHUNK)
-        chunk = bottom + gl.arange(0, CHUNK, gl.SliceLayout(0, CHUNKS))
-        chunk_rows = gl.arange(0, BLOCK_R, gl.SliceLayout(1, CHUNKS))
-        at = maxima_ptr + (place + chunk)[None, :] * stored + chunk_rows[:, None]
-        mask = (chunk < top)[None, :] & (chunk_rows < num_rows)[:, None]
-        highest = gl.convert_layout(gl.max(gl.load(at, mask=mask, other=float("-inf")), 1), ROW)
-        grows = gl.where(highest * qk_scale - row_max > LAG, 1, 0)
-        if gl.max(grows, 0) > 0:
-            for tile in range(top - 1, bottom - 1, -1):
-                highest = gl.load(maxima_ptr + (place + tile) * stored + offs, mask=exists, other=float("-inf"))
-                row_max, _, _ = lagging_maximum(row_max, highest, qk_scale)
-        top = bottom
-    highest = gl.load(maxima_ptr + (place + end - 1) * stored + offs, mask=exists, other=float("-inf"))
-    for i in range(end - first):
-        tile = place + end - 1 - i
-        row_max, subtrahend, factor = lagging_maximum(row_max, highest, qk_scale)
-        within = (tile * stored + offs)[:, None] * BLOCK_N + columns[None, :]
-        scores = gl.load(scores_ptr + within, mask=exists[:, None], other=float("-inf"))
-        if i + 1 < end - first:
-            highest = gl.load(maxima_ptr + (tile - 1) * stored + offs, mask=exists, other=float("-inf"))
-        p = tl.math.exp2(scores * qk_scale - subtrahend[:, None])
-        part = gl.convert_layout(sum_quads(p), SUMS)
-        gl.store(weights_ptr + within, p.to(weights_ptr.dtype.element_ty), mask=exists[:, None])
-        gl.store(factors_ptr + tile * stored + offs, factor, mask=exists)
-        gl.store(moves_ptr + tile, gl.max(gl.where(exists & (factor != 1.0), 1, 0), 0))
-        sums = sums_ptr + (tile * stored + rows_of_sums)[:, None] * 4 + quad[None, :]
-        gl.store(sums, part, mask=(rows_of_sums < num_rows)[:, None])
-    if first == 0:
-        gl.store(last_maxima_ptr + number * stored + offs, row_max, mask=exists)
+    if rounds > 0:
+        barrier()
+        gl.atomic_add(ready + rounds - 1, 1, sem="release", scope="gpu")
 
 
 @record
-class StepWeights:
-    """Pointers to the results of ``weight_kernel``."""
+class Scored:
+    """Pointers to the results of ``score_kernel`` for one unit, which ``programs`` programs write."""
 
-    weights_ptr: gl.tensor
-    factors_ptr: gl.tensor
-    moves_ptr: gl.tensor
-    sums_ptr: gl.tensor
-    last_maxima_ptr: gl.tensor
+    scores_ptr: gl.tensor
+    maxima_ptr: gl.tensor
+    ready_ptr: gl.tensor
+    programs: gl.tensor
 
 
 @jit
-def copy_weighed(weights, walk, v_view, table, row_format, first_column, values, p_smem, factors, moves, sums,
-                 BLOCK_R: gl.constexpr, PDL: gl.constexpr):  # fmt: skip
-    """Copy the values of all tiles, and what ``weight_kernel`` wrote for them; the work of warps of their own."""
-    source = value_source(v_view, table, walk, row_format, first_column)
-    COPY: gl.constexpr = copy_layout(BLOCK_R, walk.BLOCK_N, COPY_WARPS)
-    LINE: gl.constexpr = gl.BlockedLayout([1], [32], [COPY_WARPS], [0])
-    SQUARE: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [COPY_WARPS, 1], [1, 0])
-    rows = gl.arange(0, BLOCK_R, gl.SliceLayout(1, COPY))
-    keys = gl.arange(0, walk.BLOCK_N, gl.SliceLayout(0, COPY))
-    line = gl.arange(0, BLOCK_R, LINE)
-    square = gl.arange(0, BLOCK_R, gl.SliceLayout(1, SQUARE))
-    quads = gl.arange(0, 4, gl.SliceLayout(0, SQUARE))
-    p_at = weights.weights_ptr + rows[:, None] * walk.BLOCK_N + keys[None, :]
-    factor_at = weights.factors_ptr + line
-    sums_at = weights.sums_ptr + square[:, None] * 4 + quads[None, :]
+def steps_of(walk, STEP: gl.constexpr):
+    """Return the number of steps of STEP tiles that a walk takes."""
+    return (walk.tiles + STEP - 1) // STEP
+
+
+@jit
+def copy_scores(walk, scored, scores, maxima, STEP: gl.constexpr):
+    """Copy the scores and maxima of all tiles as soon as they are announced; the work of a warp of its own."""
+    ROWS: gl.constexpr = scores.buffer.shape[1]
+    BLOCK_R: gl.constexpr = ROWS // STEP
+    ONE_WARP: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [1, 1], [1, 0])
+    LINE: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    rows = gl.arange(0, ROWS, gl.SliceLayout(1, ONE_WARP))
+    keys = gl.arange(0, walk.BLOCK_N, gl.SliceLayout(0, ONE_WARP))
+    line = gl.arange(0, ROWS, LINE)
     num_rows = walk.unit.num_rows
-    wait_for_previous_launch(PDL)
-    for visit in range(walk.tiles):
-        cursor = values.at(visit)
+    announced = gl.to_tensor(0)
+    for step in range(steps_of(walk, STEP)):
+        cursor = scores.at(step)
+        scores.wait_empty(cursor)
+        first = step * STEP
+        while announced * scored.programs < gl.minimum(first + STEP, walk.tiles):
+            finished = gl.minimum(scored.programs, walk.tiles - announced * scored.programs)
+            wait_until(scored.ready_ptr + announced, finished)
+            announced += 1
+        at = (walk.first_tile - first - rows // BLOCK_R) * walk.rows + rows % BLOCK_R
+        mask = (first + rows // BLOCK_R < walk.tiles) & (rows % BLOCK_R < num_rows)
+        pointers = scored.scores_ptr + at[:, None] * walk.BLOCK_N + keys[None, :]
+        async_load(scores.tile(cursor), pointers, mask[:, None])
+        at = (walk.first_tile - first - line // BLOCK_R) * walk.rows + line % BLOCK_R
+        mask = (first + line // BLOCK_R < walk.tiles) & (line % BLOCK_R < num_rows)
+        async_load(maxima.index(cursor.slot), scored.maxima_ptr + at, mask)
+        fill_by_copies(scores, cursor)
+    async_copy.wait_group(0)
+
+
+@record
+class Weighed:
+    """What warps that weigh scores give to those that multiply, in slots of STEP tiles.
+
+    weights: a ``Channel`` of operands (BLOCK_R, STEP * BLOCK_N). sums (slots * STEP, BLOCK_R, 4) float32: of the weights
+    of a tile that one thread of a quad of the sm_90 forward has. factors (slots * STEP, BLOCK_R) float32: of the sums
+    and the output before a tile. moves (slots, 1) int32: whether any of a slot's factors is not 1. last: a channel of
+    one (BLOCK_R,), the maxima after all tiles, in base 2.
+    """
+
+    weights: gl.tensor
+    sums: gl.shared_memory_descriptor
+    factors: gl.shared_memory_descriptor
+    moves: gl.shared_memory_descriptor
+    last: gl.tensor
+    STEP: gl.constexpr
+
+
+@jit
+def weigh_all(walk, qk_scale, scores, maxima, weighed):
+    """Weigh the scores of all tiles as the sm_90 forward does; the work of warps of their own.
+
+    scores: a ``Channel`` of slots (STEP * BLOCK_R, BLOCK_N) float32. maxima (slots, STEP * BLOCK_R) float32.
+    """
+    STEP: gl.constexpr = weighed.STEP
+    ROWS: gl.constexpr = scores.buffer.shape[1]
+    BLOCK_R: gl.constexpr = ROWS // STEP
+    BLOCK_N: gl.constexpr = walk.BLOCK_N
+    weights = weighed.weights
+    SLOTS: gl.constexpr = weights.STAGES
+    DTYPE: gl.constexpr = weights.buffer.dtype
+    FLAT: gl.constexpr = weighed.factors.layout
+    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [SUM_WARPS], [0])
+    # A warp has eight rows, and each of its threads two neighbours of every eight keys, as in the sm_90 forward.
+    QUADS: gl.constexpr = quad_layout(ROWS, BLOCK_N, SUM_WARPS)
+    SUMS: gl.constexpr = sums_layout(ROWS, SUM_WARPS)
+    tile = (gl.arange(0, ROWS, gl.SliceLayout(1, QUADS)) // BLOCK_R).reshape((STEP, BLOCK_R))
+    PAIRS: gl.constexpr = tile.type.layout
+    ROW: gl.constexpr = gl.SliceLayout(0, PAIRS)
+    highest_of = reinterpret(maxima, gl.float32, [scores.STAGES * STEP, BLOCK_R], FLAT)
+    factors_of = reinterpret(weighed.factors, gl.float32, [SLOTS, ROWS], FLAT)
+    sums_of = reinterpret(weighed.sums, gl.float32, [SLOTS, ROWS, 4], weighed.sums.layout)
+    row_max = gl.full([BLOCK_R], float("-inf"), gl.float32, ROW)
+    for step in range(steps_of(walk, STEP)):
+        cursor = scores.at(step)
+        scores.wait_full(cursor)
+        s = scores.tile(cursor).load(QUADS)
+        subtrahends = gl.full([STEP, BLOCK_R], float("inf"), gl.float32, PAIRS)
+        factors = gl.full([STEP, BLOCK_R], 1.0, gl.float32, PAIRS)
+        moves = gl.zeros([BLOCK_R], gl.int32, ROW)
+        for i in gl.static_range(STEP):
+            highest = highest_of.index(cursor.slot * STEP + i).load(ROW)
+            exists = step * STEP + i < walk.tiles  # if not, its weights are 0
+            highest = gl.where(exists, highest, float("-inf"))
+            row_max, subtrahend, factor = lagging_maximum(row_max, highest, qk_scale)
+            subtrahend = gl.where(exists, subtrahend, float("inf"))
+            subtrahends = gl.where(tile == i, subtrahend[None, :], subtrahends)
+            factors = gl.where(tile == i, factor[None, :], factors)
+            moves = gl.where(factor != 1.0, 1, moves)
+        scores.release_by_threads(cursor)
+        subtrahend = gl.convert_layout(subtrahends.reshape((ROWS,)), gl.SliceLayout(1, QUADS), assert_trivial=True)
+        p = gl.exp2(s * qk_scale - subtrahend[:, None])
+        at_weights = weights.at(step)
+        weights.wait_empty(at_weights)
+        operand = p.to(DTYPE).reshape((STEP, BLOCK_R, BLOCK_N)).permute((1, 0, 2)).reshape((BLOCK_R, STEP * BLOCK_N))
+        weights.tile(at_weights).store(operand)
+        factors_of.index(at_weights.slot).store(factors.reshape((ROWS,)))
+        weighed.moves.index(at_weights.slot).store(gl.full([1], gl.max(moves, 0), gl.int32, ONE))
+        sums_of.index(at_weights.slot).store(gl.convert_layout(sum_quads(p), SUMS, assert_trivial=True))
+        fence_async_shared()
+        weights.fill(at_weights)
+    at_last = weighed.last.at(0)
+    weighed.last.tile(at_last).store(row_max)
+    weighed.last.fill(at_last)
+
+
+@jit
+def copy_values(walk, v_view, table, row_format, first_column, values, STEP: gl.constexpr, TILES: gl.constexpr):
+    """Copy the values of all tiles, TILES in a slot, zeros for those after the last one; the work of warps of their
+    own."""
+    source = value_source(v_view, table, walk, row_format, first_column)
+    for number in range(steps_of(walk, STEP) * (STEP // TILES)):
+        cursor = values.at(number)
         values.wait_empty(cursor)
-        row = (walk.first_tile - visit) * walk.rows
-        async_load(p_smem.index(cursor.slot), p_at + row * walk.BLOCK_N, (rows < num_rows)[:, None])
-        async_load(factors.index(cursor.slot), factor_at + row, line < num_rows)
-        async_load(moves.index(cursor.slot), weights.moves_ptr + (walk.first_tile - visit) + gl.arange(0, 1, LINE))
-        async_load(sums.index(cursor.slot), sums_at + row * 4, (square < num_rows)[:, None])
         # A tensor core's tile may have more columns; they are not stored.
-        copy_rows(source, walk, visit, values.tile(cursor).slice(0, row_format.BLOCK_D, dim=1))
+        slot = values.tile(cursor).slice(0, row_format.BLOCK_D, dim=1)
+        for i in gl.static_range(TILES):
+            copy_rows(source, walk, number * TILES + i, slot.slice(i * walk.BLOCK_N, walk.BLOCK_N, dim=0))
         fill_by_copies(values, cursor)
     async_copy.wait_group(0)
 
 
 @jit
 def add_up_values(
-    walk, weights, values, p_smem, factors, moves, sums, first_column, end_column, o, sinks_ptr, HQ, NQ, GROUP_SIZE
-):
+    walk, weighed, values, first_column, end_column, o, sinks_ptr, HQ, NQ, GROUP_SIZE, TILES: gl.constexpr,
+    PDL: gl.constexpr,
+):  # fmt: skip
     """Add up the values of all tiles of a unit, and write its output."""
-    BLOCK_R: gl.constexpr = p_smem.shape[1]
+    STEP: gl.constexpr = weighed.STEP
+    BLOCK_N: gl.constexpr = walk.BLOCK_N
+    weights = weighed.weights
+    BLOCK_R: gl.constexpr = weights.buffer.shape[1]
     COLUMNS: gl.constexpr = values.buffer.shape[2]
     OUTPUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_R, 16])
     SUMS: gl.constexpr = sums_layout(BLOCK_R, 4)
     ROW: gl.constexpr = gl.SliceLayout(0, OUTPUT)
     ONE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    SLOTS: gl.constexpr = STEP // TILES  # of values in a step
     acc = warpgroup_mma_init(gl.zeros([COLUMNS, BLOCK_R], gl.float32, OUTPUT))
     row_sum = gl.zeros([BLOCK_R, 4], gl.float32, SUMS)
-    for visit in range(walk.tiles):
-        cursor = values.at(visit)
-        values.wait_full(cursor)
-        fence_async_shared()
-        if gl.max(moves.index(cursor.slot).load(ONE), 0) > 0:
-            # The products of tiles between which no maximum moves follow one another without a wait.
-            factor = factors.index(cursor.slot).load(ROW)
-            acc = warpgroup_mma_init(warpgroup_mma_wait(0, deps=[acc]) * factor[None, :])
-        v, p = values.tile(cursor).permute((1, 0)), p_smem.index(cursor.slot).permute((1, 0))
-        acc = warpgroup_mma(v, p, acc, is_async=True)
-        row_factor = factors.index(cursor.slot).load(gl.SliceLayout(1, SUMS))
-        row_sum = row_sum * row_factor[:, None] + sums.index(cursor.slot).load(SUMS)
-        acc = warpgroup_mma_init(warpgroup_mma_wait(1, deps=[acc]))
-        if visit > 0:
-            values.release_by_threads(values.at(visit - 1))
+    for step in range(steps_of(walk, STEP)):
+        at_weights = weights.at(step)
+        weights.wait_full(at_weights)
+        operand = weights.tile(at_weights)
+        moves = gl.max(weighed.moves.index(at_weights.slot).load(ONE), 0)
+        for i in gl.static_range(SLOTS):
+            cursor = values.at(step * SLOTS + i)
+            values.wait_full(cursor)
+            fence_async_shared()
+            v = values.tile(cursor)
+            if moves > 0:
+                for j in gl.static_range(TILES):
+                    factor = weighed.factors.index(at_weights.slot * STEP + i * TILES + j).load(ROW)
+                    acc = warpgroup_mma_init(warpgroup_mma_wait(0, deps=[acc]) * factor[None, :])
+                    tile = v.slice(j * BLOCK_N, BLOCK_N, dim=0).permute((1, 0))
+                    p = operand.slice((i * TILES + j) * BLOCK_N, BLOCK_N, dim=1).permute((1, 0))
+                    acc = warpgroup_mma(tile, p, acc, is_async=True)
+            else:
+                # Products between which no maximum moves follow one another without a wait.
+                p = operand.slice(i * TILES * BLOCK_N, TILES * BLOCK_N, dim=1).permute((1, 0))
+                acc = warpgroup_mma(v.permute((1, 0)), p, acc, is_async=True)
+            if i == SLOTS - 1:
+                for j in gl.static_range(STEP):
+                    row_factor = weighed.factors.index(at_weights.slot * STEP + j).load(gl.SliceLayout(1, SUMS))
+                    part = weighed.sums.index(at_weights.slot * STEP + j).load(SUMS)
+                    row_sum = row_sum * row_factor[:, None] + part
+            acc = warpgroup_mma_init(warpgroup_mma_wait(1, deps=[acc]))
+            if step * SLOTS + i > 0:
+                values.release_by_threads(values.at(step * SLOTS + i - 1))
+            if i == 0:
+                if step > 0:
+                    weights.release_by_threads(weights.at(step - 1))
     acc = warpgroup_mma_wait(0, deps=[acc])
-    row = gl.arange(0, BLOCK_R, ROW)
+    at_last = weighed.last.at(0)
+    weighed.last.wait_full(at_last)
+    row_max = weighed.last.tile(at_last).load(ROW)
     row_sum = gl.convert_layout(gl.sum(row_sum, 1), ROW)
-    last_maxima = weights.last_maxima_ptr + walk.unit.number * walk.rows + row
-    row_max = gl.load(last_maxima, mask=row < walk.unit.num_rows, other=float("-inf"))
+    # Whatever waits for this launch waits for the previous one too.
+    wait_for_previous_launch(PDL)
     store_unit(walk, acc, row_max, row_sum, sinks_ptr, o[0], o[1], o[2], NQ, HQ, GROUP_SIZE, first_column, end_column)
 
 
 @jit(do_not_specialize=NUMBERS)
 def value_kernel(
-    v_cache_ptr, cache_seqlens_ptr, kv_starts_ptr, sinks_ptr, block_table_ptr, weights_ptr, sums_ptr, factors_ptr,
-    moves_ptr, last_maxima_ptr, o_ptr, lse_ptr, v_cache_strides, table_strides, o_strides, window, B, HKV, HQ,
-    GROUP_SIZE, NQ, S, num_pages, most_tiles, D: gl.constexpr, BLOCK_R: gl.constexpr, BLOCK_N: gl.constexpr,
-    COLUMNS: gl.constexpr, STAGES: gl.constexpr, APPENDS: gl.constexpr, STRIDE_UNIT: gl.constexpr,
+    v_cache_ptr, cache_seqlens_ptr, kv_starts_ptr, sinks_ptr, block_table_ptr, scores_ptr, maxima_ptr, ready_ptr, o_ptr,
+    lse_ptr, v_cache_strides, table_strides, o_strides, qk_scale, window, B, HKV, HQ, GROUP_SIZE, NQ, S, num_pages,
+    most_tiles, programs, D: gl.constexpr, BLOCK_R: gl.constexpr, BLOCK_N: gl.constexpr, COLUMNS: gl.constexpr,
+    STEP: gl.constexpr, TILES: gl.constexpr, STAGES: gl.constexpr, APPENDS: gl.constexpr, STRIDE_UNIT: gl.constexpr,
     PAGE_SIZE: gl.constexpr, USE_INT64_OFFSETS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """Add up COLUMNS columns of the values of one unit. Grid: (units * cdiv(D, COLUMNS),).
 
-    weights, sums, factors, moves and last_maxima: of ``weight_kernel``; o (B, HQ, NQ, D), lse (B, HQ, NQ) float32, and
-    the others as in ``decode_kernel``.
+    scores, maxima and ready: of ``score_kernel``, all of whose programs run or have finished when this one starts. STEP
+    tiles are weighed at a time, and a slot of values has TILES. o (B, HQ, NQ, D), lse (B, HQ, NQ) float32, and the
+    others as in ``decode_kernel``.
     """
     let_next_launch_start(PDL)
     DTYPE: gl.constexpr = o_ptr.dtype.element_ty
     TILE_COLUMNS: gl.constexpr = max(64, COLUMNS)  # of a tensor core's tile
+    SCORE_SLOTS: gl.constexpr = 3
+    SLOTS: gl.constexpr = 2
     caches = Caches(cache_seqlens_ptr, kv_starts_ptr, B, NQ, S, window[0], APPENDS, BLOCK_N, 1, 1, True, IN_ORDER=True)
     table = BlockTable(block_table_ptr, table_strides, num_pages, PAGE_SIZE)
     parts = (D + COLUMNS - 1) // COLUMNS
@@ -283,23 +338,35 @@ def value_kernel(
     v_view = cache_view(v_cache_ptr, v_cache_strides, STRIDE_UNIT, USE_INT64_OFFSETS)
     row_format = RowFormat(D, COLUMNS, USE_INT64_OFFSETS)
     end_column = gl.minimum(D, first_column + COLUMNS)
-    TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, TILE_COLUMNS], DTYPE)
-    OPERAND: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_R, BLOCK_N], DTYPE)
-    values = channel_of(gl.allocate_shared_memory(DTYPE, [STAGES, BLOCK_N, TILE_COLUMNS], TILE), STAGES)
-    p_smem = gl.allocate_shared_memory(DTYPE, [STAGES, BLOCK_R, BLOCK_N], OPERAND)
-    factors = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_R], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    sums = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_R, 4], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
-    moves = gl.allocate_shared_memory(gl.int32, [STAGES, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TILES * BLOCK_N, TILE_COLUMNS], DTYPE)
+    OPERAND: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_R, STEP * BLOCK_N], DTYPE)
+    # Two neighbours in each of eight rows are in different banks.
+    WEIGHTS: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 4, [1, 0])
+    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    ROWS: gl.constexpr = STEP * BLOCK_R
+    values = channel_of(gl.allocate_shared_memory(DTYPE, [STAGES, TILES * BLOCK_N, TILE_COLUMNS], TILE), STAGES)
+    scores = channel_of(gl.allocate_shared_memory(gl.float32, [SCORE_SLOTS, ROWS, BLOCK_N], WEIGHTS), SCORE_SLOTS)
+    maxima = gl.allocate_shared_memory(gl.float32, [SCORE_SLOTS, ROWS], FLAT)
+    weights = channel_of(gl.allocate_shared_memory(DTYPE, [SLOTS, BLOCK_R, STEP * BLOCK_N], OPERAND), SLOTS)
+    factors = gl.allocate_shared_memory(gl.float32, [SLOTS * STEP, BLOCK_R], FLAT)
+    sums = gl.allocate_shared_memory(gl.float32, [SLOTS * STEP, BLOCK_R, 4], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+    moves = gl.allocate_shared_memory(gl.int32, [SLOTS, 1], FLAT)
+    last = written_once(gl.allocate_shared_memory(gl.float32, [1, BLOCK_R], FLAT))
     values.init(FILLS=32 * COPY_WARPS, RELEASES=128)
-    weights = StepWeights(weights_ptr, factors_ptr, moves_ptr, sums_ptr, last_maxima_ptr)
+    scores.init(FILLS=32, RELEASES=32 * SUM_WARPS)
+    weights.init(FILLS=1, RELEASES=128)
+    last.init(FILLS=1, RELEASES=1)
+    weighed = Weighed(weights, sums, factors, moves, last, STEP)
+    scored = Scored(scores_ptr, maxima_ptr, ready_ptr + gl.to_tensor(number).to(gl.int64) * most_tiles, programs)
     o = (o_ptr, lse_ptr, o_strides)
     gl.warp_specialize(
         [
-            (add_up_values, (walk, weights, values, p_smem, factors, moves, sums, first_column, end_column, o,
-                             sinks_ptr, HQ, NQ, GROUP_SIZE)),
-            (copy_weighed, (weights, walk, v_view, table, row_format, first_column, values, p_smem, factors,
-                            moves, sums, BLOCK_R, PDL)),
+            (add_up_values, (walk, weighed, values, first_column, end_column, o, sinks_ptr, HQ, NQ, GROUP_SIZE, TILES,
+                             PDL)),
+            (weigh_all, (walk, qk_scale, scores, maxima, weighed)),
+            (copy_values, (walk, v_view, table, row_format, first_column, values, STEP, TILES)),
+            (copy_scores, (walk, scored, scores, maxima, STEP)),
         ],
-        [COPY_WARPS],
-        [COPY_REGISTERS],
+        [SUM_WARPS, COPY_WARPS, 1],
+        [COPY_REGISTERS, SUM_REGISTERS, SUM_REGISTERS],
     )  # fmt: skip

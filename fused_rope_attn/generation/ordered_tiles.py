@@ -194,28 +194,27 @@ def value_source(view, table, walk, row_format, first):
 def copy_rows(source, walk, visit, tile):
     """Begin to copy the rows of the walk's tile ``visit``, zeros for those that no query sees, and commit nothing.
 
-    Tiles past the last one are not copied. Pages outside the pool count as zeros; ``query_kernel`` stops the call.
+    Tiles after the last one are zeros. Pages outside the pool count as zeros; ``query_kernel`` stops the call.
     """
     offs = gl.arange(0, walk.BLOCK_N, gl.SliceLayout(1, source.LAYOUT))
     start = walk.last - visit * walk.BLOCK_N
-    if visit < walk.tiles:
-        if walk.pages is not None:
-            entries = look_up(walk.pages, walk.keys, start, offs)
-            cached = source.cached
-            pointers, mask = cached_rows_at(cached, walk.pages, walk.keys, entries, start, offs, source.columns)
-            async_load(tile, pointers, mask & source.exists[None, :])
-        else:
-            rows = source.cached.rows
-            pointers = rows.ptr + gl.to_tensor(start).to(gl.int64) * rows.stride_row + source.offsets
-            if source.IS_WHOLE:
-                if (start >= walk.keys.first_key) & (start + walk.BLOCK_N <= walk.keys.num_keys):
-                    async_load(tile, pointers)
-                else:
-                    mask = (start + offs >= walk.keys.first_key) & (start + offs < walk.keys.num_keys)
-                    async_load(tile, pointers, mask[:, None])
+    if walk.pages is not None:
+        entries = look_up(walk.pages, walk.keys, start, offs)
+        cached = source.cached
+        pointers, mask = cached_rows_at(cached, walk.pages, walk.keys, entries, start, offs, source.columns)
+        async_load(tile, pointers, mask & source.exists[None, :])
+    else:
+        rows = source.cached.rows
+        pointers = rows.ptr + gl.to_tensor(start).to(gl.int64) * rows.stride_row + source.offsets
+        if source.IS_WHOLE:
+            if (start >= walk.keys.first_key) & (start + walk.BLOCK_N <= walk.keys.num_keys):
+                async_load(tile, pointers)
             else:
                 mask = (start + offs >= walk.keys.first_key) & (start + offs < walk.keys.num_keys)
-                async_load(tile, pointers, mask[:, None] & source.exists[None, :])
+                async_load(tile, pointers, mask[:, None])
+        else:
+            mask = (start + offs >= walk.keys.first_key) & (start + offs < walk.keys.num_keys)
+            async_load(tile, pointers, mask[:, None] & source.exists[None, :])
 
 
 @jit
