@@ -278,24 +278,20 @@ def add_up_values(
             cursor = values.at(step * SLOTS + i)
             values.wait_full(cursor)
             fence_async_shared()
-            v = values.tile(cursor)
-            if moves > 0:
-                for j in gl.static_range(TILES):
+            for j in gl.static_range(TILES):
+                if moves > 0:
+                    # Products between which no maximum moves follow one another without a wait.
                     factor = weighed.factors.index(at_weights.slot * STEP + i * TILES + j).load(ROW)
                     acc = warpgroup_mma_init(warpgroup_mma_wait(0, deps=[acc]) * factor[None, :])
-                    tile = v.slice(j * BLOCK_N, BLOCK_N, dim=0).permute((1, 0))
-                    p = operand.slice((i * TILES + j) * BLOCK_N, BLOCK_N, dim=1).permute((1, 0))
-                    acc = warpgroup_mma(tile, p, acc, is_async=True)
-            else:
-                # Products between which no maximum moves follow one another without a wait.
-                p = operand.slice(i * TILES * BLOCK_N, TILES * BLOCK_N, dim=1).permute((1, 0))
-                acc = warpgroup_mma(v.permute((1, 0)), p, acc, is_async=True)
+                v = values.tile(cursor).slice(j * BLOCK_N, BLOCK_N, dim=0).permute((1, 0))
+                p = operand.slice((i * TILES + j) * BLOCK_N, BLOCK_N, dim=1).permute((1, 0))
+                acc = warpgroup_mma(v, p, acc, is_async=True)
             if i == SLOTS - 1:
                 for j in gl.static_range(STEP):
                     row_factor = weighed.factors.index(at_weights.slot * STEP + j).load(gl.SliceLayout(1, SUMS))
                     part = weighed.sums.index(at_weights.slot * STEP + j).load(SUMS)
                     row_sum = row_sum * row_factor[:, None] + part
-            acc = warpgroup_mma_init(warpgroup_mma_wait(1, deps=[acc]))
+            acc = warpgroup_mma_init(warpgroup_mma_wait(TILES, deps=[acc]))
             if step * SLOTS + i > 0:
                 values.release_by_threads(values.at(step * SLOTS + i - 1))
             if i == 0:
