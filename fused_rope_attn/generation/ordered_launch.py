@@ -65,6 +65,9 @@ class OrderedCall:
         overlaps = {"launch_pdl": True}
         # It may overlap with the write alone: other launches before it may have made its inputs.
         options = {"num_warps": 4, **asserts, **(overlaps if cache.appends else {})}
+        # Those of a unit's scores, and as many of its values if there are enough columns.
+        self.programs = programs = min(max(1, config.programs // units), most_tiles)
+        shared["programs"] = programs
         queries = Launch(query_kernel, units, options, shared, q_strides=q.stride())
         if self.is_whole:
             stage = 2 * block_n * pad_d * q.element_size()
@@ -75,8 +78,6 @@ class OrderedCall:
             attend = Launch(attend_kernel, units, options, shared, STAGES=stages, WARPS=warps)
             self.launches: tuple[Launch, ...] = (queries, attend)
             return
-        # The programs of a unit's scores, and as many of its values if there are enough columns.
-        shared["programs"] = programs = min(max(1, config.programs // units), most_tiles)
         score_stages = min(config.most_stages, (220 * 1024 - 2 * block_r * pad_d) // (2 * block_n * pad_d))
         options = {"num_warps": 4, **overlaps}
         score = Launch(score_kernel, units * programs, options, shared, STAGES=score_stages)
@@ -92,6 +93,7 @@ class OrderedCall:
             shared,
             COLUMNS=columns,
             STEP=step,
+            MOST_PROGRAMS=config.programs,
             TILES=tiles,
             STAGES=min(config.value_stages, room // stage),
         )
@@ -110,12 +112,12 @@ class OrderedCall:
             return torch.empty(shape, dtype=dtype, device=q.device)
 
         given = pointers(tensors, o_ptr=o, lse_ptr=lse, rotated_ptr=workspace(*self.rotated_shape, dtype=q.dtype))
-        given["ready_ptr"] = None
+        given["progress_ptr"] = None
         if not self.is_whole:
             given |= {
                 "scores_ptr": workspace(*self.tiles_shape, self.block_n),
                 "maxima_ptr": workspace(*self.tiles_shape),
-                "ready_ptr": workspace(*self.tiles_shape[:2], dtype=torch.int32),
+                "progress_ptr": workspace(self.tiles_shape[0], self.programs, dtype=torch.int32),
             }
         for launch in self.launches:
             launch(stream, given)

@@ -1,9 +1,9 @@
 # mypy: ignore-errors
 """The kernels of an ordered step (``ordered_units``) of few sequences: one computes scores, the other follows it.
 
-The programs of ``score_kernel`` take a unit's tiles in turn, from the last one down, and announce each round of tiles.
+The programs of ``score_kernel`` take a unit's tiles in turn, from the last one down, and say how many they have finished.
 Those of ``value_kernel`` run at the same time on other multiprocessors, each with some columns of a unit's values: warps
-of their own copy scores as soon as they are announced, others weigh them, others copy values, and one warpgroup
+of their own copy scores as soon as they are written, others weigh them, others copy values, and one warpgroup
 multiplies. That product is the longest chain of the step, so that nothing else is in its loop.
 """
 
@@ -20,6 +20,7 @@ from fused_rope_attn.generation.ordered_tiles import (
     key_operand,
     key_source,
     mask_and_cap,
+    partial_maxima,
     store_unit,
     value_source,
     walk_of,
@@ -29,7 +30,7 @@ from fused_rope_attn.generation.pages import BlockTable
 from fused_rope_attn.generation.shares import Caches, cache_view
 from fused_rope_attn.kernels.masks import window_of
 from fused_rope_attn.kernels.records import record
-from fused_rope_attn.kernels.schedule import let_next_launch_start, wait_for_previous_launch, wait_until
+from fused_rope_attn.kernels.schedule import let_next_launch_start, load_acquired, wait_for_previous_launch
 from fused_rope_attn.kernels.tiles import RowFormat
 from fused_rope_attn.runtime.triton_compat import (
     async_copy,
@@ -45,9 +46,98 @@ from fused_rope_attn.runtime.triton_compat import (
 )
 
 
+# A program of ``score_kernel`` has finished its tiles, however many they were.
+FINISHED = gl.constexpr(1 << 30)
+
+
+@record
+class Part:
+    """A program's part of a unit's scores: the tiles ``first``, ``first + programs`` and so on of a walk, ``tiles``."""
+
+    first: gl.tensor
+    programs: gl.tensor
+    tiles: gl.tensor
+
+
+@jit
+def copy_keys(
+    walk, part, view, table, rotated_ptr, queries, keys, row_format, R: gl.constexpr, INTERLEAVED: gl.constexpr,
+    PDL: gl.constexpr,
+):  # fmt: skip
+    """Copy the queries of a unit and the keys of a part; the work of warps of their own."""
+    source = key_source(view, table, walk, row_format, R, INTERLEAVED)
+    wait_for_previous_launch(PDL)
+    # The next launch reads what the previous one has cleared.
+    let_next_launch_start(PDL)
+    at_queries = queries.at(0)
+    copy_queries(rotated_ptr, walk.unit.number, queries.tile(at_queries), COPY_WARPS)
+    fill_by_copies(queries, at_queries)
+    for i in range(part.tiles):
+        cursor = keys.at(i)
+        keys.wait_empty(cursor)
+        copy_rows(source, walk, part.first + i * part.programs, keys.tile(cursor))
+        fill_by_copies(keys, cursor)
+    async_copy.wait_group(0)
+
+
+@jit
+def announce_scores(walk, part, maxima_ptr, progress, partials):
+    """Write the maxima of a part's tiles, and how many are finished; the work of a warp of its own.
+
+    Warps with copies in flight would wait for them at each release. The last of the tiles counts as FINISHED.
+    """
+    LAYOUT: gl.constexpr = gl.BlockedLayout([4, 1], [1, 32], [1, 1], [1, 0])
+    offs = gl.arange(0, partials.buffer.shape[2], gl.SliceLayout(0, LAYOUT))
+    for i in range(part.tiles):
+        cursor = partials.at(i)
+        partials.wait_full(cursor)
+        highest = gl.max(partials.tile(cursor).load(LAYOUT), 0)
+        partials.release_by_threads(cursor)
+        row = (walk.first_tile - part.first - i * part.programs) * walk.rows + offs
+        gl.store(maxima_ptr + row, highest, mask=offs < walk.unit.num_rows)
+        barrier()
+        gl.atomic_xchg(progress, gl.where(i + 1 < part.tiles, i + 1, FINISHED), sem="release", scope="gpu")
+
+
+@jit
+def multiply_keys(
+    walk, part, queries, keys, partials, scores_ptr, cap_scale, window, GROUP_SIZE, S, INTERLEAVED: gl.constexpr
+):
+    """Write the scores of a part's tiles."""
+    BLOCK_N: gl.constexpr = walk.BLOCK_N
+    BLOCK_R: gl.constexpr = queries.buffer.shape[1]
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_R, 16])
+    offs = gl.arange(0, BLOCK_R, gl.SliceLayout(0, SCORES))
+    offs_n = gl.arange(0, BLOCK_N, gl.SliceLayout(1, SCORES))
+    exists = offs < walk.unit.num_rows
+    positions = query_positions(walk.keys, walk.unit, offs, GROUP_SIZE, S)
+    nothing = gl.zeros([BLOCK_N, BLOCK_R], gl.float32, SCORES)
+    at_queries = queries.at(0)
+    queries.wait_full(at_queries)
+    fence_async_shared()
+    q = queries.tile(at_queries).permute((1, 0))
+    for i in range(part.tiles):
+        visit = part.first + i * part.programs
+        cursor = keys.at(i)
+        keys.wait_full(cursor)
+        if INTERLEAVED:
+            fence_async_shared()
+        k = key_operand(keys.tile(cursor), INTERLEAVED, SCORES, 4)
+        scores = warpgroup_mma(k, q, nothing, use_acc=False, is_async=True)
+        scores = warpgroup_mma_wait(0, deps=[scores])
+        keys.release_by_threads(cursor)
+        scores = mask_and_cap(scores, cap_scale, walk, positions, walk.last - visit * BLOCK_N, window, keys.buffer.dtype)
+        row = (walk.first_tile - visit) * walk.rows + offs
+        gl.store(scores_ptr + row[None, :] * BLOCK_N + offs_n[:, None], scores, mask=exists[None, :])
+        at_partials = partials.at(i)
+        partials.wait_empty(at_partials)
+        partials.tile(at_partials).store(partial_maxima(scores, 4))
+        partials.fill(at_partials)
+
+
 @jit(do_not_specialize=NUMBERS)
 def score_kernel(
-    rotated_ptr, k_cache_ptr, cache_seqlens_ptr, kv_starts_ptr, block_table_ptr, scores_ptr, maxima_ptr, ready_ptr,
+    rotated_ptr, k_cache_ptr, cache_seqlens_ptr, kv_starts_ptr, block_table_ptr, scores_ptr, maxima_ptr, progress_ptr,
     k_cache_strides, table_strides, cap_scale, window, B, HKV, GROUP_SIZE, NQ, S, num_pages, most_tiles, programs,
     D: gl.constexpr, R: gl.constexpr, BLOCK_R: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr,
     STAGES: gl.constexpr, INTERLEAVED: gl.constexpr, APPENDS: gl.constexpr, STRIDE_UNIT: gl.constexpr,
@@ -56,70 +146,48 @@ def score_kernel(
     """Compute the scores of every ``programs``-th tile of one unit, and their maxima. Grid: (units * programs,).
 
     scores (units, most_tiles, rows, BLOCK_N) and maxima (units, most_tiles, rows) float32: capped, -inf where a query
-    does not see the key; rows is NQ * GROUP_SIZE, or BLOCK_R if this is less. ready (units, most_tiles) int32, zeros:
-    counts the finished tiles of each round of ``programs`` tiles. The others as in ``attend_kernel``.
+    does not see the key; rows is NQ * GROUP_SIZE, or BLOCK_R if this is less. progress (units, programs) int32, zeros:
+    counts the finished tiles of each program. The others as in ``attend_kernel``.
     """
     DTYPE: gl.constexpr = rotated_ptr.dtype.element_ty
-    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_R, 16])
-    ROW: gl.constexpr = gl.SliceLayout(0, SCORES)
     caches = Caches(cache_seqlens_ptr, kv_starts_ptr, B, NQ, S, window[0], APPENDS, BLOCK_N, 1, 1, True, IN_ORDER=True)
     table = BlockTable(block_table_ptr, table_strides, num_pages, PAGE_SIZE)
     number, first = gl.program_id(0) // programs, gl.program_id(0) % programs
     walk = walk_of(number, caches, table, window_of(window), HKV, GROUP_SIZE, most_tiles, BLOCK_R)
+    part = Part(first, programs, (walk.tiles - first + programs - 1) // programs)
     view = cache_view(k_cache_ptr, k_cache_strides, STRIDE_UNIT, USE_INT64_OFFSETS)
-    source = key_source(view, table, walk, RowFormat(D, BLOCK_D, USE_INT64_OFFSETS), R, INTERLEAVED)
+    row_format = RowFormat(D, BLOCK_D, USE_INT64_OFFSETS)
     TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, BLOCK_D], DTYPE)
-    k_smem = gl.allocate_shared_memory(DTYPE, [STAGES, BLOCK_N, BLOCK_D], TILE)
     ROWS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_R, BLOCK_D], DTYPE)
-    q_smem = gl.allocate_shared_memory(DTYPE, [BLOCK_R, BLOCK_D], ROWS)
-    offs = gl.arange(0, BLOCK_R, ROW)
-    keys = gl.arange(0, BLOCK_N, gl.SliceLayout(1, SCORES))
-    exists = offs < walk.unit.num_rows
-    positions = query_positions(walk.keys, walk.unit, offs, GROUP_SIZE, S)
-    window = window_of(window)
-    nothing = gl.zeros([BLOCK_N, BLOCK_R], gl.float32, SCORES)
-    ready = ready_ptr + gl.to_tensor(number).to(gl.int64) * most_tiles
-    wait_for_previous_launch(PDL)
-    # The next launch reads ``ready``, which the previous one has cleared.
-    let_next_launch_start(PDL)
-    copy_queries(rotated_ptr, number, q_smem, 4)
-    for i in gl.static_range(STAGES - 1):
-        copy_rows(source, walk, first + i * programs, k_smem.index(i))
-        async_copy.commit_group()
-    rounds = (walk.tiles - first + programs - 1) // programs
-    for i in range(rounds):
-        async_copy.wait_group(STAGES - 2)
-        fence_async_shared()
-        barrier()
-        if i > 0:
-            gl.atomic_add(ready + i - 1, 1, sem="release", scope="gpu")  # all warps have stored the scores before
-        visit = first + i * programs
-        q = q_smem.permute((1, 0))
-        k = key_operand(k_smem.index(i % STAGES), INTERLEAVED, SCORES, 4)
-        scores = warpgroup_mma(k, q, nothing, use_acc=False, is_async=True)
-        # The slot of the tile before, which all warps have multiplied.
-        copied = i + STAGES - 1
-        copy_rows(source, walk, first + copied * programs, k_smem.index(copied % STAGES))
-        async_copy.commit_group()
-        scores = warpgroup_mma_wait(0, deps=[scores])
-        scores = mask_and_cap(scores, cap_scale, walk, positions, walk.last - visit * BLOCK_N, window, DTYPE)
-        row = (walk.first_tile - visit) * walk.rows + offs
-        gl.store(scores_ptr + row[None, :] * BLOCK_N + keys[:, None], scores, mask=exists[None, :])
-        gl.store(maxima_ptr + row, gl.max(scores, 0), mask=exists)
-    async_copy.wait_group(0)
-    if rounds > 0:
-        barrier()
-        gl.atomic_add(ready + rounds - 1, 1, sem="release", scope="gpu")
+    keys = channel_of(gl.allocate_shared_memory(DTYPE, [STAGES, BLOCK_N, BLOCK_D], TILE), STAGES)
+    queries = written_once(gl.allocate_shared_memory(DTYPE, [1, BLOCK_R, BLOCK_D], ROWS))
+    PARTIALS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    partials = channel_of(gl.allocate_shared_memory(gl.float32, [4, 4, BLOCK_R], PARTIALS), 4)
+    keys.init(FILLS=32 * COPY_WARPS, RELEASES=128)
+    queries.init(FILLS=32 * COPY_WARPS, RELEASES=1)
+    partials.init(FILLS=1, RELEASES=32)
+    progress = progress_ptr + gl.program_id(0)
+    gl.warp_specialize(
+        [
+            (multiply_keys, (walk, part, queries, keys, partials, scores_ptr, cap_scale, window_of(window), GROUP_SIZE,
+                             S, INTERLEAVED)),
+            (copy_keys, (walk, part, view, table, rotated_ptr, queries, keys, row_format, R, INTERLEAVED, PDL)),
+            (announce_scores, (walk, part, maxima_ptr, progress, partials)),
+        ],
+        [COPY_WARPS, 1],
+        [COPY_REGISTERS, SUM_REGISTERS],
+    )  # fmt: skip
 
 
 @record
 class Scored:
-    """Pointers to the results of ``score_kernel`` for one unit, which ``programs`` programs write."""
+    """Pointers to the results of ``score_kernel``, progress of the unit's first program, and how many programs."""
 
     scores_ptr: gl.tensor
     maxima_ptr: gl.tensor
-    ready_ptr: gl.tensor
+    progress: gl.tensor
     programs: gl.tensor
+    MOST_PROGRAMS: gl.constexpr
 
 
 @jit
@@ -130,24 +198,27 @@ def steps_of(walk, STEP: gl.constexpr):
 
 @jit
 def copy_scores(walk, scored, scores, maxima, STEP: gl.constexpr):
-    """Copy the scores and maxima of all tiles as soon as they are announced; the work of a warp of its own."""
+    """Copy the scores and maxima of all tiles as soon as they are written; the work of warps of their own."""
     ROWS: gl.constexpr = scores.buffer.shape[1]
     BLOCK_R: gl.constexpr = ROWS // STEP
-    ONE_WARP: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [1, 1], [1, 0])
-    LINE: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    rows = gl.arange(0, ROWS, gl.SliceLayout(1, ONE_WARP))
-    keys = gl.arange(0, walk.BLOCK_N, gl.SliceLayout(0, ONE_WARP))
+    TILE: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [COPY_WARPS, 1], [1, 0])
+    LINE: gl.constexpr = gl.BlockedLayout([1], [32], [COPY_WARPS], [0])
+    # Each warp reads all numbers.
+    PROGRAMS: gl.constexpr = gl.BlockedLayout([max(1, scored.MOST_PROGRAMS // 32)], [32], [COPY_WARPS], [0])
+    rows = gl.arange(0, ROWS, gl.SliceLayout(1, TILE))
+    keys = gl.arange(0, walk.BLOCK_N, gl.SliceLayout(0, TILE))
     line = gl.arange(0, ROWS, LINE)
     num_rows = walk.unit.num_rows
-    announced = gl.to_tensor(0)
+    program = gl.arange(0, scored.MOST_PROGRAMS, PROGRAMS)
+    progress = scored.progress + gl.minimum(program, gl.minimum(scored.programs, walk.tiles) - 1)
+    finished = gl.to_tensor(0)  # tiles of each program
     for step in range(steps_of(walk, STEP)):
         cursor = scores.at(step)
         scores.wait_empty(cursor)
         first = step * STEP
-        while announced * scored.programs < gl.minimum(first + STEP, walk.tiles):
-            finished = gl.minimum(scored.programs, walk.tiles - announced * scored.programs)
-            wait_until(scored.ready_ptr + announced, finished)
-            announced += 1
+        while finished * scored.programs < gl.minimum(first + STEP, walk.tiles):
+            finished = gl.min(load_acquired(progress), 0)
+            finished = gl.minimum(finished, walk.tiles)
         at = (walk.first_tile - first - rows // BLOCK_R) * walk.rows + rows % BLOCK_R
         mask = (first + rows // BLOCK_R < walk.tiles) & (rows % BLOCK_R < num_rows)
         pointers = scored.scores_ptr + at[:, None] * walk.BLOCK_N + keys[None, :]
@@ -309,15 +380,15 @@ def add_up_values(
 
 @jit(do_not_specialize=NUMBERS)
 def value_kernel(
-    v_cache_ptr, cache_seqlens_ptr, kv_starts_ptr, sinks_ptr, block_table_ptr, scores_ptr, maxima_ptr, ready_ptr, o_ptr,
+    v_cache_ptr, cache_seqlens_ptr, kv_starts_ptr, sinks_ptr, block_table_ptr, scores_ptr, maxima_ptr, progress_ptr, o_ptr,
     lse_ptr, v_cache_strides, table_strides, o_strides, qk_scale, window, B, HKV, HQ, GROUP_SIZE, NQ, S, num_pages,
     most_tiles, programs, D: gl.constexpr, BLOCK_R: gl.constexpr, BLOCK_N: gl.constexpr, COLUMNS: gl.constexpr,
-    STEP: gl.constexpr, TILES: gl.constexpr, STAGES: gl.constexpr, APPENDS: gl.constexpr, STRIDE_UNIT: gl.constexpr,
-    PAGE_SIZE: gl.constexpr, USE_INT64_OFFSETS: gl.constexpr, PDL: gl.constexpr,
+    STEP: gl.constexpr, TILES: gl.constexpr, STAGES: gl.constexpr, MOST_PROGRAMS: gl.constexpr, APPENDS: gl.constexpr,
+    STRIDE_UNIT: gl.constexpr, PAGE_SIZE: gl.constexpr, USE_INT64_OFFSETS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """Add up COLUMNS columns of the values of one unit. Grid: (units * cdiv(D, COLUMNS),).
 
-    scores, maxima and ready: of ``score_kernel``, all of whose programs run or have finished when this one starts. STEP
+    scores, maxima and progress: of ``score_kernel``, all of whose programs run or have finished when this one starts. STEP
     tiles are weighed at a time, and a slot of values has TILES. o (B, HQ, NQ, D), lse (B, HQ, NQ) float32, and the
     others as in ``decode_kernel``.
     """
@@ -349,11 +420,11 @@ def value_kernel(
     moves = gl.allocate_shared_memory(gl.int32, [SLOTS, 1], FLAT)
     last = written_once(gl.allocate_shared_memory(gl.float32, [1, BLOCK_R], FLAT))
     values.init(FILLS=32 * COPY_WARPS, RELEASES=128)
-    scores.init(FILLS=32, RELEASES=32 * SUM_WARPS)
+    scores.init(FILLS=32 * COPY_WARPS, RELEASES=32 * SUM_WARPS)
     weights.init(FILLS=1, RELEASES=128)
     last.init(FILLS=1, RELEASES=1)
     weighed = Weighed(weights, sums, factors, moves, last, STEP)
-    scored = Scored(scores_ptr, maxima_ptr, ready_ptr + gl.to_tensor(number).to(gl.int64) * most_tiles, programs)
+    scored = Scored(scores_ptr, maxima_ptr, progress_ptr + number * programs, programs, MOST_PROGRAMS)
     o = (o_ptr, lse_ptr, o_strides)
     gl.warp_specialize(
         [
@@ -363,6 +434,6 @@ def value_kernel(
             (copy_values, (walk, v_view, table, row_format, first_column, values, STEP, TILES)),
             (copy_scores, (walk, scored, scores, maxima, STEP)),
         ],
-        [SUM_WARPS, COPY_WARPS, 1],
+        [SUM_WARPS, COPY_WARPS, COPY_WARPS],
         [COPY_REGISTERS, SUM_REGISTERS, SUM_REGISTERS],
     )  # fmt: skip

@@ -83,13 +83,19 @@ def partials_layout(rows, warps):
 
 
 @jit
-def highest_scores(scores, WARPS: gl.constexpr):
-    """Return the maxima (BLOCK_R,) of scores (BLOCK_N, BLOCK_R), with one exchange between warps."""
+def partial_maxima(scores, WARPS: gl.constexpr):
+    """Return the maxima (WARPS, BLOCK_R) of the scores (BLOCK_N, BLOCK_R) that each warp has."""
     BLOCK_N: gl.constexpr = scores.shape[0]
     BLOCK_R: gl.constexpr = scores.shape[1]
     # A warp has 16 keys of every 16 * WARPS.
-    partials = gl.max(gl.max(scores.reshape((BLOCK_N // (16 * WARPS), WARPS, 16, BLOCK_R)), 0), 1)
-    highest = gl.max(gl.convert_layout(partials, partials_layout(BLOCK_R, WARPS)), 0)
+    return gl.max(gl.max(scores.reshape((BLOCK_N // (16 * WARPS), WARPS, 16, BLOCK_R)), 0), 1)
+
+
+@jit
+def highest_scores(scores, WARPS: gl.constexpr):
+    """Return the maxima (BLOCK_R,) of scores (BLOCK_N, BLOCK_R), with one exchange between warps."""
+    BLOCK_R: gl.constexpr = scores.shape[1]
+    highest = gl.max(gl.convert_layout(partial_maxima(scores, WARPS), partials_layout(BLOCK_R, WARPS)), 0)
     return gl.convert_layout(highest, gl.SliceLayout(0, scores.type.layout), assert_trivial=True)
 
 

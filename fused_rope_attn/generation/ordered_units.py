@@ -167,16 +167,17 @@ def query_positions(keys, unit, offs, GROUP_SIZE, S):
 
 @triton.jit(do_not_specialize=NUMBERS)
 def query_kernel(
-    q_ptr, cos_ptr, sin_ptr, cache_seqlens_ptr, kv_starts_ptr, block_table_ptr, q_norm_ptr, rotated_ptr, ready_ptr,
+    q_ptr, cos_ptr, sin_ptr, cache_seqlens_ptr, kv_starts_ptr, block_table_ptr, q_norm_ptr, rotated_ptr, progress_ptr,
     q_strides, cos_strides, sin_strides, table_strides, q_sign, norm_eps, norm_offset, window, B, HKV, GROUP_SIZE, NQ,
-    S, num_pages, position_limit, most_tiles, D: tl.constexpr, R: tl.constexpr, BLOCK_R: tl.constexpr,
+    S, num_pages, position_limit, programs, D: tl.constexpr, R: tl.constexpr, BLOCK_R: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, INTERLEAVED: tl.constexpr, APPENDS: tl.constexpr, PAGE_SIZE: tl.constexpr,
     USE_INT64_OFFSETS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Norm and rotate the queries of one unit, and check that its pages are in the pool. Grid: (units,).
 
     rotated (units, BLOCK_R, BLOCK_D) in q's dtype, in the order of ``group_pairs``, or interleaved ones in that of
-    memory; rows that do not exist are 0. ready (units, most_tiles) int32, or None: becomes zeros (``score_kernel``).
+    memory; rows that do not exist are 0. progress (units, programs) int32, or None: becomes zeros
+    (``score_kernel``).
     """
     let_next_launch_start(PDL)
     caches = Caches(cache_seqlens_ptr, kv_starts_ptr, B, NQ, S, window[0], APPENDS, BLOCK_N, 1, 1, True, IN_ORDER=True)
@@ -197,11 +198,9 @@ def query_kernel(
             for start in range(keys.first_key // PAGE_SIZE * PAGE_SIZE, keys.num_keys, 128 * PAGE_SIZE):
                 highest = tl.maximum(highest, page_entries(pages, start + offs * PAGE_SIZE, keys.num_keys))
             assert_in_pool(highest, pages)
-    if ready_ptr is not None:
-        offs = tl.arange(0, 128)
-        for start in range(0, most_tiles, 128):
-            ready = ready_ptr + tl.cast(number, tl.int64) * most_tiles + start + offs
-            tl.store(ready, tl.zeros((128,), tl.int32), mask=start + offs < most_tiles)
+    if progress_ptr is not None:
+        for program in range(programs):
+            tl.store(progress_ptr + number * programs + program, 0)
     q_norm = Norm(q_norm_ptr, norm_eps, norm_offset, D) if q_norm_ptr is not None else None
     tables = RotaryTables(cos_ptr, sin_ptr, cos_strides, sin_strides, R, INTERLEAVED)
     rotation = head_rotation(tables, q_rows.batch, position_limit, q_norm)

@@ -36,6 +36,19 @@ def wait_until(pointer, count):
 
 
 @triton.jit
+def load_acquired(pointers):
+    """Load 32-bit words with acquire semantics."""
+    return tl.inline_asm_elementwise(
+        "ld.acquire.gpu.global.u32 $0, [$1];",
+        "=r,l",
+        [pointers.to(tl.uint64, bitcast=True)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
 def scheduled_tile(pid, num_tiles, num_heads, heads_per_section, LAST_TILE_FIRST: tl.constexpr):
     """(tile, head) of program ``pid``, of ``num_tiles`` tiles of each of ``num_heads`` heads (of all batch entries).
 
