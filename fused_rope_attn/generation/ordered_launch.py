@@ -66,8 +66,9 @@ class OrderedCall:
         # It may overlap with the write alone: other launches before it may have made its inputs.
         options = {"num_warps": 4, **asserts, **(overlaps if cache.appends else {})}
         # Those of a unit's scores, and as many of its values if there are enough columns.
-        self.programs = programs = min(max(1, config.programs // units), most_tiles)
-        shared["programs"] = programs
+        self.most_programs = config.programs
+        programs = min(max(1, config.programs // units), most_tiles)
+        shared |= {"programs": programs, "MOST_PROGRAMS": config.programs}
         queries = Launch(query_kernel, units, options, shared, q_strides=q.stride())
         if self.is_whole:
             stage = 2 * block_n * pad_d * q.element_size()
@@ -82,7 +83,7 @@ class OrderedCall:
         options = {"num_warps": 4, **overlaps}
         score = Launch(score_kernel, units * programs, options, shared, STAGES=score_stages)
         columns = max(config.least_columns, min(pad_d, 128) // (1 << (programs.bit_length() - 1)))
-        step = max(1, config.step_rows // block_r)
+        step = max(1, min(config.step_rows // block_r, 1 << (programs.bit_length() - 1)))
         tiles = min(step, config.tiles) if columns <= 64 else 1
         stage = 2 * tiles * block_n * max(64, columns)
         room = 222 * 1024 - step * block_r * (3 * 4 * block_n + 2 * 2 * block_n + 64)
@@ -93,7 +94,6 @@ class OrderedCall:
             shared,
             COLUMNS=columns,
             STEP=step,
-            MOST_PROGRAMS=config.programs,
             TILES=tiles,
             STAGES=min(config.value_stages, room // stage),
         )
@@ -117,7 +117,7 @@ class OrderedCall:
             given |= {
                 "scores_ptr": workspace(*self.tiles_shape, self.block_n),
                 "maxima_ptr": workspace(*self.tiles_shape),
-                "progress_ptr": workspace(self.tiles_shape[0], self.programs, dtype=torch.int32),
+                "progress_ptr": workspace(self.tiles_shape[0], self.most_programs, dtype=torch.int32),
             }
         for launch in self.launches:
             launch(stream, given)

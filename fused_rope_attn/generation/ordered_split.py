@@ -30,7 +30,7 @@ from fused_rope_attn.generation.pages import BlockTable
 from fused_rope_attn.generation.shares import Caches, cache_view
 from fused_rope_attn.kernels.masks import window_of
 from fused_rope_attn.kernels.records import record
-from fused_rope_attn.kernels.schedule import let_next_launch_start, load_acquired, wait_for_previous_launch
+from fused_rope_attn.kernels.schedule import let_next_launch_start, load_acquired, pause, wait_for_previous_launch
 from fused_rope_attn.kernels.tiles import RowFormat
 from fused_rope_attn.runtime.triton_compat import (
     async_copy,
@@ -95,8 +95,10 @@ def announce_scores(walk, part, maxima_ptr, progress, partials):
         partials.release_by_threads(cursor)
         row = (walk.first_tile - part.first - i * part.programs) * walk.rows + offs
         gl.store(maxima_ptr + row, highest, mask=offs < walk.unit.num_rows)
-        barrier()
-        gl.atomic_xchg(progress, gl.where(i + 1 < part.tiles, i + 1, FINISHED), sem="release", scope="gpu")
+        is_last = i + 1 == part.tiles
+        if (i % 2 == 0) | is_last:  # a release takes about as long as two tiles
+            barrier()
+            gl.atomic_max(progress, gl.where(is_last, FINISHED, i + 1), sem="release", scope="gpu")
 
 
 @jit
@@ -140,14 +142,14 @@ def score_kernel(
     rotated_ptr, k_cache_ptr, cache_seqlens_ptr, kv_starts_ptr, block_table_ptr, scores_ptr, maxima_ptr, progress_ptr,
     k_cache_strides, table_strides, cap_scale, window, B, HKV, GROUP_SIZE, NQ, S, num_pages, most_tiles, programs,
     D: gl.constexpr, R: gl.constexpr, BLOCK_R: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr,
-    STAGES: gl.constexpr, INTERLEAVED: gl.constexpr, APPENDS: gl.constexpr, STRIDE_UNIT: gl.constexpr,
-    PAGE_SIZE: gl.constexpr, USE_INT64_OFFSETS: gl.constexpr, PDL: gl.constexpr,
+    STAGES: gl.constexpr, MOST_PROGRAMS: gl.constexpr, INTERLEAVED: gl.constexpr, APPENDS: gl.constexpr,
+    STRIDE_UNIT: gl.constexpr, PAGE_SIZE: gl.constexpr, USE_INT64_OFFSETS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """Compute the scores of every ``programs``-th tile of one unit, and their maxima. Grid: (units * programs,).
 
     scores (units, most_tiles, rows, BLOCK_N) and maxima (units, most_tiles, rows) float32: capped, -inf where a query
-    does not see the key; rows is NQ * GROUP_SIZE, or BLOCK_R if this is less. progress (units, programs) int32, zeros:
-    counts the finished tiles of each program. The others as in ``attend_kernel``.
+    does not see the key; rows is NQ * GROUP_SIZE, or BLOCK_R if this is less. progress (units, MOST_PROGRAMS) int32,
+    zeros: counts the finished tiles of each program. The others as in ``attend_kernel``.
     """
     DTYPE: gl.constexpr = rotated_ptr.dtype.element_ty
     caches = Caches(cache_seqlens_ptr, kv_starts_ptr, B, NQ, S, window[0], APPENDS, BLOCK_N, 1, 1, True, IN_ORDER=True)
@@ -166,7 +168,7 @@ def score_kernel(
     keys.init(FILLS=32 * COPY_WARPS, RELEASES=128)
     queries.init(FILLS=32 * COPY_WARPS, RELEASES=1)
     partials.init(FILLS=1, RELEASES=32)
-    progress = progress_ptr + gl.program_id(0)
+    progress = progress_ptr + number * MOST_PROGRAMS + first
     gl.warp_specialize(
         [
             (multiply_keys, (walk, part, queries, keys, partials, scores_ptr, cap_scale, window_of(window), GROUP_SIZE,
@@ -217,8 +219,9 @@ def copy_scores(walk, scored, scores, maxima, STEP: gl.constexpr):
         scores.wait_empty(cursor)
         first = step * STEP
         while finished * scored.programs < gl.minimum(first + STEP, walk.tiles):
-            finished = gl.min(load_acquired(progress), 0)
-            finished = gl.minimum(finished, walk.tiles)
+            finished = gl.minimum(gl.min(load_acquired(progress), 0), walk.tiles)
+            if finished * scored.programs < gl.minimum(first + STEP, walk.tiles):
+                pause()
         at = (walk.first_tile - first - rows // BLOCK_R) * walk.rows + rows % BLOCK_R
         mask = (first + rows // BLOCK_R < walk.tiles) & (rows % BLOCK_R < num_rows)
         pointers = scored.scores_ptr + at[:, None] * walk.BLOCK_N + keys[None, :]
@@ -424,7 +427,7 @@ def value_kernel(
     weights.init(FILLS=1, RELEASES=128)
     last.init(FILLS=1, RELEASES=1)
     weighed = Weighed(weights, sums, factors, moves, last, STEP)
-    scored = Scored(scores_ptr, maxima_ptr, progress_ptr + number * programs, programs, MOST_PROGRAMS)
+    scored = Scored(scores_ptr, maxima_ptr, progress_ptr + number * MOST_PROGRAMS, programs, MOST_PROGRAMS)
     o = (o_ptr, lse_ptr, o_strides)
     gl.warp_specialize(
         [

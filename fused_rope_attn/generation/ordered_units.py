@@ -169,14 +169,14 @@ def query_positions(keys, unit, offs, GROUP_SIZE, S):
 def query_kernel(
     q_ptr, cos_ptr, sin_ptr, cache_seqlens_ptr, kv_starts_ptr, block_table_ptr, q_norm_ptr, rotated_ptr, progress_ptr,
     q_strides, cos_strides, sin_strides, table_strides, q_sign, norm_eps, norm_offset, window, B, HKV, GROUP_SIZE, NQ,
-    S, num_pages, position_limit, programs, D: tl.constexpr, R: tl.constexpr, BLOCK_R: tl.constexpr,
+    S, num_pages, position_limit, D: tl.constexpr, R: tl.constexpr, BLOCK_R: tl.constexpr, MOST_PROGRAMS: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, INTERLEAVED: tl.constexpr, APPENDS: tl.constexpr, PAGE_SIZE: tl.constexpr,
     USE_INT64_OFFSETS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Norm and rotate the queries of one unit, and check that its pages are in the pool. Grid: (units,).
 
     rotated (units, BLOCK_R, BLOCK_D) in q's dtype, in the order of ``group_pairs``, or interleaved ones in that of
-    memory; rows that do not exist are 0. progress (units, programs) int32, or None: becomes zeros
+    memory; rows that do not exist are 0. progress (units, MOST_PROGRAMS) int32, or None: becomes zeros
     (``score_kernel``).
     """
     let_next_launch_start(PDL)
@@ -199,8 +199,8 @@ def query_kernel(
                 highest = tl.maximum(highest, page_entries(pages, start + offs * PAGE_SIZE, keys.num_keys))
             assert_in_pool(highest, pages)
     if progress_ptr is not None:
-        for program in range(programs):
-            tl.store(progress_ptr + number * programs + program, 0)
+        program = tl.arange(0, MOST_PROGRAMS)
+        tl.store(progress_ptr + number * MOST_PROGRAMS + program, tl.zeros((MOST_PROGRAMS,), tl.int32))
     q_norm = Norm(q_norm_ptr, norm_eps, norm_offset, D) if q_norm_ptr is not None else None
     tables = RotaryTables(cos_ptr, sin_ptr, cos_strides, sin_strides, R, INTERLEAVED)
     rotation = head_rotation(tables, q_rows.batch, position_limit, q_norm)

@@ -49,6 +49,12 @@ def load_acquired(pointers):
 
 
 @triton.jit
+def pause():
+    """Sleep for about 100 ns."""
+    tl.inline_asm_elementwise("nanosleep.u32 100; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
 def scheduled_tile(pid, num_tiles, num_heads, heads_per_section, LAST_TILE_FIRST: tl.constexpr):
     """(tile, head) of program ``pid``, of ``num_tiles`` tiles of each of ``num_heads`` heads (of all batch entries).
 
