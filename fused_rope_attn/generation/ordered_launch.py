@@ -86,7 +86,8 @@ class OrderedCall:
         step = max(1, min(config.step_rows // block_r, 1 << (programs.bit_length() - 1)))
         tiles = min(step, config.tiles) if columns <= 64 else 1
         stage = 2 * tiles * block_n * max(64, columns)
-        room = 222 * 1024 - step * block_r * (3 * 4 * block_n + 2 * 2 * block_n + 64)
+        slots = 3 if step * block_r <= 32 else 2
+        room = 222 * 1024 - step * block_r * (slots * 4 * block_n + 2 * 2 * block_n + 64)
         add = Launch(
             value_kernel,
             units * -(-problem.head_dim // columns),
@@ -95,6 +96,7 @@ class OrderedCall:
             COLUMNS=columns,
             STEP=step,
             TILES=tiles,
+            SCORE_SLOTS=slots,
             STAGES=min(config.value_stages, room // stage),
         )
         self.launches = (queries, score, add)

@@ -386,8 +386,8 @@ def value_kernel(
     v_cache_ptr, cache_seqlens_ptr, kv_starts_ptr, sinks_ptr, block_table_ptr, scores_ptr, maxima_ptr, progress_ptr, o_ptr,
     lse_ptr, v_cache_strides, table_strides, o_strides, qk_scale, window, B, HKV, HQ, GROUP_SIZE, NQ, S, num_pages,
     most_tiles, programs, D: gl.constexpr, BLOCK_R: gl.constexpr, BLOCK_N: gl.constexpr, COLUMNS: gl.constexpr,
-    STEP: gl.constexpr, TILES: gl.constexpr, STAGES: gl.constexpr, MOST_PROGRAMS: gl.constexpr, APPENDS: gl.constexpr,
-    STRIDE_UNIT: gl.constexpr, PAGE_SIZE: gl.constexpr, USE_INT64_OFFSETS: gl.constexpr, PDL: gl.constexpr,
+    STEP: gl.constexpr, TILES: gl.constexpr, SCORE_SLOTS: gl.constexpr, STAGES: gl.constexpr, MOST_PROGRAMS: gl.constexpr,
+    APPENDS: gl.constexpr, STRIDE_UNIT: gl.constexpr, PAGE_SIZE: gl.constexpr, USE_INT64_OFFSETS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """Add up COLUMNS columns of the values of one unit. Grid: (units * cdiv(D, COLUMNS),).
 
@@ -398,7 +398,6 @@ def value_kernel(
     let_next_launch_start(PDL)
     DTYPE: gl.constexpr = o_ptr.dtype.element_ty
     TILE_COLUMNS: gl.constexpr = max(64, COLUMNS)  # of a tensor core's tile
-    SCORE_SLOTS: gl.constexpr = 3
     SLOTS: gl.constexpr = 2
     caches = Caches(cache_seqlens_ptr, kv_starts_ptr, B, NQ, S, window[0], APPENDS, BLOCK_N, 1, 1, True, IN_ORDER=True)
     table = BlockTable(block_table_ptr, table_strides, num_pages, PAGE_SIZE)
