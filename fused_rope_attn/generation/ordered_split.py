@@ -1,10 +1,10 @@
 # mypy: ignore-errors
 """The kernels of an ordered step (``ordered_units``) of few sequences: one computes scores, the other follows it.
 
-The programs of ``score_kernel`` take a unit's tiles in turn, from the last one down, and say how many they have finished.
-Those of ``value_kernel`` run at the same time on other multiprocessors, each with some columns of a unit's values: warps
-of their own copy scores as soon as they are written, others weigh them, others copy values, and one warpgroup
-multiplies. That product is the longest chain of the step, so that nothing else is in its loop.
+The programs of ``score_kernel`` take a unit's tiles in turn, from the last one down, and say how many they have
+finished. Those of ``value_kernel`` run at the same time on other multiprocessors, each with some columns of a unit's
+values: warps of their own copy scores as soon as they are written, others weigh them, others copy values, and one
+warpgroup multiplies. That product is the longest chain of the step, so that its loop has little else.
 """
 
 from fused_rope_attn.attention.hopper.channels import channel_of, written_once
@@ -44,7 +44,6 @@ from fused_rope_attn.runtime.triton_compat import (
     warpgroup_mma_init,
     warpgroup_mma_wait,
 )
-
 
 # A program of ``score_kernel`` has finished its tiles, however many they were.
 FINISHED = gl.constexpr(1 << 30)
@@ -128,7 +127,9 @@ def multiply_keys(
         scores = warpgroup_mma(k, q, nothing, use_acc=False, is_async=True)
         scores = warpgroup_mma_wait(0, deps=[scores])
         keys.release_by_threads(cursor)
-        scores = mask_and_cap(scores, cap_scale, walk, positions, walk.last - visit * BLOCK_N, window, keys.buffer.dtype)
+        scores = mask_and_cap(
+            scores, cap_scale, walk, positions, walk.last - visit * BLOCK_N, window, keys.buffer.dtype
+        )
         row = (walk.first_tile - visit) * walk.rows + offs
         gl.store(scores_ptr + row[None, :] * BLOCK_N + offs_n[:, None], scores, mask=exists[None, :])
         at_partials = partials.at(i)
@@ -237,9 +238,9 @@ def copy_scores(walk, scored, scores, maxima, STEP: gl.constexpr):
 class Weighed:
     """What warps that weigh scores give to those that multiply, in slots of STEP tiles.
 
-    weights: a ``Channel`` of operands (BLOCK_R, STEP * BLOCK_N). sums (slots * STEP, BLOCK_R, 4) float32: of the weights
-    of a tile that one thread of a quad of the sm_90 forward has. factors (slots * STEP, BLOCK_R) float32: of the sums
-    and the output before a tile. moves (slots, 1) int32: whether any of a slot's factors is not 1. last: a channel of
+    weights: a ``Channel`` of operands (BLOCK_R, STEP * BLOCK_N). sums (slots * STEP, BLOCK_R, 4) float32: of the
+    weights of a tile that one thread of a quad of the sm_90 forward has. factors (slots * STEP, BLOCK_R) float32: of
+    the sums and the output before a tile. moves (slots, 1) int32: whether any of a slot's factors is not 1. last: a channel of
     one (BLOCK_R,), the maxima after all tiles, in base 2.
     """
 
@@ -383,16 +384,17 @@ def add_up_values(
 
 @jit(do_not_specialize=NUMBERS)
 def value_kernel(
-    v_cache_ptr, cache_seqlens_ptr, kv_starts_ptr, sinks_ptr, block_table_ptr, scores_ptr, maxima_ptr, progress_ptr, o_ptr,
-    lse_ptr, v_cache_strides, table_strides, o_strides, qk_scale, window, B, HKV, HQ, GROUP_SIZE, NQ, S, num_pages,
-    most_tiles, programs, D: gl.constexpr, BLOCK_R: gl.constexpr, BLOCK_N: gl.constexpr, COLUMNS: gl.constexpr,
-    STEP: gl.constexpr, TILES: gl.constexpr, SCORE_SLOTS: gl.constexpr, STAGES: gl.constexpr, MOST_PROGRAMS: gl.constexpr,
-    APPENDS: gl.constexpr, STRIDE_UNIT: gl.constexpr, PAGE_SIZE: gl.constexpr, USE_INT64_OFFSETS: gl.constexpr, PDL: gl.constexpr,
+    v_cache_ptr, cache_seqlens_ptr, kv_starts_ptr, sinks_ptr, block_table_ptr, scores_ptr, maxima_ptr, progress_ptr,
+    o_ptr, lse_ptr, v_cache_strides, table_strides, o_strides, qk_scale, window, B, HKV, HQ, GROUP_SIZE, NQ, S,
+    num_pages, most_tiles, programs, D: gl.constexpr, BLOCK_R: gl.constexpr, BLOCK_N: gl.constexpr,
+    COLUMNS: gl.constexpr, STEP: gl.constexpr, TILES: gl.constexpr, SCORE_SLOTS: gl.constexpr, STAGES: gl.constexpr,
+    MOST_PROGRAMS: gl.constexpr, APPENDS: gl.constexpr, STRIDE_UNIT: gl.constexpr, PAGE_SIZE: gl.constexpr,
+    USE_INT64_OFFSETS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """Add up COLUMNS columns of the values of one unit. Grid: (units * cdiv(D, COLUMNS),).
 
-    scores, maxima and progress: of ``score_kernel``, all of whose programs run or have finished when this one starts. STEP
-    tiles are weighed at a time, and a slot of values has TILES. o (B, HQ, NQ, D), lse (B, HQ, NQ) float32, and the
+    scores, maxima and progress: of ``score_kernel``, all of whose programs run or have finished when this one starts.
+    STEP tiles are weighed at a time, and a slot of values has TILES. o (B, HQ, NQ, D), lse (B, HQ, NQ) float32, and the
     others as in ``decode_kernel``.
     """
     let_next_launch_start(PDL)

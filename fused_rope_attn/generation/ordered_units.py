@@ -5,10 +5,9 @@ The sm_90 forward visits tiles of BLOCK_N keys from the last one down. The weigh
 tiles before it, and the output and the sums of the weights are added up tile by tile. Scores depend on nothing else.
 
 Long batches have a program for each unit, up to BLOCK_R query rows of one key head of one sequence, which goes through
-its tiles in that order (``attend_kernel``). Few sequences would leave most of the card idle: there one launch computes
-the scores of all tiles, split over the card in any way (``score_kernel``), a second one follows the maxima, which is
-quick, and weighs the scores (``weight_kernel``), and a third one goes through the tiles and adds up the values, split
-over their columns (``value_kernel``).
+its tiles in that order (``attend_kernel``). Few sequences would leave most of the card idle: there several programs
+compute the scores of a unit's tiles (``score_kernel``), and others weigh them and add up the values, split over their
+columns (``value_kernel``). Both kernels run at the same time.
 
 A product has the same bits with other tiles, with its operands exchanged, or with another order of the 16 columns that
 one instruction multiplies; the order of these groups matters. Here keys and values are the left operands, because there
@@ -170,8 +169,8 @@ def query_kernel(
     q_ptr, cos_ptr, sin_ptr, cache_seqlens_ptr, kv_starts_ptr, block_table_ptr, q_norm_ptr, rotated_ptr, progress_ptr,
     q_strides, cos_strides, sin_strides, table_strides, q_sign, norm_eps, norm_offset, window, B, HKV, GROUP_SIZE, NQ,
     S, num_pages, position_limit, D: tl.constexpr, R: tl.constexpr, BLOCK_R: tl.constexpr, MOST_PROGRAMS: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, INTERLEAVED: tl.constexpr, APPENDS: tl.constexpr, PAGE_SIZE: tl.constexpr,
-    USE_INT64_OFFSETS: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, INTERLEAVED: tl.constexpr, APPENDS: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, USE_INT64_OFFSETS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Norm and rotate the queries of one unit, and check that its pages are in the pool. Grid: (units,).
 
