@@ -240,8 +240,8 @@ class Weighed:
 
     weights: a ``Channel`` of operands (BLOCK_R, STEP * BLOCK_N). sums (slots * STEP, BLOCK_R, 4) float32: of the
     weights of a tile that one thread of a quad of the sm_90 forward has. factors (slots * STEP, BLOCK_R) float32: of
-    the sums and the output before a tile. moves (slots, 1) int32: whether any of a slot's factors is not 1. last: a channel of
-    one (BLOCK_R,), the maxima after all tiles, in base 2.
+    the sums and the output before a tile. moves (slots, 1) int32: whether any of a slot's factors is not 1. last: a
+    channel of one (BLOCK_R,), the maxima after all tiles, in base 2.
     """
 
     weights: gl.tensor
