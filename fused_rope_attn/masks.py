@@ -182,17 +182,26 @@ def from_dense(mask: Tensor) -> Intervals | None:
         raise TypeError(f"mask must be bool, True where a query sees a key, but is {named(mask.dtype)}")
     if mask.ndim != 4:
         raise ValueError(f"mask must have shape (B, 1, NQ, NK) or (B, HQ, NQ, NK), but has {shown(mask.shape)}")
+    starts, ends, is_exact = intervals_of_dense(mask)
+    return (starts, ends) if is_exact else None
+
+
+def intervals_of_dense(mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return query_starts and query_ends ``(B, NK)`` of a checked mask, and a bool tensor () whether they are exact.
+
+    Do not wait for the device.
+    """
     if 0 in mask.shape:
         starts = torch.zeros((mask.shape[0], mask.shape[3]), dtype=torch.int32, device=mask.device)
-        return starts, starts.clone()
+        return starts, starts.clone(), torch.ones((), dtype=torch.bool, device=mask.device)
     sees = mask[:, 0]
-    rows = torch.arange(1, sees.shape[1] + 1, dtype=torch.int32, device=mask.device)[:, None]
-    ends = torch.where(sees, rows, 0).amax(1)
-    starts = torch.where(sees, rows - 1, sees.shape[1]).amin(1).clamp(max=ends)
-    is_exact = (sees.sum(1) == ends - starts).all()
+    first = sees.view(torch.uint8).argmax(1)  # of equal rows the first; 0 if no row sees the key
+    ends = first + sees.sum(1)
+    begins = (sees[:, 1:] & ~sees[:, :-1]).sum(1) + sees[:, 0]
+    is_exact = (begins <= 1).all()
     if mask.shape[1] > 1:
         is_exact = is_exact & (mask == mask[:, :1]).all()
-    return (starts.int(), ends.int()) if is_exact else None
+    return first.int(), ends.int(), is_exact
 
 
 def _length(length: int) -> int:

@@ -10,6 +10,7 @@ from tests.support.hf_models import SIZES, WINDOW, make_ids
 IMAGE, START, END, VIDEO = 90, 91, 92, 93  # token ids that no text has
 BEFORE, IMAGE_TOKENS, BEHIND = 6, 4, 7
 LENGTH = BEFORE + IMAGE_TOKENS + BEHIND
+PROMPT = BEFORE + IMAGE_TOKENS + 3
 PIXELS, PATCH = 16, 4
 _TEXT = {name: value for name, value in SIZES.items() if name != "initializer_range"}
 _QWEN = _TEXT | {"rope_scaling": {"rope_type": "default", "mrope_section": [4, 2, 2]}}
@@ -54,6 +55,12 @@ MODELS = {
         _TEXT | {"model_type": "gemma3_text", "head_dim": 16, "query_pre_attn_scalar": 10} | _WINDOW_IN_SOME,
         _TOWER | {"model_type": "siglip_vision_model"},
         {"image_token_index": IMAGE, "mm_tokens_per_image": IMAGE_TOKENS},
+    ),
+    "paligemma": (
+        "PaliGemma",
+        _TEXT | {"model_type": "gemma", "head_dim": 16},
+        _TOWER | {"model_type": "siglip_vision_model", "image_size": PIXELS // 2},
+        {"image_token_index": IMAGE, "projection_dim": 64, "hidden_size": 64, "vocab_size": SIZES["vocab_size"]},
     ),
     "llava": (
         "Llava",
@@ -126,7 +133,7 @@ def make_inputs(name: str, rows: int = 2, image: bool = True, padding: tuple[int
     if image:
         ids[:, BEFORE - 1], ids[:, BEFORE : BEFORE + IMAGE_TOKENS], ids[:, BEFORE + IMAGE_TOKENS] = START, IMAGE, END
         types[:, BEFORE : BEFORE + IMAGE_TOKENS] = 1
-        pixels = PIXELS // 2 if name == "llava" else PIXELS
+        pixels = PIXELS // 2 if name in ("llava", "paligemma") else PIXELS
         shape = (rows, 3, pixels, pixels)
         if name.startswith("qwen"):
             shape = (rows * (PIXELS // PATCH) ** 2, 3 * 2 * PATCH**2)
@@ -136,7 +143,9 @@ def make_inputs(name: str, rows: int = 2, image: bool = True, padding: tuple[int
         elif name == "mistral3":
             inputs["image_sizes"] = torch.tensor([[pixels, pixels]] * rows)
         inputs["pixel_values"] = torch.randn(shape, generator=generator)
-    if name == "gemma3":
+    if name == "paligemma":  # 0 for the prompt, in which all tokens see each other, and 1 for the answer
+        types = (torch.arange(LENGTH) >= PROMPT).long().expand(rows, -1)
+    if name in ("gemma3", "paligemma"):
         inputs["token_type_ids"] = types
     elif "mm_token_type_ids" in inspect.signature(_class(name).forward).parameters:  # from 5.3 on
         inputs["mm_token_type_ids"] = types

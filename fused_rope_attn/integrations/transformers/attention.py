@@ -20,7 +20,7 @@ from fused_rope_attn.distributed.api import rope_attention_cp, rope_attention_va
 from fused_rope_attn.distributed.shards import cp_unshard
 from fused_rope_attn.generation import planning
 from fused_rope_attn.integrations.transformers import buffers, caches
-from fused_rope_attn.integrations.transformers.batch import Batch, describe_layer, kept_of
+from fused_rope_attn.integrations.transformers.batch import Batch, describe_layer, kept_of, type_of
 from fused_rope_attn.integrations.transformers.conventions import AttentionModule, Convention, Latent
 from fused_rope_attn.integrations.transformers.norms import HeadNorms, head_norms, unfit_for
 from fused_rope_attn.integrations.transformers.obstacles import layer_of
@@ -59,6 +59,8 @@ def forward(module: AttentionModule, hidden_states: Tensor, *args: Any, **kwargs
             return patch.previous(hidden_states, *args, **kwargs)
         return type(module).forward(module, hidden_states, *args, **kwargs)
 
+    if batch.by_type is not None:
+        batch = batch.by_type.get(type_of(module) or "", batch)
     convention = patch.convention
     q, k, v, *gate = convention.project(module, hidden_states)
     latent: Latent | None = gate.pop(0) if convention.latent is not None else None
@@ -122,7 +124,7 @@ def _normed(
 
 def _features(module: AttentionModule, convention: Convention, q: Tensor, batch: Batch) -> dict[str, Any]:
     """Return the options that all operators of this module's attention take."""
-    window = convention.window(module)
+    window = convention.window(module) if batch.intervals is None else None
     features = {
         "causal": batch.causal,
         "softmax_scale": float(module.scaling),
@@ -151,6 +153,8 @@ def _attend(tokens: Tokens, batch: Batch, options: dict[str, Any], packed: bool)
     attend_packed: Any = rope_attention_varlen if tokens.latent is None else rope_attention_mla_varlen
     if not packed:
         options |= tokens.options
+        if batch.intervals is not None:
+            options["query_starts"], options["query_ends"] = batch.intervals
         return attend(*tokens.rows, *tokens.tables.arrays, kv_starts=batch.kv_starts, **options)
     cu_seqlens, longest = cast(Tensor, batch.cu_seqlens), batch.max_seqlen
     size, _, length, _ = tokens.q.shape

@@ -16,6 +16,7 @@ from transformers.cache_utils import Cache, DynamicLayer, StaticLayer
 from fused_rope_attn import cu_seqlens_from_position_ids
 from fused_rope_attn.integrations.transformers import caches
 from fused_rope_attn.integrations.transformers.conventions import Convention
+from fused_rope_attn.integrations.transformers.dense import Intervals, dense_masks, intervals_by_type
 from fused_rope_attn.integrations.transformers.obstacles import (
     asked_is_causal,
     is_blind,
@@ -64,7 +65,9 @@ class Batch(NamedTuple):
     longest: (max_seqlen,) int64: the tokens of the longest sequence; all sequences use their table rows.
     declared: cu_seqlens also hold in passes with a cache. If they were found from position ids, they do not.
     kept: None if the layers share nothing.
-    causal: False for bidirectional attention.
+    causal: False for bidirectional attention, and with intervals.
+    intervals: query_starts and query_ends (1|B, N) int32 in place of causality and of the modules' windows, or None.
+    by_type: the batches of layers by their type in ``config.layer_types``; other layers have this batch.
     inclusive_window: a bidirectional window of w reaches keys at distance w; else w - 1, as a causal one.
     shared: set if several ranks share the sequences; all other fields except ``kept`` and ``causal`` are then unused.
     rotates_first: the sequences in cu_seqlens have their own table rows, so q and k are rotated before attention.
@@ -86,6 +89,8 @@ class Batch(NamedTuple):
     rotates_first: bool = False
     shared: Shared | None = None
     paged: PagedPass | None = None
+    intervals: Intervals | None = None
+    by_type: dict[str, Any] | None = None
 
 
 PLAIN = Batch()
@@ -100,8 +105,8 @@ def describe(attentions: list[nn.Module], config: Any, given: dict[str, Any]) ->
     """Return the Batch of a forward pass. given: the arguments of the decoder's forward by name.
 
     Synchronise with the device at most once, and not at all in a decoding step after a described prompt, under
-    torch.compile, or without padding mask and positions. Under torch.compile a padding mask must have no holes, because
-    nothing can check it.
+    torch.compile, or without mask and positions. Under torch.compile a padding mask must have no holes, because nothing
+    can check it.
     """
     refuse_wrong_calls(attentions, given)
     causal = is_causal(attentions, config, given)
@@ -109,13 +114,16 @@ def describe(attentions: list[nn.Module], config: Any, given: dict[str, Any]) ->
     if caches.is_paged(past):
         reason = obstacle_to_pages(attentions, config, given, causal)
         return Batch(reason) if reason else Batch(paged=PagedPass(given), kept=Kept())
-    reason = obstacle(attentions, config, given, causal)
-    if reason:
-        return Batch(reason)
     tokens = given.get("input_ids")
     tokens = given["inputs_embeds"] if tokens is None else tokens
+    masks = dense_masks(attentions[0].config, given, tokens.shape[1])
+    reason = obstacle(attentions, config, given if masks is None else given | {"attention_mask": None}, causal)
+    if reason:
+        return Batch(reason)
     # Not the cache's first layer, which in hybrid models may be of another kind.
     seen = 0 if past is None else caches.tokens_seen(past, layer_of(attentions[0]))
+    if masks is not None:
+        return _by_masks(masks, attentions, past, given, seen, tokens)
     # A bidirectional model would also attend to unwritten rows of a static cache.
     if not causal and (seen != 0 or past is not None and any(isinstance(x, StaticLayer) for x in past.layers)):
         return Batch("bidirectional attention with a cache that holds tokens, or is static,")
@@ -155,6 +163,33 @@ def _bidirectional(batch: Batch, config: Any, given: dict[str, Any]) -> Batch:
     # transformers' masks reach one key further if the call or the config sets `is_causal`.
     inclusive = asked_is_causal(config, given) is False and not uses_flash(config)
     return batch._replace(causal=False, inclusive_window=inclusive)
+
+
+def _by_masks(
+    masks: dict[str, Tensor],
+    attentions: list[nn.Module],
+    past: Cache | None,
+    given: dict[str, Any],
+    seen: int | None,
+    tokens: Tensor,
+) -> Batch:
+    """Return the batch that its ``dense_masks`` describe."""
+    if seen != 0 or caches.reused(past):
+        return Batch("an attention_mask of four dimensions with a cache that holds tokens, or is static,")
+    if "" not in masks and not {type_of(module) for module in attentions} <= masks.keys():
+        return Batch("a mask for each type of layer, but not for all of this model's,")
+    found = intervals_by_type(masks, tokens.device)
+    if found is None:
+        return Batch("an attention_mask in which the queries that see a key are not next to one another")
+    batch = _with_cache(PLAIN, past, given, 0, tokens)
+    by_type = {name: batch._replace(causal=False, intervals=intervals) for name, intervals in found.items()}
+    return by_type[""] if "" in by_type else batch._replace(by_type=by_type)
+
+
+def type_of(module: nn.Module) -> str | None:
+    """Return the type of a module's layer in its config, or None."""
+    types = getattr(module.config, "layer_types", None)
+    return None if types is None else types[layer_of(module)]
 
 
 def _masked(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from fused_rope_attn.integrations.transformers.attention import BATCH
 from fused_rope_attn.integrations.transformers.batch import Batch, Kept, describe
 from fused_rope_attn.integrations.transformers.caches import cache_of
 from fused_rope_attn.integrations.transformers.families import name_of
-from fused_rope_attn.integrations.transformers.obstacles import blocks_of_images, is_causal
+from fused_rope_attn.integrations.transformers.obstacles import is_causal, may_have_a_prefix, may_have_images
 from fused_rope_attn.integrations.transformers.serving import refuse_what_lacks_masks
 from fused_rope_attn.integrations.transformers.shards import PLAN, describe_shard
 from fused_rope_attn.integrations.transformers.state import (
@@ -25,8 +26,11 @@ from fused_rope_attn.integrations.transformers.state import (
     warn_of,
 )
 
-# Models that make the masks of their decoder. The masks are causal, except within the tokens of an image.
-_MASK_MAKERS = {"gemma3.modeling_gemma3.Gemma3Model"}
+# Models that make the masks of their decoder, and functions that return whether these may be other than causal.
+_MASK_MAKERS: dict[str, Callable[[nn.Module, dict[str, Any]], bool]] = {
+    "gemma3.modeling_gemma3.Gemma3Model": may_have_images,
+    "paligemma.modeling_paligemma.PaliGemmaModel": may_have_a_prefix,
+}
 
 
 def describe_batch(decoder: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
@@ -63,11 +67,11 @@ def describe_batch(decoder: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple
 def describe_before_masks(model: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
     """Add the decoder's Batch to a model's keywords. A forward pre-hook of models that make their decoder's masks.
 
-    Such a decoder gets the masks only, so its own hook could not describe the batch.
+    Such a decoder gets the masks only. If they may be other than causal, leave them to its own hook.
     """
     maker: MaskMaker = getattr(model, MASK_MAKER)
     given = dict(zip(maker.names, args)) | kwargs
-    if given.get(BATCH) is not None:
+    if given.get(BATCH) is not None or _sees_later_tokens(model, given):
         return args, kwargs
     decoder = maker.decoder
     wanted = given.get("output_attentions")
@@ -81,8 +85,20 @@ def describe_before_masks(model: nn.Module, args: tuple, kwargs: dict) -> tuple[
 
 def makes_masks(model: nn.Module) -> bool:
     """Return whether a model makes its decoder's masks in a way that ``describe_before_masks`` knows."""
+    return _rule_of(model) is not None
+
+
+def _rule_of(model: nn.Module) -> Callable[[nn.Module, dict[str, Any]], bool] | None:
+    """Return a model's entry of _MASK_MAKERS; None if its class has none, or another forward."""
     own = type(model).forward
-    return any(name_of(base) in _MASK_MAKERS and vars(base)["forward"] is own for base in type(model).__mro__)
+    bases = (base for base in type(model).__mro__ if name_of(base) in _MASK_MAKERS and vars(base)["forward"] is own)
+    return next((_MASK_MAKERS[name_of(base)] for base in bases), None)
+
+
+def _sees_later_tokens(model: nn.Module, given: dict[str, Any]) -> bool:
+    """Return whether the masks that a model makes of its inputs may be other than causal."""
+    rule = _rule_of(model)
+    return rule is None or rule(model, given)
 
 
 def _describe_before_masks(decoder: nn.Module, given: dict[str, Any]) -> Batch:
@@ -91,10 +107,9 @@ def _describe_before_masks(decoder: nn.Module, given: dict[str, Any]) -> Batch:
     Those masks are causal even if the modules are not.
     """
     attentions = getattr(decoder, DECODER).attentions
-    reason = blocks_of_images(given)
-    if not reason and not is_causal(attentions, decoder.config, given):
-        reason = "bidirectional attention with masks that are made outside of the decoder"
-    return Batch(reason) if reason else describe(attentions, decoder.config, given)
+    if not is_causal(attentions, decoder.config, given):
+        return Batch("bidirectional attention with masks that are made outside of the decoder")
+    return describe(attentions, decoder.config, given)
 
 
 def _no_mask(given: dict[str, Any]) -> torch.Tensor:
@@ -122,7 +137,7 @@ class Preparation(Method):
         made = mask is not given and (given is None or getattr(given, "ndim", 0) == 2)
         if decoder is None or cache_of(inputs) is None or not made:
             return inputs
-        if maker is None and inputs.get("token_type_ids") is not None:
+        if inputs.get("token_type_ids") is not None and (maker is None or _sees_later_tokens(maker, inputs)):
             return inputs
         return inputs | {BATCH: _describe_before_masks(decoder, inputs | {"attention_mask": given})}
 

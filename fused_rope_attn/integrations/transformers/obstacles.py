@@ -150,18 +150,28 @@ def _latent_widths(module: Any) -> str:
     return ""
 
 
-def blocks_of_images(given: dict[str, Any]) -> str:
-    """Return why a call of a model like Gemma 3's needs the modules' own forward, or "".
+def may_have_images(model: nn.Module, given: dict[str, Any]) -> bool:
+    """Return False if no tokens of a pass of Gemma 3 see each other both ways, as those of an image do.
 
-    Attention is bidirectional among the tokens of an image. ``token_type_ids`` is 1 for these.
+    ``token_type_ids`` is 1 for these. Return True too if the host cannot read it.
     """
     types = given.get("token_type_ids")
     # A single token is the last one, so attention to the rest of its image is causal.
     if types is None or types.shape[-1] == 1:
-        return ""
-    if is_blind(types):
-        return "token_type_ids in a graph, where the tokens of images cannot be found,"
-    return "bidirectional attention among the tokens of an image (token_type_ids)" if (types == 1).any() else ""
+        return False
+    return is_blind(types) or bool((types == 1).any())
+
+
+def may_have_a_prefix(model: nn.Module, given: dict[str, Any]) -> bool:
+    """Return False if no tokens of a pass of PaliGemma see each other both ways, as those of a prompt do.
+
+    That is known of single tokens. transformers 4.57 ignores the windows of PaliGemma 2, and so may only be followed by
+    the masks that it makes.
+    """
+    tokens = given.get("input_ids")
+    tokens = given["inputs_embeds"] if tokens is None else tokens
+    config: Any = model.config
+    return tokens.shape[1] > 1 or getattr(config.get_text_config(), "sliding_window", None) is not None
 
 
 def asked_is_causal(config: Any, given: dict[str, Any]) -> bool | None:
@@ -214,7 +224,7 @@ def _gets_a_mask(config: Any, given: dict[str, Any], is_causal: bool) -> bool | 
     if window is not None and tokens.shape[1] >= window:  # layers without a window may get none
         return None
     if mask is not None:
-        return not bool((mask != 0).all()) if mask.ndim == 2 else True
+        return not bool((mask != 0).all()) if isinstance(mask, Tensor) and mask.ndim == 2 else True
     # The mask shows packed documents, unless the decoder makes a cache.
     packed = positions is not None and bool((positions.diff(dim=-1) != 1).any())
     return None if packed or not _FINDS_SINGLE_DOCUMENTS else False

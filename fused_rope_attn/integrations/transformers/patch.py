@@ -74,15 +74,19 @@ def patch_model(
 
     Bidirectional models (``config.is_causal = False``) are served too. Calls that the kernels do not serve take the
     module's own forward, with a warning that gives the reason: attention weights (``output_attentions``), attention
-    dropout in training, attention masks with four dimensions or with holes, caches of unknown types, and attention
-    functions that a user or a library has registered with ``AttentionInterface``. ``patch_report`` counts those calls.
-    Outputs of padding tokens are unspecified, as they are in transformers.
+    dropout in training, padding masks with holes, caches of unknown types, and attention functions that a user or a
+    library has registered with ``AttentionInterface``. ``patch_report`` counts those calls. Outputs of padding tokens
+    are unspecified, as they are in transformers.
+
+    A mask of four dimensions (eager attention and SDPA) is served if the queries that see a key are next to one another
+    for every key, and no tokens are cached before. That is found out once for all layers, by a synchronisation with the
+    device. Gemma 3 and PaliGemma make such masks for the tokens of images and for prompts, which see each other in both
+    directions.
 
     Continuous batching (``generate_batch``) is served. Managers that are made while the model is patched rely on it
     (transformers 5.17 and later): they build no masks, and unpatching the model destroys the one that it keeps.
 
-    In a vision model ``unsupported="skip"`` patches the language model only. Passes of Gemma 3 with an image take the
-    module's own forward, because the tokens of an image see each other in both directions.
+    In a vision model ``unsupported="skip"`` patches the language model only.
 
     Args:
         model: a model of transformers, or a module that contains one (PEFT, torch.compile). ``families.SUPPORTED``

@@ -13,17 +13,16 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from fused_rope_attn.integrations.transformers import obstacles
 from fused_rope_attn.integrations.transformers.obstacles import (
-    blocks_of_images,
     is_blind,
     is_causal,
     layer_of,
+    may_have_images,
     obstacle,
     refuse_wrong_calls,
 )
 
 # transformers 4.57 makes masks of all position ids, unless it makes a cache.
 UNMASKED = False if transformers.__version__ >= "5" else None
-OF_IMAGES = "bidirectional attention among the tokens of an image (token_type_ids)"
 
 
 def attention(implementation="sdpa", **attributes):
@@ -69,20 +68,22 @@ def test_attention_weights(of_config, of_call, reason):
 
 
 @pytest.mark.parametrize(
-    ("types", "reason"),
+    ("types", "expected"),
     [
-        ([[0, 0], [0, 0]], ""),
-        ([[0, 0], [0, 1]], OF_IMAGES),
-        ([[0, 1]], OF_IMAGES),
-        ([[1], [1]], ""),  # a step: the last token of an image sees what causal attention shows
-        ([[0, 2], [2, 0]], ""),
-        ([[0, -1], [2, 0]], ""),
+        ([[0, 0], [0, 0]], False),
+        ([[0, 0], [0, 1]], True),
+        ([[0, 1]], True),
+        ([[1], [1]], False),  # a step: the last token of an image sees what causal attention shows
+        ([[0, 2], [2, 0]], False),
+        ([[0, -1], [2, 0]], False),
     ],
     ids=str,
 )
-def test_blocks_of_images(types, reason):
-    assert blocks_of_images({"token_type_ids": torch.tensor(types)}) == reason
-    assert blocks_of_images({"token_type_ids": None}) == blocks_of_images({}) == ""
+def test_images(types, expected):
+    model = SimpleNamespace()
+    assert may_have_images(model, {"token_type_ids": torch.tensor(types)}) is expected
+    assert may_have_images(model, {"token_type_ids": torch.tensor(types, device="meta")}) is (len(types[0]) > 1)
+    assert not may_have_images(model, {"token_type_ids": None}) and not may_have_images(model, {})
 
 
 @pytest.mark.parametrize(

@@ -1,19 +1,15 @@
-"""Gemma 3 makes the masks of its decoder itself: what is served of it, and what takes the modules' own forward."""
-
-import warnings
+"""Gemma 3 makes the masks of its decoder itself, in which the tokens of an image see each other both ways."""
 
 import pytest
 import torch
 import transformers
 
-from fused_rope_attn.integrations.transformers import patch_model, patch_report, unpatch_model
-from fused_rope_attn.integrations.transformers.obstacles import blocks_of_images
+from fused_rope_attn.integrations.transformers import dense, obstacles, patch_model, patch_report, unpatch_model
 from tests.support.hf_models import make_ids
-from tests.support.hf_runs import assert_close, assert_same
+from tests.support.hf_runs import assert_close, assert_same, run
 from tests.support.hf_vision_models import make_inputs, make_vision_model
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
-IN_IMAGES = "bidirectional attention among the tokens of an image"
 
 
 def own_calls(model):
@@ -22,17 +18,29 @@ def own_calls(model):
 
 
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
-def test_images_take_the_own_forward(implementation, calls):
-    model, inputs = make_vision_model("gemma3"), make_inputs("gemma3", padding=(3, 0))
+def test_images_are_served(implementation, calls):
+    model = make_vision_model("gemma3")
+    model.model.vision_tower.requires_grad_(False)
     model.set_attn_implementation(implementation)
-    mask = inputs["attention_mask"].bool()
+    for padding in ((3, 0), (0, -3)):
+        inputs = make_inputs("gemma3", padding=padding)
+        mask, ids = inputs["attention_mask"].bool(), inputs.pop("input_ids")
+        expected = run(unpatch_model(model), ids, **inputs)[0]
+        causal = run(model, ids, **inputs | {"token_type_ids": torch.zeros_like(ids)})[0]
+        assert (causal - expected)[mask].abs().max() > 0.1  # so that causal attention would be seen
+        assert_same(model, ids, mask, grad=True, unsupported="skip", use_cache=False, **inputs)
+    assert calls == {"rope_attention": 4} and own_calls(model) == (1, {})
+
+
+def test_images_in_a_graph_take_the_own_forward(calls, monkeypatch):
+    model, inputs = make_vision_model("gemma3"), make_inputs("gemma3")
     expected = model(**inputs).logits
-    causal = model(**inputs | {"token_type_ids": torch.zeros_like(inputs["input_ids"])}).logits
-    assert (causal - expected)[mask].abs().max() > 0.1  # so that service without a word would be seen
     patch_model(model, unsupported="skip")
-    with pytest.warns(UserWarning, match=IN_IMAGES):
-        assert_close(model(**inputs).logits[mask], expected[mask], 1e-6)
-    assert own_calls(model) == (0, {f"{IN_IMAGES} (token_type_ids)": 1}) and not calls
+    for module in (obstacles, dense):
+        monkeypatch.setattr(module, "is_blind", lambda x: True)
+    with pytest.warns(UserWarning, match="made outside of the patched model"):
+        assert_close(model(**inputs).logits, expected, 1e-6)
+    assert not calls
 
 
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
@@ -75,10 +83,8 @@ def test_steps_after_a_prompt_are_served(image, implementation, calls):
 
     expected = logits()
     patch_model(model, unsupported="skip")
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=f".*{IN_IMAGES}")
-        assert_close(logits(), expected, 1e-5)
-    assert own_calls(model)[0] == (2 if image else 3)
+    assert_close(logits(), expected, 1e-5)
+    assert own_calls(model) == (3, {})
 
 
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
@@ -93,6 +99,11 @@ def test_modules_that_are_bidirectional_under_causal_masks(implementation):
         with pytest.warns(UserWarning, match="made outside of the decoder"):
             got = patch_model(model, unsupported="skip")(**inputs).logits
         assert torch.equal(got, expected)
+        inputs |= make_inputs("gemma3", padding=padding)
+        ids, mask = inputs.pop("input_ids"), inputs["attention_mask"].bool()
+        assert_same(model, ids, mask, unsupported="skip", **inputs)  # the masks of an image are read
+        inputs = make_inputs("gemma3", image=False, padding=padding)
+        del inputs["token_type_ids"]
         for cache in (None, "static"):
             options = {"max_new_tokens": 4, "do_sample": False, "cache_implementation": cache}
             tokens = unpatch_model(model).generate(**inputs, **options)
@@ -111,22 +122,14 @@ def test_attention_weights_that_only_the_config_asks_for():
     assert torch.equal(out.logits, expected.logits) and len(out.attentions or ()) == len(expected.attentions or ())
 
 
-def test_the_decoder_alone_is_given_masks_that_it_cannot_read(calls):
+def test_the_decoder_alone_reads_the_masks_that_it_is_given(calls):
     model, inputs = make_vision_model("gemma3"), make_inputs("gemma3", image=False)
     expected = model(**inputs).logits
     patch_model(model.model.language_model)
-    with pytest.warns(UserWarning, match="made outside of the patched model"):
-        assert_close(model(**inputs).logits, expected, 1e-6)
+    assert_close(model(**inputs).logits, expected, 1e-5)
     patch_model(model, unsupported="skip")
     assert_close(model(**inputs).logits, expected, 1e-5)
-    assert calls == {"rope_attention": 2}
-
-
-def test_nobody_looks_into_a_graph():
-    types = torch.zeros((2, 5), dtype=torch.int64)
-    assert blocks_of_images({"token_type_ids": types}) == "" == blocks_of_images({"token_type_ids": types[:, :1]})
-    assert IN_IMAGES in blocks_of_images({"token_type_ids": types + 1})
-    assert "where the tokens of images cannot be found" in blocks_of_images({"token_type_ids": types.to("meta")})
+    assert calls == {"rope_attention": 4}
 
 
 def test_unpatching_leaves_no_trace():
