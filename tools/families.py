@@ -47,8 +47,11 @@ _PHRASES: dict[object, str] = {
     on.where_windowed_or_told: "most layers without a window do not rotate",
     on.where_local: "layers without a window do not rotate",
     on.where_sliding_or_all: "layers without a window do not rotate where others have one",
-    on.query_key_layernorms: "q and k normed after the rotation",
-    on.llama4_scale: "queries scaled by position",
+    on.query_and_key_layernorm: "q and k normed after the rotation",
+    on.qk_norm_perhaps: "q and k normed after the rotation where the config asks for it",
+    on.scaled_by_position: "queries scaled by position",
+    on.scaled_where_unrotated: "queries scaled by position in layers that do not rotate",
+    on.chunk_of_layer: "attention within chunks in some layers",
     on.out_proj: "",
     on.dense: "",
     on.normed_o_proj: "a norm before the output projection",
@@ -109,7 +112,7 @@ def page() -> str:
 def describe(convention: Convention) -> str:
     """Say how a convention differs from Llama's attention. KeyError: ``_PHRASES`` lacks one of its functions."""
     default, found = Convention(), []
-    for name in ("project", "norms", "window", "rotates", "after_rotation", "query_scale", "finish"):
+    for name in ("project", "norms", "window", "chunk", "rotates", "after_rotation", "query_scale", "finish"):
         value = getattr(convention, name)
         if value != getattr(default, name):
             found.append(_PHRASES[value])

@@ -50,6 +50,15 @@ _DELTA_NET = RECURRENT | {
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
 }
+_CHUNKED = MOE | {
+    "head_dim": 16,
+    "attention_chunk_size": WINDOW,
+    "no_rope_layers": [1, 0],
+    "intermediate_size_mlp": 96,
+    "interleave_moe_layer_step": 2,
+    "attn_scale": 0.5,
+    "floor_scale": 5,
+}
 _MAMBA = {
     "mamba_n_heads": 8,
     "mamba_d_head": 16,
@@ -139,6 +148,8 @@ _ROWS: dict[str, tuple[str, dict]] = {
     "lfm2": ("Lfm2", {"layer_types": ["conv", "full_attention"]}),
     "lfm2_moe": ("Lfm2Moe", MOE | {"layer_types": ["conv", "full_attention"]}),
     "llama": ("Llama", {}),
+    "llama4": ("Llama4", _CHUNKED | {"use_qk_norm": True}),
+    "llama4-plain": ("Llama4", _CHUNKED | {"use_qk_norm": False, "attn_temperature_tuning": False}),
     "llama-yarn": ("Llama", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 10000.0}}),
     "longcat_flash": (
         "LongcatFlash",
@@ -207,7 +218,7 @@ _ROWS: dict[str, tuple[str, dict]] = {
     ),
     "youtu": ("Youtu", _LATENT),
 }
-_CONFIGS = {name: f"{name}TextConfig" for name in ("Emu3", "Gemma3", "Qwen3_5", "Qwen3_5Moe")}
+_CONFIGS = {name: f"{name}TextConfig" for name in ("Emu3", "Gemma3", "Llama4", "Qwen3_5", "Qwen3_5Moe")}
 _NAMES = set(dir(transformers))  # which takes a quarter of a second to list
 # Those that the installed transformers has and that are supported with it.
 MODELS = {

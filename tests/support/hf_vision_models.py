@@ -39,6 +39,7 @@ _TOWER = {
 }
 _WINDOW_IN_SOME = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
 _SCALED_DOWN = {"image_token_id": IMAGE, "scale_factor": 2}
+_LLAMA4_WIDTHS = "projector_input_dim", "projector_output_dim", "vision_output_dim"
 # Prefix of the classes, and what the config of the text, of the vision tower and of the whole say.
 MODELS = {
     "qwen2_vl": ("Qwen2VL", _QWEN, _QWEN_TOWER | {"embed_dim": 16, "hidden_size": 64}, _QWEN_TOKENS),
@@ -62,6 +63,12 @@ MODELS = {
         _TOWER | {"model_type": "siglip_vision_model", "image_size": PIXELS // 2},
         {"image_token_index": IMAGE, "projection_dim": 64, "hidden_size": 64, "vocab_size": SIZES["vocab_size"]},
     ),
+    "llama4": (
+        "Llama4",
+        _TEXT | {"head_dim": 16, "attention_chunk_size": WINDOW, "no_rope_layers": [1, 0], "num_local_experts": 2},
+        _TOWER | {"intermediate_size": 64} | dict.fromkeys(_LLAMA4_WIDTHS, 32),
+        {"image_token_index": IMAGE},
+    ),
     "llava": (
         "Llava",
         _TEXT | {"model_type": "llama"},
@@ -83,6 +90,9 @@ MODELS = {
     "idefics3": ("Idefics3", _TEXT | {"model_type": "llama"}, _TOWER, _SCALED_DOWN),
     "smolvlm": ("SmolVLM", _TEXT | {"model_type": "llama"}, _TOWER, _SCALED_DOWN),
 }
+
+if transformers.__version__.startswith("5.24."):  # whose Llama 4 asks the text's output for image_outputs, and fails
+    del MODELS["llama4"]
 
 
 def make_vision_model(name: str, seed: int = 0, **text) -> transformers.PreTrainedModel:
@@ -114,7 +124,9 @@ def _class(name: str) -> type[transformers.PreTrainedModel]:
 
 def language_model(model: transformers.PreTrainedModel) -> transformers.PreTrainedModel:
     """The decoder of a model of MODELS."""
-    return getattr(model.model, "language_model", None) or model.model.text_model
+    inner = getattr(model, "model", model)  # Llama 4 has no model between itself and that with the vocabulary
+    decoder = getattr(inner, "language_model", None) or inner.text_model
+    return getattr(decoder, "model", decoder)
 
 
 def make_inputs(name: str, rows: int = 2, image: bool = True, padding: tuple[int, ...] = ()) -> dict[str, torch.Tensor]:

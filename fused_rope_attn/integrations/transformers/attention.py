@@ -66,15 +66,15 @@ def forward(module: AttentionModule, hidden_states: Tensor, *args: Any, **kwargs
     latent: Latent | None = gate.pop(0) if convention.latent is not None else None
     q, k, norms = _normed(module, convention, q, k, past is not None)
     if convention.query_scale is not None:
-        factors = convention.query_scale(module, kwargs["position_ids"]).to(q.dtype)
-        q = q * factors
+        q = convention.query_scale(module, q, kwargs, past)
         if latent is not None:
-            latent = latent._replace(q_nope=latent.q_nope * factors)
+            latent = latent._replace(q_nope=convention.query_scale(module, latent.q_nope, kwargs, past))
     tables = tables_for(module, convention, kwargs.get("position_embeddings"), q, kept_of(batch))
     tokens = Tokens(q, k, v, tables, norms, latent)
-    if convention.after_rotation is not None:
+    after = convention.after_rotation(module)
+    if after is not None:
         tokens = tokens.rotated(identity_tables(q.shape[2], q.device))
-        q, k = convention.after_rotation(module, tokens.q, tokens.k)
+        q, k = (norm(x) for norm, x in zip(after, tokens[:2]))
         tokens = tokens._replace(q=q, k=k)
     features = _features(module, convention, q, batch)
     if patch.batch_invariant:

@@ -19,6 +19,7 @@ from fused_rope_attn.integrations.transformers.conventions import Convention
 from fused_rope_attn.integrations.transformers.dense import Intervals, dense_masks, intervals_by_type
 from fused_rope_attn.integrations.transformers.obstacles import (
     asked_is_causal,
+    chunk_of,
     is_blind,
     is_causal,
     layer_of,
@@ -30,6 +31,7 @@ from fused_rope_attn.integrations.transformers.obstacles import (
 from fused_rope_attn.integrations.transformers.pages import PagedPass, obstacle_to_pages
 from fused_rope_attn.integrations.transformers.shards import Shared
 from fused_rope_attn.integrations.transformers.state import PATCH, state_of
+from fused_rope_attn.masks import chunks
 from fused_rope_attn.runtime.device import is_capturing
 
 _PACKED_NAMES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
@@ -116,7 +118,9 @@ def describe(attentions: list[nn.Module], config: Any, given: dict[str, Any]) ->
         return Batch(reason) if reason else Batch(paged=PagedPass(given), kept=Kept())
     tokens = given.get("input_ids")
     tokens = given["inputs_embeds"] if tokens is None else tokens
-    masks = dense_masks(attentions[0].config, given, tokens.shape[1])
+    convention = state_of(attentions[0], PATCH).convention
+    # Latent attention takes no intervals.
+    masks = dense_masks(attentions[0].config, given, tokens.shape[1]) if convention.latent is None else None
     reason = obstacle(attentions, config, given if masks is None else given | {"attention_mask": None}, causal)
     if reason:
         return Batch(reason)
@@ -127,7 +131,6 @@ def describe(attentions: list[nn.Module], config: Any, given: dict[str, Any]) ->
     # A bidirectional model would also attend to unwritten rows of a static cache.
     if not causal and (seen != 0 or past is not None and any(isinstance(x, StaticLayer) for x in past.layers)):
         return Batch("bidirectional attention with a cache that holds tokens, or is static,")
-    convention = state_of(attentions[0], PATCH).convention
     if convention.latent is not None and (seen != 0 or caches.reused(past)):
         return Batch("a step of latent attention onto a cache, whose format is the module's own,")
     batch = _masked(given, tokens, seen, bool(causal), config, convention)
@@ -135,7 +138,8 @@ def describe(attentions: list[nn.Module], config: Any, given: dict[str, Any]) ->
         return batch
     if not causal:
         batch = _bidirectional(batch, config, given)
-    return _with_cache(batch, past, given, 0 if batch.declared else seen, tokens)
+    batch = _with_cache(batch, past, given, 0 if batch.declared else seen, tokens)
+    return _in_chunks(batch, attentions, past, given, tokens)
 
 
 def describe_layer(module: nn.Module, given: dict[str, Any], more: bool) -> Batch:
@@ -152,8 +156,8 @@ def describe_layer(module: nn.Module, given: dict[str, Any], more: bool) -> Batc
     if not reason and not uses_masks_by_default(module.config):
         reason = "a layer called without a mask, which hides no key from eager attention,"
     window = state_of(module, PATCH).convention.window(module)
-    if not reason and window is not None and not uses_flash(module.config):
-        reason = "a layer with a window called without a mask, which alone shows it to SDPA,"
+    if not reason and (window or chunk_of([module])) is not None and not uses_flash(module.config):
+        reason = "a layer with a window or chunks called without a mask, which alone shows them to SDPA,"
     if reason:
         return Batch(reason)
     return PLAIN if causal else _bidirectional(PLAIN, module.config, given)
@@ -184,6 +188,38 @@ def _by_masks(
     batch = _with_cache(PLAIN, past, given, 0, tokens)
     by_type = {name: batch._replace(causal=False, intervals=intervals) for name, intervals in found.items()}
     return by_type[""] if "" in by_type else batch._replace(by_type=by_type)
+
+
+def _in_chunks(
+    batch: Batch, attentions: list[nn.Module], past: Cache | None, given: dict[str, Any], tokens: Tensor
+) -> Batch:
+    """Return a batch with that of layers which attend within chunks of a row's tokens, counted from its first one."""
+    layer = next((module for module in attentions if chunk_of([module]) is not None), None)
+    if layer is None:
+        return batch
+    chunk, seen = cast(int, chunk_of([layer])), 0 if past is None else caches.tokens_seen(past, layer_of(layer))
+    size, length = tokens.shape[:2]
+    # A graph that is run again must not keep the host's count of a static cache.
+    if seen is not None and (seen == 0 or not caches.reused(past)) and seen + length <= chunk:
+        return batch
+    if not batch.causal or batch.cu_seqlens is not None:
+        return Batch("attention in chunks that is bidirectional or packed")
+    first = torch.zeros(size, dtype=torch.int32, device=tokens.device) if batch.kv_starts is None else batch.kv_starts
+    if seen == 0:
+        token = torch.arange(length, dtype=torch.int32, device=tokens.device)
+        ends = chunks(chunk, length, device=tokens.device)[1][0]
+        ends = ends[(token - first[:, None]).clamp(min=0)] + first[:, None]
+        in_chunks = batch._replace(causal=False, intervals=(token.expand(size, -1), ends))
+    elif length > 1:
+        return Batch("several tokens in chunks with a cache that holds others")
+    elif given.get("cache_position") is None and all(
+        isinstance(x, StaticLayer) and x.is_sliding for x in cast(Cache, past).layers
+    ):
+        return Batch("a static cache that does not count the tokens after a chunk")
+    else:
+        last = cast(Tensor, batch.kv_lens) - 1
+        in_chunks = batch._replace(kv_starts=first + (last - first) // chunk * chunk)
+    return batch._replace(by_type={cast(str, type_of(layer)): in_chunks})
 
 
 def type_of(module: nn.Module) -> str | None:

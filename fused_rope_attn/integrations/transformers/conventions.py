@@ -245,16 +245,41 @@ def where_sliding_or_all(module: AttentionModule, embeddings: Any) -> bool:
     return module.sliding_window is None or module.is_sliding
 
 
-def query_key_layernorms(module: AttentionModule, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-    """Norm heads (B, H, N, D) that are rotated already (Hunyuan)."""
-    return module.query_layernorm(q), module.key_layernorm(k)
+def query_and_key_layernorm(module: AttentionModule) -> Norms:
+    return module.query_layernorm, module.key_layernorm
 
 
-def llama4_scale(module: AttentionModule, position_ids: Tensor) -> Tensor:
-    """Return Llama 4's factor (1|B, 1, N, 1) of queries at position_ids (1|B, N). It is 1 up to the trained length."""
+def qk_norm_perhaps(module: AttentionModule) -> Norms | None:
+    """Return the norm of both (Llama 4), which only layers that rotate have, if the config asks for it."""
+    return (module.qk_norm, module.qk_norm) if hasattr(module, "qk_norm") else None
+
+
+def chunk_of_layer(module: AttentionModule) -> int | None:
+    chunked = module.config.layer_types[module.layer_idx] == "chunked_attention"
+    return module.config.attention_chunk_size if chunked else None
+
+
+def scaled_by_position(module: AttentionModule, q: Tensor, given: dict[str, Any], past: Any) -> Tensor:
+    """Multiply queries by a factor that is 1 up to the trained length, and grows with ``position_ids`` (1|B, N)."""
     rope = module.config.rope_parameters
-    steps = torch.floor(position_ids / rope["original_max_position_embeddings"])
-    return (1 + rope["llama_4_scaling_beta"] * torch.log(1 + steps))[:, None, :, None]
+    steps = torch.floor(given["position_ids"] / rope["original_max_position_embeddings"])
+    factors = 1 + rope["llama_4_scaling_beta"] * torch.log(1 + steps)
+    return q * factors[:, None, :, None].to(q.dtype)
+
+
+def scaled_where_unrotated(module: AttentionModule, q: Tensor, given: dict[str, Any], past: Any) -> Tensor:
+    """Multiply queries by a factor that grows with their place, in layers that do not rotate (Llama 4).
+
+    The place counts padding too. transformers 4.57 gives it as ``cache_position`` (N,).
+    """
+    if module.use_rope or not module.attn_temperature_tuning:
+        return q
+    places = given.get("cache_position")
+    if places is None:
+        seen = 0 if past is None else past.get_seq_length(module.layer_idx)
+        places = torch.arange(q.shape[2], device=q.device) + seen
+    factors = torch.log1p(torch.floor((places.float() + 1.0) / module.floor_scale)) * module.attn_scale + 1.0
+    return (q * factors[:, None]).to(q.dtype)
 
 
 def o_proj(module: AttentionModule, rows: Tensor) -> Tensor:
@@ -342,10 +367,12 @@ class Convention:
     half_width: function of the module's cos or sin (1|B, N, W) to (1|B, N, R/2).
     interleaved: function of the module to whether pairs are adjacent columns; ``none`` if they never are.
     window: function to the number of keys that a query of the module sees, including its own; None for all.
+    chunk: function to the length of the chunks of a sequence within which the module attends; None for all of it.
     softcap, sinks: the module has them, as ``attn_logit_softcapping`` and ``sinks``.
     rotates: function of the module and its (cos, sin), or None, to whether it rotates.
-    after_rotation: function that changes rotated q and k (B, H, N, D) before attention, or None.
-    query_scale: function of position_ids (1|B, N) to factors (1|B, 1, N, 1) of the queries, or None.
+    after_rotation: function to the modules that norm each head of rotated q and k, as (B, H, N, D); None without.
+    query_scale: function of the module, q (B, HQ, N, D), the call's keywords, and its cache or None, to q with a scale
+        that depends on positions; None if there is none.
     finish: function of attention's rows (B, N, HQ * D), and the gate if there is one, to the output (B, N, width).
     sections: function to the columns of half width that the module itself takes from each of the tables (3, B, N, W),
         one table for each kind of positions; None for other modules.
@@ -360,11 +387,12 @@ class Convention:
     half_width: Callable[[Tensor], Tensor] = halves
     interleaved: Callable[[AttentionModule], bool | None] = none
     window: Callable[[AttentionModule], int | None] = none
+    chunk: Callable[[AttentionModule], int | None] = none
     softcap: bool = False
     sinks: bool = False
     rotates: Callable[[AttentionModule, Any], bool] = always
-    after_rotation: Callable[[AttentionModule, Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
-    query_scale: Callable[[AttentionModule, Tensor], Tensor] | None = None
+    after_rotation: Callable[[AttentionModule], Norms | None] = none
+    query_scale: Callable[[AttentionModule, Tensor, dict[str, Any], Any], Tensor] | None = None
     finish: Callable[..., Tensor] = o_proj
     sections: Callable[[AttentionModule], tuple[int, ...] | None] = none
     text_positions: Callable[[Tensor], Tensor | None] = text_positions

@@ -53,6 +53,7 @@ ROTATIONS = (
     "apply_rotary_pos_emb_interleave",
     "apply_rotary_emb",
     "apply_multimodal_rotary_pos_emb",
+    "apply_rotary_emb",
     "_apply_rotary_emb",
     "rotate_half",
     "get_llama_4_attn_scale",
@@ -172,6 +173,12 @@ def may_have_a_prefix(model: nn.Module, given: dict[str, Any]) -> bool:
     tokens = given["inputs_embeds"] if tokens is None else tokens
     config: Any = model.config
     return tokens.shape[1] > 1 or getattr(config.get_text_config(), "sliding_window", None) is not None
+
+
+def chunk_of(attentions: list[nn.Module]) -> int | None:
+    """Return the length of the chunks within which some of the modules attend, or None."""
+    patches = [(module, state_of(module, PATCH)) for module in attentions]
+    return next((n for module, patch in patches if patch is not None and (n := patch.convention.chunk(module))), None)
 
 
 def asked_is_causal(config: Any, given: dict[str, Any]) -> bool | None:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from fused_rope_attn.integrations.transformers.caches import cache_of
 from fused_rope_attn.integrations.transformers.obstacles import (
+    chunk_of,
     implementation_of,
     is_causal,
     layer_of,
@@ -187,7 +188,7 @@ def _obstacle_to_any_pass(attentions: list[nn.Module], config: Any, given: dict[
 
 
 def _left_out(attentions: list[nn.Module]) -> str:
-    """Return a feature of the model that transformers' own attention ignores over a paged cache, or ""."""
+    """Return a feature of the model that transformers' or this attention ignores over a paged cache, or ""."""
     implementation = implementation_of(attentions[0].config)
     if any(state_of(module, PATCH).convention.latent is not None for module in attentions):
         return "continuous batching of multi-head latent attention"
@@ -195,6 +196,8 @@ def _left_out(attentions: list[nn.Module]) -> str:
         return f"continuous batching of soft-capped scores, which transformers' {implementation!r} leaves uncapped,"
     if "sdpa" in implementation and any(state_of(module, PATCH).convention.sinks for module in attentions):
         return f"continuous batching with sinks, which transformers' {implementation!r} leaves out,"
+    if chunk_of(attentions) is not None:
+        return "continuous batching of attention in chunks"
     return ""
 
 

@@ -12,7 +12,7 @@ from fused_rope_attn.distributed.documents import DocumentPlan, plan_varlen_cp
 from fused_rope_attn.distributed.groups import Group, group_named, group_of
 from fused_rope_attn.distributed.shards import cp_unshard
 from fused_rope_attn.integrations.transformers.caches import cache_of
-from fused_rope_attn.integrations.transformers.obstacles import is_causal, obstacle, refuse_wrong_calls
+from fused_rope_attn.integrations.transformers.obstacles import chunk_of, is_causal, obstacle, refuse_wrong_calls
 from fused_rope_attn.integrations.transformers.state import names_of_parameters
 from fused_rope_attn.runtime.checks import kind_of, refuse_choice
 from fused_rope_attn.runtime.context_parallel import in_context_parallel
@@ -69,6 +69,8 @@ def describe_shard(attentions: list[nn.Module], config: Any, given: dict[str, An
     reason = obstacle(attentions, config, given, causal)
     if reason:
         raise NotImplementedError(f"{reason} {_ON_SHARDS}")
+    if chunk_of(attentions) is not None:
+        raise NotImplementedError(f"attention in chunks {_ON_SHARDS}")
     if cache_of(given) is not None:
         raise NotImplementedError(f"a cache {_ON_SHARDS}: generate with the model unpatched, or whole")
     if given.get("cu_seq_lens_q") is not None:
