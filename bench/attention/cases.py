@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any
 
 import torch
 
 from bench.names import length_name
+from fused_rope_attn import masks
 from fused_rope_attn.testing import Case
 
 # Kinds of masks that are compared: a window, packed sequences, masks that hide nothing.
@@ -19,7 +23,7 @@ class BenchCase:
     """A named problem.
 
     family: what stays equal along a plot's axis of lengths. kind: "plain", "host", "norm", "corope", "unsplit" or one
-    of ``MASKS``; it chooses the providers (``providers.table``) and what is measured.
+    of ``MASKS`` or ``INTERVALS``; it chooses the providers (``providers.table``) and what is measured.
     """
 
     name: str
@@ -31,6 +35,8 @@ class BenchCase:
     @property
     def shape(self) -> str:
         """Return ``B2 H32/8 N4096 D128 causal bf16``; of packed sequences the number and the extremes of lengths."""
+        if self.case.intervals is not None:
+            return replace(self.case, seqlens=None, intervals=self.name).name
         if self.case.seqlens is None:
             return self.case.name
         lengths = [n for n, _ in self.case.seqlens]
@@ -113,6 +119,45 @@ MASKED: tuple[BenchCase, ...] = (
     masks_case("overhead", _LLAMA),
 )
 
+
+def zipf_lengths(count: int, total: int, seed: int = 0) -> tuple[int, ...]:
+    """Return lengths of documents, proportional to 1, 1/2, 1/3, ..., in a random order; their sum is ``total``."""
+    weights = [1 / rank for rank in range(1, count + 1)]
+    lengths = [int(total * weight / sum(weights)) for weight in weights]
+    lengths[0] += total - sum(lengths)
+    random.Random(seed).shuffle(lengths)
+    return tuple(lengths)
+
+
+_DOCUMENTS = zipf_lengths(64, 32768)
+# The nodes of a tree of four levels, three after each, as paths from the root; their order is depth-first.
+_PATHS = sorted(path for level in range(4) for path in product(range(3), repeat=level))
+_PARENTS = [_PATHS.index(path[:-1]) if path else -1 for path in _PATHS]
+_PIECE = torch.arange(8192) // 256  # text and images alternate
+# Tokens, and a function of them to query_starts and query_ends, and of trees to positions.
+_BY_INTERVALS: dict[str, tuple[int, Callable[[int], Sequence[torch.Tensor]]]] = {
+    "documents": (32768, lambda n: masks.documents(torch.tensor(_DOCUMENTS).cumsum(0), n)),
+    "prefix": (12288, lambda n: masks.prefix_tree([-1] + [0] * 8, [4096] + [1024] * 8)),
+    "tree": (10240, lambda n: masks.prefix_tree(_PARENTS, [256] * len(_PARENTS))),
+    "image-blocks": (
+        8192,
+        lambda n: masks.bidirectional_blocks(torch.where(_PIECE % 2 == 1, _PIECE, -1)[None]),
+    ),
+    "chunks": (32768, lambda n: masks.chunks(8192, n)),
+    "causal-4K": (4096, lambda n: masks.chunks(n, n)),
+    "causal-16K": (16384, lambda n: masks.chunks(n, n)),
+}
+
+
+def _with_intervals(name: str, length: int, intervals: Any) -> BenchCase:
+    seqlens = tuple((n, n) for n in _DOCUMENTS) if name == "documents" else None
+    case = replace(_LLAMA, batch=1, len_q=length, len_k=length, causal=False, intervals=intervals, seqlens=seqlens)
+    return BenchCase(name, name, ("intervals", name), case, name)
+
+
+INTERVALS = tuple(_BY_INTERVALS)
+BY_INTERVALS = tuple(_with_intervals(name, *row) for name, row in _BY_INTERVALS.items())
+
 COROPE: tuple[BenchCase, ...] = (
     *(_case("CoRoPE", 1, 32, 8, n, 128, "corope", kind="corope") for n in (1024, 4096, 8192)),
     _case("CoRoPE-MQA", 1, 16, 1, 8192, 128, "corope", kind="corope"),
@@ -125,7 +170,7 @@ UNSPLIT: tuple[BenchCase, ...] = tuple(
     for batch, length in ((1, 1024), (1, 4096), (8, 4096), (1, 16384), (1, 65536))
 )
 
-CASES: tuple[BenchCase, ...] = (*PLAIN, HOST, *MASKED, *COROPE, *UNSPLIT)
+CASES: tuple[BenchCase, ...] = (*PLAIN, HOST, *MASKED, *BY_INTERVALS, *COROPE, *UNSPLIT)
 
 
 def _normed(family: str, batch: int, heads_q: int, heads_kv: int, length: int, head_dim: int) -> BenchCase:

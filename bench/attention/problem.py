@@ -11,7 +11,7 @@ from torch import Tensor
 
 from baselines.base import dtype_name
 from bench.attention import providers
-from bench.attention.cases import MASKS, BenchCase
+from bench.attention.cases import INTERVALS, MASKS, BenchCase
 from bench.attention.providers import AttentionProvider, Given
 from bench.gate import OF_WEIGHTS, Gate, Verdict
 from bench.report import Row
@@ -24,12 +24,19 @@ class Problem:
     """The tensors of a case in every form, made once.
 
     dense: (B, H, N, D). packed: (T, H, D). right, left: (B, H, longest, D), where every sequence is a batch entry that
-    is padded on that side.
+    is padded on that side. rows: (leaves, H, n, D), where every path of a tree from its root is a batch entry.
     """
 
     def __init__(self, case: testing.Case, device: torch.device):
         self.case, self.device = case, device
         self.inputs = testing.make_inputs(case, device)
+        self.paths = torch.empty(0)  # (leaves, n): the tokens of every path of a tree from its root
+        starts, ends, *positions = case.intervals(case.len_k) if callable(case.intervals) else (None, None)
+        if positions:
+            place = positions[0][0]
+            last = torch.cat((place.diff() <= 0, torch.ones(1, dtype=torch.bool))).nonzero()
+            self.paths = torch.stack([row.nonzero()[:, 0] for row in (starts <= last) & (last < ends)]).to(device)
+            self.inputs = self.inputs._replace(cos=self.inputs.cos[place], sin=self.inputs.sin[place])
         self._forms: dict[str, list[Tensor]] = {}
         self.lengths = [n for n, _ in case.seqlens or ()]
         self.longest = max(self.lengths, default=0)
@@ -48,7 +55,13 @@ class Problem:
         x = self.inputs
         if form not in self._forms:
             given = [x.q, x.k, x.v, x.do]
-            if form != "dense":
+            if form == "rows":
+                given = [t[0][:, self.paths].transpose(0, 1).contiguous() for t in given]
+                seen = torch.zeros(self.case.len_q, dtype=torch.bool, device=self.device)
+                for do, path in zip(given[3], self.paths):  # the first row with a token has the gradient of its output
+                    do *= ~seen[path][:, None]
+                    seen[path] = True
+            elif form != "dense":
                 given = [t[0].transpose(0, 1) for t in given]
             if form in ("right", "left"):
                 exists = self.exists(form)
@@ -57,11 +70,22 @@ class Problem:
             self._forms[form] = given
         return self._forms[form]
 
-    def as_case(self, x: Tensor, form: str) -> Tensor:
-        """Return an output or gradient as the case has it: (B, H, N, D)."""
+    def as_case(self, x: Tensor, form: str, name: str) -> Tensor:
+        """Return an output "o" or a gradient as the case has it: (B, H, N, D)."""
+        if form == "rows":
+            tokens, values = self.paths.flatten(), x.transpose(1, 2).flatten(0, 1).float()
+            x = values.new_zeros(self.case.len_q, *values.shape[1:]).index_add_(0, tokens, values)
+            x /= tokens.bincount()[:, None, None] if name == "o" else 1
         if form in ("right", "left"):
             x = x.transpose(1, 2)[self.exists(form)]
         return x if form == "dense" else x.transpose(0, 1)[None]
+
+
+def visited(starts: Tensor, ends: Tensor) -> float:
+    """Return the blocks of 128 keys that rows of a tile of 128 see, over those of causal attention. (1, N) each."""
+    first = torch.arange(0, starts.shape[1], 128)[:, None]
+    sees = (starts < first + 128) & (ends > first) & (starts < ends)
+    return 2 * sum(int(block.any(1).sum()) for block in sees.split(128, 1)) / (len(first) * (len(first) + 1))
 
 
 class Subject:
@@ -73,6 +97,8 @@ class Subject:
         cos, sin = problem.inputs.cos, problem.inputs.sin
         if provider.form == "packed" and not provider.ours:  # these rotate each token by its own row
             cos, sin = cos[problem.position], sin[problem.position]
+        elif provider.form == "rows":
+            cos, sin = cos[problem.paths[0]], sin[problem.paths[0]]
         masks = testing.masks_of(self.case, problem.device) if provider.form == "dense" else {}
         # Leave defaults out, because host time is that of a call as a user writes it.
         found = {name: value for name, value in masks.items() if value is not None and (name != "softcap" or value)}
@@ -110,7 +136,7 @@ class Subject:
             given = self.problem.tensors(self.provider.form)[3] if do is None else do
             found |= dict(zip(compared, torch.autograd.grad(o, list(compared.values()), given)))
         form = self.provider.form
-        return {name: x if name in OF_WEIGHTS else self.problem.as_case(x, form) for name, x in found.items()}
+        return {name: x if name in OF_WEIGHTS else self.problem.as_case(x, form, name) for name, x in found.items()}
 
     def make(self, part: str) -> Callable[[], Any]:
         """Return the function of a pass, as ``suite.forward_or_backward`` has it."""
@@ -118,7 +144,7 @@ class Subject:
 
     def plan(self) -> Any:
         """Return the plan of ours."""
-        return providers.plan(*self.problem.tensors(self.provider.form)[:3], self._given)
+        return providers.plan(self.provider, *self.problem.tensors(self.provider.form)[:3], self._given)
 
 
 def corope_results(inputs: testing.Inputs, case: testing.Case, dtype: torch.dtype | None = None) -> testing.Results:
@@ -190,6 +216,8 @@ class AttentionTrial(Trial):
     def fields(self) -> Row:
         names = ("batch", "heads_q", "heads_kv", "len_q", "len_k", "head_dim", "causal")
         row = {"family": self.case.family, "dtype": dtype_name(self.case.case.dtype)}
+        if self.case.kind in INTERVALS:
+            row["visited"] = visited(*self.case.case.intervals(self.case.case.len_k)[:2])  # type: ignore[operator]
         return row | {name: getattr(self.case.case, name) for name in names}
 
     def figures(self, part: str, mode: str, measured: Times) -> dict[str, Row]:
@@ -202,7 +230,7 @@ class AttentionTrial(Trial):
             found = measured[provider.name]
             if mode == "host":
                 row["p25"], row["p75"] = found.quantiles(0.25, 0.75)
-            elif self.case.kind not in (*MASKS, "corope"):  # a mask hides some of the work
+            elif self.case.kind not in (*MASKS, *INTERVALS, "corope"):  # a mask hides some of the work
                 row["tflops"] = self.case.flops(part) / found.quantiles(0.5)[0] * 1e-9
             if provider.ours and self.case.kind != "corope":
                 row |= self._plan(self._subjects[provider.name], part)

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ import fused_rope_attn
 from baselines import BASELINES, Baseline, attentions, masked, rotations
 from baselines.masked import MaskedAttention
 from baselines.norms import GEMMA_NORM, NORMED, Norms, hf_norm
+from bench.attention.cases import INTERVALS
 from bench.suite import Provider, by_name
 from fused_rope_attn import testing
 from fused_rope_attn.experimental import corope_attention
@@ -66,8 +67,9 @@ class AttentionProvider(Provider):
 
 
 def fused(q: Tensor, k: Tensor, v: Tensor, given: Given, call: Any = fused_rope_attn.rope_attention) -> Any:
-    """Call ``rope_attention`` as a user does, or with ``call`` its plan."""
-    return call(q, k, v, *given.tables, given.case.causal, **given.options, **given.weights)
+    """Call ``rope_attention`` as a user does, or with ``call`` its plan. Rows of a tree's paths are causal."""
+    causal = given.case.causal or given.case.intervals is not None and "query_starts" not in given.options
+    return call(q, k, v, *given.tables, causal, **given.options, **given.weights)
 
 
 def _varlen(q: Tensor, k: Tensor, v: Tensor, given: Given, call: Any = fused_rope_attn.rope_attention_varlen) -> Any:
@@ -75,11 +77,10 @@ def _varlen(q: Tensor, k: Tensor, v: Tensor, given: Given, call: Any = fused_rop
     return call(q, k, v, *given.tables, *limits, True, **given.options)
 
 
-def plan(q: Tensor, k: Tensor, v: Tensor, given: Given) -> Any:
+def plan(provider: AttentionProvider, q: Tensor, k: Tensor, v: Tensor, given: Given) -> Any:
     """Return the plan of a call of ours."""
-    if q.ndim == 3:
-        return _varlen(q, k, v, given, fused_rope_attn.plan_varlen)
-    return fused(q, k, v, given, fused_rope_attn.plan)
+    call: Any = fused_rope_attn.plan_varlen if q.ndim == 3 else fused_rope_attn.plan
+    return cast(Any, provider.run)(q, k, v, given, call)
 
 
 def _no_hopper(case: testing.Case) -> str | None:
@@ -137,8 +138,8 @@ def _norm_apart(q: Tensor, k: Tensor, v: Tensor, given: Given) -> Tensor:
     return fused_rope_attn.rope_attention(q, k, v, *given.tables, given.case.causal)
 
 
-def masked_rival(attention: MaskedAttention, form: str, rotation: Any) -> AttentionProvider:
-    """Return a rotation in place and an attention with a window ("dense") or of packed sequences ("packed")."""
+def masked_rival(attention: MaskedAttention, kind: str, rotation: Any) -> AttentionProvider:
+    """Return a rotation in place and an attention with a "window", of "packed" sequences, or with "intervals"."""
 
     def window(q: Tensor, k: Tensor, v: Tensor, given: Given) -> Tensor:
         assert attention.window is not None and given.case.window is not None
@@ -150,14 +151,20 @@ def masked_rival(attention: MaskedAttention, form: str, rotation: Any) -> Attent
         q, k = (x[0].transpose(0, 1) for x in turned)
         return attention.packed(q, k, v, given.ends, given.longest)
 
+    def intervals(q: Tensor, k: Tensor, v: Tensor, given: Given) -> Tensor:
+        assert attention.intervals is not None
+        q, k = rotation.rotate(q, k, given.tables)
+        return attention.intervals(q, k, v, given.options["query_starts"], given.options["query_ends"])
+
     return AttentionProvider(
         attention.name,
         f"{rotation.label} + {attention.label}",
         "rival",
         lambda: rotation.missing() or attention.missing(),
-        run=window if form == "dense" else packed,
+        run={"window": window, "packed": packed, "intervals": intervals}[kind],
         prepare=rotation.prepare,
-        form=form,
+        variant={"seqlens": None} if kind == "intervals" else {},
+        form="packed" if kind == "packed" else "dense",
         in_place=True,
     )
 
@@ -243,7 +250,7 @@ def _providers(kind: str, length: int, batch: int) -> list[AttentionProvider]:
             idle("nothing_saved", "... and saves q, k, v", run=lambda q, k, v, given: _NothingSaved.apply(q, k, v)),
         ]
     if kind == "window":
-        rivals = [masked_rival(each, "dense", rotations.LIGER) for each in masked.MASKED if each.window]
+        rivals = [masked_rival(each, "window", rotations.LIGER) for each in masked.MASKED if each.window]
         full = ours("causal", "ours, full causal", variant={"window": None})
         return [ours("window", "ours, window"), full, *rivals]
     if kind == "packed":
@@ -253,6 +260,15 @@ def _providers(kind: str, length: int, batch: int) -> list[AttentionProvider]:
             ours("kv_starts", "ours, padded left, kv_starts", form="left"),
             *(masked_rival(each, "packed", rotations.LIGER) for each in masked.MASKED if each.packed),
         ]
+    if kind in INTERVALS:
+        whole, packed = {"seqlens": None}, {"intervals": None, "causal": True}
+        others = {
+            "documents": [ours("varlen", "ours, varlen", run=_varlen, form="packed", variant=packed)],
+            **dict.fromkeys(("prefix", "tree"), [ours("rows", "ours, separate rows", form="rows")]),
+        }
+        rivals = [masked_rival(each, "intervals", rotations.LIGER) for each in masked.MASKED if each.intervals]
+        mine = ours("intervals", "ours, intervals", variant=whole)
+        return [mine, ours("causal", "ours, causal", variant=packed | whole), *others.get(kind, []), *rivals]
     if kind == "overhead":
         variants: dict[str, dict[str, Any]] = {
             "causal": {},

@@ -199,6 +199,25 @@ def _mask_cells(row: Row | None, base: Row | None) -> list[str]:
     return [milliseconds(row["ms"]) + mark(row), times, "" if base is None else f"{faster(row, base):.2f}"]
 
 
+def intervals(rows: list[Row]) -> str:
+    """Show ours with intervals, its time for each visited block over causal attention's, and what others take."""
+    mine, lines = "intervals", []
+    others = {"varlen": "ours, varlen", "rows": "ours, separate rows"}
+    others |= {row["provider"]: row["label"] for row in timed(rows) if row["role"] == "rival"}
+    for (case, _), passes in by_case(rows, "eager", mine).items():
+        row = passes[0][mine]
+        blocks = [faster(g[mine], g["causal"]) / row["visited"] for g in passes if "causal" in g]
+        lines.append([f"{case}, {row['len_q']} tokens", f"{row['visited']:.3f}"])
+        lines[-1] += [both(passes, mine, lambda row: three_digits(row["ms"])), " / ".join(f"{x:.2f}" for x in blocks)]
+        lines[-1] += [times_ours(passes, name, mine) for name in others]
+    header = ["", "visited", "intervals, ms", "a block / causal's", *others.values()]
+    notes = (
+        "Forward / backward, eager calls. Visited: blocks of 128 keys that rows of a tile of 128 see, over those of "
+        f"causal attention. ×: their time over ours, below 1 ours is slower. {legend(timed(rows))}"
+    )
+    return f"{markdown(header, lines)}\n\n{notes}{provenance(rows, 'liger-kernel', 'flash-attn-4')}"
+
+
 # Norms of q and k, and Co-RoPE
 
 

@@ -1,6 +1,7 @@
 """Problems, and random inputs for them in memory layouts of every kind."""
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -48,7 +49,7 @@ class Case:
     norm_dtype: torch.dtype = torch.float32
     seqlens: tuple[tuple[int, int], ...] | None = None  # packed: (queries, keys) of each sequence; batch 1
     lse_gradient: bool = False  # lse has a gradient, too
-    intervals: str | None = None  # one of INTERVALS
+    intervals: str | Callable[[int], Sequence[Tensor]] | None = None  # one of INTERVALS, or a function of NK to them
 
     @property
     def rotary(self) -> int:
@@ -126,6 +127,9 @@ def intervals_of(case: Case) -> tuple[Tensor | None, Tensor | None]:
     """The intervals of a case, (1|B, NK) int32 on the CPU, as ``rope_attention`` takes them."""
     if case.intervals is None:
         return None, None
+    if callable(case.intervals):
+        starts, ends, *_ = case.intervals(case.len_k)
+        return starts, ends
     generator = torch.Generator().manual_seed(case.seed + 3)
     rows, keys = case.len_q, case.len_k
 

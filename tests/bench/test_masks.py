@@ -11,9 +11,11 @@ from bench import report
 from bench.attention import cases, problem, providers
 from bench.attention.problem import Problem, Subject
 from bench.attention.suite import ATTENTION, table
+from bench.attention.tables import intervals as by_intervals
 from bench.attention.tables import masks
 from bench.report import case_report
 from fused_rope_attn import apply_rope_qk
+from fused_rope_attn import masks as intervals
 from fused_rope_attn.attention import planning
 from fused_rope_attn.attention.planning import Plan
 from fused_rope_attn.runtime import device
@@ -45,6 +47,23 @@ def toy_packed(q, k, v, ends, longest):
     return full_attention(*(x.transpose(0, 1)[None] for x in (q, k, v)), exists)[0].transpose(0, 1)
 
 
+def toy_intervals(q, k, v, starts, ends, shift=0):
+    i = torch.arange(q.shape[2])[:, None] + shift
+    return full_attention(q, k, v, (starts[0] <= i) & (i < ends[0] + shift))
+
+
+def late(q, k, v, starts, ends):
+    return toy_intervals(q, k, v, starts, ends, shift=1)
+
+
+def small_documents(length):
+    return intervals.documents(torch.tensor(LENGTHS).cumsum(0), length)
+
+
+def small_tree(length):
+    return intervals.prefix_tree([-1, 0, 1, 1, 0, 4, 4], [4] * 7)
+
+
 def forgetful(q, k, v, left):
     return toy_window(q, k, v, left + 1)
 
@@ -61,8 +80,8 @@ def toys():
     right = masked.MaskedAttention("right", "right", lambda: None, toy_window, toy_packed)
     wrong = masked.MaskedAttention("wrong", "wrong", lambda: None, forgetful)
     absent = masked.MaskedAttention("absent", "absent", lambda: "pip install absent", toy_window, toy_packed)
-    window = [providers.masked_rival(each, "dense", rotation) for each in (right, wrong, absent)]
-    return window, [providers.masked_rival(each, "packed", rotation) for each in (right, absent)]
+    window = [providers.masked_rival(each, "window", rotation) for each in (right, wrong, absent)]
+    return window, [providers.masked_rival(each, "packed", rotation) for each in (right, absent)], rotation
 
 
 def mine(case):
@@ -70,7 +89,7 @@ def mine(case):
 
 
 def test_every_form_agrees_with_float64_and_is_timed(toys):
-    window, packed = toys
+    window, packed, _ = toys
     rows = run(ATTENTION, WINDOW, providers=[*mine(WINDOW), *window])[0]
     rows += run(ATTENTION, PACKED, providers=[*mine(PACKED), *packed])[0]
     rows += run(ATTENTION, OVERHEAD, providers=mine(OVERHEAD))[0]
@@ -95,6 +114,41 @@ def test_every_form_agrees_with_float64_and_is_timed(toys):
     block = masks(rows)
     assert "| ours, sinks | reference |" in block and "commit abc" in block and "| Liger rope + right |" in block
     assert "A window, B1 H4/2 N24 D16 causal fp32 window=6,0:" in block and "packed=4x1..12" in block
+
+
+def test_intervals_are_held_to_float64_in_every_form(toys):
+    """Paths of a tree as rows share their first tokens: their outputs agree, and their gradients add up."""
+    tiny = replace(TINY, causal=False, len_q=28, len_k=28)
+    tree = replace(cases.BY_INTERVALS[2], case=replace(tiny, intervals=small_tree))
+    documents = replace(cases.packed(tiny, LENGTHS), intervals=small_documents)
+    rows, attentions = [], {"right": toy_intervals, "wrong": late}
+    rivals = [masked.MaskedAttention(name, name, lambda: None, intervals=x) for name, x in attentions.items()]
+    rivals = [providers.masked_rival(each, "intervals", toys[2]) for each in rivals]
+    for case in (tree, replace(cases.BY_INTERVALS[0], case=documents)):
+        rows += run(ATTENTION, case, providers=[*mine(case), *rivals])[0]
+    timed = {(row["case"], row["provider"], row["pass"]) for row in report.timed(rows)}
+    assert {(case, name) for case, name, _ in timed} == {
+        *(("tree", name) for name in ("intervals", "causal", "rows", "right")),
+        *(("documents", name) for name in ("intervals", "causal", "varlen", "right")),
+    }
+    assert {row["provider"] for row in rows if row["status"] == "failed"} == {"wrong"} and not report.red(rows)
+    assert len(timed) == 2 * 8
+    block = by_intervals(rows)
+    assert "| documents, 25 tokens | 1.000 |" in block and "| ours, separate rows | right" not in block
+
+
+def test_the_cases_of_intervals():
+    """Blocks are counted for the cases as they are measured."""
+    counted = {}
+    for case in cases.BY_INTERVALS:
+        starts, ends, *_ = case.case.intervals(case.case.len_k)
+        assert starts.shape == ends.shape == (1, case.case.len_k) and case.kind in cases.INTERVALS
+        counted[case.name] = problem.visited(starts, ends)
+    assert counted["causal-4K"] == counted["causal-16K"] == 1
+    assert counted["chunks"] == (4 * 64 * 65) / (256 * 257)
+    assert counted["prefix"] == (32 * 33 + 8 * 8 * 9 + 2 * 8 * 8 * 32) / (96 * 97)
+    assert counted["image-blocks"] == (64 * 65 + 2 * 16) / (64 * 65)
+    assert 0.04 < counted["documents"] < 0.12 and sum(cases._DOCUMENTS) == 32768 and len(cases._DOCUMENTS) == 64
 
 
 def test_a_padded_batch_that_is_wrong_is_red(monkeypatch):
@@ -124,13 +178,17 @@ def test_packed_calls_name_the_kernels_that_ran(monkeypatch):
 
 def test_the_rivals_say_what_they_lack():
     for rival in masked.MASKED:
-        assert rival.window or rival.packed
+        assert rival.window or rival.packed or rival.intervals
         assert rival.missing() is None or "pip install" in rival.missing()
     assert masked.TORCH.missing() is None
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without:UserWarning", "ignore::DeprecationWarning")
-def test_flex_attention_has_the_window(monkeypatch):
+def test_flex_attention_has_the_window_and_intervals(monkeypatch):
     q, k, v = (torch.randn(1, heads, 40, 16) for heads in (4, 2, 2))
     monkeypatch.setattr(masked, "compiled_flex", lambda: torch.nn.attention.flex_attention.flex_attention)
     torch.testing.assert_close(masked.FLEX.window(q, k, v, 6), toy_window(q, k, v, 6), rtol=1e-4, atol=1e-5)
+    bounds = intervals.chunks(16, 40)
+    torch.testing.assert_close(
+        masked.FLEX.intervals(q, k, v, *bounds), toy_intervals(q, k, v, *bounds), rtol=1e-4, atol=1e-5
+    )

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
 
 @ignore_overflow
-@pytest.mark.parametrize("name", ["deepseek_v3", "gemma2", "glm4", "gpt_oss", "qwen3"])
+@pytest.mark.parametrize("name", ["deepseek_v3", "gemma2", "glm4", "gpt_oss", "llama4", "qwen3"])
 def test_in_the_interpreter(name, interpreted_attention):
     model, ids = make_model(name), make_ids(2, 12)
     mask = torch.ones_like(ids)

@@ -1,4 +1,4 @@
-"""Positions of three kinds in the kernels, by Triton's interpreter: an image, and packed sequences rotated before."""
+"""Images in the kernels, by Triton's interpreter: positions of three kinds, packed ones, tokens that see both ways."""
 
 import pytest
 import torch
@@ -15,6 +15,14 @@ def test_positions_of_images(interpreted_attention):
     present = inputs["attention_mask"].bool()
     ids = inputs.pop("input_ids")
     assert_same(model, ids, present, unsupported="skip", use_cache=False, **inputs)
+
+
+def test_images_that_see_both_ways(interpreted_attention):
+    """The window of a layer is in its mask, not in the kernel's options."""
+    model, inputs = make_vision_model("gemma3"), make_inputs("gemma3", padding=(3, 0))
+    model.model.vision_tower.requires_grad_(False)
+    present, ids = inputs["attention_mask"].bool(), inputs.pop("input_ids")
+    assert_same(model, ids, present, grad=True, unsupported="skip", use_cache=False, **inputs)
 
 
 def test_packed_positions_of_images(interpreted_attention):
