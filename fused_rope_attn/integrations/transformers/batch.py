@@ -179,7 +179,7 @@ def _by_masks(
 ) -> Batch:
     """Return the batch that its ``dense_masks`` describe."""
     if seen != 0 or caches.reused(past):
-        return Batch("an attention_mask of four dimensions with a cache that holds tokens, or is static,")
+        return Batch("an attention_mask of four dimensions with a cache that may hold tokens,")
     if "" not in masks and not {type_of(module) for module in attentions} <= masks.keys():
         return Batch("a mask for each type of layer, but not for all of this model's,")
     found = intervals_by_type(masks, tokens.device)

@@ -20,8 +20,8 @@ Intervals = tuple[Tensor, Tensor]
 def dense_masks(config: Any, given: dict[str, Any], length: int) -> dict[str, Tensor] | None:
     """Return the masks of a call by type of layer, "" for all layers; None if one of them can be no intervals.
 
-    Masks are square, and in the form that the attention implementation of the config takes: eager attention adds them
-    to scores, and SDPA adds them or takes True for visible.
+    Masks have a row for each of the pass's tokens, a column for each, and perhaps more columns for the empty rows of a
+    static cache. Eager attention adds them to scores, and SDPA adds them or takes True for visible.
     """
     mask: Any = given.get("attention_mask")
     masks: dict[str, Any] = mask if isinstance(mask, dict) else {"": mask}
@@ -29,7 +29,9 @@ def dense_masks(config: Any, given: dict[str, Any], length: int) -> dict[str, Te
     if implementation not in ("eager", "sdpa"):
         return None
     for one in masks.values():
-        if not isinstance(one, Tensor) or one.ndim != 4 or one.shape[2:] != (length, length) or one.requires_grad:
+        if not isinstance(one, Tensor) or one.ndim != 4 or one.requires_grad:
+            return None
+        if one.shape[2] != length or one.shape[3] < length:
             return None
         if is_blind(one) or not (one.is_floating_point() or one.dtype == torch.bool and implementation == "sdpa"):
             return None
@@ -37,7 +39,7 @@ def dense_masks(config: Any, given: dict[str, Any], length: int) -> dict[str, Te
 
 
 def intervals_by_type(masks: dict[str, Tensor], device: torch.device) -> dict[str, Intervals] | None:
-    """Return query_starts and query_ends (1|B, N) int32 of each mask (1|B, 1|HQ, N, N); None if they are not exact.
+    """Return query_starts and query_ends (1|B, N) int32 of each mask (1|B, 1|HQ, N, K); None if they are not exact.
 
     Synchronise with the device once. Rows that see no key are padding, which no row may see.
     """
@@ -47,7 +49,8 @@ def intervals_by_type(masks: dict[str, Tensor], device: torch.device) -> dict[st
         sees = mask if mask.dtype == torch.bool else mask == 0
         if mask.dtype != torch.bool:
             exact.append((sees | (mask <= torch.finfo(mask.dtype).min)).all())
+        sees, later = sees.tensor_split([sees.shape[2]], 3)
         starts, ends, is_exact = intervals_of_dense(sees)
-        exact += [is_exact, (sees[:, 0].any(2) | (starts == ends)).all()]
+        exact += [is_exact, ~later.any(), (sees[:, 0].any(2) | (starts == ends)).all()]
         found[name] = starts.to(device), ends.to(device)
     return found if bool(torch.stack(exact).all()) else None
