@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
+from transformers import masking_utils
 from transformers.cache_utils import Cache, DynamicLayer, StaticLayer
 
 from fused_rope_attn import cu_seqlens_from_position_ids
@@ -34,6 +35,8 @@ from fused_rope_attn.integrations.transformers.state import PATCH, state_of
 from fused_rope_attn.masks import chunks
 from fused_rope_attn.runtime.device import is_capturing
 
+# transformers 5 counts the chunks of packed documents from each document's first token.
+_COUNTS_CHUNKS_BY_DOCUMENT = hasattr(masking_utils, "remap_positions_for_packed_sequence")
 _PACKED_NAMES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 
 
@@ -202,14 +205,20 @@ def _in_chunks(
     # A graph that is run again must not keep the host's count of a static cache.
     if seen is not None and (seen == 0 or not caches.reused(past)) and seen + length <= chunk:
         return batch
-    if not batch.causal or batch.cu_seqlens is not None:
-        return Batch("attention in chunks that is bidirectional or packed")
+    if not batch.causal:
+        return Batch("bidirectional attention in chunks")
     first = torch.zeros(size, dtype=torch.int32, device=tokens.device) if batch.kv_starts is None else batch.kv_starts
     if seen == 0:
-        token = torch.arange(length, dtype=torch.int32, device=tokens.device)
-        ends = chunks(chunk, length, device=tokens.device)[1][0]
-        ends = ends[(token - first[:, None]).clamp(min=0)] + first[:, None]
-        in_chunks = batch._replace(causal=False, intervals=(token.expand(size, -1), ends))
+        token = torch.arange(length, dtype=torch.int32, device=tokens.device).expand(size, -1)
+        begins, limit = first[:, None], torch.full_like(token, length)
+        if batch.cu_seqlens is not None:
+            if not _COUNTS_CHUNKS_BY_DOCUMENT:
+                return Batch("packed sequences in chunks that are counted through all of them")
+            rows = length * torch.arange(size, dtype=torch.int32, device=tokens.device)[:, None]
+            begins, limit = (x - rows for x in _documents_of(batch.cu_seqlens, token + rows))
+        ends = chunks(chunk, length, device=tokens.device)[1][0][(token - begins).clamp(min=0)] + begins
+        intervals = token, torch.minimum(ends, limit)
+        in_chunks = batch._replace(causal=False, intervals=intervals, cu_seqlens=None, declared=False)
     elif length > 1:
         return Batch("several tokens in chunks with a cache that holds others")
     elif given.get("cache_position") is None and all(
@@ -220,6 +229,12 @@ def _in_chunks(
         last = cast(Tensor, batch.kv_lens) - 1
         in_chunks = batch._replace(kv_starts=first + (last - first) // chunk * chunk)
     return batch._replace(by_type={cast(str, type_of(layer)): in_chunks})
+
+
+def _documents_of(cu_seqlens: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the first token of each token's document, and the one after its last, as tokens is: (B, N) int32."""
+    after = torch.searchsorted(cu_seqlens[1:].contiguous(), tokens, right=True).clamp(max=cu_seqlens.shape[0] - 2)
+    return cu_seqlens[after], cu_seqlens[after + 1]
 
 
 def type_of(module: nn.Module) -> str | None:

@@ -85,16 +85,21 @@ def test_several_tokens_onto_a_cache(calls):
 
 
 def test_packed_documents(calls):
-    """Documents in one chunk are served."""
+    """The chunks of a document begin at its first token."""
     model = make_model("llama4")
     positions = torch.cat([torch.arange(n) for n in (3, 5)])[None]
     assert_same(model, make_ids(1, 8), position_ids=positions, use_cache=False)
     assert calls == {"rope_attention_varlen": 2}
-    positions = torch.cat([torch.arange(n) for n in (11, 9)])[None]
-    expected = run(unpatch_model(model), make_ids(1, 20), position_ids=positions, use_cache=False)[0]
-    with pytest.warns(UserWarning, match="in chunks that is bidirectional or packed"):
-        got = run(patch_model(model), make_ids(1, 20), position_ids=positions, use_cache=False)[0]
-    assert torch.equal(got, expected)
+    calls.clear()
+    rows = torch.stack([torch.cat([torch.arange(n) for n in lengths]) for lengths in ((11, 1, 13), (2, 23))])
+    ids = make_ids(2, 25)
+    if transformers.__version__ >= "5":
+        assert_same(model, ids, grad=True, position_ids=rows, use_cache=False)
+        assert calls == {"rope_attention": 1, "rope_attention_varlen": 1}
+    else:
+        expected = run(unpatch_model(model), ids, position_ids=rows, use_cache=False)[0]
+        with pytest.warns(UserWarning, match="packed sequences in chunks"):
+            assert torch.equal(run(patch_model(model), ids, position_ids=rows, use_cache=False)[0], expected)
 
 
 @torch.no_grad()
