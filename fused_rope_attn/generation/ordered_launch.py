@@ -67,7 +67,7 @@ class OrderedCall:
         options = {"num_warps": 4, **asserts, **(overlaps if cache.appends else {})}
         # Those of a unit's scores, and as many of its values if there are enough columns.
         self.most_programs = config.programs
-        programs = min(max(1, config.programs // units), most_tiles)
+        programs = min(max(1, config.programs // units), config.programs_of_head, most_tiles)
         shared |= {"programs": programs, "MOST_PROGRAMS": config.programs}
         queries = Launch(query_kernel, units, options, shared, q_strides=q.stride())
         if self.is_whole:
