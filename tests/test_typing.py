@@ -44,6 +44,14 @@ def of_{name}({parameters}) -> None:
     {call}({arguments}, unheard_of=True)  # error
     {call}({mistaken})  # error
 """
+# Those that take return_max_logit as well.
+MAX_LOGIT = """
+    assert_type({call}({arguments}, return_max_logit=False), torch.Tensor)
+    assert_type({call}({arguments}, return_max_logit=True), tuple[torch.Tensor, ...])
+    assert_type({call}({arguments}, return_lse=return_lse, return_max_logit=True), tuple[torch.Tensor, ...])
+    either = {call}({arguments}, return_lse=return_lse, return_max_logit=return_max_logit)
+    assert_type(either, torch.Tensor | tuple[torch.Tensor, ...])
+"""
 
 
 def calls() -> str:
@@ -56,11 +64,13 @@ def calls() -> str:
             if "return_lse" not in parameters or name.startswith("plan"):
                 continue
             typed = ", ".join(f"{parameter}: {parameters[parameter].annotation}" for parameter in parameters)
-            arguments = ", ".join(f"{parameter}={parameter}" for parameter in parameters if parameter != "return_lse")
+            asked = ("return_lse", "return_max_logit")
+            arguments = ", ".join(f"{parameter}={parameter}" for parameter in parameters if parameter not in asked)
             word = next(word for word in ("layout", "backend", "method") if word in parameters)
             mistaken = arguments.replace(f"{word}={word}", f'{word}="bnhd"')
             call = f"{module.__name__}.{name}"
-            code.append(CALLS.format(name=name, call=call, parameters=typed, arguments=arguments, mistaken=mistaken))
+            lines = CALLS + MAX_LOGIT if "return_max_logit" in parameters else CALLS
+            code.append(lines.format(name=name, call=call, parameters=typed, arguments=arguments, mistaken=mistaken))
     assert len(code) >= 5
     return "".join(code)
 

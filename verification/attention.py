@@ -32,6 +32,7 @@ class AttentionCheck(Call):
     hides_nan: bool = False  # NaN in keys that no query sees, and in queries that see none
     max_seqlens: tuple[int, int] | None = None  # of packed sequences; None: those of the longest
     deterministic: bool = False
+    return_max_logit: bool = False
     only: tuple[torch.dtype, ...] = ()  # the dtypes that the case makes sense in; empty: all
     wanted: tuple[str, ...] = (*TENSORS[:3], *WEIGHTS)
     variants: tuple[tuple[str, str], ...] = (("reference", "auto"),)
@@ -39,6 +40,10 @@ class AttentionCheck(Call):
     @property
     def function(self) -> str:
         return "rope_attention" if self.seqlens is None else "rope_attention_varlen"
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        return ("o", *["lse"] * self.return_lse, *["max_logit"] * self.return_max_logit)
 
     @property
     def longest(self) -> tuple[int, int]:
@@ -104,6 +109,7 @@ class AttentionCheck(Call):
             variant[1],
             packed=self.seqlens is not None,
             no_keys=self.len_k == 0,
+            max_logit=self.return_max_logit,
         )
         return planning.obstacle("hopper" if variant[0] == "hopper" else "triton", needs)
 
@@ -115,6 +121,8 @@ class AttentionCheck(Call):
             if heads is None or name[1:] in WEIGHTS:
                 return x
             own = 1 if name in ("k", "v", "dk", "dv") else group
+            if name == "max_logit" and case.seqlens is not None:
+                return torch.cat([x[:, :, h * own : (h + 1) * own] for _, h in heads])
             return torch.stack([x[b, h * own : (h + 1) * own] for b, h in heads])
 
         case, given = self, made.given
@@ -132,6 +140,8 @@ class AttentionCheck(Call):
         def run(dtype: torch.dtype | None) -> dict[str, Tensor]:
             results = testing.run_reference(inputs, case, dtype)
             found = dict(zip(results._fields, results)) | {f"d{x}": getattr(results, f"d{x}") for x in WEIGHTS}
+            max_logit = results.max_logit if case.seqlens is None else results.max_logit[None]
+            found |= {"max_logit": max_logit}
             return {name: x[None] if x.ndim == 1 else x for name, x in found.items() if x is not None}
 
         zero = functools.partial(testing.noise_of_zero, case=case, inputs=inputs)

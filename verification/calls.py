@@ -32,7 +32,7 @@ PARAMETERS = {name: tuple(inspect.signature(function).parameters) for name, func
 # Arguments that are fields of a call under the same name.
 _OPTIONS = (
     "causal", "softmax_scale", "interleaved", "window", "softcap", "norm_eps", "return_lse", "deterministic", "inverse",
-    "base",
+    "base", "return_max_logit",
 )  # fmt: skip
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -190,10 +190,11 @@ class References:
     def findings(self, label: str, name: str, x: Tensor) -> Iterator[Finding]:
         """Hold a whole result against float64. What is not compared must at least be written, and be numbers."""
         part = self.part(name, x)
-        dtype = torch.float32 if name == "lse" else self.judged(name)
+        is_row = name in ("lse", "max_logit")
+        dtype = torch.float32 if is_row else self.judged(name)
         is_right = (part.shape, x.dtype) == (self.exact[name].shape, dtype)
         yield Finding.that(label, f"form of {name}", is_right, f"{tuple(x.shape)}, {x.dtype}")
-        if part.numel() < x.numel() and name != "lse":
+        if part.numel() < x.numel() and not is_row:
             yield Finding.that(label, f"rest of {name}", bool(torch.isfinite(x).all()), "not finite everywhere")
         if self.may_be_nan:
             is_same = torch.equal(part.isnan(), self.exact[name].isnan())
@@ -334,7 +335,7 @@ class Call(testing.Case):
         return rearrange(x, " -> ".join(self._axes))
 
     def back(self, x: Tensor) -> Tensor:
-        """Undo ``as_passed``; a vector becomes one row, and lse (H, N) gets its batch."""
+        """Undo ``as_passed``; a vector becomes one row, and packed lse and max_logit, of two axes, get a batch."""
         if x.ndim == len(self.order):
             return rearrange(x, " -> ".join(reversed(self._axes)))
         return x[None] if x.ndim == 1 or self.order == "thd" else x

@@ -153,7 +153,7 @@ _TENSORS = (
 _BOUNDS = ("sinks", "kv_starts", "kv_lens", "cache_seqlens")
 _INTERVALS = ("query_starts", "query_ends")
 _NUMBERS = ("softmax_scale", "softcap", "base", "norm_eps", "norm_offset")
-_FLAGS = ("causal", "interleaved", "return_lse", "deterministic", "inverse", "cache_is_rotated")
+_FLAGS = ("causal", "interleaved", "return_lse", "return_max_logit", "deterministic", "inverse", "cache_is_rotated")
 _FUNCTIONS = (
     "rope_attention", "rope_attention_varlen", "rope_attention_with_kvcache", "apply_rope", "apply_rope_qk",
     "corope_attention", "rope_attention_mla", "rope_attention_mla_varlen",
@@ -337,8 +337,8 @@ class IllegalCheck:
 
 
 def nothing_comes_of(subject: str, function: Callable[..., Any], illegal: Arguments) -> Iterator[Finding]:
-    """State that packed attention with wrong cu_seqlens, on a GPU, leaves no memory as it was: o is 0, lse -inf,
-    gradients are 0. A rotation by such positions may be NaN, and has only to end."""
+    """State that packed attention with wrong cu_seqlens, on a GPU, leaves no memory as it was: o and gradients are 0,
+    lse and max_logit are -inf. A rotation by such positions may be NaN, and has only to end."""
     if _rotates(illegal):
         function(**illegal)
         torch.cuda.synchronize()
@@ -346,10 +346,13 @@ def nothing_comes_of(subject: str, function: Callable[..., Any], illegal: Argume
     names = [name for name in ("q", "k", "v", "q_rope", *PARTS) if name in illegal]
     leaves = {name: illegal[name].detach().requires_grad_() for name in names}
     with testing.poison_empty():
-        o, lse = function(**(illegal | leaves | {"return_lse": True}))
+        o, *maxima = function(**(illegal | leaves | {"return_lse": True}))
         found = {"o": o, **dict(zip(leaves, torch.autograd.grad(o, list(leaves.values()), torch.ones_like(o))))}
-    wrong = [name for name, x in found.items() if bool(x.any())] + ["lse"] * bool((lse != -math.inf).any())
-    yield Finding.that("refused", subject, not wrong, f"{', '.join(wrong)} must be 0 (lse -inf), and are not")
+    wrong = [name for name, x in found.items() if bool(x.any())]
+    wrong += [name for name, x in zip(("lse", "max_logit"), maxima) if bool((x != -math.inf).any())]
+    yield Finding.that(
+        "refused", subject, not wrong, f"{', '.join(wrong)} must be 0 (lse and max_logit -inf), and are not"
+    )
 
 
 # The names that a written call holds.

@@ -300,7 +300,8 @@ def _dense_prototype(draw: Draw, machine: Machine, **others: Any) -> AttentionCh
         weights |= {("hopper", "auto"): 5, ("hopper", "prepass"): 0.5, ("hopper", "inline"): 0.2}
     fields = {"memory": _memories(draw, _MEMORY, _MEMORY, _MEMORY, _GRADIENT)} | _masks(draw) | others
     fields |= {"variants": _variants(draw, machine, weights), "lse_gradient": chance(draw, 0.15)}
-    return _prototype(draw, AttentionCheck, machine, _OF_ATTENTION, **fields)
+    found = _prototype(draw, AttentionCheck, machine, _OF_ATTENTION, **fields)
+    return replace(found, return_max_logit=chance(draw, 0.2))
 
 
 def _packed_prototype(draw: Draw, machine: Machine) -> AttentionCheck:

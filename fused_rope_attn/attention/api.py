@@ -40,22 +40,36 @@ _DIFFERENTIABLE = ("q", "k", "v", "sinks", "q_norm", "k_norm", "q_nope", "k_nope
 @overload
 def rope_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, causal: bool = False, *,
-    return_lse: Literal[False] = False, **options: Unpack[AttentionOptions],
+    return_lse: Literal[False] = False, return_max_logit: Literal[False] = False, **options: Unpack[AttentionOptions],
 ) -> torch.Tensor: ...  # fmt: skip
 
 
 @overload
 def rope_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, causal: bool = False, *,
-    return_lse: Literal[True], **options: Unpack[AttentionOptions],
+    return_lse: Literal[True], return_max_logit: Literal[False] = False, **options: Unpack[AttentionOptions],
 ) -> tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
 
 
 @overload
 def rope_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, causal: bool = False, *,
-    return_lse: bool, **options: Unpack[AttentionOptions],
+    return_lse: bool, return_max_logit: Literal[False] = False, **options: Unpack[AttentionOptions],
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
+
+
+@overload
+def rope_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, causal: bool = False,
+    *, return_max_logit: Literal[True], return_lse: bool = False, **options: Unpack[AttentionOptions],
+) -> tuple[torch.Tensor, ...]: ...  # fmt: skip
+
+
+@overload
+def rope_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, causal: bool = False,
+    *, return_max_logit: bool, return_lse: bool = False, **options: Unpack[AttentionOptions],
+) -> torch.Tensor | tuple[torch.Tensor, ...]: ...  # fmt: skip
 
 
 @explain_keywords(ATTENTION)
@@ -87,7 +101,8 @@ def rope_attention(
     backend: Backend = "auto",
     strategy: Strategy = "auto",
     batch_invariant: bool = False,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    return_max_logit: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, ...]:
     """Attend with rotated queries over rotated keys, ``softmax(scale * rot(q) rot(k)^T) v``, differentiable.
 
     RoPE as in RoFormer (Su et al. 2021), attention as in FlashAttention-2 (Dao 2023). Key ``j`` is rotated by row ``j``
@@ -138,10 +153,14 @@ def rope_attention(
             cache. Gradients are deterministic then, and those of a sequence do not depend on the others. Within one
             backend, on one card with one PyTorch and one Triton. The reference, which CPU tensors take, promises
             nothing. See docs/guides/same-bits.md.
+        return_max_logit: also return the largest logit of each batch entry and head, for QK-clip: over all visible
+            pairs, times the scale and after the softcap, without sinks. Not differentiable, and the same bits in every
+            run; undefined if a visible logit is NaN.
 
     Returns:
-        o ``(B, HQ, NQ, D)`` in q's dtype, and with ``return_lse`` also lse ``(B, HQ, NQ)`` float32, natural log. A row
-        with no visible key has o = 0, lse = -inf and gradients 0.
+        o ``(B, HQ, NQ, D)`` in q's dtype. With ``return_lse`` lse ``(B, HQ, NQ)`` float32, natural log, follows, and
+        with ``return_max_logit`` max_logit ``(B, HQ)`` float32. A row with no visible key has o = 0, lse = -inf and
+        gradients 0. max_logit is -inf if no row sees a key.
 
     Raises:
         TypeError: wrong type or dtype.
@@ -155,26 +174,26 @@ def rope_attention(
     )
     # In the order of ``Options``, because a record would cost a known call 0.2 us.
     scores, norms = (softmax_scale, rotary_dim, interleaved, window, softcap), (norm_eps, norm_offset)
-    options = (causal, return_lse, *scores, *norms, deterministic, backend, strategy, batch_invariant)
+    kernels = (deterministic, backend, strategy, batch_invariant)
+    options = (causal, return_lse, *scores, *norms, *kernels, return_max_logit)
     known = None if eager is None else eager.find(tensors, layout, options)
     if known is not None:
         if layout == "bshd":
             tensors = tensors._replace(q=q.transpose(1, 2), k=k.transpose(1, 2), v=v.transpose(1, 2))
-        o, lse = known(tensors)
-        o = from_heads_first(o, layout)
-        return (o, lse) if return_lse else o
+        o, lse, max_logit = known(tensors)
+        return _asked_for(from_heads_first(o, layout), lse, max_logit, return_lse, return_max_logit)
     problem, described = _describe(tensors, Options(*options), layout)
-    o, lse = attend(problem, described, layout, return_lse)
+    o, lse, max_logit = attend(problem, described, layout, return_lse)
     if not torch.compiler.is_compiling() and (chosen := planning.choose_backend(problem)[0]) != "reference":
         eager.remember(tensors, layout, options, problem._replace(backend=chosen), described)
-    return (o, lse) if return_lse else o
+    return _asked_for(o, lse, max_logit, return_lse, return_max_logit)
 
 
 @overload
 def rope_attention_varlen(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor,
     cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor, max_seqlen_q: int, max_seqlen_k: int, causal: bool = False,
-    *, return_lse: Literal[False] = False, **options: Unpack[VarlenOptions],
+    *, return_lse: Literal[False] = False, return_max_logit: Literal[False] = False, **options: Unpack[VarlenOptions],
 ) -> torch.Tensor: ...  # fmt: skip
 
 
@@ -182,7 +201,7 @@ def rope_attention_varlen(
 def rope_attention_varlen(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor,
     cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor, max_seqlen_q: int, max_seqlen_k: int, causal: bool = False,
-    *, return_lse: Literal[True], **options: Unpack[VarlenOptions],
+    *, return_lse: Literal[True], return_max_logit: Literal[False] = False, **options: Unpack[VarlenOptions],
 ) -> tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
 
 
@@ -190,8 +209,24 @@ def rope_attention_varlen(
 def rope_attention_varlen(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor,
     cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor, max_seqlen_q: int, max_seqlen_k: int, causal: bool = False,
-    *, return_lse: bool, **options: Unpack[VarlenOptions],
+    *, return_lse: bool, return_max_logit: Literal[False] = False, **options: Unpack[VarlenOptions],
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
+
+
+@overload
+def rope_attention_varlen(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor,
+    cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor, max_seqlen_q: int, max_seqlen_k: int, causal: bool = False,
+    *, return_max_logit: Literal[True], return_lse: bool = False, **options: Unpack[VarlenOptions],
+) -> tuple[torch.Tensor, ...]: ...  # fmt: skip
+
+
+@overload
+def rope_attention_varlen(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor,
+    cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor, max_seqlen_q: int, max_seqlen_k: int, causal: bool = False,
+    *, return_max_logit: bool, return_lse: bool = False, **options: Unpack[VarlenOptions],
+) -> torch.Tensor | tuple[torch.Tensor, ...]: ...  # fmt: skip
 
 
 @explain_keywords(VARLEN)
@@ -223,7 +258,8 @@ def rope_attention_varlen(
     backend: Backend = "auto",
     strategy: Strategy = "auto",
     batch_invariant: bool = False,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    return_max_logit: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, ...]:
     """Attend as ``rope_attention`` does, within packed sequences: no padding, positions restart in each, no host sync.
 
     Sequences may be empty, and there may be thousands of them. Within a sequence of LQ queries and LK keys everything
@@ -247,15 +283,17 @@ def rope_attention_varlen(
     The other arguments, and the errors, are those of ``rope_attention``.
 
     Returns:
-        o ``(T_q, HQ, D)`` in q's dtype, and with ``return_lse`` also lse ``(HQ, T_q)`` float32, natural log.
+        o ``(T_q, HQ, D)`` in q's dtype. With ``return_lse`` lse ``(HQ, T_q)`` float32, natural log, follows, and with
+        ``return_max_logit`` max_logit ``(sequences, HQ)`` float32.
     """
     q, k, v = _packed(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     tensors = Tensors(q, k, v, cos, sin, sinks, None, None, cu_seqlens_q, cu_seqlens_k, q_norm, k_norm)
     scores, norms = (softmax_scale, rotary_dim, interleaved, window, softcap), (norm_eps, norm_offset)
-    options = Options(causal, return_lse, *scores, *norms, deterministic, backend, strategy, batch_invariant)
+    kernels = (deterministic, backend, strategy, batch_invariant)
+    options = Options(causal, return_lse, *scores, *norms, *kernels, return_max_logit)
     problem, tensors = _describe(tensors, options, "thd", (max_seqlen_q, max_seqlen_k), token_tables=token_tables)
-    o, lse = attend(problem, tensors, "thd", return_lse)
-    return (o, lse.squeeze(0)) if return_lse else o
+    o, lse, max_logit = attend(problem, tensors, "thd", return_lse)
+    return _asked_for(o, lse.squeeze(0), max_logit, return_lse, return_max_logit)
 
 
 def cu_seqlens_from_position_ids(
@@ -365,17 +403,24 @@ def _packed(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q: int, max_seqlen_k
 
 def attend(
     problem: Problem, tensors: Tensors, layout: str, return_lse: bool, function: str = "rope_attention"
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Run a described call by the backend that planning chooses; return (o in the layout, lse).
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Run a described call by the backend that planning chooses; return (o in the layout, lse, max_logit).
 
     function: the public function that messages about unsupported derivatives name.
     """
     chosen, _ = planning.choose_backend(problem)
     if chosen != "reference":
         chosen_problem = problem if chosen == problem.backend else problem._replace(backend=chosen)
-        o, lse = eager.attention(chosen_problem, tensors, return_lse)
-        return from_heads_first(o, layout), lse
+        o, lse, max_logit = eager.attention(chosen_problem, tensors, return_lse)
+        return from_heads_first(o, layout), lse, max_logit
     views = differentiable(function, [getattr(tensors, name) for name in _DIFFERENTIABLE])
     tensors = tensors._replace(**dict(zip(_DIFFERENTIABLE, views)))
-    o, lse = reference.attention(**arguments_by_name(_OF_ATTENTION, problem, tensors))
-    return from_heads_first(o, layout, contiguous=True), lse
+    o, lse, *more = reference.attention(**arguments_by_name(_OF_ATTENTION, problem, tensors))
+    return from_heads_first(o, layout, contiguous=True), lse, more[0] if more else None
+
+
+def _asked_for(o: Any, lse: Any, max_logit: Any, return_lse: bool, return_max_logit: bool) -> Any:
+    """Return o, or a tuple of o and the other results that the caller asked for."""
+    if return_max_logit:
+        return (o, lse, max_logit) if return_lse else (o, max_logit)
+    return (o, lse) if return_lse else o

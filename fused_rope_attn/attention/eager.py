@@ -30,7 +30,7 @@ _apply: Callable[..., Any] = apply_of(Attention)
 
 
 class EagerCall(DifferentiableCall):
-    """``call(tensors)`` is attention by the kernels, (o, lse), in ordinary eager mode.
+    """``call(tensors)`` is attention by the kernels, (o, lse, max_logit or None), in ordinary eager mode.
 
     Args:
         problem: as ``planning.choose_backend`` has admitted it to the kernels.
@@ -39,29 +39,29 @@ class EagerCall(DifferentiableCall):
         returns_lse: the caller gets lse, which then has a gradient.
     """
 
-    __slots__ = ("_is_known", "_returns_lse", "_forward", "_saving", "_backward")
+    __slots__ = ("_is_known", "_returns_more", "_forward", "_saving", "_backward")
 
     def __init__(self, problem: Problem, tensors: Tensors, is_known: bool = False, returns_lse: bool = True):
         super().__init__(problem, tensors)
         # A setting decides the precision of products in float32, and it may change between calls.
         self._is_known = is_known and problem.dtype is not torch.float32
-        self._returns_lse = returns_lse
+        self._returns_more = returns_lse or problem.return_max_logit
         self._forward: Replay | None = None
         self._saving: Replay | None = None
         # (guard of the tensors, replay)
         self._backward: tuple[Callable[..., bool], Replay] | None = None
 
-    def __call__(self, tensors: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
+    def __call__(self, tensors: Tensors) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         if ops.needs_gradient(tensors):
-            if self._returns_lse:
+            if self._returns_more:
                 return _apply(self, tensors, None, *self.differentiable(tensors))
             found: list[torch.Tensor] = []
-            return _apply(self, tensors, found, *self.differentiable(tensors)), found[0]
+            return _apply(self, tensors, found, *self.differentiable(tensors)), found[0], None
         results = None if self._forward is None else self._forward(tensors.given())
         if results is None:
             results, replay = self._run(tensors, saves_rotated=False)
             self._forward = replay
-        return results[0], results[1]
+        return results[0], results[1], results[4]
 
     def _run(self, tensors: Tensors, *, saves_rotated: bool) -> tuple[Outputs, Replay | None]:
         """Return (the results, the replay for the next call of this kind)."""
@@ -74,12 +74,12 @@ class EagerCall(DifferentiableCall):
         if results is None:
             results, replay = self._run(tensors, saves_rotated=True)
             self._saving = replay
-        o, lse, q_rot, k_rot = results
+        o, lse, q_rot, k_rot, max_logit = results
         if q_rot is None:
-            return Saved(o, lse, tensors)
+            return Saved(o, lse, tensors, max_logit=max_logit)
         if self.problem.has_norms:  # their gradient needs the caller's q and k
             tensors = tensors._replace(raw_q=tensors.q, raw_k=tensors.k)
-        return Saved(o, lse, tensors._replace(q=q_rot, k=k_rot), is_rotated=True)
+        return Saved(o, lse, tensors._replace(q=q_rot, k=k_rot), is_rotated=True, max_logit=max_logit)
 
     def backward(self, do: torch.Tensor, dlse: torch.Tensor | None, kept: Sequence, unpack: Unpack) -> Sequence:
         # With create_graph, or where dO has a tangent, the operator's own autograd must see the call, to refuse it.
@@ -100,9 +100,12 @@ class EagerCall(DifferentiableCall):
         return results
 
 
-def attention(problem: Problem, tensors: Tensors, returns_lse: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (o, lse) of a problem that ``planning.choose_backend`` has admitted to the kernels. returns_lse: lse has a
-    gradient.
+def attention(
+    problem: Problem, tensors: Tensors, returns_lse: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Return (o, lse, max_logit) of a problem that ``planning.choose_backend`` has admitted to the kernels.
+
+    returns_lse: lse has a gradient. max_logit is meaningful only if the problem asks for it.
 
     Tracing, fake tensors and modes see one operator. Ordinary calls skip the dispatcher.
     """

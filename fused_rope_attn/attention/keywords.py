@@ -108,6 +108,7 @@ _OF_LATENT: dict[str, tuple[str, str]] = {
     "k_norm": (ALONE, _NOT_LATENT),
     "strategy": (ALONE, "k_rope is always rotated once, leave it out"),
     "batch_invariant": (ALONE, _NOT_LATENT),
+    "return_max_logit": (ALONE, _NOT_LATENT),
 }
 LATENT = ATTENTION | _OF_LATENT
 PACKED_LATENT = VARLEN | _OF_LATENT

@@ -103,7 +103,7 @@ def rope_attention_mla(
     tensors = Tensors(**rows, cos=cos, sin=sin, kv_starts=kv_starts, kv_lens=kv_lens)
     options = _options(causal, return_lse, softmax_scale, interleaved, window, deterministic, backend)
     problem, tensors = _describe(tensors, options, layout)
-    o, lse = attend(problem, tensors, layout, return_lse, "rope_attention_mla")
+    o, lse, _ = attend(problem, tensors, layout, return_lse, "rope_attention_mla")
     return (o, lse) if return_lse else o
 
 
@@ -175,7 +175,7 @@ def rope_attention_mla_varlen(
     tensors = Tensors(**rows, cos=cos, sin=sin, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
     options = _options(causal, return_lse, softmax_scale, interleaved, window, deterministic, backend)
     problem, tensors = _describe(tensors, options, "thd", longest)
-    o, lse = attend(problem, tensors, "thd", return_lse, "rope_attention_mla_varlen")
+    o, lse, _ = attend(problem, tensors, "thd", return_lse, "rope_attention_mla_varlen")
     return (o, lse.squeeze(0)) if return_lse else o
 
 

@@ -146,8 +146,9 @@ def backward_by(plan: planning.Plan, problem: Problem, do: torch.Tensor, saved: 
 
 
 def _forward_impl(*arguments):
-    o, lse, _, _ = run_forward(*rebuild(*arguments))
-    return o, lse
+    results = run_forward(*rebuild(*arguments))
+    lacks = results.max_logit is None
+    return results.o, results.lse, results.lse.new_empty(0) if lacks else results.max_logit
 
 
 def _backward_impl(do, o, lse, *arguments):
@@ -170,7 +171,9 @@ def without_none(gradients: Gradients, do: torch.Tensor) -> Gradients:
 def _forward_fake(*arguments):
     problem, tensors = rebuild(*arguments)
     q = tensors.q
-    return like_input(q, problem.value_dim), q.new_empty(q.shape[:3], dtype=torch.float32)
+    shape = problem.max_logit_shape if problem.return_max_logit else (0,)
+    o, lse = like_input(q, problem.value_dim), q.new_empty(q.shape[:3], dtype=torch.float32)
+    return o, lse, lse.new_empty(shape)
 
 
 def backward_fake(do, o, lse, *arguments):
@@ -227,13 +230,14 @@ class DifferentiableCall:
 
     def backward(self, do: torch.Tensor, dlse: torch.Tensor | None, kept: Sequence, unpack: Unpack) -> Sequence:
         """Return ``Gradients`` through the dispatcher. kept: the tensors of a ``Saved``, which ``unpack`` returns."""
-        o, lse, tensors, is_rotated = unpack(kept)
+        o, lse, tensors, is_rotated, _ = unpack(kept)
         tensors = tensors._replace(dlse=dlse)
         return _backward_operator(is_rotated)(do, o, lse, *flatten(self.problem, tensors))
 
 
 class Attention(torch.autograd.Function):
-    """The gradient of attention. Its results are o and lse; with a list ``found`` o alone, and the list gets lse.
+    """The gradient of attention. Its results are o, lse and max_logit, which is None unless the call has one. With a
+    list ``found`` the result is o alone, and the list gets lse.
 
     Every further argument and result costs the host time, so that only those tensors that may have a gradient are
     arguments of their own, and lse is a result if the caller gets it.
@@ -249,12 +253,14 @@ class Attention(torch.autograd.Function):
         ctx.save_for_backward(saved.o, saved.lse, *given)
         ctx.set_materialize_grads(False)
         if found is None:
-            return saved.o, saved.lse
+            if saved.max_logit is not None:
+                ctx.mark_non_differentiable(saved.max_logit)
+            return saved.o, saved.lse, saved.max_logit
         found.append(saved.lse)
         return saved.o
 
     @staticmethod
-    def backward(ctx, do, dlse=None):
+    def backward(ctx, do, dlse=None, _=None):
         if do is None and dlse is None:
             return (None,) * len(ctx.needs_input_grad)
         kept = ctx.saved_tensors
@@ -287,8 +293,8 @@ class _OperatorCall(DifferentiableCall):
         self._keyset = keyset
 
     def forward(self, tensors: Tensors) -> Saved:
-        o, lse = forward_operator.below_function(self._keyset, *flatten(self.problem, tensors))
-        return Saved(o, lse, tensors)
+        o, lse, max_logit = forward_operator.below_function(self._keyset, *flatten(self.problem, tensors))
+        return Saved(o, lse, tensors, max_logit=max_logit)
 
 
 def _forward_autograd(keyset, *arguments):
@@ -299,9 +305,9 @@ def _forward_autograd(keyset, *arguments):
     return forward_operator.below_autograd(keyset, *arguments)
 
 
-# backend="auto" is resolved inside the operators.
+# backend="auto" is resolved inside the operators. The last result is max_logit, empty unless the call asks for it.
 forward_operator = Operator(
-    f"attention_forward({SCHEMA}) -> (Tensor, Tensor)",
+    f"attention_forward({SCHEMA}) -> (Tensor, Tensor, Tensor)",
     run=_forward_impl,
     fake=_forward_fake,
     function="rope_attention",

@@ -57,8 +57,9 @@ class Needs(NamedTuple):
 
     None of them depends on lengths that vary within a traced graph. packed: the call has packed sequences.
     cached: it is a generation step. no_keys: K has no rows. batch_invariant: the option. token_tables: row t of the
-    tables belongs to packed token t. nope_dim and value_dim: as in ``Problem``, None except in multi-head latent
-    attention, where head_dim is that of q_rope. positive_scale: that softmax_scale is above 0, read there alone.
+    tables belongs to packed token t. max_logit: the option return_max_logit. nope_dim and value_dim: as in ``Problem``,
+    None except in multi-head latent attention, where head_dim is that of q_rope. positive_scale: that softmax_scale is
+    above 0, read there alone.
     """
 
     arch: str
@@ -70,6 +71,7 @@ class Needs(NamedTuple):
     no_keys: bool = False
     batch_invariant: bool = False
     token_tables: bool = False
+    max_logit: bool = False
     nope_dim: int | None = None
     value_dim: int | None = None
     positive_scale: bool = True
@@ -144,6 +146,10 @@ def _portable_machine_obstacle(arch: str) -> Obstacle | None:
 def _hopper_obstacle(needs: Needs) -> Obstacle | None:
     if needs.token_tables:
         return NotImplementedError, "token_tables is not served by backend='hopper' yet, but by the portable kernels"
+    if needs.max_logit:
+        return NotImplementedError, (
+            "return_max_logit is not served by backend='hopper' yet, but by the portable kernels"
+        )
     if needs.strategy == "inline":
         return NotImplementedError, "strategy must be 'auto' or 'prepass' for backend='hopper', but is 'inline'"
     if needs.no_keys:
@@ -167,6 +173,7 @@ def _needs(problem: Problem, arch: str, **lengths: bool) -> Needs:
     options: dict[str, Any] = {
         "batch_invariant": problem.batch_invariant,
         "token_tables": problem.token_tables,
+        "max_logit": problem.return_max_logit,
     }
     if problem.nope_dim is not None:
         options |= {"nope_dim": problem.nope_dim, "value_dim": problem.value_dim}
@@ -302,7 +309,8 @@ def _plan(
         # Backward has a pre-process anyway, so rotating there costs no launch.
         strategy, backward_strategy = "prepass", "prepass"
         why = "K is rotated once instead of once per query block"
-        if work < configs.TWO_LAUNCHES and not forward[0] and not needs.batch_invariant:
+        # max_logit needs a launch that fills it in any case.
+        if work < configs.TWO_LAUNCHES and not (forward[0] or needs.batch_invariant or needs.max_logit):
             strategy, why = "inline", "so little work that one launch less is worth rotating K in the loop"
             if portable_configs.backward(*portable, "inline", *portable_shape).one_launch:
                 backward_strategy = "inline"

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ class Rotate:
         counter: the call also zeroes an int32 word, in which the next launch counts.
         tile_rows: rows of a tile of queries. If they are packed, the launch that rotates k also describes each tile, in
             the words after the counter; counter and descriptions are ``counter_size`` words.
+        max_logit: the call also sets the numbers of max_logit to -inf.
         overlaps: the launch may begin while the one before it still runs. That one must not write this one's inputs.
     """
 
@@ -41,6 +43,7 @@ class Rotate:
         in_tiles: bool = False,
         counter: bool = False,
         tile_rows: int = 0,
+        max_logit: bool = False,
         overlaps: bool = False,
     ):
         self.name, of_queries = name, name == "q"
@@ -66,6 +69,7 @@ class Rotate:
             N=length,
             NQ=problem.len_q if self.describes_tiles else None,
             NK=problem.len_k if of_queries else None,
+            num_maxima=math.prod(problem.max_logit_shape) if max_logit else None,
             ZERO_COUNTER=counter,
             TILE_ROWS=tile_rows if self.describes_tiles else 0,
             HEADS=chunk,
@@ -77,10 +81,17 @@ class Rotate:
             PDL=config.pdl,
         )
 
-    def __call__(self, stream: int, tensors: Tensors, counter: torch.Tensor | None = None) -> torch.Tensor:
+    def __call__(
+        self,
+        stream: int,
+        tensors: Tensors,
+        counter: torch.Tensor | None = None,
+        max_logit: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         x = getattr(tensors, self.name)
         out = torch.empty_strided(self.shape, self.strides, dtype=x.dtype, device=x.device)
-        given = shared_tensors(tensors, x_ptr=x, out_ptr=out, norm_ptr=getattr(tensors, f"{self.name}_norm"))
+        norm = getattr(tensors, f"{self.name}_norm")
+        given = shared_tensors(tensors, x_ptr=x, out_ptr=out, norm_ptr=norm, max_logit_ptr=max_logit)
         cu_q, cu_k = tensors.cu_seqlens_q, tensors.cu_seqlens_k
         if self.name == "q":
             self.launch(stream, given, counter_ptr=None, cu_ptr=cu_q, cu_q_ptr=None)

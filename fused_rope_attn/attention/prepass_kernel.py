@@ -83,10 +83,19 @@ def rotate_heads(x, out, rotation, start, q_offset, sign, first_head, last_head,
         store_tile(rows_of_head(out, head), pack_pairs(first, second), offs)
 
 
-@triton.jit(do_not_specialize=["H", "N", "num_sequences", "position_limit", "NQ", "NK"])
+@triton.jit
+def fill_minus_infinity(ptr, length, BLOCK: tl.constexpr):
+    """Set ``length`` float32 at ``ptr`` to -inf; each program of the grid sets its part."""
+    for start in range(tl.program_id(0) * BLOCK, length, tl.num_programs(0) * BLOCK):
+        offs = start + tl.arange(0, BLOCK)
+        tl.store(ptr + offs, float("-inf"), mask=offs < length)
+
+
+@triton.jit(do_not_specialize=["H", "N", "num_sequences", "position_limit", "NQ", "NK", "num_maxima"])
 def rotate_kernel(
-    x_ptr, out_ptr, cos_ptr, sin_ptr, norm_ptr, counter_ptr, lens_ptr, cu_ptr, cu_q_ptr, cu_k_ptr, x_strides,
-    out_strides, cos_strides, sin_strides, sign, norm_eps, norm_offset, H, N, num_sequences, position_limit, NQ, NK,
+    x_ptr, out_ptr, cos_ptr, sin_ptr, norm_ptr, counter_ptr, max_logit_ptr, lens_ptr, cu_ptr, cu_q_ptr, cu_k_ptr,
+    x_strides, out_strides, cos_strides, sin_strides, sign, norm_eps, norm_offset, H, N, num_sequences, position_limit,
+    NQ, NK, num_maxima,
     ZERO_COUNTER: tl.constexpr, TILE_ROWS: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, R: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, INTERLEAVED: tl.constexpr, USE_INT64_OFFSETS: tl.constexpr,
     TOKEN_TABLES: tl.constexpr, END_AFTER_PREVIOUS_LAUNCH: tl.constexpr, PAD_TO: tl.constexpr, PDL: tl.constexpr,
@@ -102,6 +111,8 @@ def rotate_kernel(
     ZERO_COUNTER: set the word at ``counter`` to zero, because the next launch counts in it. With cu_q, the same as cu
     for NQ queries, a table of the queries' tiles of TILE_ROWS rows (``describe_tiles``) follows TILE_WORDS words later.
 
+    max_logit: num_maxima float32 that become -inf, because the next launch raises them; or both are None.
+
     TOKEN_TABLES: row t of the tables belongs to packed key t.
 
     PAD_TO: packed rows of out are padded as ``sequence_rows`` says, with zeros.
@@ -113,6 +124,8 @@ def rotate_kernel(
     if ZERO_COUNTER:
         if tl.program_id(0) == 0:
             tl.store(counter_ptr, 0)
+    if max_logit_ptr is not None:
+        fill_minus_infinity(max_logit_ptr, num_maxima, BLOCK=128)
     if cu_q_ptr is not None:
         describe_tiles(counter_ptr + TILE_WORDS, cu_q_ptr, cu_ptr, num_sequences, NQ, N, TILE_ROWS, TILE_WORDS)
     # Last head first, because the attention kernel begins with the first ones: their keys are then still in the L2.

@@ -77,16 +77,18 @@ class Saving(enum.Enum):
 
 
 class Outputs(NamedTuple):
-    """The results of a forward pass: o like q with v's columns, lse ``(B, HQ, NQ)``, and rotated copies if saved.
+    """The results of a forward pass: o like q with v's columns, lse ``(B, HQ, NQ)``, and others that were asked for.
 
     q_rot ``(B, HQ, NQ, D)`` and k_rot ``(B, HKV, NK, D)``, contiguous, are the operands of Q K^T: normed, rotated, in
     pair order, q times the sign of softmax_scale. With ``Saving.TILES`` q_rot has ``arguments.padded_rows`` rows.
+    max_logit: float32, of ``Problem.max_logit_shape``.
     """
 
     o: Any
     lse: Any
     q_rot: Any = None
     k_rot: Any = None
+    max_logit: Any = None
 
 
 class Gradients(NamedTuple):
@@ -106,13 +108,14 @@ class Saved(NamedTuple):
     """The tensors that a forward pass keeps for backward: its results and its inputs.
 
     is_rotated: q and k are the forward pass's ``q_rot`` and ``k_rot``. If there are norms, ``tensors.raw_q`` and
-    ``raw_k`` are the caller's q and k.
+    ``raw_k`` are the caller's q and k. max_logit: a result that backward does not need.
     """
 
     o: Any
     lse: Any
     tensors: Tensors
     is_rotated: bool = False
+    max_logit: Any = None
 
 
 def split_outputs(tensors: Sequence[Any], count: int) -> tuple[Tensors, tuple]:
@@ -185,6 +188,7 @@ class Problem(NamedTuple):
     backend: str = "auto"
     strategy: str = "auto"
     batch_invariant: bool = False
+    return_max_logit: bool = False
 
     @property
     def group_size(self) -> int:
@@ -199,6 +203,11 @@ class Problem(NamedTuple):
     def score_dim(self) -> int:
         """Columns of q and k that a score sums over."""
         return self.head_dim + (self.nope_dim or 0)
+
+    @property
+    def max_logit_shape(self) -> tuple[int, int]:
+        """Shape of max_logit: batch entries, or packed sequences, and query heads."""
+        return (self.batch if self.sequences is None else self.sequences, self.heads_q)
 
     @property
     def has_norms(self) -> bool:

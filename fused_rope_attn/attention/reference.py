@@ -185,12 +185,14 @@ def attend(
     sinks: Tensor | None = None,
     sees: Tensor | None = None,
     apart: bool = False,
-) -> tuple[Tensor, Tensor]:
+    return_max_logit: bool = False,
+) -> tuple[Tensor, ...]:
     """Attend with rotated q (B, HQ, NQ, D) over rotated k and v (B, HKV, NK, D), keys [low, high) (1|B, NQ).
 
     sees (1|B, NQ, NK): the pairs of `in_intervals`, None for all; low >= high for rows that see no key with it.
 
-    Return o (B, HQ, NQ, D) in q's dtype and lse (B, HQ, NQ), float32 (float64 for float64 q).
+    Return o (B, HQ, NQ, D) in q's dtype and lse (B, HQ, NQ), float32 (float64 for float64 q); with `return_max_logit`
+    also the largest visible logit of each row, like lse, without a gradient.
     Products are taken in the input dtype, the softmax in float32. K and V are not expanded to HQ heads: the query heads
     of a group are folded into the rows.
 
@@ -218,8 +220,10 @@ def attend(
         scores = rearrange(scores, "b h (g n) m -> b (h g) n m", **rows)
         if softcap:
             scores = softcap * torch.tanh(scores / softcap)
+        scores = scores.masked_fill(~visible, float("-inf"))
+        row_max = largest(scores.detach()) if return_max_logit else None
         # Dead rows get finite scores, so that the softmax and its gradient stay finite; their weights are zeroed below.
-        scores = scores.masked_fill(~visible, float("-inf")).masked_fill(dead, 0.0)
+        scores = scores.masked_fill(dead, 0.0)
         if sinks is not None:
             logit = rearrange(sinks.to(softmax_dtype), "h -> 1 h 1 1").expand(q.shape[0], -1, len_q, 1)
             scores = torch.cat((scores, logit), dim=-1)
@@ -230,7 +234,26 @@ def attend(
         o = rearrange(o, "b h (g n) d -> b (h g) n d", **rows)
     o = o.masked_fill(dead, 0)  # also stops a NaN in `do` of a dead row
     lse = torch.logsumexp(scores, dim=-1).masked_fill(dead.squeeze(-1), float("-inf"))
-    return o, lse
+    return (o, lse) if row_max is None else (o, lse, row_max)
+
+
+def largest(x: Tensor) -> Tensor:
+    """Return the largest element along the last axis, -inf if it is empty."""
+    return x.amax(-1) if x.shape[-1] else x.new_full(x.shape[:-1], float("-inf"))
+
+
+def largest_of_sequences(x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+    """Return the largest element of x (B, HQ, N) along N, (B, HQ).
+
+    With cu_seqlens (sequences + 1,) B is 1, and the result is that of each packed sequence, (sequences, HQ).
+    """
+    if cu_seqlens is None:
+        return largest(x)
+    sequences = cu_seqlens.shape[0] - 1
+    # Rows after the last sequence belong to one more, which is dropped.
+    sequence = (torch.searchsorted(cu_seqlens, torch.arange(x.shape[2], device=x.device), right=True) - 1).clamp(min=0)
+    most = x.new_full((x.shape[1], sequences + 1), float("-inf"))
+    return most.scatter_reduce(1, sequence.expand(x.shape[1], -1), x[0], "amax")[:, :sequences].T.contiguous()
 
 
 def attention(
@@ -260,7 +283,8 @@ def attention(
     token_tables: bool = False,
     q_nope: Tensor | None = None,
     k_nope: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+    return_max_logit: bool = False,
+) -> tuple[Tensor, ...]:
     """Compute rotary attention in eager PyTorch. Arguments as in `fused_rope_attn.rope_attention`, already validated.
 
     q (B, HQ, NQ, D), k and v (B, HKV, NK, D), any floating dtype; cos and sin in any form of `normalise_tables`.
@@ -280,6 +304,9 @@ def attention(
     `q_nope` (B, H, NQ, DN) and `k_nope` (B, H, NK, DN), both or neither: multi-head latent attention, with q (B, H, NQ,
     R), k (B, 1, NK, R) and v and o of DV columns. The rotated columns are appended to these, and k is expanded to all
     heads, because DeepSeek V2's own code does so.
+
+    `return_max_logit`: also return the largest visible logit of each batch entry, or packed sequence, and head, (B |
+    sequences, HQ), in lse's dtype, without the sink and without a gradient.
     """
     len_q, len_k = q.shape[2], k.shape[2]
     cos, sin = normalise_tables(cos, sin, rotary_dim, interleaved)
@@ -313,7 +340,10 @@ def attention(
         q_rot = torch.cat((q_nope, q_rot), -1)
         k_rot = torch.cat((k_nope, k_rot.expand(-1, k_nope.shape[1], -1, -1)), -1)
     scores: dict[str, Any] = {"softmax_scale": softmax_scale, "softcap": softcap, "sinks": sinks}
-    return attend(q_rot, k_rot, v, low, high, **scores, sees=sees, apart=cu_seqlens_q is not None)
+    apart = cu_seqlens_q is not None
+    scores["return_max_logit"] = return_max_logit
+    o, lse, *row_max = attend(q_rot, k_rot, v, low, high, **scores, sees=sees, apart=apart)
+    return (o, lse, *(largest_of_sequences(x, cu_seqlens_q) for x in row_max))
 
 
 def norm_rotate(

@@ -75,4 +75,5 @@ def _recording() -> Iterator[None]:
 
 
 def _reference(problem: Problem, tensors: Tensors) -> tuple[Tensor, Tensor]:
-    return reference.attention(**arguments_by_name(_OF_ATTENTION, problem, tensors))
+    o, lse = reference.attention(**arguments_by_name(_OF_ATTENTION, problem, tensors))
+    return o, lse

@@ -19,4 +19,5 @@ KVCACHE = ATTENTION | {
     "kv_lens": ("rope_attention's", "use cache_seqlens"),
     "strategy": ("rope_attention's", _CHOICE),
     "deterministic": ("rope_attention's", "the step has no gradient, and gives the same bits in every run"),
+    "return_max_logit": ("rope_attention's", "clipping by the largest logit is for training, leave it out"),
 }

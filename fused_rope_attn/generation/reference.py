@@ -224,4 +224,5 @@ def attention_with_kvcache(
     keys, values = (x.masked_fill(absent[:, None, :, None], 0) for x in (keys, values))
     if not cache_is_rotated:
         keys = rotate(keys, cos[:, None, :capacity], sin[:, None, :capacity], interleaved=interleaved)
-    return attend(q_rot, keys, values, low, high, softmax_scale=softmax_scale, softcap=softcap, sinks=sinks)
+    o, lse = attend(q_rot, keys, values, low, high, softmax_scale=softmax_scale, softcap=softcap, sinks=sinks)
+    return o, lse

@@ -89,6 +89,16 @@ def finish_sums(row_max, row_sum, sink):
 
 
 @triton.jit
+def raise_max_logit(ptr, row_max, exists):
+    """Raise the float32 at ``ptr`` to the largest natural logit of rows that ``exist``, of base-2 row_max (rows,).
+
+    The bits do not depend on the order in which programs do so.
+    """
+    highest = tl.max(tl.where(exists, row_max, float("-inf")), 0)
+    tl.atomic_max(ptr, highest * LN2, sem="relaxed")
+
+
+@triton.jit
 def log_sum_exp(seen, row_max, divisor):
     """Return lse (rows,), the natural logarithm, from the results of ``finish_sums``; -inf if a row saw no key."""
     return tl.where(seen, (row_max + tl.math.log2(divisor)) * LN2, float("-inf"))

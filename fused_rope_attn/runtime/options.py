@@ -141,6 +141,9 @@ class _EveryCall(TypedDict, total=False):
 class CallOptions(_EveryCall, AttentionOptions, total=False):
     """The table of attention: everything that a caller of ``rope_attention`` can choose."""
 
+    # It decides the type of the result, so that overloads spell it out too.
+    return_max_logit: Annotated[bool, Option(False, checks.check_bool, None, "bool")]
+
 
 class StepOptions(ScoreOptions, total=False):
     """Options of ``rope_attention_with_kvcache``."""

@@ -25,11 +25,12 @@ class _Results(NamedTuple):
 
 class Results(_Results):
     """Outputs and gradients; the gradients are None where they were not asked for, those of sinks and of the norms'
-    weights also where the case has none."""
+    weights also where the case has none. max_logit is None where an operator was not asked for it."""
 
     dsinks: Tensor | None = None
     dq_norm: Tensor | None = None
     dk_norm: Tensor | None = None
+    max_logit: Tensor | None = None
 
 
 def run_reference(inputs: Inputs, case: Case, dtype: torch.dtype | None = None) -> Results:
@@ -52,6 +53,7 @@ def run_reference(inputs: Inputs, case: Case, dtype: torch.dtype | None = None) 
     o, dq = (torch.zeros(q.shape, dtype=dtype, device=q.device) for _ in range(2))
     dk, dv = (torch.zeros(k.shape, dtype=dtype, device=q.device) for _ in range(2))
     lse = torch.zeros(q.shape[:3], dtype=lse_dtype, device=q.device)
+    max_logit = torch.zeros(q.shape[:2], dtype=lse_dtype, device=q.device)
     masks = masks_of(case, q.device)
     dsinks = torch.zeros(case.heads_q, dtype=lse_dtype, device=q.device)
     weights = _weights(case, q.device, lse_dtype)
@@ -75,7 +77,7 @@ def run_reference(inputs: Inputs, case: Case, dtype: torch.dtype | None = None) 
             part["dlse"] = None if inputs.dlse is None else inputs.dlse[qs].to(lse_dtype)
             if case.sinks:
                 part["sinks"] = masks["sinks"][qs[1]].to(lse_dtype)
-            o[qs], lse[qs], dq[qs], dk[kv], dv[kv], dsinks_part, *dweights_part = _reference_heads(
+            o[qs], lse[qs], dq[qs], dk[kv], dv[kv], max_logit[qs], dsinks_part, *dweights_part = _reference_heads(
                 q_block, k_block, v_block, do_block, cos[table], sin[table], case, rows, weights, **part
             )
             for whole, of_part in zip(dweights, dweights_part):
@@ -83,6 +85,7 @@ def run_reference(inputs: Inputs, case: Case, dtype: torch.dtype | None = None) 
             if dsinks_part is not None:
                 dsinks[qs[1]] += dsinks_part
     results = Results(o, lse, dq, dk, dv)
+    results.max_logit = max_logit
     results.dsinks = dsinks if case.sinks else None
     if weights:
         results.dq_norm, results.dk_norm = (x if wide else x.to(case.norm_dtype) for x in dweights)
@@ -102,10 +105,11 @@ def _reference_packed(inputs: Inputs, case: Case, seqlens: tuple[tuple[int, int]
     o, dq = (torch.zeros(q.shape, dtype=dtype, device=q.device) for _ in range(2))
     dk, dv = (torch.zeros(k.shape, dtype=dtype, device=q.device) for _ in range(2))
     lse = torch.full(q.shape[:3], -math.inf, dtype=lse_dtype, device=q.device)
+    max_logit = torch.full((len(seqlens), case.heads_q), -math.inf, dtype=lse_dtype, device=q.device)
     dsinks = torch.zeros(case.heads_q, dtype=lse_dtype, device=q.device)
     dweights = [torch.zeros_like(weight) for weight in _weights(case, q.device, lse_dtype)]
     first_q = first_k = 0
-    for len_q, len_k in seqlens:
+    for sequence, (len_q, len_k) in enumerate(seqlens):
         if len_q == len_k == 0:  # there may be thousands
             continue
         # Lengths on the device: queries before position 0 see nothing, causal or not.
@@ -118,12 +122,14 @@ def _reference_packed(inputs: Inputs, case: Case, seqlens: tuple[tuple[int, int]
         part = run_reference(part_inputs, one, dtype)
         for whole, x, rows in zip((o, lse, dq, dk, dv), part, (rows_q, rows_q, rows_q, rows_k, rows_k)):
             whole[:, :, rows] = cast(Tensor, x)
+        max_logit[sequence] = cast(Tensor, part.max_logit)[0]
         if part.dsinks is not None:
             dsinks += part.dsinks
         for whole_weight, of_part in zip(dweights, (part.dq_norm, part.dk_norm)):
             whole_weight += cast(Tensor, of_part)
         first_q, first_k = first_q + len_q, first_k + len_k
     results = Results(o, lse, dq, dk, dv)
+    results.max_logit = max_logit
     results.dsinks = dsinks if case.sinks else None
     if dweights:
         results.dq_norm, results.dk_norm = (x if dtype == torch.float64 else x.to(case.norm_dtype) for x in dweights)
@@ -146,8 +152,8 @@ def _reference_heads(
     query_ends: Tensor | None = None,
     **bounds: Tensor | None,
 ) -> tuple[Any, ...]:
-    """`reference.attention` and its gradients for a few heads, `rows` queries at a time: o, lse, dq, dk, dv, dsinks or
-    None, and where there are ``weights`` of norms, in the dtype of sums, theirs."""
+    """`reference.attention` and its gradients for a few heads, `rows` queries at a time: o, lse, dq, dk, dv, max_logit,
+    dsinks or None, and where there are ``weights`` of norms, in the dtype of sums, theirs."""
     with torch.enable_grad():
         q, k = q.requires_grad_(), k.requires_grad_()
         position, low, high = reference.visible_range(
@@ -179,10 +185,11 @@ def _reference_heads(
             dsinks = torch.zeros_like(sinks)
         o, dq_rot = torch.zeros_like(q, requires_grad=False), torch.zeros_like(q, requires_grad=False)
         lse = torch.zeros(q.shape[:3], device=q.device, dtype=sum_dtype)
+        max_logit = lse.new_full(q.shape[:2], -math.inf)
         dk_rot, dv = (torch.zeros(k.shape, dtype=sum_dtype, device=k.device) for _ in range(2))
         for start in range(0, case.len_q, rows):
             part = slice(start, start + rows)
-            o_part, lse_part = reference.attend(
+            o_part, lse_part, row_max = reference.attend(
                 leaves[0][:, :, part],
                 leaves[1],
                 leaves[2],
@@ -192,7 +199,9 @@ def _reference_heads(
                 softcap=case.softcap,
                 sinks=leaves[3] if sinks is not None else None,
                 sees=None if sees is None else sees[:, part],
+                return_max_logit=True,
             )
+            max_logit = torch.maximum(max_logit, reference.largest(row_max))
             outputs, upstream = [o_part], [do[:, :, part]]
             if dlse is not None:
                 outputs, upstream = [*outputs, lse_part], [*upstream, dlse[:, :, part]]
@@ -204,7 +213,7 @@ def _reference_heads(
             dk_rot += dk_part
             dv += dv_part
         dq, dk, *dweights = torch.autograd.grad((q_rot, k_rot), (q, k, *weights), (dq_rot, dk_rot.to(k.dtype)))
-    return o, lse, dq, dk, dv, dsinks, *dweights
+    return o, lse, dq, dk, dv, max_logit, dsinks, *dweights
 
 
 def run_op(
@@ -215,8 +224,10 @@ def run_op(
     strategy: str = "auto",
     deterministic: bool = False,
     grads: bool = True,
+    max_logit: bool = False,
 ) -> Results:
-    """`fused_rope_attn.rope_attention` on the inputs in their memory layout, with gradients unless `grads` is False."""
+    """`fused_rope_attn.rope_attention` on the inputs in their memory layout, with gradients unless `grads` is False,
+    and its largest logits if `max_logit` is True."""
     import fused_rope_attn  # here, so that inputs and references need the reference only
 
     q, k, v = (x.detach().requires_grad_(grads) for x in (inputs.q, inputs.k, inputs.v))
@@ -228,6 +239,7 @@ def run_op(
         "rotary_dim": case.rotary_dim,
         "interleaved": case.interleaved,
         "return_lse": True,
+        "return_max_logit": max_logit,
         "deterministic": deterministic,
         "backend": backend,
         "strategy": strategy,
@@ -238,7 +250,7 @@ def run_op(
         with warnings.catch_warnings():
             # A case that has more queries than keys has them on purpose.
             warnings.filterwarnings("ignore", "q .* positions and k", UserWarning)
-            o, lse = fused_rope_attn.rope_attention(q, k, v, inputs.cos, inputs.sin, case.causal, **options)
+            o, lse, *more = fused_rope_attn.rope_attention(q, k, v, inputs.cos, inputs.sin, case.causal, **options)
     else:
         q_packed, k_packed, v_packed = (x[0].transpose(0, 1) for x in (q, k, v))
         lengths = torch.tensor(case.seqlens, dtype=torch.int32).reshape(-1, 2)
@@ -246,7 +258,7 @@ def run_op(
         max_seqlen_q, max_seqlen_k = (max((n[i] for n in case.seqlens), default=0) for i in range(2))
         for name in ("kv_starts", "kv_lens", "query_starts", "query_ends"):
             del options[name]
-        o, lse = fused_rope_attn.rope_attention_varlen(
+        o, lse, *more = fused_rope_attn.rope_attention_varlen(
             q_packed,
             k_packed,
             v_packed,
@@ -261,12 +273,15 @@ def run_op(
         )
         o, lse = o.transpose(0, 1).unsqueeze(0), lse.unsqueeze(0)
     if not grads:
-        return Results(o, lse)
+        results = Results(o, lse)
+        results.max_logit = more[0] if more else None
+        return results
     outputs, upstream = [o], [inputs.do]
     if inputs.dlse is not None:
         outputs, upstream = [o, lse], [inputs.do, inputs.dlse]
     dq, dk, dv, *dweights = torch.autograd.grad(outputs, (q, k, v, *weights.values()), upstream)
     results = Results(o.detach(), lse.detach(), dq, dk, dv)
+    results.max_logit = more[0] if more else None
     for name, gradient in zip(weights, dweights):
         setattr(results, name, gradient)
     return results

@@ -50,7 +50,8 @@ def compare(
     draws: Callable[[], Iterable[Tensor]] | None = None,
     zero: float = 1.0,
 ) -> Comparison:
-    """Hold `out` against the contract's tolerance. `name` "lse" gets lse's rule, anything else the rules on rows.
+    """Hold `out` against the contract's tolerance. `name` "lse" or "max_logit" gets lse's rule, others the rules on
+    rows.
 
     `ref64` float64, `eager` in the input dtype `dtype`, all of one shape (..., N, D), or (...) for lse. What is not
     finite never passes, except an infinity of lse that float64 has too.
@@ -81,7 +82,7 @@ def compare(
         )
     if ref64.numel() == 0:
         return Comparison(name, 0.0, 0.0, 0.0, 0.0, True, "empty")
-    if name == "lse":
+    if name in ("lse", "max_logit"):
         return _compare_lse(name, out, ref64, eager, draws)
 
     eager_error, eager_row = _eager_errors(eager, ref64)

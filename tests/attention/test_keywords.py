@@ -123,7 +123,7 @@ def test_signatures_are_the_functions_own():
     names = (
         "q k v cos sin causal softmax_scale rotary_dim interleaved window softcap sinks kv_starts kv_lens "
         "q_norm k_norm norm_eps norm_offset query_starts query_ends layout return_lse deterministic "
-        "backend strategy batch_invariant"
+        "backend strategy batch_invariant return_max_logit"
     )
     assert list(inspect.signature(package.rope_attention).parameters) == names.split()
 

@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from fused_rope_attn import rope_attention
 from fused_rope_attn.testing import Case, make_inputs, run_op
 from tests.support.attention import leaves
-from tests.support.internals import ARGUMENT_OF_SINKS, OPERATORS, operator_arguments
+from tests.support.internals import ARGUMENT_OF_MAX_LOGIT, ARGUMENT_OF_SINKS, OPERATORS, operator_arguments
 from tests.support.marks import both_strategies, interpreted
 from tests.support.operators import MASKS, SMALL, Record
 
@@ -25,7 +25,7 @@ def test_opcheck(layout, full_width, strategy):
     inputs = make_inputs(case)
     arguments = operator_arguments(inputs, case, strategy=strategy)
     forward, backward = OPERATORS.attention_forward.default, OPERATORS.attention_backward.default
-    o, lse = forward(*arguments)
+    o, lse, _ = forward(*arguments)
     torch.library.opcheck(forward, arguments)
     torch.library.opcheck(forward, (*leaves(inputs), *arguments[3:]), test_utils="test_aot_dispatch_dynamic")
     torch.library.opcheck(backward, (inputs.do, o, lse, *arguments))
@@ -66,8 +66,10 @@ def test_opcheck_with_masks(names, strategy):
     case = replace(SMALL, **{name: masks[name] for name in names})
     inputs = make_inputs(case)
     arguments = operator_arguments(inputs, case, strategy=strategy)
+    arguments[ARGUMENT_OF_MAX_LOGIT] = True
     forward, backward = OPERATORS.attention_forward.default, OPERATORS.attention_backward.default
-    o, lse = forward(*arguments)
+    o, lse, max_logit = forward(*arguments)
+    assert max_logit.shape == (2, 2)
     torch.library.opcheck(forward, arguments)
     torch.library.opcheck(backward, (inputs.do, o, lse, *arguments))
     if case.sinks:

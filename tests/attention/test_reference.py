@@ -60,7 +60,7 @@ def test_starts_and_lens(causal, starts, lens):
     loop = {**options, "kv_starts": options["kv_starts"].clamp(min=0)} if starts is not None else options
     for cos, sin in (tables(7, 8), tables(7, 8, batch=2)):
         o, lse = reference.attention(q, k, v, cos, sin, causal, softmax_scale=0.3, rotary_dim=8, **options)
-        expected, expected_lse = loop_attention(q, k, v, cos, sin, causal, softmax_scale=0.3, rotary_dim=8, **loop)
+        expected, expected_lse, _ = loop_attention(q, k, v, cos, sin, causal, softmax_scale=0.3, rotary_dim=8, **loop)
         torch.testing.assert_close(o, expected)
         torch.testing.assert_close(lse, expected_lse)
 

@@ -190,7 +190,7 @@ def test_packed_queries_are_read_by_the_kernels_that_they_were_saved_for(arch, m
         backend="hopper",
     )
     with torch.autograd.graph.saved_tensors_hooks(lambda x: x, moved):
-        o, _ = attention(problem, tensors, returns_lse=True)
+        o, _, _ = attention(problem, tensors, returns_lse=True)
     torch.autograd.grad(o, leaves, torch.ones_like(o))
     sm_90 = [(HOPPER[0], Saving.TILES), (HOPPER[1], True)]
     portable = [(HOPPER[0], Saving.ROWS), (PORTABLE[1], True)]

@@ -10,7 +10,7 @@ from fused_rope_attn.attention import reference
 from fused_rope_attn.testing import Case, make_inputs
 from tests.support.cases import packed
 from tests.support.dtypes import F32
-from tests.support.internals import OPERATORS, operator_arguments
+from tests.support.internals import ARGUMENT_OF_MAX_LOGIT, OPERATORS, operator_arguments
 from tests.support.marks import both_strategies, ignore_overflow, interpreted
 from tests.support.operators import assert_close, kernel_or_reference
 
@@ -88,7 +88,9 @@ def test_kernels_take_no_row_for_one_of_a_sequence_where_ends_are_wrong(ends, wr
         assert arguments[place].tolist() == [0, 9, 14, 20]
         if wrong in (name, "both"):
             arguments[place] = int32(ends)
-    o, lse = OPERATORS.attention_forward(*arguments)
+    arguments[ARGUMENT_OF_MAX_LOGIT] = True
+    o, lse, max_logit = OPERATORS.attention_forward(*arguments)
+    assert max_logit.shape == (3, PACKED.heads_q) and (max_logit == -math.inf).all()
     gradients = OPERATORS.attention_backward(inputs.do, o, lse, *arguments)
     assert_nothing_is_seen((o, lse, *gradients[:4]))
 
@@ -101,9 +103,10 @@ def test_the_reference_does_so_too(ends, wrong):
     q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
     both = [int32([0] * (len(ends) - 1) + [20])] * 2
     both[wrong] = int32(ends)
-    o, lse = reference.attention(
-        q, k, v, cos, sin, True, softmax_scale=0.3, rotary_dim=case.rotary, cu_seqlens_q=both[0], cu_seqlens_k=both[1]
-    )
+    given = {"softmax_scale": 0.3, "rotary_dim": case.rotary, "return_max_logit": True}
+    ends_q, ends_k = both
+    o, lse, max_logit = reference.attention(q, k, v, cos, sin, True, cu_seqlens_q=ends_q, cu_seqlens_k=ends_k, **given)
+    assert (max_logit == -math.inf).all()
     assert_nothing_is_seen((o, lse, *torch.autograd.grad(o, (q, k, v), do)))
 
 

@@ -37,6 +37,8 @@ def assert_matches_float64(case, inputs, out, label=""):
     for name in ("dsinks", "dq_norm", "dk_norm"):
         if getattr(out, name, None) is not None:
             tensors.append((name, *(getattr(x, name)[None] for x in (out, ref64, eager))))
+    if out.max_logit is not None:
+        tensors.append(("max_logit", *(x.max_logit for x in (out, ref64, eager))))
     for name, actual, exact, rounded in tensors:
         result = compare(
             name,
@@ -51,11 +53,14 @@ def assert_matches_float64(case, inputs, out, label=""):
         assert result.ok, f"{case.name}{label}: {result}"
 
 
-def run_and_compare(case, inputs=None, *, strategy):
-    """Run the portable kernels and compare with float64: dtypes too, and the inputs stay as they were. The results."""
+def run_and_compare(case, inputs=None, *, strategy, **options):
+    """Run the portable kernels and compare with float64: dtypes too, and the inputs stay as they were. The results.
+
+    options: of ``run_op``.
+    """
     inputs = make_inputs(case) if inputs is None else inputs
     before = [x.clone() for x in inputs]
-    out = run_op(inputs, case, backend="triton", strategy=strategy)
+    out = run_op(inputs, case, backend="triton", strategy=strategy, **options)
     assert all(torch.equal(x, y) for x, y in zip(before, inputs)), "inputs were modified"
     for name in Results._fields:
         assert getattr(out, name).dtype == (torch.float32 if name == "lse" else case.dtype), name

@@ -75,11 +75,12 @@ def operator_arguments(inputs, case, **options):
 
 
 ARGUMENT_OF_SINKS = Tensors._fields.index("sinks")
+ARGUMENT_OF_MAX_LOGIT = -1  # whether max_logit is wanted
 
 
 def run_operators(inputs, case, *, forward, backward, **options):
     """``Results`` of the two operators, called one after the other with a backend each."""
-    o, lse = OPERATORS.attention_forward(*operator_arguments(inputs, case, backend=forward, **options))
+    o, lse, _ = OPERATORS.attention_forward(*operator_arguments(inputs, case, backend=forward, **options))
     dq, dk, dv, dsinks, dq_norm, dk_norm, *_ = OPERATORS.attention_backward(
         inputs.do, o, lse, *operator_arguments(inputs, case, backend=backward, **options)
     )

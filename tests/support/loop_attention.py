@@ -60,6 +60,7 @@ def loop_attention(
     batch, heads_q, len_q, head_dim = q.shape
     heads_kv, len_k = k.shape[1], k.shape[2]
     o, lse = torch.zeros_like(q), torch.full(q.shape[:3], -math.inf, dtype=torch.float64)
+    max_logit = torch.full(q.shape[:2], -math.inf, dtype=torch.float64)
     for b in range(batch):
         cos_b, sin_b = (cos[b], sin[b]) if cos.ndim == 3 else (cos, sin)
         start = int(kv_starts[b]) if kv_starts is not None else 0
@@ -88,13 +89,14 @@ def loop_attention(
                     scores[j] = softcap * math.tanh(score / softcap) if softcap else score
                 if not scores:
                     continue
+                max_logit[b, h] = max(float(max_logit[b, h]), *scores.values())
                 logits = list(scores.values()) + ([float(sinks[h])] if sinks is not None else [])
                 top = max(logits)
                 total = sum(math.exp(logit - top) for logit in logits)
                 lse[b, h, i] = top + math.log(total)
                 for j, score in scores.items():
                     o[b, h, i] += math.exp(score - top) / total * v[b, g, j]
-    return o, lse
+    return o, lse, max_logit
 
 
 def check_reference(q, k, v, cos, sin, causal=False, **options):
@@ -106,8 +108,9 @@ def check_reference(q, k, v, cos, sin, causal=False, **options):
         half, half_sin = cos, sin
     if half.ndim == 3 and half.shape[0] == 1:
         half, half_sin = half[0], half_sin[0]
-    o, lse = reference.attention(q, k, v, cos, sin, causal, **options)
-    expected, expected_lse = loop_attention(q, k, v, half, half_sin, causal, **options)
-    assert o.dtype == lse.dtype == torch.float64
+    o, lse, max_logit = reference.attention(q, k, v, cos, sin, causal, **options, return_max_logit=True)
+    expected, expected_lse, expected_max = loop_attention(q, k, v, half, half_sin, causal, **options)
+    assert o.dtype == lse.dtype == max_logit.dtype == torch.float64
+    torch.testing.assert_close(max_logit, expected_max, rtol=1e-11, atol=1e-12)
     torch.testing.assert_close(o, expected, rtol=1e-11, atol=1e-12)
     torch.testing.assert_close(lse, expected_lse, rtol=1e-11, atol=1e-12)

@@ -51,12 +51,13 @@ class ForwardCall:
         self.o_shape = (*q.shape[:3], problem.value_dim)
         self.o_strides = result_strides(outputs, [output_strides(q, problem.value_dim)])[0]
         self.lse_layout = layout_of_rows(q.shape)
+        self.max_logit_shape = problem.max_logit_shape if problem.return_max_logit else None
         self.empty = problem.batch * problem.len_q == 0
         shared = shared_arguments(problem, given.cos, given.sin) | {"interval_strides": interval_strides(given)}
         self.rotate_keys = None
         k_like = k
         if config.strategy == "prepass" and not keys_are_ready and problem.batch * problem.len_k > 0:
-            self.rotate_keys = Rotate("k", given, problem, shared, config)
+            self.rotate_keys = Rotate("k", given, problem, shared, config, max_logit=problem.return_max_logit)
             k_like = k.new_empty(k.shape)
         inline = self.rotate_keys is None and not keys_are_ready
         tile, pad_d = config.tile, block_d(problem.head_dim)
@@ -107,20 +108,28 @@ class ForwardCall:
         if o is None:
             o = torch.empty_strided(self.o_shape, self.o_strides, dtype=q.dtype, device=q.device)
         lse = torch.empty_strided(*self.lse_layout, dtype=torch.float32, device=q.device)
+        max_logit = None
+        if self.max_logit_shape is not None:
+            max_logit = torch.empty(self.max_logit_shape, dtype=torch.float32, device=q.device)
+            if self.empty or self.rotate_keys is None:
+                # No pre-pass fills it. A call that PyTorch fills is not replayed.
+                max_logit.fill_(float("-inf"))
         if self.empty:
-            return Outputs(o, lse)
+            return Outputs(o, lse, max_logit=max_logit)
         stream = device.current_stream(q.device)
         # Before the pre-pass: the kernel reads the bounds before it waits for that.
         blocks = None if self.find_blocks is None else self.find_blocks(stream, tensors)
         if self.rotate_keys is not None:
-            k = self.rotate_keys(stream, tensors)
+            k = self.rotate_keys(stream, tensors, max_logit=max_logit)
         q_rot = None
         if self.saves_rotated:
             q_rot = torch.empty_strided(*self.q_rot_layout, dtype=q.dtype, device=q.device)
         self.launch(
             stream,
-            shared_tensors(tensors, q_ptr=q, q_rot_ptr=q_rot, o_ptr=o, lse_ptr=lse, blocks_ptr=blocks),
+            shared_tensors(
+                tensors, q_ptr=q, q_rot_ptr=q_rot, o_ptr=o, lse_ptr=lse, blocks_ptr=blocks, max_logit_ptr=max_logit
+            ),
             k_ptr=self.k_source(k),
             v_ptr=self.v_source(tensors.v),
         )
-        return Outputs(o, lse, q_rot, k) if self.saves_rotated else Outputs(o, lse)
+        return Outputs(o, lse, q_rot, k if self.saves_rotated else None, max_logit)

@@ -15,7 +15,7 @@ from fused_rope_attn.kernels.records import record, replace
 from fused_rope_attn.kernels.rotation import RotaryTables, load_rotated
 from fused_rope_attn.kernels.schedule import wait_for_previous_launch
 from fused_rope_attn.kernels.sequences import MaskArguments, scheduled_queries, sequence_of_queries, sequence_rotation
-from fused_rope_attn.kernels.softmax import LOG2E, finish_softmax, online_softmax
+from fused_rope_attn.kernels.softmax import LOG2E, finish_softmax, online_softmax, raise_max_logit
 from fused_rope_attn.kernels.tiles import (
     Origin,
     RowFormat,
@@ -157,10 +157,10 @@ def save_queries(q, q_rot, tile, start_m, row_format, PAD_TO: tl.constexpr):
 )
 def forward_kernel(
     q_ptr, q_nope_ptr, q_rot_ptr, k_ptr, k_nope_ptr, v_ptr, cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr, o_ptr, lse_ptr,
-    sinks_ptr, starts_ptr, lens_ptr, cu_q_ptr, cu_k_ptr, query_starts_ptr, query_ends_ptr, blocks_ptr, q_strides,
-    q_nope_strides, k_strides, k_nope_strides, v_strides, o_strides, q_rot_strides, cos_strides, sin_strides, qk_scale,
-    q_sign, nope_sign, cap_scale, norm_eps, norm_offset, window, interval_strides, num_heads, HQ, GROUP_SIZE, NQ, NK,
-    num_sequences, heads_per_section, position_limit, D: tl.constexpr, R: tl.constexpr, BLOCK_M: tl.constexpr,
+    max_logit_ptr, sinks_ptr, starts_ptr, lens_ptr, cu_q_ptr, cu_k_ptr, query_starts_ptr, query_ends_ptr, blocks_ptr,
+    q_strides, q_nope_strides, k_strides, k_nope_strides, v_strides, o_strides, q_rot_strides, cos_strides, sin_strides,
+    qk_scale, q_sign, nope_sign, cap_scale, norm_eps, norm_offset, window, interval_strides, num_heads, HQ, GROUP_SIZE,
+    NQ, NK, num_sequences, heads_per_section, position_limit, D: tl.constexpr, R: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, DN: tl.constexpr, BLOCK_DN: tl.constexpr, DV: tl.constexpr,
     BLOCK_DV: tl.constexpr, INTERLEAVED: tl.constexpr, READS_LENGTHS: tl.constexpr, FROM_START: tl.constexpr,
     TOKEN_TABLES: tl.constexpr, ROTATE_INLINE: tl.constexpr, PRECISION: tl.constexpr, USE_TMA: tl.constexpr,
@@ -170,7 +170,8 @@ def forward_kernel(
 
     q (B, HQ, NQ, D), k (B, HKV, NK, D), v (B, HKV, NK, DV), o (B, HQ, NQ, DV), lse (B, HQ, NQ) float32, natural
     logarithm. q_nope and k_nope have DN columns (``NopeViews``). Arguments that a call does not use are None and cost
-    nothing: q_nope, k_nope and their sizes, q_norm and k_norm (D,), sinks to blocks, cap_scale to interval_strides,
+    nothing: q_nope, k_nope and their sizes, q_norm and k_norm (D,), max_logit (B, HQ) or (sequences, HQ) float32, -inf
+    before the launch, sinks to blocks, cap_scale to interval_strides,
     num_sequences, position_limit (queries from this position on are not rotated), and q_rot, the buffer for the rotated
     queries (``save_queries``). blocks: of ``interval_blocks_kernel``. Without ROTATE_INLINE k is stored normed and
     rotated, in pair order.
@@ -261,11 +262,15 @@ def forward_kernel(
         acc = add_values(softmax, keys, last_block, scale, CHECK_ROWS=True)
         row_max, row_sum = softmax.row_max, softmax.row_sum
 
+    rows_left = tile.num_rows - start_m
+    if max_logit_ptr is not None:
+        entry = tile.batch_head if tile.sequence is None else tile.sequence * HQ + tile.origin.head
+        raise_max_logit(max_logit_ptr + entry, row_max, exists=offs < rows_left)
     sink = None
     if sinks_ptr is not None:
         sink = tl.load(sinks_ptr + tile.origin.head).to(tl.float32) * LOG2E
     o, lse = finish_softmax(acc, row_max, row_sum, sink)
     lse_rows = lse_ptr + tl.cast(tile.batch_head, tl.int64) * NQ + tile.origin.row + start_m
-    tl.store(lse_rows + offs, lse, mask=offs < tile.num_rows - start_m)
+    tl.store(lse_rows + offs, lse, mask=offs < rows_left)
     o_rows = head_rows(TensorView(o_ptr, o_strides), tile.origin, tile.num_rows, value_format)
     store_tile(rows_from(o_rows, start_m), o, offs)
