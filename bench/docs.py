@@ -46,7 +46,12 @@ BLOCKS: dict[str, dict[str, tuple[str, str]]] = {
     },
     "docs/guides/same-bits.md": {
         "step:results": ("same-bits-h200-2026-11-26-triton-3.9.0", "decode.tables.same_bits"),
+        "attention:results": ("same-bits-attention-h200-2026-11-26-triton-3.9.0", "attention.tables.same_bits"),
     },
+    "docs/guides/intervals.md": {
+        "intervals:results": ("intervals-h200-2026-11-26-triton-3.9.0", "attention.tables.intervals"),
+    },
+    "docs/guides/latent.md": {"mla:results": ("mla-h200-2026-11-26-triton-3.9.0", "mla.results")},
 }
 # Figure in ``bench/results/plots`` -> the mode and the file of its rows, and the function that draws it.
 PLOTS = {

@@ -10,7 +10,8 @@ from bench.environment import ROOT
 from tests.support.bench import published
 
 # Every page that a person reads about results; experiments are a record and have figures of their own.
-_PAGES = ("README.md", "docs/benchmarks.md", "docs/guides/same-bits.md")
+_GUIDES = tuple(f"docs/guides/{name}.md" for name in ("same-bits", "intervals", "latent"))
+_PAGES = ("README.md", "docs/benchmarks.md", *_GUIDES)
 
 
 def _open(name):
