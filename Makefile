@@ -40,7 +40,8 @@ verify: $(ENVIRONMENT)
 	$(PY) -m verification $(ARGS)
 
 # The interpreter and the compiler do not mix in one process: the ahead-of-time compilation runs in its own.
-test: lint docs
+test: $(ENVIRONMENT)
+	$(MAKE) --no-print-directory --jobs=2 lint docs
 	TRITON_INTERPRET=1 $(PY) -m pytest -n 2 --dist worksteal $(ARGS)
 	$(PY) -m pytest -m aot -n 2 --dist loadfile tests/kernels tests/tools
 

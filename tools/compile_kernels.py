@@ -247,8 +247,8 @@ def latent_jobs(arch: str, full: bool = False) -> list[Job]:
 def hopper_jobs(arch: str, full: bool = False) -> list[Job]:
     """A job for each configuration that the sm_90 backend's tables give, bfloat16, at the largest head dimension of
     each row and at the widths of a tile, not causal too at these and where causal calls have other configurations; with
-    other masks, those of long sequences, each mask at 128 columns; with norms, those of 128 columns, which leave the
-    fewest registers; of rotated q and k, those of 128 columns and more, once for each main kernel.
+    several other masks at once, those of long sequences, at 128 columns; with norms, those of 128 columns, which leave
+    the fewest registers; of rotated q and k, those of 128 columns and more, once for each main kernel.
     ``full`` as in ``table_jobs``, and norms, masks and rotated ones at every width."""
     jobs = []
     dims = 64, hopper_configs.HEAD_DIM, hopper_configs.WIDE_HEAD_DIM
@@ -273,6 +273,8 @@ def hopper_jobs(arch: str, full: bool = False) -> list[Job]:
                 continue
             jobs += [job, *(_variants(job) if full else ())]
         for head_dim, causal, masks in itertools.product(head_dims, (True, False), _HOPPER_MASKED):
+            if masks in (_WINDOW, _PADDED) and not full:
+                continue  # calls with more masks hold them
             # Other widths have the masks that take most registers.
             many = direction == "forward" and len(masks) > 2 and masks != _INTERVALS
             chosen = head_dim == hopper_configs.HEAD_DIM or masks == _MOST or many

@@ -25,7 +25,6 @@ BASE = Case(2, 2, 2, 21, 21, 32, dtype=F16)
 @cases(
     replace(BASE, interleaved=True, dtype=F32),
     replace(BASE, rotary_dim=12, tables="random"),
-    replace(BASE, head_dim=24, dtype=F32, layout="odd"),
     replace(BASE, norms=1.0, dtype=F32),
     replace(BASE, norms=0.0, interleaved=True, norm_dtype=F16),
     replace(BASE, norms=0.0, head_dim=24, dtype=F32, interleaved=True),

@@ -14,13 +14,12 @@ from fused_rope_attn.testing import Case, make_inputs, run_op
 from tests.support.attention import run_and_compare
 from tests.support.cases import COMBINED, SQUARE, TWO_BATCHES, packed
 from tests.support.dtypes import F32
-from tests.support.marks import both_strategies, cases, ignore_overflow, interpreted
+from tests.support.marks import both_strategies, cases, cases_in_turn, ignore_overflow, interpreted
 
 
 @interpreted
 @ignore_overflow
-@both_strategies
-@cases(
+@cases_in_turn(
     *(replace(SQUARE, window=window) for window in ((40, 0), (3, 0), (5000, -1))),
     *(replace(SQUARE, window=window, causal=False) for window in ((33, 7), (-1, 5), (40, -1), (2**40, 2**40))),
     replace(SQUARE, window=(33, 100)),  # causal is the narrower bound
@@ -35,8 +34,7 @@ def test_window(case, strategy):
 
 @interpreted
 @ignore_overflow
-@both_strategies
-@cases(
+@cases_in_turn(
     replace(TWO_BATCHES, kv_lens=(100, 3)),
     replace(TWO_BATCHES, kv_lens=(0, 200), causal=False, dtype=F32),
     replace(TWO_BATCHES, kv_starts=(10, 90)),
@@ -51,8 +49,7 @@ def test_bounds_of_the_keys(case, strategy):
 
 @interpreted
 @ignore_overflow
-@both_strategies
-@cases(
+@cases_in_turn(
     replace(SQUARE, len_q=50, len_k=70, softcap=2.0),
     replace(SQUARE, len_q=50, len_k=70, softcap=50.0, dtype=F32, causal=False),
     replace(SQUARE, len_q=50, len_k=70, softcap=0.5, dtype=F32, softmax_scale=-2.0),
@@ -93,8 +90,7 @@ def test_extreme_sinks(sink, strategy):
 
 @interpreted
 @ignore_overflow
-@both_strategies
-@cases(*COMBINED)
+@cases_in_turn(*COMBINED)
 def test_combinations(case, strategy):
     run_and_compare(case, strategy=strategy)
 

@@ -10,14 +10,13 @@ from fused_rope_attn.testing import make_inputs, masks_of, run_op
 from tests.support.attention import run_and_compare
 from tests.support.cases import PACKINGS, packed
 from tests.support.dtypes import F32
-from tests.support.marks import both_strategies, cases, ignore_overflow, interpreted
+from tests.support.marks import both_strategies, cases_in_turn, ignore_overflow, interpreted
 from tests.support.packed_tables import SEQUENCES, assert_nothing_reads_behind_the_tables
 
 
 @interpreted
 @ignore_overflow
-@both_strategies
-@cases(*PACKINGS)
+@cases_in_turn(*PACKINGS)
 def test_packed_sequences(case, strategy):
     run_and_compare(case, strategy=strategy)
 
