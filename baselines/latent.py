@@ -159,7 +159,7 @@ class LatentBaseline:
 LATENT: dict[str, LatentBaseline] = {
     baseline.name: baseline
     for baseline in (
-        # What models run today.
+        # Models run these today.
         LatentBaseline("hf_sdpa", HF, attentions.SDPA),
         LatentBaseline("hf_cudnn", HF, attentions.CUDNN),
         LatentBaseline("hf_fa4", HF, attentions.FA4),

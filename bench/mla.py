@@ -117,7 +117,7 @@ def results(rows: list[Row]) -> str:
     header = ["", *(f"({row['batch']}, {row['heads']}, {row['len_q']})" for row in mine)]
     return (
         f"{markdown(header, [line for line in lines.values() if any(line[1:])])}\n\n"
-        "Forward / backward at (B, H, N), causal, CUDA graphs, L2 flushed. Of ours and builds alone ms; of others ×: "
+        "Forward / backward at (B, H, N), causal, CUDA graphs, L2 flushed. Ours and builds alone in ms; others in ×, "
         "their time over ours, below 1 ours is slower. Bare: queries and keys are built already, and nothing rotates. "
         f"MiB: peak memory of forward and backward, o and gradients included. {legend(rows)}"
     ) + provenance(mine, "transformers", "liger-kernel", "flash-attn-4", "fa3-fwd", "cuDNN")

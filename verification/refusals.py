@@ -144,7 +144,7 @@ def _can_have_out(a: Arguments) -> bool:
     return _rotates(a) and a[_first(a)].numel() > 1
 
 
-# Of multi-head latent attention, in addition to q_rope and v.
+# Tensors that multi-head latent attention takes in addition to q_rope and v.
 PARTS = ("q_nope", "k_nope", "k_rope")
 _TENSORS = (
     "x", "q", "q_rope", "k", "v", *PARTS, "cos", "sin", *CACHES, "cache_seqlens", *ENDS, "sinks", "kv_starts",

@@ -17,7 +17,7 @@ from fused_rope_attn.runtime.layouts import block_d
 
 KERNEL_DTYPES: tuple[torch.dtype, ...] = (torch.float16, torch.bfloat16, torch.float32)
 MIN_HEAD_DIM, MAX_HEAD_DIM, HEAD_DIM_STEP = 16, 256, 8
-# Of multi-head latent attention: the columns that are rotated, and the others and those of v.
+# In multi-head latent attention: the most columns of q_rope, the most of q_nope and of v, and what divides them.
 MAX_ROPE_DIM, MAX_LATENT_DIM, LATENT_DIM_STEP = 64, 128, 16
 # Columns of q_nope, q_rope and v that the sm_90 kernels serve, those of DeepSeek.
 HOPPER_LATENT_DIMS = (128, 64, 128)

@@ -180,7 +180,7 @@ def compare_latent(inputs: LatentInputs, case: LatentCase, out: LatentResults) -
     relative = max(1.0, abs(case.scale) * (case.nope + case.rope) ** 0.5)
     found = []
     for name, actual, exact, rounded in zip(LatentResults._fields, out, ref64, eager):
-        # As ``noise_of_zero``: sums over heads, tables that lengthen vectors twice, and scales beyond the default.
+        # The factors of ``noise_of_zero``: for sums over heads, tables that lengthen vectors twice, and large scales.
         zero = case.heads**0.5 if name == "dk_rope" else 1.0
         if name[:2] in ("dq", "dk"):
             zero *= max(1.0, norm) * relative

@@ -91,7 +91,7 @@ MODELS = {
     "smolvlm": ("SmolVLM", _TEXT | {"model_type": "llama"}, _TOWER, _SCALED_DOWN),
 }
 
-if transformers.__version__.startswith("5.24."):  # whose Llama 4 asks the text's output for image_outputs, and fails
+if transformers.__version__.startswith("5.24."):  # its Llama 4 reads image_outputs of the text's output, and fails
     del MODELS["llama4"]
 
 

@@ -43,7 +43,7 @@ class Loader:
     v_desc: gl.tensor
     arrival: gl.tensor | None  # the mbarrier of ``load_existing_rows``; None: keys end where the tensor does
     PDL: gl.constexpr  # programmatic dependent launch
-    # Of multi-head latent attention, else None: rotated columns of queries (B, HQ, NQ, R) and keys (B, 1, NK, R).
+    # Rotated columns of queries (B, HQ, NQ, R) and keys (B, 1, NK, R) in multi-head latent attention; None in others.
     q_rope_desc: gl.tensor | None = None
     k_rope_desc: gl.tensor | None = None
 

@@ -89,7 +89,7 @@ def makes_masks(model: nn.Module) -> bool:
 
 
 def _rule_of(model: nn.Module) -> Callable[[nn.Module, dict[str, Any]], bool] | None:
-    """Return a model's entry of _MASK_MAKERS; None if its class has none, or another forward."""
+    """Return a model's entry of _MASK_MAKERS; None if its class lacks one, or has another forward."""
     own = type(model).forward
     bases = (base for base in type(model).__mro__ if name_of(base) in _MASK_MAKERS and vars(base)["forward"] is own)
     return next((_MASK_MAKERS[name_of(base)] for base in bases), None)

@@ -1,4 +1,4 @@
-"""Multi-head latent attention by the sm_90 kernels: float64, equal bits, plans, memory, graphs, compile."""
+"""Multi-head latent attention by the sm_90 kernels: float64, equal bits, plans, memory."""
 
 from dataclasses import replace
 
@@ -8,7 +8,6 @@ import torch
 from fused_rope_attn import plan_mla, rope_attention_mla
 from fused_rope_attn.testing import LatentCase, compare_latent, make_latent_inputs, run_latent_op
 from tests.support.dtypes import BF16, F16
-from tests.support.gpu import assert_alike
 from tests.support.hopper import needs_sm_90
 from tests.support.marks import cases
 
@@ -108,41 +107,3 @@ def test_no_tensor_of_all_columns_or_all_heads_is_allocated():
         taken = torch.cuda.max_memory_allocated() - before
     rotated = 2048 * 64 * 2 * (32 + 1)
     assert taken <= o.numel() * 2 + lse.numel() * 4 + rotated + (1 << 20)
-
-
-def test_a_graph_replays_both_passes():
-    inputs = make_latent_inputs(DEEPSEEK, "cuda")
-    leaves = [x.detach().clone().requires_grad_() for x in inputs[:5]]
-
-    def step():
-        o = rope_attention_mla(*leaves, *inputs[5:7], True, interleaved=True, backend="hopper")
-        return [o.detach(), *torch.autograd.grad(o, leaves, inputs.do)]
-
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        expected = [x.clone() for x in step()]
-        step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
-    for x in captured:
-        x.zero_()
-    graph.replay()
-    assert all(torch.equal(x, y) for x, y in zip(captured, expected))
-
-
-def test_torch_compile_gives_one_graph():
-    torch._dynamo.reset()
-    inputs = make_latent_inputs(DEEPSEEK, "cuda")
-
-    def run(function):
-        leaves = [x.detach().requires_grad_() for x in inputs[:5]]
-        o = function(*leaves)
-        return [o.detach(), *torch.autograd.grad(o, leaves, inputs.do)]
-
-    def attention(*rows):
-        return rope_attention_mla(*rows, *inputs[5:7], True, interleaved=True, backend="hopper")
-
-    assert_alike(run(torch.compile(attention, fullgraph=True)), run(attention))
