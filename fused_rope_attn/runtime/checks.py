@@ -149,7 +149,7 @@ def check_softmax_scale(name: str, value: Any, _: Any) -> None:
     if value is not None:
         if not is_real(value):
             raise TypeError(f"{name} must be a float or None, but is {kind_of(value)}")
-        if not math.isfinite(value):
+        if not is_finite(value):
             raise ValueError(f"{name} must be finite, but is {value}")
 
 
@@ -157,7 +157,7 @@ def check_softcap(name: str, value: Any, _: Any) -> None:
     if value != 0.0 or not is_real(value):
         if not is_real(value):
             raise TypeError(f"{name} must be a float, but is {kind_of(value)}")
-        if not (math.isfinite(value) and value > 0.0):
+        if not 0.0 < value < math.inf:
             raise ValueError(f"{name} must be finite and positive, or 0.0 for none, but is {value}")
 
 
@@ -166,7 +166,7 @@ def check_norm_offset(name: str, value: Any, tensors: Any) -> None:
         return  # to read the number would make it an input of the graph, which would be compiled a second time
     if not is_real(value):
         raise TypeError(f"{name} must be a float, but is {kind_of(value)}")
-    if not -math.inf < value < math.inf:  # NaN is not; a traced number has no math.isfinite
+    if not is_finite(value):
         raise ValueError(f"{name} must be finite, but is {value}")
 
 
@@ -385,6 +385,11 @@ def check_int(name: str, value: Any, expected: str = "an int") -> Any:
     if not is_int(value):
         raise TypeError(f"{name} must be {expected}, but is {kind_of(value)}")
     return as_int(value)
+
+
+def is_finite(value: Any) -> bool:
+    """Say whether a number is neither infinite nor NaN. ``math.isfinite`` refuses numbers that torch.compile traces."""
+    return bool(-math.inf < value < math.inf)
 
 
 def is_real(value: Any) -> bool:

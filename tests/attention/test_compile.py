@@ -54,6 +54,23 @@ def test_compile_recompiles_once_for_lengths_that_change(backend):
 
 
 @pytest.mark.unpoisoned
+@pytest.mark.parametrize("backend", ["reference", pytest.param("triton", marks=interpreted)])
+def test_compile_takes_numbers_that_change(backend):
+    """From its second value on, torch.compile makes a number an input of the graph."""
+    torch._dynamo.reset()
+    q, k, v, cos, sin, _ = make_inputs(Case(1, 2, 1, 9, 9, 16, dtype=torch.float32))
+
+    def run(scale, softcap, offset, eps):
+        norm = torch.ones(16)
+        numbers = {"softmax_scale": scale, "softcap": softcap, "norm_offset": offset, "norm_eps": eps}
+        return rope_attention(q, k, v, cos, sin, True, q_norm=norm, k_norm=norm, backend=backend, **numbers)
+
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+    for numbers in ((0.1, 5.0, 0.0, 1e-6), (0.2, 6.0, 1.0, 1e-5), (0.3, 7.0, 0.5, 1e-4)):
+        assert_close([compiled(*numbers)], [run(*numbers)])
+
+
+@pytest.mark.unpoisoned
 def test_compile_serves_every_feature_through_auto():
     torch._dynamo.reset()
     inputs = make_inputs(Case(2, 2, 1, 7, 9, 16, dtype=torch.float32, interleaved=True, full_width=True))

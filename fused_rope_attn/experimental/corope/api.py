@@ -108,6 +108,6 @@ def _check(q, k, v, base, softmax_scale) -> None:
         raise ValueError(f"k must have q's {q.shape[2]} positions, but has {k.shape[2]}")
     if not is_real(base):
         raise TypeError(f"base must be a float, but is {kind_of(base)}")
-    if not (math.isfinite(base) and base > 0):
+    if not 0.0 < base < math.inf:
         raise ValueError(f"base must be finite and positive, but is {base}")
     check_softmax_scale("softmax_scale", softmax_scale, None)
