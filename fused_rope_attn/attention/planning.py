@@ -23,6 +23,7 @@ MAX_ROPE_DIM, MAX_LATENT_DIM, LATENT_DIM_STEP = 64, 128, 16
 HOPPER_LATENT_DIMS = (128, 64, 128)
 HOPPER_DTYPES: tuple[torch.dtype, ...] = (torch.float16, torch.bfloat16)
 Obstacle = tuple[type[Exception], str]
+FixedOrder = tuple[bool, str]
 
 
 @dataclass(frozen=True)
@@ -236,7 +237,7 @@ def plan_for(problem: Problem) -> Plan:
     return _plan(
         needs,
         problem.backend,
-        problem.deterministic or problem.batch_invariant,
+        _fixed_order(problem),
         problem.causal,
         configs.bucket(longest),
         problem.heads_q != problem.heads_kv,
@@ -246,11 +247,24 @@ def plan_for(problem: Problem) -> Plan:
     )
 
 
+def _fixed_order(problem: Problem) -> FixedOrder | None:
+    """Return (whether the sm_90 backward can add dQ in a fixed order, why), or None if any order will do."""
+    if not problem.is_deterministic or problem.nope_dim is not None:
+        return None
+    asked = (
+        "deterministic=True, batch_invariant=True or torch.use_deterministic_algorithms asks for equal gradients "
+        "in every run"
+    )
+    if problem.batch_invariant and problem.has_kv_starts:
+        return False, f"{asked}, and the sm_90 kernels count blocks of keys from row 0, not from kv_starts"
+    return True, f"{asked}, so dQ is added in the order of the key blocks"
+
+
 @functools.cache
 def _plan(
     needs: Needs,
     backend: str,
-    deterministic: bool,
+    fixed_order: FixedOrder | None,
     causal: bool,
     length_bucket: str,
     gqa: bool,
@@ -260,8 +274,8 @@ def _plan(
 ) -> Plan:
     """Return the plan of calls with these properties.
 
-    work: a level, see ``configs.work_level``. short_sequences: packed ones are shorter than
-    ``hopper_configs.LEAST_MEAN_LENGTH``, on average.
+    fixed_order: as ``_fixed_order`` gives it. work: a level, see ``configs.work_level``. short_sequences: packed ones
+    are shorter than ``hopper_configs.LEAST_MEAN_LENGTH``, on average.
     """
     shape = (causal, length_bucket, gqa)
     # With ``batch_invariant`` the same tiles for all lengths, because the order of sums over keys is that of tiles. The
@@ -293,12 +307,8 @@ def _plan(
         forward = backward = (False, f"{mean}, which leave the larger tiles of the sm_90 ones empty")
     else:
         forward, backward = (_prefer(r, length_bucket, work) for r in (row, row_backward))
-    if backward[0] and deterministic and not latent:
-        asked = (
-            "deterministic=True, batch_invariant=True or torch.use_deterministic_algorithms asks for equal gradients "
-            "in every run"
-        )
-        backward = (False, f"{asked}, and the sm_90 kernels add dQ in any order")
+    if backward[0] and fixed_order is not None:
+        backward = fixed_order
 
     head_dim = needs.head_dim + (needs.nope_dim or 0)
     portable = (configs.family(needs.arch), needs.dtype.itemsize, head_dim)

@@ -200,6 +200,11 @@ class Problem(NamedTuple):
         return self.sequences is not None
 
     @property
+    def is_deterministic(self) -> bool:
+        """True if gradients must have the same bits in every run."""
+        return self.deterministic or self.batch_invariant
+
+    @property
     def score_dim(self) -> int:
         """Columns of q and k that a score sums over."""
         return self.head_dim + (self.nope_dim or 0)

@@ -72,6 +72,34 @@ def scheduled_tile(pid, num_tiles, num_heads, heads_per_section, LAST_TILE_FIRST
 
 
 @triton.jit
+def overlapped_tile(pid, num_tiles, num_heads, heads_per_section):
+    """(tile, head) of program ``pid``, where the last half of a section's tiles alternates with the first half of the
+    next section's.
+
+    Each head's tiles start in their order. Under a causal mask long and short tiles of keys alternate.
+    """
+    half = num_tiles // 2
+    own = tl.minimum(heads_per_section, num_heads)
+    num_begun = own * half  # of the first section, with which nothing alternates
+    rest = tl.maximum(pid - num_begun, 0)
+    # Count a section's last half and the next section's first half together. The last section may have fewer heads.
+    last_section = tl.cdiv(num_heads, heads_per_section) - 1
+    section = tl.minimum(rest // (heads_per_section * num_tiles), tl.maximum(last_section - 1, 0))
+    rest -= section * heads_per_section * num_tiles
+    following = tl.maximum(tl.minimum(heads_per_section, num_heads - (section + 1) * heads_per_section), 0)
+    size = own * (num_tiles - half) + following * half
+    section = tl.where(rest < size, section, section + 1)
+    rest = tl.where(rest < size, rest, rest - size)
+    first_head = section * heads_per_section
+    own_heads = tl.minimum(heads_per_section, num_heads - first_head)
+    both = tl.minimum(2 * heads_per_section, num_heads - first_head)
+    tile, head = rest // both, rest % both
+    tile = tl.where(head < own_heads, half + tile, tile)
+    is_begun = pid < num_begun
+    return tl.where(is_begun, pid // own, tile), tl.where(is_begun, pid % own, first_head + head)
+
+
+@triton.jit
 def block_of_heads(pid, num_blocks, num_chunks):
     """(block of rows, chunk of heads, batch int64) of program ``pid``; neighbours have neighbouring blocks."""
     block = pid % num_blocks

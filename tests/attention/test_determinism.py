@@ -40,7 +40,7 @@ def test_plans_have_kernels_that_give_the_same_bits(arch, setting, monkeypatch, 
     for planned, arguments in ((plan, call), (plan_varlen, as_packed(*call))):
         free = planned(*arguments, True)
         asked = planned(*arguments, True, deterministic=True)
-        assert free.backward != asked.backward
+        assert asked != free and type(asked.backward) is type(free.backward)
         setting(True, warn_only)
         given = planned(*arguments, True)
         setting(False)

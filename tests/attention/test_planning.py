@@ -3,6 +3,7 @@
 import dataclasses
 
 import pytest
+import torch
 
 from fused_rope_attn import plan
 from fused_rope_attn.attention import configs
@@ -123,12 +124,18 @@ def test_each_pass_is_decided_alone(arch, tables, forward, backward):
     assert kinds(plan(**call(8192, backend="hopper"))) == HOPPER
 
 
-def test_deterministic_gradients_are_the_portable_kernels(arch, tables):
+def test_deterministic_gradients_are_the_sm_90_kernels(arch, tables):
     for backend in ("auto", "hopper"):
-        chosen = plan(**call(backend=backend, deterministic=True))
-        assert kinds(chosen) == (HOPPER[0], PORTABLE[1]) and chosen.backend == "hopper"
+        for options in ({"deterministic": True}, {"batch_invariant": True}):
+            chosen = plan(**call(backend=backend, **options))
+            assert kinds(chosen) == HOPPER and chosen.backend == "hopper"
+            assert "deterministic=True" in chosen.reason and "in the order of the key blocks" in chosen.reason
+        assert chosen.backward == plan(**call(backend=backend)).backward
+        starts = {"kv_starts": torch.empty(2, dtype=torch.int32, device="meta")}
+        assert kinds(plan(**call(backend=backend, deterministic=True), **starts)) == HOPPER
+        chosen = plan(**call(backend=backend, batch_invariant=True), **starts)
+        assert kinds(chosen) == (HOPPER[0], PORTABLE[1]) and "not from kv_starts" in chosen.reason
         assert chosen.backward.strategy == "prepass"
-        assert "deterministic=True" in chosen.reason and "any order" in chosen.reason
     portable = plan(**call(backend="triton", deterministic=True))
     assert portable == plan(**call(backend="triton")) and "deterministic" not in portable.reason
     tables(("medium",), ())
@@ -143,7 +150,7 @@ def test_wide_heads(arch, head_dim):
         # 227 KB of shared memory hold 64 keys in two stages next to 128 rows of Q and half of those of O.
         assert (chosen.forward.block_n, chosen.forward.stages) == (64, 2)
     assert "made for this card" in auto.reason
-    assert kinds(plan(**call(8192, head_dim=head_dim, deterministic=True))) == (HOPPER[0], PORTABLE[1])
+    assert kinds(plan(**call(8192, head_dim=head_dim, deterministic=True))) == HOPPER
     for changes in ({"backend": "triton"}, {"dtype": F32}):
         assert kinds(plan(**call(**{"head_dim": head_dim} | changes))) == PORTABLE
     with pytest.raises(NotImplementedError, match="^q must have a head dim .* from 16 to 256 .*hopper.* but has 264"):

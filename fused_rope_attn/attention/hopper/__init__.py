@@ -19,6 +19,7 @@ The backward, with its launches in ``backward`` and its entry in ``backward_kern
 
 - ``backward_block``: a block's keys and query blocks, its channels and weights.
 - ``backward_transfers``: the warps that load, and that add dQ to its accumulator.
+- ``backward_order``: the warps that add dQ in a fixed order.
 - ``backward_by_keys``, ``backward_by_columns``: the warps that multiply, up to head dim 128 and beyond.
 - ``backward_epilogue``: dk and dv from registers to their tensors.
 - ``postprocess_kernel``: dQ from its accumulator.

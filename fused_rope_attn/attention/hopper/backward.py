@@ -72,7 +72,9 @@ class BackwardCall:
         self.progress_size = None
         left, right = problem.window_left, problem.window_right
         narrow_window = left is not None and right is not None and 4 * (left + right) <= len_k
-        if narrow_window and not problem.reads_lengths and not self.wide:
+        ordered = problem.is_deterministic
+        self.clears = self.wide or problem.has_intervals
+        if ordered or (narrow_window and not problem.reads_lengths and not self.wide):
             self.progress_size = batch * problem.heads_kv + batch * heads_q * pitch // BLOCK_M.value
         shared = shared_arguments(problem, given.cos, given.sin) | {
             "pitch": pitch,
@@ -126,6 +128,10 @@ class BackwardCall:
         ds_tile = [block_n, BLOCK_M.value] if self.wide else [BLOCK_M.value, block_n]
         heads = batch * problem.heads_kv
         row_bytes = (2 * problem.head_dim * q.element_size() + 4 * pad_d) * problem.group_size
+        section = heads_per_section(heads, 1, row_bytes * problem.longest(len_q), config.section_bytes)
+        # A head's programs follow one another where dQ is added in a fixed order, so that few heads keep too few busy.
+        if ordered and heads <= 2 * section:
+            section = heads
         self.visible_rows = None
         main_shared, num_blocks = shared, None
         if problem.has_intervals:
@@ -144,12 +150,14 @@ class BackwardCall:
             dk_parts_strides=None,
             raw_k_strides=raw_strides[1],
             num_heads=heads,
-            heads_per_section=heads_per_section(heads, 1, row_bytes * problem.longest(len_q), config.section_bytes),
+            heads_per_section=section,
             Q_STAGES=config.q_stages,
             DO_STAGES=config.do_stages,
             HAS_KEYS_BEFORE_WINDOW=left is not None and len_k - len_q > left and not problem.has_intervals,
             CONSUMER_REGISTERS=config.consumer_registers,
-            IS_ALIGNED=config.skips_masked_half and is_aligned(problem, block_n, block_n),
+            # Hidden queries would be visited first, but the key blocks before have added to them last.
+            IS_ALIGNED=config.skips_masked_half and not ordered and is_aligned(problem, block_n, block_n),
+            IS_ORDERED=ordered,
             DS_LAYOUT=gl.NVMMASharedLayout.get_default_for(ds_tile, element),
         )
         kernel, pairs, whole = postprocess_kernel, None, None
@@ -166,7 +174,8 @@ class BackwardCall:
             shared,
             dq_strides=dq_strides,
             raw_q_strides=raw_strides[0],
-            key_blocks=triton.cdiv(len_k, block_n),
+            # Up to head dim 128 two warps of a program add in order, and announce themselves.
+            key_blocks=tile_count(len_k, sequences, block_n) * (2 if ordered else 1),
             k_sums=None if self.sums is None else key_sums,
             HEADS=post_heads,
             BLOCK_N=post_rows,
@@ -212,7 +221,9 @@ class BackwardCall:
         cleared: torch.Tensor | None = accumulator
         progress: torch.Tensor | None = None
         if self.progress_size is not None:
-            cleared, progress = None, torch.empty(self.progress_size, dtype=torch.int32, device=where)
+            progress = torch.empty(self.progress_size, dtype=torch.int32, device=where)
+            if not self.clears:
+                cleared = None
         q_rot, k_rot = q, k
         if not self.is_rotated:
             q_rot = torch.empty_strided(*self.q_rot_layout, dtype=dtype, device=where)
@@ -254,6 +265,7 @@ class BackwardCall:
         self.postprocess(
             stream,
             given,
+            progress_ptr=None if self.wide else progress,
             stats_ptr=None if sinks is None else stats,
             dsinks_ptr=parts,
             norm_ptr=q_norm,

@@ -40,12 +40,16 @@ class QueryBlocks:
 
     num_hidden: 0 or 1 blocks, the first of each head, see no key of the second warpgroup. These blocks of all heads are
     processed before any others. None: the heads are processed one after another.
+
+    IN_ORDER: blocks are visited from the last to the first, each in all heads of the group before the next one;
+    num_hidden is None then. Otherwise the heads are visited one after another, each from its first block to its last.
     """
 
     first: gl.tensor
     num_masked: gl.tensor | None
     num_hidden: gl.tensor | None
     count: gl.tensor
+    IN_ORDER: gl.constexpr = False
 
 
 @record
@@ -145,18 +149,27 @@ def query_blocks(mask, start_n, NQ, num_rows, BLOCK_N: gl.constexpr):
 
 
 @jit
-def interval_queries(intervals, start_n, HALVES: gl.constexpr):
-    """Return the ``QueryBlocks`` from the first to the last row that sees any of HALVES * KEYS keys, start_n the first.
+def interval_blocks(intervals, start_n, HALVES: gl.constexpr):
+    """Return (first, end) of the query blocks with a row that sees any of HALVES * KEYS keys, start_n the first.
 
-    intervals: ``KeyIntervals``. Every key that the mask lets through exists.
+    If no row does ``end`` is at most ``first``. intervals: ``KeyIntervals``.
     """
     bounds = intervals.blocks_ptr + start_n // KEYS
     first, end = gl.load(bounds), gl.load(bounds + intervals.num_blocks)
     for i in gl.static_range(1, HALVES):
         first = gl.minimum(first, gl.load(bounds + i))
         end = gl.maximum(end, gl.load(bounds + intervals.num_blocks + i))
-    first = first // BLOCK_M
-    count = gl.maximum(0, (end + BLOCK_M - 1) // BLOCK_M - first)
+    return first // BLOCK_M, (end + BLOCK_M - 1) // BLOCK_M
+
+
+@jit
+def interval_queries(intervals, start_n, HALVES: gl.constexpr):
+    """Return the ``QueryBlocks`` from the first to the last row that sees any of HALVES * KEYS keys, start_n the first.
+
+    intervals: ``KeyIntervals``. Every key that the mask lets through exists.
+    """
+    first, end = interval_blocks(intervals, start_n, HALVES)
+    count = gl.maximum(0, end - first)
     return QueryBlocks(first=first, num_masked=None, num_hidden=None, count=count)
 
 

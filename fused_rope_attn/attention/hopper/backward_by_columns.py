@@ -22,7 +22,7 @@ from fused_rope_attn.attention.hopper.backward_block import (
     whole_tile,
 )
 from fused_rope_attn.attention.hopper.backward_epilogue import Stages, store_gradients
-from fused_rope_attn.attention.hopper.channels import Channel, channel_of, written_once
+from fused_rope_attn.attention.hopper.channels import Channel, allocate_barriers, channel_of, written_once
 from fused_rope_attn.attention.hopper.columns import ColumnParts
 from fused_rope_attn.attention.hopper.masks import mask_offset, needs_mask, with_own_keys
 from fused_rope_attn.attention.hopper.shapes import BACKWARD_BLOCK_M as BLOCK_M
@@ -46,7 +46,9 @@ class BuffersByColumns:
     k, v: (1, 1, 1, KEYS, BLOCK_D) 16-bit. p: P of a block, (KEYS, BLOCK_M) 16-bit; the first warpgroup fills it and the
     second releases it. ds_factor, filled with it: the factor of dP - delta in dS, which is P, or with a softcap P times
     the tanh's derivative; may be the same tile. ds: (KEYS, BLOCK_M) 16-bit, which the second warpgroup fills. lse and
-    delta: as in ``Destinations``.
+    delta: as in ``Destinations``. permits, additions: channels without tiles, or None if dQ is
+    added in any order. ``permit_additions`` fills the first when both warpgroups may add a step's dQ, both fill the
+    second when they have, and ``announce_additions`` empties the first then.
     """
 
     k: Channel
@@ -58,15 +60,22 @@ class BuffersByColumns:
     do: Channel
     lse: gl.shared_memory_descriptor
     delta: gl.shared_memory_descriptor
+    permits: Channel | None
+    additions: Channel | None
 
 
 @jit
 def allocate_buffers(
-    descriptors, Q_STAGES: gl.constexpr, DO_STAGES: gl.constexpr, DS_LAYOUT: gl.constexpr, HAS_CAP: gl.constexpr
+    descriptors,
+    Q_STAGES: gl.constexpr,
+    DO_STAGES: gl.constexpr,
+    DS_LAYOUT: gl.constexpr,
+    HAS_CAP: gl.constexpr,
+    IS_ORDERED: gl.constexpr,
 ):
     """Allocate ``BuffersByColumns`` and initialise their barriers.
 
-    DS_LAYOUT: of a tile of P or dS; HAS_CAP: whether there is a softcap.
+    DS_LAYOUT: of a tile of P or dS; HAS_CAP: whether there is a softcap; IS_ORDERED: there are ``permits``.
     """
     q, lse = allocate_query_channel(descriptors.q, descriptors.stats, Q_STAGES)
     do, delta = allocate_query_channel(descriptors.do, descriptors.stats, DO_STAGES)
@@ -88,7 +97,14 @@ def allocate_buffers(
     ds.init(FILLS=1, RELEASES=0)
     init_query_channel(q)
     init_query_channel(do)
-    return BuffersByColumns(k=k, v=v, p=p, ds_factor=ds_factor, ds=ds, q=q, do=do, lse=lse, delta=delta)
+    permits = None
+    additions = None
+    if IS_ORDERED:
+        permits = channel_of(None, STAGES=2)
+        additions = Channel(None, allocate_barriers(2), empty=None, STAGES=2)
+        permits.init(FILLS=1, RELEASES=1)
+        additions.init(FILLS=CONSUMERS, RELEASES=0)
+    return BuffersByColumns(k, v, p, ds_factor, ds, q, do, lse, delta, permits, additions)
 
 
 @jit
@@ -141,6 +157,10 @@ def fold_queries(WARPGROUP: gl.constexpr, dk, dv, buffers, dq_ptr, total, keys, 
     else:
         token = issue_product(whole_tile(buffers.v), do_blocks, do_blocks.at(0), no_s)
     block = 0
+    group_head = 0
+    if queries.IN_ORDER:
+        block = queries.count - 1
+        dq_ptr += block * (BLOCK_M * BLOCK_D)
     for step in range(total):
         at_q = q_blocks.at(step)
         at_do = do_blocks.at(step)
@@ -184,6 +204,8 @@ def fold_queries(WARPGROUP: gl.constexpr, dk, dv, buffers, dq_ptr, total, keys, 
         if WARPGROUP == 1:
             weights.release(at_weights)
         do_blocks.release_by_threads(at_do)
+        if buffers.permits is not None:
+            buffers.permits.wait_full(buffers.permits.at(step))
         add_half(dq_ptr, dq)
         # After it the other half can take the same registers. Triton 3.8 and 3.9 insert no barrier here themselves, and
         # without one the registers do not suffice (C7512).
@@ -198,10 +220,20 @@ def fold_queries(WARPGROUP: gl.constexpr, dk, dv, buffers, dq_ptr, total, keys, 
             token = issue_product(whole_tile(buffers.v), do_blocks, do_blocks.at(step + 1), no_s)
             dq = warpgroup_mma_wait(1, deps=[dq_token])
         add_half(dq_ptr + BLOCK_M * HALF, dq)
-        block += 1
-        dq_ptr += BLOCK_M * BLOCK_D
-        dq_ptr += gl.where(block == queries.count, (sizes.pitch - queries.count * BLOCK_M) * BLOCK_D, 0)
-        block = gl.where(block == queries.count, 0, block)
+        if buffers.additions is not None:
+            buffers.additions.fill(buffers.additions.at(step))
+        if queries.IN_ORDER:
+            group_head += 1
+            dq_ptr += sizes.pitch * BLOCK_D
+            if group_head == sizes.GROUP_SIZE:
+                group_head = 0
+                block -= 1
+                dq_ptr -= (sizes.GROUP_SIZE.to(gl.int64) * sizes.pitch + BLOCK_M) * BLOCK_D
+        else:
+            block += 1
+            dq_ptr += BLOCK_M * BLOCK_D
+            dq_ptr += gl.where(block == queries.count, (sizes.pitch - queries.count * BLOCK_M) * BLOCK_D, 0)
+            block = gl.where(block == queries.count, 0, block)
     warpgroup_mma_wait(0, deps=[token])
     return dk, dv
 

@@ -231,6 +231,9 @@ def fold_queries(WARPGROUP: gl.constexpr, dk, dv, buffers, first, total, keys, q
     if first is not None:
         begin = first
         block = queries.num_hidden
+    group_head = 0
+    if queries.IN_ORDER:
+        block = queries.count - 1
     q_cursor = q_blocks.start_at(begin)
     s_token = issue_scores(k_rows, buffers.k, q_blocks, q_cursor, no_s, WARPGROUP, RIGHT)
     dp_token = issue_scores(v_rows, buffers.v, do_blocks, do_blocks.at(begin), no_s, WARPGROUP, RIGHT)
@@ -290,10 +293,15 @@ def fold_queries(WARPGROUP: gl.constexpr, dk, dv, buffers, first, total, keys, q
             dk, s = wait_for_parts_and(dk, s_token, PENDING=GROUPS)
         q_blocks.release_by_threads(q_cursor)
         q_cursor = next_q
-        block += 1
-        if queries.num_hidden is None:
+        if queries.IN_ORDER:
+            group_head += 1
+            block = gl.where(group_head == sizes.GROUP_SIZE, block - 1, block)
+            group_head = gl.where(group_head == sizes.GROUP_SIZE, 0, group_head)
+        elif queries.num_hidden is None:
+            block += 1
             block = gl.where(block == queries.count, 0, block)
         else:
+            block += 1
             block = gl.where(block == queries.count, queries.num_hidden, block)
             block = gl.where(step + 1 < num_hidden, 0, block)
     warpgroup_mma_wait(0, deps=[dp_token])

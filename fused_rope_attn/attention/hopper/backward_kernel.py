@@ -5,7 +5,8 @@ With P = softmax(scale * Q_rot K_rot^T) (FlashAttention-2, Dao 2023, algorithm 2
 dV = P^T dO;  dS = P * (dO V^T - delta);  dQ_rot = scale * dS K_rot;  dK_rot = scale * dS^T Q_rot.
 
 The pre-process rotates q and k once and computes the row statistics. The main kernel rotates only dK, in its epilogue.
-dQ is summed in float32, in an order that varies, and the last bits vary with it. The post-process rotates it back.
+dQ is summed in float32, in an order that varies, and the last bits vary with it, or in a fixed order. The post-process
+rotates it back.
 
 A block of the main kernel owns the keys of one key head from one row on and visits the query blocks of the group's
 heads. Its warps meet only at barriers in shared memory:
@@ -15,7 +16,7 @@ heads. Its warps meet only at barriers in shared memory:
   latent attention) has 128 keys, and makes no dQ;
 - ``load``, one warp: loads K and V and keeps the channels of Q and dO blocks full through the TMA;
 - ``reduce``, one warp: adds the dQ blocks to the accumulator through the TMA. Above head dim 128 the two warpgroups add
-  them from their registers.
+  them from their registers. In a fixed order two warps do this, or tell the warpgroups when: ``backward_order``.
 """
 
 from fused_rope_attn.attention.hopper.backward_block import (
@@ -32,6 +33,7 @@ from fused_rope_attn.attention.hopper.backward_by_columns import allocate_buffer
 from fused_rope_attn.attention.hopper.backward_by_keys import accumulate_by_keys
 from fused_rope_attn.attention.hopper.backward_by_keys import allocate_buffers as allocate_key_buffers
 from fused_rope_attn.attention.hopper.backward_epilogue import allocate_exchange
+from fused_rope_attn.attention.hopper.backward_order import announce_additions, permit_additions, reduce_in_order
 from fused_rope_attn.attention.hopper.backward_transfers import (
     Descriptors,
     Destinations,
@@ -58,8 +60,9 @@ from fused_rope_attn.kernels.lengths import (
 from fused_rope_attn.kernels.masks import Mask, is_causal, sequence_mask, window_of
 from fused_rope_attn.kernels.norm import Norm
 from fused_rope_attn.kernels.products import ScoreScale
+from fused_rope_attn.kernels.records import replace
 from fused_rope_attn.kernels.rotation import RotaryTables
-from fused_rope_attn.kernels.schedule import let_next_launch_start, scheduled_tile
+from fused_rope_attn.kernels.schedule import let_next_launch_start, overlapped_tile, scheduled_tile
 from fused_rope_attn.kernels.tiles import RowFormat, TensorView
 from fused_rope_attn.runtime.triton_compat import gl, jit, mbarrier
 
@@ -82,7 +85,7 @@ def backward_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, dq_accumulator,
                     Q_STAGES: gl.constexpr, DO_STAGES: gl.constexpr, INTERLEAVED: gl.constexpr,
                     READS_LENGTHS: gl.constexpr, HAS_KEYS_BEFORE_WINDOW: gl.constexpr,
                     USE_INT64_OFFSETS: gl.constexpr, PDL: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
-                    DS_LAYOUT: gl.constexpr, IS_ALIGNED: gl.constexpr):  # fmt: skip
+                    DS_LAYOUT: gl.constexpr, IS_ALIGNED: gl.constexpr, IS_ORDERED: gl.constexpr):  # fmt: skip
     """Compute dk, dv of a block of keys of one key head, and their share of dQ.
 
     Grid: (``count_tiles`` of the keys * B * HKV).
@@ -112,12 +115,13 @@ def backward_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, dq_accumulator,
     Packed sequences, B = 1: the pre-process pads q, stats and dq to whole query blocks of BLOCK_M rows, so that a block
     that is added to dq stays within a sequence.
 
-    progress_ptr: None, or (BLOCK_D up to 128, not packed) the int32 words that backward_transfers.py describes, zero
-    before the first block; then dq_accumulator need not be zero. The last key block that sees a query block stores its
-    dQ, before anything else. The other programs wait for it. They were launched later: programs start in the order of
-    their numbers, on which CUB's scans rely too.
+    progress_ptr: None, or the int32 words that backward_transfers.py describes, zero before the first block. Then
+    dq_accumulator need not be zero for BLOCK_D up to 128 without intervals. The last key block that sees a query block
+    stores its dQ, before anything else. The other programs wait for it. They were launched later: programs start in the
+    order of their numbers, on which CUB's scans rely too. IS_ORDERED: dQ is added in the order of the key blocks, and
+    the first one stores it; with other calls progress_ptr is for BLOCK_D up to 128 that are not packed.
     """
-    BEGINS_DQ: gl.constexpr = progress_ptr is not None
+    BEGINS_DQ: gl.constexpr = progress_ptr is not None and BLOCK_D <= 128
     IS_PACKED: gl.constexpr = num_sequences is not None
     IS_LATENT: gl.constexpr = k_rope_desc is not None
     HAS_INTERVALS: gl.constexpr = blocks_ptr is not None
@@ -134,7 +138,10 @@ def backward_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, dq_accumulator,
     # The block's keys, and the query blocks that see them.
     pid = gl.program_id(0)
     tiles = count_tiles(NK, num_sequences, BLOCK_N)
-    tile, bh = scheduled_tile(pid, tiles, num_heads, heads_per_section, LAST_TILE_FIRST=BEGINS_DQ)
+    if IS_ORDERED:
+        tile, bh = overlapped_tile(pid, tiles, num_heads, heads_per_section)
+    else:
+        tile, bh = scheduled_tile(pid, tiles, num_heads, heads_per_section, LAST_TILE_FIRST=BEGINS_DQ)
     batch = bh // HKV
     head = bh % HKV
     if IS_PACKED:
@@ -155,9 +162,16 @@ def backward_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, dq_accumulator,
         num_keys = rows_of_sequence(sequence, num_sequences, NK)
     mask = sequence_mask(starts_ptr, batch, num_keys - NQ, num_keys, window_of(window), READS_LENGTHS)
     queries, first_row = query_blocks(mask, start_n, NQ, num_rows, BLOCK_N)
-    # The query blocks that the next key block does not see: this program stores their dQ instead of adding it.
+    # The query blocks that no program with a smaller number sees: this program stores their dQ instead of adding it.
     num_begun = queries.count
-    if BEGINS_DQ:
+    if IS_ORDERED:
+        if HAS_INTERVALS:
+            num_begun = 0
+        elif tile > 0:
+            others, _ = query_blocks(mask, start_n - BLOCK_N, NQ, num_rows, BLOCK_N)
+            end = queries.first + queries.count
+            num_begun = end - gl.minimum(gl.maximum(queries.first, others.first + others.count), end)
+    elif BEGINS_DQ:
         if start_n + BLOCK_N < NK:
             next_queries, _ = query_blocks(mask, start_n + BLOCK_N, NQ, pitch, BLOCK_N)
             num_begun = gl.minimum(queries.count, next_queries.first - queries.first)
@@ -181,7 +195,7 @@ def backward_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, dq_accumulator,
         # 1 if there are query rows on the block's diagonal: the second warpgroup sees none of them.
         num_hidden = gl.where((start_n + NQ >= NK) & (queries.count > 0), 1, 0)
     num_masked = queries.num_masked if CLAMPS_WEIGHTS and not HAS_INTERVALS else None
-    queries = QueryBlocks(queries.first, num_masked, num_hidden, queries.count)
+    queries = QueryBlocks(queries.first, num_masked, num_hidden, queries.count, IS_ORDERED)
 
     # The same in rows of the tensors. Packed tensors hold all sequences, padded ones whole tiles of each sequence.
     start_row, first_block, first_key_row, end_key_row = start_n, queries.first, first_key, num_keys
@@ -194,7 +208,9 @@ def backward_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, dq_accumulator,
         if SPLITS_COLUMNS:
             dq_accumulator += padded.to(gl.int64) * BLOCK_D
     key_rows = KeyBlock(batch=batch, head=head, start_n=start_row)
-    query_rows = QueryBlocks(first=first_block, num_masked=None, num_hidden=num_hidden, count=queries.count)
+    query_rows = QueryBlocks(
+        first_block, num_masked=None, num_hidden=num_hidden, count=queries.count, IN_ORDER=IS_ORDERED
+    )
     if not ZEROES_ROWS:
         first_key_row, end_key_row = None, None
     existing = ExistingRows(
@@ -219,7 +235,8 @@ def backward_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, dq_accumulator,
     if IS_LATENT:
         buffers = allocate_latent_buffers(descriptors, Q_STAGES, DO_STAGES, DS_LAYOUT)
     elif SPLITS_COLUMNS:
-        buffers = allocate_column_buffers(descriptors, Q_STAGES, DO_STAGES, DS_LAYOUT, HAS_CAP=cap_scale is not None)
+        HAS_CAP: gl.constexpr = cap_scale is not None
+        buffers = allocate_column_buffers(descriptors, Q_STAGES, DO_STAGES, DS_LAYOUT, HAS_CAP, IS_ORDERED)
     else:
         buffers = allocate_key_buffers(descriptors, dq_accumulator, Q_STAGES, DO_STAGES, DS_LAYOUT)
     arrival = None
@@ -227,6 +244,10 @@ def backward_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, dq_accumulator,
         arrival = allocate_barriers(1).index(0)
         mbarrier.init(arrival, count=1)
     destinations = Destinations(buffers.k, buffers.v, buffers.q, buffers.do, buffers.lse, buffers.delta, arrival)
+
+    progress = Progress(progress_ptr, key_head=bh, num_key_heads=num_heads, num_begun=num_begun)
+    if IS_ORDERED:
+        progress = replace(progress, tile=tile, intervals=intervals)
 
     if IS_LATENT:
         dk_parts = TensorView(dk_parts_ptr, dk_parts_strides)
@@ -242,6 +263,18 @@ def backward_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, dq_accumulator,
             [4, 1],
             [CONSUMER_REGISTERS, LOADER_REGISTERS],
         )
+    elif SPLITS_COLUMNS and IS_ORDERED:
+        gl.warp_specialize(
+            [
+                (accumulate_by_columns, (0, buffers, dq_accumulator, gradients, keys, queries, sizes, mask, scale)),
+                (accumulate_by_columns, (1, buffers, dq_accumulator, gradients, keys, queries, sizes, mask, scale)),
+                (load, (descriptors, destinations, key_rows, query_rows, existing, sizes, stats_size, PDL, BEGINS_DQ)),
+                (permit_additions, (buffers.permits, progress, query_rows, sizes, PDL)),
+                (announce_additions, (buffers.permits, buffers.additions, progress, query_rows, sizes, PDL)),
+            ],
+            [4, 1, 1, 1],
+            [CONSUMER_REGISTERS, LOADER_REGISTERS, LOADER_REGISTERS, LOADER_REGISTERS],
+        )
     elif SPLITS_COLUMNS:
         gl.warp_specialize(
             [
@@ -252,8 +285,19 @@ def backward_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, dq_accumulator,
             [4, 1],
             [CONSUMER_REGISTERS, LOADER_REGISTERS],
         )
+    elif IS_ORDERED:
+        gl.warp_specialize(
+            [
+                (accumulate_by_keys, (0, buffers, gradients, keys, queries, sizes, mask, scale)),
+                (accumulate_by_keys, (1, buffers, gradients, keys, queries, sizes, mask, scale)),
+                (load, (descriptors, destinations, key_rows, query_rows, existing, sizes, stats_size, PDL, BEGINS_DQ)),
+                (reduce_in_order, (0, dq_accumulator, buffers.dq, progress, key_rows, query_rows, sizes, PDL)),
+                (reduce_in_order, (1, dq_accumulator, buffers.dq, progress, key_rows, query_rows, sizes, PDL)),
+            ],
+            [4, 1, 1, 1],
+            [CONSUMER_REGISTERS, LOADER_REGISTERS, LOADER_REGISTERS, LOADER_REGISTERS],
+        )
     else:
-        progress = Progress(ptr=progress_ptr, key_head=bh, num_key_heads=num_heads, num_begun=num_begun)
         gl.warp_specialize(
             [
                 (accumulate_by_keys, (0, buffers, gradients, keys, queries, sizes, mask, scale)),

@@ -1,10 +1,10 @@
 # mypy: ignore-errors
 """The two warps of the sm_90 backward that only move tiles: one loads, one adds dQ to its accumulator.
 
-The adding warp serves head dims up to 128. With narrow windows ``progress`` says which parts of dQ are in the
-accumulator. It is int32 words, all zero after the pre-process: for each key head how many programs are done, (B *
-HKV,), then for each query block whether a program has stored the first part of its dQ, (B * HQ * pitch / BLOCK_M,).
-``postprocess_kernel`` reads both.
+The adding warp serves head dims up to 128. With narrow windows, and where dQ is added in a fixed order, ``progress``
+says which parts of dQ are in the accumulator. It is int32 words, all zero after the pre-process: for each key head how
+many programs are done, (B * HKV,), then for each query block whether a program has stored the first part of its dQ, (B
+* HQ * pitch / BLOCK_M,). Up to head dim 128 ``postprocess_kernel`` reads both.
 """
 
 from fused_rope_attn.attention.hopper.backward_block import Sizes
@@ -16,6 +16,7 @@ from fused_rope_attn.attention.hopper.channels import (
     load_seen_rows,
     rope_part,
 )
+from fused_rope_attn.attention.hopper.masks import KeyIntervals
 from fused_rope_attn.attention.hopper.shapes import BACKWARD_BLOCK_M as BLOCK_M
 from fused_rope_attn.attention.hopper.shapes import CONSUMERS
 from fused_rope_attn.kernels.records import record, replace
@@ -178,18 +179,25 @@ class QueryLoads:
 
 
 @jit
-def load_queries(loads, head_q, begin, end, step, arrivals):
+def load_queries(loads, head_q, begin, end, step, arrivals, IN_ORDER: gl.constexpr):
     """Load query blocks [begin, end) of each of the group's heads, the first of which is head_q, with their statistics.
 
-    begin None: from 0 on. Returns the next (step, arrivals).
+    begin None: from 0 on. IN_ORDER: as in ``QueryBlocks``. Returns the next (step, arrivals).
     """
     descriptors, destinations, existing, sizes = loads.descriptors, loads.destinations, loads.existing, loads.sizes
     arrival, batch = destinations.arrival, loads.batch
     first_query, blind = existing.first_query, existing.blind_ptr
     if begin is None:
         begin = 0
-    for group_head in range(sizes.GROUP_SIZE):
-        for i in range(begin, end):
+    if IN_ORDER:
+        num_outer, begin_inner, end_inner = end - begin, 0, sizes.GROUP_SIZE
+    else:
+        num_outer, begin_inner, end_inner = sizes.GROUP_SIZE, begin, end
+    for outer in range(num_outer):
+        for inner in range(begin_inner, end_inner):
+            group_head, i = outer, inner
+            if IN_ORDER:
+                group_head, i = inner, end - 1 - outer
             start_m = (loads.first + i) * BLOCK_M
             stats_row = (batch * sizes.HQ + head_q + group_head) * sizes.pitch + start_m
             stats = RowStatistics(descriptors.stats, stats_row, destinations.lse)
@@ -239,8 +247,8 @@ def load(
     loads = QueryLoads(descriptors, destinations, existing, sizes, stats_size, batch, queries.first)
     step = 0
     if queries.num_hidden is not None:
-        step, arrivals = load_queries(loads, head_q, 0, queries.num_hidden, step, arrivals)
-    step, arrivals = load_queries(loads, head_q, queries.num_hidden, queries.count, step, arrivals)
+        step, arrivals = load_queries(loads, head_q, 0, queries.num_hidden, step, arrivals, queries.IN_ORDER)
+    step, arrivals = load_queries(loads, head_q, queries.num_hidden, queries.count, step, arrivals, queries.IN_ORDER)
     # The warps that multiply compute scores and dP of a block after the last one, and discard them: load zeros.
     if step > 0:
         q, rope = destinations.q, descriptors.q_rope
@@ -254,12 +262,19 @@ class Progress:
 
     key_head: the number of the program's key head among num_key_heads, B * HKV. The program stores the first num_begun
     of the query blocks that it visits in each head, and adds the others to blocks that another program has stored.
+
+    tile: None, or the number of the program's key block in its sequence if every query block's dQ is added up in the
+    order of the key blocks. The word of a query block is then that of the last key block in it, plus 1. intervals: the
+    ``KeyIntervals`` of such a call, or None. Without intervals a program that does not store a block adds to it after
+    the previous key block has.
     """
 
     ptr: gl.tensor | None
     key_head: gl.tensor | None
     num_key_heads: gl.tensor | None
     num_begun: gl.tensor | None
+    tile: gl.tensor | None = None
+    intervals: KeyIntervals | None = None
 
 
 @jit
@@ -269,13 +284,17 @@ def fence_proxies():
 
 
 @jit
-def announce(pointer):
-    """Add 1 to the word at ``pointer`` as soon as this warp's stores and additions through the TMA are complete."""
+def announce(pointer, number=1, RAISE: gl.constexpr = False):
+    """Add ``number`` to the word at ``pointer`` once this warp's stores and additions through the TMA are complete.
+
+    RAISE: raise the word to ``number`` instead.
+    """
+    REDUCTION: gl.constexpr = "max" if RAISE else "add"
     gl.inline_asm_elementwise(
         "{ .reg .pred one; cp.async.bulk.wait_group 0; fence.proxy.async; bar.warp.sync 0xffffffff; "
-        "elect.sync _|one, 0xffffffff; @one red.release.gpu.global.add.u32 [$1], 1; mov.u32 $0, 0; }",
-        "=r,l",
-        [pointer.to(gl.uint64, bitcast=True)],
+        f"elect.sync _|one, 0xffffffff; @one red.release.gpu.global.{REDUCTION}.u32 [$1], $2; mov.u32 $0, 0; }}",
+        "=r,l,r",
+        [pointer.to(gl.uint64, bitcast=True), gl.to_tensor(number)],
         dtype=gl.int32,
         is_pure=False,
         pack=1,

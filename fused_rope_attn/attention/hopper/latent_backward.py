@@ -119,6 +119,7 @@ class LatentBackwardCall:
             HAS_KEYS_BEFORE_WINDOW=left is not None and len_k - len_q > left,
             CONSUMER_REGISTERS=config.consumer_registers,
             IS_ALIGNED=config.skips_masked_half and is_aligned(problem, block_m, BACKWARD_BLOCK_N.value),
+            IS_ORDERED=False,
             DS_LAYOUT=gl.NVMMASharedLayout.get_default_for([KEYS.value, BLOCK_M.value], element),
         )
         tiles = tile_count(len_q, sequences, block_m)

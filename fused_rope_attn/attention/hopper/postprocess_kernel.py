@@ -153,15 +153,18 @@ def postprocess_kernel(accumulator_ptr, progress_ptr, cos_ptr, sin_ptr, dq_ptr, 
         if norm_ptr is not None:
             raw_rows = rows_of_block(raw_q_ptr, raw_q_strides, batch, head64, start64, NQ - start, row_format)
             raw1, raw2 = load_pairs(raw_rows, offs, rotation, layouts)
+        added = None
         if cu_q_ptr is not None:
             # The block may be past its sequence's end, and past the end of the accumulator.
-            dq = load_columns(words, whole_offs[:, None] < NQ - start, columns, COLUMNS) * softmax_scale
-        elif progress_ptr is None:
-            dq = load_columns(words, None, columns, COLUMNS) * softmax_scale
-        else:
+            added = whole_offs[:, None] < NQ - start
+        if progress_ptr is not None:
             wait_until(progress_ptr + batch * HKV + head // GROUP_SIZE, key_blocks)
-            begun = tl.load(progress_ptr + (num_batches * HKV + row // BLOCK_M)) != 0
-            dq = load_columns(words, begun, columns, COLUMNS) * softmax_scale
+            word = progress_ptr + (num_batches * HKV + row // BLOCK_M)
+            if added is None:
+                added = tl.load(word) != 0
+            else:
+                added = added & (tl.load(word, mask=start < NQ, other=0) != 0)
+        dq = load_columns(words, added, columns, COLUMNS) * softmax_scale
         first, second = unpack_pairs(dq)
         if PAIRS is not None:
             first, second = gl.convert_layout(first, PAIRS), gl.convert_layout(second, PAIRS)

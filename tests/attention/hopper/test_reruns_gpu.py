@@ -65,7 +65,7 @@ def test_nothing_hangs():
 
 
 def test_the_setting_of_the_process_gives_the_same_bits():
-    """`torch.use_deterministic_algorithms(True)` keeps off the sm_90 backward, which adds in any order."""
+    """`torch.use_deterministic_algorithms(True)` makes the sm_90 backward add dQ in a fixed order."""
     inputs = make_inputs(MANY_TILES, "cuda")
     try:
         torch.use_deterministic_algorithms(True)

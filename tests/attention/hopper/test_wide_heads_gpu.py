@@ -58,7 +58,7 @@ def test_wide_heads_backward(case, dtype):
 def test_wide_heads_take_the_sm_90_backward():
     q, k, v, cos, sin, _ = make_inputs(SQUARE, "cuda")
     assert type(plan(q, k, v, cos, sin, True, **ON_SM_90).backward) is configs.HopperBackwardConfig
-    assert type(plan(q, k, v, cos, sin, True, deterministic=True, **ON_SM_90).backward) is configs.BackwardConfig
+    assert type(plan(q, k, v, cos, sin, True, deterministic=True, **ON_SM_90).backward) is configs.HopperBackwardConfig
 
 
 # Head dims beyond 128: the pre-pass rotates Q, with one buffer for each warpgroup, and O leaves in two halves.

@@ -1,0 +1,132 @@
+# mypy: ignore-errors
+"""The warps of the sm_90 backward that add dQ in a fixed order: that of the key blocks, from a sequence's first one on.
+
+Each query block of each head has a word, see ``Progress``. The program of a key block waits until the word says that
+the last key block before it that sees these queries has added to them. Then it adds, and raises the word. Programs wait
+only for those with a smaller number, which the hardware has started before.
+
+All programs of a head go from the last query block to the first one. They follow one another at a distance of one
+addition, and under a causal mask the longest program is both the first in the order and the first to start.
+"""
+
+from fused_rope_attn.attention.hopper.backward_block import interval_blocks
+from fused_rope_attn.attention.hopper.backward_transfers import (
+    announce,
+    drop_block,
+    fence_proxies,
+    send_block,
+)
+from fused_rope_attn.attention.hopper.shapes import BACKWARD_BLOCK_M as BLOCK_M
+from fused_rope_attn.attention.hopper.shapes import CONSUMERS, KEYS
+from fused_rope_attn.kernels.schedule import wait_for_previous_launch, wait_until
+from fused_rope_attn.runtime.triton_compat import gl, jit
+
+
+@jit
+def previous_tile(intervals, tile, block, HALVES: gl.constexpr):
+    """Return the number of the last key block before ``tile`` that visits query block ``block``, plus 1; 0: none does.
+
+    A key block is HALVES * KEYS keys. intervals: ``KeyIntervals``.
+    """
+    LANES: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    found = 0
+    end = tile
+    while (found == 0) & (end > 0):
+        tiles = end - 1 - gl.arange(0, 32, LANES)
+        first, last = interval_blocks(intervals, gl.maximum(tiles, 0) * (HALVES * KEYS), HALVES)
+        visits = (tiles >= 0) & (first <= block) & (block < last)
+        found = gl.max(gl.where(visits, tiles + 1, 0), 0)
+        end -= 32
+    return found
+
+
+@jit
+def words_of_group(progress, queries, sizes):
+    """Return the pointer to the word of the first query block of the group's first head, and the words of a head."""
+    pitch = sizes.pitch // BLOCK_M
+    first = progress.key_head * sizes.GROUP_SIZE * pitch + queries.first
+    return progress.ptr + progress.num_key_heads + first, pitch
+
+
+@jit
+def wait_for_other_warp(dq, step):
+    """Wait until the block of the step before ``step`` is released.
+
+    Without this a warp that waits for its block would take the barrier's parity for that of its last one.
+    """
+    for part in gl.static_range(CONSUMERS):
+        own = dq.of_warpgroup(part)
+        own.wait_empty(own.at(step))
+
+
+@jit
+def reduce_in_order(PARITY: gl.constexpr, dq_desc, dq, progress, keys, queries, sizes, PDL: gl.constexpr):
+    """Add every second dQ block in the order of ``QueryBlocks.IN_ORDER``, the PARITYth first; one of two warps' work.
+
+    The rest is as in ``reduce``. Two warps, because one addition takes longer to complete than a step.
+    """
+    total = sizes.GROUP_SIZE * queries.count
+    # dQ is delayed by one step; discard the first, empty block. The other warp adds the next one.
+    if PARITY == 1:
+        if total > 0:
+            drop_block(dq, 0)
+    wait_for_previous_launch(PDL)
+    words, pitch = words_of_group(progress, queries, sizes)
+    head_q = keys.head * sizes.GROUP_SIZE
+    num_begun = sizes.GROUP_SIZE * progress.num_begun
+    # Two loops as in ``reduce``.
+    for i in range(PARITY, num_begun, 2):
+        wait_for_other_warp(dq, i + 1)
+        group_head = i % sizes.GROUP_SIZE
+        block = queries.count - 1 - i // sizes.GROUP_SIZE
+        send_block(dq_desc, dq, keys.batch, head_q + group_head, queries.first + block, i + 1, ADD=False)
+        announce(words + group_head * pitch + block, progress.tile + 1, RAISE=True)
+    for i in range(num_begun + (num_begun + PARITY) % 2, total, 2):
+        group_head = i % sizes.GROUP_SIZE
+        block = queries.count - 1 - i // sizes.GROUP_SIZE
+        word = words + group_head * pitch + block
+        if progress.intervals is None:
+            wait_until(word, progress.tile)
+        else:
+            wait_until(word, previous_tile(progress.intervals, progress.tile, queries.first + block, CONSUMERS))
+        fence_proxies()
+        wait_for_other_warp(dq, i + 1)
+        send_block(dq_desc, dq, keys.batch, head_q + group_head, queries.first + block, i + 1, ADD=True)
+        announce(word, progress.tile + 1, RAISE=True)
+    announce(progress.ptr + progress.key_head)
+
+
+@jit
+def permit_additions(permits, progress, queries, sizes, PDL: gl.constexpr):
+    """Let the multiplying warpgroups add each block's dQ after the key blocks before it have; one warp's work.
+
+    permits: the channel that this warp fills, see ``BuffersByColumns``.
+    """
+    wait_for_previous_launch(PDL)
+    words, pitch = words_of_group(progress, queries, sizes)
+    step = 0
+    for i in range(queries.count):
+        block = queries.count - 1 - i
+        awaited = gl.where(i < progress.num_begun, 0, progress.tile)
+        if progress.intervals is not None:
+            awaited = previous_tile(progress.intervals, progress.tile, queries.first + block, 1)
+        for group_head in range(sizes.GROUP_SIZE):
+            wait_until(words + group_head * pitch + block, awaited)
+            permits.wait_empty(permits.at(step))
+            permits.fill(permits.at(step))
+            step += 1
+
+
+@jit
+def announce_additions(permits, additions, progress, queries, sizes, PDL: gl.constexpr):
+    """Announce each block's dQ as soon as both warpgroups have added it, to the next key block; one warp's work."""
+    wait_for_previous_launch(PDL)
+    words, pitch = words_of_group(progress, queries, sizes)
+    step = 0
+    for i in range(queries.count):
+        block = queries.count - 1 - i
+        for group_head in range(sizes.GROUP_SIZE):
+            additions.wait_full(additions.at(step))
+            announce(words + group_head * pitch + block, progress.tile + 1, RAISE=True)
+            permits.release(permits.at(step))
+            step += 1

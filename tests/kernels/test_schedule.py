@@ -1,0 +1,44 @@
+"""The tile of each program of a launch whose sections overlap."""
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from fused_rope_attn.kernels.schedule import overlapped_tile
+from tests.support.marks import interpreted
+
+
+@triton.jit
+def write_tiles(out_ptr, num_tiles, num_heads, heads_per_section):
+    """Write (tile, head) of each program."""
+    pid = tl.program_id(0)
+    tile, head = overlapped_tile(pid, num_tiles, num_heads, heads_per_section)
+    tl.store(out_ptr + 2 * pid, tile)
+    tl.store(out_ptr + 2 * pid + 1, head)
+
+
+def tiles_of(num_tiles, num_heads, section):
+    out = torch.full((num_tiles * num_heads, 2), -1, dtype=torch.int32)
+    write_tiles[(num_tiles * num_heads,)](out, num_tiles, num_heads, section)
+    return out.tolist()
+
+
+@interpreted
+@pytest.mark.parametrize("num_tiles", [1, 2, 3, 6, 7])
+@pytest.mark.parametrize(("num_heads", "section"), [(1, 1), (5, 5), (3, 8), (4, 1), (8, 4), (7, 3), (8, 3), (5, 4)])
+def test_each_tile_runs_once_and_those_of_a_head_start_in_order(num_tiles, num_heads, section):
+    found = tiles_of(num_tiles, num_heads, section)
+    assert sorted(found) == [[tile, head] for tile in range(num_tiles) for head in range(num_heads)]
+    for head in range(num_heads):
+        assert [tile for tile, of in found if of == head] == list(range(num_tiles))
+
+
+@interpreted
+def test_the_last_half_of_a_section_alternates_with_the_first_half_of_the_next():
+    assert tiles_of(4, 3, 1) == [
+        *([0, 0], [1, 0]),
+        *([2, 0], [0, 1], [3, 0], [1, 1]),
+        *([2, 1], [0, 2], [3, 1], [1, 2]),
+        *([2, 2], [3, 2]),
+    ]
