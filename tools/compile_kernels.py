@@ -68,6 +68,7 @@ class Job(LaunchJob):
     rotated: bool = False  # forward saves rotated q and k, backward takes them
     norms: bool = False  # of q and k, before their rotation
     sums: bool = False  # dk and dv in float32, as context parallelism adds them up
+    deterministic: bool = False  # the sm_90 backward adds dQ in a fixed order
     latent: bool = False  # multi-head latent attention, with 64 of the head_dim columns rotated
 
     @property
@@ -113,6 +114,7 @@ class Job(LaunchJob):
             interleaved=self.interleaved,
             max_seqlen=500 if packed else 0,
             return_max_logit="softcap" in self.masks and not self.is_hopper,
+            deterministic=self.deterministic,
             **feature_options("window" in self.masks, "softcap" in self.masks, self.norms),
         ).for_launch()
         problem = problem._replace(sums_keys=self.sums)
@@ -293,6 +295,14 @@ def hopper_jobs(arch: str, full: bool = False) -> list[Job]:
     for job in trained:
         if full or job.head_dim == hopper_configs.HEAD_DIM:
             jobs.append(replace(job, rotated=True, norms=True))
+    # In a fixed order: without masks where steps are shortest, and with those that take most registers.
+    ordered = [job for job in jobs if job.direction == "backward" and not job.rotated and job.dtype == torch.bfloat16]
+    if not full:
+        kinds = (64, ()), (128, _MOST), (128, _INTERVALS), (256, _MOST)
+        ordered = list(
+            {(job.head_dim, job.masks): job for job in reversed(ordered) if (job.head_dim, job.masks) in kinds}.values()
+        )
+    jobs += [replace(job, deterministic=True) for job in ordered]
     summed = [job for job in trained if job.direction == "backward" and (job.head_dim == 128 or full)]
     jobs += [replace(job, sums=True) for job in (summed if full else summed[:1])]
     return list(dict.fromkeys(jobs))
