@@ -84,8 +84,7 @@ class OrderedCall:
         score = Launch(score_kernel, units * programs, options, shared, STAGES=score_stages)
         columns = max(config.least_columns, min(pad_d, 128) // (1 << (programs.bit_length() - 1)))
         step = max(1, min(config.step_rows // block_r, 1 << (programs.bit_length() - 1)))
-        tiles = min(step, config.tiles) if columns <= 64 else 1
-        stage = 2 * tiles * block_n * max(64, columns)
+        stage = 2 * block_n * max(64, columns)
         slots = 3 if step * block_r <= 32 else 2
         room = 222 * 1024 - step * block_r * (slots * 4 * block_n + 2 * 2 * block_n + 64)
         add = Launch(
@@ -95,7 +94,6 @@ class OrderedCall:
             shared,
             COLUMNS=columns,
             STEP=step,
-            TILES=tiles,
             SCORE_SLOTS=slots,
             STAGES=min(config.value_stages, room // stage),
         )

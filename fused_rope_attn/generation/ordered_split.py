@@ -311,26 +311,20 @@ def weigh_all(walk, qk_scale, scores, maxima, weighed):
 
 
 @jit
-def copy_values(walk, v_view, table, row_format, first_column, values, STEP: gl.constexpr, TILES: gl.constexpr):
-    """Copy the values of all tiles, TILES in a slot, zeros for those after the last one; the work of warps of their
-    own."""
+def copy_values(walk, v_view, table, row_format, first_column, values, STEP: gl.constexpr):
+    """Copy the values of all tiles, zeros for those after the last one; the work of warps of their own."""
     source = value_source(v_view, table, walk, row_format, first_column)
-    for number in range(steps_of(walk, STEP) * (STEP // TILES)):
-        cursor = values.at(number)
+    for visit in range(steps_of(walk, STEP) * STEP):
+        cursor = values.at(visit)
         values.wait_empty(cursor)
         # A tensor core's tile may have more columns; they are not stored.
-        slot = values.tile(cursor).slice(0, row_format.BLOCK_D, dim=1)
-        for i in gl.static_range(TILES):
-            copy_rows(source, walk, number * TILES + i, slot.slice(i * walk.BLOCK_N, walk.BLOCK_N, dim=0))
+        copy_rows(source, walk, visit, values.tile(cursor).slice(0, row_format.BLOCK_D, dim=1))
         fill_by_copies(values, cursor)
     async_copy.wait_group(0)
 
 
 @jit
-def add_up_values(
-    walk, weighed, values, first_column, end_column, o, sinks_ptr, HQ, NQ, GROUP_SIZE, TILES: gl.constexpr,
-    PDL: gl.constexpr,
-):  # fmt: skip
+def add_up_values(walk, weighed, values, first_column, end_column, o, sinks_ptr, HQ, NQ, GROUP_SIZE, PDL: gl.constexpr):
     """Add up the values of all tiles of a unit, and write its output."""
     STEP: gl.constexpr = weighed.STEP
     BLOCK_N: gl.constexpr = walk.BLOCK_N
@@ -341,7 +335,6 @@ def add_up_values(
     SUMS: gl.constexpr = sums_layout(BLOCK_R, 4)
     ROW: gl.constexpr = gl.SliceLayout(0, OUTPUT)
     ONE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    SLOTS: gl.constexpr = STEP // TILES  # of values in a step
     acc = warpgroup_mma_init(gl.zeros([COLUMNS, BLOCK_R], gl.float32, OUTPUT))
     row_sum = gl.zeros([BLOCK_R, 4], gl.float32, SUMS)
     for step in range(steps_of(walk, STEP)):
@@ -349,26 +342,24 @@ def add_up_values(
         weights.wait_full(at_weights)
         operand = weights.tile(at_weights)
         moves = gl.max(weighed.moves.index(at_weights.slot).load(ONE), 0)
-        for i in gl.static_range(SLOTS):
-            cursor = values.at(step * SLOTS + i)
+        for i in gl.static_range(STEP):
+            visit = step * STEP + i
+            at = at_weights.slot * STEP + i  # in ``weighed``
+            cursor = values.at(visit)
             values.wait_full(cursor)
             fence_async_shared()
-            for j in gl.static_range(TILES):
-                if moves > 0:
-                    # Products between which no maximum moves follow one another without a wait.
-                    factor = weighed.factors.index(at_weights.slot * STEP + i * TILES + j).load(ROW)
-                    acc = warpgroup_mma_init(warpgroup_mma_wait(0, deps=[acc]) * factor[None, :])
-                v = values.tile(cursor).slice(j * BLOCK_N, BLOCK_N, dim=0).permute((1, 0))
-                p = operand.slice((i * TILES + j) * BLOCK_N, BLOCK_N, dim=1).permute((1, 0))
-                acc = warpgroup_mma(v, p, acc, is_async=True)
-            if i == SLOTS - 1:
-                for j in gl.static_range(STEP):
-                    row_factor = weighed.factors.index(at_weights.slot * STEP + j).load(gl.SliceLayout(1, SUMS))
-                    part = weighed.sums.index(at_weights.slot * STEP + j).load(SUMS)
-                    row_sum = row_sum * row_factor[:, None] + part
-            acc = warpgroup_mma_init(warpgroup_mma_wait(TILES, deps=[acc]))
-            if step * SLOTS + i > 0:
-                values.release_by_threads(values.at(step * SLOTS + i - 1))
+            if moves > 0:
+                # Products between which no maximum moves follow one another without a wait.
+                factor = weighed.factors.index(at).load(ROW)
+                acc = warpgroup_mma_init(warpgroup_mma_wait(0, deps=[acc]) * factor[None, :])
+            v = values.tile(cursor).permute((1, 0))
+            p = operand.slice(i * BLOCK_N, BLOCK_N, dim=1).permute((1, 0))
+            acc = warpgroup_mma(v, p, acc, is_async=True)
+            row_factor = weighed.factors.index(at).load(gl.SliceLayout(1, SUMS))
+            row_sum = row_sum * row_factor[:, None] + weighed.sums.index(at).load(SUMS)
+            acc = warpgroup_mma_init(warpgroup_mma_wait(1, deps=[acc]))
+            if visit > 0:
+                values.release_by_threads(values.at(visit - 1))
             if i == 0:
                 if step > 0:
                     weights.release_by_threads(weights.at(step - 1))
@@ -387,14 +378,14 @@ def value_kernel(
     v_cache_ptr, cache_seqlens_ptr, kv_starts_ptr, sinks_ptr, block_table_ptr, scores_ptr, maxima_ptr, progress_ptr,
     o_ptr, lse_ptr, v_cache_strides, table_strides, o_strides, qk_scale, window, B, HKV, HQ, GROUP_SIZE, NQ, S,
     num_pages, most_tiles, programs, D: gl.constexpr, BLOCK_R: gl.constexpr, BLOCK_N: gl.constexpr,
-    COLUMNS: gl.constexpr, STEP: gl.constexpr, TILES: gl.constexpr, SCORE_SLOTS: gl.constexpr, STAGES: gl.constexpr,
+    COLUMNS: gl.constexpr, STEP: gl.constexpr, SCORE_SLOTS: gl.constexpr, STAGES: gl.constexpr,
     MOST_PROGRAMS: gl.constexpr, APPENDS: gl.constexpr, STRIDE_UNIT: gl.constexpr, PAGE_SIZE: gl.constexpr,
     USE_INT64_OFFSETS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """Add up COLUMNS columns of the values of one unit. Grid: (units * cdiv(D, COLUMNS),).
 
     scores, maxima and progress: of ``score_kernel``, all of whose programs run or have finished when this one starts.
-    STEP tiles are weighed at a time, and a slot of values has TILES. o (B, HQ, NQ, D), lse (B, HQ, NQ) float32, and the
+    STEP tiles are weighed at a time. o (B, HQ, NQ, D), lse (B, HQ, NQ) float32, and the
     others as in ``decode_kernel``.
     """
     let_next_launch_start(PDL)
@@ -409,13 +400,13 @@ def value_kernel(
     v_view = cache_view(v_cache_ptr, v_cache_strides, STRIDE_UNIT, USE_INT64_OFFSETS)
     row_format = RowFormat(D, COLUMNS, USE_INT64_OFFSETS)
     end_column = gl.minimum(D, first_column + COLUMNS)
-    TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TILES * BLOCK_N, TILE_COLUMNS], DTYPE)
+    TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, TILE_COLUMNS], DTYPE)
     OPERAND: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_R, STEP * BLOCK_N], DTYPE)
     # Two neighbours in each of eight rows are in different banks.
     WEIGHTS: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 4, [1, 0])
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     ROWS: gl.constexpr = STEP * BLOCK_R
-    values = channel_of(gl.allocate_shared_memory(DTYPE, [STAGES, TILES * BLOCK_N, TILE_COLUMNS], TILE), STAGES)
+    values = channel_of(gl.allocate_shared_memory(DTYPE, [STAGES, BLOCK_N, TILE_COLUMNS], TILE), STAGES)
     scores = channel_of(gl.allocate_shared_memory(gl.float32, [SCORE_SLOTS, ROWS, BLOCK_N], WEIGHTS), SCORE_SLOTS)
     maxima = gl.allocate_shared_memory(gl.float32, [SCORE_SLOTS, ROWS], FLAT)
     weights = channel_of(gl.allocate_shared_memory(DTYPE, [SLOTS, BLOCK_R, STEP * BLOCK_N], OPERAND), SLOTS)
@@ -432,10 +423,9 @@ def value_kernel(
     o = (o_ptr, lse_ptr, o_strides)
     gl.warp_specialize(
         [
-            (add_up_values, (walk, weighed, values, first_column, end_column, o, sinks_ptr, HQ, NQ, GROUP_SIZE, TILES,
-                             PDL)),
+            (add_up_values, (walk, weighed, values, first_column, end_column, o, sinks_ptr, HQ, NQ, GROUP_SIZE, PDL)),
             (weigh_all, (walk, qk_scale, scores, maxima, weighed)),
-            (copy_values, (walk, v_view, table, row_format, first_column, values, STEP, TILES)),
+            (copy_values, (walk, v_view, table, row_format, first_column, values, STEP)),
             (copy_scores, (walk, scored, scores, maxima, STEP)),
         ],
         [SUM_WARPS, COPY_WARPS, COPY_WARPS],
