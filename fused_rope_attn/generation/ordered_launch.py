@@ -9,8 +9,9 @@ from fused_rope_attn.attention.problem import Problem
 from fused_rope_attn.generation.configs import DECODE_ROWS, OrderedConfig
 from fused_rope_attn.generation.launch import WriteCall, cache_arguments, common_unit, pointers
 from fused_rope_attn.generation.ordered_attend import attend_kernel
-from fused_rope_attn.generation.ordered_split import score_kernel, value_kernel
+from fused_rope_attn.generation.ordered_scores import score_kernel
 from fused_rope_attn.generation.ordered_units import query_kernel
+from fused_rope_attn.generation.ordered_values import value_kernel
 from fused_rope_attn.generation.problem import StepTensors, Written, cache_of
 from fused_rope_attn.runtime import device
 from fused_rope_attn.runtime.keywords import fill
