@@ -94,7 +94,7 @@ def copy_scores(walk, scored, scores, maxima, STEP: gl.constexpr):
 
 @record
 class Weighed:
-    """What warps that weigh scores give to those that multiply, in slots of STEP tiles.
+    """Results of the warps that weigh scores, for those that multiply, in slots of STEP tiles.
 
     weights: a ``Channel`` of operands (BLOCK_R, STEP * BLOCK_N). sums (slots * STEP, BLOCK_R, 4) float32: of the
     weights of a tile that one thread of a quad of the sm_90 forward has. factors (slots * STEP, BLOCK_R) float32: of
@@ -242,9 +242,9 @@ def value_kernel(
 ):  # fmt: skip
     """Add up COLUMNS columns of the values of one unit. Grid: (units * cdiv(D, COLUMNS),).
 
-    scores, maxima and progress: of ``score_kernel``, all of whose programs run or have finished when this one starts.
-    STEP tiles are weighed at a time. o (B, HQ, NQ, D), lse (B, HQ, NQ) float32, and the
-    others as in ``decode_kernel``.
+    scores, maxima and progress: of ``score_kernel``. All of its programs run or have finished when this launch starts,
+    because each of them allows it, so that no program here waits for one that cannot start. STEP tiles are weighed at a
+    time. o (B, HQ, NQ, D), lse (B, HQ, NQ) float32, and the others as in ``decode_kernel``.
     """
     let_next_launch_start(PDL)
     DTYPE: gl.constexpr = o_ptr.dtype.element_ty
