@@ -72,8 +72,7 @@ class OrderedConfig:
     From ``least_units`` key heads of all sequences on, one program goes through all keys of each, most_stages deep in
     the load pipeline. With fewer, ``programs`` programs compute the scores, but at most programs_of_head of a key head,
     and about as many add up the values, of least_columns columns or more. Those weigh step_rows query rows of several
-    tiles at a time; their pipeline of values has up to value_stages stages of ``tiles`` tiles. Timed on an H200 with
-    3.9.0, 2026-11-26.
+    tiles at a time; their pipeline of values has up to value_stages stages. Timed on an H200 with 3.9.0, 2026-11-26.
     """
 
     block_n: int
@@ -83,7 +82,6 @@ class OrderedConfig:
     programs_of_head: int = 4
     least_columns: int = 16
     step_rows: int = 32
-    tiles: int = 1
     value_stages: int = 12
 
 

@@ -17,6 +17,7 @@ from fused_rope_attn.generation.ordered_tiles import (
     SUM_WARPS,
     copy_queries,
     copy_rows,
+    entries_of,
     fill_by_copies,
     highest_scores,
     key_operand,
@@ -46,15 +47,22 @@ from fused_rope_attn.runtime.triton_compat import (
 @jit
 def copy_all(walk, k_source, v_source, keys, values):
     """Copy the keys and values of all tiles; the work of warps of their own."""
+    entries = gl.to_tensor(0)  # of a cache without pages
+    if walk.pages is not None:
+        entries = entries_of(k_source, walk, 0)
+    following = entries
     for visit in range(walk.tiles):
+        if walk.pages is not None:
+            following = entries_of(k_source, walk, visit + 1)
         cursor = keys.at(visit)
         keys.wait_empty(cursor)
-        copy_rows(k_source, walk, visit, keys.tile(cursor))
+        copy_rows(k_source, walk, visit, entries, keys.tile(cursor))
         fill_by_copies(keys, cursor)
         at_values = values.at(visit)
         values.wait_empty(at_values)
-        copy_rows(v_source, walk, visit, values.tile(at_values))
+        copy_rows(v_source, walk, visit, entries, values.tile(at_values))
         fill_by_copies(values, at_values)
+        entries = following
 
 
 @jit

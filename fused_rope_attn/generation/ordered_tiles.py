@@ -197,15 +197,25 @@ def value_source(view, table, walk, row_format, first):
 
 
 @jit
-def copy_rows(source, walk, visit, tile):
+def entries_of(source, walk, visit):
+    """Load the entries of the block table for the rows of the walk's tile ``visit``, of a cache in pages.
+
+    ``copy_rows`` takes them. They are loaded a tile early, because the load takes as long as the copy.
+    """
+    offs = gl.arange(0, walk.BLOCK_N, gl.SliceLayout(1, source.LAYOUT))
+    return look_up(walk.pages, walk.keys, walk.last - visit * walk.BLOCK_N, offs)
+
+
+@jit
+def copy_rows(source, walk, visit, entries, tile):
     """Begin to copy the rows of the walk's tile ``visit``, zeros for those that no query sees, and commit nothing.
 
-    Tiles after the last one are zeros. Pages outside the pool count as zeros; ``query_kernel`` stops the call.
+    entries: of ``entries_of``; None if the cache has no pages. Tiles after the last one are zeros. Pages outside the
+    pool count as zeros; ``query_kernel`` stops the call.
     """
     offs = gl.arange(0, walk.BLOCK_N, gl.SliceLayout(1, source.LAYOUT))
     start = walk.last - visit * walk.BLOCK_N
     if walk.pages is not None:
-        entries = look_up(walk.pages, walk.keys, start, offs)
         cached = source.cached
         pointers, mask = cached_rows_at(cached, walk.pages, walk.keys, entries, start, offs, source.columns)
         async_load(tile, pointers, mask & source.exists[None, :])

@@ -15,6 +15,7 @@ from fused_rope_attn.generation.ordered_tiles import (
     SUM_REGISTERS,
     SUM_WARPS,
     copy_rows,
+    entries_of,
     fill_by_copies,
     store_unit,
     value_source,
@@ -172,12 +173,19 @@ def weigh_all(walk, qk_scale, scores, maxima, weighed):
 def copy_values(walk, v_view, table, row_format, first_column, values, STEP: gl.constexpr):
     """Copy the values of all tiles, zeros for those after the last one; the work of warps of their own."""
     source = value_source(v_view, table, walk, row_format, first_column)
+    entries = gl.to_tensor(0)  # of a cache without pages
+    if walk.pages is not None:
+        entries = entries_of(source, walk, 0)
+    following = entries
     for visit in range(steps_of(walk, STEP) * STEP):
+        if walk.pages is not None:
+            following = entries_of(source, walk, visit + 1)
         cursor = values.at(visit)
         values.wait_empty(cursor)
         # A tensor core's tile may have more columns; they are not stored.
-        copy_rows(source, walk, visit, values.tile(cursor).slice(0, row_format.BLOCK_D, dim=1))
+        copy_rows(source, walk, visit, entries, values.tile(cursor).slice(0, row_format.BLOCK_D, dim=1))
         fill_by_copies(values, cursor)
+        entries = following
     async_copy.wait_group(0)
 
 
