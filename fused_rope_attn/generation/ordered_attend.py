@@ -1,7 +1,7 @@
 # mypy: ignore-errors
 """The kernel of an ordered step (``ordered_units``) that goes through all tiles of a unit.
 
-One warpgroup or two multiply, warps of their own copy keys and values, and others add up the weights. The product with
+One warpgroup or two multiply, one copies keys, one copies values, and one adds up the weights. The product with
 the values of a tile runs while the next tile is weighed, and the scores of a tile are computed while the tile before it
 is weighed. A wait for the products finds both done, because a wait for one of them alone made ptxas serialise all.
 """
@@ -10,24 +10,18 @@ import triton.language as tl
 
 from fused_rope_attn.attention.hopper.channels import channel_of, written_once
 from fused_rope_attn.attention.hopper.softmax import lagging_maximum, sum_quads
+from fused_rope_attn.generation.ordered_scores import Part, copy_keys
 from fused_rope_attn.generation.ordered_tiles import (
-    COPY_REGISTERS,
     COPY_WARPS,
-    SUM_REGISTERS,
     SUM_WARPS,
-    copy_queries,
-    copy_rows,
-    entries_of,
-    fill_by_copies,
     highest_scores,
     key_operand,
-    key_source,
     mask_and_cap,
     store_unit,
-    value_source,
     walk_of,
 )
 from fused_rope_attn.generation.ordered_units import NUMBERS, quad_layout, query_positions, sums_layout
+from fused_rope_attn.generation.ordered_values import copy_values
 from fused_rope_attn.generation.pages import BlockTable
 from fused_rope_attn.generation.shares import Caches, cache_view
 from fused_rope_attn.kernels.masks import Window, window_of
@@ -45,39 +39,10 @@ from fused_rope_attn.runtime.triton_compat import (
 
 
 @jit
-def copy_all(walk, k_source, v_source, keys, values):
-    """Copy the keys and values of all tiles; the work of warps of their own."""
-    entries = gl.to_tensor(0)  # of a cache without pages
-    if walk.pages is not None:
-        entries = entries_of(k_source, walk, 0)
-    following = entries
-    for visit in range(walk.tiles):
-        if walk.pages is not None:
-            following = entries_of(k_source, walk, visit + 1)
-        cursor = keys.at(visit)
-        keys.wait_empty(cursor)
-        copy_rows(k_source, walk, visit, entries, keys.tile(cursor))
-        fill_by_copies(keys, cursor)
-        at_values = values.at(visit)
-        values.wait_empty(at_values)
-        copy_rows(v_source, walk, visit, entries, values.tile(at_values))
-        fill_by_copies(values, at_values)
-        entries = following
-
-
-@jit
-def copy_unit(
-    walk, table, k_view, v_view, rotated_ptr, queries, keys, values, row_format, R: gl.constexpr,
-    INTERLEAVED: gl.constexpr, PDL: gl.constexpr,
-):  # fmt: skip
-    """Copy the queries, keys and values of a unit; the work of warps of their own."""
-    k_source = key_source(k_view, table, walk, row_format, R, INTERLEAVED)
-    v_source = value_source(v_view, table, walk, row_format, 0)
+def copy_values_of_unit(walk, view, table, row_format, values, PDL: gl.constexpr):
+    """Copy the values of a unit; the work of warps of their own."""
     wait_for_previous_launch(PDL)
-    cursor = queries.at(0)
-    copy_queries(rotated_ptr, walk.unit.number, queries.tile(cursor), COPY_WARPS)
-    fill_by_copies(queries, cursor)
-    copy_all(walk, k_source, v_source, keys, values)
+    copy_values(walk, view, table, row_format, 0, values, STEP=1)
 
 
 @jit
@@ -223,13 +188,17 @@ def attend_kernel(
     total.init(FILLS=1, RELEASES=1)
     scoring = Scoring(qk_scale, cap_scale, window_of(window), S, GROUP_SIZE, INTERLEAVED, WARPS)
     o = (o_ptr, lse_ptr, o_strides, D)
+    # Copies from pages need the most. More query rows need the registers for products.
+    ADD_REGISTERS: gl.constexpr = 56 if BLOCK_R <= 16 else 48
+    ROW_REGISTERS: gl.constexpr = 104 if BLOCK_R <= 16 else 80
     gl.warp_specialize(
         [
             (attend, (walk, scoring, queries, keys, values, p_smem, weights, factors, total, o, sinks_ptr, HQ, NQ)),
             (add_up_weights, (walk, weights, factors, total)),
-            (copy_unit, (walk, table, k_view, v_view, rotated_ptr, queries, keys, values, row_format, R, INTERLEAVED,
-                         PDL)),
+            (copy_keys, (walk, Part(0, 1, walk.tiles), k_view, table, rotated_ptr, queries, keys, row_format, R,
+                         INTERLEAVED, PDL)),
+            (copy_values_of_unit, (walk, v_view, table, row_format, values, PDL)),
         ],
-        [SUM_WARPS, COPY_WARPS],
-        [SUM_REGISTERS, COPY_REGISTERS],
+        [SUM_WARPS, COPY_WARPS, COPY_WARPS],
+        [ADD_REGISTERS, ROW_REGISTERS, ROW_REGISTERS],
     )  # fmt: skip

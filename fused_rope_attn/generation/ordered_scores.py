@@ -14,6 +14,7 @@ from fused_rope_attn.generation.ordered_tiles import (
     copy_rows,
     entries_of,
     fill_by_copies,
+    first_elements,
     key_operand,
     key_source,
     mask_and_cap,
@@ -63,17 +64,14 @@ def copy_keys(
     at_queries = queries.at(0)
     copy_queries(rotated_ptr, walk.unit.number, queries.tile(at_queries), COPY_WARPS)
     fill_by_copies(queries, at_queries)
-    entries = gl.to_tensor(0)  # of a cache without pages
-    if walk.pages is not None:
-        entries = entries_of(source, walk, part.first)
-    following = entries
+    entries = entries_of(source, walk, part.first)
     for i in range(part.tiles):
         visit = part.first + i * part.programs
-        if walk.pages is not None:
-            following = entries_of(source, walk, visit + part.programs)
+        following = entries_of(source, walk, visit + part.programs)
+        first = first_elements(source, walk, visit, entries)
         cursor = keys.at(i)
         keys.wait_empty(cursor)
-        copy_rows(source, walk, visit, entries, keys.tile(cursor))
+        copy_rows(source, walk, visit, first, keys.tile(cursor))
         fill_by_copies(keys, cursor)
         entries = following
     async_copy.wait_group(0)

@@ -10,7 +10,6 @@ from fused_rope_attn.attention.hopper.softmax import cap_scores
 from fused_rope_attn.generation.ordered_units import (
     CachedRows,
     Unit,
-    cached_rows_at,
     look_up,
     member_columns,
     rows_of_cache,
@@ -41,6 +40,18 @@ def copy_layout(rows, columns, warps):
     bases += [[0, 0]] * (threads - len(bases))  # tiles of less than 16 bytes a thread
     of_registers = [[0, 1], [0, 2], [0, 4], *bases[threads:]]
     return gl.DistributedLinearLayout(of_registers, bases[:5], bases[5:threads], [], [rows, columns])
+
+
+@constexpr_function
+def entry_layout(rows, columns, warps):
+    """Return the layout of one number for each row of a tile in ``copy_layout``.
+
+    A warp has the numbers of its own rows. If it has 32 rows or fewer, each number is in one thread.
+    """
+    of_copy = copy_layout(rows, columns, warps)
+    of_warp = [[row] for row, _ in of_copy.lane_bases + of_copy.reg_bases if row]
+    lanes = of_warp[:5] + [[0]] * (5 - len(of_warp))
+    return gl.DistributedLinearLayout(of_warp[5:], lanes, [[row] for row, _ in of_copy.warp_bases], [], [rows])
 
 
 @constexpr_function
@@ -158,9 +169,16 @@ class Source:
     cached: CachedRows
     columns: gl.tensor  # in memory
     exists: gl.tensor  # which of the columns do
-    offsets: gl.tensor  # of a contiguous cache: of a tile's elements from its first row
+    offsets: gl.tensor  # of a tile's elements from its first row, or each from the first row of its page
     LAYOUT: gl.constexpr
     IS_WHOLE: gl.constexpr  # whether all columns exist
+
+
+@jit
+def rows_in_pages(walk, start, offs):
+    """Return the rows of the tile ``start + offs``, each counted from the first row of its page."""
+    position = (start + offs).to(gl.uint32, bitcast=True)
+    return (position % walk.pages.SIZE).to(gl.int32, bitcast=True)
 
 
 @jit
@@ -168,6 +186,8 @@ def source_of(view, table, walk, row_format, columns, exists, LAYOUT: gl.constex
     """Return the ``Source`` of a walk's unit."""
     cached = rows_of_cache(view, table, walk.unit, walk.keys, row_format)
     offs = gl.arange(0, walk.BLOCK_N, gl.SliceLayout(1, LAYOUT))
+    if walk.pages is not None:
+        offs = rows_in_pages(walk, walk.last, offs)
     offsets = row_pointers(replace(cached.rows, ptr=0), offs, columns)
     return Source(cached, columns, exists, offsets, LAYOUT, IS_WHOLE)
 
@@ -198,39 +218,56 @@ def value_source(view, table, walk, row_format, first):
 
 @jit
 def entries_of(source, walk, visit):
-    """Load the entries of the block table for the rows of the walk's tile ``visit``, of a cache in pages.
+    """Load the entries of the block table for the rows of the walk's tile ``visit``; a zero if there are no pages.
 
-    ``copy_rows`` takes them. They are loaded a tile early, because the load takes as long as the copy.
+    ``first_elements`` takes them. They are loaded a tile early, because the load takes as long as the copy.
     """
-    offs = gl.arange(0, walk.BLOCK_N, gl.SliceLayout(1, source.LAYOUT))
-    return look_up(walk.pages, walk.keys, walk.last - visit * walk.BLOCK_N, offs)
+    if walk.pages is not None:
+        offs = gl.arange(0, walk.BLOCK_N, entry_layout(walk.BLOCK_N, source.columns.shape[0], COPY_WARPS))
+        return look_up(walk.pages, walk.keys, walk.last - visit * walk.BLOCK_N, offs)
+    else:
+        return gl.to_tensor(0)
 
 
 @jit
-def copy_rows(source, walk, visit, entries, tile):
+def first_elements(source, walk, visit, entries):
+    """Return pointers to the rows from which ``source.offsets`` are counted in the tile ``visit``.
+
+    That is the tile's first row, or for each row the first one of its page, (BLOCK_N, 1). entries: of ``entries_of``.
+    They are computed before a wait for the slot, so that the copies begin at once after it.
+    """
+    rows = source.cached.rows
+    if walk.pages is not None:
+        pages = gl.convert_layout(entries, gl.SliceLayout(1, source.LAYOUT)).to(gl.int64)
+        return (rows.ptr + pages * source.cached.page_stride)[:, None]
+    else:
+        return rows.ptr + gl.to_tensor(walk.last - visit * walk.BLOCK_N).to(gl.int64) * rows.stride_row
+
+
+@jit
+def copy_rows(source, walk, visit, first, tile):
     """Begin to copy the rows of the walk's tile ``visit``, zeros for those that no query sees, and commit nothing.
 
-    entries: of ``entries_of``; None if the cache has no pages. Tiles after the last one are zeros. Pages outside the
-    pool count as zeros; ``query_kernel`` stops the call.
+    first: of ``first_elements``. Tiles after the last one are zeros. Pages outside the pool count as its last page;
+    ``query_kernel`` stops the call.
     """
     offs = gl.arange(0, walk.BLOCK_N, gl.SliceLayout(1, source.LAYOUT))
     start = walk.last - visit * walk.BLOCK_N
+    offsets = source.offsets
     if walk.pages is not None:
-        cached = source.cached
-        pointers, mask = cached_rows_at(cached, walk.pages, walk.keys, entries, start, offs, source.columns)
-        async_load(tile, pointers, mask & source.exists[None, :])
-    else:
-        rows = source.cached.rows
-        pointers = rows.ptr + gl.to_tensor(start).to(gl.int64) * rows.stride_row + source.offsets
-        if source.IS_WHOLE:
-            if (start >= walk.keys.first_key) & (start + walk.BLOCK_N <= walk.keys.num_keys):
-                async_load(tile, pointers)
-            else:
-                mask = (start + offs >= walk.keys.first_key) & (start + offs < walk.keys.num_keys)
-                async_load(tile, pointers, mask[:, None])
+        if walk.BLOCK_N % walk.pages.SIZE != 0:
+            rows = replace(source.cached.rows, ptr=0)
+            offsets = row_pointers(rows, rows_in_pages(walk, start, offs), source.columns)
+    pointers = first + offsets
+    if source.IS_WHOLE:
+        if (start >= walk.keys.first_key) & (start + walk.BLOCK_N <= walk.keys.num_keys):
+            async_load(tile, pointers)
         else:
             mask = (start + offs >= walk.keys.first_key) & (start + offs < walk.keys.num_keys)
-            async_load(tile, pointers, mask[:, None] & source.exists[None, :])
+            async_load(tile, pointers, mask[:, None])
+    else:
+        mask = (start + offs >= walk.keys.first_key) & (start + offs < walk.keys.num_keys)
+        async_load(tile, pointers, mask[:, None] & source.exists[None, :])
 
 
 @jit

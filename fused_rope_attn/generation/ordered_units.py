@@ -22,13 +22,13 @@ import triton.language as tl
 from triton import constexpr_function
 
 from fused_rope_attn.generation.inputs import QueryRows, rows_of_queries
-from fused_rope_attn.generation.pages import BlockTable, assert_in_pool, page_entries, rows_in_pages, sequence_pages
+from fused_rope_attn.generation.pages import BlockTable, assert_in_pool, page_entries, sequence_pages
 from fused_rope_attn.generation.shares import Caches, cached_keys
 from fused_rope_attn.kernels.norm import Norm
 from fused_rope_attn.kernels.records import record
 from fused_rope_attn.kernels.rotation import RotaryTables, head_rotation, load_rotated, pair_columns
 from fused_rope_attn.kernels.schedule import let_next_launch_start, wait_for_previous_launch
-from fused_rope_attn.kernels.tiles import Origin, RowFormat, Rows, TensorView, head_rows, row_pointers, tile_range
+from fused_rope_attn.kernels.tiles import Origin, RowFormat, Rows, TensorView, head_rows, tile_range
 from fused_rope_attn.runtime.triton_compat import gl
 
 # The parameters that Triton must not specialise on.
@@ -110,30 +110,12 @@ def rows_of_cache(view, table, unit, keys, format):
 
 
 @triton.jit
-def seen_positions(keys, start, offs):
-    """Return the positions ``start + offs``; before the first key that is seen, where pages may be gone, this key."""
-    return tl.maximum(start + offs, keys.first_key)
-
-
-@triton.jit
 def look_up(pages, keys, start, offs):
-    """Return ``page_entries`` of the tile ``start + offs``."""
-    return page_entries(pages, seen_positions(keys, start, offs), keys.num_keys)
-
-
-@triton.jit
-def cached_rows_at(cached, pages, keys, entries, start, offs, columns):
-    """Return pointers to columns of the cached tile ``start + offs``, and which of its rows some query sees."""
-    if pages is None:
-        ptr = cached.rows.ptr + tl.cast(start, tl.int64) * cached.rows.stride_row
-        mask = (start + offs >= keys.first_key) & (start + offs < keys.num_keys)
-        rows = Rows(ptr, cached.rows.stride_row, cached.rows.stride_column, 0, None, cached.rows.format)
-        return row_pointers(rows, offs, columns), mask[:, None]
-    else:
-        positions = seen_positions(keys, start, offs)
-        rows = rows_in_pages(cached.rows, cached.page_stride, pages, entries, positions, keys.num_keys)
-        mask = (start + offs >= keys.first_key)[:, None] & (offs[:, None] < rows.num_rows)
-        return row_pointers(rows, offs, columns), mask
+    """Return ``page_entries`` of the tile ``start + offs``; for rows before the first key that is seen, where pages may
+    be gone, that of this key's page. They are in the pool, even if an assertion is about to stop the call."""
+    positions = tl.cast(tl.maximum(start + offs, keys.first_key), tl.uint32, bitcast=True)
+    entries = page_entries(pages, positions, tl.cast(keys.num_keys, tl.uint32, bitcast=True))
+    return tl.minimum(entries, tl.cast(pages.num_pages - 1, tl.uint32, bitcast=True))
 
 
 @triton.jit
@@ -189,14 +171,16 @@ def query_kernel(
     q_rows = query_rows(unit, GROUP_SIZE)
     positions = query_positions(keys, unit, q_rows.offs_m, GROUP_SIZE, S)
     if block_table_ptr is not None:
-        if number % units == 0:
-            table = BlockTable(block_table_ptr, table_strides, num_pages, PAGE_SIZE)
-            pages = sequence_pages(table, q_rows.batch, 0, 0)
-            offs = tl.arange(0, 128)
-            highest = tl.zeros((128,), tl.uint32)
-            for start in range(keys.first_key // PAGE_SIZE * PAGE_SIZE, keys.num_keys, 128 * PAGE_SIZE):
-                highest = tl.maximum(highest, page_entries(pages, start + offs * PAGE_SIZE, keys.num_keys))
-            assert_in_pool(highest, pages)
+        # The units of a sequence share its pages.
+        table = BlockTable(block_table_ptr, table_strides, num_pages, PAGE_SIZE)
+        pages = sequence_pages(table, q_rows.batch, 0, 0)
+        PAGES: tl.constexpr = 512
+        first_page = keys.first_key // PAGE_SIZE + number % units * PAGES
+        highest = tl.zeros((PAGES,), tl.uint32)
+        for start in range(first_page * PAGE_SIZE, keys.num_keys, units * PAGES * PAGE_SIZE):
+            first_rows = start + tl.arange(0, PAGES) * PAGE_SIZE
+            highest = tl.maximum(highest, page_entries(pages, first_rows, keys.num_keys))
+        assert_in_pool(highest, pages)
     if progress_ptr is not None:
         program = tl.arange(0, MOST_PROGRAMS)
         tl.store(progress_ptr + number * MOST_PROGRAMS + program, tl.zeros((MOST_PROGRAMS,), tl.int32))

@@ -17,6 +17,7 @@ from fused_rope_attn.generation.ordered_tiles import (
     copy_rows,
     entries_of,
     fill_by_copies,
+    first_elements,
     store_unit,
     value_source,
     walk_of,
@@ -170,21 +171,29 @@ def weigh_all(walk, qk_scale, scores, maxima, weighed):
 
 
 @jit
+def entries_of_step(source, walk, step, STEP: gl.constexpr):
+    """Return a tuple of ``entries_of`` the tiles of a step."""
+    entries = ()
+    for i in gl.static_range(STEP):
+        entries = entries + (entries_of(source, walk, step * STEP + i),)
+    return entries
+
+
+@jit
 def copy_values(walk, v_view, table, row_format, first_column, values, STEP: gl.constexpr):
     """Copy the values of all tiles, zeros for those after the last one; the work of warps of their own."""
     source = value_source(v_view, table, walk, row_format, first_column)
-    entries = gl.to_tensor(0)  # of a cache without pages
-    if walk.pages is not None:
-        entries = entries_of(source, walk, 0)
-    following = entries
-    for visit in range(steps_of(walk, STEP) * STEP):
-        if walk.pages is not None:
-            following = entries_of(source, walk, visit + 1)
-        cursor = values.at(visit)
-        values.wait_empty(cursor)
-        # A tensor core's tile may have more columns; they are not stored.
-        copy_rows(source, walk, visit, entries, values.tile(cursor).slice(0, row_format.BLOCK_D, dim=1))
-        fill_by_copies(values, cursor)
+    entries = entries_of_step(source, walk, 0, STEP)
+    for step in range(steps_of(walk, STEP)):
+        following = entries_of_step(source, walk, step + 1, STEP)
+        for i in gl.static_range(STEP):
+            visit = step * STEP + i
+            first = first_elements(source, walk, visit, entries[i])
+            cursor = values.at(visit)
+            values.wait_empty(cursor)
+            # A tensor core's tile may have more columns; they are not stored.
+            copy_rows(source, walk, visit, first, values.tile(cursor).slice(0, row_format.BLOCK_D, dim=1))
+            fill_by_copies(values, cursor)
         entries = following
     async_copy.wait_group(0)
 
