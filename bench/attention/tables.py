@@ -242,7 +242,8 @@ def same_bits(rows: list[Row]) -> str:
     header, lines = _costs(rows, "unsplit", "fused_same_bits", _MINE)
     note = (
         "Forward / backward. Over without: time with the option over that without. ×: their time over ours with it, "
-        f"below 1 ours is slower. CUDA graphs, L2 flushed. {legend(timed(rows))}"
+        "below 1 ours is slower; an empty field did not run. CUDA graphs, L2 flushed. "
+        f"{legend(timed(rows))}"
     )
     return f"{markdown(header, [*lines.values()])}\n\n{note}{provenance(rows, 'fa3-fwd')}"
 
