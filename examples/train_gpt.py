@@ -4,9 +4,9 @@
     python examples/train_gpt.py --compile             # the same under torch.compile
     python examples/train_gpt.py --steps 20 --small    # on a CPU
 
-The model is in the style of nanochat and needs no framework: rotation with the opposite sign, norms without weights after
-the rotation, squared ReLU. Only one function differs between both trainings. docs/guides/hand-written.md explains it.
-The text is this repository's own notes on its experiments, byte by byte.
+The model is in the style of nanochat and needs no framework: rotation with the opposite sign, norms without weights
+after the rotation, squared ReLU. Only one function differs between both trainings. docs/guides/hand-written.md explains
+it. The text is this repository's own notes on its experiments, byte by byte.
 """
 
 import argparse
@@ -116,7 +116,7 @@ def batches():
 
 
 def train(attend):
-    """Return the losses of all steps, and tokens per second after the first fifth of them, when kernels are compiled."""
+    """Return the losses of all steps, and tokens per second after the first fifth, in which kernels are compiled."""
     torch.manual_seed(0)
     model = GPT(attend).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.0)
@@ -138,6 +138,10 @@ def train(attend):
 
 plain_losses, plain_speed = train(separate_attention)
 losses, speed = train(fused_attention)
-print(f"separate_attention {plain_speed:10.0f} tokens/s, first loss {plain_losses[0]:.4f}, last {plain_losses[-1]:.4f}")
-print(f"fused_attention    {speed:10.0f} tokens/s, first loss {losses[0]:.4f}, last {losses[-1]:.4f}")
-print(f"{speed / plain_speed:.2f} times as fast; the losses differ by {(losses - plain_losses).abs().max():.1e} at most")
+for name, (first, *_, last), rate in (
+    ("separate_attention", plain_losses, plain_speed),
+    ("fused_attention", losses, speed),
+):
+    print(f"{name:18} {rate:10.0f} tokens/s, first loss {first:.4f}, last {last:.4f}")
+apart = (losses - plain_losses).abs().max()
+print(f"{speed / plain_speed:.2f} times as fast; the losses differ by {apart:.1e} at most")

@@ -17,7 +17,9 @@ def test_the_example():
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
     assert done.returncode == 0, done.stderr
     assert float(re.search(r"differ by (\S+) at most", done.stdout)[1]) < 1e-4
-    first, last = map(float, re.search(r"^fused_attention .* first loss (\S+), last (\S+)$", done.stdout, re.M).groups())
+    first, last = map(
+        float, re.search(r"^fused_attention .* first loss (\S+), last (\S+)$", done.stdout, re.M).groups()
+    )
     assert last < first - 0.1
 
 

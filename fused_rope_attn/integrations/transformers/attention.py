@@ -76,7 +76,7 @@ def forward(module: AttentionModule, hidden_states: Tensor, *args: Any, **kwargs
         tokens = tokens.rotated(identity_tables(q.shape[2], q.device))
         q, k = (norm(x) for norm, x in zip(after, tokens[:2]))
         tokens = tokens._replace(q=q, k=k)
-    features = _features(module, convention, q, batch)
+    features = features_of(module, convention, q, batch)
     if patch.batch_invariant:
         features["batch_invariant"] = True
     trained = features | {"deterministic": patch.deterministic}  # options of the operators that have gradients
@@ -122,7 +122,7 @@ def _normed(
     return q, k, None
 
 
-def _features(module: AttentionModule, convention: Convention, q: Tensor, batch: Batch) -> dict[str, Any]:
+def features_of(module: AttentionModule, convention: Convention, q: Tensor, batch: Batch) -> dict[str, Any]:
     """Return the options that all operators of this module's attention take."""
     window = convention.window(module) if batch.intervals is None else None
     features = {

@@ -1,0 +1,200 @@
+"""``python -m fused_rope_attn.integrations.transformers CHECKPOINT``: what ``patch_model`` would do with a checkpoint.
+
+Make the model of a config without weights, on the meta device, and print which of its attention modules are served, by
+which kernels at a batch size and length on this card, and why the others are not. Launch no kernels. Exit status: 0 if
+all attention modules are served, 1 if one is not, 2 if the checkpoint cannot be examined.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple, cast
+
+import torch
+import transformers
+from torch import Tensor, nn
+
+from fused_rope_attn import plan, plan_mla, plan_with_kvcache
+from fused_rope_attn.integrations.transformers.attention import features_of
+from fused_rope_attn.integrations.transformers.batch import Batch
+from fused_rope_attn.integrations.transformers.conventions import Convention
+from fused_rope_attn.integrations.transformers.families import convention_of
+from fused_rope_attn.integrations.transformers.norms import HeadNorms, head_norms
+from fused_rope_attn.integrations.transformers.obstacles import is_causal, obstacle_of_any_kind
+from fused_rope_attn.integrations.transformers.patch import patch_model
+from fused_rope_attn.integrations.transformers.report import PatchReport, patch_report
+from fused_rope_attn.integrations.transformers.tables import rope_tables_from_config
+from fused_rope_attn.masks import chunks
+
+
+class Calls(NamedTuple):
+    """The size of the calls to plan. card: the device that they would run on."""
+
+    batch: int
+    length: int
+    dtype: torch.dtype
+    card: torch.device
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print the report of a checkpoint and return the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="python -m fused_rope_attn.integrations.transformers",
+        description="Examine a checkpoint.",
+    )
+    parser.add_argument("checkpoint", help="a config.json, a folder with one, or a model's name on the hub")
+    parser.add_argument("--batch", type=int, default=1, help="batch size of the calls to plan")
+    parser.add_argument("--length", type=int, default=4096, help="tokens of a sequence")
+    parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
+    given = parser.parse_args(arguments)
+    card = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    calls = Calls(given.batch, given.length, getattr(torch, given.dtype), card)
+    try:
+        config = transformers.AutoConfig.from_pretrained(given.checkpoint)
+        model = empty_model(config, calls.dtype)
+    except (OSError, ValueError, ImportError) as error:
+        print(f"{given.checkpoint} cannot be examined: {error}", file=sys.stderr)
+        return 2
+    report = examine(model)
+    where = torch.cuda.get_device_name() if card.type == "cuda" else "no GPU"
+    print(f"{type(model).__name__}, transformers {transformers.__version__}, {where}\n\n{report}")
+    if any(row.patched for row in report):
+        print(f"\nKernels for {given.dtype}, batch {calls.batch}, {calls.length} tokens:")
+        for line in kernels(model, report, calls):
+            print(line)
+    return 0 if report and all(row.patched for row in report) else 1
+
+
+def empty_model(config: Any, dtype: torch.dtype) -> nn.Module:
+    """Make the model of a config without weights.
+
+    Raises:
+        ValueError: transformers has no class for the config, for example because its code is in the checkpoint.
+    """
+    named = [getattr(transformers, name, None) for name in getattr(config, "architectures", None) or ()]
+    cls: Any = next((cls for cls in named if cls is not None), None)
+    with torch.device("meta"):
+        if cls is not None:
+            return cast(nn.Module, cls._from_config(config, dtype=dtype))
+        for auto in (transformers.AutoModelForCausalLM, transformers.AutoModel):
+            if type(config) in auto._model_mapping:
+                return cast(nn.Module, auto.from_config(config, dtype=dtype))
+    raise ValueError(f"transformers {transformers.__version__} has no model for {type(config).__name__}")
+
+
+def examine(model: nn.Module) -> PatchReport:
+    """Patch the attention modules that are supported, and report on all of them."""
+    try:
+        patch_model(model, unsupported="skip")
+    except NotImplementedError:  # no module is supported; the report gives the reasons
+        pass
+    return patch_report(model)
+
+
+def kernels(model: nn.Module, report: PatchReport, calls: Calls) -> list[str]:
+    """Return lines on the kernels of each kind of served module: training or a prompt, and a step of generation."""
+    modules: dict[str, nn.Module] = {name or "": module for name, module in model.named_modules()}
+    kinds: dict[str, list[str]] = {}
+    for row in report:
+        if row.patched:
+            kinds.setdefault("\n".join(_lines_of(modules[row.path], row.name, calls)), []).append(row.path)
+    return [f"{len(paths)} x {text}" for text, paths in kinds.items()]
+
+
+def _lines_of(module: Any, name: str, calls: Calls) -> list[str]:
+    """Return a line on the heads and masks of a module, and lines on the kernels of its calls."""
+    convention = cast(Convention, convention_of(module))
+    latent = convention.latent is not None
+    rows, options = call_of(module, calls)
+    lines = [", ".join((name, _heads(rows, latent), *_masks(module, convention, options)))]
+    obstacle = obstacle_of_any_kind([module.train()], module.config, {}, options["causal"])
+    if obstacle:
+        lines.append(f"  training: its own forward, because of {obstacle.rstrip(',')}")
+    chosen = (plan_mla if latent else plan)(*rows, **options)
+    lines.append(f"  training, a prompt: {_described(chosen)}")
+    lines += [f"    {which}: {found}" for which in ("forward", "backward") if (found := getattr(chosen, which))]
+    if latent:
+        return [*lines, "  a step of generation: its own forward, onto the cache in its own format"]
+    if options["causal"]:
+        q, k, v, *tables = rows
+        lengths = torch.full((calls.batch,), calls.length - 1, dtype=torch.int32, device=q.device)
+        step = plan_with_kvcache(q[:, :, :1], k, v, *tables, k[:, :, :1], v[:, :, :1], cache_seqlens=lengths, **options)
+        lines.append(f"  a step of generation: {_described(step)}")
+    return lines
+
+
+def call_of(module: Any, calls: Calls) -> tuple[list[Tensor], dict[str, Any]]:
+    """Return the tensors and options that a module's attention would have in training, uninitialised, on the card."""
+    convention = cast(Convention, convention_of(module))
+    hidden = torch.empty(calls.batch, calls.length, module.config.hidden_size, dtype=calls.dtype, device="meta")
+    with torch.no_grad():
+        q, k, v, *more = convention.project(module, hidden)
+    rows, columns = [q, k, v], q.shape[-1]
+    options = features_of(module, convention, q, Batch(causal=bool(is_causal([module], module.config, {}))))
+    # transformers gives no tables to models without a base of the angles (OLMo hybrid).
+    base = (getattr(module.config, "rope_parameters", None) or {}).get("rope_theta", 0.0)
+    rotates = convention.rotates(module, None if base is None else (hidden, hidden))
+    rotates = rotates and convention.after_rotation(module) is None  # else q and k are rotated before
+    options["interleaved"] = rotates and bool(convention.interleaved(module))
+    if convention.latent is not None:
+        rows = [more[0].q_nope, q, more[0].k_nope, k, v]
+    else:
+        columns = options["rotary_dim"] = _rotary_dim(module) if rotates else 2
+        pair = convention.norms(module)
+        norms = None if pair is None else head_norms(*pair)
+        options |= norms.options if isinstance(norms, HeadNorms) else {}
+    chunk = convention.chunk(module)
+    if chunk:
+        options["query_starts"], options["query_ends"] = chunks(chunk, calls.length)
+        options["causal"] = False
+    rows += [torch.empty(calls.length, columns // 2, device="meta")] * 2
+    options = {name: _on(calls.card, x) if torch.is_tensor(x) else x for name, x in options.items()}
+    return [_on(calls.card, x) for x in rows], options
+
+
+def _on(card: torch.device, x: Tensor) -> Tensor:
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=card)
+
+
+def _rotary_dim(module: Any) -> int:
+    """Return the number of rotated columns of a module's heads."""
+    config = module.config
+    parameters = getattr(config, "rope_parameters", None) or {}
+    nested = any(isinstance(value, dict) for value in parameters.values())
+    layer_type = config.layer_types[module.layer_idx] if nested else None
+    return 2 * rope_tables_from_config(config, 1, layer_type=layer_type, device="cpu")[0].shape[-1]
+
+
+def _heads(rows: list[Tensor], latent: bool) -> str:
+    if not latent:
+        q, k = rows[:2]
+        return f"{q.shape[1]}/{k.shape[1]} heads of {q.shape[3]}"
+    q_nope, q_rope, _, _, v = rows[:5]
+    return f"{v.shape[1]} heads of {q_nope.shape[3]} + {q_rope.shape[3]} columns, values of {v.shape[3]}"
+
+
+def _masks(module: Any, convention: Convention, options: dict[str, Any]) -> Iterator[str]:
+    """Yield a description of each option that changes the kernels."""
+    if options["window"] is not None:
+        yield f"window of {options['window'][0] + 1}"
+    if "query_starts" in options:
+        yield f"chunks of {convention.chunk(module)}"
+    elif not options["causal"]:
+        yield "bidirectional"
+    if options.get("sinks") is not None:
+        yield "sinks"
+    if options.get("softcap"):
+        yield f"softcap {options['softcap']:g}"
+
+
+def _described(chosen: Any) -> str:
+    """Return the backend of a plan, its strategy and the reason."""
+    strategy = f", {chosen.strategy}" if chosen.strategy else ""
+    reason = f" ({chosen.reason})" if chosen.reason else ""
+    return f"{chosen.backend}{strategy}{reason}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,99 @@
+"""`python -m fused_rope_attn.integrations.transformers`: its report, and that it plans the calls that a model makes."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+import transformers
+
+from fused_rope_attn.integrations.transformers import __main__ as check
+from fused_rope_attn.integrations.transformers import attention, patch_model
+from tests.support.hf_models import attentions_of, make_ids, make_model
+from tests.support.paths import ROOT
+
+# The poisoned torch.empty would make weights on the CPU instead of the meta device.
+pytestmark = [pytest.mark.filterwarnings("ignore::DeprecationWarning"), pytest.mark.unpoisoned]
+LENGTH = 20
+# Between them: windows, sinks, softcap, norms in and after the kernels, partial and interleaved rotation, layers and
+# models that do not rotate, chunks, multi-head latent attention.
+NAMES = (
+    *("llama", "gemma2", "gemma3", "gpt_oss", "phi", "qwen3", "glm4", "cohere2", "llama4", "olmo_hybrid-nope"),
+    *("hunyuan_v1_dense", "minimax_m2", "deepseek_v3", "longcat_flash"),
+)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_planned_call_is_the_one_that_the_model_makes(name, monkeypatch):
+    made, real = [], make_model(name)
+    for function in ("rope_attention", "rope_attention_mla"):
+        monkeypatch.setattr(attention, function, _recorder(getattr(attention, function), made))
+    patch_model(real)(make_ids(2, LENGTH), use_cache=False)
+    empty = check.empty_model(real.config, torch.float32)
+    assert all(row.patched for row in check.examine(empty))
+    calls = check.Calls(2, LENGTH, torch.float32, torch.device("cpu"))
+    modules = attentions_of(empty)
+    assert len(modules) == len(made) > 0
+    for module, (rows, options) in zip(modules, made):
+        planned_rows, planned = check.call_of(module, calls)
+        count = len(rows) - 2
+        assert [_facts(x) for x in planned_rows[:count]] == [_facts(x) for x in rows[:count]]
+        assert planned_rows[-1].shape[-1] == rows[-1].shape[-1]
+        given = {key: x for key, x in options.items() if x is not None and key != "deterministic"}
+        planned = {key: x for key, x in planned.items() if x is not None}
+        assert planned.keys() == given.keys()
+        for key, x in given.items():
+            same = planned[key].shape[-1:] == x.shape[-1:] if torch.is_tensor(x) else planned[key] == x
+            assert same, key
+
+
+def _recorder(function, made):
+    def call(*rows, **options):
+        made.append((rows, options))
+        return function(*rows, **options)
+
+    return call
+
+
+def _facts(x):
+    return x.shape, x.dtype, x.stride(-1)
+
+
+def _run(*arguments):
+    command = [sys.executable, "-m", "fused_rope_attn.integrations.transformers", *map(str, arguments)]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "TRITON_INTERPRET": "0"}
+    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+
+
+def test_the_command_reports_a_checkpoint(tmp_path):
+    """A checkpoint of the size of Llama-3.1-8B is examined without its weights, from a file or a folder."""
+    config = transformers.LlamaConfig(hidden_size=4096, num_attention_heads=32, num_key_value_heads=8, head_dim=128)
+    config.architectures = ["LlamaForCausalLM"]
+    config.save_pretrained(tmp_path)
+    done = _run(tmp_path / "config.json", "--batch", 2, "--length", 8192)
+    assert done.returncode == 0, done.stderr
+    assert "model.layers.{0-31}.self_attn" in done.stdout
+    assert "Kernels for bfloat16, batch 2, 8192 tokens:" in done.stdout
+    assert "32 x LlamaAttention, 32/8 heads of 128" in done.stdout
+    assert "training, a prompt: reference (" in done.stdout and "a step of generation: reference (" in done.stdout
+
+
+def test_what_keeps_a_checkpoint_out_is_said(tmp_path, capsys):
+    config = transformers.GPT2Config(n_embd=64, n_layer=2, n_head=4)
+    config.architectures = ["GPT2LMHeadModel"]
+    config.save_pretrained(tmp_path)
+    assert check.main([str(tmp_path)]) == 1
+    out = capsys.readouterr().out
+    assert "its model has no rotary embedding" in out and "Kernels" not in out
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "unheard-of"}))
+    assert check.main([str(tmp_path)]) == 2
+    assert "cannot be examined" in capsys.readouterr().err
+
+
+def test_dropout_in_training_is_said(tmp_path):
+    config = transformers.LlamaConfig(hidden_size=64, num_attention_heads=4, num_hidden_layers=1, attention_dropout=0.1)
+    model = check.empty_model(config, torch.float32)
+    (line,) = check.kernels(model, check.examine(model), check.Calls(1, 16, torch.float32, torch.device("cpu")))
+    assert "training: its own forward, because of attention dropout in training" in line
