@@ -47,6 +47,7 @@ _ATTENTION = {
     # For the paged caches of continuous batching.
     *("eager_paged_attention_forward", "sdpa_attention_paged_forward", "paged_attention_forward"),
 }
+_INNER = "_flash_attention_forward"
 # Functions of a modeling file that its attention classes call. Those in EAGER run with eager attention only.
 ROTATIONS = (
     "apply_rotary_pos_emb",
@@ -250,6 +251,10 @@ def _foreign_function(module: nn.Module, name: str) -> str:
         origin = str(getattr(function, "__module__", ""))
         if not origin.startswith("transformers.") or getattr(function, "__name__", "") not in _ATTENTION:
             return f"the attention function {described(function)}, registered as {name!r},"
+        # verl replaces the function that it calls by one that exchanges shards of a sequence.
+        inner = getattr(function, "__globals__", {}).get(_INNER)
+        if inner is not None and not str(getattr(inner, "__module__", "")).startswith("transformers."):
+            return f"{_INNER} of {origin}, which was replaced by {described(inner)},"
     function = _unwrapped(masking_utils.ALL_MASK_ATTENTION_FUNCTIONS.get(name))
     if function is not None and getattr(function, "__module__", "") != masking_utils.__name__:
         return f"the mask function {described(function)}, registered as {name!r},"

@@ -6,6 +6,7 @@ import pytest
 import torch
 import transformers
 from transformers import masking_utils
+from transformers.integrations import flash_attention
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from fused_rope_attn.integrations.transformers import patch_model, patch_report
@@ -127,3 +128,18 @@ def test_block_masks():
     with torch.no_grad(), pytest.warns(UserWarning, match="a BlockMask is not served"):
         masked = model.requires_grad_(False)(ids, attention_mask=blocks).logits
     assert_close(masked, model(ids).logits, 1e-4)
+
+
+def test_a_function_below_flash_attention(monkeypatch, calls):
+    """verl exchanges shards of a sequence there; the registered function stays transformers' own."""
+    model, ids = make_model("llama"), make_ids(2, LENGTH)
+    model.config._attn_implementation = "flash_attention_2"
+
+    def exchanging(query, key, value, *args, **kwargs):
+        return torch.zeros_like(query)
+
+    monkeypatch.setattr(flash_attention, "_flash_attention_forward", exchanging)
+    expected = run(model, ids)[0]
+    with pytest.warns(UserWarning, match="_flash_attention_forward of transformers.* was replaced by .*exchanging"):
+        assert torch.equal(run(patch_model(model), ids)[0], expected)
+    assert not calls
