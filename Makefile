@@ -109,6 +109,11 @@ wheel: $(ENVIRONMENT)
 	rm -rf build
 	$(PY) -m build --wheel --no-isolation --outdir dist
 
+# What a release would be, as a user gets it: built, installed into an empty environment, run and verified.
+.PHONY: release-check
+release-check: $(ENVIRONMENT)
+	$(PY) -m tools.release_check $(TORCH)
+
 # Checks before every commit, from .pre-commit-config.yaml.
 .PHONY: hooks
 hooks: $(ENVIRONMENT)

@@ -8,9 +8,11 @@ import zipfile
 from email import message_from_string
 
 import pytest
+import yaml
 
 import fused_rope_attn
 from tests.support.paths import ROOT
+from tools import release_check
 
 
 @pytest.fixture(scope="module")
@@ -62,9 +64,36 @@ def test_metadata(metadata):
     assert {"hf", "baselines", "bench", "test"} <= extras
 
 
-def test_core_dependencies_are_three(metadata):
+def test_core_dependencies_are_four(metadata):
     core = [line for line in metadata.get_all("Requires-Dist") if "extra ==" not in line]
-    assert {re.match(r"[A-Za-z0-9_-]+", line).group() for line in core} == {"torch", "triton", "einops"}
+    assert {re.match(r"[A-Za-z0-9_-]+", line).group() for line in core} == {"torch", "triton", "einops", "numpy"}
+
+
+def test_citation_names_the_version():
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert citation["version"] == fused_rope_attn.__version__ == release_check.version_of(ROOT)
+    assert citation["title"] == "fused_rope_attn" and citation["license"] == "MIT"
+
+
+@pytest.mark.parametrize(
+    ("tag", "changelog", "message"),
+    [
+        ("v1.2.3", "## 1.2.3 - 2026-11-26", None),
+        ("v1.2.4", "## 1.2.3 - 2026-11-26", "the tag is v1.2.4, but the version is 1.2.3"),
+        ("v1.2.3", "## Unreleased\n## 1.2.30", "CHANGELOG.md has no section of 1.2.3"),
+    ],
+)
+def test_a_tag_names_a_version_that_the_changelog_has(tag, changelog, message):
+    if message is None:
+        release_check.check_tag(tag, "1.2.3", changelog)
+        return
+    with pytest.raises(SystemExit, match=re.escape(message)):
+        release_check.check_tag(tag, "1.2.3", changelog)
+
+
+def test_the_quickstart_of_a_release_check_is_all_of_its_code():
+    code = release_check.quickstart(ROOT)
+    assert code.count("import torch\n") == (ROOT / "docs" / "quickstart.md").read_text().count("\nimport torch\n") > 1
 
 
 @pytest.mark.parametrize(

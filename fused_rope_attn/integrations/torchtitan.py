@@ -95,7 +95,7 @@ def _tables(rope: ComplexRoPE | CosSinRoPE, rows: int) -> tuple[torch.Tensor, to
 
 @override(target=GQAttention.Config, exact=True, description="RoPE and the norms of q and k inside attention.")
 def fused_rope(cfg: GQAttention.Config) -> FusedGQAttention.Config:
-    """Return the config of a layer whose attention is fused.
+    """Return the config of a layer with fused attention.
 
     Any inner attention is replaced, FlexAttention too, because torchtitan's language models have the same mask in all:
     causal within documents.

@@ -26,7 +26,7 @@ class RotationConfig:
     num_warps: int
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class RotationRow:
     """Hold one row: ``config`` for the calls that the other fields select.
 

@@ -5,7 +5,6 @@ Runs on any device, in any floating dtype (float64 included), is differentiable 
 
 import torch
 import torch.nn.functional as F
-from einops import rearrange
 from torch import Tensor
 
 
@@ -41,11 +40,15 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False, in
         sin = -sin
     rotary_dim = 2 * cos.shape[-1]
     rotating, passing = x[..., :rotary_dim], x[..., rotary_dim:]
-    pairs = "... (i two) -> two ... i" if interleaved else "... (two i) -> two ... i"
-    x1, x2 = rearrange(rotating.to(compute_dtype), pairs, two=2)
-    back = "two ... i -> ... (i two)" if interleaved else "two ... i -> ... (two i)"
-    rotated = rearrange(torch.stack((x1 * cos - x2 * sin, x2 * cos + x1 * sin)), back).to(x.dtype)
+    x1, x2 = _pairs(rotating.to(compute_dtype), interleaved)
+    rotated = torch.stack((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1 if interleaved else -2)
+    rotated = rotated.flatten(-2).to(x.dtype)
     return torch.cat((rotated, passing), dim=-1) if rotary_dim < x.shape[-1] else rotated
+
+
+def _pairs(x: Tensor, interleaved: bool) -> tuple[Tensor, ...]:
+    """Return views (..., R/2) of the first and of the second columns of all pairs of x (..., R)."""
+    return x.unflatten(-1, (-1, 2)).unbind(-1) if interleaved else x.chunk(2, dim=-1)
 
 
 def norm(x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
@@ -126,8 +129,7 @@ def _rotate_wide(x: Tensor, cos: Tensor, sin: Tensor, rotary_dim: int, interleav
     `x * cos + rotate_half(x) * sin`: where the two columns of a pair differ, both count."""
     if cos.shape[-1] != rotary_dim:
         return rotate(x, cos, sin, interleaved=interleaved, inverse=inverse)
-    halves = "... (i two) -> two ... i" if interleaved else "... (two i) -> two ... i"
-    (cos1, cos2), (sin1, sin2) = rearrange(cos, halves, two=2), rearrange(sin, halves, two=2)
+    (cos1, cos2), (sin1, sin2) = _pairs(cos, interleaved), _pairs(sin, interleaved)
     if inverse:  # the transpose of [[cos1, -sin1], [sin2, cos2]]
         sin1, sin2 = sin2, sin1
     first = rotate(x, cos1, sin1, interleaved=interleaved, inverse=inverse)

@@ -14,7 +14,7 @@ import functools
 import itertools
 import struct
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Union
 
 import torch
 
@@ -131,7 +131,7 @@ class TensorMap:
 
 
 # One parameter of a kernel: the name of a tensor, a descriptor's tensor map, or the bytes of anything else.
-Parameter = str | TensorMap | bytes
+Parameter = Union[str, TensorMap, bytes]  # noqa: UP007  tools/hub copies this file for Python 3.9
 _BYTES: dict[type, int] = {str: _WORD, TensorMap: _MAP_BYTES}
 
 
