@@ -23,7 +23,8 @@ MAY_IMPORT |= {
     "env": {*ROOMS, "__init__"},
 }
 AROUND = {"baselines", "verification", "bench", "tests", "tools"}
-EXTRAS = {"transformers", "flash_attn", "liger_kernel", "matplotlib", "tqdm", "pytest", "hypothesis", "numpy"}
+EXTRAS = {"transformers", "torchtitan", "litgpt", "flash_attn", "liger_kernel", "matplotlib", "tqdm", "pytest"}
+EXTRAS |= {"hypothesis", "numpy"}
 
 
 def module_of(path: Path) -> str:

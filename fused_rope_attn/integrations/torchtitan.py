@@ -70,13 +70,13 @@ class FusedGQAttention(GQAttention):
         q, k, v = self.qkv_linear(x_BLD)
         options: dict[str, Any] = {"softmax_scale": self.scaling}
         if self.q_norm is not None:
-            weights = self.q_norm.weight, self.k_norm.weight
-            # Tensor parallelism has norms with weights on every rank; without weights there is nothing to fuse with.
-            if any(weight is None or isinstance(weight, DTensor) for weight in weights):
+            # With tensor parallelism the modules also sum the gradients of their weights over ranks.
+            if isinstance(q, DTensor) or q.shape[2] < self.n_heads or self.q_norm.weight is None:
                 q, k = self.q_norm(q), self.k_norm(k)
             else:
-                options |= {"q_norm": weights[0], "k_norm": weights[1], "norm_eps": self.q_norm.eps}
-        cos, sin, interleaved = _tables(self.rope, x_BLD.shape[1])
+                norms = {"q_norm": self.q_norm.weight, "k_norm": self.k_norm.weight, "norm_eps": self.q_norm.eps}
+                options |= norms
+        cos, sin, interleaved = _tables(self.rope, q.shape[1])
         options |= {"cos": cos, "sin": sin, "interleaved": interleaved}
         o = self.inner_attention(q, k, v, attention_masks=attention_masks, **options)
         return self.wo(o.flatten(2))

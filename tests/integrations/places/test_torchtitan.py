@@ -5,6 +5,10 @@ Run by `make test-places`, in an environment that has torchtitan.
 """
 
 import functools
+import json
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -21,28 +25,29 @@ from torchtitan.models.llama3 import model_registry as llama3
 from torchtitan.models.qwen3 import model_registry as qwen3
 
 from fused_rope_attn.integrations import torchtitan as integration
+from tests.support.paths import ROOT
 
 pytestmark = pytest.mark.unpoisoned
 OURS = "fused_rope_attn.integrations.torchtitan"
 LENGTH, STEPS = 48, 20
 
 
+def per_document(self, q_BLNH, k_BLNH, v_BLNH, *, attention_masks, scale=None, enable_gqa=False, **_):
+    """Attend as VarlenAttention, by SDPA in float32: that of torchtitan needs a GPU and rounds to bfloat16."""
+    ends = attention_masks.cu_seq_q.tolist()
+    rows = [x.flatten(0, 1).transpose(0, 1)[None] for x in (q_BLNH, k_BLNH, v_BLNH)]
+    documents = (
+        F.scaled_dot_product_attention(
+            *(x[:, :, start:end] for x in rows), is_causal=True, scale=scale, enable_gqa=enable_gqa
+        )
+        for start, end in zip(ends, ends[1:])
+    )
+    return torch.cat(list(documents), dim=2)[0].transpose(0, 1).unflatten(0, q_BLNH.shape[:2])
+
+
 @pytest.fixture(autouse=True)
 def varlen_attention_on_a_cpu(monkeypatch):
-    """Replace the forward of torchtitan's attention by SDPA in float32, because that of FlashAttention needs a GPU."""
-
-    def forward(self, q, k, v, *, attention_masks, scale=None, enable_gqa=False, **_):
-        ends = attention_masks.cu_seq_q.tolist()
-        rows = [x.flatten(0, 1).transpose(0, 1)[None] for x in (q, k, v)]
-        documents = (
-            F.scaled_dot_product_attention(
-                *(x[:, :, start:end] for x in rows), is_causal=True, scale=scale, enable_gqa=enable_gqa
-            )
-            for start, end in zip(ends, ends[1:])
-        )
-        return torch.cat(list(documents), dim=2)[0].transpose(0, 1).unflatten(0, q.shape[:2])
-
-    monkeypatch.setattr(attention.VarlenAttention, "forward", forward)
+    monkeypatch.setattr(attention.VarlenAttention, "forward", per_document)
 
 
 def make(registry, fused, attn_backend="varlen", layers=2):
@@ -149,3 +154,77 @@ def test_other_rotary_embeddings_are_refused():
     config.rope = attention.RoPE.Config(dim=16, max_seq_len=64)
     with pytest.raises(NotImplementedError, match="rope must be ComplexRoPE or CosSinRoPE, but is RoPE.Config"):
         integration.fused_rope(config)
+
+
+@pytest.mark.parametrize("parallelism", ["fsdp", "tp"])
+def test_two_ranks(parallelism):
+    """Losses and norms of all gradients, with FSDP and with tensor parallelism, whose local heads the kernels get."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    command = [*launcher, __file__, parallelism]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "TRITON_INTERPRET": "0", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+    assert done.returncode == 0, done.stderr
+    results = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    for own, fused in zip(results[::2], results[1::2]):
+        assert own == pytest.approx(fused, rel=1e-4, abs=1e-6)
+    assert len(results) == 4 and any("q_norm" in name for name in results[2])
+
+
+def _run_rank(parallelism):
+    """Print the loss and the gradients' norms of both models, without and with the override, in one of two ranks."""
+    from torch.distributed.fsdp import FSDPModule
+    from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
+    from torchtitan.distributed import ParallelDims, parallel_dims, utils
+    from torchtitan.models.llama3.parallelize import parallelize_llama
+    from torchtitan.models.llama3.sharding import set_llama3_sharding_config
+    from torchtitan.models.qwen3.parallelize import parallelize_qwen3
+    from torchtitan.models.qwen3.sharding import set_qwen3_sharding_config
+
+    torch.distributed.init_process_group("gloo")
+    parallel_dims.device_type, attention.VarlenAttention.forward = "cpu", per_document
+    # The newer backends of torchtitan 0.3.0 need a newer torch.
+    backend, tp = "partial_dtensor", 2 if parallelism == "tp" else 1
+    utils.set_spmd_backend(backend)
+    sizes = {"dp_replicate": 1, "dp_shard": 2 // tp, "cp": 1, "tp": tp, "pp": 1, "ep": 1, "world_size": 2}
+    options = {
+        "parallel_dims": ParallelDims(**sizes, spmd_backend=backend),
+        "training": TrainingConfig(mixed_precision_param="float32"),
+        "parallelism": ParallelismConfig(tensor_parallel_degree=tp, spmd_backend=backend),
+        "compile_config": CompileConfig(),
+        "ac_config": None,
+        "dump_folder": "",
+    }
+    for registry, parallelize in ((llama3, parallelize_llama), (qwen3, parallelize_qwen3)):
+        for fused in (False, True):
+            config = registry("debugmodel", attn_backend="varlen").model
+            config.layers = config.layers[:1]
+            if registry is llama3:
+                set_llama3_sharding_config(config, enable_sp=tp > 1)
+            else:
+                set_qwen3_sharding_config(config, enable_sp=tp > 1, enable_ep=False)
+            if fused:
+                apply_overrides(OverrideConfig(imports=[f"{OURS}.fused_rope"]), config)
+            torch.manual_seed(0)
+            model = config.build()
+            model.init_states()
+            model = parallelize(model, **options)
+            for module in model.modules():
+                if isinstance(module, FSDPModule):
+                    module.set_force_sum_reduction_for_comms(True)  # gloo knows no other reduction
+            ids, positions = next(iter(batches()))
+            masks = model.get_attention_masks(positions)
+            logits = _whole(model(ids[:, :-1], positions=positions, attention_masks=masks))
+            loss = F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
+            loss.backward()
+            result = {name: _whole(p.grad).norm().item() for name, p in model.named_parameters()}
+            if torch.distributed.get_rank() == 0:
+                print(json.dumps({"loss": loss.item()} | result), flush=True)
+    torch.distributed.destroy_process_group()
+
+
+def _whole(x):
+    return x.full_tensor() if hasattr(x, "full_tensor") else x
+
+
+if __name__ == "__main__":
+    _run_rank(sys.argv[1])
