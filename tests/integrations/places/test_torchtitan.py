@@ -18,6 +18,7 @@ pytest.importorskip("torchtitan", reason="torchtitan is not installed: make test
 
 from torch.utils._python_dispatch import TorchDispatchMode
 from torchtitan.config import OverrideConfig, apply_overrides
+from torchtitan.config.manager import ConfigManager
 from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
 from torchtitan.distributed.context_parallel import apply_cp_to_forward
 from torchtitan.models.common import attention
@@ -141,6 +142,17 @@ def test_compilation_by_block_makes_one_graph_for_all_packings():
         block.compile(backend=counter, fullgraph=True)
     torch.testing.assert_close(train(model, steps=4), train(make(llama3, fused=True), steps=4), rtol=1e-5, atol=1e-5)
     assert counter.frame_count <= 4  # two blocks, first with the lengths as constants and then with any
+
+
+def test_the_command_line_of_the_guide():
+    """torchtitan parses it, and both overrides find their places in the config of a whole training."""
+    names = f"{OURS}.fused_rope,{OURS}.save_attention"
+    settings = ["--compile.enable", "--parallelism.spmd_backend", "partial_dtensor"]
+    words = ["--module", "llama3", "--config", "llama3_8b", "--override.imports", names, *settings]
+    config = ConfigManager().parse_args(words)
+    lines = apply_overrides(config.override, config)
+    assert sum("FusedGQAttention" in line for line in lines) == 32
+    assert sum("SelectiveAC.Config -> SelectiveACWithAttention" in line for line in lines) == 1
 
 
 def test_context_parallelism_is_refused():
