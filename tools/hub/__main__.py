@@ -67,7 +67,7 @@ def files_of(module: str) -> list[Path]:
 
 
 def _file_of(module: str) -> Path | None:
-    """Return the file of a module of the package; None for packages and for what is not of this package."""
+    """Return the file of a module; None for folders and for modules of other packages."""
     parts = module.split(".")
     path = ROOT.joinpath(*parts).with_suffix(".py")
     return path if parts[0] == PACKAGE and path.exists() else None

@@ -170,7 +170,7 @@ def test_other_rotary_embeddings_are_refused():
 
 @pytest.mark.parametrize("parallelism", ["fsdp", "tp"])
 def test_two_ranks(parallelism):
-    """Losses and norms of all gradients, with FSDP and with tensor parallelism, whose local heads the kernels get."""
+    """Losses and norms of all gradients. With tensor parallelism the kernels get the local heads."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     command = [*launcher, __file__, parallelism]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "TRITON_INTERPRET": "0", "OMP_NUM_THREADS": "1"}
