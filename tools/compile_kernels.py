@@ -113,7 +113,7 @@ class Job(LaunchJob):
             rotary_dim=rotary_dim,
             interleaved=self.interleaved,
             max_seqlen=500 if packed else 0,
-            return_max_logit="softcap" in self.masks and not self.is_hopper,
+            return_max_logit="softcap" in self.masks,
             deterministic=self.deterministic,
             **feature_options("window" in self.masks, "softcap" in self.masks, self.norms),
         ).for_launch()

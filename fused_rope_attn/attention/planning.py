@@ -147,10 +147,6 @@ def _portable_machine_obstacle(arch: str) -> Obstacle | None:
 def _hopper_obstacle(needs: Needs) -> Obstacle | None:
     if needs.token_tables:
         return NotImplementedError, "token_tables is not served by backend='hopper' yet, but by the portable kernels"
-    if needs.max_logit:
-        return NotImplementedError, (
-            "return_max_logit is not served by backend='hopper' yet, but by the portable kernels"
-        )
     if needs.strategy == "inline":
         return NotImplementedError, "strategy must be 'auto' or 'prepass' for backend='hopper', but is 'inline'"
     if needs.no_keys:

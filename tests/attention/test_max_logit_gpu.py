@@ -9,6 +9,7 @@ from fused_rope_attn import rope_attention
 from fused_rope_attn.testing import Case, make_inputs, run_op
 from tests.support.attention import assert_equal, assert_matches_float64, packed_case
 from tests.support.dtypes import BF16, F16
+from tests.support.gpu import is_sm_90
 
 pytestmark = pytest.mark.gpu
 BASE = Case(2, 8, 2, 700, 700, 128, dtype=BF16)
@@ -29,7 +30,11 @@ CASES = (
     packed_case(BASE, LENGTHS, causal=False, head_dim=256),
     packed_case(BASE, [(1000, 1000), (300, 300)], head_dim=64, norms=0.0),
 )
-BACKENDS = [("triton", "inline"), ("triton", "prepass")]
+BACKENDS = [
+    ("triton", "inline"),
+    ("triton", "prepass"),
+    pytest.param(("hopper", "auto"), marks=pytest.mark.skipif(not is_sm_90(), reason="needs an sm_90 GPU")),
+]
 
 
 @pytest.mark.parametrize("backend", BACKENDS, ids=" ".join)

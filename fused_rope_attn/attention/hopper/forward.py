@@ -52,6 +52,7 @@ class ForwardCall:
         self.o_strides = result_strides(outputs, [output_strides(q)])[0]
         self.lse_layout = layout_of_rows(q.shape)
         self.packed = problem.is_packed
+        self.max_logit_shape = problem.max_logit_shape if problem.return_max_logit else None
         self.saves_rotated = saving is not Saving.NOTHING
         if self.empty:
             return
@@ -78,6 +79,7 @@ class ForwardCall:
                 config,
                 counter=True,
                 tile_rows=block_m,
+                max_logit=problem.return_max_logit,
                 overlaps=reads_rotated or self.visits is not None,
             )
         element = gl.bfloat16 if q.dtype is torch.bfloat16 else gl.float16
@@ -149,8 +151,11 @@ class ForwardCall:
         if o is None:
             o = torch.empty_strided(self.o_shape, self.o_strides, dtype=q.dtype, device=q.device)
         lse = torch.empty_strided(*self.lse_layout, dtype=torch.float32, device=q.device)
+        max_logit = None
+        if self.max_logit_shape is not None:
+            max_logit = torch.empty(self.max_logit_shape, dtype=torch.float32, device=q.device)
         if self.empty:
-            return Outputs(o, lse)
+            return Outputs(o, lse, max_logit=None if max_logit is None else max_logit.fill_(float("-inf")))
         stream = device.current_stream(q.device)
         # Before the pre-pass, which overlaps with it.
         masks = NO_VISITS if self.visits is None else self.visits(stream, tensors)
@@ -163,7 +168,7 @@ class ForwardCall:
         elif self.saves_rotated:
             q_rot = torch.empty_strided(*self.q_rot_layout, dtype=q.dtype, device=q.device)
             q_rot_desc = self.q_source(q_rot)
-        k = tensors.k if self.rotate_keys is None else self.rotate_keys(stream, tensors, counter)
+        k = tensors.k if self.rotate_keys is None else self.rotate_keys(stream, tensors, counter, max_logit)
         q_rope_desc = k_rope_desc = None
         k_columns = k
         if self.rope_sources is not None and q_rot is not None:
@@ -183,6 +188,9 @@ class ForwardCall:
             o_ptr=o if self.packed else None,
             lse_ptr=lse,
             counter_ptr=counter,
+            max_logit_ptr=max_logit,
             q_norm_ptr=tensors.q_norm if self.rotate_queries is None else None,
         )
-        return Outputs(o, lse, q_rot, k) if self.saves_rotated else Outputs(o, lse)
+        if not self.saves_rotated:
+            q_rot = k = None
+        return Outputs(o, lse, q_rot, k, max_logit)

@@ -20,7 +20,7 @@ from fused_rope_attn.attention.hopper.columns import (
 from fused_rope_attn.attention.hopper.forward_tiles import next_tile, query_end, query_position
 from fused_rope_attn.attention.hopper.masks import mask_diagonal, mask_visit
 from fused_rope_attn.attention.hopper.ptxas import pin
-from fused_rope_attn.attention.hopper.shapes import ROWS
+from fused_rope_attn.attention.hopper.shapes import ROWS, WARPGROUP_WARPS
 from fused_rope_attn.attention.hopper.softmax import (
     cap_scores,
     finish_output,
@@ -35,7 +35,7 @@ from fused_rope_attn.attention.hopper.softmax import (
     whole_weights,
 )
 from fused_rope_attn.kernels.records import record, replace
-from fused_rope_attn.kernels.softmax import LOG2E, finish_sums, log_sum_exp
+from fused_rope_attn.kernels.softmax import LN2, LOG2E, finish_sums, log_sum_exp
 from fused_rope_attn.kernels.tiles import RowFormat, TensorView, rows_at, store_tile
 from fused_rope_attn.runtime.triton_compat import (
     barrier,
@@ -66,6 +66,7 @@ class ForwardOutput:
     desc: gl.tensor  # of o (B, HQ, NQ, D), in blocks of ROWS rows and the columns of one store
     view: TensorView  # o itself in packed calls: the last rows of a sequence are stored without the TMA; else None
     lse_ptr: gl.tensor  # (B, HQ, NQ) float32, natural logarithm
+    max_logit_ptr: gl.tensor | None  # (B, HQ) or (sequences, HQ) float32, by the number ``QueryTile.bh``
     smem: gl.shared_memory_descriptor  # (CONSUMERS, 1, 1, ROWS, columns of one store)
     format: RowFormat
     TWO_STORES: gl.constexpr  # whether the columns are stored as a left and a right half, one after the other
@@ -223,6 +224,27 @@ def write_output(output, o, tile, row, row_end, WARPGROUP: gl.constexpr):
 
 
 @jit
+def highest_of_pairs(row_max, rows, rows_left):
+    """Return the larger of each two base-2 maxima row_max (ROWS,) that a thread holds, (warps, 8).
+
+    Rows from ``rows_left`` on do not exist. A loop that carries one number in place of two takes a register less.
+    """
+    row_max = gl.where(rows < rows_left, row_max, float("-inf"))
+    return gl.max(row_max.reshape((WARPGROUP_WARPS, 2, ROWS // WARPGROUP_WARPS // 2)), 1)
+
+
+@jit
+def raise_max_logit(ptr, highest):
+    """Raise the float32 at ``ptr`` to the largest natural logit, of base-2 ``highest_of_pairs``.
+
+    Each warp does so for its rows, so that no warp waits for another. The caller does so before the next tile's scores,
+    because registers are scarcest there.
+    """
+    of_warps = gl.max(highest, 1)
+    gl.atomic_max(ptr + gl.zeros_like(of_warps).to(gl.int32), of_warps * LN2, sem="relaxed")
+
+
+@jit
 def finish_rows(output, softmax, tile, rows, row_end, row_max, row_sum, NQ, WARPGROUP: gl.constexpr):
     """Write lse of a warpgroup's rows before ``row_end``; returns (seen, factor) for ``finish_output``.
 
@@ -237,7 +259,10 @@ def finish_rows(output, softmax, tile, rows, row_end, row_max, row_sum, NQ, WARP
     seen, row_max, divisor, weight = finish_sums(row_max, row_sum, sink)
     lse = log_sum_exp(seen, row_max, divisor)
     offs_m = tile.start_m + WARPGROUP * ROWS + rows
-    gl.store(output.lse_ptr + tile.bh.to(gl.int64) * NQ + offs_m, lse, mask=offs_m < row_end)
+    head = tile.bh
+    if output.max_logit_ptr is not None and output.view.ptr is not None:
+        head = tile.head  # packed: the other number counts sequences too
+    gl.store(output.lse_ptr + head.to(gl.int64) * NQ + offs_m, lse, mask=offs_m < row_end)
     return seen, gl.where(seen, weight / divisor, 0.0)
 
 
@@ -315,6 +340,11 @@ def attend(WARPGROUP: gl.constexpr, tiles, queries, keys, values, output, softma
     while tile.num_blocks > 0:
         acc = zero_parts(ROWS, BLOCK_D, RIGHT)
         correction = gl.full([ROWS], 1.0, gl.float32, ROW)
+        highest = None
+        if output.max_logit_ptr is not None:
+            # The maximum of one block does not lag.
+            rows_left = query_end(tile, NQ) - tile.start_m - WARPGROUP * ROWS
+            highest = highest_of_pairs(row_max, rows, rows_left)
         at_queries = queries.at(tile_step)
         q = rows_in(queries, at_queries, 0, ROWS)
         for step in range(1, tile.num_blocks):
@@ -328,7 +358,9 @@ def attend(WARPGROUP: gl.constexpr, tiles, queries, keys, values, output, softma
                     queries.release(at_queries)
             if not masks.IS_ALIGNED:
                 scores = mask_visit(scores, positions, columns, visit, tile, masks, NK)
-            row_max, subtrahend, correction = follow_maximum(scores, row_max, softmax.qk_scale)
+            row_max, subtrahend, correction, of_block = follow_maximum(scores, row_max, softmax.qk_scale)
+            if output.max_logit_ptr is not None:
+                highest = gl.maximum(highest, highest_of_pairs(of_block, rows, rows_left))
             if softmax.VALUES == "before weights":
                 acc = wait_for_parts(acc, PENDING=0)
                 values.release_by_threads(values.at(key_step - 1))
@@ -339,6 +371,8 @@ def attend(WARPGROUP: gl.constexpr, tiles, queries, keys, values, output, softma
                 acc = wait_for_parts(acc, PENDING=0)
                 values.release_by_threads(values.at(key_step - 1))
             p = pack_weights(p, DTYPE)
+        if output.max_logit_ptr is not None:
+            raise_max_logit(output.max_logit_ptr + tile.bh, highest)
         if queries.STAGES == 1:
             queries.release(at_queries, tile.num_blocks == 1)
         else:

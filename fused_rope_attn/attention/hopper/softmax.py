@@ -115,14 +115,16 @@ def whole_sums(row_sum, LAYOUT: gl.constexpr):
 
 @jit
 def follow_maximum(scores, row_max, qk_scale):
-    """Compute the first half of ``fold_scores``: (row_max, subtrahend, correction), each (64,).
+    """Compute the first half of ``fold_scores``: (row_max, subtrahend, correction, highest), each (64,).
 
     A row that has seen nothing has the maximum -inf. Its subtrahend is 0, so that exp2 gives 0 and not NaN. ``row_max``
-    may be less than the maximum by LAG.
+    may be less than the maximum by LAG. highest: the largest of these scores, times qk_scale.
     """
     ROW: gl.constexpr = gl.SliceLayout(1, scores.type.layout)
     highest = gl.max(gl.max(scores.reshape((scores.shape[0], scores.shape[1] // 8, 8)), 1), 1)
-    return lagging_maximum(row_max, gl.convert_layout(highest, ROW, assert_trivial=True), qk_scale)
+    highest = gl.convert_layout(highest, ROW, assert_trivial=True)
+    row_max, subtrahend, correction = lagging_maximum(row_max, highest, qk_scale)
+    return row_max, subtrahend, correction, highest * qk_scale
 
 
 @jit
@@ -156,7 +158,7 @@ def fold_scores(scores, row_max, row_sum, qk_scale):
     scores and weights (64, BLOCK_N), row_max (64,), row_sum (64, 4) as in ``no_sums``, correction (64,), a factor for
     the output so far; all float32.
     """
-    row_max, subtrahend, correction = follow_maximum(scores, row_max, qk_scale)
+    row_max, subtrahend, correction, _ = follow_maximum(scores, row_max, qk_scale)
     p, row_sum = weigh_scores(scores, subtrahend, correction, row_sum, qk_scale)
     return p, correction, row_max, row_sum
 
