@@ -68,6 +68,7 @@ ATTENTION: dict[str, tuple[str, str]] = {
     "block_table": (STEP, _PAGES),
     "query_starts": ("rope_attention's", _INTERVALS),
     "query_ends": ("rope_attention's", _INTERVALS),
+    "return_max_logit": ("rope_attention's", "not served by this function yet: no rank has all queries"),
 }
 
 _BOUNDS = "cu_seqlens_k says where the keys of every sequence begin and end"
@@ -95,6 +96,10 @@ VARLEN = ATTENTION | {
     "query_ends": ("rope_attention's", _PACKED_INTERVALS),
     "layout": ("rope_attention's", "packed tensors are always (T, H, D), leave it out"),
 }
+
+_PLANNED = (PACKED, "pass cu_seqlens to plan_varlen_cp once a batch, and its plan here")
+_OF_PLAN = ("cu_seqlens", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen", "max_seqlen_q", "max_seqlen_k")
+PACKED_PARALLEL = VARLEN | dict.fromkeys(_OF_PLAN, _PLANNED)
 
 ALONE = "rope_attention's"
 _NOT_LATENT = "multi-head latent attention does not serve it"

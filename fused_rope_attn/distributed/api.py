@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import torch
 
 from fused_rope_attn.attention import planning
-from fused_rope_attn.attention.keywords import ATTENTION
+from fused_rope_attn.attention.keywords import ATTENTION, PACKED_PARALLEL
 from fused_rope_attn.attention.ops import needs_gradient
 from fused_rope_attn.attention.problem import Options, Problem, Tensors, problem_of
 from fused_rope_attn.attention.validation import check_attention
@@ -141,6 +141,7 @@ def rope_attention_varlen_cp(
 # fmt: on
 
 
+@explain_keywords(PACKED_PARALLEL)
 def rope_attention_varlen_cp(
     q: torch.Tensor,
     k: torch.Tensor,

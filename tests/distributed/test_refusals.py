@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.support.context_parallel import other_documents, refused
+from tests.support.context_parallel import refused, refused_documents
 
 # (what rank 1 of three passes otherwise, or all with "all", the error, what every rank's message says)
 ROWS = [
@@ -25,6 +25,7 @@ ROWS = [
     ({"all": True, "total_len": 37}, ValueError, "total_len must be from 0 to the 36 rows"),
     ({"all": True, "total_len": 3.0}, TypeError, "total_len must be an int"),
     ({"all": True, "dropout_p": 0.1}, TypeError, "there is no dropout here"),
+    ({"all": True, "return_max_logit": True}, TypeError, "return_max_logit, which is rope_attention's: not served by"),
     ({"batch_invariant": True}, ValueError, "batch_invariant must be the same"),
     ({"all": True, "batch_invariant": True, "causal": False}, NotImplementedError, "causal must be True with batch_"),
     ({"all": True, "backend": "hopper"}, NotImplementedError, "q must be float16 or bfloat16 for backend='hopper'"),
@@ -38,9 +39,17 @@ def test_all_ranks_raise(ranks, wrong, kind, message):
         assert message in text
 
 
-def test_plans_of_other_documents(ranks):
-    for message in ranks.results(other_documents, (0, 1), ranks=(0, 1)):
-        assert "the documents of plan must be the same on all ranks" in message
+@pytest.mark.parametrize(
+    ("ends", "options", "message"),
+    [
+        ([5, 6], {}, "the documents of plan must be the same on all ranks"),
+        ([5, 5], {"return_max_logit": True}, "return_max_logit, which is rope_attention's: not served by"),
+        ([5, 5], {"max_seqlen": 7}, "pass cu_seqlens to plan_varlen_cp once a batch"),
+    ],
+)
+def test_packed_calls(ranks, ends, options, message):
+    for text in ranks.results(refused_documents, (0, 1), ends, options, ranks=(0, 1)):
+        assert message in text
 
 
 def test_groups(ranks):

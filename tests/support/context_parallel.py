@@ -69,14 +69,14 @@ def refused(ranks: tuple[int, ...], wrong: dict[str, Any]) -> tuple[str, str]:
     return "", "nothing was refused"
 
 
-def other_documents(ranks: tuple[int, ...]) -> str:
-    """The message of a packed call for which rank 1 has made a plan of other documents."""
+def refused_documents(ranks: tuple[int, ...], ends: list[int], options: dict[str, Any]) -> str:
+    """The message of a packed call for which each rank's first document has its entry of ends as its length."""
     group = group_of(ranks)
-    plan = plan_varlen_cp([0, 5 + group.rank(), 12], group=group)
+    plan = plan_varlen_cp([0, ends[group.rank()], 12], group=group)
     x = torch.zeros(plan.local, 2, 16)
     try:
-        rope_attention_varlen_cp(x, x, x, torch.ones(12, 8), torch.zeros(12, 8), plan)
-    except ValueError as error:
+        rope_attention_varlen_cp(x, x, x, torch.ones(12, 8), torch.zeros(12, 8), plan, **options)
+    except (TypeError, ValueError) as error:
         return str(error)
     return "nothing was refused"
 
