@@ -13,11 +13,11 @@ from unittest import mock
 
 from torch import nn
 
-from baselines.attentions import FLASH_2
-from baselines.rotations import LIGER_ROTATION
+from baselines.attentions import FLASH_2, FLASH_4
+from baselines.base import Package
 from bench.suite import Provider, by_name
 
-OURS = "fused"
+OURS, OURS_WITH_LIGER = "fused", "fused_liger"
 _HEAD_NORMS = ("q_norm", "k_norm")
 Switch = Callable[[nn.Module], AbstractContextManager]
 
@@ -60,6 +60,17 @@ def _liger_norms(model: nn.Module) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def _liger_kernels(model: nn.Module) -> Iterator[None]:
+    """Apply Liger's whole patch: rotation, norms, MLPs, and a loss that computes no logits."""
+    places = (vars(sys.modules[type(model).__module__]), *map(vars, model.modules()))
+    with ExitStack() as stack:
+        for place in places:
+            stack.enter_context(mock.patch.dict(place))
+        LIGER.load()(model)
+        yield
+
+
 def _head_norms(model: nn.Module) -> list[Any]:
     return [module for path, module in model.named_modules() if path.endswith(_HEAD_NORMS)]
 
@@ -84,8 +95,10 @@ def _fused(model: nn.Module) -> Iterator[None]:
         unpatch_model(model)
 
 
+# transformers' Trainer applies it by this function.
+LIGER = Package("liger-kernel", "liger_kernel.transformers", "_apply_liger_kernel_to_instance")
 _PASSES = ("train", "prefill", "decode")
-_SERVED = ("serve",)
+_STEP, _SERVED = ("step",), ("serve",)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,10 +123,16 @@ class ModelProvider(Provider):
             yield
 
 
-_EVERYTHING = _PASSES + _SERVED
-_LIGER = LIGER_ROTATION.fields()
+_EVERYTHING = _PASSES + _STEP + _SERVED
+_LIGER: dict[str, Any] = LIGER.fields()
+_LIGER_FLASH_4: dict[str, Any] = {
+    "pip": (LIGER.pip, FLASH_4.pip),
+    "missing": lambda: "; ".join(filter(None, (LIGER.missing(), FLASH_4.missing()))) or None,
+}
 _GRAPHS: dict[str, Any] = {"kinds": _SERVED, "manager": {"use_cuda_graph": True}}
-_eager, _sdpa, _flash_2 = (partial(_attention, name) for name in ("eager", "sdpa", "flash_attention_2"))
+_eager, _sdpa, _flash_2, _flash_4 = (
+    partial(_attention, name) for name in ("eager", "sdpa", "flash_attention_2", "flash_attention_4")
+)
 _liger, _liger_norm = (_liger_rotation, _sdpa), (_liger_norms, _liger_rotation, _sdpa)
 _own_norms = (_hooked_norms, _fused)
 PROVIDERS: dict[str, ModelProvider] = by_name(
@@ -124,10 +143,26 @@ PROVIDERS: dict[str, ModelProvider] = by_name(
         ModelProvider("sdpa_graphs", "sdpa, CUDA graphs", switches=(_sdpa,), **_GRAPHS),
         ModelProvider("flash_2", "flash_attention_2", switches=(_flash_2,), kinds=_EVERYTHING, **FLASH_2.fields()),
         ModelProvider("liger", "Liger's rotation + sdpa", switches=_liger, **_LIGER),
+        ModelProvider("liger_all", "Liger + sdpa", switches=(_liger_kernels, _sdpa), kinds=_STEP, **_LIGER),
+        ModelProvider(
+            "liger_all_fa4",
+            "Liger + flash_attention_4",
+            switches=(_liger_kernels, _flash_4),
+            kinds=_STEP,
+            **_LIGER_FLASH_4,
+        ),
         ModelProvider(
             "liger_norm", "Liger's norms of heads, rotation + sdpa", switches=_liger_norm, norms=True, **_LIGER
         ),
         ModelProvider("own_norms", "patch_model, norms of heads outside", switches=_own_norms, norms=True),
         ModelProvider(OURS, "patch_model", "ours", switches=(_fused,), kinds=_EVERYTHING),
+        ModelProvider(
+            OURS_WITH_LIGER,
+            "patch_model + Liger's other kernels",
+            "ours",
+            switches=(_liger_kernels, _fused),
+            kinds=_STEP,
+            **_LIGER,
+        ),
     )
 )

@@ -23,7 +23,7 @@ class Model:
     config: dict[str, Any]
     left_out: int = 0
     norms: bool = False
-    kinds: tuple[str, ...] = ("train", "prefill", "decode", "serve")
+    kinds: tuple[str, ...] = ("train", "step", "prefill", "decode", "serve")
     out: tuple[str, ...] = ()
 
 
@@ -59,10 +59,10 @@ NEW_TOKENS = 64
 class Work:
     """One work on a model.
 
-    ``train`` is forward, loss and backward; ``prefill`` fills a cache; ``decode`` adds one token after another to a
-    dynamic cache of ``length`` tokens; ``serve`` answers requests of up to ``length`` tokens with NEW_TOKENS each, by
-    continuous batching. checkpoints: training keeps only the input of each layer, and runs it again before its
-    backward.
+    ``train`` is forward, loss and backward; ``step`` is the same and a step of AdamW; ``prefill`` fills a cache;
+    ``decode`` adds one token after another to a dynamic cache of ``length`` tokens; ``serve`` answers requests of up to
+    ``length`` tokens with NEW_TOKENS each, by continuous batching. checkpoints: training keeps only the input of each
+    layer, and runs it again before its backward.
     """
 
     kind: str
@@ -75,6 +75,10 @@ class Work:
         return f"{self.kind}-{length_name(self.length)}{'-checkpoint' if self.checkpoints else ''}"
 
     @property
+    def trains(self) -> bool:
+        return self.kind in ("train", "step")
+
+    @property
     def tokens(self) -> int:
         """Return the number of tokens; where tokens are generated, of new ones."""
         per_sequence = {"decode": 1, "serve": NEW_TOKENS}.get(self.kind, self.length)
@@ -85,6 +89,10 @@ WORK = (
     Work("train", 4, 2048),
     Work("train", 2, 4096),
     Work("train", 2, 4096, checkpoints=True),
+    Work("step", 4, 2048),
+    Work("step", 2, 4096),
+    Work("step", 1, 8192),
+    Work("step", 1, 16384),
     Work("prefill", 1, 4096),
     Work("prefill", 1, 16384),
     Work("decode", 8, 4096),

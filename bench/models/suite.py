@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import AdamW, Optimizer
 
 from bench.gate import Verdict
 from bench.models.providers import PROVIDERS, ModelProvider
@@ -29,11 +30,12 @@ DECODED = 64
 class Step:
     """One work on one model; calling it runs it once.
 
-    result: the loss, or the logits of the last token; of decoding, of the first token that is added to the cache.
+    optimizer: takes a step after each backward. result: the loss, or the logits of the last token; of decoding, of the
+    first token that is added to the cache.
     """
 
-    def __init__(self, model: nn.Module, work: Work, device: torch.device):
-        self.model, self.work = model, work
+    def __init__(self, model: nn.Module, work: Work, device: torch.device, optimizer: Optimizer | None = None):
+        self.model, self.work, self.optimizer = model, work, optimizer
         generator = torch.Generator().manual_seed(1)
         vocabulary = model.config.vocab_size
         self.ids = torch.randint(vocabulary, (work.batch, work.length), generator=generator).to(device)
@@ -41,12 +43,14 @@ class Step:
         self.past, self.added = None, 0
         # transformers 5.24 renames the argument and the output, and keeps the older name by a slower wrapper.
         self.cache_name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
-        model.train(work.kind == "train")
+        model.train(work.trains)
 
     def __call__(self) -> None:
-        if self.work.kind == "train":
+        if self.work.trains:
             loss = self.model(self.ids, labels=self.ids, use_cache=False).loss
             loss.backward()
+            if self.optimizer is not None:
+                self.optimizer.step()
             self.model.zero_grad(set_to_none=True)
             self.result = loss.detach()
             return
@@ -108,7 +112,7 @@ class ModelTrial(Trial):
 
     case: ModelCase
     default_modes = ("eager",)
-    _made: tuple[Model, nn.Module] | None = None  # one model at a time is in memory
+    _made: tuple[Model, nn.Module, Optimizer] | None = None  # one model at a time is in memory
 
     def __init__(self, case: ModelCase, providers: Sequence[ModelProvider], clock: Any, options: Options) -> None:
         super().__init__(case, providers, clock, options)
@@ -118,15 +122,20 @@ class ModelTrial(Trial):
         if made is None or made[0] is not case.model:
             made = ModelTrial._made = None  # before the next one is made
             clock.release()
-            made = ModelTrial._made = case.model, make(case.model, clock.device)
-        self._model = made[1]
+            model = make(case.model, clock.device)
+            # With a learning rate of 0 a step does all its work, and leaves the weights as they are for the next one.
+            made = ModelTrial._made = case.model, model, AdamW(model.parameters(), lr=0.0, fused=True)
+        _, self._model, self._optimizer = made
 
     def unsupported(self, provider: ModelProvider) -> str | None:
         return "the model has no norms of heads" if provider.norms and not self.case.model.norms else None
 
     def enter(self, provider: ModelProvider) -> Entry:
         work = self.case.work
-        step: Any = Step(self._model, work, self.clock.device) if work.kind != "serve" else Served(self._model, work)
+        optimizer = self._optimizer if work.kind == "step" else None
+        step: Any = (
+            Served(self._model, work) if work.kind == "serve" else Step(self._model, work, self.clock.device, optimizer)
+        )
 
         @contextmanager
         def on() -> Iterator[None]:
@@ -153,7 +162,7 @@ class ModelTrial(Trial):
         result = step.result
         self._first = result if self._first is None else self._first
         facts["off_first"] = step.distance(result, self._first)
-        if work.kind == "train":
+        if work.trains:
             facts["loss"] = result.item()
         return Entry(provider, Verdict(), lambda part: step, facts, active)
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from bench.models.providers import OURS
-from bench.report import Group, Row, faster, groups, markdown, provenance
+from bench.models.providers import OURS, OURS_WITH_LIGER
+from bench.report import Group, Row, faster, groups, markdown, provenance, strongest
 
 _HEADER = ["model", "work", "sdpa", "Liger's rotation + sdpa", "`patch_model`", "over sdpa", "over Liger", "MiB"]
 _NORMED = (
@@ -24,11 +24,40 @@ _UNPATCHED = {
     "sdpa_graphs": "sdpa, graphs",
     "flash_2": "flash_attention_2",
 }
+# What a user can run today, and what this package adds.
+_TRAINED = {
+    "sdpa": "sdpa",
+    "flash_2": "flash_attention_2",
+    "liger_all": "Liger + sdpa",
+    "liger_all_fa4": "Liger + flash_attention_4",
+    OURS: "`patch_model`",
+    OURS_WITH_LIGER: "`patch_model` + Liger",
+}
+
+
+def training(rows: list[Row]) -> str:
+    """Show whole training steps: tokens per second, and the best of the others over ours with Liger's other kernels."""
+    found = {key: group for key, group in _groups(rows, "step").items() if OURS_WITH_LIGER in group}
+    names = [name for name in _TRAINED if any(name in group for group in found.values())]
+    lines = []
+    for (model, work), group in found.items():
+        mine, best = group[OURS_WITH_LIGER], strongest(group.values())
+        speeds = [_speed(group, name) for name in names]
+        memory = [f"{row['peak_mib']:.0f}" if row else "-" for row in (best, mine)]
+        lines.append([_named(model, mine), work, *speeds, f"{faster(best, mine):.2f}×" if best else "-", *memory])
+    header = ["model", "work", *(_TRAINED[name] for name in names), "over the best", "MiB of the best", "MiB"]
+    return (
+        f"{markdown(header, lines)}\n\n"
+        "Tokens per second of whole training steps: forward, loss, backward and AdamW, in eager mode, with random "
+        "bfloat16 weights, one after the other in one process. Liger: all of its kernels; with `patch_model` those of "
+        "the norms, the MLP and the loss. The last columns compare `patch_model` + Liger with the fastest without "
+        "`patch_model`: time over ours, below 1 ours is slower, and peak memory beyond weights and optimizer state. "
+    ) + provenance([group[OURS] for group in found.values()], "transformers", "liger-kernel", "flash-attn-4")
 
 
 def results(rows: list[Row]) -> str:
-    """Show tokens per second at each work except ``serve``."""
-    found = _groups(rows, served=False)
+    """Show tokens per second at each work except ``step`` and ``serve``."""
+    found = _groups(rows, "train", "prefill", "decode")
     lines, normed = [], []
     for (model, work), group in found.items():
         mine = group[OURS]
@@ -52,7 +81,7 @@ def results(rows: list[Row]) -> str:
 
 def serving(rows: list[Row]) -> str:
     """Show continuous batching, with those of the unpatched ones that were measured anywhere."""
-    found = _groups(rows, served=True)
+    found = _groups(rows, "serve")
     names = [name for name in _UNPATCHED if any(name in group for group in found.values())]
     lines = []
     for (model, work), group in found.items():
@@ -65,12 +94,12 @@ def serving(rows: list[Row]) -> str:
     return f"{markdown(header, lines)}\n\n{_SERVED} {provenance(ours, 'transformers')}"
 
 
-def _groups(rows: list[Row], served: bool) -> dict[tuple[str, str], Group]:
-    """Return (model, work) -> provider -> its timed row, where there are ours."""
+def _groups(rows: list[Row], *kinds: str) -> dict[tuple[str, str], Group]:
+    """Return (model, work) -> provider -> its timed row, for kinds of work, where there are ours."""
     return {
         (case, shape.replace(" ", ", ", 1)): group
         for (case, shape, part, _), group in groups(rows).items()
-        if OURS in group and part.startswith("serve") is served
+        if OURS in group and part.startswith(kinds)
     }
 
 

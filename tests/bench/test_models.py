@@ -5,6 +5,7 @@ import sys
 import types
 from contextlib import contextmanager
 from dataclasses import replace
+from types import MethodType
 
 import pytest
 import torch
@@ -53,9 +54,9 @@ def test_rows(tmp_path):
     chosen = [providers.PROVIDERS["sdpa"], providers.PROVIDERS["fused"]]
     chosen.append(ModelProvider("absent", "Absent", missing=lambda: "not installed", switches=(broken,)))
     chosen.append(ModelProvider("broken", "Broken", switches=(broken,)))
-    works = [shapes.Work("train", 2, 16), shapes.Work("prefill", 1, 16), shapes.Work("decode", 2, 16)]
+    works = [shapes.Work(kind, 2, 16) for kind in ("train", "step", "prefill", "decode")]
     rows, measurement = run(chosen, works)
-    assert len(rows) == 12 and {row["case"] for row in rows} == {"Tiny"} and not measurement.not_run
+    assert len(rows) == 16 and {row["case"] for row in rows} == {"Tiny"} and not measurement.not_run
     for work in works:
         found = {row["provider"]: row for row in rows if row["shape"].startswith(f"{work.name} ")}
         assert found["absent"]["status"] == "missing" and "no such thing" in found["broken"]["detail"]
@@ -63,7 +64,7 @@ def test_rows(tmp_path):
         assert ours["status"] == sdpa["status"] == "ok"
         assert ours["off_first"] < 1e-5 and sdpa["off_first"] == 0.0  # equal inputs, equal results
         assert ours["tokens_s"] == pytest.approx(work.tokens / ours["ms"] * 1e3)
-        assert ("loss" in ours) == (work.kind == "train")
+        assert ("loss" in ours) == (work.kind in ("train", "step"))
     file = tmp_path / "rows.jsonl"
     report.write_lines(file, rows)
     text = case_report([row for row in report.read_file(file) if row["shape"] == "train-16 B2 N16"])
@@ -137,7 +138,7 @@ class LigerRMSNorm(torch.nn.Module):
 def test_models_with_norms_of_heads(model, liger):
     """A layer has two norms of heads, and Liger's are bound to no others."""
     chosen = [replace(provider, missing=lambda: None) for provider in providers.PROVIDERS.values()]
-    chosen = [provider for provider in chosen if provider.name != "flash_2" and provider.kinds != ("serve",)]
+    chosen = [provider for provider in chosen if provider.name != "flash_2" and "train" in provider.kinds]
     rows, _ = run(chosen, [shapes.Work("train", 1, 16)], model)
     found = {row["provider"]: row for row in rows}
     assert {row["status"] for row in rows} == {"ok"} and len(rows) == 5
@@ -189,7 +190,7 @@ def test_training_with_activation_checkpointing(monkeypatch):
     losses, counts = [], []
     model = shapes.make(TINY, torch.device("cpu"))
     for work in works:
-        monkeypatch.setattr(suite.ModelTrial, "_made", (TINY, model))
+        monkeypatch.setattr(suite.ModelTrial, "_made", (TINY, model, None))
         trial = suite.ModelTrial(suite.ModelCase(TINY, work), chosen, CountingClock(), Options())
         facts = [trial.enter(provider).facts for provider in chosen]
         losses += [fact["loss"] for fact in facts]
@@ -249,3 +250,49 @@ def test_command_line(capsys):
     assert main(["models", "--dry-run", "--cases", "Gemma3+decode"]) == 2
     if not torch.cuda.is_available():
         assert main(["models"]) == 2 and "no GPU" in capsys.readouterr().err
+
+
+def test_training_steps(monkeypatch, liger):
+    """Steps leave the weights as they are. Liger's patch is undone, and our kernels compute its norms of heads."""
+    from liger_kernel.transformers.rms_norm import LigerRMSNorm
+
+    def liger_rotary_pos_emb(*given):
+        return modeling_llama.apply_rotary_pos_emb(*given)
+
+    liger_rotary_pos_emb.__module__ = "liger_kernel.transformers.rope"
+    liger_rotary_pos_emb.__qualname__ = "liger_rotary_pos_emb"
+    plain = sys.modules["transformers.models.qwen3.modeling_qwen3"].apply_rotary_pos_emb
+
+    def apply(model):
+        attention = model.model.layers[0].self_attn
+        sys.modules[type(model).__module__].apply_rotary_pos_emb = liger_rotary_pos_emb
+        for norm in (model.model.norm, attention.q_norm, attention.k_norm):
+            norm.__dict__ |= {"offset": 0.0, "casting_mode": "llama", "forward": MethodType(LigerRMSNorm.forward, norm)}
+
+    monkeypatch.setattr(providers.Package, "load", lambda package: apply)
+    chosen = [replace(p, missing=lambda: None) for n, p in providers.PROVIDERS.items() if "step" in p.kinds]
+    chosen = [provider for provider in chosen if provider.name not in ("flash_2", "liger_all_fa4")]
+    rows, _ = run(chosen, [shapes.Work("step", 1, 16)], NORMED[0])
+    assert [row["provider"] for row in rows] == ["sdpa", "liger_all", "fused", "fused_liger"]
+    assert {row["status"] for row in rows} == {"ok"} and all(row["off_first"] < 1e-5 for row in rows)
+    _, model, optimizer = suite.ModelTrial._made
+    states = list(optimizer.state.values())
+    assert len(states) == len(list(model.parameters())) and all(state["exp_avg"].any() for state in states)
+    assert all(state["step"] > 8 for state in states)
+    before = shapes.make(NORMED[0], torch.device("cpu"))
+    assert all(torch.equal(x, y) for x, y in zip(model.parameters(), before.parameters()))
+    # Liger's norms of heads go to our kernels, its other norms stay, and nothing of it is left afterwards.
+    liger.clear()
+    with providers.PROVIDERS["fused_liger"].on(model):
+        model(torch.zeros(1, 4, dtype=torch.int64))
+        assert len(liger) == 1 and patch_report(model)[0].norms == "fused"
+    assert sys.modules[type(model).__module__].apply_rotary_pos_emb is plain
+    assert "forward" not in model.model.norm.__dict__ and "offset" not in model.model.norm.__dict__
+    text = tables.training(rows)
+    assert "| sdpa | Liger + sdpa | `patch_model` | `patch_model` + Liger | over the best |" in text
+    found = {row["provider"]: row for row in rows}
+    best = min(found["sdpa"], found["liger_all"], key=lambda row: row["ms"])
+    line = next(line for line in text.splitlines() if line.startswith("| Qwen |"))
+    assert f" | {report.faster(best, found['fused_liger']):.2f}× | " in line
+    with pytest.raises(ValueError, match="hold no times"):
+        tables.results(rows)
