@@ -224,23 +224,13 @@ def write_output(output, o, tile, row, row_end, WARPGROUP: gl.constexpr):
 
 
 @jit
-def highest_of_pairs(row_max, rows, rows_left):
-    """Return the larger of each two base-2 maxima row_max (ROWS,) that a thread holds, (warps, 8).
-
-    Rows from ``rows_left`` on do not exist. A loop that carries one number in place of two takes a register less.
-    """
-    row_max = gl.where(rows < rows_left, row_max, float("-inf"))
-    return gl.max(row_max.reshape((WARPGROUP_WARPS, 2, ROWS // WARPGROUP_WARPS // 2)), 1)
-
-
-@jit
 def raise_max_logit(ptr, highest):
-    """Raise the float32 at ``ptr`` to the largest natural logit, of base-2 ``highest_of_pairs``.
+    """Raise the float32 at ``ptr`` to the largest natural logit, of base-2 maxima (ROWS,).
 
     Each warp does so for its rows, so that no warp waits for another. The caller does so before the next tile's scores,
     because registers are scarcest there.
     """
-    of_warps = gl.max(highest, 1)
+    of_warps = gl.max(highest.reshape((WARPGROUP_WARPS, ROWS // WARPGROUP_WARPS)), 1)
     gl.atomic_max(ptr + gl.zeros_like(of_warps).to(gl.int32), of_warps * LN2, sem="relaxed")
 
 
@@ -342,9 +332,7 @@ def attend(WARPGROUP: gl.constexpr, tiles, queries, keys, values, output, softma
         correction = gl.full([ROWS], 1.0, gl.float32, ROW)
         highest = None
         if output.max_logit_ptr is not None:
-            # The maximum of one block does not lag.
-            rows_left = query_end(tile, NQ) - tile.start_m - WARPGROUP * ROWS
-            highest = highest_of_pairs(row_max, rows, rows_left)
+            highest = row_max  # that of one block does not lag
         at_queries = queries.at(tile_step)
         q = rows_in(queries, at_queries, 0, ROWS)
         for step in range(1, tile.num_blocks):
@@ -358,9 +346,10 @@ def attend(WARPGROUP: gl.constexpr, tiles, queries, keys, values, output, softma
                     queries.release(at_queries)
             if not masks.IS_ALIGNED:
                 scores = mask_visit(scores, positions, columns, visit, tile, masks, NK)
-            row_max, subtrahend, correction, of_block = follow_maximum(scores, row_max, softmax.qk_scale)
+            before = row_max if output.max_logit_ptr is None else highest
+            row_max, so_far, subtrahend, correction = follow_maximum(scores, row_max, before, softmax.qk_scale)
             if output.max_logit_ptr is not None:
-                highest = gl.maximum(highest, highest_of_pairs(of_block, rows, rows_left))
+                highest = so_far
             if softmax.VALUES == "before weights":
                 acc = wait_for_parts(acc, PENDING=0)
                 values.release_by_threads(values.at(key_step - 1))
@@ -372,7 +361,8 @@ def attend(WARPGROUP: gl.constexpr, tiles, queries, keys, values, output, softma
                 values.release_by_threads(values.at(key_step - 1))
             p = pack_weights(p, DTYPE)
         if output.max_logit_ptr is not None:
-            raise_max_logit(output.max_logit_ptr + tile.bh, highest)
+            rows_left = query_end(tile, NQ) - tile.start_m - WARPGROUP * ROWS
+            raise_max_logit(output.max_logit_ptr + tile.bh, gl.where(rows < rows_left, highest, float("-inf")))
         if queries.STAGES == 1:
             queries.release(at_queries, tile.num_blocks == 1)
         else:

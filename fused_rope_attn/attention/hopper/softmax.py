@@ -114,23 +114,29 @@ def whole_sums(row_sum, LAYOUT: gl.constexpr):
 
 
 @jit
-def follow_maximum(scores, row_max, qk_scale):
-    """Compute the first half of ``fold_scores``: (row_max, subtrahend, correction, highest), each (64,).
+def follow_maximum(scores, row_max, highest, qk_scale):
+    """Compute the first half of ``fold_scores``: (row_max, highest, subtrahend, correction), each (64,).
 
     A row that has seen nothing has the maximum -inf. Its subtrahend is 0, so that exp2 gives 0 and not NaN. ``row_max``
-    may be less than the maximum by LAG. highest: the largest of these scores, times qk_scale.
+    may be less than the maximum by LAG. highest: ``row_max``; or the largest of all scores so far, times qk_scale,
+    which then is a result and changes no other. It takes registers, but no instruction.
     """
     ROW: gl.constexpr = gl.SliceLayout(1, scores.type.layout)
-    highest = gl.max(gl.max(scores.reshape((scores.shape[0], scores.shape[1] // 8, 8)), 1), 1)
-    highest = gl.convert_layout(highest, ROW, assert_trivial=True)
-    row_max, subtrahend, correction = lagging_maximum(row_max, highest, qk_scale)
-    return row_max, subtrahend, correction, highest * qk_scale
+    of_block = gl.max(gl.max(scores.reshape((scores.shape[0], scores.shape[1] // 8, 8)), 1), 1)
+    highest = gl.maximum(highest, gl.convert_layout(of_block, ROW, assert_trivial=True) * qk_scale)
+    row_max, subtrahend, correction = lag(row_max, highest)
+    return row_max, highest, subtrahend, correction
 
 
 @jit
 def lagging_maximum(row_max, highest, qk_scale):
-    """Return the results of ``follow_maximum`` for a block with the largest scores ``highest`` (rows,)."""
-    highest = gl.maximum(row_max, highest * qk_scale)
+    """Return (row_max, subtrahend, correction) after a block with the largest scores ``highest`` (rows,)."""
+    return lag(row_max, gl.maximum(row_max, highest * qk_scale))
+
+
+@jit
+def lag(row_max, highest):
+    """Return (row_max, subtrahend, correction) where the largest of all scores so far is ``highest``, in base 2."""
     new_max = gl.where(highest - row_max > LAG, highest, row_max)
     subtrahend = gl.where(new_max == float("-inf"), 0.0, new_max)
     return new_max, subtrahend, tl.math.exp2(row_max - subtrahend)
@@ -158,7 +164,7 @@ def fold_scores(scores, row_max, row_sum, qk_scale):
     scores and weights (64, BLOCK_N), row_max (64,), row_sum (64, 4) as in ``no_sums``, correction (64,), a factor for
     the output so far; all float32.
     """
-    row_max, subtrahend, correction, _ = follow_maximum(scores, row_max, qk_scale)
+    row_max, _, subtrahend, correction = follow_maximum(scores, row_max, row_max, qk_scale)
     p, row_sum = weigh_scores(scores, subtrahend, correction, row_sum, qk_scale)
     return p, correction, row_max, row_sum
 
