@@ -13,6 +13,7 @@ suites, each timed on one GPU after a check against float64:
                --cases masks: windows, packing; corope: Co-RoPE; same-bits
   norm       attention with norms of q and k
   mla        multi-head latent attention
+  fa3        FlashAttention-3 with its backward, which is installed for JAX
   rope       the rotation alone
   decode     one step of generation with a cache
   models     whole models of transformers, patched and not
@@ -27,6 +28,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "attention": ("attention.suite", "ATTENTION"),
     "norm": ("attention.suite", "NORM"),
     "mla": ("mla", "MLA"),
+    "fa3": ("attention.jax_fa3", "FA3_SUITE"),
     "rope": ("rope.suite", "ROPE"),
     "decode": ("decode.suite", "DECODE"),
     "models": ("models.suite", "MODELS_SUITE"),

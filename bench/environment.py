@@ -12,7 +12,10 @@ from fused_rope_attn.env import driver_version, package_version, run_quietly
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"
-_PACKAGES = ("transformers", "liger-kernel", "flash-attn", "fa3-fwd", "flash-attn-4", "nvidia-cutlass-dsl")
+_PACKAGES = (
+    *("transformers", "liger-kernel", "flash-attn", "fa3-fwd", "flash-attn-4", "nvidia-cutlass-dsl"),
+    *("jax", "dew-flash-attn-cu13"),
+)
 
 
 def shown(path: Path) -> str:

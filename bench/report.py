@@ -8,7 +8,7 @@ A row is one JSON line with these fields:
 - ``status``: "ok", "loose" (timed, but outside the tolerance of ours), "failed", "missing", "unsupported", "error",
   "oom", "no-graph"; ``detail``: the reason;
 - ``ms`` (median of all calls), ``p20``, ``p80``, ``rounds`` (the median of each round), ``calls``;
-- figures: ``tflops``, ``gb_s``, ``mj``, ``watts``, ``tokens_s``, ``peak_mib`` and others;
+- figures: ``tflops``, ``gb_s``, ``mj``, ``watts``, ``tokens_s``, ``device_ms``, ``peak_mib`` and others;
 - machine and versions, see ``environment``.
 
 Losses are printed like wins, and providers without a time are named.
@@ -39,6 +39,7 @@ _FIGURES = (
     ("tokens_s", "tokens/s", "{:.0f}"),
     ("efficiency", "of ideal", "{:.1%}"),
     ("mj", "mJ", "{:#.4g}"),
+    ("device_ms", "kernels ms", "{:#.4g}"),
     ("watts", "W", "{:.0f}"),
     ("mhz", "MHz", "{:.0f}"),
     ("peak_mib", "MiB", "{:.0f}"),

@@ -24,7 +24,7 @@ _UNPATCHED = {
     "sdpa_graphs": "sdpa, graphs",
     "flash_2": "flash_attention_2",
 }
-# What a user can run today, and what this package adds.
+# In the order of columns: the rivals, then ours.
 _TRAINED = {
     "sdpa": "sdpa",
     "flash_2": "flash_attention_2",

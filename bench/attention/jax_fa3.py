@@ -1,0 +1,238 @@
+"""``python -m bench fa3``: FlashAttention-3 with its backward, which is installed for JAX alone, next to ours.
+
+The package dew-flash-attn-cu13 has the kernels of FlashAttention-3 for sm_90a as targets of XLA's foreign functions.
+XLA launches them one by one and cannot record them in a CUDA graph, so that they have a table of their own: back to
+back, where 32 calls follow one another, and by the profiler, which sums the device time of a call's kernels.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib.util
+import os
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
+
+from baselines import BASELINES
+from bench.attention import cases
+from bench.attention.problem import AttentionTrial, Subject
+from bench.attention.providers import OURS, AttentionProvider, Given, rival
+from bench.load import CALLS, LoadClock
+from bench.report import PASSES, Row, by_case, faster, legend, mark, markdown, provenance, three_digits
+from bench.suite import Entry, Suite, Times, by_name
+from bench.timing import Measurement
+
+FA3 = "bare_fa3_jax"
+_PIP, _PACKAGE, _LIBRARY = "dew-flash-attn-cu13", "dew_flash_attn", "libdew_flash_attn3.so"
+_FORWARD, _BACKWARD = "dew_flash3_mha_fwd", "dew_flash3_mha_bwd"
+
+
+def _missing() -> str | None:
+    """Return why the library cannot run here, or None. Its package is not imported: it would load more."""
+    if importlib.util.find_spec("jax") is None:
+        return "pip install jax[cuda13]"
+    return None if _library() else f"pip install {_PIP} (no {_LIBRARY})"
+
+
+def _library() -> Path | None:
+    spec = importlib.util.find_spec(_PACKAGE)
+    folders = (spec and spec.submodule_search_locations) or ()
+    return next((path for folder in folders if (path := Path(folder) / _LIBRARY).exists()), None)
+
+
+@functools.cache
+def _jax() -> Any:
+    """Return JAX, with the library's targets registered. PyTorch has loaded the CUDA runtime that the library needs."""
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    import jax
+    import jax.dlpack
+    import jax.ffi
+
+    library = ctypes.CDLL(str(_library()))
+    for name in (_FORWARD, _BACKWARD):
+        jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(library, name)), platform="CUDA")
+    return jax
+
+
+def _call(target: str, shapes: list[Any], causal: bool, head_dim: int, *given: Any) -> tuple[Any, ...]:
+    """Call a target. It counts as an effect, so that equal calls are not merged and unused ones not dropped."""
+    jax = _jax()
+    results = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in shapes]
+    call = jax.ffi.ffi_call(target, results, has_side_effect=True)
+    window = {f"window_size_{side}": numpy.int64(-1) for side in ("left", "right")}
+    return call(*given, softmax_scale=numpy.float64(head_dim**-0.5), is_causal=causal, **window)
+
+
+def forward(causal: bool, q: Any, k: Any, v: Any) -> tuple[Any, Any]:
+    """Return o (B, N, HQ, D) and lse (B, HQ, N) float32 of JAX arrays (B, N, H, D)."""
+    batch, length, heads, head_dim = q.shape
+    shapes = [(q.shape, q.dtype), ((batch, heads, length), "float32"), ((1,) * 4, "float32"), ((1,) * 3, "float32")]
+    return _call(_FORWARD, shapes, causal, head_dim, q, k, v)[:2]
+
+
+def backward(causal: bool, q: Any, k: Any, v: Any, o: Any, lse: Any, do: Any) -> tuple[Any, Any, Any]:
+    """Return dq, dk and dv."""
+    batch, length, heads, head_dim = q.shape
+    workspace = ((heads * (batch * length + 128 * (batch + 1)),), "float32")  # of delta, and of lse in base 2
+    shapes = [*((x.shape, q.dtype) for x in (q, k, v)), workspace, workspace]
+    return _call(_BACKWARD, shapes, causal, head_dim, do, q, k, v, o, lse)[:3]
+
+
+def _to_jax(x: Tensor) -> Any:
+    """Return (B, H, N, D) as an array (B, N, H, D) of the same memory, or of a copy where the order differs."""
+    torch.cuda.synchronize()
+    return _jax().dlpack.from_dlpack(x.detach().transpose(1, 2).contiguous())
+
+
+def _to_torch(x: Any) -> Tensor:
+    return torch.from_dlpack(_jax().block_until_ready(x)).transpose(1, 2)
+
+
+class _Fa3(torch.autograd.Function):
+    """FlashAttention-3 for the gate, which waits for every call."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+        given = [_to_jax(x) for x in (q, k, v)]
+        ctx.causal, ctx.saved = causal, (*given, *forward(causal, *given))
+        return _to_torch(ctx.saved[3])
+
+    @staticmethod
+    def backward(ctx: Any, do: Tensor) -> tuple[Any, ...]:
+        return (*map(_to_torch, backward(ctx.causal, *ctx.saved, _to_jax(do))), None)
+
+
+def _run(q: Tensor, k: Tensor, v: Tensor, given: Given) -> Tensor:
+    return _Fa3.apply(q, k, v, given.case.causal)
+
+
+def executable(subject: Subject, part: str) -> Callable[[], Any]:
+    """Return a function that enqueues CALLS calls of a pass, and returns an array of the last one."""
+    jax, causal = _jax(), subject.case.causal
+    q, k, v, do = map(_to_jax, subject.problem.tensors("dense"))
+    given: tuple[Any, ...] = (q, k, v)
+    if part == "bwd":
+        given = (q, k, v, *jax.jit(functools.partial(forward, causal))(q, k, v), do)
+    one = functools.partial(backward if part == "bwd" else forward, causal)
+
+    def several(*given: Any) -> Any:
+        for _ in range(CALLS - 1):
+            one(*given)
+        return one(*given)[0]
+
+    return functools.partial(jax.jit(several).lower(*given).compile(), *given)
+
+
+class BackToBackClock(LoadClock):
+    """Times blocks of calls by the wall clock, from an idle device to an idle device."""
+
+    measurement = Measurement
+
+    def __init__(self, device: torch.device):
+        super().__init__(device, None)
+
+    def sample(self, fn: Callable[[], Any], calls: int) -> Any:
+        """Return the ms of a call, the mean of ``calls`` executions of CALLS calls each, in a list."""
+        self.synchronize()
+        begin = time.perf_counter()
+        for _ in range(calls):
+            last = fn()
+        if last is not None:  # of JAX, which launches from threads of its own
+            last.block_until_ready()
+        self.synchronize()
+        return [1e3 * (time.perf_counter() - begin) / (calls * CALLS)]
+
+    def calls_for(self, fn: Callable[[], Any], round_ms: float) -> int:
+        fn()
+        return max(1, round(round_ms / (self.sample(fn, 1)[0] * CALLS)))
+
+    def device_ms(self, fn: Callable[[], Any], calls: int) -> float:
+        """Return the device time of all kernels of an execution over its number of calls, by the profiler."""
+        self.sample(fn, 1)
+        with profile(activities=[ProfilerActivity.CUDA]) as found:
+            self.sample(fn, 1)
+        events = [event for event in found.events() if event.device_type == DeviceType.CUDA]
+        if not events:
+            raise RuntimeError("the profiler has seen no kernel")
+        return 1e-3 * sum(event.self_device_time_total for event in events) / calls
+
+
+class Fa3Trial(AttentionTrial):
+    """One case."""
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self._entries: dict[str, Entry] = {}
+
+    def enter(self, provider: AttentionProvider) -> Entry:
+        entry = super().enter(provider)
+        if provider.name == FA3:
+            make = functools.cache(functools.partial(executable, self._subjects[FA3]))
+            entry.make, entry.captures = make, False
+            del entry.facts["peak_mib"]  # JAX has an allocator of its own
+        self._entries[provider.name] = entry
+        return entry
+
+    def figures(self, part: str, mode: str, measured: Times) -> dict[str, Row]:
+        """Return the device time of a call by the profiler too."""
+        rows = super().figures(part, mode, measured)
+        for name, row in rows.items():
+            row["device_ms"] = self.clock.device_ms(self._entries[name].make(part), CALLS if name == FA3 else 1)
+        return rows
+
+
+@functools.cache
+def _providers() -> Mapping[str, AttentionProvider]:
+    fa3 = AttentionProvider(FA3, "bare FA3, from JAX", "bare", _missing, ("jax", _PIP), run=_run)
+    return by_name([OURS["fused"], *(rival(BASELINES[name]) for name in ("bare_fa4", "bare_fa3")), fa3])
+
+
+FA3_SUITE = Suite(
+    name="fa3",
+    description="Time FlashAttention-3 with its backward, which is installed for JAX alone.",
+    cases=cases.PLAIN,
+    trial=Fa3Trial,
+    table=lambda case: _providers(),
+    default_cases="Small-1K,Llama7B-2K,Llama7B-4K,Llama3-8B-4K,Llama3-8B-16K",
+    modes=("load",),
+    rounds=4,
+    round_ms=50.0,
+    clock=lambda device, options: BackToBackClock(device),
+)
+
+
+def results(rows: list[Row]) -> str:
+    """Show each case in a line: of both passes ours in ms, and the others' times over ours."""
+    names = [name for name in _providers() if name != "fused"]
+    lines, mine = [], []
+    for (case, _), groups in by_case(rows, "load", "fused").items():
+        row = groups[0]["fused"]
+        shape = f"({row['batch']}, {row['heads_q']}/{row['heads_kv']}, {row['len_q']}, {row['head_dim']})"
+        for part, group in zip(PASSES.values(), groups):
+            own = group["fused"]
+            mine.append(own)
+            cells = [
+                f"{faster(group[name], own):.2f} / {group[name]['device_ms'] / own['device_ms']:.2f}×"
+                + mark(group[name])
+                if name in group
+                else ""
+                for name in names
+            ]
+            times = " / ".join(three_digits(ms) for ms in (own["ms"], own["device_ms"]))
+            lines.append([f"{case} {shape}, {part}", times, *cells])
+    header = ["back to back / by the profiler", "`rope_attention`, ms", *(_providers()[name].label for name in names)]
+    return (
+        f"{markdown(header, lines)}\n\n"
+        "×: their time over ours, below 1 ours is slower; they do not rotate. Back to back: 32 calls in a row, of JAX "
+        "those that XLA launches one by one, of PyTorch in a CUDA graph. By the profiler: the device time of a "
+        f"call's kernels, eager, without gaps. {legend(rows)}"
+    ) + provenance(mine, "flash-attn-4", "fa3-fwd", _PIP, "jax")
