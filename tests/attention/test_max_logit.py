@@ -5,6 +5,7 @@ import torch
 
 import fused_rope_attn
 from fused_rope_attn import plan, plan_varlen, rope_attention, rope_attention_varlen
+from fused_rope_attn.attention.hopper.max_logit_kernel import max_logit_kernel
 from fused_rope_attn.testing import make_inputs
 from tests.support.attention import leaves
 from tests.support.internals import go_through_the_dispatcher
@@ -86,6 +87,21 @@ def test_a_known_call_and_torch_func(backend):
     one, other = torch.func.vmap(lambda q: run(q, *INPUTS[1:3], backend=backend))(torch.stack((INPUTS.q, -INPUTS.q)))
     assert torch.equal(one[0], first[0]) and torch.equal(other[0], first[1])
     assert torch.equal(other[1], run(-INPUTS.q, *INPUTS[1:3], backend=backend)[1])
+
+
+@pytest.mark.parametrize("ends", [None, [0, 3, 3, 10, 37]])
+def test_the_maximum_over_rows(ends):
+    """The second launch of the sm_90 forward, over padded batches and over packed rows; some have none."""
+    highest = torch.randn(2, 3, 37) if ends is None else torch.randn(3, 37)
+    cu_q, entries = (None, 2) if ends is None else (torch.tensor(ends, dtype=torch.int32), len(ends) - 1)
+    found = torch.full((entries, 3), float("nan"))
+    max_logit_kernel[(entries * 3,)](highest, found, cu_q, H=3, NQ=37, BLOCK=8)
+    if ends is None:
+        assert torch.equal(found, highest.amax(-1))
+    else:
+        rows = torch.nn.functional.pad(highest, (0, 1), value=float("-inf"))
+        for i, (a, b) in enumerate(zip(ends, ends[1:])):
+            assert torch.equal(found[i], rows[:, [*range(a, b), 37]].amax(-1))
 
 
 def test_who_refuses_it():

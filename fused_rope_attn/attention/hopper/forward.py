@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from fused_rope_attn.attention.arguments import result_strides, rotated_shape, shared_arguments, shared_tensors
 from fused_rope_attn.attention.configs import HopperForwardConfig
 from fused_rope_attn.attention.hopper.forward_kernel import forward_kernel
 from fused_rope_attn.attention.hopper.intervals import NO_VISITS, Visits, without_masks
+from fused_rope_attn.attention.hopper.max_logit_kernel import max_logit_kernel
 from fused_rope_attn.attention.hopper.shapes import ROWS, is_aligned
 from fused_rope_attn.attention.prepass import Rotate
 from fused_rope_attn.attention.prepass_kernel import TILE_WORDS
@@ -79,7 +82,6 @@ class ForwardCall:
                 config,
                 counter=True,
                 tile_rows=block_m,
-                max_logit=problem.return_max_logit,
                 overlaps=reads_rotated or self.visits is not None,
             )
         element = gl.bfloat16 if q.dtype is torch.bfloat16 else gl.float16
@@ -139,6 +141,16 @@ class ForwardCall:
             VALUES=config.values,
             Q_LAYOUT=layout([ROWS.value, pad_d], element),
         )
+        self.maximum = None
+        if self.max_logit_shape is not None:
+            self.maximum = Launch(
+                max_logit_kernel,
+                math.prod(self.max_logit_shape),
+                {"num_warps": 8},
+                H=problem.heads_q,
+                NQ=problem.len_q,
+                BLOCK=4096,
+            )
 
     def __call__(self, given: tuple, counter: torch.Tensor | None = None) -> Outputs:
         """Launch the call.
@@ -151,9 +163,10 @@ class ForwardCall:
         if o is None:
             o = torch.empty_strided(self.o_shape, self.o_strides, dtype=q.dtype, device=q.device)
         lse = torch.empty_strided(*self.lse_layout, dtype=torch.float32, device=q.device)
-        max_logit = None
+        max_logit = highest = None
         if self.max_logit_shape is not None:
             max_logit = torch.empty(self.max_logit_shape, dtype=torch.float32, device=q.device)
+            highest = torch.empty_strided(*self.lse_layout, dtype=torch.float32, device=q.device)
         if self.empty:
             return Outputs(o, lse, max_logit=None if max_logit is None else max_logit.fill_(float("-inf")))
         stream = device.current_stream(q.device)
@@ -168,7 +181,7 @@ class ForwardCall:
         elif self.saves_rotated:
             q_rot = torch.empty_strided(*self.q_rot_layout, dtype=q.dtype, device=q.device)
             q_rot_desc = self.q_source(q_rot)
-        k = tensors.k if self.rotate_keys is None else self.rotate_keys(stream, tensors, counter, max_logit)
+        k = tensors.k if self.rotate_keys is None else self.rotate_keys(stream, tensors, counter)
         q_rope_desc = k_rope_desc = None
         k_columns = k
         if self.rope_sources is not None and q_rot is not None:
@@ -188,9 +201,11 @@ class ForwardCall:
             o_ptr=o if self.packed else None,
             lse_ptr=lse,
             counter_ptr=counter,
-            max_logit_ptr=max_logit,
+            highest_ptr=highest,
             q_norm_ptr=tensors.q_norm if self.rotate_queries is None else None,
         )
+        if self.maximum is not None:
+            self.maximum(stream, highest_ptr=highest, max_logit_ptr=max_logit, cu_q_ptr=tensors.cu_seqlens_q)
         if not self.saves_rotated:
             q_rot = k = None
         return Outputs(o, lse, q_rot, k, max_logit)

@@ -20,7 +20,7 @@ from fused_rope_attn.attention.hopper.columns import (
 from fused_rope_attn.attention.hopper.forward_tiles import next_tile, query_end, query_position
 from fused_rope_attn.attention.hopper.masks import mask_diagonal, mask_visit
 from fused_rope_attn.attention.hopper.ptxas import pin
-from fused_rope_attn.attention.hopper.shapes import ROWS, WARPGROUP_WARPS
+from fused_rope_attn.attention.hopper.shapes import ROWS
 from fused_rope_attn.attention.hopper.softmax import (
     cap_scores,
     finish_output,
@@ -66,7 +66,7 @@ class ForwardOutput:
     desc: gl.tensor  # of o (B, HQ, NQ, D), in blocks of ROWS rows and the columns of one store
     view: TensorView  # o itself in packed calls: the last rows of a sequence are stored without the TMA; else None
     lse_ptr: gl.tensor  # (B, HQ, NQ) float32, natural logarithm
-    max_logit_ptr: gl.tensor | None  # (B, HQ) or (sequences, HQ) float32, by the number ``QueryTile.bh``
+    highest_ptr: gl.tensor | None  # (B, HQ, NQ) float32, the largest logit of each row
     smem: gl.shared_memory_descriptor  # (CONSUMERS, 1, 1, ROWS, columns of one store)
     format: RowFormat
     TWO_STORES: gl.constexpr  # whether the columns are stored as a left and a right half, one after the other
@@ -224,17 +224,6 @@ def write_output(output, o, tile, row, row_end, WARPGROUP: gl.constexpr):
 
 
 @jit
-def raise_max_logit(ptr, highest):
-    """Raise the float32 at ``ptr`` to the largest natural logit, of base-2 maxima (ROWS,).
-
-    Each warp does so for its rows, so that no warp waits for another. The caller does so before the next tile's scores,
-    because registers are scarcest there.
-    """
-    of_warps = gl.max(highest.reshape((WARPGROUP_WARPS, ROWS // WARPGROUP_WARPS)), 1)
-    gl.atomic_max(ptr + gl.zeros_like(of_warps).to(gl.int32), of_warps * LN2, sem="relaxed")
-
-
-@jit
 def finish_rows(output, softmax, tile, rows, row_end, row_max, row_sum, NQ, WARPGROUP: gl.constexpr):
     """Write lse of a warpgroup's rows before ``row_end``; returns (seen, factor) for ``finish_output``.
 
@@ -249,10 +238,7 @@ def finish_rows(output, softmax, tile, rows, row_end, row_max, row_sum, NQ, WARP
     seen, row_max, divisor, weight = finish_sums(row_max, row_sum, sink)
     lse = log_sum_exp(seen, row_max, divisor)
     offs_m = tile.start_m + WARPGROUP * ROWS + rows
-    head = tile.bh
-    if output.max_logit_ptr is not None and output.view.ptr is not None:
-        head = tile.head  # packed: the other number counts sequences too
-    gl.store(output.lse_ptr + head.to(gl.int64) * NQ + offs_m, lse, mask=offs_m < row_end)
+    gl.store(output.lse_ptr + tile.bh.to(gl.int64) * NQ + offs_m, lse, mask=offs_m < row_end)
     return seen, gl.where(seen, weight / divisor, 0.0)
 
 
@@ -331,7 +317,7 @@ def attend(WARPGROUP: gl.constexpr, tiles, queries, keys, values, output, softma
         acc = zero_parts(ROWS, BLOCK_D, RIGHT)
         correction = gl.full([ROWS], 1.0, gl.float32, ROW)
         highest = None
-        if output.max_logit_ptr is not None:
+        if output.highest_ptr is not None:
             highest = row_max  # that of one block does not lag
         at_queries = queries.at(tile_step)
         q = rows_in(queries, at_queries, 0, ROWS)
@@ -346,9 +332,9 @@ def attend(WARPGROUP: gl.constexpr, tiles, queries, keys, values, output, softma
                     queries.release(at_queries)
             if not masks.IS_ALIGNED:
                 scores = mask_visit(scores, positions, columns, visit, tile, masks, NK)
-            before = row_max if output.max_logit_ptr is None else highest
+            before = row_max if output.highest_ptr is None else highest
             row_max, so_far, subtrahend, correction = follow_maximum(scores, row_max, before, softmax.qk_scale)
-            if output.max_logit_ptr is not None:
+            if output.highest_ptr is not None:
                 highest = so_far
             if softmax.VALUES == "before weights":
                 acc = wait_for_parts(acc, PENDING=0)
@@ -360,9 +346,11 @@ def attend(WARPGROUP: gl.constexpr, tiles, queries, keys, values, output, softma
                 acc = wait_for_parts(acc, PENDING=0)
                 values.release_by_threads(values.at(key_step - 1))
             p = pack_weights(p, DTYPE)
-        if output.max_logit_ptr is not None:
-            rows_left = query_end(tile, NQ) - tile.start_m - WARPGROUP * ROWS
-            raise_max_logit(output.max_logit_ptr + tile.bh, gl.where(rows < rows_left, highest, float("-inf")))
+        if output.highest_ptr is not None:
+            # Before the next tile's first scores, where registers are scarcest.
+            offs_m = tile.start_m + WARPGROUP * ROWS + rows
+            of_head = output.highest_ptr + tile.bh.to(gl.int64) * NQ
+            gl.store(of_head + offs_m, highest * LN2, mask=offs_m < query_end(tile, NQ))
         if queries.STAGES == 1:
             queries.release(at_queries, tile.num_blocks == 1)
         else:

@@ -41,7 +41,7 @@ _NUMBERS = (
 
 @jit(do_not_specialize=_NUMBERS)
 def forward_kernel(q_ptr, q_desc, q_rot_desc, k_desc, v_desc, o_desc, o_ptr, cos_ptr, sin_ptr, q_norm_ptr, lse_ptr,
-                   counter_ptr, max_logit_ptr, sinks_ptr, starts_ptr, lens_ptr, q_rope_desc, k_rope_desc, key_rows_ptr,
+                   counter_ptr, highest_ptr, sinks_ptr, starts_ptr, lens_ptr, q_rope_desc, k_rope_desc, key_rows_ptr,
                    blocks_ptr, visits_ptr, q_strides, o_strides, cos_strides, sin_strides, qk_scale, q_sign, cap_scale,
                    norm_eps, norm_offset, window, num_blocks, num_tiles, num_heads, heads_per_section, HQ, GROUP_SIZE,
                    NQ, NK, tiles_per_head, position_limit,
@@ -61,10 +61,10 @@ def forward_kernel(q_ptr, q_desc, q_rot_desc, k_desc, v_desc, o_desc, o_ptr, cos
     NQ) float32. counter_ptr: int32, zeroed by the pre-pass. Strides are in elements, (B, H, N, D) for tensors and
     (batch, row, pair) for tables.
 
-    Arguments that a call does not use are None and cost nothing: max_logit (B, HQ) or (sequences, HQ) float32, filled
-    with -inf by the pre-pass, q_norm, sinks (HQ,), kv_starts and kv_lens (B,) int32,
-    cap_scale to window as in the portable kernel. Packed sequences, B = 1, have o itself and its strides in addition to
-    its descriptor, and ``tiles_per_head`` tiles of a head. The table after the counter says which of them hold queries.
+    Arguments that a call does not use are None and cost nothing: highest (B, HQ, NQ) float32, the largest logit of each
+    row, q_norm, sinks (HQ,), kv_starts and kv_lens (B,) int32, cap_scale to window as in the portable kernel. Packed
+    sequences, B = 1, have o itself and its strides in addition to its descriptor, and ``tiles_per_head`` tiles of a
+    head. The table after the counter says which of them hold queries.
 
     key_rows and blocks, of ``key_rows_kernel``, and visits, of ``visits_kernel``: for num_blocks blocks of keys. With
     them there is no other mask, and starts and lens say only at which positions the sequence is.
@@ -147,14 +147,13 @@ def forward_kernel(q_ptr, q_desc, q_rot_desc, k_desc, v_desc, o_desc, o_ptr, cos
         QUERIES_IN_TILES=QUERIES_IN_TILES,
         FROM_START=FROM_START,
         intervals=lists,
-        HAS_MAX_LOGIT=max_logit_ptr is not None,
     )
     NO_NK: gl.constexpr = HAS_BOUNDS or HAS_INTERVALS
     loader = Loader(q_desc, k_desc, v_desc, arrival, PDL, q_rope_desc, k_rope_desc)
     softmax = Softmax(qk_scale, cap_scale, sinks_ptr, PIN_SUMS, VALUES)
     row_format = RowFormat(D, BLOCK_D, USE_INT64_OFFSETS)
     o = TensorView(o_ptr, o_strides)
-    output = ForwardOutput(o_desc, o, lse_ptr, max_logit_ptr, o_smem, row_format, TWO_STORES=O_COLUMNS < BLOCK_D)
+    output = ForwardOutput(o_desc, o, lse_ptr, highest_ptr, o_smem, row_format, TWO_STORES=O_COLUMNS < BLOCK_D)
     if ROTATES_QUERIES:
         tables = RotaryTables(cos_ptr, sin_ptr, cos_strides, sin_strides, R, INTERLEAVED)
         norm = Norm(q_norm_ptr, norm_eps, norm_offset, D) if q_norm_ptr is not None else None

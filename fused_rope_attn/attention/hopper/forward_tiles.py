@@ -40,7 +40,7 @@ class QueryTile:
     """
 
     start_m: gl.tensor  # the first query row; in packed calls a row of the packed tensor
-    bh: gl.tensor  # batch * HQ + head; in packed calls head, or with ``Schedule.HAS_MAX_LOGIT`` sequence * HQ + head
+    bh: gl.tensor  # batch * HQ + head
     batch: gl.tensor
     head: gl.tensor
     num_blocks: gl.tensor  # key blocks to visit; 0 ends the work: there is no such tile, and none after it
@@ -204,7 +204,6 @@ class Schedule:
     QUERIES_IN_TILES: gl.constexpr  # whether rotated packed queries, saved or loaded, have whole tiles to a sequence
     FROM_START: gl.constexpr  # whether keys are counted from kv_starts, as in ``kernels.sequences.MaskArguments``
     intervals: VisitLists | None = None  # None: the call has no intervals
-    HAS_MAX_LOGIT: gl.constexpr = False  # whether the call returns max_logit
 
 
 @record
@@ -332,10 +331,7 @@ def packed_work(schedule, masks, index):
     if schedule.QUERIES_IN_TILES:
         first_q = end - len_q
         rotated_row = padded_row(first_q, sequence, BACKWARD_BLOCK_M) + row - first_q
-    bh = head
-    if schedule.HAS_MAX_LOGIT:
-        bh = sequence * schedule.num_heads + head
-    tile = make_tile(schedule, mask, row, bh, head * 0, head, len_k - end, end, rotated_row)
+    tile = make_tile(schedule, mask, row, head, head * 0, head, len_k - end, end, rotated_row)
     tile = tile_if(index < schedule.num_tiles, tile)
     return Work(tile=tile, head_kv=head // schedule.GROUP_SIZE, first_k=first_k)
 
