@@ -91,7 +91,7 @@ def test_a_known_call_and_torch_func(backend):
 
 @pytest.mark.parametrize("ends", [None, [0, 3, 3, 10, 37]])
 def test_the_maximum_over_rows(ends):
-    """The second launch of the sm_90 forward, over padded batches and over packed rows; some have none."""
+    """The second launch of the sm_90 forward, over whole batches and over packed rows, with an empty sequence."""
     highest = torch.randn(2, 3, 37) if ends is None else torch.randn(3, 37)
     cu_q, entries = (None, 2) if ends is None else (torch.tensor(ends, dtype=torch.int32), len(ends) - 1)
     found = torch.full((entries, 3), float("nan"))
