@@ -17,6 +17,7 @@ from fused_rope_attn.attention.hopper.columns import (
     wait_for_parts,
     zero_parts,
 )
+from fused_rope_attn.attention.hopper.forward_queries import rotate_first_queries
 from fused_rope_attn.attention.hopper.forward_tiles import next_tile, query_end, query_position
 from fused_rope_attn.attention.hopper.masks import mask_diagonal, mask_visit
 from fused_rope_attn.attention.hopper.ptxas import pin
@@ -252,7 +253,7 @@ def mask_first(scores, positions, columns, visit, tile, masks, NK, BLOCK_N: gl.c
 
 
 @jit
-def attend(WARPGROUP: gl.constexpr, tiles, queries, keys, values, output, softmax, masks, NQ, NK):
+def attend(WARPGROUP: gl.constexpr, tiles, queries, keys, values, output, softmax, masks, source, NQ, NK):
     """Attend with rows [ROWS * WARPGROUP, ROWS * WARPGROUP + ROWS) of every tile.
 
     ``tile_step`` counts the tiles, ``key_step`` the key blocks of all tiles. One loop serves the blocks that need a
@@ -261,6 +262,8 @@ def attend(WARPGROUP: gl.constexpr, tiles, queries, keys, values, output, softma
 
     The first block of an aligned tile is on the diagonal, and the first warpgroup sees half of it: FIRST_COUNT keys.
     The other keys get weights of zero. Their product with the values costs time, but little energy.
+
+    source: the ``QuerySource`` of a launch that rotates queries, those of the block's first tile here; else None.
 
     A block's product with the values runs concurrently with the scores and the maxima of the next block. VALUES says
     when it is awaited. "before weights" of that block leaves registers free, and the weights may be packed between
@@ -297,7 +300,10 @@ def attend(WARPGROUP: gl.constexpr, tiles, queries, keys, values, output, softma
         exists = tile.num_blocks > 0
     at_queries = queries.at(tile_step)
     at_keys = keys.at(key_step)
-    queries.wait_full(at_queries, exists)
+    if source is None:
+        queries.wait_full(at_queries, exists)
+    else:
+        rotate_first_queries(source, tile, queries, start_m, NQ, NK)
     keys.wait_full(at_keys, exists)
     k = rows_in(keys, at_keys, 0, FIRST_COUNT)
     q = rows_in(queries, at_queries, 0, ROWS)
@@ -313,6 +319,10 @@ def attend(WARPGROUP: gl.constexpr, tiles, queries, keys, values, output, softma
     p = whole_weights(pack_weights(first, DTYPE), S)
     if WARPGROUP == CONSUMERS - 1:
         hand_over_tensor_cores(warpgroup)
+    if source is not None:
+        if source.saved_desc is not None:
+            # Until the TMA has read the first queries, before their slot is released.
+            tma_store_wait(0)
     while tile.num_blocks > 0:
         acc = zero_parts(ROWS, BLOCK_D, RIGHT)
         correction = gl.full([ROWS], 1.0, gl.float32, ROW)

@@ -5,7 +5,7 @@ One block per multiprocessor runs three kinds of warps, which meet only at barri
 
 - ``load`` (forward_producers.py), one warp: takes tiles from a counter and announces them to the other warps
   (forward_tiles.py), and keeps the channels of K and V blocks full through the TMA;
-- ``rotate_queries`` (forward_producers.py), four warps: rotate the query rows of the *next* tile into shared memory;
+- ``rotate_queries`` (forward_queries.py), four warps: rotate the query rows of the *next* tile into shared memory;
 - ``attend`` (forward_attend.py), two warpgroups of 64 query rows each: products and softmax (FlashAttention-3, Shah et
   al. 2024). The product with the values is delayed by one block, and a tile's first scores are issued before the tile
   before it ends, so that the tensor cores work through the ends of the tiles.
@@ -17,7 +17,8 @@ released its last ones. O is stored in two halves of its columns, through the sa
 
 from fused_rope_attn.attention.hopper.channels import Channel, allocate_barriers, channel_of, tiles_of
 from fused_rope_attn.attention.hopper.forward_attend import ForwardOutput, Softmax, attend
-from fused_rope_attn.attention.hopper.forward_producers import Loader, QuerySource, load, rotate_queries
+from fused_rope_attn.attention.hopper.forward_producers import Loader, load
+from fused_rope_attn.attention.hopper.forward_queries import QuerySource, rotate_queries
 from fused_rope_attn.attention.hopper.forward_tiles import (
     TILE_STAGES,
     Announcements,
@@ -148,7 +149,8 @@ def forward_kernel(q_ptr, q_desc, q_rot_desc, k_desc, v_desc, o_desc, o_ptr, cos
         FROM_START=FROM_START,
         intervals=lists,
     )
-    NO_NK: gl.constexpr = HAS_BOUNDS or HAS_INTERVALS
+    # Warpgroups that attend read NK where tiles have no bounds, with intervals only to rotate their first queries.
+    NO_NK: gl.constexpr = HAS_BOUNDS or (HAS_INTERVALS and not ROTATES_QUERIES)
     loader = Loader(q_desc, k_desc, v_desc, arrival, PDL, q_rope_desc, k_rope_desc)
     softmax = Softmax(qk_scale, cap_scale, sinks_ptr, PIN_SUMS, VALUES)
     row_format = RowFormat(D, BLOCK_D, USE_INT64_OFFSETS)
@@ -162,8 +164,8 @@ def forward_kernel(q_ptr, q_desc, q_rot_desc, k_desc, v_desc, o_desc, o_ptr, cos
         source = QuerySource(q, tables, norm, q_sign, position_limit, starts, q_rot_desc, row_format)
         gl.warp_specialize(
             [
-                (attend, (0, tiles, queries, keys, values, output, softmax, masks, NQ, NONE if NO_NK else NK)),
-                (attend, (1, tiles, queries, keys, values, output, softmax, masks, NQ, NONE if NO_NK else NK)),
+                (attend, (0, tiles, queries, keys, values, output, softmax, masks, source, NQ, NONE if NO_NK else NK)),
+                (attend, (1, tiles, queries, keys, values, output, softmax, masks, source, NQ, NONE if NO_NK else NK)),
                 (rotate_queries, (tiles, queries, source, NONE if IS_PACKED else NQ, NONE if HAS_BOUNDS else NK)),
                 (load, (loader, schedule, masks, tiles, NONE, keys, values)),
             ],
@@ -173,9 +175,9 @@ def forward_kernel(q_ptr, q_desc, q_rot_desc, k_desc, v_desc, o_desc, o_ptr, cos
     elif CONSUMERS == 3:
         gl.warp_specialize(
             [
-                (attend, (0, tiles, queries, keys, values, output, softmax, masks, NQ, NONE if NO_NK else NK)),
-                (attend, (1, tiles, queries, keys, values, output, softmax, masks, NQ, NONE if NO_NK else NK)),
-                (attend, (2, tiles, queries, keys, values, output, softmax, masks, NQ, NONE if NO_NK else NK)),
+                (attend, (0, tiles, queries, keys, values, output, softmax, masks, NONE, NQ, NONE if NO_NK else NK)),
+                (attend, (1, tiles, queries, keys, values, output, softmax, masks, NONE, NQ, NONE if NO_NK else NK)),
+                (attend, (2, tiles, queries, keys, values, output, softmax, masks, NONE, NQ, NONE if NO_NK else NK)),
                 (load, (loader, schedule, masks, tiles, queries, keys, values)),
             ],
             [WARPGROUP_WARPS, WARPGROUP_WARPS, 1],
@@ -184,8 +186,8 @@ def forward_kernel(q_ptr, q_desc, q_rot_desc, k_desc, v_desc, o_desc, o_ptr, cos
     else:
         gl.warp_specialize(
             [
-                (attend, (0, tiles, queries, keys, values, output, softmax, masks, NQ, NONE if NO_NK else NK)),
-                (attend, (1, tiles, queries, keys, values, output, softmax, masks, NQ, NONE if NO_NK else NK)),
+                (attend, (0, tiles, queries, keys, values, output, softmax, masks, NONE, NQ, NONE if NO_NK else NK)),
+                (attend, (1, tiles, queries, keys, values, output, softmax, masks, NONE, NQ, NONE if NO_NK else NK)),
                 (load, (loader, schedule, masks, tiles, queries, keys, values)),
             ],
             [WARPGROUP_WARPS, 1],

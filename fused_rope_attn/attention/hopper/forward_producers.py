@@ -1,37 +1,19 @@
 # mypy: ignore-errors
-"""The sm_90 forward's producers: the warp that loads through the TMA, and the warps that rotate queries."""
+"""The sm_90 forward's loading warp, which announces tiles and loads what they need through the TMA."""
 
 from fused_rope_attn.attention.hopper.channels import load_existing_rows, load_rows, load_seen_rows, rope_part
 from fused_rope_attn.attention.hopper.forward_tiles import (
     announce_tile,
     first_work,
-    next_tile,
     next_work,
-    query_end,
-    query_position,
     rotated_row,
     take_index,
-    tile_bounds,
     work_at,
 )
-from fused_rope_attn.attention.hopper.ptxas import opaque
 from fused_rope_attn.attention.hopper.shapes import ROWS
-from fused_rope_attn.kernels.norm import Norm
-from fused_rope_attn.kernels.records import record, replace
-from fused_rope_attn.kernels.rotation import (
-    PairLayouts,
-    RotaryTables,
-    head_rotation,
-    load_angles,
-    load_pairs,
-    norm_and_rotate,
-    pack_pairs,
-    pair_norm_weights,
-    rotation_from,
-)
+from fused_rope_attn.kernels.records import record
 from fused_rope_attn.kernels.schedule import wait_for_previous_launch
-from fused_rope_attn.kernels.tiles import RowFormat, TensorView, prefetch_rows, rows_at, rows_from
-from fused_rope_attn.runtime.triton_compat import barrier, fence_async_shared, gl, jit, tma_store, tma_store_wait
+from fused_rope_attn.runtime.triton_compat import gl, jit
 
 
 @record
@@ -164,84 +146,3 @@ def load(loader, schedule, masks, tiles, queries, keys, values):
             if masks.key_rows is not None:
                 visit = next_visit
         work = following
-
-
-@record
-class QuerySource:
-    """The queries that the caller gave, (B, HQ, NQ, D), and how they are normed and rotated."""
-
-    view: TensorView
-    tables: RotaryTables
-    norm: Norm | None
-    sign: gl.tensor  # 1 or -1, the sign of softmax_scale
-    position_limit: gl.tensor | None  # positions that the tables have; None: at least as many as there are keys
-    starts_ptr: gl.tensor | None  # kv_starts (B,) int32 if positions are counted from there: ``Schedule.FROM_START``
-    saved_desc: gl.tensor | None  # the tensor that saves rotated queries for the backward pass, in blocks of ROWS rows
-    format: RowFormat
-
-
-@jit
-def rotate_queries(tiles, queries, source, NQ, NK):
-    """Rotate the query rows of each tile into shared memory, and save them if asked to; a warpgroup's work."""
-    BLOCK_D: gl.constexpr = queries.buffer.shape[2]
-    PAIRS: gl.constexpr = gl.BlockedLayout([1, 8], [512 // BLOCK_D, BLOCK_D // 16], [4, 1], [1, 0])
-    WHOLE: gl.constexpr = gl.BlockedLayout([1, 16], [512 // BLOCK_D, BLOCK_D // 16], [4, 1], [1, 0])
-    LINES: gl.constexpr = gl.BlockedLayout([1, BLOCK_D // 64], [32, 1], [4, 1], [1, 0])
-    # Four warps rotate so many rows at a time, eight pairs a thread.
-    CHUNK: gl.constexpr = 2048 // BLOCK_D
-    offs = gl.arange(0, CHUNK, gl.SliceLayout(1, PAIRS))
-    layouts = PairLayouts(PAIRS, WHOLE)
-    weights = None
-    if source.norm is not None:
-        weights = pair_norm_weights(source.norm, source.tables, BLOCK_D, PAIRS)
-    tile_step = 0
-    tile = next_tile(tiles, tile_step)
-    while tile.num_blocks > 0:
-        num_positions = tile_bounds(tile, NK).num_keys
-        if source.position_limit is not None:
-            num_positions = source.position_limit
-        rotation = head_rotation(source.tables, tile.batch.to(gl.int64), num_positions, source.norm)
-        if source.starts_ptr is not None:
-            start = gl.maximum(0, gl.load(source.starts_ptr + tile.batch))
-            rotation = rotation_from(rotation, start)
-            if source.position_limit is not None:
-                rotation = replace(rotation, num_positions=num_positions - start)
-        strides = source.view.strides
-        ptr = source.view.ptr + tile.batch.to(gl.int64) * strides[0] + tile.head.to(gl.int64) * strides[1]
-        head = rows_at(ptr, strides, query_end(tile, NQ), source.format)
-        if weights is not None:
-            # With norms, rotation is nearly the bottleneck, so prefetch.
-            prefetch_rows(head, tile.start_m, query_end(tile, NQ), queries.TILES * ROWS, LINES)
-        at_queries = queries.at(tile_step)
-        queries.wait_empty(at_queries)
-        if source.saved_desc is not None:
-            # Until the stores of the last tile, and so those from this buffer, have read it.
-            tma_store_wait(0)
-            barrier()
-        for warpgroup in gl.static_range(queries.TILES):
-            for chunk in gl.static_range(ROWS // CHUNK):
-                # These warps lack registers for the addresses of all rows at once.
-                start = opaque(tile.start_m) + warpgroup * ROWS + chunk * CHUNK
-                rows, position = rows_from(head, start), query_position(tile, start, NQ, NK)
-                first, second = load_pairs(rows, offs, rotation, layouts)
-                cos, sin = load_angles(rotation, offs + position, BLOCK_D, PAIRS)
-                first, second = norm_and_rotate(first, second, cos, sin, source.sign, rotation, weights, PAIRS)
-                q = pack_pairs(first, second).to(queries.buffer.dtype)
-                # Do not load further chunks early: registers suffice for one, and with the norm's weights for none.
-                if warpgroup + chunk > 0 or weights is not None:
-                    barrier()
-                queries.of_warpgroup(warpgroup).tile(at_queries).slice(chunk * CHUNK, CHUNK, dim=0).store(q)
-        fence_async_shared()
-        if source.saved_desc is not None:
-            barrier()
-            for warpgroup in gl.static_range(queries.TILES):
-                # A packed sequence has whole blocks of ROWS to itself, and the next sequence follows.
-                if tile.start_m + warpgroup * ROWS < query_end(tile, NQ):
-                    saved_row = rotated_row(tile) + warpgroup * ROWS
-                    saved = queries.of_warpgroup(warpgroup).tile(at_queries).reshape((1, 1, ROWS, BLOCK_D))
-                    tma_store(source.saved_desc, [tile.batch, tile.head, saved_row, 0], saved)
-        queries.fill(at_queries)
-        tile_step += 1
-        tile = next_tile(tiles, tile_step)
-    if source.saved_desc is not None:
-        tma_store_wait(0)

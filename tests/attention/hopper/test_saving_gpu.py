@@ -10,13 +10,14 @@ from fused_rope_attn import rope_attention
 from fused_rope_attn.testing import Case, make_inputs, run_op
 from tests.support.attention import assert_equal, assert_matches_float64
 from tests.support.dtypes import BF16, F16
-from tests.support.gpu import ODD_LENGTHS, assert_same_but_dq
+from tests.support.gpu import MANY_TILES, ODD_LENGTHS, assert_same_but_dq
 from tests.support.hopper import EMPTY, ON_SM_90, PADDED, UNEVEN, needs_sm_90, packed
 from tests.support.internals import run_operators
 from tests.support.marks import cases
 
 pytestmark = needs_sm_90
 
+# A block's first tile, and its others, are rotated by different warps.
 CASES = (
     ODD_LENGTHS,
     replace(ODD_LENGTHS, causal=False, dtype=F16, interleaved=True, rotary_dim=64),
@@ -35,6 +36,8 @@ CASES = (
     packed(UNEVEN, head_dim=256),
     packed((20, 333), behind=(400, 700), window=(33, 0), head_dim=192),
     packed(EMPTY, head_dim=256),
+    MANY_TILES,
+    packed((300, 129, 1000, 63) * 12),
 )
 
 
