@@ -52,7 +52,7 @@ def key_row(work, visit, BLOCK_N: gl.constexpr):
     if work.visits_ptr is None:
         row = (work.tile.bounds.last_block - visit) * BLOCK_N
     else:
-        row = (visit >> 2) * BLOCK_N
+        row = (visit >> 3) * BLOCK_N
     if work.first_k is not None:
         row += work.first_k
     return row
@@ -129,7 +129,7 @@ def load(loader, schedule, masks, tiles, queries, keys, values):
             v_tile, v_full = values.tile(at_values), values.full_barrier(at_values)
             if masks.key_rows is not None:
                 # Zero the V rows of keys that no row sees, for the same reason as below.
-                words_ptr, is_hidden = work.hidden_ptr + (visit >> 2) * (schedule.BLOCK_N // 32), (visit & 2) != 0
+                words_ptr, is_hidden = work.hidden_ptr + (visit >> 3) * (schedule.BLOCK_N // 32), (visit & 4) != 0
                 desc, arrival = loader.v_desc, loader.arrival
                 arrivals = load_seen_rows(
                     desc, tile.batch, work.head_kv, row, v_tile, v_full, words_ptr, is_hidden, arrival, arrivals

@@ -37,8 +37,8 @@ def key_rows_kernel(
 
     key_rows (B, 2, num_keys) int32: the rows [first, end), both 0 for a key that no row sees.
     blocks (B, 4 * num_blocks + num_keys / WORD) int32: for each block the first row that sees any of its keys (NO_ROW
-    if none does) and the row after the last one (0), then the same of the rows that see all of its keys, which none
-    does if a key is hidden or does not exist. At last a bit for each of the NK keys that no row sees.
+    if none does) and the row after the last one (0), then the largest first row of its keys and their smallest end,
+    which is 0 if no row sees a key. At last a bit for each of the NK keys that no row sees.
     """
     let_next_launch_start(PDL)
     programs = tl.cdiv(num_blocks, BLOCKS)
@@ -63,7 +63,7 @@ def key_rows_kernel(
     bounds = blocks_ptr + block
     tl.store(bounds, tl.min(tl.where(seen, first, NO_ROW), 1), mask=is_written)
     tl.store(bounds + num_blocks, tl.max(end, 1), mask=is_written)
-    tl.store(bounds + 2 * num_blocks, tl.max(tl.where(seen, first, NO_ROW), 1), mask=is_written)
+    tl.store(bounds + 2 * num_blocks, tl.max(first, 1), mask=is_written)
     tl.store(bounds + 3 * num_blocks, tl.min(end, 1), mask=is_written)
     # The TMA itself writes zeros for keys past the end of the tensor.
     hidden = (first >= end) & (keys + sequence.first_k < NK)
@@ -78,8 +78,9 @@ def visits_kernel(
 ):
     """List the blocks of keys that each tile of BLOCK_M rows visits. Grid: (tiles * B). blocks: ``key_rows_kernel``'s.
 
-    visits (B, tiles, 1 + num_blocks) int32: how many, at least one, and for each of them, the last block first, four
-    times its number, plus 2 if some of its keys are hidden from all rows, plus 1 if a row does not see all of its keys.
+    visits (B, tiles, 1 + num_blocks) int32: how many, at least one, and for each of them, the last block first, eight
+    times its number, plus 1 if some of its keys begin after the tile's first row, plus 2 if some end before the tile
+    does, plus 4 if no row sees some of them.
     """
     let_next_launch_start(PDL)
     wait_for_previous_launch(PDL)
@@ -96,20 +97,20 @@ def visits_kernel(
         exists = block >= 0
         first = tl.load(blocks_ptr + block, mask=exists, other=NO_ROW)
         end = tl.load(blocks_ptr + num_blocks + block, mask=exists, other=0)
-        all_first = tl.load(blocks_ptr + 2 * num_blocks + block, mask=exists, other=NO_ROW)
+        all_first = tl.load(blocks_ptr + 2 * num_blocks + block, mask=exists, other=0)
         all_end = tl.load(blocks_ptr + 3 * num_blocks + block, mask=exists, other=0)
         hidden = tl.zeros((CHUNK,), tl.int32)
         for i in tl.static_range(WORDS):
             hidden |= tl.load(blocks_ptr + 4 * num_blocks + block * WORDS + i, mask=exists, other=0)
-        is_mixed = (all_first > start_m) | (all_end < last_m)
+        sides = (all_first > start_m).to(tl.int32) + (all_end < last_m).to(tl.int32) * 2
         seen = (first < last_m) & (end > start_m)
         place = found + tl.cumsum(seen.to(tl.int32), 0)
-        word = block * 4 + (hidden != 0).to(tl.int32) * 2 + is_mixed.to(tl.int32)
+        word = block * 8 + (hidden != 0).to(tl.int32) * 4 + sides
         tl.store(visits_ptr + place, word, mask=seen)
         found += tl.sum(seen.to(tl.int32), 0)
     if found == 0:
         # All scores of block 0 are masked, and the rows become zero on the usual path.
-        tl.store(visits_ptr + 1, 3)
+        tl.store(visits_ptr + 1, 7)
     tl.store(visits_ptr, tl.maximum(found, 1))
 
 

@@ -31,9 +31,9 @@ class KeyRows:
         """Bring the rows of a mixed block's keys into the L1, without waiting; one warp's work."""
         ONE_WARP: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
         LINES: gl.constexpr = BLOCK_N // 32  # of 128 bytes
-        if (visit & 1) != 0:
+        if (visit & 3) != 0:
             lines = gl.arange(0, 2 * LINES, ONE_WARP)
-            ptr = self.ptr + batch.to(gl.int64) * 2 * self.num_keys + (visit >> 2) * BLOCK_N
+            ptr = self.ptr + batch.to(gl.int64) * 2 * self.num_keys + (visit >> 3) * BLOCK_N
             ptr += lines % LINES * 32 + lines // LINES * self.num_keys
             gl.inline_asm_elementwise(
                 "prefetch.global.L1 [$1]; mov.u32 $0, 0;",
@@ -80,12 +80,14 @@ def hide_keys(scores, limit, columns, UPPER: gl.constexpr, SEEN: gl.constexpr = 
 
 @jit
 def hide_by_rows(scores, rows, columns, visit, tile, key_rows):
-    """Return scores with -inf where ``rows`` (rows,) of q are outside a key's interval, in a block that is mixed."""
-    if (visit & 1) != 0:
-        ptr = key_rows.ptr + tile.batch.to(gl.int64) * 2 * key_rows.num_keys + (visit >> 2) * scores.shape[1]
-        first, end = gl.load(ptr + columns), gl.load(ptr + key_rows.num_keys + columns)
-        sees = (rows[:, None] >= first[None, :]) & (rows[:, None] < end[None, :])
-        scores = gl.where(sees, scores, float("-inf"))
+    """Return scores with -inf where ``rows`` (rows,) of q are outside a key's interval, on the sides that the visit names."""
+    if (visit & 3) != 0:
+        ptr = key_rows.ptr + tile.batch.to(gl.int64) * 2 * key_rows.num_keys + (visit >> 3) * scores.shape[1]
+        if (visit & 1) != 0:
+            scores = gl.where(rows[:, None] >= gl.load(ptr + columns)[None, :], scores, float("-inf"))
+        if (visit & 2) != 0:
+            end = gl.load(ptr + key_rows.num_keys + columns)
+            scores = gl.where(rows[:, None] < end[None, :], scores, float("-inf"))
     return scores
 
 
@@ -159,7 +161,7 @@ class OwnKeys:
 
     rows_ptr: gl.tensor  # the first row of each key; the row after its last is stored num_keys further on
     num_keys: gl.tensor
-    all_first: gl.tensor  # the rows [all_first, all_end) see all of the keys
+    all_first: gl.tensor  # the rows [all_first, all_end) see all of the keys; all_end is 0 if no row sees one of them
     all_end: gl.tensor
 
 

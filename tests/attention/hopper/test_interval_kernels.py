@@ -83,6 +83,8 @@ def test_rows_and_visits(seed, block_m):
         for j in range(blocks):
             some, every = of_blocks[:, j].any(1).nonzero(), of_blocks[:, j].all(1).nonzero()
             low, high, all_low, all_high = bounds[b, : 4 * blocks].view(4, blocks)[:, j].tolist()
+            of_keys = key_rows[b, :, j * BLOCK_N : (j + 1) * BLOCK_N]
+            assert (all_low, all_high) == (int(of_keys[0].max()), int(of_keys[1].min()))
             assert (low, high) == ((int(some[0]), int(some[-1]) + 1) if len(some) else (NO_ROW.value, 0))
             assert max(0, all_high - all_low) == len(every) and (not len(every) or all_low == int(every[0]))
         for i in range(tiles):
@@ -90,14 +92,17 @@ def test_rows_and_visits(seed, block_m):
             seen = [j for j in range(blocks) if tile[:, j].any()]
             count, listed = int(visits[b, i, 0]), visits[b, i, 1:].tolist()
             if not seen:
-                assert (count, listed[0]) == (1, 3)
+                assert (count, listed[0]) == (1, 7)
                 continue
             # A block is listed if its rows from the first to the last that see any key meet the tile.
-            assert [word >> 2 for word in listed[:count]] == sorted({w >> 2 for w in listed[:count]}, reverse=True)
-            assert set(seen) <= {word >> 2 for word in listed[:count]}
-            for word in listed[:count]:
-                assert word & 1 == int(not tile[:, word >> 2].all())
-                assert (word & 2 != 0) == any(hidden[(word >> 2) * BLOCK_N : (word >> 2) * BLOCK_N + BLOCK_N])
+            visited = [word >> 3 for word in listed[:count]]
+            assert visited == sorted(set(visited), reverse=True) and set(seen) <= set(visited)
+            for j, word in zip(visited, listed):
+                of_keys = slice(j * BLOCK_N, (j + 1) * BLOCK_N)
+                assert (word & 1 != 0) == bool((key_rows[b, 0, of_keys] > i * block_m).any())
+                assert (word & 2 != 0) == bool((key_rows[b, 1, of_keys] < min(num_rows, (i + 1) * block_m)).any())
+                assert (word & 3 != 0) == (not tile[:, j].all())
+                assert (word & 4 != 0) == any(hidden[of_keys])
 
 
 def test_rows_that_see_no_key():
