@@ -80,7 +80,10 @@ def hide_keys(scores, limit, columns, UPPER: gl.constexpr, SEEN: gl.constexpr = 
 
 @jit
 def hide_by_rows(scores, rows, columns, visit, tile, key_rows):
-    """Return scores with -inf where ``rows`` (rows,) of q are outside a key's interval, on the sides that the visit names."""
+    """Return scores with -inf where ``rows`` (rows,) of q are outside a key's interval.
+
+    Compare on the sides that the visit names, one comparison a score and side.
+    """
     if (visit & 3) != 0:
         ptr = key_rows.ptr + tile.batch.to(gl.int64) * 2 * key_rows.num_keys + (visit >> 3) * scores.shape[1]
         if (visit & 1) != 0:
