@@ -65,7 +65,8 @@ class AttentionCheck(Call):
         if self.intervals is not None:
             masks |= self._intervals(device)
         if self.seqlens is not None:
-            tables = {name: x[..., : self.longest[1] + self.extra_rows, :] for name, x in tables.items()}
+            rows = self.len_k if self.token_tables else self.longest[1] + self.extra_rows
+            tables = {name: x[..., :rows, :] for name, x in tables.items()}
             masks = {name: masks[name] for name in WEIGHTS if name in masks} | self._ends(device)
         upstream = {"o": do} if inputs.dlse is None else {"o": do, "lse": inputs.dlse}
         return Made(tensors | tables | masks | self.norms_of(device), upstream)

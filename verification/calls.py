@@ -32,7 +32,7 @@ PARAMETERS = {name: tuple(inspect.signature(function).parameters) for name, func
 # Arguments that are fields of a call under the same name.
 _OPTIONS = (
     "causal", "softmax_scale", "interleaved", "window", "softcap", "norm_eps", "return_lse", "deterministic", "inverse",
-    "base", "return_max_logit",
+    "base", "return_max_logit", "token_tables",
 )  # fmt: skip
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}

@@ -372,14 +372,19 @@ def _dense_sizes(draw: Draw, p: AttentionCheck, machine: Machine, group: int, mo
 
 def _packed_sizes(draw: Draw, p: AttentionCheck, machine: Machine, group: int, most: int) -> dict[str, Any]:
     heads_kv = _size(draw, machine, "heads_kv")
+    own_tables = type(p) is AttentionCheck and chance(draw, 0.2)
     seqlens = []
     for _ in range(pick(draw, {1: 2, 2: 5, 3: 3, st.integers(4, 12) if machine.has_gpu else 3: 2, 0: 0.3})):
         len_k = _length(draw, most)
         len_q = pick(draw, {len_k: 6, st.integers(0, len_k): 2, 1: 1, st.integers(1, most): 1})
         if chance(draw, 0.35):
             len_q = max(0, len_k - _near_border(draw, len_k))
+        if own_tables:
+            len_q = len_k
         seqlens.append(pick(draw, {(len_q, len_k): 12, (0, len_k): 0.5, (len_q, 0): 0.5, (0, 0): 0.5}))
     tails = [pick(draw, {0: 5, 1: 1, st.integers(1, 20): 1}) for _ in range(2)]
+    if own_tables:
+        seqlens, tails = [(n, n) for n, _ in seqlens], [tails[0]] * 2
 
     def totals() -> tuple[int, int]:
         len_q, len_k = (tails[i] + sum(pair[i] for pair in seqlens) for i in range(2))
@@ -394,6 +399,8 @@ def _packed_sizes(draw: Draw, p: AttentionCheck, machine: Machine, group: int, m
     # The reference takes its tables from the case: there must be as many rows as max_seqlen_k asks for.
     max_seqlens = longest[0] + more_q, min(longest[1] + more_k, len_k)
     found = {"heads_kv": heads_kv, "len_q": len_q, "len_k": len_k, "seqlens": tuple(seqlens)}
+    if own_tables:
+        found |= {"token_tables": True, "extra_rows": 0}
     return found | {"max_seqlens": max_seqlens, "window": _window(draw, p.window, max(longest))}
 
 

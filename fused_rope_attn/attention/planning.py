@@ -57,10 +57,9 @@ class Needs(NamedTuple):
     """The properties of a call that decide whether a backend can serve it.
 
     None of them depends on lengths that vary within a traced graph. packed: the call has packed sequences.
-    cached: it is a generation step. no_keys: K has no rows. batch_invariant: the option. token_tables: row t of the
-    tables belongs to packed token t. max_logit: the option return_max_logit. nope_dim and value_dim: as in ``Problem``,
-    None except in multi-head latent attention, where head_dim is that of q_rope. positive_scale: that softmax_scale is
-    above 0, read there alone.
+    cached: it is a generation step. no_keys: K has no rows. batch_invariant: the option. max_logit: the option
+    return_max_logit. nope_dim and value_dim: as in ``Problem``, None except in multi-head latent attention, where
+    head_dim is that of q_rope. positive_scale: that softmax_scale is above 0, read there alone.
     """
 
     arch: str
@@ -71,7 +70,6 @@ class Needs(NamedTuple):
     cached: bool = False
     no_keys: bool = False
     batch_invariant: bool = False
-    token_tables: bool = False
     max_logit: bool = False
     nope_dim: int | None = None
     value_dim: int | None = None
@@ -145,8 +143,6 @@ def _portable_machine_obstacle(arch: str) -> Obstacle | None:
 
 
 def _hopper_obstacle(needs: Needs) -> Obstacle | None:
-    if needs.token_tables:
-        return NotImplementedError, "token_tables is not served by backend='hopper' yet, but by the portable kernels"
     if needs.strategy == "inline":
         return NotImplementedError, "strategy must be 'auto' or 'prepass' for backend='hopper', but is 'inline'"
     if needs.no_keys:
@@ -169,7 +165,6 @@ def _needs(problem: Problem, arch: str, **lengths: bool) -> Needs:
     """Return the ``Needs`` of a call on ``arch``; lengths: packed, cached and no_keys where they are read."""
     options: dict[str, Any] = {
         "batch_invariant": problem.batch_invariant,
-        "token_tables": problem.token_tables,
         "max_logit": problem.return_max_logit,
     }
     if problem.nope_dim is not None:

@@ -148,6 +148,8 @@ def rotate_kernel(
     x, out = TensorView(x_ptr, x_strides), TensorView(out_ptr, out_strides)
     tables = RotaryTables(cos_ptr, sin_ptr, cos_strides, sin_strides, R, INTERLEAVED)
     norm = Norm(norm_ptr, norm_eps, norm_offset, D) if norm_ptr is not None else None
+    if TOKEN_TABLES:
+        position_limit -= rows.first_row
     rotation = head_rotation(tables, batch, position_limit, norm)
     if TOKEN_TABLES:
         rotation = rotation_from(rotation, rows.first_row)

@@ -139,6 +139,8 @@ def preprocess_kernel(o_ptr, do_ptr, lse_ptr, dlse_ptr, stats_ptr, accumulator_p
             num_rot = rows.num_padded if PAD_TO else rows.num_rows
             q, q_rot = TensorView(q_ptr, q_strides), TensorView(q_rot_ptr, q_rot_strides)
             q_norm = Norm(q_norm_ptr, norm_eps, norm_offset, D) if q_norm_ptr is not None else None
+            if TOKEN_TABLES:
+                position_limit -= rows.first_row
             rotation = head_rotation(tables, batch, position_limit, q_norm)
             if TOKEN_TABLES:
                 rotation = rotation_from(rotation, rows.first_row)
@@ -165,6 +167,8 @@ def preprocess_kernel(o_ptr, do_ptr, lse_ptr, dlse_ptr, stats_ptr, accumulator_p
                 _, first_k, len_k, block = packed_tile(block, cu_k_ptr, None, num_sequences, NK, 0, BLOCK_N)
             k, k_rot = TensorView(k_ptr, k_strides), TensorView(k_rot_ptr, k_rot_strides)
             k_norm = Norm(k_norm_ptr, norm_eps, norm_offset, D) if k_norm_ptr is not None else None
+            if TOKEN_TABLES:
+                position_limit -= first_k
             rotation = head_rotation(tables, batch, position_limit, k_norm)
             if TOKEN_TABLES:
                 rotation = rotation_from(rotation, first_k)

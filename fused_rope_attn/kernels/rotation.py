@@ -59,11 +59,17 @@ def head_rotation(tables, batch, num_positions, norm=None):
 
 
 @triton.jit
+def tables_from(tables, row):
+    """Return the ``RotaryTables`` that begin with ``row``."""
+    first = tl.cast(row, tl.int64)
+    cos_ptr, sin_ptr = tables.cos_ptr + first * tables.cos_strides[1], tables.sin_ptr + first * tables.sin_strides[1]
+    return replace(tables, cos_ptr=cos_ptr, sin_ptr=sin_ptr)
+
+
+@triton.jit
 def rotation_from(rotation, position):
     """Return the ``Rotation`` of rows that count their positions from ``position`` on."""
-    tables, first = rotation.tables, tl.cast(position, tl.int64)
-    cos_ptr, sin_ptr = tables.cos_ptr + first * tables.cos_strides[1], tables.sin_ptr + first * tables.sin_strides[1]
-    return replace(rotation, tables=replace(tables, cos_ptr=cos_ptr, sin_ptr=sin_ptr))
+    return replace(rotation, tables=tables_from(rotation.tables, position))
 
 
 @triton.jit

@@ -48,6 +48,7 @@ class Case:
     norm_eps: float = 1e-6
     norm_dtype: torch.dtype = torch.float32
     seqlens: tuple[tuple[int, int], ...] | None = None  # packed: (queries, keys) of each sequence; batch 1
+    token_tables: bool = False  # packed: row t of the tables belongs to token t
     lse_gradient: bool = False  # lse has a gradient, too
     intervals: str | Callable[[int], Sequence[Tensor]] | None = None  # one of INTERVALS, or a function of NK to them
 
@@ -92,6 +93,7 @@ class Case:
             norms: self.norms is not None,
             f"{_SHORT[self.norm_dtype]}-norms": self.norms is not None and self.norm_dtype != torch.float32,
             "packed=" + ",".join(f"{q}" if q == k else f"{q}x{k}" for q, k in self.seqlens or ()): self.seqlens,
+            "token-tables": self.token_tables,
             "dlse": self.lse_gradient,
             f"intervals={self.intervals}": self.intervals is not None,
             f"seed={self.seed}": self.seed,

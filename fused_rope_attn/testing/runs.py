@@ -113,12 +113,13 @@ def _reference_packed(inputs: Inputs, case: Case, seqlens: tuple[tuple[int, int]
         if len_q == len_k == 0:  # there may be thousands
             continue
         # Lengths on the device: queries before position 0 see nothing, causal or not.
-        one = replace(case, seqlens=None, len_q=len_q, len_k=len_k, kv_lens=(len_k,))
+        one = replace(case, seqlens=None, token_tables=False, len_q=len_q, len_k=len_k, kv_lens=(len_k,))
         rows_q, rows_k = slice(first_q, first_q + len_q), slice(first_k, first_k + len_k)
         some_q, some_k = (x[:, :, rows_q] for x in (q, inputs.do)), (x[:, :, rows_k] for x in (k, inputs.v))
         (q_part, do_part), (k_part, v_part) = some_q, some_k
         dlse = None if inputs.dlse is None else inputs.dlse[:, :, rows_q]
-        part_inputs = Inputs(q_part, k_part, v_part, inputs.cos, inputs.sin, do_part).with_dlse(dlse)
+        cos, sin = (x[..., rows_k, :] if case.token_tables else x for x in (inputs.cos, inputs.sin))
+        part_inputs = Inputs(q_part, k_part, v_part, cos, sin, do_part).with_dlse(dlse)
         part = run_reference(part_inputs, one, dtype)
         for whole, x, rows in zip((o, lse, dq, dk, dv), part, (rows_q, rows_q, rows_q, rows_k, rows_k)):
             whole[:, :, rows] = cast(Tensor, x)
@@ -258,6 +259,7 @@ def run_op(
         max_seqlen_q, max_seqlen_k = (max((n[i] for n in case.seqlens), default=0) for i in range(2))
         for name in ("kv_starts", "kv_lens", "query_starts", "query_ends"):
             del options[name]
+        options["token_tables"] = case.token_tables
         o, lse, *more = fused_rope_attn.rope_attention_varlen(
             q_packed,
             k_packed,

@@ -61,7 +61,7 @@ from fused_rope_attn.kernels.masks import Mask, is_causal, sequence_mask, window
 from fused_rope_attn.kernels.norm import Norm
 from fused_rope_attn.kernels.products import ScoreScale
 from fused_rope_attn.kernels.records import replace
-from fused_rope_attn.kernels.rotation import RotaryTables
+from fused_rope_attn.kernels.rotation import RotaryTables, tables_from
 from fused_rope_attn.kernels.schedule import let_next_launch_start, overlapped_tile, scheduled_tile
 from fused_rope_attn.kernels.tiles import RowFormat, TensorView
 from fused_rope_attn.runtime.triton_compat import gl, jit, mbarrier
@@ -85,7 +85,8 @@ def backward_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, dq_accumulator,
                     Q_STAGES: gl.constexpr, DO_STAGES: gl.constexpr, INTERLEAVED: gl.constexpr,
                     READS_LENGTHS: gl.constexpr, HAS_KEYS_BEFORE_WINDOW: gl.constexpr,
                     USE_INT64_OFFSETS: gl.constexpr, PDL: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
-                    DS_LAYOUT: gl.constexpr, IS_ALIGNED: gl.constexpr, IS_ORDERED: gl.constexpr):  # fmt: skip
+                    DS_LAYOUT: gl.constexpr, IS_ALIGNED: gl.constexpr, IS_ORDERED: gl.constexpr,
+                    TOKEN_TABLES: gl.constexpr):  # fmt: skip
     """Compute dk, dv of a block of keys of one key head, and their share of dQ.
 
     Grid: (``count_tiles`` of the keys * B * HKV).
@@ -111,6 +112,8 @@ def backward_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, dq_accumulator,
 
     key_rows and blocks, of ``key_rows_kernel`` for num_blocks blocks of KEYS keys, and blind, of ``blind_rows_kernel``
     for pitch rows: calls with intervals have them in place of all other masks; lens says where the tables end.
+
+    TOKEN_TABLES: row t of the tables belongs to packed key t.
 
     Packed sequences, B = 1: the pre-process pads q, stats and dq to whole query blocks of BLOCK_M rows, so that a block
     that is added to dq stays within a sequence.
@@ -230,6 +233,8 @@ def backward_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, dq_accumulator,
         norm, raw = Norm(k_norm_ptr, norm_eps, norm_offset, D), TensorView(raw_k_ptr, raw_k_strides)
         key_norm = KeyNorm(norm, raw, k_sums_ptr + pid.to(gl.int64) * (SUMS * D), exchange)
     tables = RotaryTables(cos_ptr, sin_ptr, cos_strides, sin_strides, R, INTERLEAVED)
+    if TOKEN_TABLES:
+        tables = tables_from(tables, first_k)
     dk, dv = TensorView(dk_ptr, dk_strides), TensorView(dv_ptr, dv_strides)
     gradients = KeyGradients(dk, dv, tables, key_norm, RowFormat(D, BLOCK_D, USE_INT64_OFFSETS))
     if IS_LATENT:

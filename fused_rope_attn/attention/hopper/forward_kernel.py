@@ -49,7 +49,7 @@ def forward_kernel(q_ptr, q_desc, q_rot_desc, k_desc, v_desc, o_desc, o_ptr, cos
                    D: gl.constexpr, R: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr,
                    STAGES: gl.constexpr, CONSUMERS: gl.constexpr, INTERLEAVED: gl.constexpr,
                    READS_LENGTHS: gl.constexpr, FROM_START: gl.constexpr, USE_INT64_OFFSETS: gl.constexpr,
-                   PDL: gl.constexpr,
+                   TOKEN_TABLES: gl.constexpr, PDL: gl.constexpr,
                    ATTEND_REGISTERS: gl.constexpr, ROTATE_REGISTERS: gl.constexpr, LOAD_REGISTERS: gl.constexpr,
                    PIN_SUMS: gl.constexpr, VALUES: gl.constexpr, IS_ALIGNED: gl.constexpr,
                    QUERIES_IN_TILES: gl.constexpr, Q_LAYOUT: gl.constexpr):  # fmt: skip
@@ -69,6 +69,8 @@ def forward_kernel(q_ptr, q_desc, q_rot_desc, k_desc, v_desc, o_desc, o_ptr, cos
 
     key_rows and blocks, of ``key_rows_kernel``, and visits, of ``visits_kernel``: for num_blocks blocks of keys. With
     them there is no other mask, and starts and lens say only at which positions the sequence is.
+
+    TOKEN_TABLES: row t of the tables belongs to packed token t, and sequences have as many queries as keys.
 
     position_limit: queries from this position on are not rotated; None: no query is past the last key.
 
@@ -161,7 +163,7 @@ def forward_kernel(q_ptr, q_desc, q_rot_desc, k_desc, v_desc, o_desc, o_ptr, cos
         norm = Norm(q_norm_ptr, norm_eps, norm_offset, D) if q_norm_ptr is not None else None
         q = TensorView(q_ptr, q_strides)
         starts = starts_ptr if FROM_START else None
-        source = QuerySource(q, tables, norm, q_sign, position_limit, starts, q_rot_desc, row_format)
+        source = QuerySource(q, tables, norm, q_sign, position_limit, starts, TOKEN_TABLES, q_rot_desc, row_format)
         gl.warp_specialize(
             [
                 (attend, (0, tiles, queries, keys, values, output, softmax, masks, source, NQ, NONE if NO_NK else NK)),

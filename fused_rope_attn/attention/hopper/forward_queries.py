@@ -37,12 +37,13 @@ class QuerySource:
     sign: gl.tensor  # 1 or -1, the sign of softmax_scale
     position_limit: gl.tensor | None  # positions that the tables have; None: at least as many as there are keys
     starts_ptr: gl.tensor | None  # kv_starts (B,) int32 if positions are counted from there: ``Schedule.FROM_START``
+    TOKEN_TABLES: gl.constexpr  # row t of the tables belongs to packed token t
     saved_desc: gl.tensor | None  # the tensor that saves rotated queries for the backward pass, in blocks of ROWS rows
     format: RowFormat
 
 
 @jit
-def tile_rotation(source, tile, NK):
+def tile_rotation(source, tile, NQ, NK):
     """Return the ``Rotation`` of a tile's queries."""
     num_positions = tile_bounds(tile, NK).num_keys
     if source.position_limit is not None:
@@ -53,6 +54,9 @@ def tile_rotation(source, tile, NK):
         rotation = rotation_from(rotation, start)
         if source.position_limit is not None:
             rotation = replace(rotation, num_positions=num_positions - start)
+    if source.TOKEN_TABLES:
+        # The sequence has as many queries as keys.
+        rotation = rotation_from(rotation, query_end(tile, NQ) - num_positions)
     return rotation
 
 
@@ -92,7 +96,7 @@ def rotate_first_queries(source, tile, queries, row, NQ, NK):
     weights = None
     if source.norm is not None:
         weights = pair_norm_weights(source.norm, source.tables, BLOCK_D, PAIRS)
-    rotation = tile_rotation(source, tile, NK)
+    rotation = tile_rotation(source, tile, NQ, NK)
     rows, position = rows_from(tile_rows(source, tile, NQ), row), query_position(tile, row, NQ, NK)
     first, second = load_pairs(rows, offs, rotation, PairLayouts(PAIRS, WHOLE))
     cos, sin = load_angles(rotation, offs + position, BLOCK_D, PAIRS)
@@ -127,7 +131,7 @@ def rotate_queries(tiles, queries, source, NQ, NK):
     while tile.num_blocks > 0:
         at_queries = queries.at(tile_step)
         if tile_step > 0:
-            rotation, head = tile_rotation(source, tile, NK), tile_rows(source, tile, NQ)
+            rotation, head = tile_rotation(source, tile, NQ, NK), tile_rows(source, tile, NQ)
             # Rotation takes longer than a tile of few key blocks, and waits for memory most of the time.
             prefetch_rows(head, tile.start_m, query_end(tile, NQ), queries.TILES * ROWS, LINES)
             queries.wait_empty(at_queries)

@@ -23,6 +23,7 @@ from fused_rope_attn.kernels.rotation import (
     load_pairs,
     pair_norm_weights,
     rotate,
+    rotation_from,
     store_pairs,
     unpack_pairs,
 )
@@ -76,7 +77,8 @@ def postprocess_kernel(accumulator_ptr, progress_ptr, cos_ptr, sin_ptr, dq_ptr, 
                        stats_size, key_blocks, k_sums, HEADS: tl.constexpr, D: tl.constexpr, R: tl.constexpr,
                        BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, COLUMNS: tl.constexpr, INTERLEAVED: tl.constexpr,
                        USE_INT64_OFFSETS: tl.constexpr, PDL: tl.constexpr, IN_PANELS: tl.constexpr,
-                       PAIRS: tl.constexpr, WHOLE: tl.constexpr, KEY_PARTS: tl.constexpr):  # fmt: skip
+                       PAIRS: tl.constexpr, WHOLE: tl.constexpr, KEY_PARTS: tl.constexpr,
+                       TOKEN_TABLES: tl.constexpr):  # fmt: skip
     """Read dq from the accumulator (B, HQ, pitch, COLUMNS) float32, scale it, rotate it back, and round it once.
 
     With sinks also write each program's part of their gradient, dsinks (B * row blocks, HQ) float32, from the
@@ -92,6 +94,8 @@ def postprocess_kernel(accumulator_ptr, progress_ptr, cos_ptr, sin_ptr, dq_ptr, 
     and the last programs add the parts up, into dq_norm (D,). KEY_PARTS further programs add up the ``k_sums`` rows
     that the main kernel has written, into dk_norm. parts: workspace, a row of D float32 for each SUMS programs and each
     of KEY_PARTS; counters: zeros, int32, as many as the former rows and two. Without norms all these are None.
+
+    TOKEN_TABLES: row t of the tables belongs to packed token t, and sequences have as many queries as keys.
 
     PAIRS and WHOLE: the layouts of tiles of pairs and of whole rows, see ``load_pairs``; None: the compiler's choice.
     """
@@ -120,7 +124,7 @@ def postprocess_kernel(accumulator_ptr, progress_ptr, cos_ptr, sin_ptr, dq_ptr, 
     if cu_q_ptr is not None:
         CU: tl.constexpr = None if PAIRS is None else gl.BlockedLayout([8], [32], [4], [0])
         sequence, first_row, NQ, block = packed_tile(block, cu_q_ptr, cu_k_ptr, num_sequences, NQ, NK, BLOCK_N, CU)
-        _, NK = packed_partner(cu_k_ptr, sequence, num_sequences, NK)
+        first_k, NK = packed_partner(cu_k_ptr, sequence, num_sequences, NK)
         padded = padded_row(first_row, sequence, BLOCK_M)
     start = block * BLOCK_N
     start64 = tl.cast(first_row + start, tl.int64)
@@ -130,6 +134,8 @@ def postprocess_kernel(accumulator_ptr, progress_ptr, cos_ptr, sin_ptr, dq_ptr, 
     NK = existing_keys(lens_ptr, batch, NK)
     layouts = None if PAIRS is None else PairLayouts(PAIRS, WHOLE)
     rotation = head_rotation(RotaryTables(cos_ptr, sin_ptr, cos_strides, sin_strides, R, INTERLEAVED), batch, NK)
+    if TOKEN_TABLES:
+        rotation = rotation_from(rotation, first_k)
     cos, sin = load_angles(rotation, offs + (start + NK - NQ), BLOCK_D, PAIRS)
     columns = tile_range(BLOCK_D, 1, WHOLE)
     if norm_ptr is not None:

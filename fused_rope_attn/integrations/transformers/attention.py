@@ -158,12 +158,16 @@ def _attend(tokens: Tokens, batch: Batch, options: dict[str, Any], packed: bool)
         return attend(*tokens.rows, *tokens.tables.arrays, kv_starts=batch.kv_starts, **options)
     cu_seqlens, longest = cast(Tensor, batch.cu_seqlens), batch.max_seqlen
     size, _, length, _ = tokens.q.shape
-    if batch.rotates_first:
+    if batch.own_tables and tokens.latent is not None:
         tokens = tokens.rotated(identity_row(tokens.q.device, batch))
         cos, sin = tokens.tables.long(longest)
     else:
-        # All sequences share tables by position, which is right because scores depend on distances only.
-        cos, sin = (table.expand(size, length, -1).flatten(0, 1)[batch.longest] for table in tokens.tables.arrays)
+        cos, sin = (table.expand(size, length, -1).flatten(0, 1) for table in tokens.tables.arrays)
+        if batch.own_tables:
+            options["token_tables"] = True
+        else:
+            # All sequences share tables by position, which is right because scores depend on distances only.
+            cos, sin = cos[batch.longest], sin[batch.longest]
     rows = (x.transpose(1, 2).flatten(0, 1) for x in tokens.rows)
     lengths = cu_seqlens, cu_seqlens, longest, longest
     o = attend_packed(*rows, cos, sin, *lengths, **options | tokens.options)

@@ -75,7 +75,7 @@ class Batch(NamedTuple):
     by_type: the batches of layers by their type in ``config.layer_types``; other layers have this batch.
     inclusive_window: a bidirectional window of w reaches keys at distance w; else w - 1, as a causal one.
     shared: set if several ranks share the sequences; all other fields except ``kept`` and ``causal`` are then unused.
-    rotates_first: the sequences in cu_seqlens have their own table rows, so q and k are rotated before attention.
+    own_tables: the sequences in cu_seqlens have their own table rows.
     paged: set in a pass of continuous batching; all other fields except ``kept`` are then unused.
     """
 
@@ -91,7 +91,7 @@ class Batch(NamedTuple):
     kept: Kept | None = None
     causal: bool = True
     inclusive_window: bool = False
-    rotates_first: bool = False
+    own_tables: bool = False
     shared: Shared | None = None
     paged: PagedPass | None = None
     intervals: Intervals | None = None
@@ -268,7 +268,7 @@ def _masked(
         return PLAIN
     batch = _packed_by_position(places.expand(size, -1), tokens)
     # Image tokens are rotated by other positions than their places in the text.
-    return batch if places is position_ids else batch._replace(rotates_first=True)
+    return batch if places is position_ids else batch._replace(own_tables=True)
 
 
 def _with_cache(batch: Batch, past: Cache | None, given: dict[str, Any], seen: int | None, tokens: Tensor) -> Batch:
@@ -340,7 +340,7 @@ def _padded_both_ways(mask: Tensor) -> Batch:
     rows = torch.arange(size, dtype=torch.int32, device=mask.device)[:, None] * length
     limits = (torch.stack((starts, ends), 1) + rows).flatten()
     cu_seqlens = torch.nn.functional.pad(torch.nn.functional.pad(limits, (1, 0)), (0, 1), value=size * length)
-    return Batch(cu_seqlens=cu_seqlens, max_seqlen=2 * length, declared=True, rotates_first=True)
+    return Batch(cu_seqlens=cu_seqlens, max_seqlen=2 * length, declared=True, own_tables=True)
 
 
 def _starts(present: Tensor) -> Tensor:
@@ -362,10 +362,10 @@ def _with_positions(batch: Batch, position_ids: Tensor) -> Batch:
     """Return a packed batch with its position ids, (B, N), or (3, B, N) and more for images.
 
     Attention rotates by the place within a sequence, which is right for positions that count up by one. A device-side
-    assertion checks (B, N); positions of images are rotated before attention.
+    assertion checks (B, N); positions of images need tables for each token.
     """
     if position_ids.ndim != 2:
-        return batch._replace(rotates_first=True)
+        return batch._replace(own_tables=True)
     positions, cu_seqlens = position_ids.flatten(), cast(Tensor, batch.cu_seqlens)
     index = torch.arange(positions.shape[0], device=positions.device, dtype=cu_seqlens.dtype)[1:]
     begins = torch.isin(index, cu_seqlens.to(positions.device))

@@ -182,7 +182,7 @@ def test_positions_beside_cu_seqlens(llama):
     with pytest.raises(RuntimeError, match="position_ids must count up by one"):
         described(llama, 1, 2, **packed([0, 2], 2), position_ids=torch.tensor([[0, 2]]))
     of_images = torch.zeros(3, 1, 5, dtype=torch.int64)
-    assert described(llama, 1, **given, position_ids=of_images) == expected | {"rotates_first": True}
+    assert described(llama, 1, **given, position_ids=of_images) == expected | {"own_tables": True}
     one = {"cu_seqlens": [0, 1], "max_seqlen": 1, "longest": [0], "declared": True}
     assert described(llama, 1, 1, **packed([0, 1], 1), position_ids=torch.tensor([[4]])) == one
     none = {"cu_seqlens": [0, 0], "longest": [], "declared": True}
@@ -205,7 +205,7 @@ def test_positions_beside_cu_seqlens(llama):
 def test_padding_of_bidirectional_attention(llama, given, expected):
     """The tokens of every row are a sequence, and the padding between two rows another."""
     if "cu_seqlens" in expected:
-        expected |= {"max_seqlen": 10, "declared": True, "rotates_first": True}
+        expected |= {"max_seqlen": 10, "declared": True, "own_tables": True}
     if "original" not in expected:
         expected |= {"causal": False, "inclusive_window": True}
     assert described(llama, attention_mask=mask(*given), is_causal=False) == expected
