@@ -95,11 +95,20 @@ def hand_over_tensor_cores(warpgroup):
 
 @jit
 def visit_of(masks, cursor, step, exists):
-    """Return the number by which ``mask_visit`` knows the block at ``cursor``: the tile's ``step``, or its visit."""
+    """Return how ``mask_visit`` knows a block: by the tile's ``step``, or with intervals by its ``Visit``."""
     if masks.key_rows is None:
         return step
     else:
         return masks.key_rows.visit(cursor, exists)
+
+
+@jit
+def counted(tile, masks, visit):
+    """Return ``tile`` with the number of its blocks, which with intervals is announced with each of them."""
+    if masks.key_rows is None:
+        return tile
+    else:
+        return replace(tile, num_blocks=visit.count)
 
 
 @jit
@@ -308,6 +317,7 @@ def attend(WARPGROUP: gl.constexpr, tiles, queries, keys, values, output, softma
     k = rows_in(keys, at_keys, 0, FIRST_COUNT)
     q = rows_in(queries, at_queries, 0, ROWS)
     visit = visit_of(masks, at_keys, 0, exists)
+    tile = counted(tile, masks, visit)
     first = issue_row_scores(q, k, nothing, RIGHT)
     first = warpgroup_mma_wait(0, deps=[first])
     keys.release_by_threads(at_keys, exists)
@@ -381,6 +391,7 @@ def attend(WARPGROUP: gl.constexpr, tiles, queries, keys, values, output, softma
         first, acc, visit = multiply(
             q, acc, p, correction, keys, values, key_step, exists, softmax, warpgroup, masks, 0, FIRST_COUNT
         )
+        tile = counted(tile, masks, visit)
         first = mask_first(first, positions, first_columns, visit, tile, masks, NK, BLOCK_N, WARPGROUP)
         first, _, new_max, new_sum = fold_scores(first, unseen, no_sums(), softmax.qk_scale)
 

@@ -43,7 +43,7 @@ _NUMBERS = (
 @jit(do_not_specialize=_NUMBERS)
 def forward_kernel(q_ptr, q_desc, q_rot_desc, k_desc, v_desc, o_desc, o_ptr, cos_ptr, sin_ptr, q_norm_ptr, lse_ptr,
                    counter_ptr, highest_ptr, sinks_ptr, starts_ptr, lens_ptr, q_rope_desc, k_rope_desc, key_rows_ptr,
-                   blocks_ptr, visits_ptr, q_strides, o_strides, cos_strides, sin_strides, qk_scale, q_sign, cap_scale,
+                   hidden_ptr, visits_ptr, q_strides, o_strides, cos_strides, sin_strides, qk_scale, q_sign, cap_scale,
                    norm_eps, norm_offset, window, num_blocks, num_tiles, num_heads, heads_per_section, HQ, GROUP_SIZE,
                    NQ, NK, tiles_per_head, position_limit,
                    D: gl.constexpr, R: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr,
@@ -67,8 +67,8 @@ def forward_kernel(q_ptr, q_desc, q_rot_desc, k_desc, v_desc, o_desc, o_ptr, cos
     sequences, B = 1, have o itself and its strides in addition to its descriptor, and ``tiles_per_head`` tiles of a
     head. The table after the counter says which of them hold queries.
 
-    key_rows and blocks, of ``key_rows_kernel``, and visits, of ``visits_kernel``: for num_blocks blocks of keys. With
-    them there is no other mask, and starts and lens say only at which positions the sequence is.
+    key_rows, hidden and visits, of ``visits_kernel`` for num_blocks blocks of keys. With them there is no other mask,
+    and starts and lens say only at which positions the sequence is.
 
     TOKEN_TABLES: row t of the tables belongs to packed token t, and sequences have as many queries as keys.
 
@@ -129,9 +129,9 @@ def forward_kernel(q_ptr, q_desc, q_rot_desc, k_desc, v_desc, o_desc, o_ptr, cos
     # Numbers that a tile's announcement contains are None here, because Triton 3.6 fails on unused arguments of warps.
     key_rows, lists = None, None
     if HAS_INTERVALS:
-        words = gl.allocate_shared_memory(gl.int32, [STAGES, 1], mbarrier.MBarrierLayout())
+        words = gl.allocate_shared_memory(gl.int32, [2 * STAGES, 1], mbarrier.MBarrierLayout())
         key_rows = KeyRows(key_rows_ptr, num_blocks * BLOCK_N, words)
-        lists = VisitLists(visits_ptr, blocks_ptr, num_blocks)
+        lists = VisitLists(visits_ptr, hidden_ptr, num_blocks)
     masks = MaskOptions(window_of(window), READS_LENGTHS, HAS_STARTS and not FROM_START, IS_ALIGNED, key_rows)
     schedule = Schedule(
         counter_ptr,

@@ -4,11 +4,10 @@
 from fused_rope_attn.attention.hopper.channels import load_existing_rows, load_rows, load_seen_rows, rope_part
 from fused_rope_attn.attention.hopper.forward_tiles import (
     announce_tile,
+    first_visit_of,
     first_work,
     next_work,
     rotated_row,
-    take_index,
-    work_at,
 )
 from fused_rope_attn.attention.hopper.shapes import ROWS
 from fused_rope_attn.kernels.records import record
@@ -59,13 +58,16 @@ def key_row(work, visit, BLOCK_N: gl.constexpr):
 
 
 @jit
-def load_keys(loader, work, visit, keys, key_step, masks):
-    """Load the keys of a ``key_row`` as soon as their slot is empty, and with intervals announce the visit."""
+def load_keys(loader, work, visit, count, keys, key_step, masks):
+    """Load the keys of a ``key_row`` as soon as their slot is empty, and with intervals announce the visit.
+
+    count: the blocks that the tile visits.
+    """
     row = key_row(work, visit, keys.buffer.shape[3])
     cursor = keys.at(key_step)
     keys.wait_empty(cursor)
     if masks.key_rows is not None:
-        masks.key_rows.announce(cursor, visit)
+        masks.key_rows.announce(cursor, visit, count)
     rope = rope_part(loader.k_rope_desc, 0, keys, cursor)
     full = keys.full_barrier(cursor)
     load_rows(loader.k_desc, work.tile.batch, work.head_kv, row, keys.tile(cursor), full, None, rope)
@@ -81,8 +83,8 @@ def load(loader, schedule, masks, tiles, queries, keys, values):
     if other warps rotate them.
     """
     IS_PACKED: gl.constexpr = tiles.IS_PACKED
-    if IS_PACKED or masks.key_rows is not None:
-        # The pre-pass, or a launch that it waits for, has described the tiles.
+    if IS_PACKED:
+        # The pre-pass has described the tiles.
         wait_for_previous_launch(loader.PDL)
     work = first_work(schedule, masks)
     announce_tile(tiles, 0, work.tile)
@@ -91,9 +93,7 @@ def load(loader, schedule, masks, tiles, queries, keys, values):
     tile_step = 0  # the tile that was announced last, which is the one after the tile that is being loaded
     key_step = 0
     arrivals = 0
-    if masks.key_rows is not None:
-        # A tile early, because the tile's visits take another round trip to memory.
-        index = take_index(schedule)
+    first_visit, count = first_visit_of(work)
     while work.tile.num_blocks > 0:
         tile = work.tile
         first_row, last_row = tile.bounds.first_key, tile.bounds.num_keys
@@ -102,27 +102,24 @@ def load(loader, schedule, masks, tiles, queries, keys, values):
             last_row += work.first_k
         # Before the next tile is announced, because the warps that multiply wait for a tile's first keys and queries,
         # and the announcement takes a round trip to the counter in global memory and divisions.
-        visit = 0 if masks.key_rows is None else work.first_visit
-        load_keys(loader, work, visit, keys, key_step, masks)
+        visit, num_blocks = first_visit, count
+        load_keys(loader, work, visit, num_blocks, keys, key_step, masks)
         if queries is not None:
             # After the first keys, because their slot is free earlier than the queries' memory.
             load_queries(loader, queries, tile, tile_step)
         tile_step += 1
-        if masks.key_rows is None:
-            following = next_work(schedule, masks)
-        else:
-            following = work_at(schedule, masks, index)
+        following = next_work(schedule, masks)
         announce_tile(tiles, tile_step, following.tile)
-        if masks.key_rows is not None:
-            index = take_index(schedule)
-        for step in range(tile.num_blocks):
+        # Early, because they take a round trip to memory.
+        first_visit, count = first_visit_of(following)
+        for step in range(num_blocks):
             if masks.key_rows is None:
                 visit = step
             if step > 0:
-                load_keys(loader, work, visit, keys, key_step, masks)
+                load_keys(loader, work, visit, num_blocks, keys, key_step, masks)
             if masks.key_rows is not None:
                 # Early, because a load takes as long as half a block's products.
-                next_visit = gl.load(work.visits_ptr + gl.minimum(step + 1, tile.num_blocks - 1))
+                next_visit = gl.load(work.visits_ptr + gl.minimum(step + 1, num_blocks - 1))
             row = key_row(work, visit, schedule.BLOCK_N)
             at_values = values.at(key_step)
             values.wait_empty(at_values)

@@ -172,10 +172,10 @@ def next_tile(tiles, step):
 
 @record
 class VisitLists:
-    """The blocks of keys that tiles visit, of ``visits_kernel`` and ``key_rows_kernel``."""
+    """The results of ``visits_kernel``."""
 
     visits_ptr: gl.tensor
-    blocks_ptr: gl.tensor
+    hidden_ptr: gl.tensor
     num_blocks: gl.tensor
 
 
@@ -213,8 +213,7 @@ class Work:
     tile: QueryTile
     head_kv: gl.tensor
     first_k: gl.tensor | None  # the row at which the sequence's keys begin; None: 0
-    visits_ptr: gl.tensor | None = None  # with intervals: the tile's visits
-    first_visit: gl.tensor | None = None  # the first of them
+    visits_ptr: gl.tensor | None = None  # with intervals: the tile's visits, and before them how many there are
     hidden_ptr: gl.tensor | None = None  # a bit for each of the sequence's keys that no row sees
 
 
@@ -255,11 +254,21 @@ def listed_work(schedule, start_m, bh, batch, head, num_keys, head_kv, first_k):
     tiles = (schedule.NQ + BLOCK_M - 1) // BLOCK_M
     visits_ptr = lists.visits_ptr + (batch * tiles + start_m // BLOCK_M).to(gl.int64) * (1 + lists.num_blocks)
     WORDS: gl.constexpr = schedule.BLOCK_N // 32
-    hidden_ptr = lists.blocks_ptr + batch.to(gl.int64) * (4 + WORDS) * lists.num_blocks + 4 * lists.num_blocks
-    # The tile's last block and what needs a mask are not read.
+    hidden_ptr = lists.hidden_ptr + batch.to(gl.int64) * WORDS * lists.num_blocks
+    # The number of blocks is announced with each of them, so that warps that rotate queries need not wait for the
+    # launch that counts them. The tile's last block and what needs a mask are not read.
     bounds = TileBounds(num_keys * 0, num_keys * 0, num_keys * 0, num_keys, query_end=None, rotated_row=None)
-    tile = QueryTile(start_m, bh, batch, head, gl.load(visits_ptr), num_keys * 0, bounds)
-    return Work(tile, head_kv, first_k, visits_ptr + 1, gl.load(visits_ptr + 1), hidden_ptr)
+    tile = QueryTile(start_m, bh, batch, head, num_keys * 0 + 1, num_keys * 0, bounds)
+    return Work(tile, head_kv, first_k, visits_ptr + 1, hidden_ptr)
+
+
+@jit
+def first_visit_of(work):
+    """Return the first visit of a tile, 0 without intervals, and the number of its blocks."""
+    if work.visits_ptr is None:
+        return 0, work.tile.num_blocks
+    else:
+        return gl.load(work.visits_ptr), gl.load(work.visits_ptr - 1)
 
 
 @jit
@@ -348,12 +357,7 @@ def first_work(schedule, masks):
 @jit
 def next_work(schedule, masks):
     """Return the ``Work`` of the next tile that no block has, or one of no blocks if all tiles have been taken."""
-    return work_at(schedule, masks, take_index(schedule))
-
-
-@jit
-def work_at(schedule, masks, index):
-    """Return the ``Work`` of tile number ``index``, or in packed calls of the first one from there on with queries."""
+    index = take_index(schedule)
     if schedule.tiles_per_head is None:
         exists = index < schedule.num_tiles
         if schedule.lens_ptr is not None or schedule.starts_ptr is not None or schedule.intervals is not None:

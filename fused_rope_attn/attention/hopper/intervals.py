@@ -10,6 +10,7 @@ import triton
 from fused_rope_attn.attention.arguments import shared_tensors
 from fused_rope_attn.attention.hopper.interval_kernels import (
     BLOCKS,
+    TILES,
     WORD,
     blind_rows_kernel,
     key_rows_kernel,
@@ -20,7 +21,7 @@ from fused_rope_attn.attention.problem import Problem, Tensors
 from fused_rope_attn.runtime.launch import Launch
 
 # The tensors of ``Visits`` in calls without intervals.
-NO_VISITS: dict[str, Any] = {"key_rows_ptr": None, "blocks_ptr": None, "visits_ptr": None}
+NO_VISITS: dict[str, Any] = {"visits_ptr": None, "key_rows_ptr": None, "hidden_ptr": None}
 # Those of ``VisibleRows``.
 NO_VISIBLE_ROWS: dict[str, Any] = {"key_rows_ptr": None, "blocks_ptr": None, "blind_ptr": None}
 # Words of a program of ``blind_rows_kernel``.
@@ -35,18 +36,10 @@ def without_masks(shared: dict[str, Any]) -> dict[str, Any]:
 class KeyRows:
     """The rows that see each of ``num_blocks`` blocks of ``block_n`` keys, as ``key_rows_kernel`` writes them.
 
-    shared: the arguments that the kernels of the call have in common. pdl: the next launch may begin at once.
+    shared: the arguments that the kernels of the call have in common.
     """
 
-    def __init__(
-        self,
-        problem: Problem,
-        tensors: Tensors,
-        shared: dict[str, Any],
-        block_n: int,
-        num_blocks: int,
-        pdl: bool = False,
-    ):
+    def __init__(self, problem: Problem, tensors: Tensors, shared: dict[str, Any], block_n: int, num_blocks: int):
         batch, num_keys = problem.batch, num_blocks * block_n
         self.shapes = (batch, 2, num_keys), (batch, 4 * num_blocks + num_keys // WORD.value)
         self.launch = Launch(
@@ -56,7 +49,6 @@ class KeyRows:
             shared | {"interval_strides": interval_strides(tensors)},
             num_blocks=num_blocks,
             BLOCK_N=block_n,
-            PDL=pdl,
         )
 
     def __call__(self, stream: int, tensors: Tensors) -> dict[str, torch.Tensor]:
@@ -68,7 +60,7 @@ class KeyRows:
 
 
 class Visits:
-    """``KeyRows``, and the blocks that each tile of block_m queries visits, as ``visits_kernel`` lists them.
+    """The blocks of block_n keys that each tile of block_m queries visits, as ``visits_kernel`` lists them.
 
     pdl: the next launch may begin at once. It must end after this one.
     """
@@ -76,15 +68,19 @@ class Visits:
     def __init__(
         self, problem: Problem, tensors: Tensors, shared: dict[str, Any], block_m: int, block_n: int, pdl: bool
     ):
+        batch, tiles = problem.batch, triton.cdiv(problem.len_q, block_m)
         self.num_blocks = triton.cdiv(problem.len_k, block_n)
-        tiles = triton.cdiv(problem.len_q, block_m)
-        self.key_rows = KeyRows(problem, tensors, shared, block_n, self.num_blocks, pdl)
-        self.shape = (problem.batch, tiles, 1 + self.num_blocks)
+        num_keys = self.num_blocks * block_n
+        self.shapes = {
+            "visits_ptr": (batch, tiles, 1 + self.num_blocks),
+            "key_rows_ptr": (batch, 2, num_keys),
+            "hidden_ptr": (batch, num_keys // WORD.value),
+        }
         self.launch = Launch(
             visits_kernel,
-            problem.batch * tiles,
-            {"num_warps": 4, **({"launch_pdl": True} if pdl else {})},
-            shared,
+            batch * triton.cdiv(tiles, TILES.value),
+            {"num_warps": 8},
+            shared | {"interval_strides": interval_strides(tensors)},
             num_blocks=self.num_blocks,
             BLOCK_M=block_m,
             BLOCK_N=block_n,
@@ -93,10 +89,10 @@ class Visits:
 
     def __call__(self, stream: int, tensors: Tensors) -> dict[str, torch.Tensor]:
         """Launch, and return the results by the names of the main kernel's arguments."""
-        found = self.key_rows(stream, tensors)
-        visits = torch.empty(self.shape, dtype=torch.int32, device=tensors.q.device)
-        self.launch(stream, visits_ptr=visits, blocks_ptr=found["blocks_ptr"])
-        return found | {"visits_ptr": visits}
+        device = tensors.q.device
+        found = {name: torch.empty(x, dtype=torch.int32, device=device) for name, x in self.shapes.items()}
+        self.launch(stream, shared_tensors(tensors), **found)
+        return found
 
 
 class VisibleRows:

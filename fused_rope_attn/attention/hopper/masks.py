@@ -12,18 +12,32 @@ from fused_rope_attn.runtime.triton_compat import barrier, gl, jit
 
 
 @record
+class Visit:
+    """A block of keys that a tile visits, in calls with intervals."""
+
+    word: gl.tensor  # as ``visits_kernel`` writes it
+    count: gl.tensor  # the blocks that the tile visits
+
+
+@record
 class KeyRows:
     """The interval of query rows of each key, and how warps that multiply learn which block of keys they have."""
 
     ptr: gl.tensor  # (B, 2, num_keys) int32: the first row of each key, and the row after its last
     num_keys: gl.tensor  # whole blocks of keys
-    words: gl.shared_memory_descriptor  # (STAGES, 1) int32: the visit (``visits_kernel``) of each slot of K
+    # (2 * STAGES, 1) int32: the visit (``visits_kernel``) of each slot of K, and how many visits the tile has.
+    words: gl.shared_memory_descriptor
 
     @jit
-    def announce(self, cursor, visit):
-        """Announce the visit of the block that the loading warp is about to load into a slot of K, which is empty."""
+    def announce(self, cursor, visit, count):
+        """Announce the block that the loading warp is about to load into a slot of K, which is empty.
+
+        visit: a word of ``visits_kernel``; count: the blocks of the tile.
+        """
         ONE_WARP: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+        STAGES: gl.constexpr = self.words.shape[0] // 2
         self.words.index(cursor.slot).store(gl.full([1], visit, gl.int32, ONE_WARP))
+        self.words.index(STAGES + cursor.slot).store(gl.full([1], count, gl.int32, ONE_WARP))
         barrier()
 
     @jit
@@ -46,9 +60,12 @@ class KeyRows:
 
     @jit
     def visit(self, cursor, exists):
-        """Return the visit of the block in a slot of K that is full; 0 unless it ``exists``."""
+        """Return the ``Visit`` of the block in a slot of K that is full; zeros unless it ``exists``."""
         ONE_WARPGROUP: gl.constexpr = gl.BlockedLayout([1], [32], [WARPGROUP_WARPS], [0])
-        return gl.where(exists, gl.max(self.words.index(cursor.slot).load(ONE_WARPGROUP), 0), 0)
+        STAGES: gl.constexpr = self.words.shape[0] // 2
+        word = gl.max(self.words.index(cursor.slot).load(ONE_WARPGROUP), 0)
+        count = gl.max(self.words.index(STAGES + cursor.slot).load(ONE_WARPGROUP), 0)
+        return Visit(gl.where(exists, word, 0), gl.where(exists, count, 0))
 
 
 @record
@@ -141,12 +158,12 @@ def mask_scores(scores, positions, columns, visit, tile, masks, NK):
 def mask_visit(scores, positions, columns, visit, tile, masks, NK):
     """Mask a block as ``mask_scores`` does, or as ``hide_by_rows`` if the call has intervals.
 
-    With intervals positions are rows of q, and visit is a word of ``visits_kernel``.
+    With intervals positions are rows of q, and visit is a ``Visit``.
     """
     if masks.key_rows is None:
         return mask_scores(scores, positions, columns, visit, tile, masks, NK)
     else:
-        return hide_by_rows(scores, positions, columns, visit, tile, masks.key_rows)
+        return hide_by_rows(scores, positions, columns, visit.word, tile, masks.key_rows)
 
 
 @record

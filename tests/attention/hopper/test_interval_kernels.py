@@ -6,6 +6,7 @@ import pytest
 import torch
 import triton.language as tl
 
+from fused_rope_attn.attention.hopper import interval_kernels
 from fused_rope_attn.attention.hopper.interval_kernels import BLOCKS, blind_rows_kernel, key_rows_kernel, visits_kernel
 from fused_rope_attn.kernels.intervals import NO_ROW
 from tests.support.marks import interpreted
@@ -57,20 +58,27 @@ def visible_pairs(num_rows, num_keys, window, kv_starts, kv_lens, from_start, st
     return found, first_keys
 
 
-@pytest.mark.parametrize("block_m", [64, 48])
+@pytest.mark.parametrize(("block_m", "tiles_of_program", "blocks_at_once"), [(64, 8, 32), (48, 2, 2)])
 @pytest.mark.parametrize("seed", range(30))
-def test_rows_and_visits(seed, block_m):
+def test_rows_and_visits(seed, block_m, tiles_of_program, blocks_at_once, monkeypatch):
+    monkeypatch.setattr(interval_kernels, "TILES", tl.constexpr(tiles_of_program))
+    monkeypatch.setattr(interval_kernels, "VISIT_BLOCKS", tl.constexpr(blocks_at_once))
     case = num_rows, num_keys, window, kv_starts, kv_lens, from_start, starts, ends = drawn(seed)
     blocks, tiles, words = -(-num_keys // BLOCK_N), -(-num_rows // block_m), BLOCK_N // 32
     key_rows = torch.full((2, 2, blocks * BLOCK_N), -9, dtype=torch.int32)
     bounds = torch.full((2, (4 + words) * blocks), -9, dtype=torch.int32)
+    rows_again, hidden_again = torch.full_like(key_rows, -9), torch.full((2, words * blocks), -9, dtype=torch.int32)
     visits = torch.full((2, tiles, 1 + blocks), -9, dtype=torch.int32)
     right = tl.constexpr(0) if window[1] == 0 else window[1]
     key_rows_kernel[(2 * -(-blocks // BLOCKS.value),)](
         key_rows, bounds, starts, ends, kv_starts, kv_lens, (num_keys, num_keys), (window[0], right), num_rows,
-        num_keys, blocks, True, from_start, BLOCK_N, False,
+        num_keys, blocks, True, from_start, BLOCK_N,
     )  # fmt: skip
-    visits_kernel[(2 * tiles,)](visits, bounds, num_rows, blocks, block_m, BLOCK_N, False)
+    visits_kernel[(2 * -(-tiles // tiles_of_program),)](
+        visits, rows_again, hidden_again, starts, ends, kv_starts, kv_lens, (num_keys, num_keys), (window[0], right),
+        num_rows, num_keys, blocks, True, from_start, block_m, BLOCK_N, False,
+    )  # fmt: skip
+    assert torch.equal(rows_again, key_rows) and torch.equal(hidden_again, bounds[:, 4 * blocks :])
     expected, first_keys = visible_pairs(*case)
     for b, (sees, first_key) in enumerate(zip(expected, first_keys)):
         sees = torch.nn.functional.pad(sees[:, first_key:], (0, blocks * BLOCK_N - num_keys + first_key))
