@@ -58,6 +58,7 @@ PLOTS = {
     "overview_graph": ("graph", _ATTENTION, "attention.plots.overview"),
     "speedup_all_graph": ("graph", _ATTENTION, "attention.plots.speedups"),
     "energy_load": ("load", "energy-h200-2026-11-23-triton-3.9.0", "attention.plots.energy"),
+    "latent_graph": ("graph", "mla-h200-2026-11-26-triton-3.9.0", "attention.plots.speedups"),
     "rope_wide_graph": ("graph", "rope-h200-2026-11-21", "rope.tables.draw"),
     "context_parallel_eager": ("eager", "cp-h200-2026-11-23", "cp.tables.draw"),
 }

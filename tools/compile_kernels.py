@@ -226,10 +226,12 @@ def latent_jobs(arch: str, full: bool = False) -> list[Job]:
         ("backward", hopper_configs.LATENT_BACKWARD, ()),
     ):
         if arch == "sm_90":
-            config = replace(row.config, section_bytes=0)
-            call = {"direction": direction, "head_dim": row.head_dim, "config": config, "interleaved": True}
-            every = ((), padded, packed) if full else (chosen,)
-            jobs += [Job(**BF16, **call, arch=arch, latent=True, masks=masks) for masks in every]
+            call = {"direction": direction, "head_dim": row.head_dim, "interleaved": True}
+            for masks in ((), padded, packed) if full else (chosen,):
+                if masks == packed and direction == "forward":
+                    row = hopper_configs.LATENT_PACKED_FORWARD
+                config = replace(row.config, section_bytes=0)
+                jobs.append(Job(**BF16, **call, config=config, arch=arch, latent=True, masks=masks))
     for direction, table in (("forward", portable_configs.FORWARD), ("backward", portable_configs.BACKWARD)):
         for row in table:
             if arch not in row.arch or not row.latent:

@@ -184,6 +184,9 @@ def backward_fake(do, o, lse, *arguments):
 
 def _rotated_backward_fake(do, o, lse, *arguments):
     _, tensors = rebuild(*arguments)
+    if tensors.q_nope is not None:
+        dq = like_input(tensors.q_nope, tensors.q.shape[3])
+        return dq, like_input(tensors.k), like_input(tensors.v), *_fake_rest(do, tensors)
     return like_input(o), like_input(tensors.v), like_input(tensors.v), *_fake_rest(do, tensors)
 
 

@@ -34,7 +34,8 @@ class Plan:
     configuration tells its backend, and ``reason`` explains it. A generation step has a forward pass only.
 
     ``saves_rotated``: an eager forward pass saves rotated q and k for backward instead of the caller's. Backward then
-    rotates nothing, and the memory of q and k can be freed as soon as the caller drops them.
+    rotates nothing, and the memory of q and k can be freed as soon as the caller drops them. In latent
+    attention only q_rope is saved rotated.
     """
 
     backend: str
@@ -277,7 +278,8 @@ def _plan(
     strategy = "prepass" if latent else needs.strategy
     hopper_obstacle = obstacle("hopper", needs)
     if hopper_obstacle is None and latent:
-        row, row_backward = hopper_configs.LATENT_FORWARD, hopper_configs.LATENT_BACKWARD
+        row = hopper_configs.LATENT_PACKED_FORWARD if needs.packed else hopper_configs.LATENT_FORWARD
+        row_backward = hopper_configs.LATENT_BACKWARD
     elif hopper_obstacle is None:
         row, row_backward = (
             find(needs.head_dim, *shape, needs.packed) for find in (hopper_configs.forward, hopper_configs.backward)
@@ -327,8 +329,9 @@ def _plan(
         cast(configs.HopperBackwardConfig, row_backward.config)
         if backward[0]
         else portable_configs.backward(*portable, backward_strategy, *portable_shape),
-        # The launchers of latent attention save what the caller gave, so that the dispatcher's calls are the same.
-        rotates_before and not latent and not (needs.packed and stores_tiles and not backward[0]),
+        forward[0] and backward[0]
+        if latent  # the portable kernels read latent queries as the caller gave them
+        else rotates_before and not (needs.packed and stores_tiles and not backward[0]),
     )
 
 

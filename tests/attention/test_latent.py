@@ -138,7 +138,7 @@ def test_auto_takes_the_sm_90_kernels_at_the_widths_of_deepseek(arch):
     for options in ({}, {"deterministic": True}, {"kv_lens": torch.empty(1, dtype=torch.int32, device="meta")}):
         found = plan_mla(*meta_rows(), True, **options)
         assert found.backend == "hopper" and "made for this card" in found.reason
-        assert isinstance(found.backward, HopperBackwardConfig) and not found.saves_rotated
+        assert isinstance(found.backward, HopperBackwardConfig) and found.saves_rotated
     for rows, options, reason in (
         (
             meta_rows(columns=(128, 64, 112)),

@@ -12,9 +12,10 @@ from bench import mla, report
 from bench.__main__ import main
 from bench.attention import plots
 from bench.mla import MLA, PROVIDERS, MlaCase
-from bench.suite import Provider
+from bench.suite import Options, Provider
 from fused_rope_attn import testing
 from tests.support.bench import run as run_suite
+from tests.support.clocks import WallClock
 
 TINY = MlaCase(1, 3, 33, 33, 32, 16, 48, dtype=torch.float32, interleaved=True)
 BATCHED = MlaCase(2, 2, 16, 16, 16, 16, 16, dtype=torch.float32, interleaved=True)
@@ -97,6 +98,19 @@ def test_builds_give_the_scores_of_transformers_own(name, monkeypatch):
         found.append((o.detach(), *(g.sort(-1).values for g in torch.autograd.grad(o, leaves, inputs.do))))
     for one, other in zip(*found):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+def test_a_build_alone_returns_only_gradients_that_it_writes():
+    """A graph is checked by filling its results with NaN, which must not reach what it reads."""
+    trial = mla.MlaTrial(TINY, [PROVIDERS["hf_build"]], WallClock(), Options())
+    own, called = trial._call, []
+    trial._call = lambda provider: called.append(own(provider)) or called[-1]
+    backward = trial.enter(PROVIDERS["hf_build"]).make("bwd")
+    first = backward()
+    assert {x.shape[-1] for x in first} == {TINY.rope}  # q_rope and k_rope; the others are views
+    for x in backward():
+        x.fill_(float("nan"))
+    assert all(bool(x.isfinite().all()) for x in (*backward(), *called[-1][2]))
 
 
 def test_labels_roles_and_packages():

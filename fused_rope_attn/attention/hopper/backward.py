@@ -284,5 +284,5 @@ def backward_call(
 ) -> BackwardCall | LatentBackwardCall:
     """Prepare a backward pass; multi-head latent attention has kernels of its own."""
     if problem.nope_dim is not None:
-        return LatentBackwardCall(problem, tensors, config)
+        return LatentBackwardCall(problem, tensors, config, is_rotated)
     return BackwardCall(problem, tensors, config, is_rotated)

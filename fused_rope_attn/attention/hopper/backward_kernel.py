@@ -135,7 +135,9 @@ def backward_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, dq_accumulator,
     # True if the mask may let keys through that do not exist. A causal window hides all of them but those before
     # kv_starts.
     CLAMPS_WEIGHTS: gl.constexpr = window[0] is None or not is_causal(window[1]) or starts_ptr is not None
-    if not BEGINS_DQ:
+    # The next launch then finds what the pre-process has written, and need not wait for this one.
+    IS_LATE: gl.constexpr = BEGINS_DQ or IS_LATENT
+    if not IS_LATE:
         let_next_launch_start(PDL)
 
     # The block's keys, and the query blocks that see them.
@@ -263,7 +265,7 @@ def backward_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, dq_accumulator,
             [
                 (accumulate_latent, (0, buffers, gradients, keys, queries, own_sizes, mask, scale)),
                 (accumulate_latent, (1, buffers, gradients, keys, queries, own_sizes, mask, scale)),
-                (load, (descriptors, destinations, key_rows, query_rows, existing, sizes, stats_size, PDL, BEGINS_DQ)),
+                (load, (descriptors, destinations, key_rows, query_rows, existing, sizes, stats_size, PDL, IS_LATE)),
             ],
             [4, 1],
             [CONSUMER_REGISTERS, LOADER_REGISTERS],
@@ -285,7 +287,7 @@ def backward_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, dq_accumulator,
             [
                 (accumulate_by_columns, (0, buffers, dq_accumulator, gradients, keys, queries, sizes, mask, scale)),
                 (accumulate_by_columns, (1, buffers, dq_accumulator, gradients, keys, queries, sizes, mask, scale)),
-                (load, (descriptors, destinations, key_rows, query_rows, existing, sizes, stats_size, PDL, BEGINS_DQ)),
+                (load, (descriptors, destinations, key_rows, query_rows, existing, sizes, stats_size, PDL, IS_LATE)),
             ],
             [4, 1],
             [CONSUMER_REGISTERS, LOADER_REGISTERS],
@@ -307,7 +309,7 @@ def backward_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, dq_accumulator,
             [
                 (accumulate_by_keys, (0, buffers, gradients, keys, queries, sizes, mask, scale)),
                 (accumulate_by_keys, (1, buffers, gradients, keys, queries, sizes, mask, scale)),
-                (load, (descriptors, destinations, key_rows, query_rows, existing, sizes, stats_size, PDL, BEGINS_DQ)),
+                (load, (descriptors, destinations, key_rows, query_rows, existing, sizes, stats_size, PDL, IS_LATE)),
                 (reduce, (dq_accumulator, buffers.dq, progress, key_rows, query_rows, sizes, PDL)),
             ],
             [4, 1, 1],

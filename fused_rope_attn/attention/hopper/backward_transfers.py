@@ -225,13 +225,13 @@ def load_queries(loads, head_q, begin, end, step, arrivals, IN_ORDER: gl.constex
 
 @jit
 def load(
-    descriptors, destinations, keys, queries, existing, sizes, stats_size, PDL: gl.constexpr, BEGINS_DQ: gl.constexpr
+    descriptors, destinations, keys, queries, existing, sizes, stats_size, PDL: gl.constexpr, IS_LATE: gl.constexpr
 ):
     """Load K and V once, and every query block with its statistics; one warp's work. Rows that do not exist are zero.
 
     keys and queries count rows and blocks of the tensors as the TMA addresses them. The statistics are
-    (2 * stats_size,) float32: the base-2 lse of every row of (B, HQ, pitch), then their delta. BEGINS_DQ: programs of
-    this launch begin dQ, and this warp lets the next launch start once the pre-process has finished.
+    (2 * stats_size,) float32: the base-2 lse of every row of (B, HQ, pitch), then their delta. IS_LATE: this warp lets
+    the next launch start once the pre-process has finished.
     """
     batch = keys.batch
     arrival = destinations.arrival
@@ -239,8 +239,9 @@ def load(
     arrivals = load_keys(descriptors.v, destinations.v, keys, existing, arrival, arrivals)
     # The pre-process writes everything but V. All other warps wait for a tile of this one.
     wait_for_previous_launch(PDL)
-    if BEGINS_DQ:
-        # Not earlier: the post-process relies on ``progress``, which the pre-process has set to zero.
+    if IS_LATE:
+        # Not earlier: the post-process relies on ``progress``, which the pre-process has set to zero, and that of
+        # latent attention on all that the pre-process has written.
         let_next_launch_start(PDL)
     arrivals = load_keys(descriptors.k, destinations.k, keys, existing, arrival, arrivals, descriptors.k_rope)
     head_q = keys.head * sizes.GROUP_SIZE

@@ -225,9 +225,9 @@ class RopePart:
 
 @jit
 def rope_part(desc, head, channel, cursor):
-    """Return the ``RopePart`` of a slot."""
+    """Return the ``RopePart`` of a slot. desc None: other warps write the rotated columns, or there are none."""
     smem = None
-    if channel.rope is not None:
+    if desc is not None:
         smem = channel.rope.index(cursor.slot)
     return RopePart(desc, head, smem)
 

@@ -28,7 +28,8 @@ COUNTER_WORDS = TILE_WORDS.value
 class ForwardCall:
     """The launches of one forward signature.
 
-    Packed queries that the main kernel rotates (D up to 128) can be saved as ``Saving.TILES`` only.
+    Packed queries that the main kernel rotates (D up to 128) can be saved as ``Saving.TILES`` only. Those of
+    latent attention are rotated by the pre-pass, and saved row by row.
 
     keys_are_ready: k is rotated and in pair order when the call begins, and an earlier launch zeroes the counter that
     the call is given. k may have fewer rows than NK if no query sees the keys past its end.
@@ -93,18 +94,21 @@ class ForwardCall:
         k_like = k if latent else k.new_empty(k.shape)
         self.k_source, self.v_source = (Source(x, keys, layout(keys, element)) for x in (k_like, v))
         self.o_source = Source(o_like, store, layout(store, element))
-        self.rope_sources = None
+        # Of the rotated queries, and in latent attention of their columns that are not rotated.
+        self.rotated_source: Source
+        self.nope_source: Source | None = None
         if latent:
             blocks = ([1, 1, n, problem.head_dim] for n in (ROWS.value, block_n))
-            self.rope_sources = [
+            self.rotated_source, self.k_rope_source = (
                 Source(x.new_empty(x.shape), block, layout(block, element))
                 for x, block in zip((given.q, given.k), blocks)
-            ]
-            self.q_source = Source(q, rows, layout(rows, element))
+            )
+            self.nope_source = Source(q, rows, layout(rows, element))
+            self.q_rot_layout = given.q.shape, contiguous_strides(given.q.shape)
         elif reads_rotated or self.saves_rotated:
             shape = rotated_shape(problem, in_tiles=in_tiles)
             self.q_rot_layout = shape, contiguous_strides(shape)
-            self.q_source = Source(q.new_empty(shape), rows, layout(rows, element))
+            self.rotated_source = Source(q.new_empty(shape), rows, layout(rows, element))
         num_heads = problem.batch * problem.heads_q
         tiles_per_head = tile_count(problem.len_q, problem.sequences, block_m)
         num_tiles = tiles_per_head * num_heads
@@ -115,7 +119,7 @@ class ForwardCall:
             {"num_warps": 4, **({"launch_pdl": True} if config.pdl else {})},
             main_shared,
             num_blocks=num_blocks,
-            q_strides=q.stride(),
+            q_strides=given.q.stride(),
             o_strides=self.o_strides if self.packed else None,
             num_tiles=num_tiles,
             num_heads=num_heads,
@@ -128,7 +132,7 @@ class ForwardCall:
             BLOCK_D=pad_d,
             STAGES=config.stages,
             CONSUMERS=config.consumers,
-            USE_INT64_OFFSETS=is_long(q.stride(), self.o_strides),
+            USE_INT64_OFFSETS=is_long(given.q.stride(), self.o_strides),
             PDL=config.pdl,
             ATTEND_REGISTERS=config.attend_registers,
             ROTATE_REGISTERS=config.rotate_registers,
@@ -139,7 +143,7 @@ class ForwardCall:
             QUERIES_IN_TILES=in_tiles and self.packed,
             IS_ALIGNED=config.skips_masked_half and is_aligned(problem, block_m, block_n),
             VALUES=config.values,
-            Q_LAYOUT=layout([ROWS.value, pad_d], element),
+            Q_LAYOUT=layout([1, 1, ROWS.value, problem.head_dim] if latent else [ROWS.value, pad_d], element),
         )
         self.maximum = None
         if self.max_logit_shape is not None:
@@ -174,19 +178,18 @@ class ForwardCall:
         masks = NO_VISITS if self.visits is None else self.visits(stream, tensors)
         if self.rotate_keys is not None:
             counter = torch.empty(self.rotate_keys.counter_size, dtype=torch.int32, device=q.device)
-        q_rot = q_desc = q_rot_desc = None
+        q_rot = q_desc = q_rot_desc = q_rope_desc = k_rope_desc = None
         if self.rotate_queries is not None:
-            q_rot = self.rotate_queries(stream, tensors)
-            q, q_desc = None, self.q_source(q_rot if tensors.q_nope is None else tensors.q_nope)
+            q_rot, q = self.rotate_queries(stream, tensors), None
+            q_desc = self.rotated_source(q_rot)
         elif self.saves_rotated:
             q_rot = torch.empty_strided(*self.q_rot_layout, dtype=q.dtype, device=q.device)
-            q_rot_desc = self.q_source(q_rot)
+            q_rot_desc = self.rotated_source(q_rot)
         k = tensors.k if self.rotate_keys is None else self.rotate_keys(stream, tensors, counter)
-        q_rope_desc = k_rope_desc = None
         k_columns = k
-        if self.rope_sources is not None and q_rot is not None:
-            q_rope_desc, k_rope_desc = self.rope_sources[0](q_rot), self.rope_sources[1](k)
-            k_columns = tensors.k_nope
+        if self.nope_source is not None:
+            q_rope_desc, k_rope_desc = q_desc, self.k_rope_source(k)
+            q_desc, k_columns = self.nope_source(tensors.q_nope), tensors.k_nope
         self.launch(
             stream,
             shared_tensors(tensors, **masks),
@@ -208,4 +211,6 @@ class ForwardCall:
             self.maximum(stream, highest_ptr=highest, max_logit_ptr=max_logit, cu_q_ptr=tensors.cu_seqlens_q)
         if not self.saves_rotated:
             q_rot = k = None
+        elif self.nope_source is not None:
+            k = tensors.k  # backward reads the caller's, see ``LatentBackwardCall``
         return Outputs(o, lse, q_rot, k, max_logit)

@@ -5,7 +5,8 @@ One block per multiprocessor runs three kinds of warps, which meet only at barri
 
 - ``load`` (forward_producers.py), one warp: takes tiles from a counter and announces them to the other warps
   (forward_tiles.py), and keeps the channels of K and V blocks full through the TMA;
-- ``rotate_queries`` (forward_queries.py), four warps: rotate the query rows of the *next* tile into shared memory;
+- ``rotate_queries`` or ``rotate_rope`` (forward_queries.py), four warps: rotate the query rows of the *next* tile
+  into shared memory;
 - ``attend`` (forward_attend.py), two warpgroups of 64 query rows each: products and softmax (FlashAttention-3, Shah et
   al. 2024). The product with the values is delayed by one block, and a tile's first scores are issued before the tile
   before it ends, so that the tensor cores work through the ends of the tiles.
@@ -18,7 +19,7 @@ released its last ones. O is stored in two halves of its columns, through the sa
 from fused_rope_attn.attention.hopper.channels import Channel, allocate_barriers, channel_of, tiles_of
 from fused_rope_attn.attention.hopper.forward_attend import ForwardOutput, Softmax, attend
 from fused_rope_attn.attention.hopper.forward_producers import Loader, load
-from fused_rope_attn.attention.hopper.forward_queries import QuerySource, rotate_queries
+from fused_rope_attn.attention.hopper.forward_queries import QuerySource, rotate_queries, rotate_rope
 from fused_rope_attn.attention.hopper.forward_tiles import (
     TILE_STAGES,
     Announcements,
@@ -75,7 +76,8 @@ def forward_kernel(q_ptr, q_desc, q_rot_desc, k_desc, v_desc, o_desc, o_ptr, cos
     position_limit: queries from this position on are not rotated; None: no query is past the last key.
 
     Multi-head latent attention: q_desc, k_desc and v_desc hold the columns that are not rotated and the values, and
-    q_rope_desc (B, HQ, NQ, R) and k_rope_desc (B, 1, NK, R) the rotated ones, which scores add. Else both are None.
+    k_rope_desc (B, 1, NK, R) the rotated keys, whose scores are added. The queries' other columns are given as those of
+    all queries are: unrotated at q_ptr, or rotated as q_rope_desc (B, HQ, NQ, R). Else both descriptors are None.
 
     heads_per_section as for ``scheduled_tile``. PIN_SUMS: see ``ptxas.pin``; VALUES: see ``attend``. IS_ALIGNED: use
     ``shapes.is_aligned``, which holds. QUERIES_IN_TILES: packed queries in q_rot, or in the rotated q, are stored as in
@@ -88,12 +90,13 @@ def forward_kernel(q_ptr, q_desc, q_rot_desc, k_desc, v_desc, o_desc, o_ptr, cos
     # If a tile's keys may begin after key 0 or end before NK, it is announced with its bounds.
     HAS_BOUNDS: gl.constexpr = IS_PACKED or HAS_STARTS or lens_ptr is not None or window[0] is not None
     HAS_INTERVALS: gl.constexpr = visits_ptr is not None
-    ROTATES_QUERIES: gl.constexpr = q_desc is None
+    ROTATES_QUERIES: gl.constexpr = q_ptr is not None
+    IS_LATENT: gl.constexpr = k_rope_desc is not None
     WORDS: gl.constexpr = announced_words(HAS_BOUNDS, IS_PACKED)
     # Columns of O in one store. The buffers of wide heads and latent attention leave shared memory for half of them.
-    O_COLUMNS: gl.constexpr = BLOCK_D if BLOCK_D <= 128 and k_rope_desc is None else BLOCK_D // 2
+    O_COLUMNS: gl.constexpr = BLOCK_D if BLOCK_D <= 128 and not IS_LATENT else BLOCK_D // 2
     DTYPE: gl.constexpr = k_desc.dtype
-    if ROTATES_QUERIES:
+    if q_desc is None:
         q_smem = gl.allocate_shared_memory(DTYPE, [2 * CONSUMERS, ROWS, BLOCK_D], Q_LAYOUT)
     else:
         q_smem = gl.allocate_shared_memory(DTYPE, [CONSUMERS, 1, 1, ROWS, BLOCK_D], q_desc.layout)
@@ -101,14 +104,18 @@ def forward_kernel(q_ptr, q_desc, q_rot_desc, k_desc, v_desc, o_desc, o_ptr, cos
     k_smem = gl.allocate_shared_memory(DTYPE, [STAGES, 1, 1, BLOCK_N, BLOCK_D], k_desc.layout)
     v_smem = gl.allocate_shared_memory(DTYPE, [STAGES, 1, 1, BLOCK_N, BLOCK_D], v_desc.layout)
     q_rope, k_rope = None, None
-    if k_rope_desc is not None:
-        q_rope, k_rope = tiles_of(q_rope_desc, CONSUMERS), tiles_of(k_rope_desc, STAGES)
+    if IS_LATENT:
+        k_rope = tiles_of(k_rope_desc, STAGES)
+        if ROTATES_QUERIES:
+            q_rope = gl.allocate_shared_memory(DTYPE, [CONSUMERS, 1, 1, ROWS, R], Q_LAYOUT)
+        else:
+            q_rope = tiles_of(q_rope_desc, CONSUMERS)
     tile_smem = gl.allocate_shared_memory(gl.int32, [TILE_STAGES * WORDS, 1], mbarrier.MBarrierLayout())
     tile_channel = channel_of(tile_smem, TILE_STAGES)
     tiles = Announcements(channel=tile_channel, WORDS=WORDS, HAS_BOUNDS=HAS_BOUNDS, IS_PACKED=IS_PACKED)
     # Rotated here, the queries of all warpgroups share two stages. Otherwise each warpgroup has a channel of one stage.
-    Q_STAGES: gl.constexpr = 2 if ROTATES_QUERIES else 1
-    TILES: gl.constexpr = CONSUMERS if ROTATES_QUERIES else 1
+    Q_STAGES: gl.constexpr = 2 if q_desc is None else 1
+    TILES: gl.constexpr = CONSUMERS if q_desc is None else 1
     queries = Channel(
         q_smem, allocate_barriers(CONSUMERS), allocate_barriers(CONSUMERS), Q_STAGES, TILES=TILES, rope=q_rope
     )
@@ -121,7 +128,8 @@ def forward_kernel(q_ptr, q_desc, q_rot_desc, k_desc, v_desc, o_desc, o_ptr, cos
     TILE_READERS: gl.constexpr = CONSUMERS + 1 if ROTATES_QUERIES else CONSUMERS
     for i in gl.static_range(TILE_STAGES):
         tile_channel.init_slot(i, FILLS=1, RELEASES=announcement_releases(TILE_READERS, IS_PACKED))
-    queries.init(FILLS=1, RELEASES=CONSUMERS if ROTATES_QUERIES else 1)
+    # In latent attention the loading warp and those that rotate fill a slot.
+    queries.init(FILLS=2 if ROTATES_QUERIES and IS_LATENT else 1, RELEASES=TILES)
     for i in gl.static_range(STAGES):
         keys.init_slot(i, FILLS=1, RELEASES=CONSUMERS * WARPGROUP_THREADS)
         values.init_slot(i, FILLS=1, RELEASES=CONSUMERS * WARPGROUP_THREADS)
@@ -163,7 +171,20 @@ def forward_kernel(q_ptr, q_desc, q_rot_desc, k_desc, v_desc, o_desc, o_ptr, cos
         norm = Norm(q_norm_ptr, norm_eps, norm_offset, D) if q_norm_ptr is not None else None
         q = TensorView(q_ptr, q_strides)
         starts = starts_ptr if FROM_START else None
-        source = QuerySource(q, tables, norm, q_sign, position_limit, starts, TOKEN_TABLES, q_rot_desc, row_format)
+        q_format = RowFormat(R, R, USE_INT64_OFFSETS) if IS_LATENT else row_format
+        source = QuerySource(q, tables, norm, q_sign, position_limit, starts, TOKEN_TABLES, q_rot_desc, q_format)
+    if ROTATES_QUERIES and IS_LATENT:
+        gl.warp_specialize(
+            [
+                (attend, (0, tiles, queries, keys, values, output, softmax, masks, NONE, NQ, NONE if NO_NK else NK)),
+                (attend, (1, tiles, queries, keys, values, output, softmax, masks, NONE, NQ, NONE if NO_NK else NK)),
+                (rotate_rope, (tiles, queries, source, NONE if IS_PACKED else NQ, NONE if HAS_BOUNDS else NK)),
+                (load, (loader, schedule, masks, tiles, queries, keys, values)),
+            ],
+            [WARPGROUP_WARPS, WARPGROUP_WARPS, 1],
+            [ATTEND_REGISTERS, ROTATE_REGISTERS, LOAD_REGISTERS],
+        )
+    elif ROTATES_QUERIES:
         gl.warp_specialize(
             [
                 (attend, (0, tiles, queries, keys, values, output, softmax, masks, source, NQ, NONE if NO_NK else NK)),

@@ -34,17 +34,20 @@ DQ_BLOCK_N, DQ_K_STAGES, DQ_V_STAGES = 64, 3, 3
 class LatentBackwardCall:
     """The launches of one backward signature: rotation of q and k, row statistics, dk and dv, dq, sum over heads.
 
-    All sums are in a fixed order. is_rotated: q and k are those that the forward pass has rotated.
+    All sums are in a fixed order. is_rotated: q is the ``Outputs.q_rot`` of the forward pass. k is the caller's: the
+    launch that rotates its one head also describes tiles, and runs concurrently with the row statistics.
     """
 
-    def __init__(self, problem: Problem, tensors: tuple, config: HopperBackwardConfig):
+    def __init__(self, problem: Problem, tensors: tuple, config: HopperBackwardConfig, is_rotated: bool = False):
         do, o, _, *of_forward = tensors
         given, outputs = split_outputs(of_forward, 3)
         q, k, v, q_nope, k_nope = given.q, given.k, given.v, given.q_nope, given.k_nope
         batch, heads, len_q, len_k = problem.batch, problem.heads_q, problem.len_q, problem.len_k
         sequences, rope, columns = problem.sequences, problem.head_dim, q_nope.shape[3]
         rows = (q, k, v, q_nope, k_nope)
-        self.strides = result_strides((*outputs, None, None), [output_strides(x) for x in rows])
+        # A rotated q is contiguous: dq has the memory order of q_nope.
+        own = [output_strides(q_nope, rope), *(output_strides(x) for x in rows[1:])]
+        self.strides = result_strides((*outputs, None, None), own)
         dq_strides, dk_strides, dv_strides, dq_nope_strides, dk_nope_strides = self.strides
         self.empty = batch * len_q * len_k == 0
         if self.empty:
@@ -61,7 +64,7 @@ class LatentBackwardCall:
         }
         pdl = {"launch_pdl": True} if config.pdl else {}
         block_m, block = CONSUMERS.value * ROWS.value, config.rotate_rows
-        self.rotate_queries = Rotate("q", given, problem, shared, config)
+        self.rotate_queries = None if is_rotated else Rotate("q", given, problem, shared, config)
         self.rotate_keys = Rotate("k", given, problem, shared, config, counter=True, tile_rows=block_m, overlaps=True)
         self.preprocess = Launch(
             preprocess_kernel,
@@ -90,7 +93,7 @@ class LatentBackwardCall:
             tile = [1, 1, length, x.shape[3]]
             return Source(x, tile, gl.NVMMASharedLayout.get_default_for(tile, element))
 
-        q_rot, k_rot = q.new_empty(self.rotate_queries.shape), k.new_empty(self.rotate_keys.shape)
+        q_rot, k_rot = (x.new_empty(x.shape) for x in (q, k))
         # All tiles of queries have 64 rows.
         self.query_sources = [source(x, BLOCK_M.value) for x in (q_nope, q_rot, do)]
         self.key_sources = [
@@ -143,14 +146,14 @@ class LatentBackwardCall:
         )
         self.sum_heads = Launch(
             sum_heads_kernel,
-            tile_count(len_k, sequences, block) * batch,
+            tile_count(len_k, sequences, config.post_rows) * batch,
             {"num_warps": 4},
             shared,
             parts_strides=parts_strides,
             dk_strides=dk_strides,
             num_heads=heads,
             num_batches=batch,
-            BLOCK_N=block,
+            BLOCK_N=config.post_rows,
             BLOCK_D=rope,
         )
 
@@ -172,8 +175,7 @@ class LatentBackwardCall:
         parts = torch.empty(self.parts_shape, dtype=torch.float32, device=where)
         counter = torch.empty(self.rotate_keys.counter_size, dtype=torch.int32, device=where)
         stream = device.current_stream(where)
-        q_rot = self.rotate_queries(stream, tensors)
-        k_rot = self.rotate_keys(stream, tensors, counter)
+        q_rot = tensors.q if self.rotate_queries is None else self.rotate_queries(stream, tensors)
         given = shared_tensors(
             tensors,
             stats_ptr=stats,
@@ -184,8 +186,9 @@ class LatentBackwardCall:
             dk_parts_ptr=parts,
         )
         unused = dict.fromkeys(("accumulator_ptr", "progress_ptr", "counters_ptr"))
-        rotated = {"q_ptr": tensors.q, "q_rot_ptr": q_rot, "k_ptr": tensors.k, "k_rot_ptr": k_rot}
-        self.preprocess(stream, given, o_ptr=o, do_ptr=do, lse_ptr=lse, **rotated, **unused)
+        unused |= dict.fromkeys(("q_ptr", "q_rot_ptr", "k_ptr", "k_rot_ptr"))
+        self.preprocess(stream, given, o_ptr=o, do_ptr=do, lse_ptr=lse, **unused)
+        k_rot = self.rotate_keys(stream, tensors, counter)
         names = ("q_desc", "q_rope_desc", "do_desc"), ("k_desc", "k_rope_desc", "v_desc")
         of_queries = {name: make(x) for name, make, x in zip(names[0], self.query_sources, (tensors.q_nope, q_rot, do))}
         of_keys, of_key_blocks = (

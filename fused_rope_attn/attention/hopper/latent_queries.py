@@ -130,14 +130,11 @@ def load_tile_queries(loads, tile, tile_step, queries, dos):
 def load_for_dq(loads, schedule, masks, tiles, queries, dos, keys, values):
     """Announce tiles, and load their queries and the key and value blocks that they visit; one warp's work.
 
-    The order is that of ``forward_producers.load``.
+    The order is that of ``forward_producers.load``. The launch before, of dk and dv, lets this one start when the
+    pre-process has finished. So this one fills multiprocessors that have no more key blocks, and ends after that one.
     """
-    if tiles.IS_PACKED:
-        # The pre-pass has described the tiles.
-        wait_for_previous_launch(loads.PDL)
     work = first_work(schedule, masks)
     announce_tile(tiles, 0, work.tile)
-    wait_for_previous_launch(loads.PDL)
     tile_step = 0
     key_step = 0
     arrivals = 0
@@ -156,6 +153,7 @@ def load_for_dq(loads, schedule, masks, tiles, queries, dos, keys, values):
             arrivals = load_block(loads, loads.v, None, None, work, row, values, key_step, arrivals)
             key_step += 1
         work = following
+    wait_for_previous_launch(loads.PDL)
 
 
 @jit
@@ -227,6 +225,8 @@ def accumulate_dq(WARPGROUP: gl.constexpr, tiles, queries, dos, keys, values, ou
         position = query_position(tile, start_m, NQ, NK)
         stats = out.stats_ptr + tile.bh.to(gl.int64) * out.pitch + rotated_row(tile) + WARPGROUP * ROWS
         exists = rows < row_end - start_m
+        lse = gl.load(stats + rows, mask=exists, other=float("inf"))
+        delta = gl.load(stats + out.size + rows, mask=exists, other=0.0)
         at_tile = queries.at(tile_step)
         queries.wait_full(at_tile)
         dos.wait_full(at_tile)
@@ -247,9 +247,6 @@ def accumulate_dq(WARPGROUP: gl.constexpr, tiles, queries, dos, keys, values, ou
                 first += 1
         key_step += first
         s_token, dp_token = issue_scores_and_dp(q, do, keys, values, key_step, no_s)
-        # After the wait for queries: before that the launch that writes the statistics may not have finished.
-        lse = gl.load(stats + rows, mask=exists, other=float("inf"))
-        delta = gl.load(stats + out.size + rows, mask=exists, other=0.0)
         s = warpgroup_mma_wait(1, deps=[s_token])
         s = mask_scores(s, position + rows, columns, first, tile, masks, NK)
         p = gl.exp2(s * out.qk_scale - lse[:, None])

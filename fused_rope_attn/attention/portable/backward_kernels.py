@@ -36,9 +36,8 @@ from fused_rope_attn.kernels.tiles import (
     TensorView,
     head_rows,
     heads_from,
-    load_tile,
+    load_heads,
     rows_from,
-    rows_of_head,
     sequence_heads,
 )
 
@@ -197,8 +196,10 @@ def sum_heads_kernel(parts_ptr, dk_ptr, cos_ptr, sin_ptr, starts_ptr, lens_ptr, 
     """Sum the gradient of the key head that all query heads share, and un-rotate it.
 
     parts (B, num_heads, NK, D) float32, in pair order, from ``dkdv_kernel``; dk (B, 1, NK, D). Grid: (``count_tiles``
-    of the keys * B). Heads are added in their order.
+    of the keys * B). Heads are added in a fixed order.
     """
+    # 64 elements a thread, so that enough loads are in flight: a call has few programs.
+    HEADS: tl.constexpr = 8192 // (BLOCK_N * BLOCK_D)
     masks = MaskArguments(
         starts_ptr, lens_ptr, cu_q_ptr, cu_k_ptr, num_sequences, window_of(window), READS_LENGTHS, FROM_START,
         TOKEN_TABLES=False, intervals=None,
@@ -217,8 +218,8 @@ def sum_heads_kernel(parts_ptr, dk_ptr, cos_ptr, sin_ptr, starts_ptr, lens_ptr, 
     )
     heads = heads_from(heads, start_n)
     total = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
-    for head in range(num_heads):
-        total += load_tile(rows_of_head(heads, head), offs, CHECK_ROWS=True)
+    for first_head in range(0, num_heads, HEADS):
+        total += tl.sum(load_heads(heads, first_head, num_heads, offs, HEADS), axis=0)
     dk_rows = head_rows(TensorView(dk_ptr, dk_strides), tile.origin, tile.num_rows, row_format)
     store_unrotated(rows_from(dk_rows, start_n), total, offs, rotation, start_n)
 
