@@ -184,7 +184,7 @@ def rotate_rope(tiles, queries, source, NQ, NK):
     tile_step = 0
     tile = next_tile(tiles, tile_step)
     while tile.num_blocks > 0:
-        rotation, head = tile_rotation(source, tile, NK), tile_rows(source, tile, NQ)
+        rotation, head = tile_rotation(source, tile, NQ, NK), tile_rows(source, tile, NQ)
         prefetch_rows(head, tile.start_m, query_end(tile, NQ), CONSUMERS * ROWS, LINES)
         for warpgroup in gl.static_range(CONSUMERS):
             chunks = ()
