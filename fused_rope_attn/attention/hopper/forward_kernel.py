@@ -173,24 +173,19 @@ def forward_kernel(q_ptr, q_desc, q_rot_desc, k_desc, v_desc, o_desc, o_ptr, cos
         starts = starts_ptr if FROM_START else None
         q_format = RowFormat(R, R, USE_INT64_OFFSETS) if IS_LATENT else row_format
         source = QuerySource(q, tables, norm, q_sign, position_limit, starts, TOKEN_TABLES, q_rot_desc, q_format)
-    if ROTATES_QUERIES and IS_LATENT:
+        # In latent attention these warps rotate all tiles, and the loading warp loads the other columns.
+        first, loaded = source, NONE
+        if IS_LATENT:
+            first, loaded = NONE, queries
         gl.warp_specialize(
             [
-                (attend, (0, tiles, queries, keys, values, output, softmax, masks, NONE, NQ, NONE if NO_NK else NK)),
-                (attend, (1, tiles, queries, keys, values, output, softmax, masks, NONE, NQ, NONE if NO_NK else NK)),
-                (rotate_rope, (tiles, queries, source, NONE if IS_PACKED else NQ, NONE if HAS_BOUNDS else NK)),
-                (load, (loader, schedule, masks, tiles, queries, keys, values)),
-            ],
-            [WARPGROUP_WARPS, WARPGROUP_WARPS, 1],
-            [ATTEND_REGISTERS, ROTATE_REGISTERS, LOAD_REGISTERS],
-        )
-    elif ROTATES_QUERIES:
-        gl.warp_specialize(
-            [
-                (attend, (0, tiles, queries, keys, values, output, softmax, masks, source, NQ, NONE if NO_NK else NK)),
-                (attend, (1, tiles, queries, keys, values, output, softmax, masks, source, NQ, NONE if NO_NK else NK)),
-                (rotate_queries, (tiles, queries, source, NONE if IS_PACKED else NQ, NONE if HAS_BOUNDS else NK)),
-                (load, (loader, schedule, masks, tiles, NONE, keys, values)),
+                (attend, (0, tiles, queries, keys, values, output, softmax, masks, first, NQ, NONE if NO_NK else NK)),
+                (attend, (1, tiles, queries, keys, values, output, softmax, masks, first, NQ, NONE if NO_NK else NK)),
+                (
+                    rotate_rope if IS_LATENT else rotate_queries,
+                    (tiles, queries, source, NONE if IS_PACKED else NQ, NONE if HAS_BOUNDS else NK),
+                ),
+                (load, (loader, schedule, masks, tiles, loaded, keys, values)),
             ],
             [WARPGROUP_WARPS, WARPGROUP_WARPS, 1],
             [ATTEND_REGISTERS, ROTATE_REGISTERS, LOAD_REGISTERS],
