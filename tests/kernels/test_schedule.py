@@ -1,4 +1,4 @@
-"""The tile of each program of a launch whose sections overlap."""
+"""The order in which the programs of a launch with overlapping sections take tiles."""
 
 import pytest
 import torch

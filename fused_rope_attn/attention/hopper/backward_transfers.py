@@ -180,9 +180,10 @@ class QueryLoads:
 
 @jit
 def load_queries(loads, head_q, begin, end, step, arrivals, IN_ORDER: gl.constexpr):
-    """Load query blocks [begin, end) of each of the group's heads, the first of which is head_q, with their statistics.
+    """Load query blocks [begin, end) of each of the group's heads, with their statistics.
 
-    begin None: from 0 on. IN_ORDER: as in ``QueryBlocks``. Returns the next (step, arrivals).
+    head_q: the group's first head. begin None: from 0 on. IN_ORDER: as in ``QueryBlocks``. Returns the next (step,
+    arrivals).
     """
     descriptors, destinations, existing, sizes = loads.descriptors, loads.destinations, loads.existing, loads.sizes
     arrival, batch = destinations.arrival, loads.batch

@@ -94,7 +94,7 @@ class ForwardCall:
         k_like = k if latent else k.new_empty(k.shape)
         self.k_source, self.v_source = (Source(x, keys, layout(keys, element)) for x in (k_like, v))
         self.o_source = Source(o_like, store, layout(store, element))
-        # Of the rotated queries, and in latent attention of their columns that are not rotated.
+        # rotated_source: the rotated queries. nope_source: the other columns of queries in latent attention.
         self.rotated_source: Source
         self.nope_source: Source | None = None
         if latent:

@@ -75,9 +75,9 @@ def forward_kernel(q_ptr, q_desc, q_rot_desc, k_desc, v_desc, o_desc, o_ptr, cos
 
     position_limit: queries from this position on are not rotated; None: no query is past the last key.
 
-    Multi-head latent attention: q_desc, k_desc and v_desc hold the columns that are not rotated and the values, and
-    k_rope_desc (B, 1, NK, R) the rotated keys, whose scores are added. The queries' other columns are given as those of
-    all queries are: unrotated at q_ptr, or rotated as q_rope_desc (B, HQ, NQ, R). Else both descriptors are None.
+    Multi-head latent attention: q_desc and k_desc hold the columns that are not rotated. k_rope_desc (B, 1, NK, R)
+    holds the rotated keys. The queries' other columns are at q_ptr before the rotation, or in q_rope_desc (B, HQ, NQ,
+    R) after it. Their scores are added to those of the first columns. In other calls both rope descriptors are None.
 
     heads_per_section as for ``scheduled_tile``. PIN_SUMS: see ``ptxas.pin``; VALUES: see ``attend``. IS_ALIGNED: use
     ``shapes.is_aligned``, which holds. QUERIES_IN_TILES: packed queries in q_rot, or in the rotated q, are stored as in

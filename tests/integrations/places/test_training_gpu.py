@@ -59,7 +59,7 @@ def compare(make, logits_of):
 
 
 def test_litgpt():
-    pytest.importorskip("litgpt")
+    pytest.importorskip("litgpt", reason="litgpt is not installed: make test-places")
     from litgpt.model import GPT
 
     from fused_rope_attn.integrations.litgpt import patch_model
@@ -74,7 +74,7 @@ def test_litgpt():
 
 def test_torchtitan():
     """Its default, FlexAttention, is the unmodified attention. Rows are packed of four documents."""
-    pytest.importorskip("torchtitan")
+    pytest.importorskip("torchtitan", reason="torchtitan is not installed: make test-places")
     from torchtitan.config import OverrideConfig, apply_overrides
     from torchtitan.models.llama3 import model_registry
 
