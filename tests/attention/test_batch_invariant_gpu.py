@@ -27,7 +27,7 @@ def test_rows_have_the_same_bits(backend, head_dim, dtype, norms):
     key = backend, head_dim, dtype_name(dtype), norms
     drawn = draw(family.prototypes(replace(machine, dtypes=("float16",), backends=("triton",))), *key)
     fixed = {"dtype": dtype, "head_dim": head_dim, "rotary_dim": head_dim // 2, "variants": ((backend, "auto"),)}
-    for name in ("table_dtype", "sinks_dtype"):  # q's or float32
+    for name in ("table_dtype", "sinks_dtype", "norm_dtype"):  # q's or float32
         fixed[name] = dtype if getattr(drawn, name) is F16 else torch.float32
     prototype = replace(drawn, **fixed, norms=norms, rotated=drawn.rotated or norms is not None)
     for number in range(10):
