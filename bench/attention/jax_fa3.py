@@ -146,7 +146,7 @@ class BackToBackClock(LoadClock):
         begin = time.perf_counter()
         for _ in range(calls):
             last = fn()
-        if last is not None:  # of JAX, which launches from threads of its own
+        if hasattr(last, "block_until_ready"):  # of JAX, which launches from threads of its own
             last.block_until_ready()
         self.synchronize()
         return [1e3 * (time.perf_counter() - begin) / (calls * CALLS)]
