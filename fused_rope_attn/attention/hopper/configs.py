@@ -119,8 +119,8 @@ FORWARD: tuple[Row, ...] = (
 )
 
 # Multi-head latent attention with 128 + 64 columns of keys and 128 of values. The forward takes 4 to 18 % more time
-# with whole diagonals (3.6.0), and 0 to 4 % with a pre-pass of q_rope (3.9.0). The sum over heads takes 60 % more at 1K
-# with 16 keys a program (3.9.0). The least work is untimed. 2026-11-26.
+# with whole diagonals (3.6.0), and 0 to 4 % with a pre-pass of q_rope (3.9.0). Row statistics of one head a program take
+# 8 % less time at 1K (3.9.0). The least work is untimed. 2026-11-26.
 LATENT_FORWARD = Row(head_dim=192, auto=BUCKETS, least_work=SOME_TILES,
     config=HopperForwardConfig(block_n=128, attend_registers=200, rotate_registers=88, skips_masked_half=True,
         section_bytes=32 * MIB))
@@ -129,7 +129,7 @@ LATENT_PACKED_FORWARD = Row(head_dim=192, auto=BUCKETS, least_work=SOME_TILES,
     config=HopperForwardConfig(block_n=128, rotates_queries=False, attend_registers=240, skips_masked_half=True,
         section_bytes=32 * MIB, rotate_heads=4))
 LATENT_BACKWARD = Row(head_dim=192, auto=BUCKETS, least_work=SOME_TILES,
-    config=HopperBackwardConfig(do_stages=3, section_bytes=32 * MIB, post_rows=8, skips_masked_half=True))
+    config=HopperBackwardConfig(do_stages=3, section_bytes=32 * MIB, rotate_heads=1, skips_masked_half=True))
 
 BACKWARD: tuple[Row, ...] = (
     # Never by itself, because tiles are 64 columns wide at any head dim. Untimed.
