@@ -119,8 +119,8 @@ FORWARD: tuple[Row, ...] = (
 )
 
 # Multi-head latent attention with 128 + 64 columns of keys and 128 of values. The forward takes 4 to 18 % more time
-# with whole diagonals (3.6.0), and 0 to 4 % with a pre-pass of q_rope (3.9.0). Row statistics of one head a program take
-# 8 % less time at 1K (3.9.0). The least work is untimed. 2026-11-26.
+# with whole diagonals (3.6.0), and 0 to 4 % with a pre-pass of q_rope (3.9.0). Row statistics of one head a program
+# take 8 % less time at 1K (3.9.0). The least work is untimed. 2026-11-26.
 LATENT_FORWARD = Row(head_dim=192, auto=BUCKETS, least_work=SOME_TILES,
     config=HopperForwardConfig(block_n=128, attend_registers=200, rotate_registers=88, skips_masked_half=True,
         section_bytes=32 * MIB))
