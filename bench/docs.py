@@ -17,6 +17,7 @@ from bench.environment import RESULTS, ROOT, shown
 from bench.report import read_file, timed
 
 _ATTENTION, _OLDEST = "h200-2026-11-23-triton-3.9.0", "h200-2026-11-23-triton-3.6.0"
+_LATENT = "mla-h200-2026-11-26-triton-3.9.0"
 # Page -> block -> the files of rows in ``bench/results``, and the function below ``bench`` that makes the content.
 BLOCKS: dict[str, dict[str, tuple[str, str]]] = {
     "README.md": {
@@ -40,6 +41,8 @@ BLOCKS: dict[str, dict[str, tuple[str, str]]] = {
         "rope:norms": ("rope-norms-h200-2026-11-23", "rope.tables.results"),
         "models:results": ("models-h200-2026-11-21", "models.tables.results"),
         "models:norms": ("models-norms-h200-2026-11-23", "models.tables.results"),
+        "models:latent": ("models-latent-h200-2026-11-26-triton-3.9.0", "models.tables.results"),
+        "models:steps": ("models-step-h200-2026-11-26-triton-3.9.0", "models.tables.training"),
         "models:serving": ("serve-h200-2026-11-22", "models.tables.serving"),
         "cp:results": ("cp-h200-2026-11-23", "cp.tables.results"),
         "corope:results": ("corope-h200-2026-11-21", "attention.tables.corope"),
@@ -51,14 +54,14 @@ BLOCKS: dict[str, dict[str, tuple[str, str]]] = {
     "docs/guides/intervals.md": {
         "intervals:results": ("intervals-h200-2026-11-26-triton-3.9.0", "attention.tables.intervals"),
     },
-    "docs/guides/latent.md": {"mla:results": ("mla-h200-2026-11-26-triton-3.9.0", "mla.results")},
+    "docs/guides/latent.md": {"mla:results": (_LATENT, "mla.results")},
 }
 # Figure in ``bench/results/plots`` -> the mode and the file of its rows, and the function that draws it.
 PLOTS = {
     "overview_graph": ("graph", _ATTENTION, "attention.plots.overview"),
     "speedup_all_graph": ("graph", _ATTENTION, "attention.plots.speedups"),
     "energy_load": ("load", "energy-h200-2026-11-23-triton-3.9.0", "attention.plots.energy"),
-    "latent_graph": ("graph", "mla-h200-2026-11-26-triton-3.9.0", "attention.plots.speedups"),
+    "latent_graph": ("graph", _LATENT, "attention.plots.speedups"),
     "rope_wide_graph": ("graph", "rope-h200-2026-11-21", "rope.tables.draw"),
     "context_parallel_eager": ("eager", "cp-h200-2026-11-23", "cp.tables.draw"),
 }

@@ -232,7 +232,7 @@ def _costs(rows: list[Row], kind: str, mine: str, without: str) -> tuple[list[st
     lines = {}
     for (case, shape), passes in found.items():
         costs = (f"{faster(g[mine], g[without]):.3f}" if without in g else "-" for g in passes)
-        line = [f"{case} ({shape})", both(passes, mine, lambda row: f"{row['ms']:#.3g}"), " / ".join(costs)]
+        line = [f"{case} ({shape})", both(passes, mine, lambda row: three_digits(row["ms"])), " / ".join(costs)]
         lines[case, shape] = line + [times_ours(passes, name, mine) for name in rivals]
     return ["", "with, ms", "over without", *rivals.values()], lines
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from bench.models.providers import OURS, OURS_WITH_LIGER
 from bench.report import Group, Row, faster, groups, markdown, provenance, strongest
 
-_HEADER = ["model", "work", "sdpa", "Liger's rotation + sdpa", "`patch_model`", "over sdpa", "over Liger", "MiB"]
+# The rivals of a model's work without an optimizer: the labels of their tokens per second and of ours over them.
+_RIVALS = {"sdpa": ("sdpa", "over sdpa"), "liger": ("Liger's rotation + sdpa", "over Liger")}
 _NORMED = (
     "Models that norm the heads of q and k, which `patch_model` leaves to the kernels: over Liger's RMSNorm of the "
     "heads and its rotation with sdpa, and over `patch_model` with the norms outside."
@@ -58,16 +59,18 @@ def training(rows: list[Row]) -> str:
 def results(rows: list[Row]) -> str:
     """Show tokens per second at each work except ``step`` and ``serve``."""
     found = _groups(rows, "train", "prefill", "decode")
+    rivals = [name for name in _RIVALS if any(name in group for group in found.values())]
     lines, normed = [], []
     for (model, work), group in found.items():
         mine = group[OURS]
-        speeds = [_speed(group, name) for name in ("sdpa", "liger", OURS)]
-        gains = [_gain(group, name) for name in ("sdpa", "liger")]
+        speeds = [_speed(group, name) for name in (*rivals, OURS)]
+        gains = [_gain(group, name) for name in rivals]
         lines.append([_named(model, mine), work, *speeds, *gains, f"{mine['peak_mib']:.0f}"])
         if outside := group.get("own_norms"):
             gains = [_gain(group, name) for name in ("liger_norm", "own_norms")]
             normed.append([model, work, *gains, f"{outside['peak_mib']:.0f}", f"{mine['peak_mib']:.0f}"])
-    tables = [markdown(_HEADER, lines)]
+    speeds, gains = ([_RIVALS[name][i] for name in rivals] for i in (0, 1))
+    tables = [markdown(["model", "work", *speeds, "`patch_model`", *gains, "MiB"], lines)]
     if normed:
         tables.append(f"{_NORMED}\n\n{markdown(_NORMED_HEADER, normed)}")
     ours = [group[OURS] for group in found.values()]

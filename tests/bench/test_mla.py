@@ -133,7 +133,14 @@ def test_the_table_and_the_plot(rows):
     text = mla.results(rows)
     assert "(1, 3, 33)" in text and "(2, 2, 16)" in text and "HF build + SDPA" in text and "MiB" in text
     ours = next(line for line in text.splitlines() if line.startswith("| rope_attention_mla"))
-    assert "×" not in ours and "×" in next(line for line in text.splitlines() if "HF build + SDPA" in line)
+    rival = next(line for line in text.splitlines() if line.startswith("| HF build + SDPA"))
+    assert "×" not in ours and rival.count("×") == 2
+    times = {(row["case"], row["provider"], row["pass"]): row["ms"] for row in rows}
+    sums = {name: sum(times["H3-33", name, part] for part in ("fwd", "bwd")) for name in ("fused", "hf_sdpa")}
+    assert f" / {report.three_digits(sums['fused'])}, " in ours
+    assert f" / {sums['hf_sdpa'] / sums['fused']:.2f}×, " in rival
+    forward = [row for row in rows if row["pass"] == "fwd" or row["role"] == "ours"]
+    assert " / " not in next(line for line in mla.results(forward).splitlines() if line.startswith("| HF build + SDPA"))
     pytest.importorskip("matplotlib")
     assert len(plots.speedups(rows).axes) == 2
 
