@@ -34,14 +34,14 @@ MIB = 1 << 20
 # Small-512, 2**29, the pre-pass wins already (17.6 us against 19.6). A plan must not depend on graph capture: the
 # warm-up runs outside of it, so other kernels would be compiled during the capture.
 TWO_LAUNCHES = 2**26 + 1
-# Short sequences have fewer keys for each tile, so that the persistent forward of sm_90 wins with less work. H200,
-# 2026-11-22: 25.7 us against 28.2 at (2, 32/32, 512, 128), 2**31, and 46.2 against 54.2 at (2, 64/64, 512, 128).
-SOME_TILES = 2**31
-# From here on that forward has several tiles for every multiprocessor, so that the prologue of one overlaps the
-# epilogue of another. H200, 2026-11-21: .124 ms against .140 at (2, 64/64, 1024, 128), 2**34, but .042 against .037 at
-# (1, 32/8, 1024, 128), 2**32.
-MANY_TILES = 2**33
-WORK_LEVELS = (0, TWO_LAUNCHES, SOME_TILES, MANY_TILES)
+# The persistent forward of sm_90 needs several tiles for every multiprocessor, so that the prologue of one overlaps the
+# epilogue of another. 512 tiles of 128 query rows are SOME_TILES with 512 tokens at D 64, MORE_TILES with twice the
+# tokens or columns, and MANY_TILES with twice both. Longer sequences need fewer tiles. Its time over that of the
+# portable kernels, H200, 3.9.0, 2026-11-26, inputs written after a flush of the L2: .88 at (4, 32/32, 512, 64), 2**31;
+# .86 at (2, 32/32, 1024, 64) and 1.01 at (2, 64/64, 512, 128), 2**32; .92 at (2, 32/32, 1024, 128), 2**33; with half as
+# many heads 1.00, 1.04, 1.11 and 1.07.
+SOME_TILES, MORE_TILES, MANY_TILES = 2**31, 2**32, 2**33
+WORK_LEVELS = (0, TWO_LAUNCHES, SOME_TILES, MORE_TILES, MANY_TILES)
 
 
 def work_level(multiply_adds: int) -> int:

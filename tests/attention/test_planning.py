@@ -27,7 +27,7 @@ def fresh_plans():
 @pytest.mark.parametrize("bucket", LENGTHS)
 @pytest.mark.parametrize("head_dim", [16, 64, 72, 96, 128])
 def test_auto_takes_what_the_tables_say(arch, head_dim, bucket, heads, causal):
-    chosen = plan(**call(LENGTHS[bucket], head_dim=head_dim, heads=heads, causal=causal, batch=16))
+    chosen = plan(**call(LENGTHS[bucket], head_dim=head_dim, heads=heads, causal=causal, batch=32))
     shape = (head_dim, causal, bucket, heads[0] != heads[1])
     rows = hopper_configs.forward(*shape), hopper_configs.backward(*shape)
     expected = [HOPPER[i] if bucket in row.auto else PORTABLE[i] for i, row in enumerate(rows)]
@@ -175,11 +175,31 @@ def test_the_backward_pass_of_short_problems_is_one_launch(arch):
         assert kinds(plan(**call(length, heads=(8, 8), batch=batch, head_dim=64)))[1] == HOPPER[1]
 
 
-def test_the_persistent_forward_wants_tiles_to_spare(arch):
-    """Measured: (2, 64/64, 1024, 128) is faster there, (1, 32/8, 1024, 128) is not; backward both are."""
-    assert kinds(plan(**call(1024, heads=(64, 64), batch=2))) == HOPPER
-    few = plan(**call(1024, heads=(32, 8), batch=1))
-    assert kinds(few) == (PORTABLE[0], HOPPER[1]) and "too little work" in few.reason
+# (B, HQ, HKV, N, D), and whether the sm_90 forward was the faster one with triton 3.9.
+TIMED = [
+    (4, 16, 16, 512, 64, False),
+    (4, 32, 32, 512, 64, True),
+    (4, 8, 8, 1024, 64, False),
+    (2, 32, 8, 1024, 64, True),
+    (1, 4, 4, 2048, 64, False),
+    (1, 8, 8, 2048, 64, True),
+    (2, 32, 32, 512, 128, False),
+    (2, 64, 64, 512, 128, True),
+    (1, 32, 8, 1024, 128, False),
+    (2, 32, 32, 1024, 128, True),
+    (1, 4, 4, 2048, 128, False),
+    (1, 8, 8, 2048, 128, True),
+]
+
+
+@pytest.mark.parametrize("batch, heads_q, heads_kv, length, head_dim, wins", TIMED, ids=str)
+def test_the_persistent_forward_wants_tiles_to_spare(
+    arch, monkeypatch, fresh_plans, batch, heads_q, heads_kv, length, head_dim, wins
+):
+    monkeypatch.setattr(device, "triton_release", lambda: (3, 9))
+    chosen = plan(**call(length, head_dim=head_dim, heads=(heads_q, heads_kv), batch=batch))
+    assert kinds(chosen)[0] is (HOPPER if wins else PORTABLE)[0]
+    assert ("too little work" in chosen.reason) is not wins
 
 
 @pytest.mark.parametrize("power", [31, 33])

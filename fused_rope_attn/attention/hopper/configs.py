@@ -1,7 +1,7 @@
 """The configurations of the sm_90 kernels, and the calls for which ``backend="auto"`` takes these kernels.
 
 Rows are chosen by head dimension, causal mask, length bucket, GQA, packing and, where it is worth more than 3 %, the
-release of Triton. All were timed on an H200.
+release of Triton. All were timed on an H200; where an H100 has a part, the row's comment names both.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from fused_rope_attn.attention.configs import (
     BUCKETS,
     MANY_TILES,
     MIB,
+    MORE_TILES,
     SOME_TILES,
     WORK_LEVELS,
     HopperBackwardConfig,
@@ -78,9 +79,20 @@ FORWARD: tuple[Row, ...] = (
     # Values before weights take 2 to 5 % less time. 3.6.0 and 3.9.0, 2026-11-23.
     Row(head_dim=64, causal=True, bucket=("long",), auto=("long",),
         config=HopperForwardConfig(block_n=128, values=BEFORE_WEIGHTS, section_bytes=32 * MIB)),
-    # Up to 1024 tokens the portable kernels are faster. 3.6.0 and 3.9.0, 2026-11-22.
-    Row(head_dim=64, causal=True, auto=("medium",), least_work=MANY_TILES,
+    # 6 to 39 % faster than the portable kernels from the least work on. H200 and H100, 3.6.0 and 3.9.0, 2026-11-26.
+    Row(head_dim=64, causal=True, packed=False, bucket=("tiny", "medium"), auto=("tiny", "medium"),
+        least_work=SOME_TILES,
         config=HopperForwardConfig(block_n=128, skips_masked_half=True, values=BEFORE_WEIGHTS, section_bytes=32 * MIB)),
+    Row(head_dim=64, causal=True, packed=False, bucket=("short",), auto=("short",), least_work=MORE_TILES,
+        config=HopperForwardConfig(block_n=128, skips_masked_half=True, values=BEFORE_WEIGHTS, section_bytes=32 * MIB)),
+    # Packed sequences of up to 1024 tokens: 10 and 15 % faster at 2**33 and 2**34, 5 to 10 % slower at 2**32. 3.6.0 and
+    # 3.9.0, 2026-11-26.
+    Row(head_dim=64, causal=True, auto=("tiny", "short", "medium"), least_work=MANY_TILES,
+        config=HopperForwardConfig(block_n=128, skips_masked_half=True, values=BEFORE_WEIGHTS, section_bytes=32 * MIB)),
+    # 18 to 34 % slower than the portable kernels at 2**29, 0 to 8 % faster at 2**31. 3.6.0 and 3.9.0, 2026-11-26.
+    Row(head_dim=64, causal=False, packed=False, bucket=("tiny", "short"), auto=("tiny", "short"),
+        least_work=SOME_TILES,
+        config=HopperForwardConfig(block_n=128, values=BEFORE_WEIGHTS, section_bytes=32 * MIB)),
     # Values before weights take 2 to 5 % less time. 3.6.0 and 3.9.0, 2026-11-23.
     Row(head_dim=64, causal=False, auto=("short", "medium", "long"),
         config=HopperForwardConfig(block_n=128, values=BEFORE_WEIGHTS, section_bytes=32 * MIB)),
@@ -97,17 +109,26 @@ FORWARD: tuple[Row, ...] = (
     # a row each. 2026-11-23.
     Row(head_dim=HEAD_DIM, bucket=("long",), auto=("long",),
         config=HopperForwardConfig(block_n=128, pin=True, skips_masked_half=True, section_bytes=32 * MIB)),
-    # Skipping the masked half takes 2 to 3 % less time from 1K to 4K. 3.6.0, 2026-11-23.
+    # Skipping the masked half takes 2 to 3 % less time from 1K to 4K. 3.6.0, 2026-11-23. Without packed sequences 0 to
+    # 20 % faster than the portable kernels at 2**32. H200 and H100, 3.6.0 and 3.9.0, 2026-11-26.
+    Row(head_dim=HEAD_DIM, packed=False, bucket=("medium",), auto=("medium",), least_work=MORE_TILES,
+        config=HopperForwardConfig(block_n=128, pin=True, skips_masked_half=True, section_bytes=32 * MIB)),
     Row(head_dim=HEAD_DIM, bucket=("medium",), auto=("medium",), least_work=MANY_TILES,
         config=HopperForwardConfig(block_n=128, pin=True, skips_masked_half=True, section_bytes=32 * MIB)),
+    # Without a mask 16 MiB take 2 to 8 % less time where key heads are not shared. H200 and H100, 3.9.0, 2026-11-26.
+    Row(head_dim=HEAD_DIM, causal=False, packed=False, bucket=("tiny", "short"), auto=("tiny", "short"),
+        least_work=MORE_TILES,
+        config=HopperForwardConfig(block_n=128, values=BEFORE_WEIGHTS, section_bytes=16 * MIB)),
     # Many short sequences fill the card, one does not. 3.6.0, 2026-11-22.
     Row(head_dim=HEAD_DIM, packed=True, bucket=("tiny",), auto=BUCKETS, least_work=MANY_TILES,
         config=HopperForwardConfig(block_n=128, values=BEFORE_WEIGHTS, section_bytes=32 * MIB)),
-    # Skipping the masked half takes 1 to 8 % more time with 3.6.0, and 4 to 5 % less with 3.9.0. 2026-11-23.
-    Row(head_dim=HEAD_DIM, bucket=("tiny",), most_release=(3, 8), auto=BUCKETS, least_work=SOME_TILES,
+    # Skipping the masked half takes 1 to 8 % more time with 3.6.0, and 4 to 5 % less with 3.9.0. 2026-11-23. At 2**32
+    # 2 to 7 % slower than the portable kernels with 3.6.0. 2026-11-26.
+    Row(head_dim=HEAD_DIM, bucket=("tiny",), most_release=(3, 8), auto=BUCKETS, least_work=MANY_TILES,
         config=HopperForwardConfig(block_n=128, values=BEFORE_WEIGHTS, section_bytes=32 * MIB)),
-    # 9 and 15 % faster than the portable kernels with 64 and 128 heads of 512 tokens. 3.6.0, 2026-11-22.
-    Row(head_dim=HEAD_DIM, bucket=("tiny",), auto=BUCKETS, least_work=SOME_TILES,
+    # At 2**31 8 % faster than the portable kernels with inputs in the L2, 11 % slower otherwise. H200 and H100, 3.9.0,
+    # 2026-11-26.
+    Row(head_dim=HEAD_DIM, bucket=("tiny",), auto=BUCKETS, least_work=MORE_TILES,
         config=HopperForwardConfig(block_n=128, skips_masked_half=True, values=BEFORE_WEIGHTS, section_bytes=32 * MIB)),
     # Values before weights take 1 % less time up to 1024 tokens, and more beyond. 3.6.0, 2026-11-21.
     Row(head_dim=HEAD_DIM, auto=("short", "medium", "long"), least_work=MANY_TILES,
@@ -138,13 +159,19 @@ BACKWARD: tuple[Row, ...] = (
     # 3.6.0, 2026-11-21.
     Row(head_dim=64, bucket=("tiny",), auto=BUCKETS, least_work=SOME_TILES,
         config=HopperBackwardConfig(section_bytes=32 * MIB, rotate_heads=2, post_rows=8, norm_rows=16, norm_heads=4)),
+    # Three blocks of dO take 2 to 3 % less time at (4, 8/8, 1024, 64), and the same with more heads. H200 and H100,
+    # 3.9.0, 2026-11-26.
+    Row(head_dim=64, causal=False, bucket=("short",), auto=BUCKETS,
+        config=HopperBackwardConfig(do_stages=3, section_bytes=32 * MIB, rotate_heads=2, post_rows=8, post_heads=2,
+            norm_rows=16, norm_heads=4)),
     # A post-process of more programs takes 1 to 10 % less time. 3.9.0, 2026-11-23.
     Row(head_dim=64, bucket=("tiny", "short"), auto=BUCKETS,
         config=HopperBackwardConfig(section_bytes=32 * MIB, rotate_heads=2, post_rows=8, post_heads=2, norm_rows=16,
             norm_heads=4)),
-    # 3.6.0, 2026-11-21.
+    # A post-process of more programs takes 2 % less time at (4, 8/8, 2048, 64), and the same beyond. H200 and H100,
+    # 3.6.0 and 3.9.0, 2026-11-26.
     Row(head_dim=64, auto=BUCKETS,
-        config=HopperBackwardConfig(section_bytes=32 * MIB, post_rows=8, post_heads=8)),
+        config=HopperBackwardConfig(section_bytes=32 * MIB, post_rows=8, post_heads=2)),
     # A post-process of more programs takes 1 to 10 % less time, leaving out hidden queries 0 to 3 %. 3.9.0, 2026-11-23.
     Row(head_dim=NARROW_HEAD_DIM, causal=True, gqa=False, bucket=("tiny", "short"), auto=BUCKETS,
         config=HopperBackwardConfig(section_bytes=32 * MIB, post_rows=8, skips_masked_half=True)),
@@ -152,8 +179,14 @@ BACKWARD: tuple[Row, ...] = (
     Row(head_dim=NARROW_HEAD_DIM, causal=True, gqa=False, bucket=("medium",), auto=BUCKETS,
         config=HopperBackwardConfig(section_bytes=32 * MIB, post_rows=8, post_heads=8, skips_masked_half=True)),
     # A post-process of more programs takes 1 to 10 % less time, leaving out hidden queries 0 to 3 %. 3.9.0, 2026-11-23.
-    Row(head_dim=HEAD_DIM, causal=True, gqa=False, bucket=("tiny",), auto=BUCKETS,
-        config=HopperBackwardConfig(section_bytes=32 * MIB, post_rows=8, post_heads=2, skips_masked_half=True)),
+    # 16 MiB take 2 to 4 % less time on an H100, 0 to 4 % on an H200. 2026-11-26.
+    Row(head_dim=HEAD_DIM, gqa=False, bucket=("tiny",), auto=BUCKETS,
+        config=HopperBackwardConfig(section_bytes=16 * MIB, post_rows=8, post_heads=2, skips_masked_half=True)),
+    # 16 MiB take 3 to 4 % less time on an H100, 1 % on an H200. 3.9.0, 2026-11-26.
+    Row(head_dim=HEAD_DIM, causal=False, gqa=False, bucket=("short",), auto=BUCKETS,
+        config=HopperBackwardConfig(section_bytes=16 * MIB, post_rows=8)),
+    # A post-process of more programs takes 1 to 10 % less time, leaving out hidden queries 0 to 3 %. 3.9.0, 2026-11-23.
+    # With a causal mask 16 MiB take 1 to 2 % less time on an H100, and 0 to 1 % more on an H200. 2026-11-26.
     Row(head_dim=HEAD_DIM, causal=True, gqa=False, bucket=("tiny", "short"), auto=BUCKETS,
         config=HopperBackwardConfig(section_bytes=32 * MIB, post_rows=8, skips_masked_half=True)),
     # A post-process of more programs takes 1 to 10 % less time. 3.9.0, 2026-11-23.
