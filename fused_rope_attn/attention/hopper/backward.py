@@ -74,7 +74,8 @@ class BackwardCall:
         narrow_window = left is not None and right is not None and 4 * (left + right) <= len_k
         ordered = problem.is_deterministic
         self.clears = self.wide or problem.has_intervals
-        if ordered or (narrow_window and not problem.reads_lengths and not self.wide):
+        overlaps = narrow_window and not (ordered or problem.reads_lengths or self.wide)
+        if ordered or overlaps:
             self.progress_size = batch * problem.heads_kv + batch * heads_q * pitch // BLOCK_M.value
         shared = shared_arguments(problem, given.cos, given.sin) | {
             "pitch": pitch,
@@ -174,8 +175,7 @@ class BackwardCall:
             shared,
             dq_strides=dq_strides,
             raw_q_strides=raw_strides[0],
-            # Up to head dim 128 two warps of a program add in order, and announce themselves.
-            key_blocks=tile_count(len_k, sequences, block_n) * (2 if ordered else 1),
+            key_blocks=tile_count(len_k, sequences, block_n) if overlaps else None,
             k_sums=None if self.sums is None else key_sums,
             HEADS=post_heads,
             BLOCK_N=post_rows,

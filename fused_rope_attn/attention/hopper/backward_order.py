@@ -93,7 +93,6 @@ def reduce_in_order(PARITY: gl.constexpr, dq_desc, dq, progress, keys, queries, 
         wait_for_other_warp(dq, i + 1)
         send_block(dq_desc, dq, keys.batch, head_q + group_head, queries.first + block, i + 1, ADD=True)
         announce(word, progress.tile + 1, RAISE=True)
-    announce(progress.ptr + progress.key_head)
 
 
 @jit

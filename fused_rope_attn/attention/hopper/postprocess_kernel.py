@@ -86,8 +86,8 @@ def postprocess_kernel(accumulator_ptr, progress_ptr, cos_ptr, sin_ptr, dq_ptr, 
     Grid: (row blocks * head chunks * B), row blocks as ``count_tiles`` counts them. Packed sequences are padded as for
     ``backward_kernel``.
 
-    With ``progress``, see backward_transfers.py, rows are written as soon as the ``key_blocks`` programs of their key
-    head are done, concurrently with those of other heads. Rows that no program began are zero.
+    With ``progress``, see backward_transfers.py, rows that no program began are zero. With ``key_blocks`` (None: none)
+    rows are written as soon as that many programs of their key head are done, concurrently with those of other heads.
 
     With norms dq passes through the norm of q, with weights ``norm`` (D,), to the gradient of raw_q (B, HQ, NQ, D), q
     as the caller gave it. Each program writes its part of the weights' gradient, a row of sums (programs, D) float32,
@@ -105,7 +105,7 @@ def postprocess_kernel(accumulator_ptr, progress_ptr, cos_ptr, sin_ptr, dq_ptr, 
     num_batches = programs // (num_blocks * num_chunks)
     pid = tl.program_id(0)
     if norm_ptr is not None:
-        if progress_ptr is None:
+        if key_blocks is None:
             # The last heads first, because the L2 still holds what the main kernel has written last.
             pid = tl.num_programs(0) - 1 - pid
         if pid >= programs:
@@ -145,7 +145,7 @@ def postprocess_kernel(accumulator_ptr, progress_ptr, cos_ptr, sin_ptr, dq_ptr, 
         dweight2 = dweight1
         # After the last query the accumulator is undefined.
         exists = (offs < NQ - start)[:, None]
-    if progress_ptr is None:
+    if key_blocks is None:
         wait_for_previous_launch(PDL)
     for head in range(chunk * HEADS, tl.minimum(chunk * HEADS + HEADS, HQ)):
         head64 = tl.cast(head, tl.int64)
@@ -163,8 +163,9 @@ def postprocess_kernel(accumulator_ptr, progress_ptr, cos_ptr, sin_ptr, dq_ptr, 
         if cu_q_ptr is not None:
             # The block may be past its sequence's end, and past the end of the accumulator.
             added = whole_offs[:, None] < NQ - start
-        if progress_ptr is not None:
+        if key_blocks is not None:
             wait_until(progress_ptr + batch * HKV + head // GROUP_SIZE, key_blocks)
+        if progress_ptr is not None:
             word = progress_ptr + (num_batches * HKV + row // BLOCK_M)
             if added is None:
                 added = tl.load(word) != 0
@@ -191,7 +192,7 @@ def postprocess_kernel(accumulator_ptr, progress_ptr, cos_ptr, sin_ptr, dq_ptr, 
         store_weight_sums(sums_ptr + tl.cast(pid, tl.int64) * D, dweight1, dweight2, norm, rotation, PAIRS)
         sums = WeightSums(sums_ptr, programs, parts_ptr, counters_ptr, dq_norm_ptr, D, BLOCK_D, WHOLE)
         add_own_sums(sums, pid)
-    if progress_ptr is not None:
+    if key_blocks is not None:
         # So that dk and dv are complete for the next launch too. With norms the programs of KEY_PARTS have waited.
         if pid == tl.num_programs(0) - 1:
             wait_for_previous_launch(PDL)
