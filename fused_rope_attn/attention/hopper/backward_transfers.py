@@ -3,8 +3,8 @@
 
 The adding warp serves head dims up to 128. With narrow windows, and where dQ is added in a fixed order, ``progress``
 says which parts of dQ are in the accumulator. It is int32 words, all zero after the pre-process: for each key head how
-many programs are done, (B * HKV,), then for each query block whether a program has stored the first part of its dQ, (B
-* HQ * pitch / BLOCK_M,). Up to head dim 128 ``postprocess_kernel`` reads both.
+many programs are done (narrow windows alone count them), (B * HKV,), then for each query block whether a program has
+stored the first part of its dQ, (B * HQ * pitch / BLOCK_M,). Up to head dim 128 ``postprocess_kernel`` reads them.
 """
 
 from fused_rope_attn.attention.hopper.backward_block import Sizes
