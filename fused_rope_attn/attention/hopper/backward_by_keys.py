@@ -52,8 +52,8 @@ class BuffersByKeys:
 
     k, v: (1, 1, 1, BLOCK_N, BLOCK_D) 16-bit. ds: slots of (BLOCK_M, BLOCK_N) 16-bit, full when both warpgroups have
     written their keys, empty when the products of both have read it; the slot of step s holds dS of step s - 1, and
-    zeros in step 0. dq: a channel for each warpgroup, (CONSUMERS, 1, 1, BLOCK_M, BLOCK_D / CONSUMERS) float32. lse and
-    delta: as in ``Destinations``.
+    zeros in step 0. dq: a channel for each warpgroup, with tiles (1, 1, BLOCK_M, BLOCK_D / CONSUMERS) float32 and a
+    slot for each warp that adds them. lse and delta: as in ``Destinations``.
     """
 
     k: Channel
@@ -67,18 +67,32 @@ class BuffersByKeys:
 
 
 @jit
-def allocate_buffers(descriptors, dq_desc, Q_STAGES: gl.constexpr, DO_STAGES: gl.constexpr, DS_LAYOUT: gl.constexpr):
-    """Allocate ``BuffersByKeys`` and initialise their barriers. DS_LAYOUT: of a tile of dS in shared memory."""
+def allocate_buffers(
+    descriptors,
+    dq_desc,
+    Q_STAGES: gl.constexpr,
+    DO_STAGES: gl.constexpr,
+    DS_LAYOUT: gl.constexpr,
+    ADDERS: gl.constexpr,
+):
+    """Allocate ``BuffersByKeys`` and initialise their barriers.
+
+    DS_LAYOUT: of a tile of dS in shared memory. ADDERS: warps that add dQ by turns.
+    """
     q, lse = allocate_query_channel(descriptors.q, descriptors.stats, Q_STAGES)
     do, delta = allocate_query_channel(descriptors.do, descriptors.stats, DO_STAGES)
     k_smem = gl.allocate_shared_memory(descriptors.k.dtype, [1] + descriptors.k.block_type.shape, descriptors.k.layout)
     v_smem = gl.allocate_shared_memory(descriptors.v.dtype, [1] + descriptors.v.block_type.shape, descriptors.v.layout)
     ds_smem = gl.allocate_shared_memory(descriptors.k.dtype, [DS_STAGES, BLOCK_M, BLOCK_N], DS_LAYOUT)
-    dq_smem = gl.allocate_shared_memory(gl.float32, [CONSUMERS] + dq_desc.block_type.shape, dq_desc.layout)
+    # With more than 64 columns shared memory does not hold a tile for each adding warp.
+    SHARED: gl.constexpr = ADDERS > 1 and descriptors.q.block_type.shape[3] > 64
+    DQ_TILES: gl.constexpr = CONSUMERS if SHARED else CONSUMERS * ADDERS
+    dq_smem = gl.allocate_shared_memory(gl.float32, [DQ_TILES] + dq_desc.block_type.shape, dq_desc.layout)
     k = written_once(k_smem)
     v = written_once(v_smem)
     ds = channel_of(ds_smem, DS_STAGES)
-    dq = Channel(dq_smem, allocate_barriers(CONSUMERS), allocate_barriers(CONSUMERS), STAGES=1)
+    full, empty = allocate_barriers(CONSUMERS * ADDERS), allocate_barriers(CONSUMERS * ADDERS)
+    dq = Channel(dq_smem, full, empty, STAGES=ADDERS, SHARED=SHARED)
     k.init(FILLS=1, RELEASES=0)
     v.init(FILLS=1, RELEASES=0)
     ds.init(FILLS=CONSUMERS, RELEASES=CONSUMERS * WARPGROUP_THREADS)
@@ -338,9 +352,6 @@ def accumulate_by_keys(WARPGROUP: gl.constexpr, buffers, gradients, keys, querie
     # Stage dv in V, because each warpgroup read only its own rows of it, and dk in the memory of dQ as soon as that has
     # been read.
     own_keys = KeyBlock(batch=keys.batch, head=keys.head, start_n=keys.start_n + WARPGROUP * KEYS)
-    stages = Stages(
-        dk=buffers.dq.buffer.index(WARPGROUP),
-        dv=own_rows(buffers.v, WARPGROUP),
-        dk_channel=buffers.dq.of_warpgroup(WARPGROUP),
-    )
+    dq = buffers.dq.of_warpgroup(WARPGROUP)
+    stages = Stages(dk=dq.tile(dq.at(dq_steps)), dv=own_rows(buffers.v, WARPGROUP), dk_channel=dq)
     store_gradients(dk, dv, own_keys, sizes.NK, mask, scale, gradients, stages, dq_steps, WARPGROUP, FIRST_COLUMN=0)

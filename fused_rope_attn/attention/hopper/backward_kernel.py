@@ -16,7 +16,7 @@ heads. Its warps meet only at barriers in shared memory:
   latent attention) has 128 keys, and makes no dQ;
 - ``load``, one warp: loads K and V and keeps the channels of Q and dO blocks full through the TMA;
 - ``reduce``, one warp: adds the dQ blocks to the accumulator through the TMA. Above head dim 128 the two warpgroups add
-  them from their registers. In a fixed order two warps do this, or tell the warpgroups when: ``backward_order``.
+  them from their registers. In a fixed order three warps do this, or two tell the warpgroups when: ``backward_order``.
 """
 
 from fused_rope_attn.attention.hopper.backward_block import (
@@ -33,7 +33,12 @@ from fused_rope_attn.attention.hopper.backward_by_columns import allocate_buffer
 from fused_rope_attn.attention.hopper.backward_by_keys import accumulate_by_keys
 from fused_rope_attn.attention.hopper.backward_by_keys import allocate_buffers as allocate_key_buffers
 from fused_rope_attn.attention.hopper.backward_epilogue import allocate_exchange
-from fused_rope_attn.attention.hopper.backward_order import announce_additions, permit_additions, reduce_in_order
+from fused_rope_attn.attention.hopper.backward_order import (
+    ADDERS,
+    announce_additions,
+    permit_additions,
+    reduce_in_order,
+)
 from fused_rope_attn.attention.hopper.backward_transfers import (
     Descriptors,
     Destinations,
@@ -245,7 +250,8 @@ def backward_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, dq_accumulator,
         HAS_CAP: gl.constexpr = cap_scale is not None
         buffers = allocate_column_buffers(descriptors, Q_STAGES, DO_STAGES, DS_LAYOUT, HAS_CAP, IS_ORDERED)
     else:
-        buffers = allocate_key_buffers(descriptors, dq_accumulator, Q_STAGES, DO_STAGES, DS_LAYOUT)
+        NUM_ADDERS: gl.constexpr = ADDERS if IS_ORDERED else 1
+        buffers = allocate_key_buffers(descriptors, dq_accumulator, Q_STAGES, DO_STAGES, DS_LAYOUT, NUM_ADDERS)
     arrival = None
     if ZEROES_ROWS or HAS_INTERVALS:
         arrival = allocate_barriers(1).index(0)
@@ -300,9 +306,10 @@ def backward_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, dq_accumulator,
                 (load, (descriptors, destinations, key_rows, query_rows, existing, sizes, stats_size, PDL, BEGINS_DQ)),
                 (reduce_in_order, (0, dq_accumulator, buffers.dq, progress, key_rows, query_rows, sizes, PDL)),
                 (reduce_in_order, (1, dq_accumulator, buffers.dq, progress, key_rows, query_rows, sizes, PDL)),
+                (reduce_in_order, (2, dq_accumulator, buffers.dq, progress, key_rows, query_rows, sizes, PDL)),
             ],
-            [4, 1, 1, 1],
-            [CONSUMER_REGISTERS, LOADER_REGISTERS, LOADER_REGISTERS, LOADER_REGISTERS],
+            [4, 1, 1, 1, 1],
+            [CONSUMER_REGISTERS, LOADER_REGISTERS, LOADER_REGISTERS, LOADER_REGISTERS, LOADER_REGISTERS],
         )
     else:
         gl.warp_specialize(

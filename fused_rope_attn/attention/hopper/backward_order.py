@@ -21,6 +21,10 @@ from fused_rope_attn.attention.hopper.shapes import CONSUMERS, KEYS
 from fused_rope_attn.kernels.schedule import wait_for_previous_launch, wait_until
 from fused_rope_attn.runtime.triton_compat import gl, jit
 
+# Warps that add dQ by turns up to head dim 128. An addition takes up to 3 µs from its wait to its announcement, and a
+# step 1 µs at head dim 64. A fourth warp would take registers from those that multiply.
+ADDERS = gl.constexpr(3)
+
 
 @jit
 def previous_tile(intervals, tile, block, HALVES: gl.constexpr):
@@ -49,25 +53,14 @@ def words_of_group(progress, queries, sizes):
 
 
 @jit
-def wait_for_other_warp(dq, step):
-    """Wait until the block of the step before ``step`` is released.
+def reduce_in_order(ADDER: gl.constexpr, dq_desc, dq, progress, keys, queries, sizes, PDL: gl.constexpr):
+    """Add every ADDERSth dQ block in the order of ``QueryBlocks.IN_ORDER``, the ADDERth first; one warp's work.
 
-    Without this a warp that waits for its block would take the barrier's parity for that of its last one.
-    """
-    for part in gl.static_range(CONSUMERS):
-        own = dq.of_warpgroup(part)
-        own.wait_empty(own.at(step))
-
-
-@jit
-def reduce_in_order(PARITY: gl.constexpr, dq_desc, dq, progress, keys, queries, sizes, PDL: gl.constexpr):
-    """Add every second dQ block in the order of ``QueryBlocks.IN_ORDER``, the PARITYth first; one of two warps' work.
-
-    The rest is as in ``reduce``. Two warps, because one addition takes longer to complete than a step.
+    The rest is as in ``reduce``. Several warps, because one addition takes longer to complete than a step.
     """
     total = sizes.GROUP_SIZE * queries.count
-    # dQ is delayed by one step; discard the first, empty block. The other warp adds the next one.
-    if PARITY == 1:
+    # dQ is delayed by one step; discard the first, empty block. The next one is the first warp's.
+    if ADDER == ADDERS - 1:
         if total > 0:
             drop_block(dq, 0)
     wait_for_previous_launch(PDL)
@@ -75,13 +68,13 @@ def reduce_in_order(PARITY: gl.constexpr, dq_desc, dq, progress, keys, queries, 
     head_q = keys.head * sizes.GROUP_SIZE
     num_begun = sizes.GROUP_SIZE * progress.num_begun
     # Two loops as in ``reduce``.
-    for i in range(PARITY, num_begun, 2):
-        wait_for_other_warp(dq, i + 1)
+    for i in range(ADDER, num_begun, ADDERS):
         group_head = i % sizes.GROUP_SIZE
         block = queries.count - 1 - i // sizes.GROUP_SIZE
         send_block(dq_desc, dq, keys.batch, head_q + group_head, queries.first + block, i + 1, ADD=False)
         announce(words + group_head * pitch + block, progress.tile + 1, RAISE=True)
-    for i in range(num_begun + (num_begun + PARITY) % 2, total, 2):
+    first_added = num_begun + (ADDER + (ADDERS - 1) * num_begun) % ADDERS
+    for i in range(first_added, total, ADDERS):
         group_head = i % sizes.GROUP_SIZE
         block = queries.count - 1 - i // sizes.GROUP_SIZE
         word = words + group_head * pitch + block
@@ -90,7 +83,6 @@ def reduce_in_order(PARITY: gl.constexpr, dq_desc, dq, progress, keys, queries, 
         else:
             wait_until(word, previous_tile(progress.intervals, progress.tile, queries.first + block, CONSUMERS))
         fence_proxies()
-        wait_for_other_warp(dq, i + 1)
         send_block(dq_desc, dq, keys.batch, head_q + group_head, queries.first + block, i + 1, ADD=True)
         announce(word, progress.tile + 1, RAISE=True)
 

@@ -70,7 +70,8 @@ class Channel:
     is None if nothing waits for it. rope: the rotated columns of the same rows, one tile for each of ``buffer``, which
     fills and empties with it; None unless the call is multi-head latent attention. FIRST: the channel's first slot,
     because channels of several warpgroups may share the arrays (``of_warpgroup``). TILE: which of a slot's tiles
-    ``tile`` returns.
+    ``tile`` returns. SHARED: all slots of a warpgroup have one tile, and only their barriers differ. Each of several
+    consumers then has a barrier of its own: the parity of a common one would not say which of them is next.
     """
 
     buffer: gl.shared_memory_descriptor
@@ -80,6 +81,7 @@ class Channel:
     FIRST: gl.constexpr = 0
     TILES: gl.constexpr = 1
     TILE: gl.constexpr = 0
+    SHARED: gl.constexpr = False
     rope: gl.shared_memory_descriptor | None = None
 
     @jit
@@ -136,7 +138,9 @@ class Channel:
     @jit
     def tile(self, cursor):
         """Return the tile in shared memory."""
-        if self.TILES == 1:
+        if self.SHARED:
+            return self.buffer.index(self.FIRST // self.STAGES)
+        elif self.TILES == 1:
             return self.buffer.index(cursor.slot)
         else:
             return self.buffer.index(cursor.slot * self.TILES + self.TILE)
@@ -154,6 +158,9 @@ class Channel:
     @jit
     def wait_empty(self, cursor):
         """Wait as a producer until consumers have released what the slot held before; at first there is nothing."""
+        if self.SHARED:
+            # That of the step before, which had the same tile.
+            cursor = self.at(cursor.step + self.STAGES - 1)
         parity = self.parity(cursor) ^ 1
         mbarrier.wait(self.empty.index(cursor.slot), parity)
 
