@@ -18,7 +18,7 @@ from fused_rope_attn.attention.arguments import (
 from fused_rope_attn.attention.configs import HopperBackwardConfig
 from fused_rope_attn.attention.hopper.backward_kernel import backward_kernel
 from fused_rope_attn.attention.hopper.columns import needed_columns
-from fused_rope_attn.attention.hopper.intervals import NO_VISIBLE_ROWS, VisibleRows, without_masks
+from fused_rope_attn.attention.hopper.intervals import NO_VISIBLE_ROWS, Shares, VisibleRows, without_masks
 from fused_rope_attn.attention.hopper.latent_backward import LatentBackwardCall
 from fused_rope_attn.attention.hopper.postprocess_kernel import norm_postprocess_kernel, postprocess_kernel
 from fused_rope_attn.attention.hopper.shapes import BACKWARD_BLOCK_M as BLOCK_M
@@ -141,9 +141,13 @@ class BackwardCall:
             num_blocks = triton.cdiv(len_k, block_n) * (block_n // KEYS.value)
             self.visible_rows = VisibleRows(problem, given, shared, KEYS.value, num_blocks, pitch)
             main_shared = without_masks(shared)
+        self.shares, main_programs = None, key_programs
+        if problem.has_intervals and not ordered:
+            self.shares = Shares(problem, num_blocks, block_n // KEYS.value, pad_d)
+            main_programs, section = self.shares.programs * problem.heads_kv, problem.heads_kv
         self.main = Launch(
             backward_kernel,
-            key_programs,
+            main_programs,
             {"num_warps": 4, **pdl},
             main_shared,
             num_blocks=num_blocks,
@@ -250,6 +254,8 @@ class BackwardCall:
         )
         # Before the pre-process: the main kernel reads these before it waits for that.
         masks = NO_VISIBLE_ROWS if self.visible_rows is None else self.visible_rows(stream, tensors, lse)
+        if self.shares is not None:
+            masks |= self.shares(stream, masks["blocks_ptr"])
         rotated = {"q_ptr": q, "q_rot_ptr": q_rot, "k_ptr": k, "k_rot_ptr": k_rot}
         self.preprocess(stream, given, o_ptr=o, do_ptr=do, lse_ptr=lse, accumulator_ptr=cleared, **rotated)
         self.main(

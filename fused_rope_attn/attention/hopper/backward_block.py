@@ -9,6 +9,7 @@ from fused_rope_attn.attention.hopper.masks import hide_pairs
 from fused_rope_attn.attention.hopper.ptxas import opaque
 from fused_rope_attn.attention.hopper.shapes import BACKWARD_BLOCK_M as BLOCK_M
 from fused_rope_attn.attention.hopper.shapes import CONSUMERS, KEYS, WARPGROUP_THREADS
+from fused_rope_attn.attention.hopper.shares import visited_blocks
 from fused_rope_attn.attention.hopper.softmax import cap_scores
 from fused_rope_attn.kernels.masks import first_query, query_range
 from fused_rope_attn.kernels.norm import Norm
@@ -82,14 +83,32 @@ class KeyNorm:
 
 
 @record
+class SharedSums:
+    """The sums dk and dv of a tile of keys whose work several programs share, each in turn.
+
+    ptr: float32, dk and dv of a warpgroup, (2, KEYS, columns) each. counter_ptr: int32, a word for each warpgroup, to
+    which each warp adds 1 when a share's sums are stored. number, count: as in ``Share``.
+    """
+
+    ptr: gl.tensor
+    counter_ptr: gl.tensor
+    number: gl.tensor
+    count: gl.tensor
+
+
+@record
 class KeyGradients:
-    """The gradients dk and dv (B, HKV, NK, D), and the tables by which dk is rotated back."""
+    """The gradients dk and dv (B, HKV, NK, D), and the tables by which dk is rotated back.
+
+    sums: None if no tile is shared.
+    """
 
     dk: TensorView
     dv: TensorView
     tables: RotaryTables
     key_norm: KeyNorm | None
     format: RowFormat
+    sums: SharedSums | None = None
 
 
 @jit
@@ -149,27 +168,19 @@ def query_blocks(mask, start_n, NQ, num_rows, BLOCK_N: gl.constexpr):
 
 
 @jit
-def interval_blocks(intervals, start_n, HALVES: gl.constexpr):
-    """Return (first, end) of the query blocks with a row that sees any of HALVES * KEYS keys, start_n the first.
-
-    If no row does ``end`` is at most ``first``. intervals: ``KeyIntervals``.
-    """
-    bounds = intervals.blocks_ptr + start_n // KEYS
-    first, end = gl.load(bounds), gl.load(bounds + intervals.num_blocks)
-    for i in gl.static_range(1, HALVES):
-        first = gl.minimum(first, gl.load(bounds + i))
-        end = gl.maximum(end, gl.load(bounds + intervals.num_blocks + i))
-    return first // BLOCK_M, (end + BLOCK_M - 1) // BLOCK_M
-
-
-@jit
-def interval_queries(intervals, start_n, HALVES: gl.constexpr):
+def interval_queries(intervals, start_n, share, HALVES: gl.constexpr):
     """Return the ``QueryBlocks`` from the first to the last row that sees any of HALVES * KEYS keys, start_n the first.
 
-    intervals: ``KeyIntervals``. Every key that the mask lets through exists.
+    intervals: ``KeyIntervals``. share: the ``Share`` of these blocks that to return; None: all. Every key that the mask
+    lets through exists.
     """
-    first, end = interval_blocks(intervals, start_n, HALVES)
+    first, end = visited_blocks(intervals.blocks_ptr, intervals.num_blocks, start_n // KEYS, HALVES)
     count = gl.maximum(0, end - first)
+    if share is not None:
+        parts = gl.maximum(share.count, 1)
+        begin = count * share.number // parts
+        first += begin
+        count = gl.where(share.count > 0, count * (share.number + 1) // parts - begin, 0)
     return QueryBlocks(first=first, num_masked=None, num_hidden=None, count=count)
 
 

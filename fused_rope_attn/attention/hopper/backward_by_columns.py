@@ -21,7 +21,7 @@ from fused_rope_attn.attention.hopper.backward_block import (
     weigh,
     whole_tile,
 )
-from fused_rope_attn.attention.hopper.backward_epilogue import Stages, store_gradients
+from fused_rope_attn.attention.hopper.backward_epilogue import Stages, store_or_pass_on
 from fused_rope_attn.attention.hopper.channels import Channel, allocate_barriers, channel_of, written_once
 from fused_rope_attn.attention.hopper.columns import ColumnParts
 from fused_rope_attn.attention.hopper.masks import mask_offset, needs_mask, with_own_keys
@@ -269,4 +269,4 @@ def accumulate_by_columns(WARPGROUP: gl.constexpr, buffers, dq_ptr, gradients, k
         dv=reinterpret(v_smem, DTYPE, [CONSUMERS, KEYS, OWN], STAGE).index(WARPGROUP),
     )
     dk, dv = ColumnParts(left=dk, right=None), ColumnParts(left=dv, right=None)
-    store_gradients(dk, dv, keys, sizes.NK, mask, scale, gradients, stages, 0, WARPGROUP, FIRST_COLUMN=WARPGROUP * OWN)
+    store_or_pass_on(dk, dv, keys, sizes.NK, mask, scale, gradients, stages, 0, WARPGROUP, FIRST_COLUMN=WARPGROUP * OWN)

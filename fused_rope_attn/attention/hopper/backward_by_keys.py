@@ -17,7 +17,7 @@ from fused_rope_attn.attention.hopper.backward_block import (
     weigh,
     whole_tile,
 )
-from fused_rope_attn.attention.hopper.backward_epilogue import Stages, store_gradients
+from fused_rope_attn.attention.hopper.backward_epilogue import Stages, store_or_pass_on
 from fused_rope_attn.attention.hopper.backward_transfers import stage_rows
 from fused_rope_attn.attention.hopper.channels import Channel, allocate_barriers, channel_of, written_once
 from fused_rope_attn.attention.hopper.columns import (
@@ -354,4 +354,4 @@ def accumulate_by_keys(WARPGROUP: gl.constexpr, buffers, gradients, keys, querie
     own_keys = KeyBlock(batch=keys.batch, head=keys.head, start_n=keys.start_n + WARPGROUP * KEYS)
     dq = buffers.dq.of_warpgroup(WARPGROUP)
     stages = Stages(dk=dq.tile(dq.at(dq_steps)), dv=own_rows(buffers.v, WARPGROUP), dk_channel=dq)
-    store_gradients(dk, dv, own_keys, sizes.NK, mask, scale, gradients, stages, dq_steps, WARPGROUP, FIRST_COLUMN=0)
+    store_or_pass_on(dk, dv, own_keys, sizes.NK, mask, scale, gradients, stages, dq_steps, WARPGROUP, FIRST_COLUMN=0)

@@ -6,9 +6,10 @@ here: a kernel of its own would read and write dk once more. Up to head dim 128 
 warpgroups own half of each row, and exchange their sums over the columns through shared memory.
 """
 
+from fused_rope_attn.attention.hopper.backward_transfers import announce
 from fused_rope_attn.attention.hopper.channels import ROW_SUMS, TWO_WARPGROUPS, Channel, wait_at_named_barrier
 from fused_rope_attn.attention.hopper.columns import LEFT, ColumnParts, scale_parts, store_parts
-from fused_rope_attn.attention.hopper.shapes import CONSUMERS, KEYS
+from fused_rope_attn.attention.hopper.shapes import CONSUMERS, KEYS, WARPGROUP_WARPS
 from fused_rope_attn.attention.norm_gradient_kernel import store_weight_sums
 from fused_rope_attn.kernels.norm import unnorm_sums, unnorm_with
 from fused_rope_attn.kernels.records import record, replace
@@ -22,6 +23,7 @@ from fused_rope_attn.kernels.rotation import (
     store_pairs,
     unpack_pairs,
 )
+from fused_rope_attn.kernels.schedule import wait_until
 from fused_rope_attn.kernels.softmax import LN2
 from fused_rope_attn.kernels.tiles import Origin, columns_from, head_rows, store_tile
 from fused_rope_attn.runtime.triton_compat import gl, jit, reinterpret
@@ -175,6 +177,57 @@ def store_dk(rows, dk, stage, keys, num_keys, gradients, WARPGROUP: gl.constexpr
             first, second = gl.where(exists, first, 0.0), gl.where(exists, second, 0.0)
         first, second = unnorm_keys(raw1, raw2, first, second, rows.num_rows, rotation, key_norm, WARPGROUP, FIRST_PAIR)
     store_pairs(rows, first, second, offs, rotation, layouts, FIRST_PAIR)
+
+
+@jit
+def sums_at(ptr, x, PITCH: gl.constexpr):
+    """Return pointers (KEYS, columns) to float32 for x, a part of ``ColumnParts``, from ptr on; PITCH: a row's."""
+    LAYOUT: gl.constexpr = x.type.layout
+    rows = gl.arange(0, KEYS, gl.SliceLayout(1, LAYOUT))
+    columns = gl.arange(0, x.shape[1], gl.SliceLayout(0, LAYOUT))
+    return ptr + rows[:, None] * PITCH + columns[None, :]
+
+
+@jit
+def load_sums(ptr, parts, PITCH: gl.constexpr):
+    """Return ``ColumnParts`` plus what ``keep_sums`` has stored."""
+    left = parts.left + gl.load(sums_at(ptr, parts.left, PITCH))
+    if parts.right is None:
+        return ColumnParts(left=left, right=None)
+    else:
+        return ColumnParts(left=left, right=parts.right + gl.load(sums_at(ptr + LEFT, parts.right, PITCH)))
+
+
+@jit
+def keep_sums(ptr, parts, PITCH: gl.constexpr):
+    """Store ``ColumnParts`` in float32."""
+    gl.store(sums_at(ptr, parts.left, PITCH), parts.left)
+    if parts.right is not None:
+        gl.store(sums_at(ptr + LEFT, parts.right, PITCH), parts.right)
+
+
+@jit
+def store_or_pass_on(
+    dk, dv, keys, NK, mask, scale, gradients, stages, dk_steps, WARPGROUP: gl.constexpr, FIRST_COLUMN: gl.constexpr
+):
+    """Add the sums of the tile's shares before this one, and pass them on, or after the last one ``store_gradients``."""
+    if gradients.sums is None:
+        store_gradients(dk, dv, keys, NK, mask, scale, gradients, stages, dk_steps, WARPGROUP, FIRST_COLUMN)
+    else:
+        shared = gradients.sums
+        PITCH: gl.constexpr = stages.dv.shape[1]
+        dk_ptr = shared.ptr + WARPGROUP * (2 * KEYS * PITCH)
+        dv_ptr = dk_ptr + KEYS * PITCH
+        counter = shared.counter_ptr + WARPGROUP
+        if shared.number > 0:
+            wait_until(counter, WARPGROUP_WARPS * shared.number)
+            dk, dv = load_sums(dk_ptr, dk, PITCH), load_sums(dv_ptr, dv, PITCH)
+        if shared.number + 1 < shared.count:
+            keep_sums(dk_ptr, dk, PITCH)
+            keep_sums(dv_ptr, dv, PITCH)
+            announce(counter)
+        if shared.number + 1 == shared.count:
+            store_gradients(dk, dv, keys, NK, mask, scale, gradients, stages, dk_steps, WARPGROUP, FIRST_COLUMN)
 
 
 @jit

@@ -24,6 +24,7 @@ from fused_rope_attn.attention.hopper.backward_block import (
     KeyGradients,
     KeyNorm,
     QueryBlocks,
+    SharedSums,
     Sizes,
     interval_queries,
     query_blocks,
@@ -54,6 +55,7 @@ from fused_rope_attn.attention.hopper.latent_keys import allocate_buffers as all
 from fused_rope_attn.attention.hopper.masks import KeyIntervals
 from fused_rope_attn.attention.hopper.shapes import BACKWARD_BLOCK_M as BLOCK_M
 from fused_rope_attn.attention.hopper.shapes import BACKWARD_BLOCK_N, CONSUMERS, KEYS
+from fused_rope_attn.attention.hopper.shares import SHARE_WORDS, load_share
 from fused_rope_attn.kernels.lengths import (
     count_tiles,
     existing_keys,
@@ -83,7 +85,7 @@ _NUMBERS = (
 @jit(do_not_specialize=_NUMBERS)
 def backward_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, dq_accumulator, progress_ptr, cos_ptr, sin_ptr, dk_ptr,
                     dv_ptr, starts_ptr, lens_ptr, cu_q_ptr, cu_k_ptr, k_norm_ptr, raw_k_ptr, k_sums_ptr, q_rope_desc,
-                    k_rope_desc, dk_parts_ptr, key_rows_ptr, blocks_ptr, blind_ptr, dk_strides, dv_strides,
+                    k_rope_desc, dk_parts_ptr, key_rows_ptr, blocks_ptr, blind_ptr, shares_ptr, shared_sums_ptr, dk_strides, dv_strides,
                     dk_parts_strides, cos_strides, sin_strides, raw_k_strides, qk_scale, cap_scale, norm_eps,
                     norm_offset, window, num_blocks, num_heads, HQ, HKV, GROUP_SIZE, NQ, pitch, NK, num_sequences,
                     stats_size, heads_per_section, D: gl.constexpr, R: gl.constexpr, BLOCK_D: gl.constexpr,
@@ -117,6 +119,8 @@ def backward_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, dq_accumulator,
 
     key_rows and blocks, of ``key_rows_kernel`` for num_blocks blocks of KEYS keys, and blind, of ``blind_rows_kernel``
     for pitch rows: calls with intervals have them in place of all other masks; lens says where the tables end.
+    shares, of ``deal_shares``: the work of each program of a key head, unless IS_ORDERED; heads_per_section counts the
+    key heads of one batch entry then. shared_sums float32: ``SharedSums.ptr`` of each key head and divided tile.
 
     TOKEN_TABLES: row t of the tables belongs to packed key t.
 
@@ -148,7 +152,13 @@ def backward_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, dq_accumulator,
     # The block's keys, and the query blocks that see them.
     pid = gl.program_id(0)
     tiles = count_tiles(NK, num_sequences, BLOCK_N)
-    if IS_ORDERED:
+    share = None
+    if shares_ptr is not None:
+        num_shares = gl.num_programs(0) // HKV
+        number, bh = scheduled_tile(pid, num_shares, HKV, heads_per_section, LAST_TILE_FIRST=False)
+        share = load_share(shares_ptr + number * SHARE_WORDS)
+        tile, bh = share.tile % tiles, share.tile // tiles * HKV + bh
+    elif IS_ORDERED:
         tile, bh = overlapped_tile(pid, tiles, num_heads, heads_per_section)
     else:
         tile, bh = scheduled_tile(pid, tiles, num_heads, heads_per_section, LAST_TILE_FIRST=BEGINS_DQ)
@@ -196,7 +206,7 @@ def backward_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, dq_accumulator,
         blocks_ptr += batch.to(gl.int64) * (4 + KEYS // WORD) * num_blocks
         blind_ptr += batch.to(gl.int64) * (pitch // WORD)
         intervals = KeyIntervals(key_rows_ptr, blocks_ptr, num_blocks)
-        queries = interval_queries(intervals, start_n, BLOCK_N // KEYS)
+        queries = interval_queries(intervals, start_n, share, BLOCK_N // KEYS)
         hidden_ptr = blocks_ptr + 4 * num_blocks + start_n // WORD
     mask = Mask(num_keys, first_key if READS_LENGTHS else None, mask.window, READS_LENGTHS, intervals)
     keys = KeyBlock(batch=batch, head=head, start_n=start_n)
@@ -238,12 +248,21 @@ def backward_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, dq_accumulator,
             exchange = allocate_exchange()
         SUMS: gl.constexpr = 1 if SPLITS_COLUMNS else CONSUMERS
         norm, raw = Norm(k_norm_ptr, norm_eps, norm_offset, D), TensorView(raw_k_ptr, raw_k_strides)
-        key_norm = KeyNorm(norm, raw, k_sums_ptr + pid.to(gl.int64) * (SUMS * D), exchange)
+        row = pid
+        if share is not None:
+            row = bh * tiles + tile
+        key_norm = KeyNorm(norm, raw, k_sums_ptr + row.to(gl.int64) * (SUMS * D), exchange)
     tables = RotaryTables(cos_ptr, sin_ptr, cos_strides, sin_strides, R, INTERLEAVED)
     if TOKEN_TABLES:
         tables = tables_from(tables, first_k)
     dk, dv = TensorView(dk_ptr, dk_strides), TensorView(dv_ptr, dv_strides)
-    gradients = KeyGradients(dk, dv, tables, key_norm, RowFormat(D, BLOCK_D, USE_INT64_OFFSETS))
+    sums = None
+    if share is not None:
+        place = share.place * HKV + head
+        counters = shares_ptr + num_shares * SHARE_WORDS + place * CONSUMERS
+        shared_sums_ptr += place.to(gl.int64) * (2 * BLOCK_N * BLOCK_D)
+        sums = SharedSums(shared_sums_ptr, counters, share.number, share.count)
+    gradients = KeyGradients(dk, dv, tables, key_norm, RowFormat(D, BLOCK_D, USE_INT64_OFFSETS), sums)
     if IS_LATENT:
         buffers = allocate_latent_buffers(descriptors, Q_STAGES, DO_STAGES, DS_LAYOUT)
     elif SPLITS_COLUMNS:

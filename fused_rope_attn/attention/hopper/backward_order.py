@@ -9,7 +9,6 @@ All programs of a head go from the last query block to the first one. They follo
 addition, and under a causal mask the longest program is both the first in the order and the first to start.
 """
 
-from fused_rope_attn.attention.hopper.backward_block import interval_blocks
 from fused_rope_attn.attention.hopper.backward_transfers import (
     announce,
     drop_block,
@@ -17,7 +16,8 @@ from fused_rope_attn.attention.hopper.backward_transfers import (
     send_block,
 )
 from fused_rope_attn.attention.hopper.shapes import BACKWARD_BLOCK_M as BLOCK_M
-from fused_rope_attn.attention.hopper.shapes import CONSUMERS, KEYS
+from fused_rope_attn.attention.hopper.shapes import CONSUMERS
+from fused_rope_attn.attention.hopper.shares import visited_blocks
 from fused_rope_attn.kernels.schedule import wait_for_previous_launch, wait_until
 from fused_rope_attn.runtime.triton_compat import gl, jit
 
@@ -37,7 +37,8 @@ def previous_tile(intervals, tile, block, HALVES: gl.constexpr):
     end = tile
     while (found == 0) & (end > 0):
         tiles = end - 1 - gl.arange(0, 32, LANES)
-        first, last = interval_blocks(intervals, gl.maximum(tiles, 0) * (HALVES * KEYS), HALVES)
+        own = gl.maximum(tiles, 0) * HALVES
+        first, last = visited_blocks(intervals.blocks_ptr, intervals.num_blocks, own, HALVES)
         visits = (tiles >= 0) & (first <= block) & (block < last)
         found = gl.max(gl.where(visits, tiles + 1, 0), 0)
         end -= 32

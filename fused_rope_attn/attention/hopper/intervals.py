@@ -16,14 +16,20 @@ from fused_rope_attn.attention.hopper.interval_kernels import (
     key_rows_kernel,
     visits_kernel,
 )
+from fused_rope_attn.attention.hopper.shapes import CONSUMERS, KEYS
+from fused_rope_attn.attention.hopper.shares import SHARE_WORDS, deal_shares
+from fused_rope_attn.attention.hopper.shares import TILES as DEALT_TILES
 from fused_rope_attn.attention.intervals import interval_strides
 from fused_rope_attn.attention.problem import Problem, Tensors
+from fused_rope_attn.runtime import device
 from fused_rope_attn.runtime.launch import Launch
 
 # The tensors of ``Visits`` in calls without intervals.
 NO_VISITS: dict[str, Any] = {"visits_ptr": None, "key_rows_ptr": None, "hidden_ptr": None}
 # Those of ``VisibleRows``.
-NO_VISIBLE_ROWS: dict[str, Any] = {"key_rows_ptr": None, "blocks_ptr": None, "blind_ptr": None}
+NO_VISIBLE_ROWS: dict[str, Any] = dict.fromkeys(
+    ("key_rows_ptr", "blocks_ptr", "blind_ptr", "shares_ptr", "shared_sums_ptr")
+)
 # Words of a program of ``blind_rows_kernel``.
 BLIND_WORDS = 32
 
@@ -95,6 +101,44 @@ class Visits:
         return found
 
 
+class Shares:
+    """The shares of a backward pass as ``deal_shares`` writes them, and float32 sums of the tiles that it divides.
+
+    num_blocks: blocks of KEYS keys, ``halves`` of them in a tile; columns: of a row of the sums, padding included.
+    """
+
+    def __init__(self, problem: Problem, num_blocks: int, halves: int, columns: int):
+        multiprocessors, heads = device.num_sms(problem.device), problem.heads_kv
+        tiles = problem.batch * num_blocks // halves
+        # A tile is divided if it has more than 5 / 4 of a multiprocessor's part of the work, and the others follow.
+        divided = min(tiles, 4 * multiprocessors // (5 * heads)) * heads
+        self.programs = tiles + multiprocessors // heads
+        counters = divided * CONSUMERS.value
+        self.size = self.programs * SHARE_WORDS.value + counters
+        self.sums_size = divided * 2 * halves * KEYS.value * columns
+        self.launch = Launch(
+            deal_shares,
+            triton.cdiv(tiles, DEALT_TILES.value),
+            {"num_warps": 4},
+            {},
+            batch_stride=(4 + KEYS.value // WORD.value) * num_blocks,
+            num_blocks=num_blocks,
+            num_tiles=tiles,
+            num_shares=self.programs,
+            num_counters=counters,
+            num_heads=heads,
+            multiprocessors=multiprocessors,
+            HALVES=halves,
+        )
+
+    def __call__(self, stream: int, blocks: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Launch, and return the results by the names of the main kernel's arguments. blocks: as ``KeyRows`` has it."""
+        shares = torch.empty(self.size, dtype=torch.int32, device=blocks.device)
+        self.launch(stream, shares_ptr=shares, blocks_ptr=blocks)
+        sums = torch.empty(self.sums_size, dtype=torch.float32, device=blocks.device)
+        return {"shares_ptr": shares, "shared_sums_ptr": sums}
+
+
 class VisibleRows:
     """``KeyRows``, and a bit for each of num_rows rows of q that sees no key, for a backward pass."""
 
@@ -118,4 +162,4 @@ class VisibleRows:
         """Launch, and return the results by the names of the main kernel's arguments. lse ``(B, HQ, NQ)``."""
         blind = torch.empty(self.shape, dtype=torch.int32, device=lse.device)
         self.launch(stream, blind_ptr=blind, lse_ptr=lse)
-        return self.key_rows(stream, tensors) | {"blind_ptr": blind, "starts_ptr": None}
+        return NO_VISIBLE_ROWS | self.key_rows(stream, tensors) | {"blind_ptr": blind, "starts_ptr": None}

@@ -1,0 +1,130 @@
+# mypy: ignore-errors
+"""Shares of the sm_90 backward of a call with intervals: how the query blocks of tiles of keys are dealt to programs.
+
+Intervals make tiles uneven. For example all rows see the root of a tree, so that its few tiles would take longer than
+everything else together. A tile that has more query blocks than a multiprocessor's part of all of them is therefore
+divided into shares of a program each, and the longest shares start first. The programs of a tile pass dK and dV on, from
+the first share to the last one, which writes the gradients. The order of these sums is fixed.
+"""
+
+import triton
+import triton.language as tl
+
+from fused_rope_attn.attention.hopper.shapes import BACKWARD_BLOCK_M, KEYS
+from fused_rope_attn.kernels.records import record
+from fused_rope_attn.runtime.triton_compat import gl, jit
+
+# Numbers of a share, in the order of ``Share``.
+SHARE_WORDS = tl.constexpr(4)
+# Query blocks that are worth a share of their own.
+LEAST_SHARE = tl.constexpr(8)
+# Tiles whose shares a program of ``deal_shares`` writes, and tiles that it reads at once.
+TILES = tl.constexpr(32)
+OTHERS = tl.constexpr(128)
+
+
+@record
+class Share:
+    """The work of a program: query blocks of a tile of keys of any key head.
+
+    A tile's query blocks are divided evenly into ``count`` shares, and this is number ``number``. count 0: no work.
+    """
+
+    tile: tl.tensor  # counted through all batch entries
+    number: tl.tensor
+    count: tl.tensor
+    place: tl.tensor  # of a divided tile among all divided ones
+
+
+@triton.jit
+def visited_blocks(blocks_ptr, num_blocks, block, HALVES: tl.constexpr):
+    """Return (first, end) of the query blocks with a row that sees any key of HALVES blocks of KEYS, from ``block`` on.
+
+    If no row does ``end`` is at most ``first``. blocks_ptr, num_blocks: as ``key_rows_kernel`` writes them.
+    """
+    bounds = blocks_ptr + block
+    first, end = tl.load(bounds), tl.load(bounds + num_blocks)
+    for i in tl.static_range(1, HALVES):
+        first = tl.minimum(first, tl.load(bounds + i))
+        end = tl.maximum(end, tl.load(bounds + num_blocks + i))
+    return first // BACKWARD_BLOCK_M, (end + BACKWARD_BLOCK_M - 1) // BACKWARD_BLOCK_M
+
+
+@triton.jit
+def count_visits(blocks_ptr, batch_stride, num_blocks, tile, num_tiles, HALVES: tl.constexpr):
+    """Return how many query blocks each of some tiles visits; 0 from tile num_tiles on."""
+    tiles = num_blocks // HALVES
+    existing = tl.minimum(tile, num_tiles - 1)
+    blocks_ptr += (existing // tiles).to(tl.int64) * batch_stride
+    first, end = visited_blocks(blocks_ptr, num_blocks, existing % tiles * HALVES, HALVES)
+    return tl.where(tile < num_tiles, tl.maximum(end - first, 0), 0)
+
+
+@triton.jit
+def count_shares(visits, tile, num_tiles, limit):
+    """Return into how many shares tiles are divided that visit so many query blocks; 0 from tile num_tiles on.
+
+    Up to 5 / 4 of ``limit`` a tile stays whole, and shares have at most 9 / 8 of it.
+    """
+    return tl.where(tile < num_tiles, tl.maximum((4 * visits + 3 * limit - 1) // (4 * limit), 1), 0)
+
+
+_NUMBERS = "batch_stride num_blocks num_tiles num_shares num_counters num_heads multiprocessors".split()
+
+
+@triton.jit(do_not_specialize=_NUMBERS)
+def deal_shares(
+    shares_ptr, blocks_ptr, batch_stride, num_blocks, num_tiles, num_shares, num_counters, num_heads, multiprocessors,
+    HALVES: tl.constexpr,
+):  # fmt: skip
+    """Write the shares of num_tiles tiles of HALVES blocks of KEYS keys, the longest ones first, a tile's in order.
+
+    shares (num_shares, SHARE_WORDS) int32: the ``Share`` of each program of a key head. There may be more of them than
+    work. num_counters zeros follow, one for each warpgroup, key head and divided tile.
+    blocks (B, batch_stride) int32, num_blocks: as ``key_rows_kernel`` writes them. num_heads: key heads.
+    Grid: (num_tiles / TILES). Each program reads the bounds of all tiles, so that none waits for another.
+    """
+    other = tl.arange(0, OTHERS)
+    total = tl.zeros((), tl.int64)
+    for start in range(0, num_tiles, OTHERS):
+        visits = count_visits(blocks_ptr, batch_stride, num_blocks, start + other, num_tiles, HALVES)
+        total += tl.sum(visits.to(tl.int64))
+    limit = (total * num_heads + multiprocessors - 1) // multiprocessors
+    limit = tl.maximum(limit, LEAST_SHARE).to(tl.int32)
+
+    own = tl.program_id(0) * TILES + tl.arange(0, TILES)
+    visits = count_visits(blocks_ptr, batch_stride, num_blocks, own, num_tiles, HALVES)
+    count = count_shares(visits, own, num_tiles, limit)
+    length = visits // tl.maximum(count, 1)
+    position = tl.zeros((TILES,), tl.int32)
+    place = tl.zeros((TILES,), tl.int32)
+    num_dealt = 0
+    for start in range(0, num_tiles, OTHERS):
+        tile = start + other
+        its_visits = count_visits(blocks_ptr, batch_stride, num_blocks, tile, num_tiles, HALVES)
+        its_count = count_shares(its_visits, tile, num_tiles, limit)
+        its_length = (its_visits // tl.maximum(its_count, 1))[None, :]
+        precedes = tile[None, :] < own[:, None]
+        starts_first = (its_length > length[:, None]) | ((its_length == length[:, None]) & precedes)
+        position += tl.sum(tl.where(starts_first, its_count[None, :], 0), 1)
+        place += tl.sum((precedes & (its_count > 1)[None, :]).to(tl.int32), 1)
+        num_dealt += tl.sum(its_count)
+    for number in range(tl.max(count)):
+        share = shares_ptr + (position + number) * SHARE_WORDS
+        exists = number < count
+        tl.store(share, own, mask=exists)
+        tl.store(share + 1, tl.zeros_like(own) + number, mask=exists)
+        tl.store(share + 2, count, mask=exists)
+        tl.store(share + 3, place, mask=exists)
+    if tl.program_id(0) == 0:
+        # Shares without work, and the counters.
+        zeros = tl.zeros((OTHERS,), tl.int32)
+        end = num_shares * SHARE_WORDS + num_counters
+        for start in range(num_dealt * SHARE_WORDS, end, OTHERS):
+            tl.store(shares_ptr + start + other, zeros, mask=start + other < end)
+
+
+@jit
+def load_share(ptr):
+    """Load the ``Share`` at ptr."""
+    return Share(gl.load(ptr), gl.load(ptr + 1), gl.load(ptr + 2), gl.load(ptr + 3))
