@@ -143,7 +143,7 @@ class BackwardCall:
             main_shared = without_masks(shared)
         self.shares, main_programs = None, key_programs
         if problem.has_intervals and not ordered:
-            self.shares = Shares(problem, num_blocks, block_n // KEYS.value, pad_d)
+            self.shares = Shares(problem, num_blocks, block_n // KEYS.value, pad_d // 2 if self.wide else pad_d)
             main_programs, section = self.shares.programs * problem.heads_kv, problem.heads_kv
         self.main = Launch(
             backward_kernel,

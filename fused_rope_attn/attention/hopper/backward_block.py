@@ -83,24 +83,10 @@ class KeyNorm:
 
 
 @record
-class SharedSums:
-    """The sums dk and dv of a tile of keys whose work several programs share, each in turn.
-
-    ptr: float32, dk and dv of a warpgroup, (2, KEYS, columns) each. counter_ptr: int32, a word for each warpgroup, to
-    which each warp adds 1 when a share's sums are stored. number, count: as in ``Share``.
-    """
-
-    ptr: gl.tensor
-    counter_ptr: gl.tensor
-    number: gl.tensor
-    count: gl.tensor
-
-
-@record
 class KeyGradients:
     """The gradients dk and dv (B, HKV, NK, D), and the tables by which dk is rotated back.
 
-    sums: None if no tile is shared.
+    share_ptr: to the program's ``Share``, None if tiles are not divided.
     """
 
     dk: TensorView
@@ -108,7 +94,7 @@ class KeyGradients:
     tables: RotaryTables
     key_norm: KeyNorm | None
     format: RowFormat
-    sums: SharedSums | None = None
+    share_ptr: gl.tensor | None = None
 
 
 @jit

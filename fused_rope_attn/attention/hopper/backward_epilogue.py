@@ -10,6 +10,7 @@ from fused_rope_attn.attention.hopper.backward_transfers import announce
 from fused_rope_attn.attention.hopper.channels import ROW_SUMS, TWO_WARPGROUPS, Channel, wait_at_named_barrier
 from fused_rope_attn.attention.hopper.columns import LEFT, ColumnParts, scale_parts, store_parts
 from fused_rope_attn.attention.hopper.shapes import CONSUMERS, KEYS, WARPGROUP_WARPS
+from fused_rope_attn.attention.hopper.shares import COUNTER_WORDS, load_share, slot_words
 from fused_rope_attn.attention.norm_gradient_kernel import store_weight_sums
 from fused_rope_attn.kernels.norm import unnorm_sums, unnorm_with
 from fused_rope_attn.kernels.records import record, replace
@@ -211,22 +212,24 @@ def store_or_pass_on(
     dk, dv, keys, NK, mask, scale, gradients, stages, dk_steps, WARPGROUP: gl.constexpr, FIRST_COLUMN: gl.constexpr
 ):
     """Add the sums of the tile's shares before this one, and pass them on, or after the last one ``store_gradients``."""
-    if gradients.sums is None:
+    if gradients.share_ptr is None:
         store_gradients(dk, dv, keys, NK, mask, scale, gradients, stages, dk_steps, WARPGROUP, FIRST_COLUMN)
     else:
-        shared = gradients.sums
+        # Loaded again, because the loop has no registers for it.
+        share = load_share(gradients.share_ptr)
         PITCH: gl.constexpr = stages.dv.shape[1]
-        dk_ptr = shared.ptr + WARPGROUP * (2 * KEYS * PITCH)
+        slot = gradients.share_ptr + share.slot + keys.head * slot_words(PITCH)
+        counter = slot + WARPGROUP
+        dk_ptr = (slot + COUNTER_WORDS + WARPGROUP * (2 * KEYS * PITCH)).to(gl.pointer_type(gl.float32), bitcast=True)
         dv_ptr = dk_ptr + KEYS * PITCH
-        counter = shared.counter_ptr + WARPGROUP
-        if shared.number > 0:
-            wait_until(counter, WARPGROUP_WARPS * shared.number)
+        if share.number > 0:
+            wait_until(counter, WARPGROUP_WARPS * share.number)
             dk, dv = load_sums(dk_ptr, dk, PITCH), load_sums(dv_ptr, dv, PITCH)
-        if shared.number + 1 < shared.count:
+        if share.number + 1 < share.count:
             keep_sums(dk_ptr, dk, PITCH)
             keep_sums(dv_ptr, dv, PITCH)
             announce(counter)
-        if shared.number + 1 == shared.count:
+        if share.number + 1 == share.count:
             store_gradients(dk, dv, keys, NK, mask, scale, gradients, stages, dk_steps, WARPGROUP, FIRST_COLUMN)
 
 

@@ -24,7 +24,6 @@ from fused_rope_attn.attention.hopper.backward_block import (
     KeyGradients,
     KeyNorm,
     QueryBlocks,
-    SharedSums,
     Sizes,
     interval_queries,
     query_blocks,
@@ -85,7 +84,7 @@ _NUMBERS = (
 @jit(do_not_specialize=_NUMBERS)
 def backward_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, dq_accumulator, progress_ptr, cos_ptr, sin_ptr, dk_ptr,
                     dv_ptr, starts_ptr, lens_ptr, cu_q_ptr, cu_k_ptr, k_norm_ptr, raw_k_ptr, k_sums_ptr, q_rope_desc,
-                    k_rope_desc, dk_parts_ptr, key_rows_ptr, blocks_ptr, blind_ptr, shares_ptr, shared_sums_ptr, dk_strides, dv_strides,
+                    k_rope_desc, dk_parts_ptr, key_rows_ptr, blocks_ptr, blind_ptr, shares_ptr, dk_strides, dv_strides,
                     dk_parts_strides, cos_strides, sin_strides, raw_k_strides, qk_scale, cap_scale, norm_eps,
                     norm_offset, window, num_blocks, num_heads, HQ, HKV, GROUP_SIZE, NQ, pitch, NK, num_sequences,
                     stats_size, heads_per_section, D: gl.constexpr, R: gl.constexpr, BLOCK_D: gl.constexpr,
@@ -120,7 +119,7 @@ def backward_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, dq_accumulator,
     key_rows and blocks, of ``key_rows_kernel`` for num_blocks blocks of KEYS keys, and blind, of ``blind_rows_kernel``
     for pitch rows: calls with intervals have them in place of all other masks; lens says where the tables end.
     shares, of ``deal_shares``: the work of each program of a key head, unless IS_ORDERED; heads_per_section counts the
-    key heads of one batch entry then. shared_sums float32: ``SharedSums.ptr`` of each key head and divided tile.
+    key heads of one batch entry then.
 
     TOKEN_TABLES: row t of the tables belongs to packed key t.
 
@@ -156,7 +155,8 @@ def backward_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, dq_accumulator,
     if shares_ptr is not None:
         num_shares = gl.num_programs(0) // HKV
         number, bh = scheduled_tile(pid, num_shares, HKV, heads_per_section, LAST_TILE_FIRST=False)
-        share = load_share(shares_ptr + number * SHARE_WORDS)
+        shares_ptr += number * SHARE_WORDS
+        share = load_share(shares_ptr)
         tile, bh = share.tile % tiles, share.tile // tiles * HKV + bh
     elif IS_ORDERED:
         tile, bh = overlapped_tile(pid, tiles, num_heads, heads_per_section)
@@ -256,13 +256,8 @@ def backward_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, dq_accumulator,
     if TOKEN_TABLES:
         tables = tables_from(tables, first_k)
     dk, dv = TensorView(dk_ptr, dk_strides), TensorView(dv_ptr, dv_strides)
-    sums = None
-    if share is not None:
-        place = share.place * HKV + head
-        counters = shares_ptr + num_shares * SHARE_WORDS + place * CONSUMERS
-        shared_sums_ptr += place.to(gl.int64) * (2 * BLOCK_N * BLOCK_D)
-        sums = SharedSums(shared_sums_ptr, counters, share.number, share.count)
-    gradients = KeyGradients(dk, dv, tables, key_norm, RowFormat(D, BLOCK_D, USE_INT64_OFFSETS), sums)
+    row_format = RowFormat(D, BLOCK_D, USE_INT64_OFFSETS)
+    gradients = KeyGradients(dk, dv, tables, key_norm, row_format, shares_ptr)
     if IS_LATENT:
         buffers = allocate_latent_buffers(descriptors, Q_STAGES, DO_STAGES, DS_LAYOUT)
     elif SPLITS_COLUMNS:

@@ -16,8 +16,8 @@ from fused_rope_attn.attention.hopper.interval_kernels import (
     key_rows_kernel,
     visits_kernel,
 )
-from fused_rope_attn.attention.hopper.shapes import CONSUMERS, KEYS
-from fused_rope_attn.attention.hopper.shares import SHARE_WORDS, deal_shares
+from fused_rope_attn.attention.hopper.shapes import KEYS
+from fused_rope_attn.attention.hopper.shares import SHARE_WORDS, deal_shares, slot_words
 from fused_rope_attn.attention.hopper.shares import TILES as DEALT_TILES
 from fused_rope_attn.attention.intervals import interval_strides
 from fused_rope_attn.attention.problem import Problem, Tensors
@@ -28,7 +28,7 @@ from fused_rope_attn.runtime.launch import Launch
 NO_VISITS: dict[str, Any] = {"visits_ptr": None, "key_rows_ptr": None, "hidden_ptr": None}
 # Those of ``VisibleRows``.
 NO_VISIBLE_ROWS: dict[str, Any] = dict.fromkeys(
-    ("key_rows_ptr", "blocks_ptr", "blind_ptr", "shares_ptr", "shared_sums_ptr")
+    ("key_rows_ptr", "blocks_ptr", "blind_ptr", "shares_ptr")
 )
 # Words of a program of ``blind_rows_kernel``.
 BLIND_WORDS = 32
@@ -102,9 +102,9 @@ class Visits:
 
 
 class Shares:
-    """The shares of a backward pass as ``deal_shares`` writes them, and float32 sums of the tiles that it divides.
+    """The shares of a backward pass, as ``deal_shares`` writes them, and slots for the sums of tiles that it divides.
 
-    num_blocks: blocks of KEYS keys, ``halves`` of them in a tile; columns: of a row of the sums, padding included.
+    num_blocks: blocks of KEYS keys, ``halves`` of them in a tile; columns: as for ``slot_words``.
     """
 
     def __init__(self, problem: Problem, num_blocks: int, halves: int, columns: int):
@@ -113,9 +113,7 @@ class Shares:
         # A tile is divided if it has more than 5 / 4 of a multiprocessor's part of the work, and the others follow.
         divided = min(tiles, 4 * multiprocessors // (5 * heads)) * heads
         self.programs = tiles + multiprocessors // heads
-        counters = divided * CONSUMERS.value
-        self.size = self.programs * SHARE_WORDS.value + counters
-        self.sums_size = divided * 2 * halves * KEYS.value * columns
+        self.size = self.programs * SHARE_WORDS.value + divided * slot_words(columns)
         self.launch = Launch(
             deal_shares,
             triton.cdiv(tiles, DEALT_TILES.value),
@@ -125,18 +123,18 @@ class Shares:
             num_blocks=num_blocks,
             num_tiles=tiles,
             num_shares=self.programs,
-            num_counters=counters,
+            num_slots=divided,
             num_heads=heads,
             multiprocessors=multiprocessors,
             HALVES=halves,
+            COLUMNS=columns,
         )
 
     def __call__(self, stream: int, blocks: torch.Tensor) -> dict[str, torch.Tensor]:
         """Launch, and return the results by the names of the main kernel's arguments. blocks: as ``KeyRows`` has it."""
         shares = torch.empty(self.size, dtype=torch.int32, device=blocks.device)
         self.launch(stream, shares_ptr=shares, blocks_ptr=blocks)
-        sums = torch.empty(self.sums_size, dtype=torch.float32, device=blocks.device)
-        return {"shares_ptr": shares, "shared_sums_ptr": sums}
+        return {"shares_ptr": shares}
 
 
 class VisibleRows:

@@ -10,7 +10,7 @@ the first share to the last one, which writes the gradients. The order of these 
 import triton
 import triton.language as tl
 
-from fused_rope_attn.attention.hopper.shapes import BACKWARD_BLOCK_M, KEYS
+from fused_rope_attn.attention.hopper.shapes import BACKWARD_BLOCK_M, CONSUMERS, KEYS
 from fused_rope_attn.kernels.records import record
 from fused_rope_attn.runtime.triton_compat import gl, jit
 
@@ -23,6 +23,19 @@ TILES = tl.constexpr(32)
 OTHERS = tl.constexpr(128)
 
 
+# Words of a slot before its sums: a counter for each warpgroup, to which each warp adds 1 after it has stored its sums.
+COUNTER_WORDS = tl.constexpr(32)
+
+
+@triton.constexpr_function
+def slot_words(columns):
+    """Return the 32-bit words of a slot: counters, and dk and dv (KEYS, columns) float32 of each warpgroup.
+
+    columns: those that a warpgroup has, with padding.
+    """
+    return COUNTER_WORDS.value + CONSUMERS.value * 2 * KEYS.value * columns
+
+
 @record
 class Share:
     """The work of a program: query blocks of a tile of keys of any key head.
@@ -33,7 +46,7 @@ class Share:
     tile: tl.tensor  # counted through all batch entries
     number: tl.tensor
     count: tl.tensor
-    place: tl.tensor  # of a divided tile among all divided ones
+    slot: tl.tensor  # of a divided tile: words from this share on to the slot of the first key head
 
 
 @triton.jit
@@ -69,18 +82,19 @@ def count_shares(visits, tile, num_tiles, limit):
     return tl.where(tile < num_tiles, tl.maximum((4 * visits + 3 * limit - 1) // (4 * limit), 1), 0)
 
 
-_NUMBERS = "batch_stride num_blocks num_tiles num_shares num_counters num_heads multiprocessors".split()
+_NUMBERS = "batch_stride num_blocks num_tiles num_shares num_slots num_heads multiprocessors".split()
 
 
 @triton.jit(do_not_specialize=_NUMBERS)
 def deal_shares(
-    shares_ptr, blocks_ptr, batch_stride, num_blocks, num_tiles, num_shares, num_counters, num_heads, multiprocessors,
-    HALVES: tl.constexpr,
+    shares_ptr, blocks_ptr, batch_stride, num_blocks, num_tiles, num_shares, num_slots, num_heads, multiprocessors,
+    HALVES: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Write the shares of num_tiles tiles of HALVES blocks of KEYS keys, the longest ones first, a tile's in order.
 
-    shares (num_shares, SHARE_WORDS) int32: the ``Share`` of each program of a key head. There may be more of them than
-    work. num_counters zeros follow, one for each warpgroup, key head and divided tile.
+    shares int32: (num_shares, SHARE_WORDS), the ``Share`` of each program of a key head, and (num_slots,
+    ``slot_words(COLUMNS)``), a slot for each divided tile and key head, of which this clears the counters. There may be
+    more shares than work.
     blocks (B, batch_stride) int32, num_blocks: as ``key_rows_kernel`` writes them. num_heads: key heads.
     Grid: (num_tiles / TILES). Each program reads the bounds of all tiles, so that none waits for another.
     """
@@ -115,13 +129,17 @@ def deal_shares(
         tl.store(share, own, mask=exists)
         tl.store(share + 1, tl.zeros_like(own) + number, mask=exists)
         tl.store(share + 2, count, mask=exists)
-        tl.store(share + 3, place, mask=exists)
+        slot = (num_shares - position - number) * SHARE_WORDS + place * (num_heads * slot_words(COLUMNS))
+        tl.store(share + 3, slot, mask=exists)
     if tl.program_id(0) == 0:
-        # Shares without work, and the counters.
         zeros = tl.zeros((OTHERS,), tl.int32)
-        end = num_shares * SHARE_WORDS + num_counters
+        end = num_shares * SHARE_WORDS
         for start in range(num_dealt * SHARE_WORDS, end, OTHERS):
             tl.store(shares_ptr + start + other, zeros, mask=start + other < end)
+        for start in range(0, num_slots, OTHERS):
+            counters = shares_ptr + end + (start + other) * slot_words(COLUMNS)
+            for i in tl.static_range(CONSUMERS):
+                tl.store(counters + i, zeros, mask=start + other < num_slots)
 
 
 @jit
