@@ -134,17 +134,17 @@ class BackwardCall:
         # A head's programs follow one another where dQ is added in a fixed order, so that few heads keep too few busy.
         if ordered and heads <= 2 * section:
             section = heads
-        self.visible_rows = None
-        main_shared, num_blocks = shared, None
+        self.visible_rows, self.shares = None, None
+        main_shared, num_blocks, main_programs = shared, None, key_programs
         if problem.has_intervals:
             # One or two for each key block, also if the last one has fewer keys.
             num_blocks = triton.cdiv(len_k, block_n) * (block_n // KEYS.value)
             self.visible_rows = VisibleRows(problem, given, shared, KEYS.value, num_blocks, pitch)
             main_shared = without_masks(shared)
-        self.shares, main_programs = None, key_programs
-        if problem.has_intervals and not ordered:
-            self.shares = Shares(problem, num_blocks, block_n // KEYS.value, pad_d // 2 if self.wide else pad_d)
-            main_programs, section = self.shares.programs * problem.heads_kv, problem.heads_kv
+            if not ordered:
+                # Additions to dQ in a fixed order need all programs in the order of their tiles.
+                self.shares = Shares(problem, num_blocks, block_n // KEYS.value, pad_d // 2 if self.wide else pad_d)
+                main_programs, section = self.shares.programs * problem.heads_kv, problem.heads_kv
         self.main = Launch(
             backward_kernel,
             main_programs,

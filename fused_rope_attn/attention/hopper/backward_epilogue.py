@@ -211,7 +211,10 @@ def keep_sums(ptr, parts, PITCH: gl.constexpr):
 def store_or_pass_on(
     dk, dv, keys, NK, mask, scale, gradients, stages, dk_steps, WARPGROUP: gl.constexpr, FIRST_COLUMN: gl.constexpr
 ):
-    """Add the sums of the tile's shares before this one, and pass them on, or after the last one ``store_gradients``."""
+    """Call ``store_gradients``, or if the tile has more shares pass the sums of this one and those before it on.
+
+    The arguments are those of ``store_gradients``.
+    """
     if gradients.share_ptr is None:
         store_gradients(dk, dv, keys, NK, mask, scale, gradients, stages, dk_steps, WARPGROUP, FIRST_COLUMN)
     else:

@@ -27,9 +27,7 @@ from fused_rope_attn.runtime.launch import Launch
 # The tensors of ``Visits`` in calls without intervals.
 NO_VISITS: dict[str, Any] = {"visits_ptr": None, "key_rows_ptr": None, "hidden_ptr": None}
 # Those of ``VisibleRows``.
-NO_VISIBLE_ROWS: dict[str, Any] = dict.fromkeys(
-    ("key_rows_ptr", "blocks_ptr", "blind_ptr", "shares_ptr")
-)
+NO_VISIBLE_ROWS: dict[str, Any] = dict.fromkeys(("key_rows_ptr", "blocks_ptr", "blind_ptr", "shares_ptr"))
 # Words of a program of ``blind_rows_kernel``.
 BLIND_WORDS = 32
 

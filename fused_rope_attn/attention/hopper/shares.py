@@ -3,8 +3,8 @@
 
 Intervals make tiles uneven. For example all rows see the root of a tree, so that its few tiles would take longer than
 everything else together. A tile that has more query blocks than a multiprocessor's part of all of them is therefore
-divided into shares of a program each, and the longest shares start first. The programs of a tile pass dK and dV on, from
-the first share to the last one, which writes the gradients. The order of these sums is fixed.
+divided into shares of a program each, and the longest shares start first. A tile's programs add up dK and dV in the
+order of their shares, in a slot of memory, and the last one writes the gradients.
 """
 
 import triton
@@ -40,7 +40,7 @@ def slot_words(columns):
 class Share:
     """The work of a program: query blocks of a tile of keys of any key head.
 
-    A tile's query blocks are divided evenly into ``count`` shares, and this is number ``number``. count 0: no work.
+    A tile's query blocks are divided evenly into ``count`` shares. count 0: no work.
     """
 
     tile: tl.tensor  # counted through all batch entries
@@ -75,9 +75,9 @@ def count_visits(blocks_ptr, batch_stride, num_blocks, tile, num_tiles, HALVES: 
 
 @triton.jit
 def count_shares(visits, tile, num_tiles, limit):
-    """Return into how many shares tiles are divided that visit so many query blocks; 0 from tile num_tiles on.
+    """Return the number of shares of tiles with ``visits`` query blocks; 0 from tile num_tiles on.
 
-    Up to 5 / 4 of ``limit`` a tile stays whole, and shares have at most 9 / 8 of it.
+    A tile of up to 5 / 4 of ``limit`` stays whole, and the shares of others have at most 9 / 8 of it.
     """
     return tl.where(tile < num_tiles, tl.maximum((4 * visits + 3 * limit - 1) // (4 * limit), 1), 0)
 
@@ -93,7 +93,7 @@ def deal_shares(
     """Write the shares of num_tiles tiles of HALVES blocks of KEYS keys, the longest ones first, a tile's in order.
 
     shares int32: (num_shares, SHARE_WORDS), the ``Share`` of each program of a key head, and (num_slots,
-    ``slot_words(COLUMNS)``), a slot for each divided tile and key head, of which this clears the counters. There may be
+    ``slot_words(COLUMNS)``), a slot for each divided tile and key head. The counters of slots are cleared. There may be
     more shares than work.
     blocks (B, batch_stride) int32, num_blocks: as ``key_rows_kernel`` writes them. num_heads: key heads.
     Grid: (num_tiles / TILES). Each program reads the bounds of all tiles, so that none waits for another.

@@ -19,6 +19,8 @@ RANDOM = replace(ODD_LENGTHS, causal=False, intervals="random")
 SQUARE = replace(RANDOM, len_q=700)
 # Several tiles of keys and of queries for each multiprocessor, with runs of whole blocks between mixed ones.
 MANY = Case(2, 16, 4, 2500, 2500, 128, causal=False, dtype=BF16, intervals="random")
+# The root has several times the part of the work of a multiprocessor.
+UNEVEN = Case(2, 8, 2, 3000, 3000, 128, causal=False, dtype=BF16, intervals="tree")
 
 
 @pytest.mark.parametrize("head_dim", [40, 64, 96, 128, 192, 256])
@@ -97,7 +99,16 @@ def test_nan_where_no_row_and_no_key_is_seen_changes_no_bit(norms, head_dim):
         assert not x.transpose(1, 2)[rows].any()
 
 
-@pytest.mark.parametrize("case", [MANY, replace(MANY, head_dim=256, heads_q=8)], ids=lambda case: case.name)
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
+@pytest.mark.parametrize("heads", [(8, 1), (2, 2)])
+@pytest.mark.parametrize("norms", [None, 1.0])
+def test_tiles_that_several_programs_share(heads, head_dim, norms):
+    case = replace(UNEVEN, heads_q=heads[0], heads_kv=heads[1], head_dim=head_dim, norms=norms)
+    inputs = make_inputs(case, "cuda")
+    assert_matches_float64(case, inputs, run_op(inputs, case, **ON_SM_90))
+
+
+@pytest.mark.parametrize("case", [MANY, replace(MANY, head_dim=256, heads_q=8), UNEVEN], ids=lambda case: case.name)
 def test_fifty_reruns(case):
     inputs = make_inputs(case, "cuda")
     first = run_op(inputs, case, **ON_SM_90)
