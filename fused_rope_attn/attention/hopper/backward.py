@@ -18,7 +18,7 @@ from fused_rope_attn.attention.arguments import (
 from fused_rope_attn.attention.configs import HopperBackwardConfig
 from fused_rope_attn.attention.hopper.backward_kernel import backward_kernel
 from fused_rope_attn.attention.hopper.columns import needed_columns
-from fused_rope_attn.attention.hopper.intervals import NO_VISIBLE_ROWS, Shares, VisibleRows, without_masks
+from fused_rope_attn.attention.hopper.intervals import NO_VISIBLE_ROWS, VisibleRows, without_masks
 from fused_rope_attn.attention.hopper.latent_backward import LatentBackwardCall
 from fused_rope_attn.attention.hopper.postprocess_kernel import norm_postprocess_kernel, postprocess_kernel
 from fused_rope_attn.attention.hopper.shapes import BACKWARD_BLOCK_M as BLOCK_M
@@ -134,17 +134,16 @@ class BackwardCall:
         # A head's programs follow one another where dQ is added in a fixed order, so that few heads keep too few busy.
         if ordered and heads <= 2 * section:
             section = heads
-        self.visible_rows, self.shares = None, None
+        self.visible_rows = None
         main_shared, num_blocks, main_programs = shared, None, key_programs
         if problem.has_intervals:
             # One or two for each key block, also if the last one has fewer keys.
             num_blocks = triton.cdiv(len_k, block_n) * (block_n // KEYS.value)
-            self.visible_rows = VisibleRows(problem, given, shared, KEYS.value, num_blocks, pitch)
+            halves, own_columns = block_n // KEYS.value, pad_d // 2 if self.wide else pad_d
+            self.visible_rows = VisibleRows(problem, given, shared, num_blocks, halves, pitch, own_columns)
             main_shared = without_masks(shared)
-            if not ordered:
-                # Additions to dQ in a fixed order need all programs in the order of their tiles.
-                self.shares = Shares(problem, num_blocks, block_n // KEYS.value, pad_d // 2 if self.wide else pad_d)
-                main_programs, section = self.shares.programs * problem.heads_kv, problem.heads_kv
+            if self.visible_rows.programs is not None:
+                main_programs, section = self.visible_rows.programs, problem.heads_kv
         self.main = Launch(
             backward_kernel,
             main_programs,
@@ -254,8 +253,6 @@ class BackwardCall:
         )
         # Before the pre-process: the main kernel reads these before it waits for that.
         masks = NO_VISIBLE_ROWS if self.visible_rows is None else self.visible_rows(stream, tensors, lse)
-        if self.shares is not None:
-            masks |= self.shares(stream, masks["blocks_ptr"])
         rotated = {"q_ptr": q, "q_rot_ptr": q_rot, "k_ptr": k, "k_rot_ptr": k_rot}
         self.preprocess(stream, given, o_ptr=o, do_ptr=do, lse_ptr=lse, accumulator_ptr=cleared, **rotated)
         self.main(

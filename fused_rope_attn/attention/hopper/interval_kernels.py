@@ -7,6 +7,7 @@ All masks of the call become one interval of query rows for each key, so that th
 import triton
 import triton.language as tl
 
+from fused_rope_attn.attention.hopper.shares import deal_shares
 from fused_rope_attn.kernels.intervals import NO_ROW, IntervalArguments, row_interval
 from fused_rope_attn.kernels.masks import window_of
 from fused_rope_attn.kernels.records import record
@@ -169,15 +170,36 @@ def visits_kernel(
     tl.store(visits_ptr, tl.maximum(found, 1), mask=is_tile)
 
 
-@triton.jit(do_not_specialize=["NQ", "HQ", "num_words"])
-def blind_rows_kernel(blind_ptr, lse_ptr, NQ, HQ, num_words, BLOCK: tl.constexpr):
+@triton.jit
+def write_blind_rows(program, blind_ptr, lse_ptr, NQ, HQ, num_words, BLOCK: tl.constexpr):
     """Write a bit for each row of q that sees no key: the lse (B, HQ, NQ) of its first head is -inf.
 
-    blind (B, num_words) int32. Grid: (num_words / BLOCK * B).
+    blind (B, num_words) int32. Programs: num_words / BLOCK * B.
     """
     programs = tl.cdiv(num_words, BLOCK)
-    batch = (tl.program_id(0) // programs).to(tl.int64)
-    word = tl.program_id(0) % programs * BLOCK + tl.arange(0, BLOCK)
+    batch = (program // programs).to(tl.int64)
+    word = program % programs * BLOCK + tl.arange(0, BLOCK)
     rows = word[:, None] * WORD + tl.arange(0, WORD)[None, :]
     lse = tl.load(lse_ptr + batch * HQ * NQ + rows, mask=rows < NQ, other=0.0)
     tl.store(blind_ptr + batch * num_words + word, words_of(lse == float("-inf")), mask=word < num_words)
+
+
+@triton.jit(do_not_specialize="NQ HQ HKV num_words batch_stride num_blocks num_tiles num_shares".split())
+def backward_rows_kernel(
+    blind_ptr, lse_ptr, shares_ptr, blocks_ptr, NQ, HQ, HKV, num_words, batch_stride, num_blocks, num_tiles, num_shares,
+    heads_per_multiprocessor, BLOCK: tl.constexpr, HALVES: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Write what the backward needs in addition to the results of ``key_rows_kernel``.
+
+    Grid: (num_tiles, for ``deal_shares``, unless shares is None, and then the programs of ``write_blind_rows``).
+    """
+    program = tl.program_id(0)
+    if shares_ptr is None:
+        write_blind_rows(program, blind_ptr, lse_ptr, NQ, HQ, num_words, BLOCK)
+    elif program < num_tiles:
+        deal_shares(
+            program, shares_ptr, blocks_ptr, batch_stride, num_blocks, num_tiles, num_shares, HKV,
+            heads_per_multiprocessor, HALVES, COLUMNS,
+        )  # fmt: skip
+    else:
+        write_blind_rows(program - num_tiles, blind_ptr, lse_ptr, NQ, HQ, num_words, BLOCK)

@@ -12,13 +12,12 @@ from fused_rope_attn.attention.hopper.interval_kernels import (
     BLOCKS,
     TILES,
     WORD,
-    blind_rows_kernel,
+    backward_rows_kernel,
     key_rows_kernel,
     visits_kernel,
 )
 from fused_rope_attn.attention.hopper.shapes import KEYS
-from fused_rope_attn.attention.hopper.shares import SHARE_WORDS, deal_shares, slot_words
-from fused_rope_attn.attention.hopper.shares import TILES as DEALT_TILES
+from fused_rope_attn.attention.hopper.shares import SHARE_WORDS, slot_words
 from fused_rope_attn.attention.intervals import interval_strides
 from fused_rope_attn.attention.problem import Problem, Tensors
 from fused_rope_attn.runtime import device
@@ -28,7 +27,7 @@ from fused_rope_attn.runtime.launch import Launch
 NO_VISITS: dict[str, Any] = {"visits_ptr": None, "key_rows_ptr": None, "hidden_ptr": None}
 # Those of ``VisibleRows``.
 NO_VISIBLE_ROWS: dict[str, Any] = dict.fromkeys(("key_rows_ptr", "blocks_ptr", "blind_ptr", "shares_ptr"))
-# Words of a program of ``blind_rows_kernel``.
+# Words of a program of ``write_blind_rows``.
 BLIND_WORDS = 32
 
 
@@ -99,63 +98,55 @@ class Visits:
         return found
 
 
-class Shares:
-    """The shares of a backward pass, as ``deal_shares`` writes them, and slots for the sums of tiles that it divides.
-
-    num_blocks: blocks of KEYS keys, ``halves`` of them in a tile; columns: as for ``slot_words``.
-    """
-
-    def __init__(self, problem: Problem, num_blocks: int, halves: int, columns: int):
-        multiprocessors, heads = device.num_sms(problem.device), problem.heads_kv
-        tiles = problem.batch * num_blocks // halves
-        # A tile is divided if it has more than 5 / 4 of a multiprocessor's part of the work, and the others follow.
-        divided = min(tiles, 4 * multiprocessors // (5 * heads)) * heads
-        self.programs = tiles + multiprocessors // heads
-        self.size = self.programs * SHARE_WORDS.value + divided * slot_words(columns)
-        self.launch = Launch(
-            deal_shares,
-            triton.cdiv(tiles, DEALT_TILES.value),
-            {"num_warps": 4},
-            {},
-            batch_stride=(4 + KEYS.value // WORD.value) * num_blocks,
-            num_blocks=num_blocks,
-            num_tiles=tiles,
-            num_shares=self.programs,
-            num_slots=divided,
-            num_heads=heads,
-            multiprocessors=multiprocessors,
-            HALVES=halves,
-            COLUMNS=columns,
-        )
-
-    def __call__(self, stream: int, blocks: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Launch, and return the results by the names of the main kernel's arguments. blocks: as ``KeyRows`` has it."""
-        shares = torch.empty(self.size, dtype=torch.int32, device=blocks.device)
-        self.launch(stream, shares_ptr=shares, blocks_ptr=blocks)
-        return {"shares_ptr": shares}
-
-
 class VisibleRows:
-    """``KeyRows``, and a bit for each of num_rows rows of q that sees no key, for a backward pass."""
+    """``KeyRows`` for a backward pass, a bit for each of num_rows rows of q that sees no key, and ``Share``s.
+
+    num_blocks: blocks of KEYS keys, ``halves`` of them in a tile. columns: as for ``slot_words``.
+    programs: those of the main kernel, one for each share and key head; None for a deterministic call, without shares.
+    """
 
     def __init__(
         self,
         problem: Problem,
         tensors: Tensors,
         shared: dict[str, Any],
-        block_n: int,
         num_blocks: int,
+        halves: int,
         num_rows: int,
+        columns: int,
     ):
-        self.key_rows = KeyRows(problem, tensors, shared | {"FROM_START": False}, block_n, num_blocks)
+        self.key_rows = KeyRows(problem, tensors, shared | {"FROM_START": False}, KEYS.value, num_blocks)
         self.shape = (problem.batch, num_rows // WORD.value)
+        multiprocessors, heads = device.num_sms(problem.device), problem.heads_kv
+        tiles = problem.batch * num_blocks // halves
+        shares = tiles + multiprocessors // heads
+        # A tile is divided if it has more than 5 / 4 of a multiprocessor's part of the work.
+        divided = min(tiles, 4 * multiprocessors // (5 * heads))
+        self.programs = None if problem.is_deterministic else shares * heads
+        self.shares_size = shares * SHARE_WORDS.value + divided * heads * slot_words(columns)
         programs = problem.batch * triton.cdiv(self.shape[1], BLIND_WORDS)
         self.launch = Launch(
-            blind_rows_kernel, programs, {"num_warps": 4}, shared, num_words=self.shape[1], BLOCK=BLIND_WORDS
+            backward_rows_kernel,
+            programs + (0 if self.programs is None else tiles),
+            {"num_warps": 4},
+            shared,
+            num_words=self.shape[1],
+            batch_stride=self.key_rows.shapes[1][1],
+            num_blocks=num_blocks,
+            num_tiles=tiles,
+            num_shares=shares,
+            heads_per_multiprocessor=heads / multiprocessors,
+            BLOCK=BLIND_WORDS,
+            HALVES=halves,
+            COLUMNS=columns,
         )
 
     def __call__(self, stream: int, tensors: Tensors, lse: torch.Tensor) -> dict[str, Any]:
         """Launch, and return the results by the names of the main kernel's arguments. lse ``(B, HQ, NQ)``."""
-        blind = torch.empty(self.shape, dtype=torch.int32, device=lse.device)
-        self.launch(stream, blind_ptr=blind, lse_ptr=lse)
-        return NO_VISIBLE_ROWS | self.key_rows(stream, tensors) | {"blind_ptr": blind, "starts_ptr": None}
+        found = NO_VISIBLE_ROWS | self.key_rows(stream, tensors) | {"starts_ptr": None}
+        found["blind_ptr"] = torch.empty(self.shape, dtype=torch.int32, device=lse.device)
+        if self.programs is not None:
+            found["shares_ptr"] = torch.empty(self.shares_size, dtype=torch.int32, device=lse.device)
+        of_launch = {name: found[name] for name in ("blind_ptr", "shares_ptr", "blocks_ptr")}
+        self.launch(stream, of_launch, lse_ptr=lse)
+        return found

@@ -18,9 +18,8 @@ from fused_rope_attn.runtime.triton_compat import gl, jit
 SHARE_WORDS = tl.constexpr(4)
 # Query blocks that are worth a share of their own.
 LEAST_SHARE = tl.constexpr(8)
-# Tiles whose shares a program of ``deal_shares`` writes, and tiles that it reads at once.
-TILES = tl.constexpr(32)
-OTHERS = tl.constexpr(128)
+# Tiles that ``deal_shares`` reads at once.
+LANES = tl.constexpr(128)
 
 
 # Words of a slot before its sums: a counter for each warpgroup, to which each warp adds 1 after it has stored its sums.
@@ -74,72 +73,64 @@ def count_visits(blocks_ptr, batch_stride, num_blocks, tile, num_tiles, HALVES: 
 
 
 @triton.jit
-def count_shares(visits, tile, num_tiles, limit):
-    """Return the number of shares of tiles with ``visits`` query blocks; 0 from tile num_tiles on.
+def count_shares(visits, limit):
+    """Return the number of shares of tiles with ``visits`` query blocks.
 
     A tile of up to 5 / 4 of ``limit`` stays whole, and the shares of others have at most 9 / 8 of it.
     """
-    return tl.where(tile < num_tiles, tl.maximum((4 * visits + 3 * limit - 1) // (4 * limit), 1), 0)
+    return tl.maximum((4 * visits + 3 * limit - 1) // (4 * limit), 1)
 
 
-_NUMBERS = "batch_stride num_blocks num_tiles num_shares num_slots num_heads multiprocessors".split()
-
-
-@triton.jit(do_not_specialize=_NUMBERS)
+@triton.jit
 def deal_shares(
-    shares_ptr, blocks_ptr, batch_stride, num_blocks, num_tiles, num_shares, num_slots, num_heads, multiprocessors,
+    own, shares_ptr, blocks_ptr, batch_stride, num_blocks, num_tiles, num_shares, num_heads, heads_per_multiprocessor,
     HALVES: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Write the shares of num_tiles tiles of HALVES blocks of KEYS keys, the longest ones first, a tile's in order.
+    """Write the shares of tile ``own`` of num_tiles tiles of HALVES blocks of KEYS keys: the longest first.
 
-    shares int32: (num_shares, SHARE_WORDS), the ``Share`` of each program of a key head, and (num_slots,
-    ``slot_words(COLUMNS)``), a slot for each divided tile and key head. The counters of slots are cleared. There may be
-    more shares than work.
+    shares int32: (num_shares, SHARE_WORDS), the ``Share`` of each program of a key head, and ``slot_words(COLUMNS)``
+    for each divided tile and key head, a slot. The counters of slots are cleared. There may be more shares than work.
     blocks (B, batch_stride) int32, num_blocks: as ``key_rows_kernel`` writes them. num_heads: key heads.
-    Grid: (num_tiles / TILES). Each program reads the bounds of all tiles, so that none waits for another.
+    Every program reads the bounds of all tiles, so that none waits for another.
     """
-    other = tl.arange(0, OTHERS)
-    total = tl.zeros((), tl.int64)
-    for start in range(0, num_tiles, OTHERS):
-        visits = count_visits(blocks_ptr, batch_stride, num_blocks, start + other, num_tiles, HALVES)
-        total += tl.sum(visits.to(tl.int64))
-    limit = (total * num_heads + multiprocessors - 1) // multiprocessors
-    limit = tl.maximum(limit, LEAST_SHARE).to(tl.int32)
+    lane = tl.arange(0, LANES)
+    total = 0.0
+    for start in range(0, num_tiles, LANES):
+        visits = count_visits(blocks_ptr, batch_stride, num_blocks, start + lane, num_tiles, HALVES)
+        total += tl.sum(visits.to(tl.float32))
+    # Rounded up, also from float32: the number of shares and slots has a limit.
+    limit = tl.maximum((total * heads_per_multiprocessor * 1.0001).to(tl.int32) + 1, LEAST_SHARE)
 
-    own = tl.program_id(0) * TILES + tl.arange(0, TILES)
-    visits = count_visits(blocks_ptr, batch_stride, num_blocks, own, num_tiles, HALVES)
-    count = count_shares(visits, own, num_tiles, limit)
-    length = visits // tl.maximum(count, 1)
-    position = tl.zeros((TILES,), tl.int32)
-    place = tl.zeros((TILES,), tl.int32)
+    own_visits = count_visits(blocks_ptr, batch_stride, num_blocks, own, num_tiles, HALVES)
+    count = count_shares(own_visits, limit)
+    length = own_visits // count
+    position = 0
+    num_divided = 0
     num_dealt = 0
-    for start in range(0, num_tiles, OTHERS):
-        tile = start + other
+    for start in range(0, num_tiles, LANES):
+        tile = start + lane
         its_visits = count_visits(blocks_ptr, batch_stride, num_blocks, tile, num_tiles, HALVES)
-        its_count = count_shares(its_visits, tile, num_tiles, limit)
-        its_length = (its_visits // tl.maximum(its_count, 1))[None, :]
-        precedes = tile[None, :] < own[:, None]
-        starts_first = (its_length > length[:, None]) | ((its_length == length[:, None]) & precedes)
-        position += tl.sum(tl.where(starts_first, its_count[None, :], 0), 1)
-        place += tl.sum((precedes & (its_count > 1)[None, :]).to(tl.int32), 1)
+        its_count = tl.where(tile < num_tiles, count_shares(its_visits, limit), 0)
+        its_length = its_visits // tl.maximum(its_count, 1)
+        starts_first = (its_length > length) | ((its_length == length) & (tile < own))
+        position += tl.sum(tl.where(starts_first, its_count, 0))
+        num_divided += tl.sum(((tile < own) & (its_count > 1)).to(tl.int32))
         num_dealt += tl.sum(its_count)
-    for number in range(tl.max(count)):
-        share = shares_ptr + (position + number) * SHARE_WORDS
-        exists = number < count
-        tl.store(share, own, mask=exists)
-        tl.store(share + 1, tl.zeros_like(own) + number, mask=exists)
-        tl.store(share + 2, count, mask=exists)
-        slot = (num_shares - position - number) * SHARE_WORDS + place * (num_heads * slot_words(COLUMNS))
-        tl.store(share + 3, slot, mask=exists)
-    if tl.program_id(0) == 0:
-        zeros = tl.zeros((OTHERS,), tl.int32)
-        end = num_shares * SHARE_WORDS
-        for start in range(num_dealt * SHARE_WORDS, end, OTHERS):
-            tl.store(shares_ptr + start + other, zeros, mask=start + other < end)
-        for start in range(0, num_slots, OTHERS):
-            counters = shares_ptr + end + (start + other) * slot_words(COLUMNS)
-            for i in tl.static_range(CONSUMERS):
-                tl.store(counters + i, zeros, mask=start + other < num_slots)
+    end = num_shares * SHARE_WORDS
+    slot = end + num_divided * (num_heads * slot_words(COLUMNS))
+    for start in range(0, count, LANES):
+        number = start + lane
+        at = (position + number) * SHARE_WORDS
+        tl.store(shares_ptr + at, tl.zeros_like(lane) + own, mask=number < count)
+        tl.store(shares_ptr + at + 1, number, mask=number < count)
+        tl.store(shares_ptr + at + 2, tl.zeros_like(lane) + count, mask=number < count)
+        tl.store(shares_ptr + at + 3, slot - at, mask=number < count)
+    if count > 1:
+        for head in range(num_heads):
+            tl.store(shares_ptr + slot + head * slot_words(COLUMNS) + lane, 0, mask=lane < CONSUMERS)
+    if own == 0:
+        for start in range(num_dealt * SHARE_WORDS, end, LANES):
+            tl.store(shares_ptr + start + lane, 0, mask=start + lane < end)
 
 
 @jit

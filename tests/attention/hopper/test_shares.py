@@ -3,8 +3,9 @@
 import pytest
 import torch
 
+from fused_rope_attn.attention.hopper.interval_kernels import backward_rows_kernel
 from fused_rope_attn.attention.hopper.shapes import BACKWARD_BLOCK_M, CONSUMERS
-from fused_rope_attn.attention.hopper.shares import LEAST_SHARE, SHARE_WORDS, TILES, deal_shares, slot_words
+from fused_rope_attn.attention.hopper.shares import LEAST_SHARE, SHARE_WORDS, slot_words
 from fused_rope_attn.kernels.intervals import NO_ROW
 from tests.support.marks import interpreted
 
@@ -41,15 +42,15 @@ def test_shares(batch, num_blocks, halves, heads, multiprocessors, roots):
     num_shares = num_tiles + multiprocessors // heads
     num_slots, slot = min(num_tiles, 4 * multiprocessors // (5 * heads)) * heads, slot_words(1)
     written = torch.full((num_shares * SHARE_WORDS.value + num_slots * slot,), UNTOUCHED, dtype=torch.int32)
-    deal_shares[(-(-num_tiles // TILES.value),)](
-        written, blocks, blocks.stride(0), num_blocks, num_tiles, num_shares, num_slots, heads, multiprocessors,
-        HALVES=halves, COLUMNS=1,
+    backward_rows_kernel[(num_tiles,)](
+        None, None, written, blocks, None, None, heads, None, blocks.stride(0), num_blocks, num_tiles, num_shares,
+        heads / multiprocessors, BLOCK=1, HALVES=halves, COLUMNS=1,
     )  # fmt: skip
 
     first, end = first.view(-1, halves).amin(1), end.view(-1, halves).amax(1)
     visits = (end + BACKWARD_BLOCK_M.value - 1) // BACKWARD_BLOCK_M.value - first // BACKWARD_BLOCK_M.value
     visits = visits.clamp(min=0).tolist()
-    limit = max(LEAST_SHARE.value, -(-sum(visits) * heads // multiprocessors))
+    limit = max(LEAST_SHARE.value, int(sum(visits) * heads / multiprocessors * 1.0001) + 1)
     table, slots = written[: num_shares * SHARE_WORDS.value], written[num_shares * SHARE_WORDS.value :]
     shares = table.view(num_shares, SHARE_WORDS.value).tolist()
     dealt = [share for share in shares if share[2]]
@@ -69,5 +70,5 @@ def test_shares(batch, num_blocks, halves, heads, multiprocessors, roots):
             places[tile] = from_start.pop() - table.numel()
     assert sorted(places.values()) == [i * heads * slot for i in range(len(places))]
     assert len(places) * heads <= num_slots and bool(places) == bool(roots and heads < multiprocessors)
-    counters, others = slots.view(num_slots, slot).tensor_split((CONSUMERS.value,), 1)
-    assert (counters == 0).all() and (others == UNTOUCHED).all()
+    counters, sums = slots.view(num_slots, slot).tensor_split((CONSUMERS.value,), 1)
+    assert (counters[: len(places) * heads] == 0).all() and (sums == UNTOUCHED).all()
