@@ -140,10 +140,10 @@ class BackwardCall:
             # One or two for each key block, also if the last one has fewer keys.
             num_blocks = triton.cdiv(len_k, block_n) * (block_n // KEYS.value)
             halves, own_columns = block_n // KEYS.value, pad_d // 2 if self.wide else pad_d
-            self.visible_rows = VisibleRows(problem, given, shared, num_blocks, halves, pitch, own_columns)
+            self.visible_rows = VisibleRows(problem, given, shared, num_blocks, halves, pitch, own_columns, section)
             main_shared = without_masks(shared)
             if self.visible_rows.programs is not None:
-                main_programs, section = self.visible_rows.programs, problem.heads_kv
+                main_programs = self.visible_rows.programs
         self.main = Launch(
             backward_kernel,
             main_programs,

@@ -10,7 +10,7 @@ from fused_rope_attn.attention.hopper.backward_transfers import announce
 from fused_rope_attn.attention.hopper.channels import ROW_SUMS, TWO_WARPGROUPS, Channel, wait_at_named_barrier
 from fused_rope_attn.attention.hopper.columns import LEFT, ColumnParts, scale_parts, store_parts
 from fused_rope_attn.attention.hopper.shapes import CONSUMERS, KEYS, WARPGROUP_WARPS
-from fused_rope_attn.attention.hopper.shares import COUNTER_WORDS, load_share, slot_words
+from fused_rope_attn.attention.hopper.shares import COUNTER_WORDS, load_share
 from fused_rope_attn.attention.norm_gradient_kernel import store_weight_sums
 from fused_rope_attn.kernels.norm import unnorm_sums, unnorm_with
 from fused_rope_attn.kernels.records import record, replace
@@ -221,7 +221,7 @@ def store_or_pass_on(
         # Loaded again, because the loop has no registers for it.
         share = load_share(gradients.share_ptr)
         PITCH: gl.constexpr = stages.dv.shape[1]
-        slot = gradients.share_ptr + share.slot + keys.head * slot_words(PITCH)
+        slot = gradients.share_ptr + share.slot
         counter = slot + WARPGROUP
         dk_ptr = (slot + COUNTER_WORDS + WARPGROUP * (2 * KEYS * PITCH)).to(gl.pointer_type(gl.float32), bitcast=True)
         dv_ptr = dk_ptr + KEYS * PITCH

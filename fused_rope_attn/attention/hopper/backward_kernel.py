@@ -116,10 +116,9 @@ def backward_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, dq_accumulator,
     rotated gradient of the latter, ``dk`` is not rotated, and dQ is left to ``latent_dq_kernel``: dq_accumulator is
     None. Else these three are None.
 
-    key_rows and blocks, of ``key_rows_kernel`` for num_blocks blocks of KEYS keys, and blind, of ``blind_rows_kernel``
+    key_rows and blocks, of ``key_rows_kernel`` for num_blocks blocks of KEYS keys, and blind, of ``write_blind_rows``
     for pitch rows: calls with intervals have them in place of all other masks; lens says where the tables end.
-    shares, of ``deal_shares``: the work of each program of a key head, unless IS_ORDERED; heads_per_section counts the
-    key heads of one batch entry then.
+    shares, of ``deal_shares``: the work of each program, unless IS_ORDERED.
 
     TOKEN_TABLES: row t of the tables belongs to packed key t.
 
@@ -153,11 +152,9 @@ def backward_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, dq_accumulator,
     tiles = count_tiles(NK, num_sequences, BLOCK_N)
     share = None
     if shares_ptr is not None:
-        num_shares = gl.num_programs(0) // HKV
-        number, bh = scheduled_tile(pid, num_shares, HKV, heads_per_section, LAST_TILE_FIRST=False)
-        shares_ptr += number * SHARE_WORDS
+        shares_ptr += pid * SHARE_WORDS
         share = load_share(shares_ptr)
-        tile, bh = share.tile % tiles, share.tile // tiles * HKV + bh
+        tile, bh = share.tile, share.head
     elif IS_ORDERED:
         tile, bh = overlapped_tile(pid, tiles, num_heads, heads_per_section)
     else:

@@ -101,8 +101,9 @@ class Visits:
 class VisibleRows:
     """``KeyRows`` for a backward pass, a bit for each of num_rows rows of q that sees no key, and ``Share``s.
 
-    num_blocks: blocks of KEYS keys, ``halves`` of them in a tile. columns: as for ``slot_words``.
-    programs: those of the main kernel, one for each share and key head; None for a deterministic call, without shares.
+    num_blocks: blocks of KEYS keys, ``halves`` of them in a tile. columns: as for ``slot_words``. section: key heads
+    that run together. programs: those of the main kernel, one for each share; None for a deterministic call, which has
+    no shares.
     """
 
     def __init__(
@@ -114,16 +115,18 @@ class VisibleRows:
         halves: int,
         num_rows: int,
         columns: int,
+        section: int,
     ):
         self.key_rows = KeyRows(problem, tensors, shared | {"FROM_START": False}, KEYS.value, num_blocks)
         self.shape = (problem.batch, num_rows // WORD.value)
         multiprocessors, heads = device.num_sms(problem.device), problem.heads_kv
         tiles = problem.batch * num_blocks // halves
-        shares = tiles + multiprocessors // heads
+        shares = (tiles + multiprocessors // heads) * heads
         # A tile is divided if it has more than 5 / 4 of a multiprocessor's part of the work.
         divided = min(tiles, 4 * multiprocessors // (5 * heads))
-        self.programs = None if problem.is_deterministic else shares * heads
+        self.programs = None if problem.is_deterministic else shares
         self.shares_size = shares * SHARE_WORDS.value + divided * heads * slot_words(columns)
+        before = (problem.batch * heads - 1) // section * section * num_blocks // halves  # programs, of other sections
         programs = problem.batch * triton.cdiv(self.shape[1], BLIND_WORDS)
         self.launch = Launch(
             backward_rows_kernel,
@@ -135,7 +138,9 @@ class VisibleRows:
             num_blocks=num_blocks,
             num_tiles=tiles,
             num_shares=shares,
+            heads_per_section=min(section, heads),
             heads_per_multiprocessor=heads / multiprocessors,
+            IS_LATE=before > multiprocessors,
             BLOCK=BLIND_WORDS,
             HALVES=halves,
             COLUMNS=columns,

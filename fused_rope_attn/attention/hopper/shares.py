@@ -15,7 +15,7 @@ from fused_rope_attn.kernels.records import record
 from fused_rope_attn.runtime.triton_compat import gl, jit
 
 # Numbers of a share, in the order of ``Share``.
-SHARE_WORDS = tl.constexpr(4)
+SHARE_WORDS = tl.constexpr(5)
 # Query blocks that are worth a share of their own.
 LEAST_SHARE = tl.constexpr(8)
 # Tiles that ``deal_shares`` reads at once.
@@ -37,15 +37,16 @@ def slot_words(columns):
 
 @record
 class Share:
-    """The work of a program: query blocks of a tile of keys of any key head.
+    """The work of a program: query blocks of a tile of keys.
 
     A tile's query blocks are divided evenly into ``count`` shares. count 0: no work.
     """
 
-    tile: tl.tensor  # counted through all batch entries
+    tile: tl.tensor
+    head: tl.tensor  # the number of the key head among those of all batch entries
     number: tl.tensor
     count: tl.tensor
-    slot: tl.tensor  # of a divided tile: words from this share on to the slot of the first key head
+    slot: tl.tensor  # of a divided tile: words from this share on to the slot
 
 
 @triton.jit
@@ -83,23 +84,34 @@ def count_shares(visits, limit):
 
 @triton.jit
 def deal_shares(
-    own, shares_ptr, blocks_ptr, batch_stride, num_blocks, num_tiles, num_shares, num_heads, heads_per_multiprocessor,
-    HALVES: tl.constexpr, COLUMNS: tl.constexpr,
+    own, shares_ptr, blocks_ptr, batch_stride, num_blocks, num_tiles, num_shares, num_heads, heads_per_section,
+    heads_per_multiprocessor, IS_LATE: tl.constexpr, HALVES: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Write the shares of tile ``own`` of num_tiles tiles of HALVES blocks of KEYS keys: the longest first.
+    """Write the shares of tile ``own`` of num_tiles tiles of HALVES blocks of KEYS keys, for all num_heads key heads.
 
-    shares int32: (num_shares, SHARE_WORDS), the ``Share`` of each program of a key head, and ``slot_words(COLUMNS)``
-    for each divided tile and key head, a slot. The counters of slots are cleared. There may be more shares than work.
-    blocks (B, batch_stride) int32, num_blocks: as ``key_rows_kernel`` writes them. num_heads: key heads.
+    shares int32: (num_shares, SHARE_WORDS), the ``Share`` of each program, and ``slot_words(COLUMNS)`` for each divided
+    tile and key head, a slot. The counters of slots are cleared. There may be more shares than work.
+    blocks (B, batch_stride) int32, num_blocks: as ``key_rows_kernel`` writes them.
+
+    Uneven tiles are dealt longest first, those of all heads together. Other tiles keep their order, in sections of
+    heads_per_section heads, because the L2 holds one section's queries. IS_LATE: the last section begins after the
+    first one has ended, so that a long tile of it ends late.
+
     Every program reads the bounds of all tiles, so that none waits for another.
     """
     lane = tl.arange(0, LANES)
     total = 0.0
+    longest = 0
     for start in range(0, num_tiles, LANES):
         visits = count_visits(blocks_ptr, batch_stride, num_blocks, start + lane, num_tiles, HALVES)
         total += tl.sum(visits.to(tl.float32))
+        longest = tl.maximum(longest, tl.max(visits))
+    mean = total * heads_per_multiprocessor
     # Rounded up, also from float32: the number of shares and slots has a limit.
-    limit = tl.maximum((total * heads_per_multiprocessor * 1.0001).to(tl.int32) + 1, LEAST_SHARE)
+    limit = tl.maximum((mean * 1.0001).to(tl.int32) + 1, LEAST_SHARE)
+    is_uneven = count_shares(longest, limit) > 1
+    if IS_LATE:
+        is_uneven = is_uneven | (longest > 0.4 * mean)
 
     own_visits = count_visits(blocks_ptr, batch_stride, num_blocks, own, num_tiles, HALVES)
     count = count_shares(own_visits, limit)
@@ -112,28 +124,36 @@ def deal_shares(
         its_visits = count_visits(blocks_ptr, batch_stride, num_blocks, tile, num_tiles, HALVES)
         its_count = tl.where(tile < num_tiles, count_shares(its_visits, limit), 0)
         its_length = its_visits // tl.maximum(its_count, 1)
-        starts_first = (its_length > length) | ((its_length == length) & (tile < own))
+        starts_first = tl.where(is_uneven & (its_length != length), its_length > length, tile < own)
         position += tl.sum(tl.where(starts_first, its_count, 0))
         num_divided += tl.sum(((tile < own) & (its_count > 1)).to(tl.int32))
         num_dealt += tl.sum(its_count)
+    if is_uneven:
+        heads_per_section = num_heads
+    tiles = num_blocks // HALVES
     end = num_shares * SHARE_WORDS
-    slot = end + num_divided * (num_heads * slot_words(COLUMNS))
-    for start in range(0, count, LANES):
-        number = start + lane
-        at = (position + number) * SHARE_WORDS
-        tl.store(shares_ptr + at, tl.zeros_like(lane) + own, mask=number < count)
-        tl.store(shares_ptr + at + 1, number, mask=number < count)
-        tl.store(shares_ptr + at + 2, tl.zeros_like(lane) + count, mask=number < count)
-        tl.store(shares_ptr + at + 3, slot - at, mask=number < count)
+    slots = end + num_divided * (num_heads * slot_words(COLUMNS))
+    for start in range(0, count * num_heads, LANES):
+        number = (start + lane) // num_heads
+        head = (start + lane) % num_heads
+        first_head = head // heads_per_section * heads_per_section
+        heads = tl.minimum(heads_per_section, num_heads - first_head)
+        at = (first_head * num_dealt + (position + number) * heads + head - first_head) * SHARE_WORDS
+        exists = number < count
+        tl.store(shares_ptr + at, tl.zeros_like(lane) + own % tiles, mask=exists)
+        tl.store(shares_ptr + at + 1, own // tiles * num_heads + head, mask=exists)
+        tl.store(shares_ptr + at + 2, number, mask=exists)
+        tl.store(shares_ptr + at + 3, tl.zeros_like(lane) + count, mask=exists)
+        tl.store(shares_ptr + at + 4, slots + head * slot_words(COLUMNS) - at, mask=exists)
     if count > 1:
         for head in range(num_heads):
-            tl.store(shares_ptr + slot + head * slot_words(COLUMNS) + lane, 0, mask=lane < CONSUMERS)
+            tl.store(shares_ptr + slots + head * slot_words(COLUMNS) + lane, 0, mask=lane < CONSUMERS)
     if own == 0:
-        for start in range(num_dealt * SHARE_WORDS, end, LANES):
+        for start in range(num_dealt * num_heads * SHARE_WORDS, end, LANES):
             tl.store(shares_ptr + start + lane, 0, mask=start + lane < end)
 
 
 @jit
 def load_share(ptr):
     """Load the ``Share`` at ptr."""
-    return Share(gl.load(ptr), gl.load(ptr + 1), gl.load(ptr + 2), gl.load(ptr + 3))
+    return Share(gl.load(ptr), gl.load(ptr + 1), gl.load(ptr + 2), gl.load(ptr + 3), gl.load(ptr + 4))

@@ -1,4 +1,4 @@
-"""The shares into which the sm_90 backward divides the work of calls with intervals: all of it, once, longest first."""
+"""The shares into which the sm_90 backward divides the work of calls with intervals: all of it, once, in good order."""
 
 import pytest
 import torch
@@ -11,64 +11,83 @@ from tests.support.marks import interpreted
 
 pytestmark = interpreted
 UNTOUCHED = -9
+WORDS = SHARE_WORDS.value
 
 
-def bounds_of(batch, num_blocks, roots):
-    """Return the first row of blocks of keys and the row after their last, random; ``roots`` blocks see all rows."""
+def bounds_of(batch, num_blocks, root_blocks):
+    """Return the first row of blocks of keys and the row after their last, random; the first blocks see all rows."""
     first = torch.randint(0, 3000, (batch, num_blocks), dtype=torch.int32)
     end = first + torch.randint(0, 700, first.shape, dtype=torch.int32)
     hidden = torch.rand(first.shape) < 0.2
     first[hidden], end[hidden] = NO_ROW.value, 0
-    first[0, :roots], end[0, :roots] = 0, 20000
+    first[0, :root_blocks], end[0, :root_blocks] = 0, 20000
     return first, end
 
 
+def order_of(shares, lengths, is_uneven, section, heads):
+    """Return (tile, key head, number) of each of ``shares`` in the order in which they are to start."""
+
+    def rank(share):
+        tile, head, number = share
+        if is_uneven:
+            return -lengths[tile], tile, number, head
+        return head // section, tile, number, head
+
+    return sorted(shares, key=rank)
+
+
+@pytest.mark.parametrize("is_late", [False, True])
 @pytest.mark.parametrize(
-    ("batch", "num_blocks", "halves", "heads", "multiprocessors", "roots"),
+    ("batch", "num_blocks", "halves", "heads", "multiprocessors", "root_blocks"),
     [
-        (1, 80, 2, 8, 132, 3),
+        (1, 48, 2, 8, 132, 3),
         (3, 34, 2, 2, 132, 1),
-        (2, 300, 2, 8, 13, 0),
+        (2, 60, 2, 8, 5, 0),  # even
         (1, 2, 2, 1, 132, 2),
-        (2, 150, 1, 1, 78, 5),
+        (1, 140, 1, 3, 60, 5),
         (1, 6, 2, 200, 132, 1),  # more heads than multiprocessors
     ],
 )
-def test_shares(batch, num_blocks, halves, heads, multiprocessors, roots):
+def test_shares(batch, num_blocks, halves, heads, multiprocessors, root_blocks, is_late):
     torch.manual_seed(num_blocks)
-    first, end = bounds_of(batch, num_blocks, roots)
+    first, end = bounds_of(batch, num_blocks, root_blocks)
     blocks = torch.cat((first, end, torch.full((batch, 4 * num_blocks), UNTOUCHED, dtype=torch.int32)), 1)
-    num_tiles = batch * num_blocks // halves
-    num_shares = num_tiles + multiprocessors // heads
+    tiles, section = num_blocks // halves, min(2, heads)
+    num_tiles = batch * tiles
+    num_shares = (num_tiles + multiprocessors // heads) * heads
     num_slots, slot = min(num_tiles, 4 * multiprocessors // (5 * heads)) * heads, slot_words(1)
-    written = torch.full((num_shares * SHARE_WORDS.value + num_slots * slot,), UNTOUCHED, dtype=torch.int32)
+    written = torch.full((num_shares * WORDS + num_slots * slot,), UNTOUCHED, dtype=torch.int32)
     backward_rows_kernel[(num_tiles,)](
         None, None, written, blocks, None, None, heads, None, blocks.stride(0), num_blocks, num_tiles, num_shares,
-        heads / multiprocessors, BLOCK=1, HALVES=halves, COLUMNS=1,
+        section, heads / multiprocessors, BLOCK=1, IS_LATE=is_late, HALVES=halves, COLUMNS=1,
     )  # fmt: skip
 
     first, end = first.view(-1, halves).amin(1), end.view(-1, halves).amax(1)
     visits = (end + BACKWARD_BLOCK_M.value - 1) // BACKWARD_BLOCK_M.value - first // BACKWARD_BLOCK_M.value
     visits = visits.clamp(min=0).tolist()
-    limit = max(LEAST_SHARE.value, int(sum(visits) * heads / multiprocessors * 1.0001) + 1)
-    table, slots = written[: num_shares * SHARE_WORDS.value], written[num_shares * SHARE_WORDS.value :]
-    shares = table.view(num_shares, SHARE_WORDS.value).tolist()
-    dealt = [share for share in shares if share[2]]
-    assert shares[len(dealt) :] == [[0] * SHARE_WORDS.value] * (num_shares - len(dealt))
-    counts = {tile: count for tile, _, count, _ in dealt}
-    lengths = [visits[tile] // count for tile, _, count, _ in dealt]
-    assert lengths == sorted(lengths, reverse=True) and 4 * lengths[0] <= 5 * limit
+    mean = sum(visits) * heads / multiprocessors
+    limit = max(LEAST_SHARE.value, int(mean * 1.0001) + 1)
+    table, slots = written[: num_shares * WORDS], written[num_shares * WORDS :]
+    shares = table.view(num_shares, WORDS).tolist()
+    dealt = [share for share in shares if share[3]]
+    assert shares[len(dealt) :] == [[0] * WORDS] * (num_shares - len(dealt))
+
+    counts = {head // heads * tiles + tile: count for tile, head, _, count, _ in dealt}
+    assert len(counts) == num_tiles
+    for tile, count in counts.items():
+        assert (count > 1) == (4 * visits[tile] > 5 * limit) and (count == 1 or 8 * visits[tile] <= 9 * count * limit)
+    lengths = {tile: visits[tile] // count for tile, count in counts.items()}
+    is_uneven = 4 * max(visits) > 5 * limit or (is_late and max(visits) > 0.4 * mean)
+    expected = [(tile, head, i) for tile, count in counts.items() for head in range(heads) for i in range(count)]
+    found = [(head // heads * tiles + tile, head % heads, number) for tile, head, number, _, _ in dealt]
+    assert found == order_of(expected, lengths, is_uneven, section, heads)
+
     places = {}
-    for tile in range(num_tiles):
-        numbers, of_tile = zip(*[(at, share) for at, share in enumerate(dealt) if share[0] == tile], strict=True)
-        assert [share[1] for share in of_tile] == list(range(counts[tile])) == [at - numbers[0] for at in numbers]
-        assert {share[2] for share in of_tile} == {counts[tile]}
-        assert (counts[tile] > 1) == (4 * visits[tile] > 5 * limit)
-        if counts[tile] > 1:
-            from_start = {at * SHARE_WORDS.value + share[3] for at, share in zip(numbers, of_tile, strict=True)}
-            assert len(from_start) == 1
-            places[tile] = from_start.pop() - table.numel()
-    assert sorted(places.values()) == [i * heads * slot for i in range(len(places))]
-    assert len(places) * heads <= num_slots and bool(places) == bool(roots and heads < multiprocessors)
+    for at, (tile, head, _, count, words) in enumerate(dealt):
+        if count > 1:
+            places.setdefault((head // heads * tiles + tile, head % heads), set()).add(at * WORDS + words)
+    assert all(len(place) == 1 for place in places.values())
+    assert sorted(place.pop() - table.numel() for place in places.values()) == [i * slot for i in range(len(places))]
+    assert len(places) <= num_slots
     counters, sums = slots.view(num_slots, slot).tensor_split((CONSUMERS.value,), 1)
-    assert (counters[: len(places) * heads] == 0).all() and (sums == UNTOUCHED).all()
+    assert (counters[: len(places)] == 0).all() and (sums == UNTOUCHED).all()
