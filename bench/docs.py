@@ -17,11 +17,12 @@ from bench.environment import RESULTS, ROOT, shown
 from bench.report import read_file, timed
 
 _ATTENTION, _OLDEST = "h200-2026-11-23-triton-3.9.0", "h200-2026-11-23-triton-3.6.0"
+_H100 = "h100-2026-11-26-triton-3.9.0"
 _LATENT = "mla-h200-2026-11-26-triton-3.9.0"
 # Page -> block -> the files of rows in ``bench/results``, and the function below ``bench`` that makes the content.
 BLOCKS: dict[str, dict[str, tuple[str, str]]] = {
     "README.md": {
-        "readme:attention": (f"{_ATTENTION} h100-2026-11-25-triton-3.9.0", "readme.attention"),
+        "readme:attention": (f"{_ATTENTION} {_H100}", "readme.attention"),
         "readme:llama": ("models-h200-2026-11-21", "readme.llama"),
         "readme:qwen": ("models-norms-h200-2026-11-23", "readme.qwen"),
         "bench:headline": (_ATTENTION, "attention.tables.headline"),
@@ -29,6 +30,8 @@ BLOCKS: dict[str, dict[str, tuple[str, str]]] = {
     "docs/benchmarks.md": {
         "bench:results": (_ATTENTION, "attention.tables.results"),
         "bench:standing": (_ATTENTION, "attention.tables.standing"),
+        "h100:results": (_H100, "attention.tables.results"),
+        "h100:standing": (_H100, "attention.tables.standing"),
         "oldest:standing": (_OLDEST, "attention.tables.standing"),
         "host:results": ("host-h200-2026-11-23-triton-3.9.0", "attention.tables.host"),
         "energy:results": ("energy-h200-2026-11-23-triton-3.9.0", "attention.tables.energy"),
