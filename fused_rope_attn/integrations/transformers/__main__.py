@@ -8,6 +8,7 @@ all attention modules are served, 1 if one is not, 2 if the checkpoint cannot be
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, cast
@@ -45,8 +46,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description="Examine a checkpoint.",
     )
     parser.add_argument("checkpoint", help="a config.json, a folder with one, or a model's name on the hub")
-    parser.add_argument("--batch", type=int, default=1, help="batch size of the calls to plan")
-    parser.add_argument("--length", type=int, default=4096, help="tokens of a sequence")
+    parser.add_argument("--batch", type=_size, default=1, help="batch size of the calls to plan")
+    parser.add_argument("--length", type=_size, default=4096, help="tokens of a sequence")
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
     given = parser.parse_args(arguments)
     card = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -55,7 +56,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         config = transformers.AutoConfig.from_pretrained(given.checkpoint)
         model = empty_model(config, calls.dtype)
     except (OSError, ValueError, ImportError) as error:
-        print(f"{given.checkpoint} cannot be examined: {error}", file=sys.stderr)
+        where = "" if os.path.exists(given.checkpoint) else " (no file or folder here has this name)"
+        print(f"{given.checkpoint}{where} cannot be examined: {error}", file=sys.stderr)
         return 2
     report = examine(model)
     where = torch.cuda.get_device_name() if card.type == "cuda" else "no GPU"
@@ -65,6 +67,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for line in kernels(model, report, calls):
             print(line)
     return 0 if report and all(row.patched for row in report) else 1
+
+
+def _size(text: str) -> int:
+    """Return a number of the command line that must be 1 or more."""
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, but is {text}")
+    return int(text)
 
 
 def empty_model(config: Any, dtype: torch.dtype) -> nn.Module:

@@ -90,6 +90,15 @@ def test_what_keeps_a_checkpoint_out_is_said(tmp_path, capsys):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "unheard-of"}))
     assert check.main([str(tmp_path)]) == 2
     assert "cannot be examined" in capsys.readouterr().err
+    assert check.main([str(tmp_path / "missing" / "config.json")]) == 2
+    assert "(no file or folder here has this name) cannot be examined" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--batch", "--length"])
+def test_an_empty_batch_is_refused(option, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        check.main(["unread", option, "0"])
+    assert f"argument {option}: must be at least 1, but is 0" in capsys.readouterr().err
 
 
 def test_dropout_in_training_is_said(tmp_path):
