@@ -33,6 +33,7 @@ BLOCKS: dict[str, dict[str, tuple[str, str]]] = {
         "h100:results": (_H100, "attention.tables.results"),
         "h100:standing": (_H100, "attention.tables.standing"),
         "oldest:standing": (_OLDEST, "attention.tables.standing"),
+        "fa3:results": ("fa3-h200-2026-11-26-triton-3.9.0", "attention.jax_fa3.results"),
         "host:results": ("host-h200-2026-11-23-triton-3.9.0", "attention.tables.host"),
         "energy:results": ("energy-h200-2026-11-23-triton-3.9.0", "attention.tables.energy"),
         "masks:results": ("masks-h200-2026-11-21", "attention.tables.masks"),

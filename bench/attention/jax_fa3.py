@@ -234,5 +234,6 @@ def results(rows: list[Row]) -> str:
         f"{markdown(header, lines)}\n\n"
         "×: their time over ours, below 1 ours is slower; they do not rotate. Back to back: 32 calls in a row, of JAX "
         "those that XLA launches one by one, of PyTorch in a CUDA graph. By the profiler: the device time of a "
-        f"call's kernels, eager, without gaps. {legend(rows)}"
+        "call's kernels, eager, without gaps; where two of them overlap, as ours do, the time counts twice. "
+        f"{legend(rows)}"
     ) + provenance(mine, "flash-attn-4", "fa3-fwd", _PIP, "jax")

@@ -218,6 +218,7 @@ def plan_for(problem: Problem) -> Plan:
     length = problem.len_k
     longest = max(problem.len_q, length)
     short_sequences = problem.sequences is not None and longest < hopper_configs.LEAST_MEAN_LENGTH * problem.sequences
+    few_queries = problem.sequences is None and problem.len_q < hopper_configs.LEAST_QUERIES
     visited = length
     if problem.sequences is not None:
         longest, visited = min(problem.max_seqlen, longest), min(problem.max_seqlen, length)
@@ -236,6 +237,7 @@ def plan_for(problem: Problem) -> Plan:
         configs.work_level(queries * visited),
         problem.has_masks,
         short_sequences,
+        few_queries,
     )
 
 
@@ -263,11 +265,12 @@ def _plan(
     work: int,
     masked: bool,
     short_sequences: bool,
+    few_queries: bool,
 ) -> Plan:
     """Return the plan of calls with these properties.
 
     fixed_order: as ``_fixed_order`` gives it. work: a level, see ``configs.work_level``. short_sequences: packed ones
-    are shorter than ``hopper_configs.LEAST_MEAN_LENGTH``, on average.
+    are shorter than ``hopper_configs.LEAST_MEAN_LENGTH``, on average. few_queries: fewer than ``LEAST_QUERIES`` there.
     """
     shape = (causal, length_bucket, gqa)
     # With ``batch_invariant`` the same tiles for all lengths, because the order of sums over keys is that of tiles. The
@@ -300,6 +303,9 @@ def _plan(
         forward = backward = (False, f"{mean}, which leave the larger tiles of the sm_90 ones empty")
     else:
         forward, backward = (_prefer(r, length_bucket, work) for r in (row, row_backward))
+        if few_queries and forward[0] and not latent:
+            few = f"fewer than {hopper_configs.LEAST_QUERIES} queries"
+            forward = (False, f"{few}, which leave most of a tile of the sm_90 ones empty")
     if backward[0] and fixed_order is not None:
         backward = fixed_order
 

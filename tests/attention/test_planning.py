@@ -82,7 +82,7 @@ def test_one_reason_for_both_passes_is_said_once(arch):
 
 
 def test_the_longer_length_counts(arch):
-    assert plan(**call(1, 8192, heads=(64, 8), batch=64)).backend == "hopper"
+    assert plan(**call(64, 8192, heads=(64, 8), batch=64)).backend == "hopper"
     assert plan(**call(100)).backend == "triton"
 
 
@@ -200,6 +200,16 @@ def test_the_persistent_forward_wants_tiles_to_spare(
     chosen = plan(**call(length, head_dim=head_dim, heads=(heads_q, heads_kv), batch=batch))
     assert kinds(chosen)[0] is (HOPPER if wins else PORTABLE)[0]
     assert ("too little work" in chosen.reason) is not wins
+
+
+@pytest.mark.parametrize("len_q, few", [(63, True), (64, False)])
+def test_few_queries_leave_tiles_empty(arch, len_q, few):
+    """Forward only, whatever the work; packed sequences are counted on average instead."""
+    arguments = call(len_q, 8192, heads=(64, 64), batch=8)
+    chosen = plan(**arguments)
+    assert kinds(chosen) == (PORTABLE[0] if few else HOPPER[0], HOPPER[1])
+    assert ("fewer than 64 queries" in chosen.reason) is few
+    assert kinds(plan(**arguments, backend="hopper")) == kinds(plan(**arguments, batch_invariant=True)) == HOPPER
 
 
 @pytest.mark.parametrize("power", [31, 33])

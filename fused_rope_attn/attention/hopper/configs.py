@@ -36,6 +36,9 @@ NARROW_HEAD_DIM = 96
 # (``cu_seqlens_from_position_ids``). H200, 2026-11-22, heads 32/8, D 128: 4096 of 16 tokens take 5.43 + 9.14 ms there
 # against 5.04 + 8.53, 2048 of 32 2.79 + 5.02 against 2.42 + 4.52, 2048 of 64 2.85 + 6.30 against 2.99 + 6.41.
 LEAST_MEAN_LENGTH = 64
+# With fewer queries against more keys the portable forward is faster. H200, 2026-11-26, heads 32/8, 4096 keys, D 128,
+# 3.9.0: the sm_90 one takes 1.30 times as long with 16 queries, and .93 with 64. The backward is untimed.
+LEAST_QUERIES = 64
 
 
 @dataclass(frozen=True, kw_only=True)
