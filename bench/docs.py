@@ -25,7 +25,7 @@ BLOCKS: dict[str, dict[str, tuple[str, str]]] = {
         "readme:attention": (f"{_ATTENTION} {_H100}", "readme.attention"),
         "readme:llama": ("models-h200-2026-11-21", "readme.llama"),
         "readme:qwen": ("models-norms-h200-2026-11-23", "readme.qwen"),
-        "bench:headline": (_ATTENTION, "attention.tables.headline"),
+        "bench:headline": (f"{_ATTENTION} {_H100}", "attention.tables.headline"),
     },
     "docs/benchmarks.md": {
         "bench:results": (_ATTENTION, "attention.tables.results"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from bench.report import PASSES, Row, faster, markdown, provenance, three_digits, timed
+from bench.report import PASSES, Row, card_name, faster, markdown, provenance, three_digits, timed
 
 _CASE = "Llama3-8B-4K"
 _OURS = "fused"
@@ -37,7 +37,7 @@ def attention(rows: list[Row]) -> str:
             line.append(_time(total, total / both) if total else "")
     row = rows[0]
     shape = f"B {row['batch']}, {row['heads_q']}/{row['heads_kv']} heads, {row['len_q']} tokens, D {row['head_dim']}"
-    names = [gpu.replace("NVIDIA ", "").split()[0] for gpu in cards]
+    names = map(card_name, cards)
     header = ["ms (theirs / ours)", *(f"{name} {part}" for name in names for part in (*PASSES.values(), "sum"))]
     origins = " ".join(provenance([found[_OURS, part] for part in PASSES]) for found in cards.values())
     return f"{markdown(header, lines)}\n\nHeads of Llama 3 8B ({shape}), causal, CUDA graphs. {origins}"

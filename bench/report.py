@@ -282,6 +282,11 @@ def legend(rows: Iterable[Row]) -> str:
     return "~: outside the tolerance that ours is held to. " * bool(mark(*rows))
 
 
+def card_name(gpu: str) -> str:
+    """Return the short name of a card: H100 of "NVIDIA H100 80GB HBM3"."""
+    return gpu.replace("NVIDIA ", "").split()[0]
+
+
 def provenance(rows: list[Row], *packages: str) -> str:
     """Return the origin of rows: card, dtype where they share one, versions, dates and commits.
 

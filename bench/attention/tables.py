@@ -15,6 +15,7 @@ from bench.report import (
     both,
     by_case,
     by_provider,
+    card_name,
     faster,
     groups,
     legend,
@@ -44,15 +45,17 @@ _PACKAGES = ("cuDNN", "liger-kernel", "flash-attn", "fa3-fwd", "flash-attn-4")
 
 
 def headline(rows: list[Row]) -> str:
-    """Say at how many shapes ours is not slower than each pair that people install."""
-    found = _ratios(rows)
+    """Say for each card at how many shapes ours is not slower than each pair that people install."""
+    cards = {row["gpu"]: [one for one in rows if one["gpu"] == row["gpu"]] for row in rows}
+    found = {card_name(gpu): _ratios(of_card) for gpu, of_card in cards.items()}
     lines = []
     for name, words in _NAMES.items():
-        if name in found:
-            counts = (_count(found[name][part]) for part in PASSES)
+        if all(name in ratios for ratios in found.values()):
+            counts = [_count(ratios[name][part]) for ratios in found.values() for part in PASSES]
             lines.append([words, *(f"at {count} shapes" if count else "no such pass" for count in counts)])
-    where = f"{rows[0]['gpu']}, {rows[0]['dtype']}, triton {rows[0]['triton']}, CUDA graphs"
-    return markdown([f"`rope_attention` is not slower than ... ({where})", *PASSES.values()], lines)
+    where = f"{rows[0]['dtype']}, triton {rows[0]['triton']}, CUDA graphs"
+    header = [f"{card} {part}" for card in found for part in PASSES.values()]
+    return markdown([f"`rope_attention` is not slower than ... ({where})", *header], lines)
 
 
 def standing(rows: list[Row]) -> str:
