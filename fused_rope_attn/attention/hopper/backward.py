@@ -69,7 +69,7 @@ class BackwardCall:
         self.k_rot_layout = tuple(k.shape), contiguous_strides(k.shape)
         # With a narrow window the pre-process clears nothing, and the post-process begins before the last heads are
         # done. With a wide one both are a small part of the time, and long key blocks should be first. In a fixed order
-        # the post-process does not begin early: thousands of warps that poll would delay the words that programs await.
+        # the post-process does not begin early: thousands of polling warps would slow down the main kernel's waits.
         self.progress_size = None
         left, right = problem.window_left, problem.window_right
         narrow_window = left is not None and right is not None and 4 * (left + right) <= len_k

@@ -157,8 +157,8 @@ def query_blocks(mask, start_n, NQ, num_rows, BLOCK_N: gl.constexpr):
 def interval_queries(intervals, start_n, share, HALVES: gl.constexpr):
     """Return the ``QueryBlocks`` from the first to the last row that sees any of HALVES * KEYS keys, start_n the first.
 
-    intervals: ``KeyIntervals``. share: the ``Share`` of these blocks that to return; None: all. Every key that the mask
-    lets through exists.
+    intervals: ``KeyIntervals``. share: the ``Share`` to which the count is limited; None: all blocks. Every key that
+    the mask lets through exists.
     """
     first, end = visited_blocks(intervals.blocks_ptr, intervals.num_blocks, start_n // KEYS, HALVES)
     count = gl.maximum(0, end - first)

@@ -122,7 +122,7 @@ class VisibleRows:
         multiprocessors, heads = device.num_sms(problem.device), problem.heads_kv
         tiles = problem.batch * num_blocks // halves
         shares = (tiles + multiprocessors // heads) * heads
-        # A tile is divided if it has more than 5 / 4 of a multiprocessor's part of the work.
+        # A tile is divided if it has more than 5 / 4 of the mean work of a multiprocessor.
         divided = min(tiles, 4 * multiprocessors // (5 * heads))
         self.programs = None if problem.is_deterministic else shares
         self.shares_size = shares * SHARE_WORDS.value + divided * heads * slot_words(columns)

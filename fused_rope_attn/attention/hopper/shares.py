@@ -2,9 +2,9 @@
 """Shares of the sm_90 backward of a call with intervals: how the query blocks of tiles of keys are dealt to programs.
 
 Intervals make tiles uneven. For example all rows see the root of a tree, so that its few tiles would take longer than
-everything else together. A tile that has more query blocks than a multiprocessor's part of all of them is therefore
-divided into shares of a program each, and the longest shares start first. A tile's programs add up dK and dV in the
-order of their shares, in a slot of memory, and the last one writes the gradients.
+everything else together. A tile that has clearly more query blocks than a multiprocessor has on average is therefore
+divided into shares, each the work of one program. The longest shares start first. A tile's programs add up dK and dV in
+the order of their shares, in a slot of memory, and the last one writes the gradients.
 """
 
 import triton
@@ -20,8 +20,6 @@ SHARE_WORDS = tl.constexpr(5)
 LEAST_SHARE = tl.constexpr(8)
 # Tiles that ``deal_shares`` reads at once.
 LANES = tl.constexpr(128)
-
-
 # Words of a slot before its sums: a counter for each warpgroup, to which each warp adds 1 after it has stored its sums.
 COUNTER_WORDS = tl.constexpr(32)
 
@@ -94,8 +92,8 @@ def deal_shares(
     blocks (B, batch_stride) int32, num_blocks: as ``key_rows_kernel`` writes them.
 
     Uneven tiles are dealt longest first, those of all heads together. Other tiles keep their order, in sections of
-    heads_per_section heads, because the L2 holds one section's queries. IS_LATE: the last section begins after the
-    first one has ended, so that a long tile of it ends late.
+    heads_per_section heads, because the L2 holds one section's queries. IS_LATE: the sections before the last one have
+    more tiles than there are multiprocessors, so that a long tile of the last one starts late.
 
     Every program reads the bounds of all tiles, so that none waits for another.
     """
