@@ -18,7 +18,7 @@ from fused_rope_attn.attention.arguments import (
 from fused_rope_attn.attention.configs import HopperBackwardConfig
 from fused_rope_attn.attention.hopper.backward_kernel import backward_kernel
 from fused_rope_attn.attention.hopper.columns import needed_columns
-from fused_rope_attn.attention.hopper.intervals import NO_VISIBLE_ROWS, VisibleRows, without_masks
+from fused_rope_attn.attention.hopper.intervals import NO_VISIBLE_ROWS, VisibleRows, is_uneven, without_masks
 from fused_rope_attn.attention.hopper.latent_backward import LatentBackwardCall
 from fused_rope_attn.attention.hopper.postprocess_kernel import norm_postprocess_kernel, postprocess_kernel
 from fused_rope_attn.attention.hopper.shapes import BACKWARD_BLOCK_M as BLOCK_M
@@ -58,6 +58,11 @@ class BackwardCall:
         pad_d = max(64, block_d(problem.head_dim))
         self.wide = pad_d > 128
         block_n = (KEYS if self.wide else BACKWARD_BLOCK_N).value
+        heads = batch * problem.heads_kv
+        row_bytes = (2 * problem.head_dim * q.element_size() + 4 * pad_d) * problem.group_size
+        section = heads_per_section(heads, 1, row_bytes * problem.longest(len_q), config.section_bytes)
+        if is_uneven(problem, block_n, section):
+            problem = problem._replace(has_intervals=True)
         pitch = padded_rows(len_q, sequences)
         self.q_rot_shape = rotated_shape(problem)
         q_rot, k_rot = (q, k) if is_rotated else (q.new_empty(self.q_rot_shape), k.new_empty(k.shape))
@@ -128,9 +133,6 @@ class BackwardCall:
         element = gl.bfloat16 if q.dtype is torch.bfloat16 else gl.float16
         self._describe(q_rot, k_rot, v, do, element, block_n, pad_d)
         ds_tile = [block_n, BLOCK_M.value] if self.wide else [BLOCK_M.value, block_n]
-        heads = batch * problem.heads_kv
-        row_bytes = (2 * problem.head_dim * q.element_size() + 4 * pad_d) * problem.group_size
-        section = heads_per_section(heads, 1, row_bytes * problem.longest(len_q), config.section_bytes)
         # A head's programs follow one another where dQ is added in a fixed order, so that few heads keep too few busy.
         if ordered and heads <= 2 * section:
             section = heads
