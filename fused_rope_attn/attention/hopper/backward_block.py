@@ -7,7 +7,7 @@ from fused_rope_attn.attention.hopper.channels import channel_of, tiles_of
 from fused_rope_attn.attention.hopper.columns import issue_over_columns
 from fused_rope_attn.attention.hopper.masks import hide_pairs
 from fused_rope_attn.attention.hopper.ptxas import opaque
-from fused_rope_attn.attention.hopper.shapes import BACKWARD_BLOCK_M as BLOCK_M
+from fused_rope_attn.attention.hopper.shapes import BACKWARD_BLOCK_M as PART_M
 from fused_rope_attn.attention.hopper.shapes import CONSUMERS, KEYS, WARPGROUP_THREADS
 from fused_rope_attn.attention.hopper.shares import visited_blocks
 from fused_rope_attn.attention.hopper.softmax import cap_scores
@@ -117,6 +117,7 @@ def allocate_query_channel(desc, stats_desc, STAGES: gl.constexpr, rope_desc=Non
     The latter holds a number for each row: lse with Q, delta with dO. The loading warp fills a slot and its row of them
     together, and both warpgroups release it. rope_desc: of the rotated columns of Q in latent attention, else None.
     """
+    BLOCK_M: gl.constexpr = desc.block_type.shape[2]
     buffer = gl.allocate_shared_memory(desc.dtype, [STAGES] + desc.block_type.shape, desc.layout)
     rope = None
     if rope_desc is not None:
@@ -132,7 +133,7 @@ def init_query_channel(channel):
 
 
 @jit
-def query_blocks(mask, start_n, NQ, num_rows, BLOCK_N: gl.constexpr):
+def query_blocks(mask, start_n, NQ, num_rows, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
     """Return (QueryBlocks, first visible row) of the key block [start_n, start_n + BLOCK_N), of num_rows query rows.
 
     All query blocks need a mask if the key block is partial, because a key that does not exist has score 0, and p =
@@ -195,12 +196,25 @@ def weigh(s, lse, is_masked, keys, columns, diagonal, mask, scale, DTYPE: gl.con
 
 
 @jit
-def issue_product(a, channel, cursor, nothing, RIGHT: gl.constexpr = 0):
-    """Begin the product of a (keys, columns) and a transposed block (BLOCK_M, columns) as soon as that has arrived.
+def part_of(x, PART: gl.constexpr):
+    """Return rows [64 * PART, 64 * PART + 64) of x, a block of Q, dO, dS or dQ, or its lse or delta, in shared memory.
 
-    channel, cursor: the place of the block of Q or dO. nothing (keys, BLOCK_M) float32: zeros in the layout of the
-    result. RIGHT: ``right_columns``.
+    Blocks of 128 queries are multiplied in two parts, because registers do not hold scores and dP of 128.
     """
-    block = channel.tile(cursor).reshape((BLOCK_M, a.shape[1]))
-    channel.wait_full(cursor)
+    if x.shape[0] == PART_M:
+        return x
+    else:
+        return x.slice(PART * PART_M, PART_M, dim=0)
+
+
+@jit
+def issue_product(a, channel, cursor, nothing, RIGHT: gl.constexpr = 0, PART: gl.constexpr = 0):
+    """Begin the product of a (keys, columns) and a transposed part of a block, as soon as that has arrived.
+
+    channel, cursor: the place of the block of Q or dO, PART: which of its ``part_of``. nothing (keys, 64) float32:
+    zeros in the layout of the result. RIGHT: ``right_columns``.
+    """
+    block = part_of(channel.tile(cursor).reshape((channel.buffer.shape[3], a.shape[1])), PART)
+    if PART == 0:
+        channel.wait_full(cursor)
     return issue_over_columns(a, block, nothing, RIGHT)

@@ -52,7 +52,6 @@ from fused_rope_attn.attention.hopper.interval_kernels import WORD
 from fused_rope_attn.attention.hopper.latent_keys import LatentGradients, accumulate_latent
 from fused_rope_attn.attention.hopper.latent_keys import allocate_buffers as allocate_latent_buffers
 from fused_rope_attn.attention.hopper.masks import KeyIntervals
-from fused_rope_attn.attention.hopper.shapes import BACKWARD_BLOCK_M as BLOCK_M
 from fused_rope_attn.attention.hopper.shapes import BACKWARD_BLOCK_N, CONSUMERS, KEYS
 from fused_rope_attn.attention.hopper.shares import SHARE_WORDS, load_share
 from fused_rope_attn.kernels.lengths import (
@@ -136,6 +135,7 @@ def backward_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, dq_accumulator,
     IS_LATENT: gl.constexpr = k_rope_desc is not None
     HAS_INTERVALS: gl.constexpr = blocks_ptr is not None
     SPLITS_COLUMNS: gl.constexpr = BLOCK_D > 128
+    BLOCK_M: gl.constexpr = q_desc.block_type.shape[2]
     BLOCK_N: gl.constexpr = KEYS if SPLITS_COLUMNS else BACKWARD_BLOCK_N
     # True if tiles may hold rows of keys that do not exist, before or after the others, inside the tensors.
     ZEROES_ROWS: gl.constexpr = READS_LENGTHS or HAS_KEYS_BEFORE_WINDOW
@@ -178,19 +178,19 @@ def backward_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, dq_accumulator,
     if IS_PACKED:
         num_keys = rows_of_sequence(sequence, num_sequences, NK)
     mask = sequence_mask(starts_ptr, batch, num_keys - NQ, num_keys, window_of(window), READS_LENGTHS)
-    queries, first_row = query_blocks(mask, start_n, NQ, num_rows, BLOCK_N)
+    queries, first_row = query_blocks(mask, start_n, NQ, num_rows, BLOCK_M, BLOCK_N)
     # The query blocks that no program with a smaller number sees: this program stores their dQ instead of adding it.
     num_begun = queries.count
     if IS_ORDERED:
         if HAS_INTERVALS:
             num_begun = 0
         elif tile > 0:
-            others, _ = query_blocks(mask, start_n - BLOCK_N, NQ, num_rows, BLOCK_N)
+            others, _ = query_blocks(mask, start_n - BLOCK_N, NQ, num_rows, BLOCK_M, BLOCK_N)
             end = queries.first + queries.count
             num_begun = end - gl.minimum(gl.maximum(queries.first, others.first + others.count), end)
     elif BEGINS_DQ:
         if start_n + BLOCK_N < NK:
-            next_queries, _ = query_blocks(mask, start_n + BLOCK_N, NQ, pitch, BLOCK_N)
+            next_queries, _ = query_blocks(mask, start_n + BLOCK_N, NQ, pitch, BLOCK_M, BLOCK_N)
             num_begun = gl.minimum(queries.count, next_queries.first - queries.first)
     first_key = mask.first_key
     if first_key is None:

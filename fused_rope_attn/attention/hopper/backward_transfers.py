@@ -17,7 +17,6 @@ from fused_rope_attn.attention.hopper.channels import (
     rope_part,
 )
 from fused_rope_attn.attention.hopper.masks import KeyIntervals
-from fused_rope_attn.attention.hopper.shapes import BACKWARD_BLOCK_M as BLOCK_M
 from fused_rope_attn.attention.hopper.shapes import CONSUMERS
 from fused_rope_attn.kernels.records import record, replace
 from fused_rope_attn.kernels.schedule import let_next_launch_start, wait_for_previous_launch, wait_until
@@ -106,7 +105,7 @@ def load_rows_or_zeros(
         load_rows(desc, batch, head, row, tile, full, stats, rope)
     else:
         if end_row is None:
-            end_row = row + BLOCK_M
+            end_row = row + tile.shape[2]
         arrivals = load_existing_rows(
             desc, batch, head, row, tile, full, first_row, end_row, arrival, arrivals, stats, rope
         )
@@ -151,7 +150,7 @@ def load_block(
     at = channel.at(step)
     if blind_ptr is not None:
         blind_ptr += start_m // 32
-        is_blind = any_bit(blind_ptr, BLOCK_M)
+        is_blind = any_bit(blind_ptr, channel.buffer.shape[3])
     channel.wait_empty(at)
     if stats is not None:
         stats = replace(stats, smem=stats.smem.index(at.slot))
@@ -199,7 +198,7 @@ def load_queries(loads, head_q, begin, end, step, arrivals, IN_ORDER: gl.constex
             group_head, i = outer, inner
             if IN_ORDER:
                 group_head, i = inner, end - 1 - outer
-            start_m = (loads.first + i) * BLOCK_M
+            start_m = (loads.first + i) * destinations.q.buffer.shape[3]
             stats_row = (batch * sizes.HQ + head_q + group_head) * sizes.pitch + start_m
             stats = RowStatistics(descriptors.stats, stats_row, destinations.lse)
             head, channel = head_q + group_head, destinations.q
@@ -309,6 +308,7 @@ def send_block(dq_desc, dq, batch, head_q, block, step, ADD: gl.constexpr):
 
     dq: the channels of both warpgroups, one for each part of the columns; step: blocks sent before.
     """
+    BLOCK_M: gl.constexpr = dq.buffer.shape[3]
     COLUMNS: gl.constexpr = dq.buffer.shape[4]
     for part in gl.static_range(CONSUMERS):
         own = dq.of_warpgroup(part)
@@ -363,7 +363,7 @@ def reduce(dq_desc, dq, progress, keys, queries, sizes, PDL: gl.constexpr):
                 send_block(dq_desc, dq, keys.batch, head_q, queries.first + i, step, ADD=True)
                 step += 1
         else:
-            head_blocks = (progress.key_head * sizes.GROUP_SIZE + group_head) * (sizes.pitch // BLOCK_M)
+            head_blocks = (progress.key_head * sizes.GROUP_SIZE + group_head) * (sizes.pitch // dq.buffer.shape[3])
             words = progress.ptr + progress.num_key_heads + head_blocks + queries.first
             # Two loops, because with a branch around operations of the TMA ptxas keeps addresses of the products of
             # ``fold_queries`` on the stack: 144 bytes instead of 64, and ten loads for each block.

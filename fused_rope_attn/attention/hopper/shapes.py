@@ -16,9 +16,20 @@ CONSUMERS = gl.constexpr(2)
 ROWS = gl.constexpr(64)
 KEYS = gl.constexpr(64)
 
-# Query rows that the backward takes at a time, and key rows of its tile, which both warpgroups share.
+# Query rows that the backward multiplies at a time, and key rows of its tile, which both warpgroups share. A block of
+# queries, which is loaded at a time, has as many rows, or twice as many (``query_block_rows``).
 BACKWARD_BLOCK_M = gl.constexpr(PADDED_TILE_ROWS)
 BACKWARD_BLOCK_N = gl.constexpr(128)
+
+
+def query_block_rows(problem: Problem, block_m: int) -> int:
+    """Return the rows of a block of queries in the backward: block_m if the call has no mask but a causal one, else 64.
+
+    The order in which dQ is added, and the rows that other masks leave out, count blocks of 64.
+    """
+    is_masked = problem.window is not None or problem.is_packed or problem.has_kv_starts or problem.has_kv_lens
+    is_masked = is_masked or problem.has_intervals or problem.softcap != 0.0
+    return BACKWARD_BLOCK_M.value if is_masked or problem.is_deterministic or problem.head_dim > 64 else block_m
 
 
 def is_aligned(problem: Problem, block_m: int, block_n: int) -> bool:

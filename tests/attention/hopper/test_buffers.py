@@ -201,9 +201,12 @@ def test_the_padded_buffers_of_packed_sequences(case):
     Case(2, 2, 1, 70, 130, 256, sinks=True),
     Case(1, 2, 2, 130, 70, 136, causal=False, interleaved=True, rotary_dim=64),
     Case(1, 2, 2, 70, 130, 136, interleaved=True, rotary_dim=64, norms=0.0),
+    Case(2, 4, 2, 130, 201, 64, norms=0.0),
+    Case(1, 2, 1, 5, 70, 56, causal=False, sinks=True),
 )
-def test_the_buffers_of_wide_heads(case):
-    """The sm_90 backward of head dims beyond 128 without its main kernel: dQ as it adds it, by panels of 8 columns."""
+def test_the_buffers_of_whole_tensors(case):
+    """The sm_90 backward without its main kernel: dQ as that adds it, by panels of 8 columns beyond head dim 128, and
+    up to head dim 64 in buffers of whole blocks of 128 queries."""
     from fused_rope_attn.attention.hopper.backward import BackwardCall
 
     inputs = make_inputs(case)
@@ -211,12 +214,17 @@ def test_the_buffers_of_wide_heads(case):
     exact, eager = run_reference(inputs, case, torch.float64), run_reference(inputs, case)
     o, lse = exact.o.to(case.dtype), exact.lse.float()
     problem, tensors, _ = described_for_launch(inputs, case)
-    run = BackwardCall(problem, (do, o, lse, *tensors), configs.HopperBackwardConfig(pdl=False))
+    run = BackwardCall(problem, (do, o, lse, *tensors), configs.HopperBackwardConfig(pdl=False, block_m=128))
 
     def main(_, shared, q_desc, k_desc, v_desc, do_desc, stats_desc, dq_accumulator, raw_k_ptr):
-        dq = dq_accumulator
+        dq = dq_accumulator if case.head_dim > 128 else dq_accumulator[0]
         q_rot, k_rot, v, do = (x.float() for x, _ in (q_desc, k_desc, v_desc, do_desc))
-        lse, delta = stats_desc[0].reshape(2, case.batch, case.heads_q, -1, 1)[..., : case.len_q, :]
+        stats = stats_desc[0].reshape(2, case.batch, case.heads_q, -1, 1)
+        block = 64 if case.head_dim > 128 else 128
+        assert stats.shape[3] == dq.shape[2] == -(-case.len_q // block) * block
+        # Padding has finite weights, and rows of zeros in Q and dO.
+        assert not stats[:, :, :, case.len_q :].any()
+        lse, delta = stats[..., : case.len_q, :]
         k_rot, v = (x.repeat_interleave(case.heads_q // case.heads_kv, 1) for x in (k_rot, v))
         p = torch.exp2(q_rot @ k_rot.mT * (case.scale / math.log(2)) - lse)
         if case.causal:
