@@ -305,12 +305,6 @@ def hopper_jobs(arch: str, full: bool = False) -> list[Job]:
             {(job.head_dim, job.masks): job for job in reversed(ordered) if (job.head_dim, job.masks) in kinds}.values()
         )
     jobs += [replace(job, deterministic=True) for job in ordered]
-    # Blocks of 128 queries, which no row of the table takes.
-    for causal in (True, False) if arch == "sm_90" else ():
-        config = replace(hopper_configs.backward(64, causal, "long", False).config, section_bytes=0, block_m=128)
-        jobs.append(
-            Job(**BF16, arch=arch, direction="backward", head_dim=64, config=config, causal=causal, rotated=True)
-        )
     summed = [job for job in trained if job.direction == "backward" and (job.head_dim == 128 or full)]
     jobs += [replace(job, sums=True) for job in (summed if full else summed[:1])]
     return list(dict.fromkeys(jobs))

@@ -62,7 +62,7 @@ class BackwardCall:
         row_bytes = (2 * problem.head_dim * q.element_size() + 4 * pad_d) * problem.group_size
         section = heads_per_section(heads, 1, row_bytes * problem.longest(len_q), config.section_bytes)
         if is_uneven(problem, block_n, section):
-            problem = problem._replace(has_intervals=True)
+            problem, section = problem._replace(has_intervals=True), heads
         self.block_m = block_m = query_block_rows(problem, config.block_m)
         pitch = triton.cdiv(padded_rows(len_q, sequences), block_m) * block_m
         self.q_rot_shape = rotated_shape(problem)

@@ -32,7 +32,7 @@ NO_VISIBLE_ROWS: dict[str, Any] = dict.fromkeys(("key_rows_ptr", "blocks_ptr", "
 BLIND_WORDS = 32
 # With more programs than this for each multiprocessor their lengths even out.
 MANY_PROGRAMS = 8
-# Products of a query block with a block of keys that dividing tiles must save: two launches take as long.
+# Query blocks of one head that dividing tiles must save: the two launches that divide them take as long.
 LEAST_GAIN = 8
 
 
@@ -42,10 +42,11 @@ def without_masks(shared: dict[str, Any]) -> dict[str, Any]:
 
 
 def is_uneven(problem: Problem, block_n: int, section: int) -> bool:
-    """Return whether few long tiles of ``block_n`` keys would keep the backward pass of a call from ending.
+    """Return whether the backward pass would end more than 10 % late, because it has few tiles of ``block_n`` keys.
 
-    Then the masks are read as the rows of each key, so that ``VisibleRows`` divides long tiles. Programs are counted in
-    query blocks, in their order of ``section`` key heads at a time, the longest first.
+    Then its masks are read as the rows of each key, so that ``VisibleRows`` divides long tiles and all heads run
+    together. A program takes as long as its tile has query blocks, and programs start in their order: ``section`` key
+    heads at a time, the longest first.
     """
     has_tensors = problem.is_packed or problem.has_kv_starts or problem.has_kv_lens or problem.has_intervals
     multiprocessors, heads = device.num_sms(problem.device), problem.batch * problem.heads_kv

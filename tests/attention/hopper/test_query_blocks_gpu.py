@@ -1,4 +1,4 @@
-"""The sm_90 backward in blocks of 128 queries, up to head dim 64, which no row of the table takes."""
+"""The sm_90 backward in blocks of 128 queries, at lengths for which the table has blocks of 64."""
 
 from dataclasses import replace
 
