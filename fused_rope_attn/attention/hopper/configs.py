@@ -172,8 +172,8 @@ BACKWARD: tuple[Row, ...] = (
         config=HopperBackwardConfig(section_bytes=32 * MIB, rotate_heads=2, post_rows=8, post_heads=2, norm_rows=16,
             norm_heads=4)),
     # A post-process of more programs takes 2 % less time at (4, 8/8, 2048, 64), and the same beyond. H200 and H100,
-    # 3.6.0 and 3.9.0. Blocks of 128 queries take 5 % less time at 16K and 0 to 3 % below with 3.9.0, 4 to 8 % from 4K on
-    # with 3.6.0, and 4 % more at 1K with both. H200. 2026-11-26.
+    # 3.6.0 and 3.9.0. Blocks of 128 queries take 5 % less time at 16K and 0 to 2 % below with 3.9.0, 4 to 8 % from 4K
+    # on with 3.6.0, and 4 % more at 1K with both. H200. 2026-11-26.
     Row(head_dim=64, auto=BUCKETS,
         config=HopperBackwardConfig(block_m=128, section_bytes=32 * MIB, post_rows=8, post_heads=2)),
     # A post-process of more programs takes 1 to 10 % less time, leaving out hidden queries 0 to 3 %. 3.9.0, 2026-11-23.
