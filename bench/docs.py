@@ -16,7 +16,7 @@ from bench.command import refuse
 from bench.environment import RESULTS, ROOT, shown
 from bench.report import read_file, timed
 
-_ATTENTION, _OLDEST = "h200-2026-11-23-triton-3.9.0", "h200-2026-11-23-triton-3.6.0"
+_ATTENTION, _OLDEST = "h200-2026-11-26-triton-3.9.0", "h200-2026-11-23-triton-3.6.0"
 _H100 = "h100-2026-11-26-triton-3.9.0"
 _LATENT = "mla-h200-2026-11-26-triton-3.9.0"
 # Page -> block -> the files of rows in ``bench/results``, and the function below ``bench`` that makes the content.
@@ -34,15 +34,15 @@ BLOCKS: dict[str, dict[str, tuple[str, str]]] = {
         "h100:standing": (_H100, "attention.tables.standing"),
         "oldest:standing": (_OLDEST, "attention.tables.standing"),
         "fa3:results": ("fa3-h200-2026-11-26-triton-3.9.0", "attention.jax_fa3.results"),
-        "host:results": ("host-h200-2026-11-23-triton-3.9.0", "attention.tables.host"),
+        "host:results": ("host-h200-2026-11-26-triton-3.9.0", "attention.tables.host"),
         "energy:results": ("energy-h200-2026-11-23-triton-3.9.0", "attention.tables.energy"),
         "masks:results": ("masks-h200-2026-11-21", "attention.tables.masks"),
         "norm:results": ("norm-h200-2026-11-23-triton-3.9.0", "attention.tables.norm"),
         "norm:oldest": ("norm-h200-2026-11-23-triton-3.6.0", "attention.tables.norm"),
-        "decode:results": ("decode-h200-2026-11-23-triton-3.9.0", "decode.tables.results"),
-        "decode:stored": ("decode-h200-2026-11-23-triton-3.9.0", "decode.tables.stored"),
-        "rope:results": ("rope-h200-2026-11-21", "rope.tables.results"),
-        "rope:norms": ("rope-norms-h200-2026-11-23", "rope.tables.results"),
+        "decode:results": ("decode-h200-2026-11-26-triton-3.9.0", "decode.tables.results"),
+        "decode:stored": ("decode-h200-2026-11-26-triton-3.9.0", "decode.tables.stored"),
+        "rope:results": ("rope-h200-2026-11-26-triton-3.9.0", "rope.tables.results"),
+        "rope:norms": ("rope-norms-h200-2026-11-26-triton-3.9.0", "rope.tables.results"),
         "models:results": ("models-h200-2026-11-21", "models.tables.results"),
         "models:norms": ("models-norms-h200-2026-11-23", "models.tables.results"),
         "models:latent": ("models-latent-h200-2026-11-26-triton-3.9.0", "models.tables.results"),
@@ -52,7 +52,7 @@ BLOCKS: dict[str, dict[str, tuple[str, str]]] = {
         "corope:results": ("corope-h200-2026-11-21", "attention.tables.corope"),
     },
     "docs/guides/same-bits.md": {
-        "step:results": ("same-bits-h200-2026-11-26-triton-3.9.0", "decode.tables.same_bits"),
+        "step:results": ("decode-h200-2026-11-26-triton-3.9.0", "decode.tables.same_bits"),
         "attention:results": ("same-bits-attention-h200-2026-11-26-triton-3.9.0", "attention.tables.same_bits"),
     },
     "docs/guides/intervals.md": {
@@ -66,7 +66,7 @@ PLOTS = {
     "speedup_all_graph": ("graph", _ATTENTION, "attention.plots.speedups"),
     "energy_load": ("load", "energy-h200-2026-11-23-triton-3.9.0", "attention.plots.energy"),
     "latent_graph": ("graph", _LATENT, "attention.plots.speedups"),
-    "rope_wide_graph": ("graph", "rope-h200-2026-11-21", "rope.tables.draw"),
+    "rope_wide_graph": ("graph", "rope-h200-2026-11-26-triton-3.9.0", "rope.tables.draw"),
     "context_parallel_eager": ("eager", "cp-h200-2026-11-23", "cp.tables.draw"),
 }
 _PARTS = "|".join(dict.fromkeys(name.split(":")[0] for blocks in BLOCKS.values() for name in blocks))

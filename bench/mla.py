@@ -137,7 +137,7 @@ def results(rows: list[Row]) -> str:
         "others in ×, their time over ours, below 1 ours is slower. Bare: queries and keys are built already, and "
         "nothing rotates. MiB: peak memory of forward and backward, o and gradients included. "
         f"{legend(rows)}"
-    ) + provenance(mine, "transformers", "flash-attn-4", "cuDNN")
+    ) + provenance(mine, "transformers", "liger-kernel", "flash-attn-4", "fa3-fwd", "cuDNN")
 
 
 def _with_sum(passes: list[Group]) -> list[Group]:

@@ -30,7 +30,8 @@ def results(rows: list[Row]) -> str:
 
 def stored(rows: list[Row]) -> str:
     """Show our step on caches in pages and in float8, over that on contiguous ones, as CUDA graphs."""
-    names = dict.fromkeys(row["provider"] for row in rows if row.get("stored") and row["mode"] == "graph")
+    kept = [row for row in timed(rows, mode="graph") if row.get("stored") and SAME_BITS not in row["provider"]]
+    names = dict.fromkeys(row["provider"] for row in kept)
     lines = []
     for (case, shape, _, _), group in groups(rows, "graph").items():
         if OURS in group and any(name in group for name in names):

@@ -80,17 +80,16 @@ def _hf(q: Tensor, k: Tensor, tables: Any, interleaved: bool) -> Any:
 @functools.cache
 def _compiled() -> Callable[..., list[Tensor]]:
     def rotate(xs: list[Tensor], tables: Any, interleaved: bool, weights: list[Tensor]) -> list[Tensor]:
-        outs, (cos, sin) = [], tables
+        # In memory as (B, N, H, D), like q, k and their gradients: a gradient with other strides would be copied.
+        outs, (cos, sin) = [], (table[:, None] for table in tables)
         for i, x in enumerate(xs):
-            y = x.float()
+            y = x.transpose(1, 2).float()
             if weights:
                 y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + NORM_EPS) * weights[i].float()
-            if interleaved:
-                a, b = y.unflatten(-1, (-1, 2)).unbind(-1)
-                outs.append(torch.stack((a * cos - b * sin, b * cos + a * sin), -1).flatten(-2).to(x.dtype))
-            else:
-                a, b = y.chunk(2, -1)
-                outs.append(torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(x.dtype))
+            a, b = y.unflatten(-1, (-1, 2)).unbind(-1) if interleaved else y.chunk(2, -1)
+            pair = a * cos - b * sin, b * cos + a * sin
+            y = torch.stack(pair, -1).flatten(-2) if interleaved else torch.cat(pair, -1)
+            outs.append(y.to(x.dtype).transpose(1, 2))
         return outs
 
     return specialised(rotate)
