@@ -223,6 +223,7 @@ def fold_queries(WARPGROUP: gl.constexpr, dk, dv, buffers, first, total, keys, q
     BLOCK_M: gl.constexpr = q_blocks.buffer.shape[3]
     BLOCK_D: gl.constexpr = q_blocks.buffer.shape[4]
     PARTS: gl.constexpr = BLOCK_M // PART_M
+    LAST: gl.constexpr = PARTS - 1
     CLAMP: gl.constexpr = queries.num_masked is not None
     # With 128 columns the registers do not hold the next scores in addition to dQ: ptxas makes every product
     # synchronous. With two parts they do, but if Triton copies P and dS for the right part it is faster to issue the
@@ -295,10 +296,10 @@ def fold_queries(WARPGROUP: gl.constexpr, dk, dv, buffers, first, total, keys, q
             give_ds(WARPGROUP, buffers.ds, ds, step + 1, part)
             ds_operand = gl.convert_layout(ds, P)
             if EARLY_SCORES:
-                if part == PARTS - 1:
-                    s_token = issue_scores(k_rows, buffers.k, q_blocks, next_q, no_s, WARPGROUP, RIGHT, 0)
-                else:
-                    s_token = issue_scores(k_rows, buffers.k, q_blocks, q_cursor, no_s, WARPGROUP, RIGHT, part + 1)
+                s_token = issue_scores(
+                    k_rows, buffers.k, q_blocks, next_q if part == LAST else q_cursor, no_s, WARPGROUP, RIGHT,
+                    (part + 1) % PARTS,
+                )  # fmt: skip
             if part == 0 and not EARLY_DQ:
                 ds_channel.wait_full(ds_channel.at(step))
             # Without early scores only dV is in flight, and this waits for nothing: the wait for dQ covers dV.
@@ -310,19 +311,19 @@ def fold_queries(WARPGROUP: gl.constexpr, dk, dv, buffers, first, total, keys, q
                 dq, s = warpgroup_mma_wait(GROUPS, deps=[dq_token, s_token])
             else:
                 dq = warpgroup_mma_wait(GROUPS, deps=[dq_token])
-            if part == PARTS - 1:
+            if part == LAST:
                 do_blocks.release_by_threads(do_cursor)
                 ds_channel.release_by_threads(ds_channel.at(step))
             send_dq(WARPGROUP, dq, buffers.dq, step, part)
             if not EARLY_SCORES:
-                if part == PARTS - 1:
-                    s_token = issue_scores(k_rows, buffers.k, q_blocks, next_q, no_s, WARPGROUP, RIGHT, 0)
-                else:
-                    s_token = issue_scores(k_rows, buffers.k, q_blocks, q_cursor, no_s, WARPGROUP, RIGHT, part + 1)
-            if part == PARTS - 1:
-                dp_token = issue_scores(v_rows, buffers.v, do_blocks, do_blocks.at(step + 1), no_s, WARPGROUP, RIGHT, 0)
-            else:
-                dp_token = issue_scores(v_rows, buffers.v, do_blocks, do_cursor, no_s, WARPGROUP, RIGHT, part + 1)
+                s_token = issue_scores(
+                    k_rows, buffers.k, q_blocks, next_q if part == LAST else q_cursor, no_s, WARPGROUP, RIGHT,
+                    (part + 1) % PARTS,
+                )  # fmt: skip
+            dp_token = issue_scores(
+                v_rows, buffers.v, do_blocks, do_blocks.at(step + 1) if part == LAST else do_cursor, no_s, WARPGROUP,
+                RIGHT, (part + 1) % PARTS,
+            )  # fmt: skip
             # Only dP is in flight at the end of an iteration: ptxas makes every product synchronous if an accumulator
             # in flight meets another value, as dk and dv would meet their initial zeros.
             if EARLY_SCORES:
