@@ -17,8 +17,9 @@ from fused_rope_attn.attention.arguments import (
 )
 from fused_rope_attn.attention.configs import HopperBackwardConfig
 from fused_rope_attn.attention.hopper.backward_kernel import backward_kernel
+from fused_rope_attn.attention.hopper.balance import balance
 from fused_rope_attn.attention.hopper.columns import needed_columns
-from fused_rope_attn.attention.hopper.intervals import NO_VISIBLE_ROWS, VisibleRows, is_uneven, without_masks
+from fused_rope_attn.attention.hopper.intervals import NO_VISIBLE_ROWS, VisibleRows, without_masks
 from fused_rope_attn.attention.hopper.latent_backward import LatentBackwardCall
 from fused_rope_attn.attention.hopper.postprocess_kernel import norm_postprocess_kernel, postprocess_kernel
 from fused_rope_attn.attention.hopper.shapes import BACKWARD_BLOCK_M as BLOCK_M
@@ -61,8 +62,9 @@ class BackwardCall:
         heads = batch * problem.heads_kv
         row_bytes = (2 * problem.head_dim * q.element_size() + 4 * pad_d) * problem.group_size
         section = heads_per_section(heads, 1, row_bytes * problem.longest(len_q), config.section_bytes)
-        if is_uneven(problem, block_n, section):
-            problem, section = problem._replace(has_intervals=True), heads
+        section, divides = balance(problem, block_n, section)
+        if divides:
+            problem = problem._replace(has_intervals=True)
         self.block_m = block_m = query_block_rows(problem, config.block_m)
         pitch = triton.cdiv(padded_rows(len_q, sequences), block_m) * block_m
         self.q_rot_shape = rotated_shape(problem)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
 from typing import Any
 
 import torch
@@ -17,8 +16,8 @@ from fused_rope_attn.attention.hopper.interval_kernels import (
     key_rows_kernel,
     visits_kernel,
 )
-from fused_rope_attn.attention.hopper.shapes import BACKWARD_BLOCK_M, KEYS
-from fused_rope_attn.attention.hopper.shares import LEAST_SHARE, SHARE_WORDS, slot_words
+from fused_rope_attn.attention.hopper.shapes import KEYS
+from fused_rope_attn.attention.hopper.shares import SHARE_WORDS, slot_words
 from fused_rope_attn.attention.intervals import interval_strides
 from fused_rope_attn.attention.problem import Problem, Tensors
 from fused_rope_attn.runtime import device
@@ -30,49 +29,11 @@ NO_VISITS: dict[str, Any] = {"visits_ptr": None, "key_rows_ptr": None, "hidden_p
 NO_VISIBLE_ROWS: dict[str, Any] = dict.fromkeys(("key_rows_ptr", "blocks_ptr", "blind_ptr", "shares_ptr"))
 # Words of a program of ``write_blind_rows``.
 BLIND_WORDS = 32
-# With more programs than this for each multiprocessor their lengths even out.
-MANY_PROGRAMS = 8
-# Query blocks of one head that dividing tiles must save: the two launches that divide them take as long.
-LEAST_GAIN = 8
 
 
 def without_masks(shared: dict[str, Any]) -> dict[str, Any]:
     """Return ``shared`` for a main kernel that reads the masks as the rows of each key."""
     return shared | {"window": (None, None), "READS_LENGTHS": False}
-
-
-def is_uneven(problem: Problem, block_n: int, section: int) -> bool:
-    """Return whether the backward pass would end more than 10 % late, because it has few tiles of ``block_n`` keys.
-
-    Then its masks are read as the rows of each key, so that ``VisibleRows`` divides long tiles and all heads run
-    together. A program takes as long as its tile has query blocks, and programs start in their order: ``section`` key
-    heads at a time, the longest first.
-    """
-    has_tensors = problem.is_packed or problem.has_kv_starts or problem.has_kv_lens or problem.has_intervals
-    multiprocessors, heads = device.num_sms(problem.device), problem.batch * problem.heads_kv
-    tiles = triton.cdiv(problem.len_k, block_n)
-    if has_tensors or problem.is_deterministic or tiles * heads > MANY_PROGRAMS * multiprocessors:
-        return False
-    lengths = [_visits(problem, tile * block_n, block_n) for tile in range(tiles)]
-    ends = [0] * multiprocessors
-    for first in range(0, heads, section):
-        for length in lengths:
-            for _ in range(min(section, heads - first)):
-                heapq.heapreplace(ends, ends[0] + length)
-    total = heads * sum(lengths)
-    best = max(total / multiprocessors, min(max(lengths), LEAST_SHARE.value))
-    return max(ends) > 1.1 * best + LEAST_GAIN / problem.group_size
-
-
-def _visits(problem: Problem, first_key: int, block_n: int) -> int:
-    """Return the number of query blocks with a row that may see any of block_n keys, from first_key on."""
-    before = problem.len_k - problem.len_q  # keys before the first query
-    left, right = problem.window_left, problem.window_right
-    start = 0 if right is None else max(0, first_key - right - before)
-    last_key = min(first_key + block_n, problem.len_k) - 1
-    end = problem.len_q if left is None else min(problem.len_q, last_key + left - before + 1)
-    rows = BACKWARD_BLOCK_M.value
-    return max(0, triton.cdiv(end, rows) - start // rows)
 
 
 class KeyRows:

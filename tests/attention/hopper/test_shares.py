@@ -1,19 +1,12 @@
 """The shares into which the sm_90 backward divides the work of calls with intervals: all of it, once, in good order."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 
 from fused_rope_attn.attention.hopper.interval_kernels import backward_rows_kernel
-from fused_rope_attn.attention.hopper.intervals import is_uneven
 from fused_rope_attn.attention.hopper.shapes import BACKWARD_BLOCK_M, CONSUMERS
 from fused_rope_attn.attention.hopper.shares import LEAST_SHARE, SHARE_WORDS, slot_words
 from fused_rope_attn.kernels.intervals import NO_ROW
-from fused_rope_attn.runtime import device
-from fused_rope_attn.testing import make_inputs
-from tests.support.cases import TWO_BATCHES
-from tests.support.internals import described
 from tests.support.marks import interpreted
 
 pytestmark = interpreted
@@ -98,30 +91,3 @@ def test_shares(batch, num_blocks, halves, heads, multiprocessors, root_blocks, 
     assert len(places) <= num_slots
     counters, sums = slots.view(num_slots, slot).tensor_split((CONSUMERS.value,), 1)
     assert (counters[: len(places)] == 0).all() and (sums == UNTOUCHED).all()
-
-
-# (B, HQ, HKV, N, key heads of a section), and whether few long tiles would hold up the others on 132 multiprocessors.
-CALLS = [
-    (2, 32, 8, 4096, 4, False),
-    (1, 32, 8, 8192, 1, True),
-    (1, 32, 8, 16384, 1, False),
-    (1, 28, 4, 4096, 2, True),
-    (1, 8, 1, 8192, 1, True),
-    (2, 64, 64, 1024, 32, False),
-    (1, 4, 4, 300, 4, False),  # too little to gain
-]
-
-
-@pytest.mark.parametrize("batch, heads_q, heads_kv, length, section, uneven", CALLS, ids=str)
-def test_long_tiles_of_few_heads_are_divided(batch, heads_q, heads_kv, length, section, uneven, monkeypatch):
-    monkeypatch.setattr(device, "num_sms", lambda where: 132)
-    case = replace(TWO_BATCHES, len_q=1, len_k=1, head_dim=16)
-    sizes = {"batch": batch, "heads_q": heads_q, "heads_kv": heads_kv, "len_q": length, "len_k": length}
-    problem = described(make_inputs(case), case)[0]._replace(**sizes)
-    assert is_uneven(problem, 128, section) is uneven
-    for changes in ({"deterministic": True}, {"has_kv_lens": True}, {"sequences": 2}):
-        assert not is_uneven(problem._replace(**changes), 128, section)
-    # Every tile has as many query blocks without a mask, and nearly so with a window.
-    for changes in ({"causal": False}, {"window": (512, 0)}):
-        if batch * heads_kv * length // 128 > 2 * 132:
-            assert not is_uneven(problem._replace(**changes), 128, section)

@@ -1,0 +1,61 @@
+"""Balance of the sm_90 backward: in which order the programs of its main kernel keep all multiprocessors busy."""
+
+from __future__ import annotations
+
+import heapq
+
+import triton
+
+from fused_rope_attn.attention.hopper.shapes import BACKWARD_BLOCK_M
+from fused_rope_attn.attention.hopper.shares import LEAST_SHARE
+from fused_rope_attn.attention.problem import Problem
+from fused_rope_attn.runtime import device
+
+# With more programs than this for each multiprocessor their lengths even out.
+MANY_PROGRAMS = 8
+# Query blocks of one head that another order must save: the two launches that divide tiles take as long.
+LEAST_GAIN = 8
+
+
+def balance(problem: Problem, block_n: int, section: int) -> tuple[int, bool]:
+    """Return how many key heads run together, ``section`` or more, and whether long tiles must be divided.
+
+    A program has a tile of ``block_n`` keys of a key head and takes as long as the tile has query blocks. Programs
+    start in their order: those of ``section`` key heads, the longest first, then those of the next. Small sections stay
+    in the L2, but the tiles of the last one may end late. The smallest section is taken, by doubling, that ends at most
+    10 % late. If there is none, there are too few tiles: ``VisibleRows`` divides them.
+    """
+    has_tensors = problem.is_packed or problem.has_kv_starts or problem.has_kv_lens or problem.has_intervals
+    multiprocessors, heads = device.num_sms(problem.device), problem.batch * problem.heads_kv
+    tiles = triton.cdiv(problem.len_k, block_n)
+    if has_tensors or problem.is_deterministic or tiles * heads > MANY_PROGRAMS * multiprocessors:
+        return section, False
+    lengths = [_query_blocks(problem, tile * block_n, block_n) for tile in range(tiles)]
+    best = max(heads * sum(lengths) / multiprocessors, min(max(lengths), LEAST_SHARE.value))
+    latest = 1.1 * best + LEAST_GAIN / problem.group_size
+    while _end(lengths, heads, section, multiprocessors) > latest:
+        if section == heads:
+            return heads, True
+        section = min(2 * section, heads)
+    return section, False
+
+
+def _end(lengths: list[int], heads: int, section: int, multiprocessors: int) -> int:
+    """Return when the last program ends, in query blocks, if each of heads key heads has tiles of these lengths."""
+    ends = [0] * multiprocessors
+    for first in range(0, heads, section):
+        for length in lengths:
+            for _ in range(min(section, heads - first)):
+                heapq.heapreplace(ends, ends[0] + length)
+    return max(ends)
+
+
+def _query_blocks(problem: Problem, first_key: int, block_n: int) -> int:
+    """Return the number of query blocks with a row that may see any of block_n keys, from first_key on."""
+    before = problem.len_k - problem.len_q  # keys before the first query
+    left, right = problem.window_left, problem.window_right
+    start = 0 if right is None else max(0, first_key - right - before)
+    last_key = min(first_key + block_n, problem.len_k) - 1
+    end = problem.len_q if left is None else min(problem.len_q, last_key + left - before + 1)
+    rows = BACKWARD_BLOCK_M.value
+    return max(0, triton.cdiv(end, rows) - start // rows)
