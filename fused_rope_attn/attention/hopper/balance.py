@@ -30,17 +30,17 @@ def balance(problem: Problem, block_n: int, section: int) -> tuple[int, bool]:
     tiles = triton.cdiv(problem.len_k, block_n)
     if has_tensors or problem.is_deterministic or tiles * heads > MANY_PROGRAMS * multiprocessors:
         return section, False
-    lengths = [_query_blocks(problem, tile * block_n, block_n) for tile in range(tiles)]
+    lengths = [count_query_blocks(problem, tile * block_n, block_n) for tile in range(tiles)]
     best = max(heads * sum(lengths) / multiprocessors, min(max(lengths), LEAST_SHARE.value))
     latest = 1.1 * best + LEAST_GAIN / problem.group_size
-    while _end(lengths, heads, section, multiprocessors) > latest:
+    while last_end(lengths, heads, section, multiprocessors) > latest:
         if section == heads:
             return heads, True
         section = min(2 * section, heads)
     return section, False
 
 
-def _end(lengths: list[int], heads: int, section: int, multiprocessors: int) -> int:
+def last_end(lengths: list[int], heads: int, section: int, multiprocessors: int) -> int:
     """Return when the last program ends, in query blocks, if each of heads key heads has tiles of these lengths."""
     ends = [0] * multiprocessors
     for first in range(0, heads, section):
@@ -50,7 +50,7 @@ def _end(lengths: list[int], heads: int, section: int, multiprocessors: int) -> 
     return max(ends)
 
 
-def _query_blocks(problem: Problem, first_key: int, block_n: int) -> int:
+def count_query_blocks(problem: Problem, first_key: int, block_n: int) -> int:
     """Return the number of query blocks with a row that may see any of block_n keys, from first_key on."""
     before = problem.len_k - problem.len_q  # keys before the first query
     left, right = problem.window_left, problem.window_right

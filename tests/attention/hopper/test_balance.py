@@ -3,8 +3,9 @@
 from dataclasses import replace
 
 import pytest
+import torch
 
-from fused_rope_attn.attention.hopper.balance import balance
+from fused_rope_attn.attention.hopper.balance import balance, count_query_blocks, last_end
 from fused_rope_attn.runtime import device
 from fused_rope_attn.testing import make_inputs
 from tests.support.cases import TWO_BATCHES
@@ -50,6 +51,44 @@ def test_balance(call, section, together, divides, monkeypatch):
     for changes in ({"causal": False}, {"window": (512, 0)}):
         if batch * heads_kv * length // 128 > 2 * 132:
             assert not balance(problem._replace(**changes), 128, section)[1]
+
+
+def test_many_programs_even_out(monkeypatch):
+    """Up to 8 programs for each multiprocessor are simulated."""
+    sizes = {"batch": 1, "heads_q": 576, "heads_kv": 9, "len_q": 1024, "len_k": 1024}
+    problem = problem_of(monkeypatch, **sizes)
+    monkeypatch.setattr(device, "num_sms", lambda where: 9)
+    assert balance(problem, 128, 1) == (4, False)  # one or two heads at a time end after 80 query blocks instead of 72
+    monkeypatch.setattr(device, "num_sms", lambda where: 132)
+    sizes = {"heads_q": 64 * 32, "heads_kv": 32, "len_q": 5120, "len_k": 5120}
+    assert balance(problem._replace(**sizes), 128, 1) == (1, False)  # 1,280 programs, which end 11 % late
+
+
+@pytest.mark.parametrize("group_size, length, divides", [(1, 1024, False), (2, 768, False), (2, 832, True)])
+def test_the_gain_must_pay_for_two_launches(group_size, length, divides, monkeypatch):
+    """A share has 8 query blocks at least. Where a head of the group would save as many, tiles are divided."""
+    sizes = {"batch": 1, "heads_q": group_size, "heads_kv": 1, "len_q": length, "len_k": length}
+    assert balance(problem_of(monkeypatch, **sizes), 128, 1) == (1, divides)
+
+
+@pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (40, 0), (7, 25), (300, 70), (-1, 30), (64, -1)])
+@pytest.mark.parametrize("rows, keys", [(300, 300), (100, 500), (500, 100), (257, 1030)])
+@pytest.mark.parametrize("block_n", [64, 128])
+def test_query_blocks_of_a_tile_are_those_that_see_its_keys(rows, keys, window, block_n, monkeypatch):
+    problem = problem_of(monkeypatch, len_q=rows, len_k=keys, causal=window[1] == 0, window=window)
+    row, key = torch.arange(rows)[:, None] + keys - rows, torch.arange(keys)
+    left, right = (bound if bound >= 0 else 10**6 for bound in window)
+    sees = (key >= row - left) & (key <= row + right)
+    for first in range(0, keys, block_n):
+        blocks = sees[:, first : first + block_n].any(1).split(64)
+        assert count_query_blocks(problem, first, block_n) == sum(bool(block.any()) for block in blocks)
+
+
+def test_programs_start_in_their_order():
+    """Programs of 3 and 1 query blocks for each of three heads, on two multiprocessors."""
+    assert last_end([3, 1], 3, 1, 2) == 7  # 3, 1 | 3, 1 | 3, 1
+    assert last_end([3, 1], 3, 3, 2) == 6  # 3, 3, 3 | 1, 1, 1
+    assert last_end([3, 1], 3, 2, 2) == 7  # 3, 3, 1, 1 | 3, 1
 
 
 @pytest.mark.parametrize("heads_kv", [1, 3, 4, 8, 16])
