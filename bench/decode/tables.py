@@ -38,7 +38,7 @@ def stored(rows: list[Row]) -> str:
             shown = [f"{faster(group[name], group[OURS]):.3f}" if name in group else "-" for name in names]
             lines.append([case, shape, milliseconds(group[OURS]["ms"]), *shown])
     note = (
-        "Times over that of our step onto the contiguous bfloat16 cache. Pools lie in memory as (pages, rows, heads, "
+        "Times over that of our step onto the contiguous bfloat16 cache. Pools are stored as (pages, rows, heads, "
         "columns), in random order; pageN: pages of N rows. gather_sdpa: pages of 16 gathered into a contiguous cache, "
         "rotation, write and SDPA. mixed64-64K: 64 sequences of 64K / i tokens, the last of 1."
     )

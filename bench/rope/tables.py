@@ -38,7 +38,7 @@ def _block(found: dict[tuple[str, str], list[Group]]) -> str:
     rivals = [name for name in PROVIDERS if name not in (OURS, COPY) and any(name in group for group in every)]
     words = []
     if large := [100 * group[OURS]["of_copy"] for group in every if group[OURS]["bytes"] >= _PAST_L2]:
-        words.append(f"Of the bandwidth of a copy, tensors past the L2 get {min(large):.0f} to {max(large):.0f} %.")
+        words.append(f"Tensors larger than the L2 get {min(large):.0f} to {max(large):.0f} % of a copy's bandwidth.")
     for name in rivals:
         ratios = [faster(group[name], group[OURS]) for group in every if name in group]
         count = f"{sum(value >= EVEN for value in ratios)} of {len(ratios)}"

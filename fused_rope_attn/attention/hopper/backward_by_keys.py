@@ -156,6 +156,17 @@ def issue_scores(
 
 
 @jit
+def issue_next(
+    held, keys, queries, cursor, next_cursor, nothing, WARPGROUP: gl.constexpr, RIGHT: gl.constexpr, PART: gl.constexpr
+):
+    """Begin ``issue_scores`` of the part after PART: of the same block, or the first part of the next block."""
+    if PART == queries.buffer.shape[3] // PART_M - 1:
+        return issue_scores(held, keys, queries, next_cursor, nothing, WARPGROUP, RIGHT, 0)
+    else:
+        return issue_scores(held, keys, queries, cursor, nothing, WARPGROUP, RIGHT, PART + 1)
+
+
+@jit
 def own_columns(channel, WARPGROUP: gl.constexpr, COLUMNS: gl.constexpr):
     """Return the columns of K from which a warpgroup's part of dQ is computed, (BLOCK_N, COLUMNS)."""
     HALF: gl.constexpr = channel.buffer.shape[4] // CONSUMERS
@@ -296,10 +307,7 @@ def fold_queries(WARPGROUP: gl.constexpr, dk, dv, buffers, first, total, keys, q
             give_ds(WARPGROUP, buffers.ds, ds, step + 1, part)
             ds_operand = gl.convert_layout(ds, P)
             if EARLY_SCORES:
-                s_token = issue_scores(
-                    k_rows, buffers.k, q_blocks, next_q if part == LAST else q_cursor, no_s, WARPGROUP, RIGHT,
-                    (part + 1) % PARTS,
-                )  # fmt: skip
+                s_token = issue_next(k_rows, buffers.k, q_blocks, q_cursor, next_q, no_s, WARPGROUP, RIGHT, part)
             if part == 0 and not EARLY_DQ:
                 ds_channel.wait_full(ds_channel.at(step))
             # Without early scores only dV is in flight, and this waits for nothing: the wait for dQ covers dV.
@@ -316,14 +324,9 @@ def fold_queries(WARPGROUP: gl.constexpr, dk, dv, buffers, first, total, keys, q
                 ds_channel.release_by_threads(ds_channel.at(step))
             send_dq(WARPGROUP, dq, buffers.dq, step, part)
             if not EARLY_SCORES:
-                s_token = issue_scores(
-                    k_rows, buffers.k, q_blocks, next_q if part == LAST else q_cursor, no_s, WARPGROUP, RIGHT,
-                    (part + 1) % PARTS,
-                )  # fmt: skip
-            dp_token = issue_scores(
-                v_rows, buffers.v, do_blocks, do_blocks.at(step + 1) if part == LAST else do_cursor, no_s, WARPGROUP,
-                RIGHT, (part + 1) % PARTS,
-            )  # fmt: skip
+                s_token = issue_next(k_rows, buffers.k, q_blocks, q_cursor, next_q, no_s, WARPGROUP, RIGHT, part)
+            next_do = do_blocks.at(step + 1)
+            dp_token = issue_next(v_rows, buffers.v, do_blocks, do_cursor, next_do, no_s, WARPGROUP, RIGHT, part)
             # Only dP is in flight at the end of an iteration: ptxas makes every product synchronous if an accumulator
             # in flight meets another value, as dk and dv would meet their initial zeros.
             if EARLY_SCORES:

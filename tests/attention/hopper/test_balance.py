@@ -1,4 +1,4 @@
-"""Balance of the sm_90 backward: key heads that run together, and calls whose tiles of keys are divided."""
+"""Balance of the sm_90 backward: key heads that run together, and calls with divided tiles of keys."""
 
 from dataclasses import replace
 
@@ -66,7 +66,7 @@ def test_many_programs_even_out(monkeypatch):
 
 @pytest.mark.parametrize("group_size, length, divides", [(1, 1024, False), (2, 768, False), (2, 832, True)])
 def test_the_gain_must_pay_for_two_launches(group_size, length, divides, monkeypatch):
-    """A share has 8 query blocks at least. Where a head of the group would save as many, tiles are divided."""
+    """A share has 8 query blocks at least. Tiles are divided if this saves as many in each head of the group."""
     sizes = {"batch": 1, "heads_q": group_size, "heads_kv": 1, "len_q": length, "len_k": length}
     assert balance(problem_of(monkeypatch, **sizes), 128, 1) == (1, divides)
 
