@@ -61,8 +61,9 @@ class BackwardCall:
         block_n = (KEYS if self.wide else BACKWARD_BLOCK_N).value
         heads = batch * problem.heads_kv
         row_bytes = (2 * problem.head_dim * q.element_size() + 4 * pad_d) * problem.group_size
-        section = heads_per_section(heads, 1, row_bytes * problem.longest(len_q), config.section_bytes)
-        section, divides = balance(problem, block_n, section)
+        head_bytes = row_bytes * problem.longest(len_q)
+        section = heads_per_section(heads, 1, head_bytes, config.section_bytes)
+        section, divides = balance(problem, block_n, section, 3 * config.section_bytes // max(1, head_bytes))
         if divides:
             problem = problem._replace(has_intervals=True)
         self.block_m = block_m = query_block_rows(problem, config.block_m)

@@ -17,13 +17,14 @@ MANY_PROGRAMS = 8
 LEAST_GAIN = 8
 
 
-def balance(problem: Problem, block_n: int, section: int) -> tuple[int, bool]:
+def balance(problem: Problem, block_n: int, section: int, most: int) -> tuple[int, bool]:
     """Return how many key heads run together, ``section`` or more, and whether long tiles must be divided.
 
     A program has a tile of ``block_n`` keys of a key head and takes as long as the tile has query blocks. Programs
     start in their order: those of ``section`` key heads, the longest first, then those of the next. Small sections stay
-    in the L2, but the tiles of the last one may end late. The smallest section is taken, by doubling, that ends at most
-    10 % late. If there is none, there are too few tiles: ``VisibleRows`` divides them.
+    in the L2, but the tiles of the last one may end late. Sections are doubled until they end at most 10 % late, to
+    ``most`` key heads: larger ones lose more in the L2. If all heads together end late, there are too few tiles, and
+    ``VisibleRows`` divides them.
     """
     has_tensors = problem.is_packed or problem.has_kv_starts or problem.has_kv_lens or problem.has_intervals
     multiprocessors, heads = device.num_sms(problem.device), problem.batch * problem.heads_kv
@@ -33,9 +34,9 @@ def balance(problem: Problem, block_n: int, section: int) -> tuple[int, bool]:
     lengths = [count_query_blocks(problem, tile * block_n, block_n) for tile in range(tiles)]
     best = max(heads * sum(lengths) / multiprocessors, min(max(lengths), LEAST_SHARE.value))
     latest = 1.1 * best + LEAST_GAIN / problem.group_size
-    while last_end(lengths, heads, section, multiprocessors) > latest:
-        if section == heads:
-            return heads, True
+    if last_end(lengths, heads, heads, multiprocessors) > latest:
+        return section, True
+    while min(2 * section, heads) <= most and last_end(lengths, heads, section, multiprocessors) > latest:
         section = min(2 * section, heads)
     return section, False
 

@@ -81,9 +81,24 @@ def count_shares(visits, limit):
 
 
 @triton.jit
+def heads_of_last_section(longest, mean, heads_per_section, num_heads):
+    """Return how many heads must run together at the end: their work is ``longest`` for each multiprocessor.
+
+    mean: the work of all num_heads heads for each multiprocessor, in query blocks. A part of the heads is a power of
+    two, because 5 or 6 of 8 heads were up to 1.7 times as slow as 4.
+    """
+    needed = longest.to(tl.float32) * num_heads
+    last_section = 1
+    while (2 * last_section <= num_heads) & (2 * last_section * mean <= needed):
+        last_section *= 2
+    last_section = tl.where(num_heads * mean <= needed, num_heads, last_section)
+    return tl.maximum(last_section, heads_per_section)
+
+
+@triton.jit
 def deal_shares(
     own, shares_ptr, blocks_ptr, batch_stride, num_blocks, num_tiles, num_shares, num_heads, heads_per_section,
-    heads_per_multiprocessor, IS_LATE: tl.constexpr, HALVES: tl.constexpr, COLUMNS: tl.constexpr,
+    heads_per_multiprocessor, HALVES: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Write the shares of tile ``own`` of num_tiles tiles of HALVES blocks of KEYS keys, for all num_heads key heads.
 
@@ -91,9 +106,10 @@ def deal_shares(
     tile and key head, a slot. The counters of slots are cleared. There may be more shares than work.
     blocks (B, batch_stride) int32, num_blocks: as ``key_rows_kernel`` writes them.
 
-    Uneven tiles are dealt longest first, those of all heads together. Other tiles keep their order, in sections of
-    heads_per_section heads, because the L2 holds one section's queries. IS_LATE: the sections before the last one have
-    more tiles than there are multiprocessors, so that a long tile of the last one starts late.
+    Heads are dealt in sections of heads_per_section, because the L2 holds one section's queries. The last section may
+    have more, so that its tiles keep all multiprocessors busy for as long as its longest share takes: otherwise this
+    share would end after all others. Then, and if tiles are divided, the longest shares of each section are first.
+    Other tiles keep their order, because neighbours have the same queries.
 
     Every program reads the bounds of all tiles, so that none waits for another.
     """
@@ -107,9 +123,9 @@ def deal_shares(
     mean = total * heads_per_multiprocessor
     # Rounded up, also from float32: the number of shares and slots has a limit.
     limit = tl.maximum((mean * 1.0001).to(tl.int32) + 1, LEAST_SHARE)
-    is_uneven = count_shares(longest, limit) > 1
-    if IS_LATE:
-        is_uneven = is_uneven | (longest > 0.4 * mean)
+    longest_count = count_shares(longest, limit)
+    last_section = heads_of_last_section(longest // longest_count, mean, heads_per_section, num_heads)
+    is_uneven = (longest_count > 1) | (last_section > heads_per_section)
 
     own_visits = count_visits(blocks_ptr, batch_stride, num_blocks, own, num_tiles, HALVES)
     count = count_shares(own_visits, limit)
@@ -126,16 +142,16 @@ def deal_shares(
         position += tl.sum(tl.where(starts_first, its_count, 0))
         num_divided += tl.sum(((tile < own) & (its_count > 1)).to(tl.int32))
         num_dealt += tl.sum(its_count)
-    if is_uneven:
-        heads_per_section = num_heads
+    before = num_heads - last_section
     tiles = num_blocks // HALVES
     end = num_shares * SHARE_WORDS
     slots = end + num_divided * (num_heads * slot_words(COLUMNS))
     for start in range(0, count * num_heads, LANES):
         number = (start + lane) // num_heads
         head = (start + lane) % num_heads
-        first_head = head // heads_per_section * heads_per_section
-        heads = tl.minimum(heads_per_section, num_heads - first_head)
+        first_head = tl.where(head < before, head // heads_per_section * heads_per_section, before)
+        end_head = tl.where(head < before, tl.minimum(first_head + heads_per_section, before), num_heads)
+        heads = end_head - first_head
         at = (first_head * num_dealt + (position + number) * heads + head - first_head) * SHARE_WORDS
         exists = number < count
         tl.store(shares_ptr + at, tl.zeros_like(lane) + own % tiles, mask=exists)

@@ -19,38 +19,44 @@ def problem_of(monkeypatch, **sizes):
     return described(make_inputs(case), case)[0]._replace(**sizes)
 
 
-# (B, HQ, HKV, N), key heads that the L2 holds, those that run together, and whether tiles are divided.
+# (B, HQ, HKV, N), key heads that the L2 holds, the most that may run together, those that do, and whether tiles are
+# divided.
 CALLS = [
-    ((2, 32, 8, 4096), 4, 4, False),
-    ((1, 32, 8, 16384), 1, 1, False),
+    ((2, 32, 8, 4096), 4, 16, 4, False),
+    ((1, 32, 8, 16384), 1, 8, 1, False),
     # The last head would end late: its first tile takes as long as two of its later ones together.
-    ((1, 32, 8, 8192), 1, 2, False),
-    ((2, 64, 8, 4096), 2, 4, False),
-    ((1, 40, 8, 4096), 3, 8, False),
-    ((8, 64, 8, 1024), 4, 16, False),
+    ((1, 32, 8, 8192), 1, 8, 2, False),
+    ((2, 64, 8, 4096), 2, 16, 4, False),
+    ((1, 40, 8, 4096), 3, 8, 8, False),
+    ((8, 64, 8, 1024), 4, 64, 16, False),
+    # No more may run together.
+    ((2, 64, 8, 4096), 2, 3, 2, False),
+    ((1, 40, 8, 4096), 3, 6, 6, False),
+    ((8, 64, 8, 1024), 4, 12, 8, False),
     # There are too few tiles.
-    ((1, 28, 4, 4096), 2, 4, True),
-    ((1, 8, 1, 8192), 1, 1, True),
+    ((1, 28, 4, 4096), 2, 4, 2, True),
+    ((1, 28, 4, 4096), 2, 2, 2, True),
+    ((1, 8, 1, 8192), 1, 1, 1, True),
     # Too little to gain.
-    ((1, 4, 4, 300), 4, 4, False),
+    ((1, 4, 4, 300), 4, 4, 4, False),
     # So many tiles even out.
-    ((2, 64, 64, 1024), 32, 32, False),
+    ((2, 64, 64, 1024), 32, 96, 32, False),
 ]
 
 
-@pytest.mark.parametrize("call, section, together, divides", CALLS, ids=str)
-def test_balance(call, section, together, divides, monkeypatch):
+@pytest.mark.parametrize("call, section, most, together, divides", CALLS, ids=str)
+def test_balance(call, section, most, together, divides, monkeypatch):
     batch, heads_q, heads_kv, length = call
     sizes = {"batch": batch, "heads_q": heads_q, "heads_kv": heads_kv, "len_q": length, "len_k": length}
     problem = problem_of(monkeypatch, **sizes)
-    assert balance(problem, 128, section) == (together, divides)
+    assert balance(problem, 128, section, most) == (together, divides)
     # The order of dQ is fixed, or the lengths of tiles are known to the GPU alone.
     for changes in ({"deterministic": True}, {"has_kv_lens": True}, {"sequences": 2}, {"has_intervals": True}):
-        assert balance(problem._replace(**changes), 128, section) == (section, False)
+        assert balance(problem._replace(**changes), 128, section, most) == (section, False)
     # Every tile has as many query blocks without a mask, and nearly so with a window.
     for changes in ({"causal": False}, {"window": (512, 0)}):
         if batch * heads_kv * length // 128 > 2 * 132:
-            assert not balance(problem._replace(**changes), 128, section)[1]
+            assert not balance(problem._replace(**changes), 128, section, most)[1]
 
 
 def test_many_programs_even_out(monkeypatch):
@@ -58,17 +64,18 @@ def test_many_programs_even_out(monkeypatch):
     sizes = {"batch": 1, "heads_q": 576, "heads_kv": 9, "len_q": 1024, "len_k": 1024}
     problem = problem_of(monkeypatch, **sizes)
     monkeypatch.setattr(device, "num_sms", lambda where: 9)
-    assert balance(problem, 128, 1) == (4, False)  # one or two heads at a time end after 80 query blocks instead of 72
+    # One or two heads at a time end after 80 query blocks instead of 72.
+    assert balance(problem, 128, 1, 9) == (4, False)
     monkeypatch.setattr(device, "num_sms", lambda where: 132)
     sizes = {"heads_q": 64 * 32, "heads_kv": 32, "len_q": 5120, "len_k": 5120}
-    assert balance(problem._replace(**sizes), 128, 1) == (1, False)  # 1,280 programs, which end 11 % late
+    assert balance(problem._replace(**sizes), 128, 1, 32) == (1, False)  # 1,280 programs, which end 11 % late
 
 
 @pytest.mark.parametrize("group_size, length, divides", [(1, 1024, False), (2, 768, False), (2, 832, True)])
 def test_the_gain_must_pay_for_two_launches(group_size, length, divides, monkeypatch):
     """A share has 8 query blocks at least. Tiles are divided if this saves as many in each head of the group."""
     sizes = {"batch": 1, "heads_q": group_size, "heads_kv": 1, "len_q": length, "len_k": length}
-    assert balance(problem_of(monkeypatch, **sizes), 128, 1) == (1, divides)
+    assert balance(problem_of(monkeypatch, **sizes), 128, 1, 1) == (1, divides)
 
 
 @pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (40, 0), (7, 25), (300, 70), (-1, 30), (64, -1)])
@@ -96,9 +103,11 @@ def test_programs_start_in_their_order():
 def test_programs_end_in_time_or_are_divided(heads_kv, length, monkeypatch):
     """Whatever is not divided ends within 10 % of the mean, or a few query blocks after it."""
     sizes = {"batch": 2, "heads_q": 8 * heads_kv, "heads_kv": heads_kv, "len_q": length, "len_k": length}
-    section, divides = balance(problem_of(monkeypatch, **sizes), 128, 1)
+    section, divides = balance(problem_of(monkeypatch, **sizes), 128, 1, 2 * heads_kv)
     assert 1 <= section <= 2 * heads_kv
-    assert not divides or section == 2 * heads_kv
+    if divides:
+        assert section == 1
+        section = 2 * heads_kv
     visits = [-(-length // 64) - tile * 2 for tile in range(-(-length // 128))]
     free = [0] * 132
     for first in range(0, 2 * heads_kv, section):

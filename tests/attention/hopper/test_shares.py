@@ -24,42 +24,49 @@ def bounds_of(batch, num_blocks, root_blocks):
     return first, end
 
 
-def order_of(shares, lengths, is_uneven, section, heads):
+def last_section_of(longest, mean, section, heads):
+    """Return the heads of the last section: all, if their work is not more than the longest share, or a power of 2."""
+    if longest >= mean:
+        return heads
+    return max(section, max(2**i for i in range(10) if i == 0 or 2**i * mean <= longest * heads))
+
+
+def order_of(shares, lengths, is_uneven, section, last_section, heads):
     """Return (tile, key head, number) of each of ``shares`` in the order in which they are to start."""
 
     def rank(share):
         tile, head, number = share
-        if is_uneven:
-            return -lengths[tile], tile, number, head
-        return head // section, tile, number, head
+        first = head // section * section if head < heads - last_section else heads
+        return first, -lengths[tile] if is_uneven else 0, tile, number, head
 
     return sorted(shares, key=rank)
 
 
-@pytest.mark.parametrize("is_late", [False, True])
+@pytest.mark.parametrize("section", [1, 2, 3])
 @pytest.mark.parametrize(
     ("batch", "num_blocks", "halves", "heads", "multiprocessors", "root_blocks"),
     [
         (1, 48, 2, 8, 132, 3),
         (3, 34, 2, 2, 132, 1),
         (2, 60, 2, 8, 5, 0),  # even
+        (1, 60, 2, 8, 12, 1),  # the first tile is long, but not divided
         (1, 2, 2, 1, 132, 2),
         (1, 140, 1, 3, 60, 5),
         (1, 6, 2, 200, 132, 1),  # more heads than multiprocessors
     ],
 )
-def test_shares(batch, num_blocks, halves, heads, multiprocessors, root_blocks, is_late):
+def test_shares(batch, num_blocks, halves, heads, multiprocessors, root_blocks, section):
     torch.manual_seed(num_blocks)
     first, end = bounds_of(batch, num_blocks, root_blocks)
     blocks = torch.cat((first, end, torch.full((batch, 4 * num_blocks), UNTOUCHED, dtype=torch.int32)), 1)
-    tiles, section = num_blocks // halves, min(2, heads)
+    tiles, section = num_blocks // halves, min(section, heads)
     num_tiles = batch * tiles
     num_shares = (num_tiles + multiprocessors // heads) * heads
     num_slots, slot = min(num_tiles, 4 * multiprocessors // (5 * heads)) * heads, slot_words(1)
     written = torch.full((num_shares * WORDS + num_slots * slot,), UNTOUCHED, dtype=torch.int32)
     backward_rows_kernel[(num_tiles,)](
         None, None, written, blocks, None, None, heads, None, blocks.stride(0), num_blocks, num_tiles, num_shares,
-        section, heads / multiprocessors, BLOCK=1, IS_LATE=is_late, HALVES=halves, COLUMNS=1,
+        section, heads / multiprocessors, BLOCK=1, HALVES=halves, COLUMNS=1,
     )  # fmt: skip
 
     first, end = first.view(-1, halves).amin(1), end.view(-1, halves).amax(1)
@@ -77,10 +84,12 @@ def test_shares(batch, num_blocks, halves, heads, multiprocessors, root_blocks, 
     for tile, count in counts.items():
         assert (count > 1) == (4 * visits[tile] > 5 * limit) and (count == 1 or 8 * visits[tile] <= 9 * count * limit)
     lengths = {tile: visits[tile] // count for tile, count in counts.items()}
-    is_uneven = 4 * max(visits) > 5 * limit or (is_late and max(visits) > 0.4 * mean)
+    longest = max(visits) // max(counts[visits.index(max(visits))], 1)
+    last_section = last_section_of(longest, mean, section, heads)
+    is_uneven = 4 * max(visits) > 5 * limit or last_section > section
     expected = [(tile, head, i) for tile, count in counts.items() for head in range(heads) for i in range(count)]
     found = [(head // heads * tiles + tile, head % heads, number) for tile, head, number, _, _ in dealt]
-    assert found == order_of(expected, lengths, is_uneven, section, heads)
+    assert found == order_of(expected, lengths, is_uneven, section, last_section, heads)
 
     places = {}
     for at, (tile, head, _, count, words) in enumerate(dealt):
