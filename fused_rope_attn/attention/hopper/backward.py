@@ -63,7 +63,7 @@ class BackwardCall:
         row_bytes = (2 * problem.head_dim * q.element_size() + 4 * pad_d) * problem.group_size
         head_bytes = row_bytes * problem.longest(len_q)
         section = heads_per_section(heads, 1, head_bytes, config.section_bytes)
-        section, divides = balance(problem, block_n, section, 3 * config.section_bytes // max(1, head_bytes))
+        section, divides = balance(problem, block_n, section, head_bytes)
         if divides:
             problem = problem._replace(has_intervals=True)
         self.block_m = block_m = query_block_rows(problem, config.block_m)

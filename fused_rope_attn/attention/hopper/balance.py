@@ -15,15 +15,17 @@ from fused_rope_attn.runtime import device
 MANY_PROGRAMS = 8
 # Query blocks of one head that another order must save: the two launches that divide tiles take as long.
 LEAST_GAIN = 8
+# Bytes of larger sections: of Q, dO and the float32 dQ. Beyond these an H100 lost more in the L2 than balance gained.
+MOST_BYTES = 96 << 20
 
 
-def balance(problem: Problem, block_n: int, section: int, most: int) -> tuple[int, bool]:
+def balance(problem: Problem, block_n: int, section: int, head_bytes: int) -> tuple[int, bool]:
     """Return how many key heads run together, ``section`` or more, and whether long tiles must be divided.
 
     A program has a tile of ``block_n`` keys of a key head and takes as long as the tile has query blocks. Programs
     start in their order: those of ``section`` key heads, the longest first, then those of the next. Small sections stay
-    in the L2, but the tiles of the last one may end late. Sections are doubled until they end at most 10 % late, to
-    ``most`` key heads: larger ones lose more in the L2. If all heads together end late, there are too few tiles, and
+    in the L2, but the tiles of the last one may end late. Sections are doubled until they end at most 10 % late, up to
+    MOST_BYTES, of which a key head has head_bytes. If all heads together end late, there are too few tiles, and
     ``VisibleRows`` divides them.
     """
     has_tensors = problem.is_packed or problem.has_kv_starts or problem.has_kv_lens or problem.has_intervals
@@ -36,8 +38,11 @@ def balance(problem: Problem, block_n: int, section: int, most: int) -> tuple[in
     latest = 1.1 * best + LEAST_GAIN / problem.group_size
     if last_end(lengths, heads, heads, multiprocessors) > latest:
         return section, True
-    while min(2 * section, heads) <= most and last_end(lengths, heads, section, multiprocessors) > latest:
-        section = min(2 * section, heads)
+    while last_end(lengths, heads, section, multiprocessors) > latest:
+        larger = min(2 * section, heads)
+        if larger * head_bytes > MOST_BYTES:
+            break
+        section = larger
     return section, False
 
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fused_rope_attn.attention.hopper.balance import balance, count_query_blocks, last_end
+from fused_rope_attn.attention.hopper.balance import MOST_BYTES, balance, count_query_blocks, last_end
 from fused_rope_attn.runtime import device
 from fused_rope_attn.testing import make_inputs
 from tests.support.cases import TWO_BATCHES
@@ -49,14 +49,14 @@ def test_balance(call, section, most, together, divides, monkeypatch):
     batch, heads_q, heads_kv, length = call
     sizes = {"batch": batch, "heads_q": heads_q, "heads_kv": heads_kv, "len_q": length, "len_k": length}
     problem = problem_of(monkeypatch, **sizes)
-    assert balance(problem, 128, section, most) == (together, divides)
+    assert balance(problem, 128, section, MOST_BYTES // most) == (together, divides)
     # The order of dQ is fixed, or the lengths of tiles are known to the GPU alone.
     for changes in ({"deterministic": True}, {"has_kv_lens": True}, {"sequences": 2}, {"has_intervals": True}):
-        assert balance(problem._replace(**changes), 128, section, most) == (section, False)
+        assert balance(problem._replace(**changes), 128, section, MOST_BYTES // most) == (section, False)
     # Every tile has as many query blocks without a mask, and nearly so with a window.
     for changes in ({"causal": False}, {"window": (512, 0)}):
         if batch * heads_kv * length // 128 > 2 * 132:
-            assert not balance(problem._replace(**changes), 128, section, most)[1]
+            assert not balance(problem._replace(**changes), 128, section, MOST_BYTES // most)[1]
 
 
 def test_many_programs_even_out(monkeypatch):
@@ -65,10 +65,10 @@ def test_many_programs_even_out(monkeypatch):
     problem = problem_of(monkeypatch, **sizes)
     monkeypatch.setattr(device, "num_sms", lambda where: 9)
     # One or two heads at a time end after 80 query blocks instead of 72.
-    assert balance(problem, 128, 1, 9) == (4, False)
+    assert balance(problem, 128, 1, 1) == (4, False)
     monkeypatch.setattr(device, "num_sms", lambda where: 132)
     sizes = {"heads_q": 64 * 32, "heads_kv": 32, "len_q": 5120, "len_k": 5120}
-    assert balance(problem._replace(**sizes), 128, 1, 32) == (1, False)  # 1,280 programs, which end 11 % late
+    assert balance(problem._replace(**sizes), 128, 1, 1) == (1, False)  # 1,280 programs, which end 11 % late
 
 
 @pytest.mark.parametrize("group_size, length, divides", [(1, 1024, False), (2, 768, False), (2, 832, True)])
@@ -103,7 +103,7 @@ def test_programs_start_in_their_order():
 def test_programs_end_in_time_or_are_divided(heads_kv, length, monkeypatch):
     """Whatever is not divided ends within 10 % of the mean, or a few query blocks after it."""
     sizes = {"batch": 2, "heads_q": 8 * heads_kv, "heads_kv": heads_kv, "len_q": length, "len_k": length}
-    section, divides = balance(problem_of(monkeypatch, **sizes), 128, 1, 2 * heads_kv)
+    section, divides = balance(problem_of(monkeypatch, **sizes), 128, 1, 1)
     assert 1 <= section <= 2 * heads_kv
     if divides:
         assert section == 1
