@@ -98,7 +98,7 @@ def heads_of_last_section(longest, mean, heads_per_section, num_heads):
 @triton.jit
 def deal_shares(
     own, shares_ptr, blocks_ptr, batch_stride, num_blocks, num_tiles, num_shares, num_heads, heads_per_section,
-    heads_per_multiprocessor, HALVES: tl.constexpr, COLUMNS: tl.constexpr,
+    heads_per_multiprocessor, IS_LATE: tl.constexpr, HALVES: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Write the shares of tile ``own`` of num_tiles tiles of HALVES blocks of KEYS keys, for all num_heads key heads.
 
@@ -109,7 +109,8 @@ def deal_shares(
     Heads are dealt in sections of heads_per_section, because the L2 holds one section's queries. The last section may
     have more, so that its tiles keep all multiprocessors busy for as long as its longest share takes: otherwise this
     share would end after all others. Then, and if tiles are divided, the longest shares of each section are first.
-    Other tiles keep their order, because neighbours have the same queries.
+    Other tiles keep their order, because neighbours have the same queries. IS_LATE: the sections before the last one
+    have more tiles than there are multiprocessors. Otherwise all sections begin at once and stay as they are.
 
     Every program reads the bounds of all tiles, so that none waits for another.
     """
@@ -124,7 +125,9 @@ def deal_shares(
     # Rounded up, also from float32: the number of shares and slots has a limit.
     limit = tl.maximum((mean * 1.0001).to(tl.int32) + 1, LEAST_SHARE)
     longest_count = count_shares(longest, limit)
-    last_section = heads_of_last_section(longest // longest_count, mean, heads_per_section, num_heads)
+    last_section = heads_per_section
+    if IS_LATE:
+        last_section = heads_of_last_section(longest // longest_count, mean, heads_per_section, num_heads)
     is_uneven = (longest_count > 1) | (last_section > heads_per_section)
 
     own_visits = count_visits(blocks_ptr, batch_stride, num_blocks, own, num_tiles, HALVES)
