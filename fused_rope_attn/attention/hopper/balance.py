@@ -25,8 +25,7 @@ def balance(problem: Problem, block_n: int, section: int, head_bytes: int) -> tu
     A program has a tile of ``block_n`` keys of a key head and takes as long as the tile has query blocks. Programs
     start in their order: those of ``section`` key heads, the longest first, then those of the next. Small sections stay
     in the L2, but the tiles of the last one may end late. Sections are doubled until they end at most 10 % late, up to
-    MOST_BYTES. If all heads together end late, there are too few tiles, and ``VisibleRows`` divides them. head_bytes: of
-    one key head.
+    MOST_BYTES, head_bytes each. If all heads together end late, there are too few tiles: ``VisibleRows`` divides them.
     """
     has_tensors = problem.is_packed or problem.has_kv_starts or problem.has_kv_lens or problem.has_intervals
     multiprocessors, heads = device.num_sms(problem.device), problem.batch * problem.heads_kv

@@ -190,8 +190,7 @@ _NUMBERS = "NQ HQ HKV num_words batch_stride num_blocks num_tiles num_shares hea
 @triton.jit(do_not_specialize=_NUMBERS)
 def backward_rows_kernel(
     blind_ptr, lse_ptr, shares_ptr, blocks_ptr, NQ, HQ, HKV, num_words, batch_stride, num_blocks, num_tiles, num_shares,
-    heads_per_section, heads_per_multiprocessor, BLOCK: tl.constexpr, IS_LATE: tl.constexpr, HALVES: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    heads_per_section, heads_per_multiprocessor, BLOCK: tl.constexpr, HALVES: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Write what the backward needs in addition to the results of ``key_rows_kernel``.
 
@@ -203,7 +202,7 @@ def backward_rows_kernel(
     elif program < num_tiles:
         deal_shares(
             program, shares_ptr, blocks_ptr, batch_stride, num_blocks, num_tiles, num_shares, HKV, heads_per_section,
-            heads_per_multiprocessor, IS_LATE, HALVES, COLUMNS,
+            heads_per_multiprocessor, HALVES, COLUMNS,
         )  # fmt: skip
     else:
         write_blind_rows(program - num_tiles, blind_ptr, lse_ptr, NQ, HQ, num_words, BLOCK)

@@ -126,7 +126,6 @@ class VisibleRows:
         divided = min(tiles, 4 * multiprocessors // (5 * heads))
         self.programs = None if problem.is_deterministic else shares
         self.shares_size = shares * SHARE_WORDS.value + divided * heads * slot_words(columns)
-        before = (problem.batch * heads - 1) // section * section * num_blocks // halves  # programs, of other sections
         programs = problem.batch * triton.cdiv(self.shape[1], BLIND_WORDS)
         self.launch = Launch(
             backward_rows_kernel,
@@ -140,7 +139,6 @@ class VisibleRows:
             num_shares=shares,
             heads_per_section=min(section, heads),
             heads_per_multiprocessor=heads / multiprocessors,
-            IS_LATE=before > multiprocessors,
             BLOCK=BLIND_WORDS,
             HALVES=halves,
             COLUMNS=columns,

@@ -81,7 +81,7 @@ def count_shares(visits, limit):
 
 
 @triton.jit
-def heads_of_last_section(longest, mean, heads_per_section, num_heads):
+def heads_of_last_section(longest, mean, num_tiles, heads_per_section, num_heads, heads_per_multiprocessor):
     """Return how many heads must run together at the end: their work is ``longest`` for each multiprocessor.
 
     mean: the work of all num_heads heads for each multiprocessor, in query blocks. A part of the heads is a power of
@@ -92,13 +92,16 @@ def heads_of_last_section(longest, mean, heads_per_section, num_heads):
     while (2 * last_section <= num_heads) & (2 * last_section * mean <= needed):
         last_section *= 2
     last_section = tl.where(num_heads * mean <= needed, num_heads, last_section)
-    return tl.maximum(last_section, heads_per_section)
+    # With few tiles before it the last section starts at once.
+    heads_before = (num_heads - 1) // heads_per_section * heads_per_section
+    starts_late = heads_before * num_tiles * heads_per_multiprocessor > num_heads
+    return tl.where(starts_late, tl.maximum(last_section, heads_per_section), heads_per_section)
 
 
 @triton.jit
 def deal_shares(
     own, shares_ptr, blocks_ptr, batch_stride, num_blocks, num_tiles, num_shares, num_heads, heads_per_section,
-    heads_per_multiprocessor, IS_LATE: tl.constexpr, HALVES: tl.constexpr, COLUMNS: tl.constexpr,
+    heads_per_multiprocessor, HALVES: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Write the shares of tile ``own`` of num_tiles tiles of HALVES blocks of KEYS keys, for all num_heads key heads.
 
@@ -109,8 +112,7 @@ def deal_shares(
     Heads are dealt in sections of heads_per_section, because the L2 holds one section's queries. The last section may
     have more, so that its tiles keep all multiprocessors busy for as long as its longest share takes: otherwise this
     share would end after all others. Then, and if tiles are divided, the longest shares of each section are first.
-    Other tiles keep their order, because neighbours have the same queries. IS_LATE: the sections before the last one
-    have more tiles than there are multiprocessors. Otherwise all sections begin at once and stay as they are.
+    Other tiles keep their order, because neighbours have the same queries.
 
     Every program reads the bounds of all tiles, so that none waits for another.
     """
@@ -125,9 +127,9 @@ def deal_shares(
     # Rounded up, also from float32: the number of shares and slots has a limit.
     limit = tl.maximum((mean * 1.0001).to(tl.int32) + 1, LEAST_SHARE)
     longest_count = count_shares(longest, limit)
-    last_section = heads_per_section
-    if IS_LATE:
-        last_section = heads_of_last_section(longest // longest_count, mean, heads_per_section, num_heads)
+    last_section = heads_of_last_section(
+        longest // longest_count, mean, num_tiles, heads_per_section, num_heads, heads_per_multiprocessor
+    )
     is_uneven = (longest_count > 1) | (last_section > heads_per_section)
 
     own_visits = count_visits(blocks_ptr, batch_stride, num_blocks, own, num_tiles, HALVES)

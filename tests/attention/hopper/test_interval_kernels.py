@@ -144,7 +144,7 @@ def test_rows_that_see_no_key():
     lse[:, 0].masked_fill_(dead, -torch.inf)
     blind = torch.full((2, 4), -9, dtype=torch.int32)
     unused = dict.fromkeys(
-        "HKV batch_stride num_blocks num_tiles num_shares heads_per_section heads_per_multiprocessor IS_LATE".split()
+        "HKV batch_stride num_blocks num_tiles num_shares heads_per_section heads_per_multiprocessor".split()
     )
     given = {"NQ": 70, "HQ": 3, "num_words": 4, "BLOCK": 2, "HALVES": 1, "COLUMNS": 1}
     backward_rows_kernel[(2 * 2,)](blind, lse, None, None, **given, **unused)

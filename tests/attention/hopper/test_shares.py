@@ -24,9 +24,9 @@ def bounds_of(batch, num_blocks, root_blocks):
     return first, end
 
 
-def last_section_of(longest, mean, section, heads, is_late):
+def last_section_of(longest, mean, section, heads, starts_late):
     """Return the heads of the last section: all, if their work is not more than the longest share, or a power of 2."""
-    if not is_late:
+    if not starts_late:
         return section
     if longest >= mean:
         return heads
@@ -44,7 +44,7 @@ def order_of(shares, lengths, is_uneven, section, last_section, heads):
     return sorted(shares, key=rank)
 
 
-@pytest.mark.parametrize(("section", "is_late"), [(1, True), (2, True), (3, True), (2, False)])
+@pytest.mark.parametrize("section", [1, 2, 3, 4])
 @pytest.mark.parametrize(
     ("batch", "num_blocks", "halves", "heads", "multiprocessors", "root_blocks"),
     [
@@ -57,7 +57,7 @@ def order_of(shares, lengths, is_uneven, section, last_section, heads):
         (1, 6, 2, 200, 132, 1),  # more heads than multiprocessors
     ],
 )
-def test_shares(batch, num_blocks, halves, heads, multiprocessors, root_blocks, section, is_late):
+def test_shares(batch, num_blocks, halves, heads, multiprocessors, root_blocks, section):
     torch.manual_seed(num_blocks)
     first, end = bounds_of(batch, num_blocks, root_blocks)
     blocks = torch.cat((first, end, torch.full((batch, 4 * num_blocks), UNTOUCHED, dtype=torch.int32)), 1)
@@ -68,7 +68,7 @@ def test_shares(batch, num_blocks, halves, heads, multiprocessors, root_blocks, 
     written = torch.full((num_shares * WORDS + num_slots * slot,), UNTOUCHED, dtype=torch.int32)
     backward_rows_kernel[(num_tiles,)](
         None, None, written, blocks, None, None, heads, None, blocks.stride(0), num_blocks, num_tiles, num_shares,
-        section, heads / multiprocessors, BLOCK=1, IS_LATE=is_late, HALVES=halves, COLUMNS=1,
+        section, heads / multiprocessors, BLOCK=1, HALVES=halves, COLUMNS=1,
     )  # fmt: skip
 
     first, end = first.view(-1, halves).amin(1), end.view(-1, halves).amax(1)
@@ -87,7 +87,8 @@ def test_shares(batch, num_blocks, halves, heads, multiprocessors, root_blocks, 
         assert (count > 1) == (4 * visits[tile] > 5 * limit) and (count == 1 or 8 * visits[tile] <= 9 * count * limit)
     lengths = {tile: visits[tile] // count for tile, count in counts.items()}
     longest = max(visits) // max(counts[visits.index(max(visits))], 1)
-    last_section = last_section_of(longest, mean, section, heads, is_late)
+    before = (heads - 1) // section * section * num_tiles
+    last_section = last_section_of(longest, mean, section, heads, before > multiprocessors)
     is_uneven = 4 * max(visits) > 5 * limit or last_section > section
     expected = [(tile, head, i) for tile, count in counts.items() for head in range(heads) for i in range(count)]
     found = [(head // heads * tiles + tile, head % heads, number) for tile, head, number, _, _ in dealt]
