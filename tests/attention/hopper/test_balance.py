@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fused_rope_attn.attention.hopper.balance import MOST_BYTES, balance, count_query_blocks, last_end
+from fused_rope_attn.attention.hopper.balance import balance, count_query_blocks, last_end
 from fused_rope_attn.runtime import device
 from fused_rope_attn.testing import make_inputs
 from tests.support.cases import TWO_BATCHES
@@ -19,44 +19,44 @@ def problem_of(monkeypatch, **sizes):
     return described(make_inputs(case), case)[0]._replace(**sizes)
 
 
-# (B, HQ, HKV, N), key heads that the L2 holds, the most that may run together, those that do, and whether tiles are
-# divided.
+MIB = 1 << 20
+# (B, HQ, HKV, N), key heads in a section, bytes of a key head, key heads that run together, whether tiles are divided.
 CALLS = [
-    ((2, 32, 8, 4096), 4, 16, 4, False),
-    ((1, 32, 8, 16384), 1, 8, 1, False),
+    ((2, 32, 8, 4096), 4, 16 * MIB, 4, False),
+    ((1, 32, 8, 16384), 1, 64 * MIB, 1, False),
     # The last head would end late: its first tile takes as long as two of its later ones together.
-    ((1, 32, 8, 8192), 1, 8, 2, False),
-    ((2, 64, 8, 4096), 2, 16, 4, False),
-    ((1, 40, 8, 4096), 3, 8, 8, False),
-    ((8, 64, 8, 1024), 4, 64, 16, False),
-    # No more may run together.
-    ((2, 64, 8, 4096), 2, 3, 2, False),
-    ((1, 40, 8, 4096), 3, 6, 6, False),
-    ((8, 64, 8, 1024), 4, 12, 8, False),
+    ((1, 32, 8, 8192), 1, 32 * MIB, 2, False),
+    ((2, 64, 8, 4096), 2, 16 * MIB, 4, False),
+    ((1, 40, 8, 4096), 3, 10 * MIB, 8, False),
+    ((8, 64, 8, 1024), 4, 6 * MIB, 16, False),
+    # No section is larger than 96 MiB.
+    ((2, 64, 8, 4096), 2, 32 * MIB, 2, False),
+    ((1, 40, 8, 4096), 3, 16 * MIB, 6, False),
+    ((8, 64, 8, 1024), 4, 6 * MIB + 1, 8, False),
     # There are too few tiles.
-    ((1, 28, 4, 4096), 2, 4, 2, True),
-    ((1, 28, 4, 4096), 2, 2, 2, True),
-    ((1, 8, 1, 8192), 1, 1, 1, True),
+    ((1, 28, 4, 4096), 2, 14 * MIB, 2, True),
+    ((1, 28, 4, 4096), 2, 28 * MIB, 2, True),
+    ((1, 8, 1, 8192), 1, 64 * MIB, 1, True),
     # Too little to gain.
-    ((1, 4, 4, 300), 4, 4, 4, False),
+    ((1, 4, 4, 300), 4, MIB, 4, False),
     # So many tiles even out.
-    ((2, 64, 64, 1024), 32, 96, 32, False),
+    ((2, 64, 64, 1024), 32, MIB, 32, False),
 ]
 
 
-@pytest.mark.parametrize("call, section, most, together, divides", CALLS, ids=str)
-def test_balance(call, section, most, together, divides, monkeypatch):
+@pytest.mark.parametrize("call, section, head_bytes, together, divides", CALLS, ids=str)
+def test_balance(call, section, head_bytes, together, divides, monkeypatch):
     batch, heads_q, heads_kv, length = call
     sizes = {"batch": batch, "heads_q": heads_q, "heads_kv": heads_kv, "len_q": length, "len_k": length}
     problem = problem_of(monkeypatch, **sizes)
-    assert balance(problem, 128, section, MOST_BYTES // most) == (together, divides)
+    assert balance(problem, 128, section, head_bytes) == (together, divides)
     # The order of dQ is fixed, or the lengths of tiles are known to the GPU alone.
     for changes in ({"deterministic": True}, {"has_kv_lens": True}, {"sequences": 2}, {"has_intervals": True}):
-        assert balance(problem._replace(**changes), 128, section, MOST_BYTES // most) == (section, False)
+        assert balance(problem._replace(**changes), 128, section, head_bytes) == (section, False)
     # Every tile has as many query blocks without a mask, and nearly so with a window.
     for changes in ({"causal": False}, {"window": (512, 0)}):
         if batch * heads_kv * length // 128 > 2 * 132:
-            assert not balance(problem._replace(**changes), 128, section, MOST_BYTES // most)[1]
+            assert not balance(problem._replace(**changes), 128, section, head_bytes)[1]
 
 
 def test_many_programs_even_out(monkeypatch):
