@@ -2,10 +2,12 @@
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 
 from fused_rope_attn.attention.hopper.interval_kernels import backward_rows_kernel
 from fused_rope_attn.attention.hopper.shapes import BACKWARD_BLOCK_M, CONSUMERS
-from fused_rope_attn.attention.hopper.shares import LEAST_SHARE, SHARE_WORDS, slot_words
+from fused_rope_attn.attention.hopper.shares import LEAST_SHARE, SHARE_WORDS, heads_of_last_section, slot_words
 from fused_rope_attn.kernels.intervals import NO_ROW
 from tests.support.marks import interpreted
 
@@ -103,3 +105,34 @@ def test_shares(batch, num_blocks, halves, heads, multiprocessors, root_blocks, 
     assert len(places) <= num_slots
     counters, sums = slots.view(num_slots, slot).tensor_split((CONSUMERS.value,), 1)
     assert (counters[: len(places)] == 0).all() and (sums == UNTOUCHED).all()
+
+
+@triton.jit
+def write_last_section(out_ptr, longest, mean, num_tiles, section, num_heads, heads_per_multiprocessor):
+    longest = tl.full((), longest, tl.int32)
+    last = heads_of_last_section(longest, mean, num_tiles, section, num_heads, heads_per_multiprocessor)
+    tl.store(out_ptr, last)
+
+
+@pytest.mark.parametrize(
+    ("longest", "mean", "num_tiles", "section", "heads", "expected"),
+    [
+        (192, 347.0, 96, 1, 8, 4),  # 4.4 of 8 heads have as much work as the longest share
+        (53, 64.0, 80, 1, 8, 4),  # 6.6
+        (110, 1308.0, 256, 1, 32, 2),  # 2.7
+        (20, 347.0, 96, 1, 8, 1),  # .5
+        (64, 256.0, 64, 1, 8, 2),  # 2 exactly
+        (20, 347.0, 96, 3, 8, 3),  # never fewer than in another section
+        (70, 66.0, 96, 1, 6, 6),  # more than all
+        (60, 66.0, 96, 1, 6, 4),
+        (64, 64.0, 32, 4, 8, 4),  # 128 tiles before the last section start at once on 132 multiprocessors
+        (64, 64.0, 34, 4, 8, 8),
+        (64, 64.0, 16, 8, 8, 8),
+        (64, 64.0, 150, 8, 8, 8),  # one section, and no tile before it
+        (0, 0.0, 96, 1, 8, 8),  # no work
+    ],
+)
+def test_heads_of_the_last_section(longest, mean, num_tiles, section, heads, expected):
+    out = torch.zeros(1, dtype=torch.int32)
+    write_last_section[(1,)](out, longest, mean, num_tiles, section, heads, heads / 132)
+    assert out.item() == expected
