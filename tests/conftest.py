@@ -1,6 +1,7 @@
 """Tests run in Triton's interpreter on a machine without a GPU, and all unwritten memory holds NaN."""
 
 import os
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from fused_rope_attn.runtime.device import is_interpreted  # noqa: E402
 from fused_rope_attn.testing import poison_empty  # noqa: E402
 
 if is_interpreted():
-    from verification.interpreter import remember_builtins
+    from verification.interpreter import guarded_memory, remember_builtins
 
     remember_builtins()
 
@@ -40,7 +41,10 @@ def pytest_collection_modifyitems(config, items):
 
 @pytest.fixture(autouse=True)
 def poisoned_memory(request):
-    """NaN in every fresh floating tensor: an output element that no kernel wrote then shows in every comparison."""
+    """NaN in every fresh floating tensor: an output element that no kernel wrote then shows in every comparison.
+
+    In the interpreter a test also fails if a kernel writes outside of fresh memory.
+    """
     # Dynamo lists torch's functions when it first compiles, and anew after a process group has begun. Where that was in
     # a poisoned test, the list holds the poisoned torch.empty, and no later test could compile torch.empty.
     if torch.empty not in trace_rules.get_torch_obj_rule_map():
@@ -49,7 +53,7 @@ def poisoned_memory(request):
     if "unpoisoned" in request.keywords:
         yield
     else:
-        with poison_empty():
+        with guarded_memory() if is_interpreted() else nullcontext(), poison_empty():
             yield
 
 

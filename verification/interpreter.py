@@ -1,12 +1,19 @@
-"""Triton's interpreter, a third faster in small kernels, and with products that depend on their operands alone."""
+"""Triton's interpreter: faster in small kernels, with exact products, and with writes outside of tensors found."""
 
 import contextlib
+import functools
 import inspect
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
+import torch
 import triton.language as tl
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 from triton.runtime import interpreter
+
+from fused_rope_attn.testing import poison_empty
 
 # The packages that Triton (3.6 to 3.9) searches.
 PACKAGES = (tl, tl.core, tl.math, tl.tensor, tl.core.tensor_descriptor_base)
@@ -50,3 +57,57 @@ def products_in_float64() -> Iterator[None]:
         yield
     finally:
         np.matmul = multiply
+
+
+# Bytes before and after a tensor, a multiple of PyTorch's alignment: NaN in every format, -1 as integers.
+_GUARD = b"\xff" * 256
+
+
+@contextlib.contextmanager
+def guarded_memory() -> Iterator[None]:
+    """Inside, CPU tensors that fused_rope_attn takes from ``torch.empty`` and the like have guards around them.
+
+    Raises:
+        AssertionError: at the end, if a kernel wrote outside of such a tensor and changed a guard.
+    """
+    memory: list[tuple[np.ndarray, torch.Size]] = []
+    new_bytes = torch.empty
+
+    def guarded(allocate: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        @functools.wraps(allocate)
+        def allocate_guarded(*args: Any, **kwargs: Any) -> torch.Tensor:
+            x = allocate(*args, **kwargs)
+            caller = sys._getframe(1)
+            if caller.f_globals["__name__"] == poison_empty.__module__:
+                assert caller.f_back is not None
+                caller = caller.f_back
+            is_ours = caller.f_globals["__name__"].startswith("fused_rope_attn.")
+            is_plain = type(x) is torch.Tensor and x.device.type == "cpu" and _get_current_dispatch_mode() is None
+            if not (is_ours and is_plain):
+                return x
+            extent = 1 + sum((n - 1) * stride for n, stride in zip(x.shape, x.stride())) if x.numel() else 0
+            size = extent * x.element_size()
+            block = new_bytes(size + 2 * len(_GUARD), dtype=torch.uint8)
+            content = block.numpy()
+            content[: len(_GUARD)] = content[-len(_GUARD) :] = _GUARD[0]
+            memory.append((content, x.shape))
+            with torch.no_grad():
+                return x.set_(block.untyped_storage(), len(_GUARD) // x.element_size(), x.shape, x.stride())
+
+        return allocate_guarded
+
+    targets = [(torch, "empty"), (torch, "empty_like"), (torch, "empty_strided"), (torch.Tensor, "new_empty")]
+    originals = [getattr(owner, name) for owner, name in targets]
+    try:
+        for (owner, name), original in zip(targets, originals):
+            setattr(owner, name, guarded(original))
+        yield
+    finally:
+        for (owner, name), original in zip(targets, originals):
+            setattr(owner, name, original)
+    changed = [
+        str(tuple(shape))
+        for content, shape in memory
+        if content[: len(_GUARD)].tobytes() != _GUARD or content[-len(_GUARD) :].tobytes() != _GUARD
+    ]
+    assert not changed, f"a kernel wrote outside of tensors of shape {', '.join(changed)}"

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from verification.calls import Finding, Machine
+from verification.interpreter import guarded_memory
 
 # A check that takes longer hangs: compiling takes a minute at most, and so does one in Triton's interpreter.
 LONGEST_SECONDS = 300.0
@@ -47,8 +48,9 @@ def run_check(check: Any, machine: Machine) -> Outcome:
         with warnings.catch_warnings():
             # NumPy warns of the rows and columns of a tile that are outside the tensor, in Triton's interpreter.
             warnings.simplefilter("ignore")
-            for finding in check.run(machine):
-                findings.append(finding)
+            with contextlib.nullcontext() if machine.has_gpu else guarded_memory():
+                for finding in check.run(machine):
+                    findings.append(finding)
         if machine.has_gpu:
             torch.cuda.synchronize()
     except torch.OutOfMemoryError:

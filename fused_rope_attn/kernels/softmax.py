@@ -92,10 +92,11 @@ def finish_sums(row_max, row_sum, sink):
 def raise_max_logit(ptr, row_max, exists):
     """Raise the float32 at ``ptr`` to the largest natural logit of rows that ``exist``, of base-2 row_max (rows,).
 
-    The bits do not depend on the order in which programs do so.
+    The bits do not depend on the order in which programs do so. If no row sees a key nothing is written: rows after the
+    last packed sequence have no float32 of their own, and ``ptr`` is outside of the tensor.
     """
     highest = tl.max(tl.where(exists, row_max, float("-inf")), 0)
-    tl.atomic_max(ptr, highest * LN2, sem="relaxed")
+    tl.atomic_max(ptr, highest * LN2, mask=highest != float("-inf"), sem="relaxed")
 
 
 @triton.jit

@@ -89,9 +89,9 @@ def test_a_known_call_and_torch_func(backend):
     assert torch.equal(other[1], run(-INPUTS.q, *INPUTS[1:3], backend=backend)[1])
 
 
-@pytest.mark.parametrize("ends", [None, [0, 3, 3, 10, 37]])
+@pytest.mark.parametrize("ends", [None, [0, 3, 3, 10, 37], [0, 3, 10], [0, -5, 12, 90]])
 def test_the_maximum_over_rows(ends):
-    """The second launch of the sm_90 forward, over whole batches and over packed rows, with an empty sequence."""
+    """The second launch of the sm_90 forward, over batches and packed rows: empty sequences and wrong ends too."""
     highest = torch.randn(2, 3, 37) if ends is None else torch.randn(3, 37)
     cu_q, entries = (None, 2) if ends is None else (torch.tensor(ends, dtype=torch.int32), len(ends) - 1)
     found = torch.full((entries, 3), float("nan"))
@@ -101,7 +101,18 @@ def test_the_maximum_over_rows(ends):
     else:
         rows = torch.nn.functional.pad(highest, (0, 1), value=float("-inf"))
         for i, (a, b) in enumerate(zip(ends, ends[1:])):
-            assert torch.equal(found[i], rows[:, [*range(a, b), 37]].amax(-1))
+            assert torch.equal(found[i], rows[:, [*range(max(a, 0), min(b, 37)), 37]].amax(-1))
+
+
+@kernel_or_reference("reference", "triton")
+def test_rows_after_the_last_sequence(backend):
+    """They have no maximum of their own, also if there is no sequence at all."""
+    for sequences in (2, 1, 0):
+        ends = [x[: sequences + 1] for x in ENDS]
+        given = *PACKED, INPUTS.cos, INPUTS.sin, *ends, 4, 5
+        o, max_logit = rope_attention_varlen(*given, return_max_logit=True, backend=backend)
+        assert max_logit.shape == (sequences, 2) and bool(max_logit.isfinite().all())
+        assert not bool(o[int(ends[0][-1]) :].any())
 
 
 def test_who_refuses_it():

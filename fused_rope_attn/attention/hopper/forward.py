@@ -146,7 +146,7 @@ class ForwardCall:
             Q_LAYOUT=layout([1, 1, ROWS.value, problem.head_dim] if latent else [ROWS.value, pad_d], element),
         )
         self.maximum = None
-        if self.max_logit_shape is not None:
+        if self.max_logit_shape is not None and 0 not in self.max_logit_shape:  # there may be no sequence
             self.maximum = Launch(
                 max_logit_kernel,
                 math.prod(self.max_logit_shape),

@@ -4,6 +4,8 @@
 import triton
 import triton.language as tl
 
+from fused_rope_attn.kernels.lengths import packed_rows
+
 
 @triton.jit(do_not_specialize=["H", "NQ"])
 def max_logit_kernel(highest_ptr, max_logit_ptr, cu_q_ptr, H, NQ, BLOCK: tl.constexpr):
@@ -16,9 +18,9 @@ def max_logit_kernel(highest_ptr, max_logit_ptr, cu_q_ptr, H, NQ, BLOCK: tl.cons
     first = entry.to(tl.int64) * NQ
     length = NQ
     if cu_q_ptr is not None:
-        begin = tl.load(cu_q_ptr + entry // H)
+        sequence = entry // H
+        begin, length = packed_rows(cu_q_ptr, sequence, sequence + 1, NQ)
         first = (entry % H).to(tl.int64) * NQ + begin
-        length = tl.load(cu_q_ptr + entry // H + 1) - begin
     highest = tl.full([BLOCK], float("-inf"), tl.float32)
     for start in range(0, length, BLOCK):
         offs = start + tl.arange(0, BLOCK)
