@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fused_rope_attn import rope_attention
+from fused_rope_attn import rope_attention, rope_attention_varlen, rope_tables
 from fused_rope_attn.testing import Case, make_inputs, run_op
 from tests.support.attention import assert_equal, assert_matches_float64, packed_case
 from tests.support.dtypes import BF16, F16
@@ -71,3 +71,20 @@ def test_each_replay_fills_it_again(backend):
         assert torch.equal(run(), first * factor)
         graph.replay()
         assert torch.equal(captured, first * factor)
+
+
+@pytest.mark.parametrize("backend", BACKENDS, ids=" ".join)
+@pytest.mark.parametrize("sequences", [4, 0])
+def test_rows_after_the_last_sequence_raise_no_other_memory(sequences, backend):
+    """Four times 32 maxima fill a block of PyTorch's allocator, so that a fifth sequence's would be in its neighbour."""
+    q, k, v = (torch.randn(700, heads, 128, device="cuda", dtype=BF16) for heads in (32, 8, 8))
+    cos, sin = rope_tables(512, 128, device="cuda")
+    ends = torch.arange(sequences + 1, device="cuda", dtype=torch.int32) * 128
+    options = {"backend": backend[0], "strategy": backend[1], "return_max_logit": True}
+    rope_attention_varlen(q, k, v, cos, sin, ends, ends, 128, 128, True, **options)  # compiles
+    blocks = [torch.full((128,), -1, device="cuda", dtype=torch.int32) for _ in range(64)]
+    del blocks[32]
+    o, max_logit = rope_attention_varlen(q, k, v, cos, sin, ends, ends, 128, 128, True, **options)
+    assert max_logit.shape == (sequences, 32) and bool(max_logit.isfinite().all())
+    assert not bool(o[128 * sequences :].any())
+    assert all(bool((block == -1).all()) for block in blocks)
