@@ -76,7 +76,7 @@ def test_each_replay_fills_it_again(backend):
 @pytest.mark.parametrize("backend", BACKENDS, ids=" ".join)
 @pytest.mark.parametrize("sequences", [4, 0])
 def test_rows_after_the_last_sequence_raise_no_other_memory(sequences, backend):
-    """Four times 32 maxima fill a block of PyTorch's allocator, so that a fifth sequence's would be in its neighbour."""
+    """Four times 32 maxima fill a block of the allocator: those of a fifth sequence would be in the next one."""
     q, k, v = (torch.randn(700, heads, 128, device="cuda", dtype=BF16) for heads in (32, 8, 8))
     cos, sin = rope_tables(512, 128, device="cuda")
     ends = torch.arange(sequences + 1, device="cuda", dtype=torch.int32) * 128
