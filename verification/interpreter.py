@@ -1,7 +1,6 @@
 """Triton's interpreter: faster in small kernels, with exact products, and with writes outside of tensors found."""
 
 import contextlib
-import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterator
@@ -13,7 +12,7 @@ import triton.language as tl
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 from triton.runtime import interpreter
 
-from fused_rope_attn.testing import poison_empty
+from fused_rope_attn.testing.poison import wrap_empty
 
 # The packages that Triton (3.6 to 3.9) searches.
 PACKAGES = (tl, tl.core, tl.math, tl.tensor, tl.core.tensor_descriptor_base)
@@ -74,11 +73,10 @@ def guarded_memory() -> Iterator[None]:
     new_bytes = torch.empty
 
     def guarded(allocate: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        @functools.wraps(allocate)
         def allocate_guarded(*args: Any, **kwargs: Any) -> torch.Tensor:
             x = allocate(*args, **kwargs)
             caller = sys._getframe(1)
-            if caller.f_globals["__name__"] == poison_empty.__module__:
+            if caller.f_globals["__name__"] == wrap_empty.__module__:
                 assert caller.f_back is not None
                 caller = caller.f_back
             is_ours = caller.f_globals["__name__"].startswith("fused_rope_attn.")
@@ -96,15 +94,8 @@ def guarded_memory() -> Iterator[None]:
 
         return allocate_guarded
 
-    targets = [(torch, "empty"), (torch, "empty_like"), (torch, "empty_strided"), (torch.Tensor, "new_empty")]
-    originals = [getattr(owner, name) for owner, name in targets]
-    try:
-        for (owner, name), original in zip(targets, originals):
-            setattr(owner, name, guarded(original))
+    with wrap_empty(guarded):
         yield
-    finally:
-        for (owner, name), original in zip(targets, originals):
-            setattr(owner, name, original)
     changed = [
         str(tuple(shape))
         for content, shape in memory

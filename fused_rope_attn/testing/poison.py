@@ -13,6 +13,20 @@ _POISON_LIMIT = 1 << 28
 
 
 @contextmanager
+def wrap_empty(wrap: Callable[[Callable[..., Tensor]], Callable[..., Tensor]]) -> Iterator[None]:
+    """Inside, `torch.empty`, `empty_like`, `empty_strided` and `Tensor.new_empty` are ``wrap`` of what they were."""
+    targets = [(torch, "empty"), (torch, "empty_like"), (torch, "empty_strided"), (Tensor, "new_empty")]
+    originals = [getattr(owner, name) for owner, name in targets]
+    try:
+        for (owner, name), original in zip(targets, originals):
+            setattr(owner, name, wrap(original))
+        yield
+    finally:
+        for (owner, name), original in zip(targets, originals):
+            setattr(owner, name, original)
+
+
+@contextmanager
 def poison_empty() -> Iterator[None]:
     """Inside, `torch.empty`, `empty_like`, `empty_strided` and `Tensor.new_empty` return NaN where they return floats,
     so that an output element which nothing wrote shows. Allocations beyond 2^28 elements are left alone."""
@@ -27,12 +41,5 @@ def poison_empty() -> Iterator[None]:
 
         return allocate_nan
 
-    targets = [(torch, "empty"), (torch, "empty_like"), (torch, "empty_strided"), (Tensor, "new_empty")]
-    originals = [getattr(owner, name) for owner, name in targets]
-    try:
-        for (owner, name), original in zip(targets, originals):
-            setattr(owner, name, poisoned(original))
+    with wrap_empty(poisoned):
         yield
-    finally:
-        for (owner, name), original in zip(targets, originals):
-            setattr(owner, name, original)

@@ -1,13 +1,33 @@
-"""Guards around the memory that the package allocates while Triton's interpreter runs its kernels."""
+"""Triton's interpreter: the faster search changes nothing else, and guards find writes outside of memory."""
+
+import inspect
 
 import pytest
 import torch
+import triton.language as tl
 
 from fused_rope_attn.testing import poison_empty
 from tests.support.marks import interpreted
-from verification.interpreter import guarded_memory
+from verification.interpreter import PACKAGES, guarded_memory
 
-pytestmark = [interpreted, pytest.mark.unpoisoned]
+
+def builtins(package):
+    return {name: member for name, member in inspect.getmembers(package) if tl.core.is_builtin(member)}
+
+
+@interpreted
+def test_every_builtin_is_replaced_and_comes_back():
+    from triton.runtime import interpreter
+
+    assert interpreter._patch_builtin.__module__ == "verification.interpreter"
+    before = [builtins(package) for package in PACKAGES]
+    assert all(before) and {"load", "dot"} <= before[0].keys()
+    scope = interpreter._LangPatchScope()
+    for package in PACKAGES:
+        interpreter._patch_builtin(package, interpreter.interpreter_builder, scope)
+    assert not any(builtins(package) for package in PACKAGES)
+    scope.restore()
+    assert [builtins(package) for package in PACKAGES] == before
 
 
 def allocate(expression, module="fused_rope_attn.made_up"):
@@ -23,6 +43,8 @@ def element(x, number):
 KINDS = ("torch.empty(2, 3)", "torch.empty_like(like)", "torch.empty_strided((2, 3), (4, 1))", "like.new_empty((2, 3))")
 
 
+@interpreted
+@pytest.mark.unpoisoned
 @pytest.mark.parametrize("expression", [*KINDS, "torch.empty(0, 3)", "torch.empty(6, dtype=torch.int8)"])
 @pytest.mark.parametrize("is_poisoned", [False, True])
 def test_a_write_outside_is_found(expression, is_poisoned):
@@ -34,6 +56,8 @@ def test_a_write_outside_is_found(expression, is_poisoned):
             element(x, -1 if outside == "before" else end).fill_(1)
 
 
+@interpreted
+@pytest.mark.unpoisoned
 def test_writes_inside_and_other_memory_are_not():
     originals = torch.empty, torch.Tensor.new_empty
     with guarded_memory():

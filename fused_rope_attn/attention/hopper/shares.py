@@ -84,8 +84,8 @@ def count_shares(visits, limit):
 def heads_of_last_section(longest, mean, num_tiles, heads_per_section, num_heads, heads_per_multiprocessor):
     """Return how many heads must run together at the end: their work is ``longest`` for each multiprocessor.
 
-    mean: the work of all num_heads heads for each multiprocessor, in query blocks. A part of the heads is a power of
-    two, because 5 or 6 of 8 heads were up to 1.7 times as slow as 4.
+    mean: the work of all num_heads heads for each multiprocessor, in query blocks. The result is num_heads, a power of
+    two, or heads_per_section, because with 5 or 6 of 8 heads an H100 took up to 1.7 times as long as with 4.
     """
     needed = longest.to(tl.float32) * num_heads
     last_section = 1
