@@ -14,7 +14,7 @@ _POISON_LIMIT = 1 << 28
 
 @contextmanager
 def wrap_empty(wrap: Callable[[Callable[..., Tensor]], Callable[..., Tensor]]) -> Iterator[None]:
-    """Inside, `torch.empty`, `empty_like`, `empty_strided` and `Tensor.new_empty` are ``wrap`` of what they were."""
+    """Replace `torch.empty`, `empty_like`, `empty_strided` and `Tensor.new_empty` by ``wrap`` of each, inside."""
     targets = [(torch, "empty"), (torch, "empty_like"), (torch, "empty_strided"), (Tensor, "new_empty")]
     originals = [getattr(owner, name) for owner, name in targets]
     try:
