@@ -68,6 +68,18 @@ def num_sms(device: torch.device) -> int:
     return _num_sms(torch.cuda.current_device() if device.index is None else device.index)
 
 
+@functools.cache
+def _l2_bytes(index: int) -> int:
+    return torch.cuda.get_device_properties(index).L2_cache_size
+
+
+def l2_bytes(device: torch.device) -> int:
+    """Return the size of the L2 in bytes; 0 without a GPU."""
+    if device.type != "cuda":
+        return 0
+    return _l2_bytes(torch.cuda.current_device() if device.index is None else device.index)
+
+
 def has_gpu() -> bool:
     """Return whether torch sees a GPU."""
     return torch.cuda.is_available()

@@ -15,8 +15,10 @@ from fused_rope_attn.runtime import device
 MANY_PROGRAMS = 8
 # Query blocks of one head that another order must save: the two launches that divide tiles take as long.
 LEAST_GAIN = 8
-# Bytes of larger sections: of Q, dO and the float32 dQ. Beyond these an H100 lost more in the L2 than balance gained.
-MOST_BYTES = 96 << 20
+# Bytes of larger sections: of Q, dO and the float32 dQ. With 112 to 128 MiB an H100 (L2 of 50 MiB) lost more in the L2
+# than balance gained; an H200 (60 MiB) takes .70 to .93 of the time with them, and was not timed beyond.
+MOST_BYTES, MOST_BYTES_OF_LARGE_L2 = 96 << 20, 128 << 20
+LARGE_L2 = 55 << 20
 
 
 def balance(problem: Problem, block_n: int, section: int, head_bytes: int) -> tuple[int, bool]:
@@ -25,21 +27,28 @@ def balance(problem: Problem, block_n: int, section: int, head_bytes: int) -> tu
     A program has a tile of ``block_n`` keys of a key head and takes as long as the tile has query blocks. Programs
     start in their order: those of ``section`` key heads, the longest first, then those of the next. Small sections stay
     in the L2, but the tiles of the last one may end late. Sections are doubled until they end at most 10 % late, up to
-    MOST_BYTES, head_bytes each. If all heads together end late, there are too few tiles: ``VisibleRows`` divides them.
+    MOST_BYTES, head_bytes each, or more where the L2 is large. If all heads together end late, there are too few tiles:
+    ``VisibleRows`` divides them.
+
+    Packed sequences are taken to be as long as the longest one may be, and their tiles are not divided.
     """
-    has_tensors = problem.is_packed or problem.has_kv_starts or problem.has_kv_lens or problem.has_intervals
+    has_tensors = problem.has_kv_starts or problem.has_kv_lens or problem.has_intervals
     multiprocessors, heads = device.num_sms(problem.device), problem.batch * problem.heads_kv
-    tiles = triton.cdiv(problem.len_k, block_n)
-    if has_tensors or problem.is_deterministic or tiles * heads > MANY_PROGRAMS * multiprocessors:
+    len_q, len_k = problem.longest(problem.len_q), problem.longest(problem.len_k)
+    sequences = triton.cdiv(problem.len_k, len_k)
+    tiles = triton.cdiv(len_k, block_n)
+    if has_tensors or problem.is_deterministic or sequences * tiles * heads > MANY_PROGRAMS * multiprocessors:
         return section, False
-    lengths = [count_query_blocks(problem, tile * block_n, block_n) for tile in range(tiles)]
+    one = problem._replace(len_q=len_q, len_k=len_k)
+    lengths = sequences * [count_query_blocks(one, tile * block_n, block_n) for tile in range(tiles)]
     best = max(heads * sum(lengths) / multiprocessors, min(max(lengths), LEAST_SHARE.value))
     latest = 1.1 * best + LEAST_GAIN / problem.group_size
-    if last_end(lengths, heads, heads, multiprocessors) > latest:
+    if not problem.is_packed and last_end(lengths, heads, heads, multiprocessors) > latest:
         return section, True
-    while last_end(lengths, heads, section, multiprocessors) > latest:
+    most_bytes = MOST_BYTES if device.l2_bytes(problem.device) < LARGE_L2 else MOST_BYTES_OF_LARGE_L2
+    while section < heads and last_end(lengths, heads, section, multiprocessors) > latest:
         larger = min(2 * section, heads)
-        if larger * head_bytes > MOST_BYTES:
+        if larger * head_bytes > most_bytes:
             break
         section = larger
     return section, False

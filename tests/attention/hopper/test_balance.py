@@ -51,12 +51,40 @@ def test_balance(call, section, head_bytes, together, divides, monkeypatch):
     problem = problem_of(monkeypatch, **sizes)
     assert balance(problem, 128, section, head_bytes) == (together, divides)
     # The order of dQ is fixed, or the lengths of tiles are known to the GPU alone.
-    for changes in ({"deterministic": True}, {"has_kv_lens": True}, {"sequences": 2}, {"has_intervals": True}):
+    for changes in ({"deterministic": True}, {"has_kv_lens": True}, {"has_intervals": True}):
         assert balance(problem._replace(**changes), 128, section, head_bytes) == (section, False)
     # Every tile has as many query blocks without a mask, and nearly so with a window.
     for changes in ({"causal": False}, {"window": (512, 0)}):
         if batch * heads_kv * length // 128 > 2 * 132:
             assert not balance(problem._replace(**changes), 128, section, head_bytes)[1]
+
+
+# Heads, tokens, longest sequence, key heads in a section, bytes of a key head, key heads that run together.
+PACKS = [
+    # One sequence, as without packing.
+    ((32, 8), 8192, 8192, 1, 32 * MIB, 2),
+    # Two of 8192 and one that is shorter, and as long as both.
+    ((32, 8), 16384, 8192, 1, 32 * MIB, 2),
+    ((32, 8), 16384, 16384, 1, 64 * MIB, 1),
+    ((28, 4), 8192, 4096, 2, 28 * MIB, 2),
+    ((14, 2), 16384, 4096, 1, 28 * MIB, 2),
+    # All heads together end late too, but tiles of packed sequences are not divided.
+    ((28, 4), 4096, 4096, 2, 28 * MIB, 2),
+    ((14, 2), 8192, 1024, 1, MIB, 2),
+    # A bound that is above the tokens is no length.
+    ((32, 8), 8192, 65536, 1, 32 * MIB, 2),
+    # So many tiles even out.
+    ((32, 8), 32768, 8192, 1, 32 * MIB, 1),
+]
+
+
+@pytest.mark.parametrize("heads, tokens, longest, section, head_bytes, together", PACKS, ids=str)
+def test_packed_sequences_are_taken_to_be_the_longest(
+    heads, tokens, longest, section, head_bytes, together, monkeypatch
+):
+    sizes = {"batch": 1, "heads_q": heads[0], "heads_kv": heads[1], "len_q": tokens, "len_k": tokens}
+    problem = problem_of(monkeypatch, **sizes, sequences=5, max_seqlen=longest)
+    assert balance(problem, 128, section, head_bytes) == (together, False)
 
 
 def test_many_programs_even_out(monkeypatch):
@@ -69,6 +97,17 @@ def test_many_programs_even_out(monkeypatch):
     monkeypatch.setattr(device, "num_sms", lambda where: 132)
     sizes = {"heads_q": 64 * 32, "heads_kv": 32, "len_q": 5120, "len_k": 5120}
     assert balance(problem._replace(**sizes), 128, 1, 1) == (1, False)  # 1,280 programs, which end 11 % late
+
+
+@pytest.mark.parametrize("l2, together", [(50, 1), (60, 2)])
+def test_a_large_l2_has_larger_sections(l2, together, monkeypatch):
+    """An H100 and an H200. Two key heads of 56 MiB end in time."""
+    monkeypatch.setattr(device, "l2_bytes", lambda where: l2 * MIB)
+    sizes = {"batch": 1, "heads_q": 28, "heads_kv": 4, "len_q": 8192, "len_k": 8192}
+    problem = problem_of(monkeypatch, **sizes)
+    assert balance(problem, 128, 1, 56 * MIB) == (together, False)
+    assert balance(problem, 128, 1, 64 * MIB) == (together, False)
+    assert balance(problem, 128, 1, 64 * MIB + 1) == (1, False)
 
 
 @pytest.mark.parametrize("group_size, length, divides", [(1, 1024, False), (2, 768, False), (2, 832, True)])
