@@ -69,6 +69,19 @@ def tile_rows(source, tile, NQ):
 
 
 @jit
+def rotate_tile_rows(source, head, tile, rotation, weights, start, offs, layouts, NQ, NK, BLOCK_D: gl.constexpr):
+    """Return rows ``offs`` from ``start`` on of a tile's queries, normed and rotated, in pair order (rows, BLOCK_D).
+
+    head: their ``tile_rows``; rotation: their ``tile_rotation``; weights: the norm's, for the pairs of ``layouts``.
+    """
+    rows, position = rows_from(head, start), query_position(tile, start, NQ, NK)
+    first, second = load_pairs(rows, offs, rotation, layouts)
+    cos, sin = load_angles(rotation, offs + position, BLOCK_D, layouts.PAIRS)
+    first, second = norm_and_rotate(first, second, cos, sin, source.sign, rotation, weights, layouts.PAIRS)
+    return pack_pairs(first, second)
+
+
+@jit
 def save_queries(source, tile, row, end, rotated):
     """Begin to save the queries from ``row`` on, rotated in shared memory (ROWS, BLOCK_D) and fenced for the TMA.
 
@@ -96,13 +109,11 @@ def rotate_first_queries(source, tile, queries, row, NQ, NK):
     weights = None
     if source.norm is not None:
         weights = pair_norm_weights(source.norm, source.tables, BLOCK_D, PAIRS)
-    rotation = tile_rotation(source, tile, NQ, NK)
-    rows, position = rows_from(tile_rows(source, tile, NQ), row), query_position(tile, row, NQ, NK)
-    first, second = load_pairs(rows, offs, rotation, PairLayouts(PAIRS, WHOLE))
-    cos, sin = load_angles(rotation, offs + position, BLOCK_D, PAIRS)
-    first, second = norm_and_rotate(first, second, cos, sin, source.sign, rotation, weights, PAIRS)
+    rotation, head = tile_rotation(source, tile, NQ, NK), tile_rows(source, tile, NQ)
+    layouts = PairLayouts(PAIRS, WHOLE)
+    q = rotate_tile_rows(source, head, tile, rotation, weights, row, offs, layouts, NQ, NK, BLOCK_D)
     rotated = queries.tile(queries.at(0))
-    rotated.store(pack_pairs(first, second).to(queries.buffer.dtype))
+    rotated.store(q.to(queries.buffer.dtype))
     fence_async_shared()
     barrier()
     if source.saved_desc is not None:
@@ -143,15 +154,12 @@ def rotate_queries(tiles, queries, source, NQ, NK):
                 for chunk in gl.static_range(ROWS // CHUNK):
                     # These warps lack registers for the addresses of all rows at once.
                     start = opaque(tile.start_m) + warpgroup * ROWS + chunk * CHUNK
-                    rows, position = rows_from(head, start), query_position(tile, start, NQ, NK)
-                    first, second = load_pairs(rows, offs, rotation, layouts)
-                    cos, sin = load_angles(rotation, offs + position, BLOCK_D, PAIRS)
-                    first, second = norm_and_rotate(first, second, cos, sin, source.sign, rotation, weights, PAIRS)
-                    q = pack_pairs(first, second).to(queries.buffer.dtype)
+                    q = rotate_tile_rows(source, head, tile, rotation, weights, start, offs, layouts, NQ, NK, BLOCK_D)
                     # Do not load further chunks early: registers suffice for one, and with the norm's weights for none.
                     if warpgroup + chunk > 0 or weights is not None:
                         barrier()
-                    queries.of_warpgroup(warpgroup).tile(at_queries).slice(chunk * CHUNK, CHUNK, dim=0).store(q)
+                    rotated = queries.of_warpgroup(warpgroup).tile(at_queries).slice(chunk * CHUNK, CHUNK, dim=0)
+                    rotated.store(q.to(queries.buffer.dtype))
             fence_async_shared()
             if source.saved_desc is not None:
                 barrier()
@@ -193,11 +201,8 @@ def rotate_rope(tiles, queries, source, NQ, NK):
                 if chunk > 0:
                     barrier()
                 start = opaque(tile.start_m) + warpgroup * ROWS + chunk * CHUNK
-                rows, position = rows_from(head, start), query_position(tile, start, NQ, NK)
-                first, second = load_pairs(rows, offs, rotation, layouts)
-                cos, sin = load_angles(rotation, offs + position, BLOCK_D, PAIRS)
-                first, second = norm_and_rotate(first, second, cos, sin, source.sign, rotation, None, PAIRS)
-                chunks = chunks + (pack_pairs(first, second).to(DTYPE),)
+                q = rotate_tile_rows(source, head, tile, rotation, None, start, offs, layouts, NQ, NK, BLOCK_D)
+                chunks = chunks + (q.to(DTYPE),)
             own = queries.of_warpgroup(warpgroup)
             cursor = own.at(tile_step)
             own.wait_empty(cursor)
