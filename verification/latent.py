@@ -102,7 +102,7 @@ class LatentCheck(AttentionCheck):
         if name == "dk_rope":
             factor *= self.heads_q**0.5
         if name[:2] in ("dq", "dk") and given["cos"].numel():
-            factor *= max(1.0, float((given["cos"].float().square() + given["sin"].float().square()).mean()))
+            factor *= max(1.0, float((given["cos"].float().square() + given["sin"].float().square()).max()))
             factor *= max(1.0, abs(self.scale) * math.sqrt(self.nope + self.head_dim))
         return factor
 

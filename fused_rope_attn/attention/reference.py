@@ -145,8 +145,9 @@ class _VisibleProduct(_Visible):
     @staticmethod
     def forward(weights: Tensor, x: Tensor, visible: Tensor) -> Tensor:
         bad = ~torch.isfinite(x)
+        product = torch.matmul(weights, x.masked_fill(bad, 0))
         seen = torch.einsum("bxnm,bhmd->bhnd", visible.float(), bad.float())
-        return torch.matmul(weights, x.masked_fill(bad, 0)).masked_fill(seen > 0, float("nan"))
+        return product.masked_fill(seen > 0, float("nan"))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:

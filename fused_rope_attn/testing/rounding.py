@@ -19,7 +19,7 @@ class RandomRounding(TorchDispatchMode):
     The backward pass of a softmax subtracts ``delta = rowsum(dp * p)``, which FlashAttention-2 computes as
     ``rowsum(do * o)``, from the rounded o. That is as right, and its error is not smaller where dp happens to be: a
     draw takes it too. The mode takes the product that follows a softmax for ``p v``, and the next product with the same
-    v for ``dp = do v^T``.
+    v for ``dp = do v^T``. Numbers of v that are not finite may have been replaced by 0 in either.
 
     Such a backward pass also recomputes ``p = exp(s - lse)``, from a lse that was rounded to float32, and from products
     that may be summed in another order than the forward's. Either changes p by its error in units of s, which in
@@ -102,8 +102,9 @@ class RandomRounding(TorchDispatchMode):
             self._softmax_was_last = False
             self._weights = left
             self._v, self._error_of_o = right, rounded.to(exact.dtype) - exact
-        # do and the transposed p, the left factor of dv, have the same shape if there are D queries and D keys.
-        elif self._error_of_o is not None and self._v is not None and _same_memory(right, self._v):
+        # By its numbers: do and the transposed p, the left factor of dv, have the same shape if there are D queries and
+        # D keys, and v may have been copied.
+        elif self._error_of_o is not None and self._v is not None and _same_numbers(right.mT, self._v):
             self._error_of_delta = (self._error_of_o * left).sum(-1).float()
             self._v = self._error_of_o = None
         return rounded
@@ -119,6 +120,10 @@ class RandomRounding(TorchDispatchMode):
         dither = torch.rand(x.shape, generator=self.generator, dtype=torch.float64, device=x.device)
         rounded = torch.floor(exact / unit + dither) * unit
         return torch.where(torch.isfinite(exact), rounded, exact).to(dtype)
+
+
+def _same_numbers(x: Tensor, y: Tensor) -> bool:
+    return x.shape == y.shape and torch.equal(*(torch.nan_to_num(z, 0.0, 0.0, 0.0) for z in (x, y)))
 
 
 def _same_memory(x: Tensor, y: Tensor) -> bool:

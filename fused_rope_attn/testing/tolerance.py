@@ -138,9 +138,9 @@ def noise_of_zero(name: str, case: Case, inputs: Inputs) -> float:
 
     The noise is that of two sums over D products, and the tensor cores cut off a little at every step, so that it grows
     with D. dk and dv add it up over the heads of a group, with random signs; dq and dk carry it through rotated vectors
-    and back through the rotation, which lengthens them twice where a table is not of unit norm, and are multiples of
-    the softmax scale, which is D ** -0.5 by default. A norm divides them by the rms of short rows, about one half, and
-    its weights' gradients add them up over all rows.
+    and back through the rotation, which lengthens them twice, each time by at most the largest norm of a pair in the
+    tables, and are multiples of the softmax scale, which is D ** -0.5 by default. A norm divides them by the rms of
+    short rows, about one half, and its weights' gradients add them up over all rows.
     """
     factor = max(1.0, case.head_dim / 128)
     if name in ("dk", "dv", "dk_norm"):
@@ -152,7 +152,7 @@ def noise_of_zero(name: str, case: Case, inputs: Inputs) -> float:
         factor *= 2.0
     if name in ("dq", "dk", "dq_norm", "dk_norm") and inputs.cos.numel():
         norms = inputs.cos.float().square() + inputs.sin.float().square()
-        factor *= max(1.0, float(norms.mean()))
+        factor *= max(1.0, float(norms.max()))
         if case.softmax_scale is not None:
             factor *= max(1.0, abs(case.softmax_scale) * case.head_dim**0.5)
     return factor

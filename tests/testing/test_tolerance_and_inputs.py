@@ -140,6 +140,32 @@ def second_opinions(out, ref64, eager, inputs, case):
     }
 
 
+@pytest.mark.parametrize("packed", [False, True], ids=["alone", "packed"])
+def test_draws_have_the_error_of_delta(packed):
+    """Two keys of equal weight whose dp is 0: each column of o needs one bit more than float16 has, and no other number
+    is rounded. Random calls found that the reference of packed calls had no such error. Its products leave NaN out."""
+    odd, sign = torch.arange(64) % 2, torch.where(torch.arange(64) < 32, 1.0, -1.0)
+    v = (1 + torch.stack((odd, 1 - odd)) * 2.0**-10).half()[None, None]
+    q, k, do = torch.zeros(1, 1, 1, 64).half(), torch.randn(1, 1, 2, 64).half(), sign.half()[None, None, None]
+    options = {"softmax_scale": 1.0, "rotary_dim": 64}
+    if packed:  # one more row and key, which are in no sequence
+        q, k, v = (torch.nn.functional.pad(x, (0, 0, 0, 1), value=math.nan) for x in (q, k, v))
+        do = torch.nn.functional.pad(do, (0, 0, 0, 1))
+        options |= {"cu_seqlens_q": torch.tensor([0, 1]), "cu_seqlens_k": torch.tensor([0, 2])}
+    q.requires_grad_()
+
+    def gradient():
+        o, _ = reference.attention(q, k, v, torch.ones(3, 32), torch.zeros(3, 32), **options)
+        return torch.autograd.grad(o, q, do)[0][0, 0, 0].double()
+
+    assert not gradient().any()
+    with testing.RandomRounding(torch.Generator().manual_seed(0)):
+        errors = torch.stack([gradient() for _ in range(testing.DRAWS)])
+    keys = k[0, 0, :2].double().sum(0)
+    delta = -2 * errors @ keys / (keys @ keys)
+    assert delta.square().mean().sqrt().item() == pytest.approx(64**0.5 * 2.0**-11, rel=0.4)
+
+
 def test_draws_excuse_a_lucky_eager():
     """One key and a sink: dq and dk are multiples of one number, and eager may have escaped its error by luck."""
     refused = 0
@@ -357,7 +383,7 @@ def test_poison_empty_and_back():
 def test_noise_of_what_is_zero_grows_with_what_adds_it_up():
     case = Case(1, 8, 2, 16, 16, 256, tables="random")
     inputs = testing.make_inputs(case)
-    tables = float((inputs.cos.square() + inputs.sin.square()).mean())
+    tables = float((inputs.cos.square() + inputs.sin.square()).max())
     assert tables > 1.0
     noise = {name: testing.noise_of_zero(name, case, inputs) for name in ("o", "dq", "dk", "dv")}
     assert noise == pytest.approx({"o": 2.0, "dq": 2.0 * tables, "dk": 4.0 * tables, "dv": 4.0})
