@@ -142,8 +142,8 @@ def second_opinions(out, ref64, eager, inputs, case):
 
 @pytest.mark.parametrize("packed", [False, True], ids=["alone", "packed"])
 def test_draws_have_the_error_of_delta(packed):
-    """Two keys of equal weight whose dp is 0: each column of o needs one bit more than float16 has, and no other number
-    is rounded. Random calls found that the reference of packed calls had no such error. Its products leave NaN out."""
+    """Two keys have equal weights and a dp of 0. Each column of o needs one bit more than float16 has, and no other
+    number is rounded. Random calls found that packed calls, whose products leave NaN out, had no such error."""
     odd, sign = torch.arange(64) % 2, torch.where(torch.arange(64) < 32, 1.0, -1.0)
     v = (1 + torch.stack((odd, 1 - odd)) * 2.0**-10).half()[None, None]
     q, k, do = torch.zeros(1, 1, 1, 64).half(), torch.randn(1, 1, 2, 64).half(), sign.half()[None, None, None]
