@@ -6,6 +6,7 @@ import functools
 import importlib.util
 import os
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 
@@ -36,48 +37,38 @@ def triton_release() -> tuple[int, int]:
 _CURRENT_GPU = torch.device("cuda")
 
 
+def _indexed(device: torch.device) -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device()) if device == _CURRENT_GPU else device
+
+
 @functools.cache
-def _gpu_arch(index: int) -> str:
-    properties = torch.cuda.get_device_properties(index)
+def _properties(index: int | None) -> Any:
+    return torch.cuda.get_device_properties(index)
+
+
+def arch(device: torch.device) -> str:
+    """Return the architecture of a device: ``"sm_90"``, ``"gfx942"``, ``"interpreter"``, or its type, as ``"cpu"``."""
+    return _arch(_indexed(device))
+
+
+@functools.cache
+def _arch(device: torch.device) -> str:
+    if device.type != "cuda":
+        return "interpreter" if is_interpreted() and device.type == "cpu" else device.type
+    properties = _properties(device.index)
     if torch.version.hip:
         return properties.gcnArchName.split(":")[0]
     return f"sm_{properties.major}{properties.minor}"
 
 
-def arch(device: torch.device) -> str:
-    """Return the architecture of a device: ``"sm_90"``, ``"gfx942"``, ``"interpreter"``, or its type, as ``"cpu"``."""
-    return _arch(torch.device("cuda", torch.cuda.current_device()) if device == _CURRENT_GPU else device)
-
-
-@functools.cache
-def _arch(device: torch.device) -> str:
-    if device.type == "cuda":
-        return _gpu_arch(device.index)
-    return "interpreter" if is_interpreted() and device.type == "cpu" else device.type
-
-
-@functools.cache
-def _num_sms(index: int) -> int:
-    return torch.cuda.get_device_properties(index).multi_processor_count
-
-
 def num_sms(device: torch.device) -> int:
     """Return the number of multiprocessors; 1 without a GPU."""
-    if device.type != "cuda":
-        return 1
-    return _num_sms(torch.cuda.current_device() if device.index is None else device.index)
-
-
-@functools.cache
-def _l2_bytes(index: int) -> int:
-    return torch.cuda.get_device_properties(index).L2_cache_size
+    return _properties(_indexed(device).index).multi_processor_count if device.type == "cuda" else 1
 
 
 def l2_bytes(device: torch.device) -> int:
     """Return the size of the L2 in bytes; 0 without a GPU."""
-    if device.type != "cuda":
-        return 0
-    return _l2_bytes(torch.cuda.current_device() if device.index is None else device.index)
+    return _properties(_indexed(device).index).L2_cache_size if device.type == "cuda" else 0
 
 
 def has_gpu() -> bool:
@@ -94,7 +85,7 @@ def cards() -> list[dict[str, object]]:
             {
                 "index": index,
                 "name": properties.name,
-                "arch": _gpu_arch(index),
+                "arch": arch(torch.device("cuda", index)),
                 "multiprocessors": properties.multi_processor_count,
                 "memory_gib": round(properties.total_memory / 2**30, 1),
             }
