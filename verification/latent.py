@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,6 +11,7 @@ from torch import Tensor
 
 from fused_rope_attn import testing
 from fused_rope_attn.attention import planning, reference
+from fused_rope_attn.testing.latent import noise_of_latent_zero
 from verification.attention import AttentionCheck
 from verification.calls import Made, References
 
@@ -94,17 +93,11 @@ class LatentCheck(AttentionCheck):
             found = of | {f"d{name}": x for name, x in zip(leaves, gradients)}
             return {name: x.detach() for name, x in found.items()}
 
-        return References(run, device, self.judged(given), functools.partial(self._zero, given))
+        def zero(name: str) -> float:
+            columns = self.nope + self.head_dim
+            return noise_of_latent_zero(name, self.heads_q, columns, self.scale, given["cos"], given["sin"])
 
-    def _zero(self, given: dict[str, Any], name: str) -> float:
-        """Return ``zero`` of ``testing.compare``, as ``testing.noise_of_zero`` does."""
-        factor = max(1.0, (self.nope + self.head_dim) / 128)
-        if name == "dk_rope":
-            factor *= self.heads_q**0.5
-        if name[:2] in ("dq", "dk") and given["cos"].numel():
-            factor *= max(1.0, float((given["cos"].float().square() + given["sin"].float().square()).max()))
-            factor *= max(1.0, abs(self.scale) * math.sqrt(self.nope + self.head_dim))
-        return factor
+        return References(run, device, self.judged(given), zero)
 
     def results(self, function: Callable[..., Any], given: dict[str, Any], made: Made) -> dict[str, Tensor]:
         # Not those of ``AttentionCheck``, which leaves out weights' gradients in large cases.

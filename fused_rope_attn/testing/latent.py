@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fused_rope_attn.attention import reference
-from fused_rope_attn.testing.tolerance import Comparison, compare
+from fused_rope_attn.testing.tolerance import Comparison, compare, largest_norm
 
 ROWS = ("q_nope", "q_rope", "k_nope", "k_rope", "v")
 
@@ -173,17 +173,22 @@ def _differentiated(o: Tensor, lse: Tensor, leaves: list[Tensor], do: Tensor, dl
     return LatentResults(o.detach(), lse.detach(), *torch.autograd.grad(outputs, leaves, upstream))
 
 
+def noise_of_latent_zero(name: str, heads: int, columns: int, scale: float, cos: Tensor, sin: Tensor) -> float:
+    """Return what `noise_of_zero` returns, for a result of latent attention. columns: DN + R."""
+    factor = max(1.0, columns / 128)
+    if name == "dk_rope":
+        factor *= heads**0.5
+    if name[:2] in ("dq", "dk"):
+        factor *= largest_norm(cos, sin) * max(1.0, abs(scale) * columns**0.5)
+    return factor
+
+
 def compare_latent(inputs: LatentInputs, case: LatentCase, out: LatentResults) -> list[Comparison]:
     """Return the comparison of each result of the operator with float64."""
     ref64, eager = run_latent_reference(inputs, case, torch.float64), run_latent_reference(inputs, case)
-    norm = float((inputs.cos.square() + inputs.sin.square()).max()) if inputs.cos.numel() else 1.0
-    relative = max(1.0, abs(case.scale) * (case.nope + case.rope) ** 0.5)
     found = []
     for name, actual, exact, rounded in zip(LatentResults._fields, out, ref64, eager):
-        # The factors of ``noise_of_zero``: for sums over heads, tables that lengthen vectors twice, and large scales.
-        zero = case.heads**0.5 if name == "dk_rope" else 1.0
-        if name[:2] in ("dq", "dk"):
-            zero *= max(1.0, norm) * relative
+        zero = noise_of_latent_zero(name, case.heads, case.nope + case.rope, case.scale, inputs.cos, inputs.sin)
         grad = name[0] == "d"
         found.append(compare(name, actual, exact, rounded, grad=grad, dtype=case.dtype, zero=zero))
     return found

@@ -151,11 +151,15 @@ def noise_of_zero(name: str, case: Case, inputs: Inputs) -> float:
     elif case.norms is not None and name in ("dq", "dk"):
         factor *= 2.0
     if name in ("dq", "dk", "dq_norm", "dk_norm") and inputs.cos.numel():
-        norms = inputs.cos.float().square() + inputs.sin.float().square()
-        factor *= max(1.0, float(norms.max()))
+        factor *= largest_norm(inputs.cos, inputs.sin)
         if case.softmax_scale is not None:
             factor *= max(1.0, abs(case.softmax_scale) * case.head_dim**0.5)
     return factor
+
+
+def largest_norm(cos: Tensor, sin: Tensor) -> float:
+    """Return by how much two rotations lengthen a pair at most: the largest ``cos**2 + sin**2``, 1 or more."""
+    return max(1.0, float((cos.float().square() + sin.float().square()).max())) if cos.numel() else 1.0
 
 
 def _slack(ref64: Tensor, eager_row: Tensor, *, grad: bool, dtype: torch.dtype, zero: float) -> tuple[float, Tensor]:

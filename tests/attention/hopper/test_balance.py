@@ -63,7 +63,7 @@ def test_balance(call, section, head_bytes, together, divides, monkeypatch):
 PACKS = [
     # One sequence, as without packing.
     ((32, 8), 8192, 8192, 1, 32 * MIB, 2),
-    # Two of 8192 and one that is shorter, and as long as both.
+    # Two sequences of 8192, one of 16384, two of 4096, four of 4096.
     ((32, 8), 16384, 8192, 1, 32 * MIB, 2),
     ((32, 8), 16384, 16384, 1, 64 * MIB, 1),
     ((28, 4), 8192, 4096, 2, 28 * MIB, 2),
@@ -71,7 +71,7 @@ PACKS = [
     # All heads together end late too, but tiles of packed sequences are not divided.
     ((28, 4), 4096, 4096, 2, 28 * MIB, 2),
     ((14, 2), 8192, 1024, 1, MIB, 2),
-    # A bound that is above the tokens is no length.
+    # The bound of the lengths is larger than the number of tokens.
     ((32, 8), 8192, 65536, 1, 32 * MIB, 2),
     # So many tiles even out.
     ((32, 8), 32768, 8192, 1, 32 * MIB, 1),
