@@ -16,6 +16,7 @@ from fused_rope_attn.attention.configs import (
     MIB,
     MORE_TILES,
     SOME_TILES,
+    TWO_LAUNCHES,
     WORK_LEVELS,
     HopperBackwardConfig,
     HopperForwardConfig,
@@ -137,7 +138,12 @@ FORWARD: tuple[Row, ...] = (
     Row(head_dim=HEAD_DIM, auto=("short", "medium", "long"), least_work=MANY_TILES,
         config=HopperForwardConfig(block_n=128, skips_masked_half=True, values=BEFORE_WEIGHTS, section_bytes=32 * MIB)),
     # 256 columns of O leave registers and shared memory for 64 keys. 3.6.0, 2026-11-22.
-    Row(head_dim=WIDE_HEAD_DIM, auto=("short", "medium", "long"), least_work=MANY_TILES,
+    # The portable kernels take as long with 3.6.0 up to 2**31 multiply-adds, and 1.1 to 1.9 times as long with 3.9.0
+    # from 128 tokens on. H200 and H100, 2026-11-26.
+    Row(head_dim=WIDE_HEAD_DIM, most_release=(3, 6), auto=BUCKETS, least_work=MORE_TILES,
+        config=HopperForwardConfig(block_n=64, rotates_queries=False, attend_registers=240, pin=True,
+            section_bytes=64 * MIB)),
+    Row(head_dim=WIDE_HEAD_DIM, auto=BUCKETS, least_work=TWO_LAUNCHES,
         config=HopperForwardConfig(block_n=64, rotates_queries=False, attend_registers=240, pin=True,
             section_bytes=64 * MIB)),
 )
