@@ -72,31 +72,35 @@ def scheduled_tile(pid, num_tiles, num_heads, heads_per_section, LAST_TILE_FIRST
 
 
 @triton.jit
-def overlapped_tile(pid, num_tiles, num_heads, heads_per_section):
-    """(tile, head) of program ``pid``, where the last half of a section's tiles alternates with the first half of the
-    next section's.
+def overlapped_tile(pid, num_tiles, num_heads, heads_per_section, most_overlapping):
+    """(tile, head) of program ``pid``, where the last tiles of a section alternate with the first tiles of the next.
 
-    Each head's tiles start in their order. Under a causal mask long and short tiles of keys alternate.
+    They are most_overlapping tiles of each head, or half of the tiles if that is less. Each head's tiles start in their
+    order. Under a causal mask long and short tiles of keys alternate.
     """
-    half = num_tiles // 2
-    own = tl.minimum(heads_per_section, num_heads)
-    num_begun = own * half  # of the first section, with which nothing alternates
+    overlapping = tl.minimum(num_tiles // 2, most_overlapping)
+    first = tl.minimum(heads_per_section, num_heads)
+    num_begun = first * overlapping  # of the first section, with which nothing alternates
     rest = tl.maximum(pid - num_begun, 0)
-    # Count a section's last half and the next section's first half together. The last section may have fewer heads.
+    # Count a section's other tiles and the next section's first ones together. The last section may have fewer heads.
     last_section = tl.cdiv(num_heads, heads_per_section) - 1
     section = tl.minimum(rest // (heads_per_section * num_tiles), tl.maximum(last_section - 1, 0))
     rest -= section * heads_per_section * num_tiles
     following = tl.maximum(tl.minimum(heads_per_section, num_heads - (section + 1) * heads_per_section), 0)
-    size = own * (num_tiles - half) + following * half
+    size = first * (num_tiles - overlapping) + following * overlapping
     section = tl.where(rest < size, section, section + 1)
     rest = tl.where(rest < size, rest, rest - size)
     first_head = section * heads_per_section
-    own_heads = tl.minimum(heads_per_section, num_heads - first_head)
+    own = tl.minimum(heads_per_section, num_heads - first_head)
     both = tl.minimum(2 * heads_per_section, num_heads - first_head)
-    tile, head = rest // both, rest % both
-    tile = tl.where(head < own_heads, half + tile, tile)
+    num_alone = own * (num_tiles - 2 * overlapping)
+    is_alone = rest < num_alone
+    heads = tl.where(is_alone, own, both)
+    rest = tl.where(is_alone, rest, rest - num_alone)
+    tile, head = rest // heads, rest % heads
+    tile += tl.where(is_alone, overlapping, tl.where(head < own, num_tiles - overlapping, 0))
     is_begun = pid < num_begun
-    return tl.where(is_begun, pid // own, tile), tl.where(is_begun, pid % own, first_head + head)
+    return tl.where(is_begun, pid // first, tile), tl.where(is_begun, pid % first, first_head + head)
 
 
 @triton.jit

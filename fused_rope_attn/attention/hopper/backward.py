@@ -162,13 +162,14 @@ class BackwardCall:
             raw_k_strides=raw_strides[1],
             num_heads=heads,
             heads_per_section=section,
+            # With more, long programs would be at many places of Q, dO and dQ at once, which the L2 does not hold.
+            most_overlapping=device.num_sms(problem.device) // 2 if ordered else None,
             Q_STAGES=config.q_stages,
             DO_STAGES=config.do_stages,
             HAS_KEYS_BEFORE_WINDOW=left is not None and len_k - len_q > left and not problem.has_intervals,
             CONSUMER_REGISTERS=config.consumer_registers,
             # Hidden queries would be visited first, but the key blocks before have added to them last.
             IS_ALIGNED=config.skips_masked_half and not ordered and is_aligned(problem, block_n, block_n),
-            IS_ORDERED=ordered,
             DS_LAYOUT=gl.NVMMASharedLayout.get_default_for(ds_tile, element),
         )
         kernel, pairs, whole = postprocess_kernel, None, None

@@ -76,7 +76,8 @@ LOADER_REGISTERS = gl.constexpr(24)
 
 
 _NUMBERS = (
-    "num_heads heads_per_section HQ HKV GROUP_SIZE NQ pitch NK stats_size num_sequences window num_blocks".split()
+    "num_heads heads_per_section most_overlapping HQ HKV GROUP_SIZE NQ pitch NK stats_size num_sequences window "
+    "num_blocks".split()
 )
 
 
@@ -86,12 +87,11 @@ def backward_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, dq_accumulator,
                     k_rope_desc, dk_parts_ptr, key_rows_ptr, blocks_ptr, blind_ptr, shares_ptr, dk_strides, dv_strides,
                     dk_parts_strides, cos_strides, sin_strides, raw_k_strides, qk_scale, cap_scale, norm_eps,
                     norm_offset, window, num_blocks, num_heads, HQ, HKV, GROUP_SIZE, NQ, pitch, NK, num_sequences,
-                    stats_size, heads_per_section, D: gl.constexpr, R: gl.constexpr, BLOCK_D: gl.constexpr,
-                    Q_STAGES: gl.constexpr, DO_STAGES: gl.constexpr, INTERLEAVED: gl.constexpr,
+                    stats_size, heads_per_section, most_overlapping, D: gl.constexpr, R: gl.constexpr,
+                    BLOCK_D: gl.constexpr, Q_STAGES: gl.constexpr, DO_STAGES: gl.constexpr, INTERLEAVED: gl.constexpr,
                     READS_LENGTHS: gl.constexpr, HAS_KEYS_BEFORE_WINDOW: gl.constexpr,
                     USE_INT64_OFFSETS: gl.constexpr, PDL: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
-                    DS_LAYOUT: gl.constexpr, IS_ALIGNED: gl.constexpr, IS_ORDERED: gl.constexpr,
-                    TOKEN_TABLES: gl.constexpr):  # fmt: skip
+                    DS_LAYOUT: gl.constexpr, IS_ALIGNED: gl.constexpr, TOKEN_TABLES: gl.constexpr):  # fmt: skip
     """Compute dk, dv of a block of keys of one key head, and their share of dQ.
 
     Grid: (``count_tiles`` of the keys * B * HKV).
@@ -117,7 +117,7 @@ def backward_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, dq_accumulator,
 
     key_rows and blocks, of ``key_rows_kernel`` for num_blocks blocks of KEYS keys, and blind, of ``write_blind_rows``
     for pitch rows: calls with intervals have them in place of all other masks; lens says where the tables end.
-    shares, of ``deal_shares``: the work of each program, unless IS_ORDERED.
+    shares, of ``deal_shares``: the work of each program, unless dQ is added in a fixed order.
 
     TOKEN_TABLES: row t of the tables belongs to packed key t.
 
@@ -127,9 +127,11 @@ def backward_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, dq_accumulator,
     progress_ptr: None, or the int32 words that backward_transfers.py describes, zero before the first block. Then
     dq_accumulator need not be zero for BLOCK_D up to 128 without intervals. The last key block that sees a query block
     stores its dQ, before anything else. The other programs wait for it. They were launched later: programs start in the
-    order of their numbers, on which CUB's scans rely too. IS_ORDERED: dQ is added in the order of the key blocks, and
-    the first one stores it; with other calls progress_ptr is for BLOCK_D up to 128 that are not packed.
+    order of their numbers, on which CUB's scans rely too. most_overlapping, for ``overlapped_tile``: None, or dQ is
+    added in the order of the key blocks, and the first one stores it; with None progress_ptr is for BLOCK_D up to 128
+    that are not packed.
     """
+    IS_ORDERED: gl.constexpr = most_overlapping is not None
     BEGINS_DQ: gl.constexpr = progress_ptr is not None and BLOCK_D <= 128
     IS_PACKED: gl.constexpr = num_sequences is not None
     IS_LATENT: gl.constexpr = k_rope_desc is not None
@@ -156,7 +158,7 @@ def backward_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, dq_accumulator,
         share = load_share(shares_ptr)
         tile, bh = share.tile, share.head
     elif IS_ORDERED:
-        tile, bh = overlapped_tile(pid, tiles, num_heads, heads_per_section)
+        tile, bh = overlapped_tile(pid, tiles, num_heads, heads_per_section, most_overlapping)
     else:
         tile, bh = scheduled_tile(pid, tiles, num_heads, heads_per_section, LAST_TILE_FIRST=BEGINS_DQ)
     batch = bh // HKV

@@ -117,6 +117,7 @@ class LatentBackwardCall:
             num_blocks=None,
             num_heads=num_heads,
             heads_per_section=heads_per_section(num_heads, 1, row_bytes * problem.longest(len_q), config.section_bytes),
+            most_overlapping=None,
             D=columns,
             BLOCK_D=block_d(columns),
             Q_STAGES=config.q_stages,
@@ -124,7 +125,6 @@ class LatentBackwardCall:
             HAS_KEYS_BEFORE_WINDOW=left is not None and len_k - len_q > left,
             CONSUMER_REGISTERS=config.consumer_registers,
             IS_ALIGNED=config.skips_masked_half and is_aligned(problem, block_m, BACKWARD_BLOCK_N.value),
-            IS_ORDERED=False,
             DS_LAYOUT=gl.NVMMASharedLayout.get_default_for([KEYS.value, BLOCK_M.value], element),
         )
         tiles = tile_count(len_q, sequences, block_m)
