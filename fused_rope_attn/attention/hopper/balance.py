@@ -15,10 +15,12 @@ from fused_rope_attn.runtime import device
 MANY_PROGRAMS = 8
 # Query blocks of one head that another order must save: the two launches that divide tiles take as long.
 LEAST_GAIN = 8
-# Bytes of larger sections: of Q, dO and the float32 dQ. With 112 to 128 MiB an H100 (L2 of 50 MiB) lost more in the L2
-# than balance gained; an H200 (60 MiB) takes .70 to .93 of the time with them, and was not timed beyond.
-MOST_BYTES, MOST_BYTES_OF_LARGE_L2 = 96 << 20, 128 << 20
+# Bytes of Q, dO and float32 dQ in larger sections, and in those where the L2 is large or the call ends very late. With
+# 112 to 128 MiB calls take .71 to .94 of the time on an H200, with an L2 of 60 MiB. On an H100, with 50 MiB, they take
+# .89 to .97 of it if they end 50 % late otherwise, and .95 to 1.09 if 24 %. 3.9.0, 2026-11-26.
+MOST_BYTES, MORE_BYTES = 96 << 20, 128 << 20
 LARGE_L2 = 55 << 20
+VERY_LATE = 1.4
 
 
 def balance(problem: Problem, block_n: int, section: int, head_bytes: int) -> tuple[int, bool]:
@@ -27,8 +29,8 @@ def balance(problem: Problem, block_n: int, section: int, head_bytes: int) -> tu
     A program has a tile of ``block_n`` keys of a key head and takes as long as the tile has query blocks. Programs
     start in their order: those of ``section`` key heads, the longest first, then those of the next. Small sections stay
     in the L2, but the tiles of the last one may end late. Sections are doubled until they end at most 10 % late, up to
-    MOST_BYTES, head_bytes each, or more where the L2 is large. If all heads together end late, there are too few tiles:
-    ``VisibleRows`` divides them.
+    MOST_BYTES, head_bytes each, or more where the L2 is large or they end very late. If all heads together end late,
+    there are too few tiles: ``VisibleRows`` divides them.
 
     Packed sequences are taken to be as long as the longest one may be, and their tiles are not divided.
     """
@@ -45,10 +47,12 @@ def balance(problem: Problem, block_n: int, section: int, head_bytes: int) -> tu
     latest = 1.1 * best + LEAST_GAIN / problem.group_size
     if not problem.is_packed and last_end(lengths, heads, heads, multiprocessors) > latest:
         return section, True
-    most_bytes = MOST_BYTES if device.l2_bytes(problem.device) < LARGE_L2 else MOST_BYTES_OF_LARGE_L2
-    while section < heads and last_end(lengths, heads, section, multiprocessors) > latest:
+    has_large_l2 = device.l2_bytes(problem.device) >= LARGE_L2
+    while section < heads:
+        end = last_end(lengths, heads, section, multiprocessors)
+        most_bytes = MORE_BYTES if has_large_l2 or end > VERY_LATE * best else MOST_BYTES
         larger = min(2 * section, heads)
-        if larger * head_bytes > most_bytes:
+        if end <= latest or larger * head_bytes > most_bytes:
             break
         section = larger
     return section, False

@@ -31,8 +31,10 @@ CALLS = [
     ((8, 64, 8, 1024), 4, 6 * MIB, 16, False),
     # No section is larger than 96 MiB.
     ((2, 64, 8, 4096), 2, 32 * MIB, 2, False),
-    ((1, 40, 8, 4096), 3, 16 * MIB, 6, False),
     ((8, 64, 8, 1024), 4, 6 * MIB + 1, 8, False),
+    # ... or than 128 MiB, if the last head would end very late.
+    ((1, 40, 8, 4096), 3, 16 * MIB, 8, False),
+    ((1, 40, 8, 4096), 3, 16 * MIB + 1, 6, False),
     # There are too few tiles.
     ((1, 28, 4, 4096), 2, 14 * MIB, 2, True),
     ((1, 28, 4, 4096), 2, 28 * MIB, 2, True),
@@ -66,10 +68,10 @@ PACKS = [
     # Two sequences of 8192, one of 16384, two of 4096, four of 4096.
     ((32, 8), 16384, 8192, 1, 32 * MIB, 2),
     ((32, 8), 16384, 16384, 1, 64 * MIB, 1),
-    ((28, 4), 8192, 4096, 2, 28 * MIB, 2),
+    ((28, 4), 8192, 4096, 2, 28 * MIB, 4),
     ((14, 2), 16384, 4096, 1, 28 * MIB, 2),
     # All heads together end late too, but tiles of packed sequences are not divided.
-    ((28, 4), 4096, 4096, 2, 28 * MIB, 2),
+    ((28, 4), 4096, 4096, 2, 28 * MIB, 4),
     ((14, 2), 8192, 1024, 1, MIB, 2),
     # The bound of the lengths is larger than the number of tokens.
     ((32, 8), 8192, 65536, 1, 32 * MIB, 2),
@@ -99,15 +101,17 @@ def test_many_programs_even_out(monkeypatch):
     assert balance(problem._replace(**sizes), 128, 1, 1) == (1, False)  # 1,280 programs, which end 11 % late
 
 
-@pytest.mark.parametrize("l2, together", [(50, 1), (60, 2)])
-def test_a_large_l2_has_larger_sections(l2, together, monkeypatch):
-    """An H100 and an H200. Two key heads of 56 MiB end in time."""
+# MiB of the L2 of an H100 and an H200, and whether two key heads of up to 64 MiB run together if one ends 24 % late.
+@pytest.mark.parametrize("l2, holds_two", [(50, False), (60, True)])
+def test_a_large_l2_or_a_very_late_end_asks_for_larger_sections(l2, holds_two, monkeypatch):
     monkeypatch.setattr(device, "l2_bytes", lambda where: l2 * MIB)
-    sizes = {"batch": 1, "heads_q": 28, "heads_kv": 4, "len_q": 8192, "len_k": 8192}
-    problem = problem_of(monkeypatch, **sizes)
-    assert balance(problem, 128, 1, 56 * MIB) == (together, False)
-    assert balance(problem, 128, 1, 64 * MIB) == (together, False)
-    assert balance(problem, 128, 1, 64 * MIB + 1) == (1, False)
+    late = {"batch": 1, "heads_q": 64, "heads_kv": 8, "len_q": 8192, "len_k": 8192}
+    very_late = {**late, "heads_q": 28, "heads_kv": 4}  # 48 %
+    for sizes, together in ((late, 2 if holds_two else 1), (very_late, 2)):
+        problem = problem_of(monkeypatch, **sizes)
+        assert balance(problem, 128, 1, 49 * MIB) == (together, False)
+        assert balance(problem, 128, 1, 64 * MIB) == (together, False)
+        assert balance(problem, 128, 1, 64 * MIB + 1) == (1, False)
 
 
 @pytest.mark.parametrize("group_size, length, divides", [(1, 1024, False), (2, 768, False), (2, 832, True)])

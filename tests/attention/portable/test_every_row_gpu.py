@@ -1,5 +1,6 @@
-"""Every row of the portable tables that this card takes, whatever call would choose it, against float64; those of
-multi-head latent attention, whose calls have one row each, are in test_latent_gpu.py.
+"""Every row of the portable tables that this card takes, whatever call would choose it, against float64.
+
+Rows of multi-head latent attention are left to test_latent_gpu.py, because other calls cannot take them.
 
 Run it under ``compute-sanitizer --tool memcheck --target-processes all`` too, after a plain run, which compiles the
 kernels, and with ``PYTORCH_NO_CUDA_MEMORY_CACHING=1``: ``pytest -m every_row -n 15``.
