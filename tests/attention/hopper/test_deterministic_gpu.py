@@ -11,7 +11,7 @@ from fused_rope_attn.attention import configs
 from fused_rope_attn.testing import Case, make_inputs, run_op
 from tests.support.attention import assert_equal, assert_matches_float64
 from tests.support.dtypes import BF16, F16
-from tests.support.gpu import MANY_TILES, ODD_LENGTHS
+from tests.support.gpu import MANY_TILES, ODD_LENGTHS, assert_alike
 from tests.support.hopper import ON_SM_90, UNEVEN, needs_sm_90, packed
 from tests.support.marks import cases
 
@@ -64,6 +64,17 @@ def test_gradients_have_the_same_bits_in_every_run(case):
         busy(stream, x)
         again = run_op(inputs, case, **ON_SM_90, deterministic=True)
         assert_equal(all_of(first), all_of(again))
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_a_head_may_have_more_key_blocks_than_there_are_multiprocessors(head_dim):
+    """Then fewer than half of them alternate with those of the next head."""
+    case = Case(1, 6, 3, 19_001, 19_001, head_dim, dtype=BF16)
+    inputs = make_inputs(case, "cuda")
+    first = all_of(run_op(inputs, case, **ON_SM_90, deterministic=True))
+    assert_alike(first, all_of(run_op(inputs, case, **ON_SM_90)))
+    for _ in range(5):
+        assert_equal(first, all_of(run_op(inputs, case, **ON_SM_90, deterministic=True)))
 
 
 @pytest.mark.parametrize("options", [{}, {"window": (300, 0)}, {"softcap": 20.0, "norms": True}], ids=str)
