@@ -73,10 +73,10 @@ def scheduled_tile(pid, num_tiles, num_heads, heads_per_section, LAST_TILE_FIRST
 
 @triton.jit
 def overlapped_tile(pid, num_tiles, num_heads, heads_per_section, most_overlapping):
-    """(tile, head) of program ``pid``, where the last tiles of a section alternate with the first tiles of the next.
+    """Return (tile, head) of program ``pid``. The last tiles of a section alternate with the first tiles of the next.
 
-    They are most_overlapping tiles of each head, or half of the tiles if that is less. Each head's tiles start in their
-    order. Under a causal mask long and short tiles of keys alternate.
+    Of each head most_overlapping tiles alternate, or half of the tiles if less. The tiles of a head start in order.
+    Under a causal mask long and short tiles of keys alternate.
     """
     overlapping = tl.minimum(num_tiles // 2, most_overlapping)
     first = tl.minimum(heads_per_section, num_heads)

@@ -162,7 +162,7 @@ class BackwardCall:
             raw_k_strides=raw_strides[1],
             num_heads=heads,
             heads_per_section=section,
-            # With more, long programs would be at many places of Q, dO and dQ at once, which the L2 does not hold.
+            # With more, the programs of a long sequence use more of Q, dO and dQ at once than the L2 holds.
             most_overlapping=device.num_sms(problem.device) // 2 if ordered else None,
             Q_STAGES=config.q_stages,
             DO_STAGES=config.do_stages,

@@ -139,7 +139,7 @@ FORWARD: tuple[Row, ...] = (
         config=HopperForwardConfig(block_n=128, skips_masked_half=True, values=BEFORE_WEIGHTS, section_bytes=32 * MIB)),
     # 256 columns of O leave registers and shared memory for 64 keys. 3.6.0, 2026-11-22.
     # The portable kernels take as long with 3.6.0 up to 2**31 multiply-adds. With 3.9.0 they take 1.04 to 1.9 times as
-    # long at any work, because ptxas serialises their products. H200 and H100, 2026-11-26.
+    # long at any work, because ptxas lets each of their products wait for the one before. H200 and H100, 2026-11-26.
     Row(head_dim=WIDE_HEAD_DIM, most_release=(3, 8), auto=BUCKETS, least_work=MORE_TILES,
         config=HopperForwardConfig(block_n=64, rotates_queries=False, attend_registers=240, pin=True,
             section_bytes=64 * MIB)),
