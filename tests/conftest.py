@@ -21,9 +21,9 @@ from fused_rope_attn.runtime.device import is_interpreted  # noqa: E402
 from fused_rope_attn.testing import poison_empty  # noqa: E402
 
 if is_interpreted():
-    from verification.interpreter import guarded_memory, remember_builtins
+    from verification.interpreter import guarded_memory, make_faster
 
-    remember_builtins()
+    make_faster()
 
 
 def pytest_configure(config):

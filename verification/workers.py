@@ -74,9 +74,9 @@ def prepare_process(machine: Machine) -> None:
     if machine.has_gpu:
         torch.cuda.set_device(torch.device(machine.device).index or 0)
     elif machine.arch == "interpreter":
-        from verification.interpreter import remember_builtins
+        from verification.interpreter import make_faster
 
-        remember_builtins()
+        make_faster()
 
 
 class Worker:

@@ -1,9 +1,11 @@
-"""Triton's interpreter: the faster search changes nothing else, and guards find writes outside of memory."""
+"""Triton's interpreter: it is faster and else the same, finds overflow, and guards find writes outside of memory."""
 
 import inspect
 
+import numpy as np
 import pytest
 import torch
+import triton
 import triton.language as tl
 
 from fused_rope_attn.testing import poison_empty
@@ -28,6 +30,97 @@ def test_every_builtin_is_replaced_and_comes_back():
     assert not any(builtins(package) for package in PACKAGES)
     scope.restore()
     assert [builtins(package) for package in PACKAGES] == before
+
+
+@triton.jit
+def combine(a, b, OPERATION: tl.constexpr):
+    tl.static_assert(OPERATION in ("add", "sub", "mul"))
+    return a + b if OPERATION == "add" else a - b if OPERATION == "sub" else a * b
+
+
+@triton.jit
+def write_combined(a_ptr, b_ptr, out_ptr, OPERATION: tl.constexpr, WIDE: tl.constexpr):
+    """Combine two pairs of integers of any type, as 64-bit ones with WIDE."""
+    offs = tl.arange(0, 2)
+    a, b = tl.load(a_ptr + offs), tl.load(b_ptr + offs)
+    if WIDE:
+        a, b = a.to(tl.int64), b.to(tl.int64)
+    tl.store(out_ptr + offs, combine(a, b, OPERATION))
+
+
+def combined(a, b, operation, dtype=torch.int32, wide=False):
+    """Return the result for a and b, and another pair that is far from overflow."""
+    out = torch.zeros(2, dtype=torch.int64)
+    given = (torch.tensor([3, x]).to(dtype) for x in (a, b))
+    write_combined[(1,)](*given, out, operation, wide)
+    return out[1].item()
+
+
+HIGHEST, LOWEST = 2**31 - 1, -(2**31)
+
+
+@interpreted
+@pytest.mark.parametrize(
+    ("a", "b", "operation"),
+    [
+        *((HIGHEST, 1, "add"), (LOWEST, -1, "add"), (LOWEST, 1, "sub"), (HIGHEST, -1, "sub")),
+        *((2**16, 2**15, "mul"), (-(2**16), 2**15 + 1, "mul")),
+    ],
+)
+def test_an_overflow_is_found(a, b, operation):
+    exact = {"add": a + b, "sub": a - b, "mul": a * b}[operation]
+    with pytest.raises(
+        triton.runtime.errors.InterpreterError, match=f"int32 overflow detected for operation {operation}"
+    ):
+        combined(a, b, operation)
+    assert combined(a, b, operation, wide=True) == exact
+
+
+@interpreted
+@pytest.mark.parametrize(
+    ("a", "b", "operation"),
+    [(HIGHEST, 0, "add"), (LOWEST + 1, 1, "sub"), (HIGHEST - 1, 1, "add"), (-(2**16), 2**15, "mul")],
+)
+def test_the_last_numbers_before_an_overflow_are_not_one(a, b, operation):
+    assert combined(a, b, operation) == {"add": a + b, "sub": a - b, "mul": a * b}[operation]
+
+
+@interpreted
+def test_unsigned_and_narrow_integers_overflow_elsewhere():
+    assert combined(255, 2**31, "add", torch.uint32) == 255 + 2**31
+    assert combined(100, 27, "add", torch.int8) == 127
+    for arguments in ((100, 28, "add", torch.int8), (1, 2, "sub", torch.uint32), (2**16, 2**16, "mul", torch.uint32)):
+        with pytest.raises(triton.runtime.errors.InterpreterError, match="overflow detected"):
+            combined(*arguments)
+
+
+@interpreted
+def test_the_language_comes_back_after_calls_of_functions_and_after_an_error():
+    before = [builtins(package) for package in PACKAGES]
+    assert combined(3, 4, "mul") == 12
+    assert [builtins(package) for package in PACKAGES] == before
+    for _ in range(2):
+        with pytest.raises(triton.runtime.errors.InterpreterError):
+            combined(1, 2, "div")
+        assert [builtins(package) for package in PACKAGES] == before
+    assert combined(3, 4, "sub") == -1
+
+
+@interpreted
+@pytest.mark.parametrize(
+    ("dtype", "expected"),
+    [
+        *((tl.float32, np.float32), (tl.bfloat16, np.uint16), (tl.int1, np.bool_), (tl.float8e4nv, np.uint8)),
+        *((tl.pointer_type(tl.float32), np.uint64), (tl.block_type(tl.pointer_type(tl.int8), [4]), np.uint64)),
+        *((tl.block_type(tl.float16, [4, 2]), np.float16), (tl.block_type(tl.int1, [8]), np.bool_)),
+    ],
+    ids=str,
+)
+def test_dtypes_are_those_of_triton(dtype, expected):
+    from triton.runtime import interpreter
+
+    for _ in range(2):
+        assert interpreter._get_np_dtype(dtype) == np.dtype(expected)
 
 
 def allocate(expression, module="fused_rope_attn.made_up"):

@@ -111,7 +111,8 @@ def distance_phases(pairs, distances, frequencies, D: tl.constexpr):
     high = revolutions_per_step(pairs, revolutions_ptr, D)
     low = revolutions_per_step(pairs, revolutions_ptr + D // 2, D)
     multiples = tl.load(frequencies.multiples_ptr + pairs, mask=pairs < D // 2, other=0)
-    phase = (distances.whole[:, None] * multiples[None, :]).to(tl.float32) * 2.3283064365386963e-10  # 2**-32
+    phase = tl.mul(distances.whole[:, None], multiples[None, :], sanitize_overflow=False)  # modulo 2**32
+    phase = phase.to(tl.float32) * 2.3283064365386963e-10  # 2**-32
     phase += distances.whole.to(tl.float32)[:, None] * low[None, :] + distances.rest[:, None] * high[None, :]
     revolutions = phase[:, :, None] + distances.local[:, None, :] * high[None, :, None]
     return cosine_sine(revolutions)
