@@ -94,8 +94,8 @@ def test_the_interpreter_is_refused(monkeypatch, capsys):
 
 def test_a_tile_that_is_too_large_fails_the_command(tmp_path):
     """The exit status is what `make test` goes by."""
-    arguments = ("-m", "tools.compile_kernels", "--arch", "gfx942", "--filter", "forward inline bfloat16 D256")
-    result = python(*arguments, "--tile", "128x128w4s2", "--jobs", "1", cache=tmp_path)
+    arguments = ("-m", "tools.compile_kernels", "--arch", "sm_86", "--filter", "forward inline bfloat16 D64")
+    result = python(*arguments, "--tile", "32x64w4s8", "--jobs", "1", cache=tmp_path)
     assert result.returncode == 1, result.stdout + result.stderr
     assert "FAIL shared memory" in result.stdout
 
