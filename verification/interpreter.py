@@ -24,9 +24,10 @@ def make_faster() -> None:
     """Make the interpreter of this process two times as fast, and let it find overflow. Not within a kernel.
 
     At every call of a device function Triton searches ``triton.language`` for its builtins and replaces them, and for
-    every tensor it searches for NumPy's dtype. From now on both happen once. For every sum of integers it computes in
-    ten operations whether they overflow, and ignores the answer. Three calls of NumPy compute it, and raise. A release
-    of Triton without one of these parts keeps its own way.
+    every tensor it searches for NumPy's dtype. From now on it searches once, and replaces once for each launch.
+
+    For every sum of integers Triton computes whether it overflows, in ten operations, and ignores the answer. From now
+    on three calls of NumPy compute it, and an overflow raises. A part that a release of Triton lacks is left out here.
     """
     for name, replace in (
         ("_patch_builtin", _known_builtins),
@@ -60,7 +61,7 @@ def _known_builtins(search: Callable) -> Callable:
 
 
 def _replaced_once(replace: Callable) -> Callable:
-    """Return a replacement of the language that does nothing where a kernel calls a function, because it is done."""
+    """Return a replacement of the builtins that runs once for each launch, and not for the functions that it calls."""
     replaced: set[Any] = set()
     languages: dict[Callable, set[Any]] = {}
 

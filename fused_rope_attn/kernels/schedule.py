@@ -75,7 +75,7 @@ def scheduled_tile(pid, num_tiles, num_heads, heads_per_section, LAST_TILE_FIRST
 def overlapped_tile(pid, num_tiles, num_heads, heads_per_section, most_overlapping):
     """Return (tile, head) of program ``pid``. The last tiles of a section alternate with the first tiles of the next.
 
-    Of each head most_overlapping tiles alternate, or half of the tiles if less. The tiles of a head start in order.
+    At most most_overlapping tiles of each head alternate, and at most half of its tiles. A head's tiles start in order.
     Under a causal mask long and short tiles of keys alternate.
     """
     overlapping = tl.minimum(num_tiles // 2, most_overlapping)
