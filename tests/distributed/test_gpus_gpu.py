@@ -29,7 +29,7 @@ BITS = [(LONG, "zigzag"), (LONG, "contiguous"), (LONG, "dealt"), (replace(LONG, 
 NUMBERS = [
     (SHORT, {}),
     (SHORT, {"total_len": 801, "sharding": "contiguous"}),
-    (SHORT, {"method": "all_to_all"}),
+    (replace(SHORT, heads_kv=4), {"method": "all_to_all"}),  # a head of keys for each rank
     (replace(SHORT, window=(100, 0), sinks=True), {}),
     # A rank gets two runs of keys from another one, which are not adjacent.
     (replace(SHORT, causal=False, window=(100, 100)), {}),
