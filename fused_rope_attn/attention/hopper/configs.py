@@ -83,11 +83,9 @@ FORWARD: tuple[Row, ...] = (
     # Values before weights take 2 to 5 % less time. 3.6.0 and 3.9.0, 2026-11-23.
     Row(head_dim=64, causal=True, bucket=("long",), auto=("long",),
         config=HopperForwardConfig(block_n=128, values=BEFORE_WEIGHTS, section_bytes=32 * MIB)),
-    # 6 to 39 % faster than the portable kernels from the least work on. H200 and H100, 3.6.0 and 3.9.0, 2026-11-26.
-    Row(head_dim=64, causal=True, packed=False, bucket=("tiny", "medium"), auto=("tiny", "medium"),
+    # 7 to 39 % faster than the portable kernels from the least work on. H200 and H100, 3.6.0 and 3.9.0, 2026-11-26.
+    Row(head_dim=64, causal=True, packed=False, bucket=("tiny", "short", "medium"), auto=("tiny", "short", "medium"),
         least_work=SOME_TILES,
-        config=HopperForwardConfig(block_n=128, skips_masked_half=True, values=BEFORE_WEIGHTS, section_bytes=32 * MIB)),
-    Row(head_dim=64, causal=True, packed=False, bucket=("short",), auto=("short",), least_work=MORE_TILES,
         config=HopperForwardConfig(block_n=128, skips_masked_half=True, values=BEFORE_WEIGHTS, section_bytes=32 * MIB)),
     # Packed sequences of up to 1024 tokens: 10 and 15 % faster at 2**33 and 2**34, 5 to 10 % slower at 2**32. 3.6.0 and
     # 3.9.0, 2026-11-26.
@@ -126,15 +124,16 @@ FORWARD: tuple[Row, ...] = (
     # Many short sequences fill the card, one does not. 3.6.0, 2026-11-22.
     Row(head_dim=HEAD_DIM, packed=True, bucket=("tiny",), auto=BUCKETS, least_work=MANY_TILES,
         config=HopperForwardConfig(block_n=128, values=BEFORE_WEIGHTS, section_bytes=32 * MIB)),
-    # Skipping the masked half takes 1 to 8 % more time with 3.6.0, and 4 to 5 % less with 3.9.0. 2026-11-23. At 2**32
-    # 2 to 7 % slower than the portable kernels with 3.6.0. 2026-11-26.
-    Row(head_dim=HEAD_DIM, bucket=("tiny",), most_release=(3, 8), auto=BUCKETS, least_work=MANY_TILES,
+    # Skipping the masked half takes 1 to 8 % more time with 3.6.0, and 4 to 5 % less with 3.9.0. 2026-11-23. From the
+    # least work on 6 to 13 % faster than the portable kernels, see ``SOME_TILES``.
+    Row(head_dim=HEAD_DIM, bucket=("tiny",), most_release=(3, 8), auto=BUCKETS, least_work=SOME_TILES,
         config=HopperForwardConfig(block_n=128, values=BEFORE_WEIGHTS, section_bytes=32 * MIB)),
-    # At 2**31 8 % faster than the portable kernels with inputs in the L2, 11 % slower otherwise. H200 and H100, 3.9.0,
-    # 2026-11-26.
-    Row(head_dim=HEAD_DIM, bucket=("tiny",), auto=BUCKETS, least_work=MORE_TILES,
+    Row(head_dim=HEAD_DIM, bucket=("tiny",), auto=BUCKETS, least_work=SOME_TILES,
         config=HopperForwardConfig(block_n=128, skips_masked_half=True, values=BEFORE_WEIGHTS, section_bytes=32 * MIB)),
-    # Values before weights take 1 % less time up to 1024 tokens, and more beyond. 3.6.0, 2026-11-21.
+    # Values before weights take 1 % less time up to 1024 tokens, and more beyond. 3.6.0, 2026-11-21. Without packed
+    # sequences 11 % faster than the portable kernels at 2**32. H200 and H100, 3.9.0, 2026-11-26.
+    Row(head_dim=HEAD_DIM, packed=False, bucket=("short",), auto=("short",), least_work=MORE_TILES,
+        config=HopperForwardConfig(block_n=128, skips_masked_half=True, values=BEFORE_WEIGHTS, section_bytes=32 * MIB)),
     Row(head_dim=HEAD_DIM, auto=("short", "medium", "long"), least_work=MANY_TILES,
         config=HopperForwardConfig(block_n=128, skips_masked_half=True, values=BEFORE_WEIGHTS, section_bytes=32 * MIB)),
     # 256 columns of O leave registers and shared memory for 64 keys. 3.6.0, 2026-11-22.
