@@ -16,15 +16,15 @@ from bench.command import refuse
 from bench.environment import RESULTS, ROOT, shown
 from bench.report import read_file, timed
 
-_ATTENTION, _OLDEST = "h200-2026-11-26-triton-3.9.0", "h200-2026-11-23-triton-3.6.0"
+_ATTENTION, _OLDEST = "h200-2026-11-26-triton-3.9.0", "h200-2026-11-27-triton-3.6.0"
 _H100 = "h100-2026-11-26-triton-3.9.0"
 _LATENT = "mla-h200-2026-11-26-triton-3.9.0"
 # Page -> block -> the files of rows in ``bench/results``, and the function below ``bench`` that makes the content.
 BLOCKS: dict[str, dict[str, tuple[str, str]]] = {
     "README.md": {
         "readme:attention": (f"{_ATTENTION} {_H100}", "readme.attention"),
-        "readme:llama": ("models-h200-2026-11-21", "readme.llama"),
-        "readme:qwen": ("models-norms-h200-2026-11-23", "readme.qwen"),
+        "readme:llama": ("models-h200-2026-11-27-triton-3.9.0 models-h200-2026-11-23", "readme.llama"),
+        "readme:qwen": ("models-h200-2026-11-23", "readme.qwen"),
         "bench:headline": (f"{_ATTENTION} {_H100}", "attention.tables.headline"),
     },
     "docs/benchmarks.md": {
@@ -37,7 +37,7 @@ BLOCKS: dict[str, dict[str, tuple[str, str]]] = {
         "h100:fa3": ("fa3-h100-2026-11-27-triton-3.9.0", "attention.jax_fa3.results"),
         "host:results": ("host-h200-2026-11-26-triton-3.9.0", "attention.tables.host"),
         "h100:host": (f"host-{_H100}", "attention.tables.host"),
-        "energy:results": ("energy-h200-2026-11-23-triton-3.9.0", "attention.tables.energy"),
+        "energy:results": ("energy-h200-2026-11-27-triton-3.9.0", "attention.tables.energy"),
         "h100:energy": (f"energy-{_H100}", "attention.tables.energy"),
         "masks:results": ("masks-h200-2026-11-26-triton-3.9.0", "attention.tables.masks"),
         "h100:masks": (f"masks-{_H100}", "attention.tables.masks"),
@@ -51,9 +51,9 @@ BLOCKS: dict[str, dict[str, tuple[str, str]]] = {
         "rope:norms": ("rope-norms-h200-2026-11-26-triton-3.9.0", "rope.tables.results"),
         "h100:rope": ("rope-h100-2026-11-27-triton-3.9.0", "rope.tables.results"),
         "h100:rope_norms": ("rope-norms-h100-2026-11-27-triton-3.9.0", "rope.tables.results"),
-        "models:results": ("models-h200-2026-11-21", "models.tables.results"),
+        "models:results": ("models-h200-2026-11-27-triton-3.9.0", "models.tables.results"),
         "h100:models": ("models-h100-2026-11-27-triton-3.9.0", "models.tables.results"),
-        "models:norms": ("models-norms-h200-2026-11-23", "models.tables.results"),
+        "models:norms": ("models-h200-2026-11-23", "models.tables.results"),
         "models:latent": ("models-latent-h200-2026-11-26-triton-3.9.0", "models.tables.results"),
         "models:steps": ("models-step-h200-2026-11-26-triton-3.9.0", "models.tables.training"),
         "h100:steps": (f"models-step-{_H100}", "models.tables.training"),
@@ -64,7 +64,7 @@ BLOCKS: dict[str, dict[str, tuple[str, str]]] = {
     "docs/guides/same-bits.md": {
         "step:results": ("decode-h200-2026-11-26-triton-3.9.0", "decode.tables.same_bits"),
         "h100:step": (f"decode-{_H100}", "decode.tables.same_bits"),
-        "attention:results": ("same-bits-attention-h200-2026-11-26-triton-3.9.0", "attention.tables.same_bits"),
+        "attention:results": ("same-bits-attention-h200-2026-11-27-triton-3.9.0", "attention.tables.same_bits"),
         "h100:attention": ("same-bits-attention-h100-2026-11-27-triton-3.9.0", "attention.tables.same_bits"),
     },
     "docs/guides/intervals.md": {
@@ -80,7 +80,7 @@ BLOCKS: dict[str, dict[str, tuple[str, str]]] = {
 PLOTS = {
     "overview_graph": ("graph", _ATTENTION, "attention.plots.overview"),
     "speedup_all_graph": ("graph", _ATTENTION, "attention.plots.speedups"),
-    "energy_load": ("load", "energy-h200-2026-11-23-triton-3.9.0", "attention.plots.energy"),
+    "energy_load": ("load", "energy-h200-2026-11-27-triton-3.9.0", "attention.plots.energy"),
     "latent_graph": ("graph", _LATENT, "attention.plots.speedups"),
     "rope_wide_graph": ("graph", "rope-h200-2026-11-26-triton-3.9.0", "rope.tables.draw"),
     "context_parallel_eager": ("eager", "cp-h200-2026-11-23", "cp.tables.draw"),
