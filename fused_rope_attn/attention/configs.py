@@ -23,12 +23,7 @@ INTERPRETER = ("interpreter",)
 
 BUCKETS = ("tiny", "short", "medium", "long")  # the longer of NQ and NK up to 512, 1024, 4096, and beyond
 STRATEGIES = ("inline", "prepass")
-BEFORE_SCORES, BEFORE_WEIGHTS, AFTER_WEIGHTS, BY_HALVES = VALUES = (
-    "before scores",
-    "before weights",
-    "after weights",
-    "by halves",
-)
+BEFORE_SCORES, BEFORE_WEIGHTS, AFTER_WEIGHTS = VALUES = ("before scores", "before weights", "after weights")
 MIB = 1 << 20
 
 # The amounts of work at which a plan changes, in multiply-adds of Q K^T: B * HQ * NQ * NK * D, with D padded as tiles
@@ -150,9 +145,8 @@ class HopperForwardConfig:
     memory for more than 64 keys and two stages. pin: keep the softmax concurrent with the product of the block before
     (``hopper.softmax.pin``), which takes more registers. values: one of ``VALUES``, the point at which a warpgroup
     waits for a block's product with the values: before it issues the next block's scores, before it makes that block's
-    weights, or after that. Later waits take more registers. By halves: before it makes the first half of that block's
-    weights; the second half is made after the next scores were issued. skips_masked_half: skip the fully masked quarter
-    of a diagonal block, if tiles are aligned as ``hopper.shapes.is_aligned`` asks. The rest as in ``ForwardConfig``.
+    weights, or after that. Later waits take more registers. skips_masked_half: skip the fully masked quarter of a
+    diagonal block, if tiles are aligned as ``hopper.shapes.is_aligned`` asks. The rest as in ``ForwardConfig``.
 
     Raises:
         ValueError: values is not one of ``VALUES``.

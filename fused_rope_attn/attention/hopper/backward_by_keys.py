@@ -295,7 +295,7 @@ def fold_queries(WARPGROUP: gl.constexpr, dk, dv, buffers, first, total, keys, q
                 # The tanh's derivative: dS = P (1 - tanh^2) (dP - delta).
                 p *= 1.0 - s * s
             dp = warpgroup_mma_wait(0, deps=[dp_token])
-            dv = issue_by_columns(p16, do, dv, RIGHT)
+            dv = issue_by_columns(p16, do, dv)
             if EARLY_DQ:
                 if part == 0:
                     ds_channel.wait_full(ds_channel.at(step))
@@ -314,7 +314,7 @@ def fold_queries(WARPGROUP: gl.constexpr, dk, dv, buffers, first, total, keys, q
             dv = wait_for_parts(dv, PENDING=GROUPS + EARLY_DQ)
             if not EARLY_DQ:
                 dq_token = issue_dq(WARPGROUP, buffers, step, no_dq, part)
-            dk = issue_by_columns(ds_operand, q, dk, RIGHT)
+            dk = issue_by_columns(ds_operand, q, dk)
             if EARLY_SCORES:
                 dq, s = warpgroup_mma_wait(GROUPS, deps=[dq_token, s_token])
             else:

@@ -106,17 +106,16 @@ def issue_row_scores(q, k, nothing, RIGHT: gl.constexpr):
 
 
 @jit
-def issue_by_columns(a, b, parts, RIGHT: gl.constexpr):
+def issue_by_columns(a, b, parts):
     """Add the product of a (rows, inner), in registers, and b (inner, BLOCK_D), in shared memory, to ``ColumnParts``.
 
-    The parts may be in flight, and the result is, in as many groups as there are parts. a has the layout for the left
-    one; RIGHT: the columns of the right one, 0 if there is none.
+    The result is in flight, in as many groups as there are parts. a has the layout for the left one.
     """
     if parts.right is None:
         return ColumnParts(left=warpgroup_mma(a, b, parts.left, is_async=True), right=None)
     else:
-        PART: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, RIGHT, 16])
-        a_right = gl.convert_layout(a, gl.DotOperandLayout(0, PART, 2), assert_trivial=True)
+        RIGHT: gl.constexpr = parts.right.shape[1]
+        a_right = gl.convert_layout(a, gl.DotOperandLayout(0, parts.right.type.layout, 2), assert_trivial=True)
         left = warpgroup_mma(a, b.slice(0, LEFT, dim=1), parts.left, is_async=True)
         right = warpgroup_mma(a_right, b.slice(LEFT, RIGHT, dim=1), parts.right, is_async=True)
         return ColumnParts(left=left, right=right)
@@ -154,18 +153,6 @@ def store_parts(tile, parts, WIDTH: gl.constexpr):
     else:
         tile.slice(0, WIDTH, dim=1).store(parts.left.to(tile.dtype))
         tile.slice(WIDTH, parts.right.shape[1], dim=1).store(parts.right.to(tile.dtype))
-
-
-@jit
-def split_columns(x):
-    """Return the left and the right half of the columns of x (rows, columns) in a warpgroup's accumulator layout.
-
-    Each thread keeps its values.
-    """
-    COLUMNS: gl.constexpr = x.shape[1] // 2
-    HALF: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
-    left, right = gl.split(x.reshape((x.shape[0], 2, COLUMNS)).permute((0, 2, 1)))
-    return gl.convert_layout(left, HALF, assert_trivial=True), gl.convert_layout(right, HALF, assert_trivial=True)
 
 
 @jit

@@ -12,7 +12,6 @@ from fused_rope_attn.attention.configs import (
     BEFORE_SCORES,
     BEFORE_WEIGHTS,
     BUCKETS,
-    BY_HALVES,
     MANY_TILES,
     MIB,
     MORE_TILES,
@@ -83,70 +82,60 @@ FORWARD: tuple[Row, ...] = (
             values=BEFORE_WEIGHTS, section_bytes=32 * MIB, rotate_heads=4)),
     # Values before weights take 2 to 5 % less time. 3.6.0 and 3.9.0, 2026-11-23.
     Row(head_dim=64, causal=True, bucket=("long",), auto=("long",),
-        config=HopperForwardConfig(block_n=128, pin=True, values=BY_HALVES, section_bytes=32 * MIB)),
+        config=HopperForwardConfig(block_n=128, values=BEFORE_WEIGHTS, section_bytes=32 * MIB)),
     # 7 to 39 % faster than the portable kernels from the least work on. H200 and H100, 3.6.0 and 3.9.0, 2026-11-26.
     Row(head_dim=64, causal=True, packed=False, bucket=("tiny", "short", "medium"), auto=("tiny", "short", "medium"),
         least_work=SOME_TILES,
-        config=HopperForwardConfig(block_n=128, pin=True, skips_masked_half=True, values=BY_HALVES,
-            section_bytes=32 * MIB)),
+        config=HopperForwardConfig(block_n=128, skips_masked_half=True, values=BEFORE_WEIGHTS, section_bytes=32 * MIB)),
     # Packed sequences of up to 1024 tokens: 10 and 15 % faster at 2**33 and 2**34, 5 to 10 % slower at 2**32. 3.6.0 and
     # 3.9.0, 2026-11-26.
     Row(head_dim=64, causal=True, auto=("tiny", "short", "medium"), least_work=MANY_TILES,
-        config=HopperForwardConfig(block_n=128, pin=True, skips_masked_half=True, values=BY_HALVES,
-            section_bytes=32 * MIB)),
+        config=HopperForwardConfig(block_n=128, skips_masked_half=True, values=BEFORE_WEIGHTS, section_bytes=32 * MIB)),
     # 18 to 34 % slower than the portable kernels at 2**29, 0 to 8 % faster at 2**31. 3.6.0 and 3.9.0, 2026-11-26.
     Row(head_dim=64, causal=False, packed=False, bucket=("tiny", "short"), auto=("tiny", "short"),
         least_work=SOME_TILES,
-        config=HopperForwardConfig(block_n=128, pin=True, values=BY_HALVES, section_bytes=32 * MIB)),
+        config=HopperForwardConfig(block_n=128, values=BEFORE_WEIGHTS, section_bytes=32 * MIB)),
     # Values before weights take 2 to 5 % less time. 3.6.0 and 3.9.0, 2026-11-23.
     Row(head_dim=64, causal=False, auto=("short", "medium", "long"),
-        config=HopperForwardConfig(block_n=128, pin=True, values=BY_HALVES, section_bytes=32 * MIB)),
+        config=HopperForwardConfig(block_n=128, values=BEFORE_WEIGHTS, section_bytes=32 * MIB)),
     Row(head_dim=NARROW_HEAD_DIM, causal=True, packed=False, bucket=("long",), auto=("long",),
-        config=HopperForwardConfig(block_n=128, pin=True, skips_masked_half=True, values=BY_HALVES,
-            section_bytes=32 * MIB)),
+        config=HopperForwardConfig(block_n=128, skips_masked_half=True, values=BEFORE_WEIGHTS, section_bytes=32 * MIB)),
     # Without a causal mask three warpgroups take 6 to 11 % less time. 3.6.0 and 3.9.0, 2026-11-23.
     Row(head_dim=NARROW_HEAD_DIM, packed=False, bucket=("long",), auto=("long",),
         config=HopperForwardConfig(block_n=128, consumers=3, rotates_queries=False, attend_registers=160,
             values=BEFORE_SCORES, section_bytes=32 * MIB, rotate_heads=4)),
     # Values before weights take 2 to 5 % less time. 3.6.0 and 3.9.0, 2026-11-23.
     Row(head_dim=NARROW_HEAD_DIM, packed=False, bucket=("medium",), auto=("medium",), least_work=MANY_TILES,
-        config=HopperForwardConfig(block_n=128, pin=True, skips_masked_half=True, values=BY_HALVES,
-            section_bytes=32 * MIB)),
+        config=HopperForwardConfig(block_n=128, skips_masked_half=True, values=BEFORE_WEIGHTS, section_bytes=32 * MIB)),
     # Skipping the masked half takes 1.5 to 2.5 % less time with 3.9.0 and .5 to 1.5 % more with 3.6.0, too little for
     # a row each. 2026-11-23.
     Row(head_dim=HEAD_DIM, bucket=("long",), auto=("long",),
-        config=HopperForwardConfig(block_n=128, pin=True, skips_masked_half=True, values=BY_HALVES,
-            section_bytes=32 * MIB)),
+        config=HopperForwardConfig(block_n=128, pin=True, skips_masked_half=True, section_bytes=32 * MIB)),
     # Skipping the masked half takes 2 to 3 % less time from 1K to 4K. 3.6.0, 2026-11-23. Without packed sequences 0 to
     # 20 % faster than the portable kernels at 2**32. H200 and H100, 3.6.0 and 3.9.0, 2026-11-26.
     Row(head_dim=HEAD_DIM, packed=False, bucket=("medium",), auto=("medium",), least_work=MORE_TILES,
-        config=HopperForwardConfig(block_n=128, pin=True, skips_masked_half=True, values=BY_HALVES,
-            section_bytes=32 * MIB)),
+        config=HopperForwardConfig(block_n=128, pin=True, skips_masked_half=True, section_bytes=32 * MIB)),
     Row(head_dim=HEAD_DIM, bucket=("medium",), auto=("medium",), least_work=MANY_TILES,
-        config=HopperForwardConfig(block_n=128, pin=True, skips_masked_half=True, values=BY_HALVES,
-            section_bytes=32 * MIB)),
+        config=HopperForwardConfig(block_n=128, pin=True, skips_masked_half=True, section_bytes=32 * MIB)),
     # Without a mask 16 MiB take 2 to 8 % less time where key heads are not shared. H200 and H100, 3.9.0, 2026-11-26.
     Row(head_dim=HEAD_DIM, causal=False, packed=False, bucket=("tiny", "short"), auto=("tiny", "short"),
         least_work=MORE_TILES,
-        config=HopperForwardConfig(block_n=128, pin=True, values=BY_HALVES, section_bytes=16 * MIB)),
+        config=HopperForwardConfig(block_n=128, values=BEFORE_WEIGHTS, section_bytes=16 * MIB)),
     # Many short sequences fill the card, one does not. 3.6.0, 2026-11-22.
     Row(head_dim=HEAD_DIM, packed=True, bucket=("tiny",), auto=BUCKETS, least_work=MANY_TILES,
-        config=HopperForwardConfig(block_n=128, pin=True, values=BY_HALVES, section_bytes=32 * MIB)),
+        config=HopperForwardConfig(block_n=128, values=BEFORE_WEIGHTS, section_bytes=32 * MIB)),
     # Skipping the masked half takes 1 to 8 % more time with 3.6.0, and 4 to 5 % less with 3.9.0. 2026-11-23. From the
     # least work on 6 to 13 % faster than the portable kernels, see ``SOME_TILES``.
     Row(head_dim=HEAD_DIM, bucket=("tiny",), most_release=(3, 8), auto=BUCKETS, least_work=SOME_TILES,
-        config=HopperForwardConfig(block_n=128, pin=True, values=BY_HALVES, section_bytes=32 * MIB)),
+        config=HopperForwardConfig(block_n=128, values=BEFORE_WEIGHTS, section_bytes=32 * MIB)),
     Row(head_dim=HEAD_DIM, bucket=("tiny",), auto=BUCKETS, least_work=SOME_TILES,
-        config=HopperForwardConfig(block_n=128, pin=True, skips_masked_half=True, values=BY_HALVES,
-            section_bytes=32 * MIB)),
+        config=HopperForwardConfig(block_n=128, skips_masked_half=True, values=BEFORE_WEIGHTS, section_bytes=32 * MIB)),
     # Values before weights take 1 % less time up to 1024 tokens, and more beyond. 3.6.0, 2026-11-21. Without packed
     # sequences 11 % faster than the portable kernels at 2**32. H200 and H100, 3.9.0, 2026-11-26.
     Row(head_dim=HEAD_DIM, packed=False, bucket=("short",), auto=("short",), least_work=MORE_TILES,
-        config=HopperForwardConfig(block_n=128, pin=True, skips_masked_half=True, values=BY_HALVES,
-            section_bytes=32 * MIB)),
+        config=HopperForwardConfig(block_n=128, skips_masked_half=True, values=BEFORE_WEIGHTS, section_bytes=32 * MIB)),
     Row(head_dim=HEAD_DIM, auto=("short", "medium", "long"), least_work=MANY_TILES,
-        config=HopperForwardConfig(block_n=128, pin=True, skips_masked_half=True, values=BY_HALVES,
-            section_bytes=32 * MIB)),
+        config=HopperForwardConfig(block_n=128, skips_masked_half=True, values=BEFORE_WEIGHTS, section_bytes=32 * MIB)),
     # 256 columns of O leave registers and shared memory for 64 keys. 3.6.0, 2026-11-22.
     # The portable kernels take as long with 3.6.0 up to 2**31 multiply-adds. With 3.9.0 they take 1.04 to 1.9 times as
     # long at any work, because ptxas lets each of their products wait for the one before. H200 and H100, 2026-11-26.

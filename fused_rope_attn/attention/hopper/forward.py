@@ -139,7 +139,7 @@ class ForwardCall:
             LOAD_REGISTERS=24,
             # Pinning takes registers. With a window a tile has few blocks, so they cost more than they save. Packed
             # calls have no spare registers, and would spill 168 bytes.
-            PIN=config.pin and problem.window_left is None and not self.packed,
+            PIN_SUMS=config.pin and problem.window_left is None and not self.packed,
             QUERIES_IN_TILES=in_tiles and self.packed,
             IS_ALIGNED=config.skips_masked_half and is_aligned(problem, block_m, block_n),
             VALUES=config.values,

@@ -13,7 +13,6 @@ from fused_rope_attn.attention.hopper.columns import (
     issue_row_scores,
     right_columns,
     rows_in,
-    split_columns,
     store_parts,
     wait_for_parts,
     zero_parts,
@@ -24,19 +23,17 @@ from fused_rope_attn.attention.hopper.masks import mask_diagonal, mask_visit
 from fused_rope_attn.attention.hopper.ptxas import pin
 from fused_rope_attn.attention.hopper.shapes import ROWS
 from fused_rope_attn.attention.hopper.softmax import (
-    add_sums,
     cap_scores,
     finish_output,
+    fold_scores,
     follow_maximum,
     no_sums,
     pack_weights,
-    packed,
     rescale_output,
     unpack_weights,
-    weigh,
-    weigh_first,
-    weights_of,
+    weigh_scores,
     whole_sums,
+    whole_weights,
 )
 from fused_rope_attn.kernels.records import record, replace
 from fused_rope_attn.kernels.softmax import LN2, LOG2E, finish_sums, log_sum_exp
@@ -59,7 +56,7 @@ class Softmax:
     qk_scale: gl.tensor  # > 0, includes log2(e), and the cap if there is one
     cap_scale: gl.tensor | None  # factor of scores before their tanh
     sinks_ptr: gl.tensor | None  # (HQ,)
-    PIN: gl.constexpr  # see ``ptxas.pin``
+    PIN_SUMS: gl.constexpr  # see ``ptxas.pin``
     VALUES: gl.constexpr  # when a block's product with the values is awaited, see ``attend``
 
 
@@ -125,30 +122,28 @@ def masked_from(masks, tile, start_m, NQ, NK):
 
 @jit
 def multiply(
-    q, acc, row_sum, p, correction, keys, values, key_step, exists, softmax, warpgroup, masks, step, COUNT: gl.constexpr
+    q, acc, p, correction, keys, values, key_step, exists, softmax, warpgroup, masks, step, COUNT: gl.constexpr
 ):
     """Multiply the queries with key block ``key_step``, and weights p with the values of the block before it.
 
-    q: ``ScoreRows``; p: ``Weighed``; correction (ROWS,): a factor for acc, ``ColumnParts`` of (ROWS, BLOCK_D), and
-    row_sum, before those of p are added. Returns the scores (ROWS, COUNT) float32 of the block's first COUNT
-    keys, capped if the call has a cap, and acc, which is still in flight unless VALUES is "before scores", row_sum, and
+    q: ``ScoreRows``; p: packed weights; correction (ROWS,): a factor for acc, ``ColumnParts`` of
+    (ROWS, BLOCK_D), before the product is added. Returns the scores (ROWS, COUNT) float32 of the block's first COUNT
+    keys, capped if the call has a cap, and acc, which is still in flight unless VALUES is "before scores", and
     ``visit_of`` the block, which is the tile's number ``step``. Unless it ``exists``, the scores are meaningless.
     """
     BLOCK_D: gl.constexpr = q.columns.shape[1]
     BLOCK_N: gl.constexpr = keys.buffer.shape[3]
     RIGHT: gl.constexpr = 0 if acc.right is None else acc.right.shape[1]
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COUNT, 16])
-    OPERAND: gl.constexpr = gl.DotOperandLayout(0, acc.left.type.layout, 2)
-    DTYPE: gl.constexpr = q.columns.dtype
     nothing = gl.zeros([ROWS, COUNT], gl.float32, S)
     at_values = values.at(key_step - 1)
-    weights = unpack_weights(p.first, DTYPE, OPERAND)
+    weights = unpack_weights(p, q.columns.dtype, gl.DotOperandLayout(0, acc.left.type.layout, 2))
     if softmax.VALUES == "before scores":
         acc = rescale_output(acc, correction)
         values.wait_full(at_values)
         v = values.tile(at_values).reshape((BLOCK_N, BLOCK_D))
         wait_for_tensor_cores(warpgroup)
-        acc = issue_by_columns(weights, v, acc, RIGHT)
+        acc = issue_by_columns(weights, v, acc)
         at_keys = keys.at(key_step)
         keys.wait_full(at_keys, exists)
         visit = visit_of(masks, at_keys, step, exists)
@@ -171,22 +166,12 @@ def multiply(
         barrier()
         values.wait_full(at_values)
         v = values.tile(at_values).reshape((BLOCK_N, BLOCK_D))
-        HALVES: gl.constexpr = 1 if p.exponents is None else 2
-        if p.exponents is None:
-            acc = issue_by_columns(weights, v, acc, RIGHT)
-        else:
-            HALF: gl.constexpr = BLOCK_N // 2
-            acc = issue_by_columns(weights, v.slice(0, HALF, dim=0), acc, RIGHT)
-            # While the tensor cores multiply.
-            others, sums = weights_of(p.exponents)
-            row_sum = add_sums(row_sum, correction, p.sums + sums)
-            weights = unpack_weights(pack_weights(others, DTYPE), DTYPE, OPERAND)
-            acc = issue_by_columns(weights, v.slice(HALF, HALF, dim=0), acc, RIGHT)
+        acc = issue_by_columns(weights, v, acc)
         hand_over_tensor_cores(warpgroup)
         # The groups of the values may stay in flight.
-        scores = warpgroup_mma_wait(2 * HALVES if RIGHT else HALVES, deps=[scores])
+        scores = warpgroup_mma_wait(2 if RIGHT else 1, deps=[scores])
     keys.release_by_threads(at_keys, exists)
-    return cap_scores(scores, softmax.cap_scale, DTYPE), acc, row_sum, visit
+    return cap_scores(scores, softmax.cap_scale, q.columns.dtype), acc, visit
 
 
 @jit
@@ -212,6 +197,15 @@ def write_columns(output, o_tile, tile, row, row_end, COLUMN: gl.constexpr):
             row_format = replace(output.format, D=output.format.D - COLUMN, BLOCK_D=BLOCK_D)
             rows = rows_at(base, strides, row_end - row, row_format)
             store_tile(rows, o, gl.arange(0, ROWS, gl.SliceLayout(1, WHOLE)), WHOLE)
+
+
+@jit
+def split_columns(x):
+    """Return the left and the right half of the columns of x (ROWS, columns); each thread keeps its values."""
+    COLUMNS: gl.constexpr = x.shape[1] // 2
+    HALF: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
+    left, right = gl.split(x.reshape((ROWS, 2, COLUMNS)).permute((0, 2, 1)))
+    return gl.convert_layout(left, HALF, assert_trivial=True), gl.convert_layout(right, HALF, assert_trivial=True)
 
 
 @jit
@@ -283,9 +277,7 @@ def attend(WARPGROUP: gl.constexpr, tiles, queries, keys, values, output, softma
     A block's product with the values runs concurrently with the scores and the maxima of the next block. VALUES says
     when it is awaited. "before weights" of that block leaves registers free, and the weights may be packed between
     exponentials; "after weights" hides more of the product. "before scores" overlaps it with nothing, so that weights
-    and scores are never alive together. "by halves": before the first half of the weights. The second half is made
-    while the next scores and the product with the first half are computed, so that a warpgroup is ready for its turn
-    at the tensor cores sooner.
+    and scores are never alive together.
     """
     BLOCK_N: gl.constexpr = keys.buffer.shape[3]
     BLOCK_D: gl.constexpr = keys.buffer.shape[4]
@@ -293,7 +285,6 @@ def attend(WARPGROUP: gl.constexpr, tiles, queries, keys, values, output, softma
     CONSUMERS: gl.constexpr = output.smem.shape[0]
     warpgroup = Warpgroup(WARPGROUP, CONSUMERS)
     FIRST_COUNT: gl.constexpr = BLOCK_N // 2 if masks.IS_ALIGNED and WARPGROUP == 0 else BLOCK_N
-    BY_HALVES: gl.constexpr = softmax.VALUES == "by halves"
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     FIRST: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, FIRST_COUNT, 16])
     RIGHT: gl.constexpr = right_columns(output.format.D, BLOCK_D)
@@ -304,6 +295,7 @@ def attend(WARPGROUP: gl.constexpr, tiles, queries, keys, values, output, softma
     first_rows = gl.arange(0, ROWS, gl.SliceLayout(1, FIRST))
     first_columns = gl.arange(0, FIRST_COUNT, gl.SliceLayout(0, FIRST))
     nothing = gl.zeros([ROWS, FIRST_COUNT], gl.float32, FIRST)
+    unseen = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, FIRST))
 
     queries = queries.of_warpgroup(WARPGROUP)
     tile_step = 0
@@ -332,8 +324,9 @@ def attend(WARPGROUP: gl.constexpr, tiles, queries, keys, values, output, softma
     barrier()  # see ``multiply``
     first = cap_scores(first, softmax.cap_scale, DTYPE)
     first = mask_first(first, positions, first_columns, visit, tile, masks, NK, BLOCK_N, WARPGROUP)
-    row_max, p = weigh_first(first, softmax.qk_scale, BLOCK_N, BY_HALVES, DTYPE)
-    p = packed(p, BLOCK_N, DTYPE)
+    first, _, row_max, row_sum = fold_scores(first, unseen, no_sums(), softmax.qk_scale)
+    row_max = gl.convert_layout(row_max, ROW, assert_trivial=True)
+    p = whole_weights(pack_weights(first, DTYPE), S)
     if WARPGROUP == CONSUMERS - 1:
         hand_over_tensor_cores(warpgroup)
     if source is not None:
@@ -342,8 +335,6 @@ def attend(WARPGROUP: gl.constexpr, tiles, queries, keys, values, output, softma
             tma_store_wait(0)
     while tile.num_blocks > 0:
         acc = zero_parts(ROWS, BLOCK_D, RIGHT)
-        # By halves, a block's weights are added up when all of them are there, in ``multiply``.
-        row_sum = no_sums() if BY_HALVES else p.sums
         correction = gl.full([ROWS], 1.0, gl.float32, ROW)
         highest = None
         if output.highest_ptr is not None:
@@ -352,8 +343,8 @@ def attend(WARPGROUP: gl.constexpr, tiles, queries, keys, values, output, softma
         q = rows_in(queries, at_queries, 0, ROWS)
         for step in range(1, tile.num_blocks):
             key_step += 1
-            scores, acc, row_sum, visit = multiply(
-                q, acc, row_sum, p, correction, keys, values, key_step, True, softmax, warpgroup, masks, step, BLOCK_N
+            scores, acc, visit = multiply(
+                q, acc, p, correction, keys, values, key_step, True, softmax, warpgroup, masks, step, BLOCK_N
             )
             if queries.STAGES == 1:
                 # Early, so that the next tile's queries arrive while this one's last softmax is computed.
@@ -365,20 +356,16 @@ def attend(WARPGROUP: gl.constexpr, tiles, queries, keys, values, output, softma
             row_max, so_far, subtrahend, correction = follow_maximum(scores, row_max, before, softmax.qk_scale)
             if output.highest_ptr is not None:
                 highest = so_far
-            if BY_HALVES and softmax.PIN:
-                pin(correction)
-            if softmax.VALUES == "before weights" or BY_HALVES:
+            if softmax.VALUES == "before weights":
                 acc = wait_for_parts(acc, PENDING=0)
                 values.release_by_threads(values.at(key_step - 1))
-            p = weigh(scores, subtrahend, softmax.qk_scale, BLOCK_N, BY_HALVES, DTYPE)
-            if not BY_HALVES:
-                row_sum = add_sums(row_sum, correction, p.sums)
-                if softmax.PIN:
-                    pin(row_sum)
+            p, row_sum = weigh_scores(scores, subtrahend, correction, row_sum, softmax.qk_scale)
+            if softmax.PIN_SUMS:
+                pin(row_sum)
             if softmax.VALUES == "after weights":
                 acc = wait_for_parts(acc, PENDING=0)
                 values.release_by_threads(values.at(key_step - 1))
-            p = packed(p, BLOCK_N, DTYPE)
+            p = pack_weights(p, DTYPE)
         if output.highest_ptr is not None:
             # Before the next tile's first scores, where registers are scarcest.
             offs_m = tile.start_m + WARPGROUP * ROWS + rows
@@ -401,27 +388,25 @@ def attend(WARPGROUP: gl.constexpr, tiles, queries, keys, values, output, softma
         at_queries = queries.at(tile_step)
         queries.wait_full(at_queries, exists)
         q = rows_in(queries, at_queries, 0, ROWS)
-        first, acc, row_sum, visit = multiply(
-            q, acc, row_sum, p, correction, keys, values, key_step, exists, softmax, warpgroup, masks, 0, FIRST_COUNT
+        first, acc, visit = multiply(
+            q, acc, p, correction, keys, values, key_step, exists, softmax, warpgroup, masks, 0, FIRST_COUNT
         )
         tile = counted(tile, masks, visit)
         first = mask_first(first, positions, first_columns, visit, tile, masks, NK, BLOCK_N, WARPGROUP)
-        new_max = row_max
-        if not BY_HALVES:
-            new_max, p = weigh_first(first, softmax.qk_scale, BLOCK_N, BY_HALVES, DTYPE)
+        first, _, new_max, new_sum = fold_scores(first, unseen, no_sums(), softmax.qk_scale)
+
         seen, factor = finish_rows(output, softmax, finished, rows, row_end, row_max, row_sum, NQ, WARPGROUP)
         tma_store_wait(0)
-        if softmax.PIN and not BY_HALVES:
-            pin(p.sums)
+        if softmax.PIN_SUMS:
+            pin(new_sum)
         if softmax.VALUES != "before scores":
             acc = wait_for_parts(acc, PENDING=0)
             values.release_by_threads(values.at(key_step - 1))
         o = finish_output(acc, seen, factor, DTYPE)
         write_output(output, o, finished, finished.start_m + WARPGROUP * ROWS, row_end, WARPGROUP)
-        if BY_HALVES:
-            new_max, p = weigh_first(first, softmax.qk_scale, BLOCK_N, BY_HALVES, DTYPE)
-        p = packed(p, BLOCK_N, DTYPE)
-        row_max = new_max
+        p = whole_weights(pack_weights(first, DTYPE), S)
+        row_max = gl.convert_layout(new_max, ROW, assert_trivial=True)
+        row_sum = new_sum
     if WARPGROUP == 0:
         # The last warpgroup hands the tensor cores over once more.
         wait_for_tensor_cores(warpgroup)

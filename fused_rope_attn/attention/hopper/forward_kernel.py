@@ -52,7 +52,7 @@ def forward_kernel(q_ptr, q_desc, q_rot_desc, k_desc, v_desc, o_desc, o_ptr, cos
                    READS_LENGTHS: gl.constexpr, FROM_START: gl.constexpr, USE_INT64_OFFSETS: gl.constexpr,
                    TOKEN_TABLES: gl.constexpr, PDL: gl.constexpr,
                    ATTEND_REGISTERS: gl.constexpr, ROTATE_REGISTERS: gl.constexpr, LOAD_REGISTERS: gl.constexpr,
-                   PIN: gl.constexpr, VALUES: gl.constexpr, IS_ALIGNED: gl.constexpr,
+                   PIN_SUMS: gl.constexpr, VALUES: gl.constexpr, IS_ALIGNED: gl.constexpr,
                    QUERIES_IN_TILES: gl.constexpr, Q_LAYOUT: gl.constexpr):  # fmt: skip
     """Compute o and lse of a (B, HQ, NQ, D) call. Grid: one block per multiprocessor, or one per tile if fewer.
 
@@ -79,7 +79,7 @@ def forward_kernel(q_ptr, q_desc, q_rot_desc, k_desc, v_desc, o_desc, o_ptr, cos
     holds the rotated keys. The queries' other columns are at q_ptr before the rotation, or in q_rope_desc (B, HQ, NQ,
     R) after it. Their scores are added to those of the first columns. In other calls both rope descriptors are None.
 
-    heads_per_section as for ``scheduled_tile``. PIN: see ``ptxas.pin``; VALUES: see ``attend``. IS_ALIGNED: use
+    heads_per_section as for ``scheduled_tile``. PIN_SUMS: see ``ptxas.pin``; VALUES: see ``attend``. IS_ALIGNED: use
     ``shapes.is_aligned``, which holds. QUERIES_IN_TILES: packed queries in q_rot, or in the rotated q, are stored as in
     ``Saving.TILES``. The REGISTERS are those of a thread of each kind of warps; Q_LAYOUT is the shared memory's of
     queries that are rotated here.
@@ -162,7 +162,7 @@ def forward_kernel(q_ptr, q_desc, q_rot_desc, k_desc, v_desc, o_desc, o_ptr, cos
     # Warpgroups that attend read NK where tiles have no bounds, with intervals only to rotate their first queries.
     NO_NK: gl.constexpr = HAS_BOUNDS or (HAS_INTERVALS and not ROTATES_QUERIES)
     loader = Loader(q_desc, k_desc, v_desc, arrival, PDL, q_rope_desc, k_rope_desc)
-    softmax = Softmax(qk_scale, cap_scale, sinks_ptr, PIN, VALUES)
+    softmax = Softmax(qk_scale, cap_scale, sinks_ptr, PIN_SUMS, VALUES)
     row_format = RowFormat(D, BLOCK_D, USE_INT64_OFFSETS)
     o = TensorView(o_ptr, o_strides)
     output = ForwardOutput(o_desc, o, lse_ptr, highest_ptr, o_smem, row_format, TWO_STORES=O_COLUMNS < BLOCK_D)

@@ -21,17 +21,17 @@ def opaque(x):
 
 
 @jit
-def pin(x):
-    """Keep the computation of x, float32 and not negative, before the waits that follow.
+def pin(row_sum):
+    """Keep the computation of row_sum (64, 4) before the waits that follow.
 
     ptxas moves the wait for a product up, past arithmetic that could run concurrently with the product. It does not
-    move it past a store, not even past this one, which never happens because x is not negative.
+    move it past a store, not even past this one, which never happens because row_sum is not negative.
     """
     gl.inline_asm_elementwise(
         "{ .reg .pred negative; .reg .u32 nowhere; mov.u32 nowhere, 0; setp.lt.f32 negative, $1, 0f00000000; "
         "@negative st.volatile.shared.u32 [nowhere], nowhere; mov.u32 $0, 0; }",
         "=r,f",
-        [x],
+        [row_sum],
         dtype=gl.int32,
         is_pure=False,
         pack=1,

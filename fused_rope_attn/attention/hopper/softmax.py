@@ -13,9 +13,8 @@ It computes the same as ``kernels.softmax.online_softmax`` with four differences
 import triton.language as tl
 from triton import constexpr_function
 
-from fused_rope_attn.attention.hopper.columns import ColumnParts, split_columns
+from fused_rope_attn.attention.hopper.columns import ColumnParts
 from fused_rope_attn.kernels.products import approximate_tanh, tanh
-from fused_rope_attn.kernels.records import record, replace
 from fused_rope_attn.runtime.triton_compat import gl, jit
 
 # A row's largest weight is at most 2**LAG. 16-bit floats keep their relative precision there, and sums are float32.
@@ -99,19 +98,13 @@ def cap_scores(scores, cap_scale, DTYPE: gl.constexpr):
         return tanh(scores * cap_scale, PRECISE=False)
 
 
-@constexpr_function
-def sums_layout():
-    """Return the layout of sums of 64 rows, (64, 4): one for each thread of a quad."""
-    return gl.DistributedLinearLayout(
-        [[8, 0]], [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [64, 4]
-    )
-
-
 @jit
 def no_sums():
-    """Return the sums (64, 4) of rows that have seen nothing."""
-    SUMS: gl.constexpr = sums_layout()
-    return gl.zeros([64, 4], gl.float32, SUMS)
+    """Return the sums of 64 rows that have seen nothing, (64, 4): one for each thread of a quad."""
+    QUADS: gl.constexpr = gl.DistributedLinearLayout(
+        [[8, 0]], [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [64, 4]
+    )
+    return gl.zeros([64, 4], gl.float32, QUADS)
 
 
 @jit
@@ -122,9 +115,7 @@ def whole_sums(row_sum, LAYOUT: gl.constexpr):
 
 @jit
 def follow_maximum(scores, row_max, highest, qk_scale):
-    """Make one step of the running maximum in base 2: (row_max, highest, subtrahend, correction), each (64,).
-
-    scores (64, BLOCK_N) float32; qk_scale > 0; correction: a factor for the sums and the output so far.
+    """Compute the first half of ``fold_scores``: (row_max, highest, subtrahend, correction), each (64,).
 
     A row that has seen nothing has the maximum -inf. Its subtrahend is 0, so that exp2 gives 0 and not NaN. ``row_max``
     may be less than the maximum by LAG. highest: ``row_max``; or the largest of all scores so far, times qk_scale,
@@ -153,81 +144,29 @@ def lag(row_max, highest):
 
 @jit
 def sum_quads(p):
-    """Return the sums of weights p (rows, BLOCK_N) in each of the four threads of a quad, (rows, 4).
-
-    Of 128 keys the halves are added up first, because a warpgroup may have them one after the other (``weigh``).
-    """
-    HALVES: gl.constexpr = max(1, p.shape[1] // 64)
-    pairs = gl.sum(p.reshape((p.shape[0], HALVES, p.shape[1] // HALVES // 8, 4, 2)), 4)
-    return gl.sum(gl.sum(pairs, 2), 1)
-
-
-@record
-class Weighed:
-    """The weights of a key block: those of its first keys, and the exponents of the others, if there are others."""
-
-    first: gl.tensor  # (64, keys), float32, or packed as ``pack_weights`` does
-    exponents: gl.tensor | None  # (64, BLOCK_N // 2) float32: the other weights are 2**exponents
-    sums: gl.tensor  # (64, 4) float32, of the first weights, as in ``no_sums``
+    """Return the sums of weights p (rows, BLOCK_N) in each of the four threads of a quad, (rows, 4)."""
+    return gl.sum(gl.sum(p.reshape((p.shape[0], p.shape[1] // 8, 4, 2)), 3), 1)
 
 
 @jit
-def exponents_of(scores, subtrahend, qk_scale):
-    """Return the logarithms, in base 2, of the weights of scores (64, keys)."""
-    subtrahend = gl.convert_layout(subtrahend, gl.SliceLayout(1, scores.type.layout), assert_trivial=True)
-    return scores * qk_scale - subtrahend[:, None]
-
-
-@jit
-def weights_of(exponents):
-    """Return 2**exponents (64, keys) and their sums, (64, 4) in the layout of ``no_sums``."""
-    SUMS: gl.constexpr = sums_layout()
-    p = tl.math.exp2(exponents)
-    return p, gl.convert_layout(sum_quads(p), SUMS, assert_trivial=True)
-
-
-@jit
-def weigh(scores, subtrahend, qk_scale, BLOCK_N: gl.constexpr, BY_HALVES: gl.constexpr, DTYPE: gl.constexpr):
-    """Return the ``Weighed`` block of scores (64, BLOCK_N), or of those of its first half, where the rest is hidden."""
-    SEEN: gl.constexpr = scores.shape[1]
-    exponents = exponents_of(scores, subtrahend, qk_scale)
-    others = None
-    if BY_HALVES:
-        if SEEN == BLOCK_N:
-            exponents, others = split_columns(exponents)
-        else:
-            others = gl.full([scores.shape[0], SEEN], float("-inf"), gl.float32, scores.type.layout)
-    p, sums = weights_of(exponents)
-    if BY_HALVES:
-        p = pack_weights(p, DTYPE)
-    return Weighed(p, others, sums)
-
-
-@jit
-def packed(weighed, BLOCK_N: gl.constexpr, DTYPE: gl.constexpr):
-    """Pack the weights of a block that are not yet packed."""
-    if weighed.exponents is None:
-        WHOLE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
-        return replace(weighed, first=whole_weights(pack_weights(weighed.first, DTYPE), WHOLE))
-    else:
-        return weighed
-
-
-@jit
-def weigh_first(scores, qk_scale, BLOCK_N: gl.constexpr, BY_HALVES: gl.constexpr, DTYPE: gl.constexpr):
-    """Return (row_max (64,), ``Weighed``) of a tile's first block, whose scores are as for ``weigh``."""
-    WHOLE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
-    unseen = gl.full([scores.shape[0]], float("-inf"), gl.float32, gl.SliceLayout(1, scores.type.layout))
-    row_max, _, subtrahend, _ = follow_maximum(scores, unseen, unseen, qk_scale)
-    weighed = weigh(scores, subtrahend, qk_scale, BLOCK_N, BY_HALVES, DTYPE)
-    return gl.convert_layout(row_max, gl.SliceLayout(1, WHOLE), assert_trivial=True), weighed
-
-
-@jit
-def add_sums(row_sum, correction, sums):
-    """Return the sums of rows (64, 4) after a block with these sums; correction (64,): a factor for earlier blocks."""
+def weigh_scores(scores, subtrahend, correction, row_sum, qk_scale):
+    """Compute the second half of ``fold_scores``: (weights, row_sum)."""
+    p = tl.math.exp2(scores * qk_scale - subtrahend[:, None])
+    part = gl.convert_layout(sum_quads(p), row_sum.type.layout, assert_trivial=True)
     factor = gl.convert_layout(correction, gl.SliceLayout(1, row_sum.type.layout))
-    return row_sum * factor[:, None] + sums
+    return p, row_sum * factor[:, None] + part
+
+
+@jit
+def fold_scores(scores, row_max, row_sum, qk_scale):
+    """Make one step of the running softmax in base 2: (weights, correction, row_max, row_sum). qk_scale > 0.
+
+    scores and weights (64, BLOCK_N), row_max (64,), row_sum (64, 4) as in ``no_sums``, correction (64,), a factor for
+    the output so far; all float32.
+    """
+    row_max, _, subtrahend, correction = follow_maximum(scores, row_max, row_max, qk_scale)
+    p, row_sum = weigh_scores(scores, subtrahend, correction, row_sum, qk_scale)
+    return p, correction, row_max, row_sum
 
 
 @jit

@@ -18,7 +18,6 @@ pytestmark = needs_sm_90
 
 THREE = {"consumers": 3, "rotates_queries": False, "attend_registers": 160}
 EARLY = configs.HopperForwardConfig(128, values="before weights")
-HALVES = configs.HopperForwardConfig(128, values="by halves")
 EARLY_SKIPPING = replace(EARLY, skips_masked_half=True)
 DIVISIONS = {
     "three warpgroups": (64, configs.HopperForwardConfig(128, **THREE)),
@@ -39,15 +38,6 @@ DIVISIONS = {
     "masked half skipped, values before weights": (128, EARLY_SKIPPING),
     "values before weights, D 64": (64, EARLY),
     "values before weights": (128, EARLY),
-    "weights by halves": (128, HALVES),
-    "weights by halves, pinned": (128, replace(HALVES, pin=True)),
-    "weights by halves, pinned, masked half skipped": (128, replace(HALVES, pin=True, skips_masked_half=True)),
-    "weights by halves, no rotating warps": (
-        128,
-        replace(HALVES, pin=True, skips_masked_half=True, rotates_queries=False, attend_registers=240),
-    ),
-    "weights by halves, D 64": (64, replace(HALVES, pin=True, skips_masked_half=True)),
-    "weights by halves, D 96": (96, replace(HALVES, pin=True, skips_masked_half=True)),
     "masked half skipped": (128, configs.HopperForwardConfig(128, skips_masked_half=True)),
     "masked half skipped, pinned": (128, configs.HopperForwardConfig(128, skips_masked_half=True, pin=True)),
     "masked half skipped, no rotating warps": (
