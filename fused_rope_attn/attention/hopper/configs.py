@@ -83,7 +83,8 @@ FORWARD: tuple[Row, ...] = (
     # Values before weights take 2 to 5 % less time. 3.6.0 and 3.9.0, 2026-11-23.
     Row(head_dim=64, causal=True, bucket=("long",), auto=("long",),
         config=HopperForwardConfig(block_n=128, values=BEFORE_WEIGHTS, section_bytes=32 * MIB)),
-    # 7 to 39 % faster than the portable kernels from the least work on. H200 and H100, 3.6.0 and 3.9.0, 2026-11-26.
+    # With inputs in the L2 3 to 39 % faster than the portable kernels from the least work on. H200 and H100, 3.6.0 and
+    # 3.9.0, 2026-11-26.
     Row(head_dim=64, causal=True, packed=False, bucket=("tiny", "short", "medium"), auto=("tiny", "short", "medium"),
         least_work=SOME_TILES,
         config=HopperForwardConfig(block_n=128, skips_masked_half=True, values=BEFORE_WEIGHTS, section_bytes=32 * MIB)),
