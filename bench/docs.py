@@ -16,7 +16,7 @@ from bench.command import refuse
 from bench.environment import RESULTS, ROOT, shown
 from bench.report import read_file, timed
 
-_ATTENTION, _OLDEST = "h200-2026-11-26-triton-3.9.0", "h200-2026-11-27-triton-3.6.0"
+_ATTENTION, _OLDEST = "h200-2026-11-27-triton-3.9.0", "h200-2026-11-27-triton-3.6.0"
 _H100 = "h100-2026-11-26-triton-3.9.0"
 _LATENT = "mla-h200-2026-11-26-triton-3.9.0"
 # Page -> block -> the files of rows in ``bench/results``, and the function below ``bench`` that makes the content.
@@ -54,7 +54,8 @@ BLOCKS: dict[str, dict[str, tuple[str, str]]] = {
         "models:results": ("models-h200-2026-11-27-triton-3.9.0", "models.tables.results"),
         "h100:models": ("models-h100-2026-11-27-triton-3.9.0", "models.tables.results"),
         "models:norms": ("models-h200-2026-11-23", "models.tables.results"),
-        "models:latent": ("models-latent-h200-2026-11-26-triton-3.9.0", "models.tables.results"),
+        "models:latent": ("models-latent-h200-2026-11-27-triton-3.9.0", "models.tables.results"),
+        "h100:latent": ("models-latent-h100-2026-11-27-triton-3.9.0", "models.tables.results"),
         "models:steps": ("models-step-h200-2026-11-26-triton-3.9.0", "models.tables.training"),
         "h100:steps": (f"models-step-{_H100}", "models.tables.training"),
         "models:serving": ("serve-h200-2026-11-22", "models.tables.serving"),

@@ -53,17 +53,17 @@ def test_shared_heads_have_rows_of_their_own(arch, heads):
 
 
 def test_rows_of_older_releases_of_triton():
-    """A row with ``before`` serves the releases before that one alone; the next row that matches serves the others."""
-    old, new = (hopper_configs.forward(128, True, "tiny", False, release=release) for release in ((3, 8), (3, 9)))
+    """A row with ``most_release`` serves releases up to that one alone; the next row that matches serves the others."""
+    old, new = (hopper_configs.forward(256, True, "tiny", False, release=release) for release in ((3, 8), (3, 9)))
     assert old.most_release == (3, 8) and new.most_release is None
-    assert not old.config.skips_masked_half and new.config.skips_masked_half
-    assert hopper_configs.forward(128, True, "tiny", False, release=(4, 0)) is new
+    assert old.least_work > new.least_work
+    assert hopper_configs.forward(256, True, "tiny", False, release=(4, 0)) is new
 
 
-@pytest.mark.parametrize("release, by_halves", [((3, 6), False), ((3, 9), True)])
-def test_a_plan_takes_the_rows_of_the_installed_triton(arch, monkeypatch, fresh_plans, release, by_halves):
+@pytest.mark.parametrize("release, kind", [((3, 6), configs.ForwardConfig), ((3, 9), configs.HopperForwardConfig)])
+def test_a_plan_takes_the_rows_of_the_installed_triton(arch, monkeypatch, fresh_plans, release, kind):
     monkeypatch.setattr(device, "triton_release", lambda: release)
-    assert plan(**call(512, heads=(64, 8), batch=64)).forward.skips_masked_half is by_halves
+    assert type(plan(**call(512, head_dim=256)).forward) is kind
 
 
 def test_the_accumulator_is_read_in_groups_of_eight_rows():

@@ -125,10 +125,8 @@ FORWARD: tuple[Row, ...] = (
     # Many short sequences fill the card, one does not. 3.6.0, 2026-11-22.
     Row(head_dim=HEAD_DIM, packed=True, bucket=("tiny",), auto=BUCKETS, least_work=MANY_TILES,
         config=HopperForwardConfig(block_n=128, values=BEFORE_WEIGHTS, section_bytes=32 * MIB)),
-    # Skipping the masked half takes 1 to 8 % more time with 3.6.0, and 4 to 5 % less with 3.9.0. 2026-11-23. From the
-    # least work on 6 to 13 % faster than the portable kernels, see ``SOME_TILES``.
-    Row(head_dim=HEAD_DIM, bucket=("tiny",), most_release=(3, 8), auto=BUCKETS, least_work=SOME_TILES,
-        config=HopperForwardConfig(block_n=128, values=BEFORE_WEIGHTS, section_bytes=32 * MIB)),
+    # From the least work on 6 to 13 % faster than the portable kernels, see ``SOME_TILES``. Skipping the masked half
+    # takes 5 to 11 % less time with 3.6.0, 6 to 12 % with 3.9.0. H100, 2026-11-27.
     Row(head_dim=HEAD_DIM, bucket=("tiny",), auto=BUCKETS, least_work=SOME_TILES,
         config=HopperForwardConfig(block_n=128, skips_masked_half=True, values=BEFORE_WEIGHTS, section_bytes=32 * MIB)),
     # Values before weights take 1 % less time up to 1024 tokens, and more beyond. 3.6.0, 2026-11-21. Without packed
