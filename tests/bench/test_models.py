@@ -10,6 +10,7 @@ from types import MethodType
 import pytest
 import torch
 from transformers.models.llama import modeling_llama
+from transformers.models.qwen3 import modeling_qwen3
 
 from bench import report
 from bench.__main__ import main
@@ -262,7 +263,7 @@ def test_training_steps(monkeypatch, liger):
 
     liger_rotary_pos_emb.__module__ = "liger_kernel.transformers.rope"
     liger_rotary_pos_emb.__qualname__ = "liger_rotary_pos_emb"
-    plain = sys.modules["transformers.models.qwen3.modeling_qwen3"].apply_rotary_pos_emb
+    plain = modeling_qwen3.apply_rotary_pos_emb
 
     def apply(model):
         attention = model.model.layers[0].self_attn
