@@ -21,7 +21,6 @@ from fused_rope_attn.attention.configs import (
     HopperBackwardConfig,
     HopperForwardConfig,
 )
-from fused_rope_attn.runtime import device
 from fused_rope_attn.runtime.rows import find_row
 
 # Largest head dimension of the kernels, and of the wide ones, which share files with them and little else.
@@ -46,9 +45,8 @@ LEAST_QUERIES = 64
 class Row:
     """Hold one row: ``config`` for the calls that the other fields select.
 
-    head_dim: the largest head dimension served. most_release: (major, minor) of the last release of Triton that the row
-    serves, because releases make different code of the same kernel. None matches anything. auto: the length buckets
-    in which ``backend="auto"`` takes the row instead of the portable kernels, from ``least_work`` on, which is one of
+    head_dim: the largest head dimension served. None matches anything. auto: the length buckets in which
+    ``backend="auto"`` takes the row instead of the portable kernels, from ``least_work`` on, which is one of
     ``WORK_LEVELS``; ``backend="hopper"`` takes it in all of ``bucket``.
 
     Raises:
@@ -62,7 +60,6 @@ class Row:
     bucket: tuple[str, ...] | None = None
     gqa: bool | None = None
     packed: bool | None = None
-    most_release: tuple[int, int] | None = None
     least_work: int = 0
 
     def __post_init__(self) -> None:
@@ -136,11 +133,9 @@ FORWARD: tuple[Row, ...] = (
     Row(head_dim=HEAD_DIM, auto=("short", "medium", "long"), least_work=MANY_TILES,
         config=HopperForwardConfig(block_n=128, skips_masked_half=True, values=BEFORE_WEIGHTS, section_bytes=32 * MIB)),
     # 256 columns of O leave registers and shared memory for 64 keys. 3.6.0, 2026-11-22.
-    # The portable kernels take as long with 3.6.0 up to 2**31 multiply-adds. With 3.9.0 they take 1.04 to 1.9 times as
-    # long at any work, because ptxas lets each of their products wait for the one before. H200 and H100, 2026-11-26.
-    Row(head_dim=WIDE_HEAD_DIM, most_release=(3, 8), auto=BUCKETS, least_work=MORE_TILES,
-        config=HopperForwardConfig(block_n=64, rotates_queries=False, attend_registers=240, pin=True,
-            section_bytes=64 * MIB)),
+    # With 3.6.0 the portable kernels take .96 to 1.00 of its time up to 2**31 multiply-adds, from 1K tokens on. With
+    # 3.9.0 they take 1.04 to 1.9 times as long at any work, because ptxas lets each of their products wait for the one
+    # before. H200 and H100, 2026-11-26.
     Row(head_dim=WIDE_HEAD_DIM, auto=BUCKETS, least_work=TWO_LAUNCHES,
         config=HopperForwardConfig(block_n=64, rotates_queries=False, attend_registers=240, pin=True,
             section_bytes=64 * MIB)),
@@ -221,23 +216,11 @@ BACKWARD: tuple[Row, ...] = (
 # fmt: on
 
 
-Release = tuple[int, int]
+def forward(head_dim: int, causal: bool, bucket: str, gqa: bool, packed: bool = False) -> Row:
+    """Return the row of the forward pass for these properties."""
+    return find_row(FORWARD, head_dim=head_dim, causal=causal, bucket=bucket, gqa=gqa, packed=packed)
 
 
-def forward(
-    head_dim: int, causal: bool, bucket: str, gqa: bool, packed: bool = False, release: Release | None = None
-) -> Row:
-    """Return the row of the forward pass for these properties.
-
-    release: (major, minor) of Triton, by default those of the installed one.
-    """
-    key = {"bucket": bucket, "gqa": gqa, "packed": packed, "most_release": release or device.triton_release()}
-    return find_row(FORWARD, head_dim=head_dim, causal=causal, **key)
-
-
-def backward(
-    head_dim: int, causal: bool, bucket: str, gqa: bool, packed: bool = False, release: Release | None = None
-) -> Row:
-    """Return the row of the backward pass for these properties; release as in ``forward``."""
-    key = {"bucket": bucket, "gqa": gqa, "packed": packed, "most_release": release or device.triton_release()}
-    return find_row(BACKWARD, head_dim=head_dim, causal=causal, **key)
+def backward(head_dim: int, causal: bool, bucket: str, gqa: bool, packed: bool = False) -> Row:
+    """Return the row of the backward pass for these properties."""
+    return find_row(BACKWARD, head_dim=head_dim, causal=causal, bucket=bucket, gqa=gqa, packed=packed)
