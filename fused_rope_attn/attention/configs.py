@@ -145,8 +145,7 @@ class HopperForwardConfig:
     memory for more than 64 keys and two stages. pin: keep the softmax concurrent with the product of the block before
     (``hopper.softmax.pin``), which takes more registers. values: one of ``VALUES``, the point at which a warpgroup
     waits for a block's product with the values: before it issues the next block's scores, before it makes that block's
-    weights, or after that. Later waits take more registers. skips_masked_half: skip the fully masked quarter of a
-    diagonal block, if tiles are aligned as ``hopper.shapes.is_aligned`` asks. The rest as in ``ForwardConfig``.
+    weights, or after that. Later waits take more registers. The rest as in ``ForwardConfig``.
 
     Raises:
         ValueError: values is not one of ``VALUES``.
@@ -159,7 +158,6 @@ class HopperForwardConfig:
     attend_registers: int = 208
     rotate_registers: int = 72
     pin: bool = False
-    skips_masked_half: bool = False
     values: str = AFTER_WEIGHTS
     section_bytes: int = 0
     rotate_rows: int = 16

@@ -295,7 +295,8 @@ def _plan(
     elif hopper_obstacle is not None:
         forward = backward = (False, hopper_obstacle[1])
     elif needs.batch_invariant:
-        forward = backward = (bool(row.auto), "with batch_invariant they depend on dtype, head dim and options only")
+        reason = "with batch_invariant they depend on dtype, head dim and options only"
+        forward = backward = (bool(row.least_work), reason)
     elif work < configs.TWO_LAUNCHES:
         forward = backward = (False, "a launch-bound call, and they cost the host less than the sm_90 ones")
     elif short_sequences:
@@ -343,10 +344,11 @@ def _plan(
 
 def _prefer(row: hopper_configs.Row, length_bucket: str, work: int) -> tuple[bool, str]:
     """Return (whether ``"auto"`` takes the sm_90 kernels, the reason)."""
-    if length_bucket not in row.auto:
+    least_work = row.least_work.get(length_bucket)
+    if least_work is None:
         return False, f"for {length_bucket} sequences at this head dim they are preferred to the sm_90 ones"
-    if work < row.least_work:
-        least = f"2**{row.least_work.bit_length() - 1} multiply-adds"
+    if work < least_work:
+        least = f"2**{least_work.bit_length() - 1} multiply-adds"
         return False, f"too little work for the sm_90 ones, which need {least}"
     return True, "they are made for this card"
 

@@ -25,9 +25,9 @@ def tables(monkeypatch):
     """Replace the sm_90 backend's rows: one for all calls and each pass, taken by "auto" in the buckets given."""
 
     def set_tables(forward, backward):
-        for name, auto in (("FORWARD", forward), ("BACKWARD", backward)):
+        for name, buckets in (("FORWARD", forward), ("BACKWARD", backward)):
             row = getattr(hopper_configs, name)[-1]
-            monkeypatch.setattr(hopper_configs, name, (dataclasses.replace(row, auto=auto, least_work=0),))
+            monkeypatch.setattr(hopper_configs, name, (dataclasses.replace(row, least_work=dict.fromkeys(buckets, 0)),))
         forget_plans()
 
     yield set_tables

@@ -21,7 +21,7 @@ def test_auto_takes_what_the_tables_say(arch, head_dim, bucket, heads, causal):
     chosen = plan(**call(LENGTHS[bucket], head_dim=head_dim, heads=heads, causal=causal, batch=32))
     shape = (head_dim, causal, bucket, heads[0] != heads[1])
     rows = hopper_configs.forward(*shape), hopper_configs.backward(*shape)
-    expected = [HOPPER[i] if bucket in row.auto else PORTABLE[i] for i, row in enumerate(rows)]
+    expected = [HOPPER[i] if bucket in row.least_work else PORTABLE[i] for i, row in enumerate(rows)]
     assert kinds(chosen) == tuple(expected)
     assert chosen.backend == ("hopper" if expected[0] is HOPPER[0] else "triton")
     assert ("made for this card" in chosen.reason) == (HOPPER[0] in expected or HOPPER[1] in expected)
@@ -197,9 +197,9 @@ def test_few_queries_leave_tiles_empty(arch, len_q, few):
 def test_rows_may_ask_for_work(arch, tables, monkeypatch, power):
     """Then "auto" takes them from so many multiply-adds on; the explicit backend takes them always."""
     tables(("medium",), ("medium",))
-    row = dataclasses.replace(hopper_configs.FORWARD[0], least_work=2**power)
+    row = dataclasses.replace(hopper_configs.FORWARD[0], least_work={"medium": 2**power})
     monkeypatch.setattr(hopper_configs, "FORWARD", (row,))
-    below = row.least_work // (2048 * 2048 * 128) - 1  # heads
+    below = 2**power // (2048 * 2048 * 128) - 1  # heads
     little, much = call(2048, heads=(below, below), batch=1), call(2048, heads=(below + 1, below + 1), batch=1)
     assert kinds(plan(**little)) == (PORTABLE[0], HOPPER[1])
     assert f"too little work for the sm_90 ones, which need 2**{power} multiply-adds" in plan(**little).reason
@@ -209,7 +209,7 @@ def test_rows_may_ask_for_work(arch, tables, monkeypatch, power):
 def test_a_row_asks_for_a_level_of_work():
     """Plans are remembered for a level of work, so that another amount would be compared with too little."""
     with pytest.raises(ValueError, match=r"least_work must be one of \(0, .*\), but is 1024"):
-        dataclasses.replace(hopper_configs.FORWARD[0], least_work=1024)
+        dataclasses.replace(hopper_configs.FORWARD[0], least_work={"tiny": 1024})
 
 
 @pytest.mark.parametrize("level", configs.WORK_LEVELS)

@@ -115,4 +115,4 @@ def test_the_sm_90_tables_answer_every_call():
                     for find in (hopper_configs.forward, hopper_configs.backward):
                         for packed in (True, False):
                             row = find(head_dim, causal, bucket, gqa, packed)
-                            assert set(row.auto) <= set(configs.BUCKETS)
+                            assert set(row.least_work) <= set(configs.BUCKETS)

@@ -6,7 +6,7 @@ release of Triton. All were timed on an H200; where an H100 has a part, the row'
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from fused_rope_attn.attention.configs import (
     BEFORE_SCORES,
@@ -45,9 +45,9 @@ LEAST_QUERIES = 64
 class Row:
     """Hold one row: ``config`` for the calls that the other fields select.
 
-    head_dim: the largest head dimension served. None matches anything. auto: the length buckets in which
-    ``backend="auto"`` takes the row instead of the portable kernels, from ``least_work`` on, which is one of
-    ``WORK_LEVELS``; ``backend="hopper"`` takes it in all of ``bucket``.
+    head_dim: the largest head dimension served. None matches anything. least_work: for each length bucket the
+    multiply-adds, one of ``WORK_LEVELS``, from which on ``backend="auto"`` takes the row instead of the portable
+    kernels; it never does in a bucket that is missing. ``backend="hopper"`` takes the row in all of ``bucket``.
 
     Raises:
         ValueError: for a least_work that is not one of ``WORK_LEVELS``.
@@ -55,88 +55,72 @@ class Row:
 
     head_dim: int
     config: HopperForwardConfig | HopperBackwardConfig
-    auto: tuple[str, ...]
+    least_work: dict[str, int] = field(default_factory=lambda: dict.fromkeys(BUCKETS, 0))
     causal: bool | None = None
     bucket: tuple[str, ...] | None = None
     gqa: bool | None = None
     packed: bool | None = None
-    least_work: int = 0
 
     def __post_init__(self) -> None:
-        if self.least_work not in WORK_LEVELS:
-            raise ValueError(f"least_work must be one of {WORK_LEVELS}, but is {self.least_work}")
+        for work in self.least_work.values():
+            if work not in WORK_LEVELS:
+                raise ValueError(f"least_work must be one of {WORK_LEVELS}, but is {work}")
 
 
 # section_bytes: of K and V (or of Q, dO and dQ), 32 MiB stay in the L2 of 50 MB.
 # fmt: off
 FORWARD: tuple[Row, ...] = (
     # Never by itself, because tiles are 64 columns wide at any head dim. Untimed.
-    Row(head_dim=32, auto=(),
+    Row(head_dim=32, least_work={},
         config=HopperForwardConfig(block_n=128, section_bytes=32 * MIB)),
     # Three warpgroups overlap their exponentials from 8192 tokens on, and lose below. 3.6.0 and 3.9.0, 2026-11-22.
-    Row(head_dim=64, packed=False, bucket=("long",), auto=("long",),
+    Row(head_dim=64, packed=False, bucket=("long",),
         config=HopperForwardConfig(block_n=128, stages=3, consumers=3, rotates_queries=False, attend_registers=160,
             values=BEFORE_WEIGHTS, section_bytes=32 * MIB, rotate_heads=4)),
-    # Values before weights take 2 to 5 % less time. 3.6.0 and 3.9.0, 2026-11-23.
-    Row(head_dim=64, causal=True, bucket=("long",), auto=("long",),
+    # Values before weights take 2 to 5 % less time. 3.6.0 and 3.9.0, 2026-11-23. With inputs in the L2 3 to 39 % faster
+    # than the portable kernels from the least work on. H200 and H100, 3.6.0 and 3.9.0, 2026-11-26.
+    Row(head_dim=64, causal=True, packed=False,
+        least_work={"tiny": SOME_TILES, "short": SOME_TILES, "medium": SOME_TILES},
         config=HopperForwardConfig(block_n=128, values=BEFORE_WEIGHTS, section_bytes=32 * MIB)),
-    # With inputs in the L2 3 to 39 % faster than the portable kernels from the least work on. H200 and H100, 3.6.0 and
-    # 3.9.0, 2026-11-26.
-    Row(head_dim=64, causal=True, packed=False, bucket=("tiny", "short", "medium"), auto=("tiny", "short", "medium"),
-        least_work=SOME_TILES,
-        config=HopperForwardConfig(block_n=128, skips_masked_half=True, values=BEFORE_WEIGHTS, section_bytes=32 * MIB)),
     # Packed sequences of up to 1024 tokens: 10 and 15 % faster at 2**33 and 2**34, 5 to 10 % slower at 2**32. 3.6.0 and
     # 3.9.0, 2026-11-26.
-    Row(head_dim=64, causal=True, auto=("tiny", "short", "medium"), least_work=MANY_TILES,
-        config=HopperForwardConfig(block_n=128, skips_masked_half=True, values=BEFORE_WEIGHTS, section_bytes=32 * MIB)),
+    Row(head_dim=64, causal=True, least_work={"tiny": MANY_TILES, "short": MANY_TILES, "medium": MANY_TILES, "long": 0},
+        config=HopperForwardConfig(block_n=128, values=BEFORE_WEIGHTS, section_bytes=32 * MIB)),
     # 18 to 34 % slower than the portable kernels at 2**29, 0 to 8 % faster at 2**31. 3.6.0 and 3.9.0, 2026-11-26.
-    Row(head_dim=64, causal=False, packed=False, bucket=("tiny", "short"), auto=("tiny", "short"),
-        least_work=SOME_TILES,
+    Row(head_dim=64, packed=False, least_work={"tiny": SOME_TILES, "short": SOME_TILES, "medium": 0},
         config=HopperForwardConfig(block_n=128, values=BEFORE_WEIGHTS, section_bytes=32 * MIB)),
-    # Values before weights take 2 to 5 % less time. 3.6.0 and 3.9.0, 2026-11-23.
-    Row(head_dim=64, causal=False, auto=("short", "medium", "long"),
+    Row(head_dim=64, least_work={"short": 0, "medium": 0, "long": 0},
         config=HopperForwardConfig(block_n=128, values=BEFORE_WEIGHTS, section_bytes=32 * MIB)),
-    Row(head_dim=NARROW_HEAD_DIM, causal=True, packed=False, bucket=("long",), auto=("long",),
-        config=HopperForwardConfig(block_n=128, skips_masked_half=True, values=BEFORE_WEIGHTS, section_bytes=32 * MIB)),
+    Row(head_dim=NARROW_HEAD_DIM, causal=True, packed=False, bucket=("long",),
+        config=HopperForwardConfig(block_n=128, values=BEFORE_WEIGHTS, section_bytes=32 * MIB)),
     # Without a causal mask three warpgroups take 6 to 11 % less time. 3.6.0 and 3.9.0, 2026-11-23.
-    Row(head_dim=NARROW_HEAD_DIM, packed=False, bucket=("long",), auto=("long",),
+    Row(head_dim=NARROW_HEAD_DIM, packed=False, bucket=("long",),
         config=HopperForwardConfig(block_n=128, consumers=3, rotates_queries=False, attend_registers=160,
             values=BEFORE_SCORES, section_bytes=32 * MIB, rotate_heads=4)),
     # Values before weights take 2 to 5 % less time. 3.6.0 and 3.9.0, 2026-11-23.
-    Row(head_dim=NARROW_HEAD_DIM, packed=False, bucket=("medium",), auto=("medium",), least_work=MANY_TILES,
-        config=HopperForwardConfig(block_n=128, skips_masked_half=True, values=BEFORE_WEIGHTS, section_bytes=32 * MIB)),
-    # Skipping the masked half takes 1.5 to 2.5 % less time with 3.9.0 and .5 to 1.5 % more with 3.6.0, too little for
-    # a row each. 2026-11-23.
-    Row(head_dim=HEAD_DIM, bucket=("long",), auto=("long",),
-        config=HopperForwardConfig(block_n=128, pin=True, skips_masked_half=True, section_bytes=32 * MIB)),
-    # Skipping the masked half takes 2 to 3 % less time from 1K to 4K. 3.6.0, 2026-11-23. Without packed sequences 0 to
-    # 20 % faster than the portable kernels at 2**32. H200 and H100, 3.6.0 and 3.9.0, 2026-11-26.
-    Row(head_dim=HEAD_DIM, packed=False, bucket=("medium",), auto=("medium",), least_work=MORE_TILES,
-        config=HopperForwardConfig(block_n=128, pin=True, skips_masked_half=True, section_bytes=32 * MIB)),
-    Row(head_dim=HEAD_DIM, bucket=("medium",), auto=("medium",), least_work=MANY_TILES,
-        config=HopperForwardConfig(block_n=128, pin=True, skips_masked_half=True, section_bytes=32 * MIB)),
-    # Without a mask 16 MiB take 2 to 8 % less time where key heads are not shared. H200 and H100, 3.9.0, 2026-11-26.
-    Row(head_dim=HEAD_DIM, causal=False, packed=False, bucket=("tiny", "short"), auto=("tiny", "short"),
-        least_work=MORE_TILES,
-        config=HopperForwardConfig(block_n=128, values=BEFORE_WEIGHTS, section_bytes=16 * MIB)),
-    # Many short sequences fill the card, one does not. 3.6.0, 2026-11-22.
-    Row(head_dim=HEAD_DIM, packed=True, bucket=("tiny",), auto=BUCKETS, least_work=MANY_TILES,
+    Row(head_dim=NARROW_HEAD_DIM, packed=False, bucket=("medium",), least_work={"medium": MANY_TILES},
         config=HopperForwardConfig(block_n=128, values=BEFORE_WEIGHTS, section_bytes=32 * MIB)),
-    # From the least work on 6 to 13 % faster than the portable kernels, see ``SOME_TILES``. Skipping the masked half
-    # takes 5 to 11 % less time with 3.6.0, 6 to 12 % with 3.9.0. H100, 2026-11-27.
-    Row(head_dim=HEAD_DIM, bucket=("tiny",), auto=BUCKETS, least_work=SOME_TILES,
-        config=HopperForwardConfig(block_n=128, skips_masked_half=True, values=BEFORE_WEIGHTS, section_bytes=32 * MIB)),
-    # Values before weights take 1 % less time up to 1024 tokens, and more beyond. 3.6.0, 2026-11-21. Without packed
-    # sequences 11 % faster than the portable kernels at 2**32. H200 and H100, 3.9.0, 2026-11-26.
-    Row(head_dim=HEAD_DIM, packed=False, bucket=("short",), auto=("short",), least_work=MORE_TILES,
-        config=HopperForwardConfig(block_n=128, skips_masked_half=True, values=BEFORE_WEIGHTS, section_bytes=32 * MIB)),
-    Row(head_dim=HEAD_DIM, auto=("short", "medium", "long"), least_work=MANY_TILES,
-        config=HopperForwardConfig(block_n=128, skips_masked_half=True, values=BEFORE_WEIGHTS, section_bytes=32 * MIB)),
+    # Without packed sequences of 1K to 4K tokens 0 to 20 % faster than the portable kernels at 2**32. H200 and H100,
+    # 3.6.0 and 3.9.0, 2026-11-26.
+    Row(head_dim=HEAD_DIM, packed=False, bucket=("medium", "long"), least_work={"medium": MORE_TILES, "long": 0},
+        config=HopperForwardConfig(block_n=128, pin=True, section_bytes=32 * MIB)),
+    Row(head_dim=HEAD_DIM, bucket=("medium", "long"), least_work={"medium": MANY_TILES, "long": 0},
+        config=HopperForwardConfig(block_n=128, pin=True, section_bytes=32 * MIB)),
+    # Without a mask 16 MiB take 2 to 8 % less time where key heads are not shared. H200 and H100, 3.9.0, 2026-11-26.
+    Row(head_dim=HEAD_DIM, causal=False, packed=False, least_work={"tiny": MORE_TILES, "short": MORE_TILES},
+        config=HopperForwardConfig(block_n=128, values=BEFORE_WEIGHTS, section_bytes=16 * MIB)),
+    # Values before weights take 1 % less time up to 1024 tokens, and more beyond. 3.6.0, 2026-11-21. 6 to 13 % faster
+    # than the portable kernels from the least work on, see ``SOME_TILES``. H200 and H100, 3.9.0, 2026-11-26.
+    Row(head_dim=HEAD_DIM, packed=False, least_work={"tiny": SOME_TILES, "short": MORE_TILES},
+        config=HopperForwardConfig(block_n=128, values=BEFORE_WEIGHTS, section_bytes=32 * MIB)),
+    # Many short sequences fill the card, one does not. 3.6.0, 2026-11-22.
+    Row(head_dim=HEAD_DIM, least_work={"tiny": MANY_TILES, "short": MANY_TILES},
+        config=HopperForwardConfig(block_n=128, values=BEFORE_WEIGHTS, section_bytes=32 * MIB)),
     # 256 columns of O leave registers and shared memory for 64 keys. 3.6.0, 2026-11-22.
     # With 3.6.0 the portable kernels take .96 to 1.00 of its time up to 2**31 multiply-adds, from 1K tokens on. With
     # 3.9.0 they take 1.04 to 1.9 times as long at any work, because ptxas lets each of their products wait for the one
     # before. H200 and H100, 2026-11-26.
-    Row(head_dim=WIDE_HEAD_DIM, auto=BUCKETS, least_work=TWO_LAUNCHES,
+    Row(head_dim=WIDE_HEAD_DIM, least_work=dict.fromkeys(BUCKETS, TWO_LAUNCHES),
         config=HopperForwardConfig(block_n=64, rotates_queries=False, attend_registers=240, pin=True,
             section_bytes=64 * MIB)),
 )
@@ -144,73 +128,72 @@ FORWARD: tuple[Row, ...] = (
 # Multi-head latent attention with 128 + 64 columns of keys and 128 of values. The forward takes 4 to 18 % more time
 # with whole diagonals (3.6.0), and 0 to 4 % with a pre-pass of q_rope (3.9.0). Row statistics of one head a program
 # take 8 % less time at 1K (3.9.0). The least work is untimed. 2026-11-26.
-LATENT_FORWARD = Row(head_dim=192, auto=BUCKETS, least_work=SOME_TILES,
-    config=HopperForwardConfig(block_n=128, attend_registers=200, rotate_registers=88, skips_masked_half=True,
-        section_bytes=32 * MIB))
+LATENT_FORWARD = Row(head_dim=192, least_work=dict.fromkeys(BUCKETS, SOME_TILES),
+    config=HopperForwardConfig(block_n=128, attend_registers=200, rotate_registers=88, section_bytes=32 * MIB))
 # With packed sequences the attending warps would spill 208 bytes next to warps that rotate. 3.9.0, 2026-11-26.
-LATENT_PACKED_FORWARD = Row(head_dim=192, auto=BUCKETS, least_work=SOME_TILES,
-    config=HopperForwardConfig(block_n=128, rotates_queries=False, attend_registers=240, skips_masked_half=True,
-        section_bytes=32 * MIB, rotate_heads=4))
-LATENT_BACKWARD = Row(head_dim=192, auto=BUCKETS, least_work=SOME_TILES,
+LATENT_PACKED_FORWARD = Row(head_dim=192, least_work=dict.fromkeys(BUCKETS, SOME_TILES),
+    config=HopperForwardConfig(block_n=128, rotates_queries=False, attend_registers=240, section_bytes=32 * MIB,
+        rotate_heads=4))
+LATENT_BACKWARD = Row(head_dim=192, least_work=dict.fromkeys(BUCKETS, SOME_TILES),
     config=HopperBackwardConfig(do_stages=3, section_bytes=32 * MIB, rotate_heads=1, skips_masked_half=True))
 
 BACKWARD: tuple[Row, ...] = (
     # Never by itself, because tiles are 64 columns wide at any head dim. Untimed.
-    Row(head_dim=32, auto=(),
+    Row(head_dim=32, least_work={},
         config=HopperBackwardConfig(section_bytes=32 * MIB, norm_rows=16, norm_heads=4)),
     # 3.6.0, 2026-11-21.
-    Row(head_dim=64, bucket=("tiny",), auto=BUCKETS, least_work=SOME_TILES,
+    Row(head_dim=64, bucket=("tiny",), least_work={"tiny": SOME_TILES},
         config=HopperBackwardConfig(section_bytes=32 * MIB, rotate_heads=2, post_rows=8, norm_rows=16, norm_heads=4)),
     # Three blocks of dO take 2 to 3 % less time at (4, 8/8, 1024, 64), and the same with more heads. H200 and H100,
     # 3.9.0, 2026-11-26.
-    Row(head_dim=64, causal=False, bucket=("short",), auto=BUCKETS,
+    Row(head_dim=64, causal=False, bucket=("short",),
         config=HopperBackwardConfig(do_stages=3, section_bytes=32 * MIB, rotate_heads=2, post_rows=8, post_heads=2,
             norm_rows=16, norm_heads=4)),
     # A post-process of more programs takes 1 to 10 % less time. 3.9.0, 2026-11-23.
-    Row(head_dim=64, bucket=("tiny", "short"), auto=BUCKETS,
+    Row(head_dim=64, bucket=("tiny", "short"),
         config=HopperBackwardConfig(section_bytes=32 * MIB, rotate_heads=2, post_rows=8, post_heads=2, norm_rows=16,
             norm_heads=4)),
     # A post-process of more programs takes 2 % less time at (4, 8/8, 2048, 64), and the same beyond. H200 and H100,
     # 3.6.0 and 3.9.0. Blocks of 128 queries take 5 % less time at 16K and 0 to 2 % below with 3.9.0, 4 to 8 % from 4K
     # on with 3.6.0, and 4 % more at 1K with both. H200. 2026-11-26.
-    Row(head_dim=64, auto=BUCKETS,
+    Row(head_dim=64,
         config=HopperBackwardConfig(block_m=128, section_bytes=32 * MIB, post_rows=8, post_heads=2)),
     # A post-process of more programs takes 1 to 10 % less time, leaving out hidden queries 0 to 3 %. 3.9.0, 2026-11-23.
-    Row(head_dim=NARROW_HEAD_DIM, causal=True, gqa=False, bucket=("tiny", "short"), auto=BUCKETS,
+    Row(head_dim=NARROW_HEAD_DIM, causal=True, gqa=False, bucket=("tiny", "short"),
         config=HopperBackwardConfig(section_bytes=32 * MIB, post_rows=8, skips_masked_half=True)),
     # Leaving out hidden queries takes 0 to 2 % less time with 3.6.0, 2 to 3 % with 3.9.0, none with GQA. 2026-11-23.
-    Row(head_dim=NARROW_HEAD_DIM, causal=True, gqa=False, bucket=("medium",), auto=BUCKETS,
+    Row(head_dim=NARROW_HEAD_DIM, causal=True, gqa=False, bucket=("medium",),
         config=HopperBackwardConfig(section_bytes=32 * MIB, post_rows=8, post_heads=8, skips_masked_half=True)),
     # A post-process of more programs takes 1 to 10 % less time, leaving out hidden queries 0 to 3 %. 3.9.0, 2026-11-23.
     # 16 MiB take 2 to 4 % less time on an H100, 0 to 4 % on an H200. 2026-11-26.
-    Row(head_dim=HEAD_DIM, gqa=False, bucket=("tiny",), auto=BUCKETS,
+    Row(head_dim=HEAD_DIM, gqa=False, bucket=("tiny",),
         config=HopperBackwardConfig(section_bytes=16 * MIB, post_rows=8, post_heads=2, skips_masked_half=True)),
     # 16 MiB take 3 to 4 % less time on an H100, 1 % on an H200. 3.9.0, 2026-11-26.
-    Row(head_dim=HEAD_DIM, causal=False, gqa=False, bucket=("short",), auto=BUCKETS,
+    Row(head_dim=HEAD_DIM, causal=False, gqa=False, bucket=("short",),
         config=HopperBackwardConfig(section_bytes=16 * MIB, post_rows=8)),
     # A post-process of more programs takes 1 to 10 % less time, leaving out hidden queries 0 to 3 %. 3.9.0, 2026-11-23.
     # With a causal mask 16 MiB take 1 to 2 % less time on an H100, and 0 to 1 % more on an H200. 2026-11-26.
-    Row(head_dim=HEAD_DIM, causal=True, gqa=False, bucket=("tiny", "short"), auto=BUCKETS,
+    Row(head_dim=HEAD_DIM, causal=True, gqa=False, bucket=("tiny", "short"),
         config=HopperBackwardConfig(section_bytes=32 * MIB, post_rows=8, skips_masked_half=True)),
     # A post-process of more programs takes 1 to 10 % less time. 3.9.0, 2026-11-23.
-    Row(head_dim=HEAD_DIM, bucket=("tiny",), auto=BUCKETS,
+    Row(head_dim=HEAD_DIM, bucket=("tiny",),
         config=HopperBackwardConfig(section_bytes=32 * MIB, post_rows=8, post_heads=2)),
-    Row(head_dim=HEAD_DIM, bucket=("tiny", "short"), auto=BUCKETS,
+    Row(head_dim=HEAD_DIM, bucket=("tiny", "short"),
         config=HopperBackwardConfig(section_bytes=32 * MIB, post_rows=8)),
     # 3.6.0, 2026-11-21.
-    Row(head_dim=NARROW_HEAD_DIM, auto=BUCKETS,
+    Row(head_dim=NARROW_HEAD_DIM,
         config=HopperBackwardConfig(section_bytes=32 * MIB, post_rows=8, post_heads=8)),
     # With 32 MiB the last section leaves a tail. 3.6.0, 2026-11-21.
-    Row(head_dim=HEAD_DIM, gqa=True, bucket=("medium",), auto=BUCKETS,
+    Row(head_dim=HEAD_DIM, gqa=True, bucket=("medium",),
         config=HopperBackwardConfig(section_bytes=64 * MIB, post_rows=8, post_heads=8)),
     # Leaving out hidden queries takes 0 to 2 % less time with 3.6.0, 2 to 3 % with 3.9.0, none with GQA. 2026-11-23.
-    Row(head_dim=HEAD_DIM, causal=True, gqa=False, bucket=("medium",), auto=BUCKETS,
+    Row(head_dim=HEAD_DIM, causal=True, gqa=False, bucket=("medium",),
         config=HopperBackwardConfig(section_bytes=32 * MIB, post_rows=8, post_heads=8, skips_masked_half=True)),
     # 3.6.0, 2026-11-21.
-    Row(head_dim=HEAD_DIM, auto=BUCKETS,
+    Row(head_dim=HEAD_DIM,
         config=HopperBackwardConfig(section_bytes=32 * MIB, post_rows=8, post_heads=8)),
     # Half the time of the portable kernels from 4K on. 3.6.0, 2026-11-22.
-    Row(head_dim=WIDE_HEAD_DIM, auto=BUCKETS,
+    Row(head_dim=WIDE_HEAD_DIM,
         config=HopperBackwardConfig(q_stages=2, section_bytes=32 * MIB, norm_rows=4, norm_heads=4)),
 )
 # fmt: on

@@ -141,7 +141,7 @@ class ForwardCall:
             # calls have no spare registers, and would spill 168 bytes.
             PIN_SUMS=config.pin and problem.window_left is None and not self.packed,
             QUERIES_IN_TILES=in_tiles and self.packed,
-            IS_ALIGNED=config.skips_masked_half and is_aligned(problem, block_m, block_n),
+            IS_ALIGNED=is_aligned(problem, block_m, block_n),
             VALUES=config.values,
             Q_LAYOUT=layout([1, 1, ROWS.value, problem.head_dim] if latent else [ROWS.value, pad_d], element),
         )

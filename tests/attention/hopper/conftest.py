@@ -15,8 +15,8 @@ def preferred(monkeypatch):
 
     def prefer(forward, backward):
         for name, taken in (("FORWARD", forward), ("BACKWARD", backward)):
-            auto = configs.BUCKETS if taken else ()
-            rows = tuple(replace(row, auto=auto, least_work=0) for row in getattr(hopper_configs, name))
+            least_work = dict.fromkeys(configs.BUCKETS if taken else (), 0)
+            rows = tuple(replace(row, least_work=least_work) for row in getattr(hopper_configs, name))
             monkeypatch.setattr(hopper_configs, name, rows)
         forget_plans()
 

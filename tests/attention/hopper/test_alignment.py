@@ -1,4 +1,4 @@
-"""The calls in which the sm_90 forward may skip the masked half of diagonal blocks: those with a plain causal mask."""
+"""The calls in which the sm_90 forward skips the masked half of diagonal blocks: those with a plain causal mask."""
 
 from dataclasses import replace
 

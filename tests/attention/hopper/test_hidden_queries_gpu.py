@@ -20,7 +20,7 @@ pytestmark = needs_sm_90
 def head_dim(request, monkeypatch):
     """The head dim at which every backward pass leaves those blocks out where it can."""
     config = configs.HopperBackwardConfig(skips_masked_half=True)
-    row = hopper_configs.Row(head_dim=request.param, config=config, auto=configs.BUCKETS)
+    row = hopper_configs.Row(head_dim=request.param, config=config)
     monkeypatch.setattr(hopper_configs, "BACKWARD", (row,))
     forget_plans()
     yield request.param

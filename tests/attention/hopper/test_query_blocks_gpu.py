@@ -18,7 +18,7 @@ pytestmark = needs_sm_90
 @pytest.fixture(autouse=True)
 def blocks_of_128(monkeypatch):
     """Give the backward blocks of 128 queries where it can take them."""
-    row = hopper_configs.Row(head_dim=64, config=configs.HopperBackwardConfig(block_m=128), auto=configs.BUCKETS)
+    row = hopper_configs.Row(head_dim=64, config=configs.HopperBackwardConfig(block_m=128))
     monkeypatch.setattr(hopper_configs, "BACKWARD", (row,))
     forget_plans()
     yield

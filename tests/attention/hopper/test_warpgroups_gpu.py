@@ -1,6 +1,6 @@
 """The sm_90 forward in every division of its warps: two or three warpgroups that attend, queries rotated by warps of
-their own or by the pre-pass; and with the masked half of diagonal blocks skipped. The tables choose some of these for
-long sequences alone, and these tests have short ones."""
+their own or by the pre-pass. The tables choose some of these for long sequences alone, and these tests have short
+ones."""
 
 from dataclasses import replace
 
@@ -18,7 +18,6 @@ pytestmark = needs_sm_90
 
 THREE = {"consumers": 3, "rotates_queries": False, "attend_registers": 160}
 EARLY = configs.HopperForwardConfig(128, values="before weights")
-EARLY_SKIPPING = replace(EARLY, skips_masked_half=True)
 DIVISIONS = {
     "three warpgroups": (64, configs.HopperForwardConfig(128, **THREE)),
     "three warpgroups, three stages": (64, configs.HopperForwardConfig(128, stages=3, rotate_heads=4, **THREE)),
@@ -32,18 +31,12 @@ DIVISIONS = {
     ),
     "two warpgroups, D 64": (64, configs.HopperForwardConfig(128, rotates_queries=False, attend_registers=240)),
     "two warpgroups, D 128": (128, configs.HopperForwardConfig(128, rotates_queries=False, attend_registers=240)),
-    "masked half skipped, D 64": (64, configs.HopperForwardConfig(128, skips_masked_half=True)),
-    "masked half skipped, values before weights, D 64": (64, EARLY_SKIPPING),
-    "masked half skipped, values before weights, D 96": (96, EARLY_SKIPPING),
-    "masked half skipped, values before weights": (128, EARLY_SKIPPING),
+    "D 64": (64, configs.HopperForwardConfig(128)),
+    "D 128": (128, configs.HopperForwardConfig(128)),
+    "pinned": (128, configs.HopperForwardConfig(128, pin=True)),
     "values before weights, D 64": (64, EARLY),
+    "values before weights, D 96": (96, EARLY),
     "values before weights": (128, EARLY),
-    "masked half skipped": (128, configs.HopperForwardConfig(128, skips_masked_half=True)),
-    "masked half skipped, pinned": (128, configs.HopperForwardConfig(128, skips_masked_half=True, pin=True)),
-    "masked half skipped, no rotating warps": (
-        128,
-        configs.HopperForwardConfig(128, skips_masked_half=True, rotates_queries=False, attend_registers=240),
-    ),
 }
 
 
@@ -51,7 +44,7 @@ DIVISIONS = {
 def head_dim(request, monkeypatch):
     """The head dim at which every forward pass runs in the division of the parameter."""
     head_dim, config = DIVISIONS[request.param]
-    row = hopper_configs.Row(head_dim=head_dim, config=config, auto=configs.BUCKETS)
+    row = hopper_configs.Row(head_dim=head_dim, config=config)
     monkeypatch.setattr(hopper_configs, "FORWARD", (row,))
     forget_plans()
     yield head_dim
