@@ -1,7 +1,7 @@
 """The configurations of the sm_90 kernels, and the calls for which ``backend="auto"`` takes these kernels.
 
-Rows are chosen by head dimension, causal mask, length bucket, GQA, packing and, where it is worth more than 3 %, the
-release of Triton. All were timed on an H200; where an H100 has a part, the row's comment names both.
+Rows are chosen by head dimension, causal mask, length bucket, GQA and packing. All were timed on an H200; where an H100
+has a part, the row's comment names both.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ FORWARD: tuple[Row, ...] = (
     # Values before weights take 2 to 5 % less time. 3.6.0 and 3.9.0, 2026-11-23.
     Row(head_dim=NARROW_HEAD_DIM, packed=False, bucket=("medium",), least_work={"medium": MANY_TILES},
         config=HopperForwardConfig(block_n=128, values=BEFORE_WEIGHTS, section_bytes=32 * MIB)),
-    # Without packed sequences of 1K to 4K tokens 0 to 20 % faster than the portable kernels at 2**32. H200 and H100,
+    # From 1K to 4K tokens, not packed, up to 20 % less time than the portable kernels take at 2**32. H200 and H100,
     # 3.6.0 and 3.9.0, 2026-11-26.
     Row(head_dim=HEAD_DIM, packed=False, bucket=("medium", "long"), least_work={"medium": MORE_TILES, "long": 0},
         config=HopperForwardConfig(block_n=128, pin=True, section_bytes=32 * MIB)),
