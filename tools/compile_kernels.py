@@ -137,9 +137,9 @@ class Job(LaunchJob):
 def table_jobs(arch: str, full: bool = False) -> list[Job]:
     """A job for each strategy of each row that serves ``arch``, at the row's largest head dimension.
 
-    Causal where the row leaves it open (the masked and the unmasked loop are both in it), bfloat16 for the 2-byte rows,
-    halves: the other variants differ by a few instructions. Both strategies on sm_90 in 2 bytes; otherwise the first
-    of a row, inline where it has both, which takes more registers and shared memory.
+    Causal (the masked and the unmasked loop are both in it), bfloat16 for the 2-byte rows, halves: the other variants
+    differ by a few instructions. Both strategies on sm_90 in 2 bytes; otherwise the first of a row, inline where it has
+    both, which takes more registers and shared memory.
     ``full`` compiles all that too, and a head dimension that is no power of two.
     """
     jobs = []
@@ -159,16 +159,12 @@ def table_jobs(arch: str, full: bool = False) -> list[Job]:
                 head_dim=row.head_dim,
                 # An order of the blocks is no other code: rows that differ in it alone are one job.
                 config=replace(row.config(arch, strategy), section_bytes=0),
-                causal=row.causal is not False,
-                gqa=bool(row.gqa),
                 # Forward has a store more than without; backward is one launch only so.
                 rotated=strategy == "prepass" and (direction == "forward" or row.one_launch),
             )
             jobs.append(job)
             if full:
-                jobs += _variants(job)
-                if row.causal is None:
-                    jobs.append(replace(job, causal=False))
+                jobs += [*_variants(job), replace(job, causal=False)]
     return list(dict.fromkeys(jobs))
 
 
@@ -202,11 +198,11 @@ def mask_jobs(arch: str, full: bool = False) -> list[Job]:
         Job(**BF16, arch=arch, direction=direction, head_dim=head_dim, config=config, gqa=True, masks=masks)
         for strategy, head_dim, masks in chosen
         for direction, find in (("forward", portable_configs.forward), ("backward", portable_configs.backward))
-        for config in [replace(find(arch, 2, head_dim, strategy, True, "medium", True, True), section_bytes=0)]
+        for config in [replace(find(arch, 2, head_dim, strategy, "medium", True), section_bytes=0)]
     ]
     if arch == "sm_90":
         # Rows that are no multiple of 16 elements apart, which ptxas 12.8 has miscompiled (``tools.uninitialised``).
-        config = portable_configs.forward(arch, 2, 24, "inline", True, "tiny", True, True)
+        config = portable_configs.forward(arch, 2, 24, "inline", "tiny", True)
         call = {"direction": "forward", "dtype": torch.float16, "head_dim": 24, "config": config}
         narrow = Job(**call, arch=arch, gqa=True, interleaved=True, masks=("kv_starts",))
         jobs += [narrow, replace(narrow, causal=False)]
@@ -347,11 +343,11 @@ def repeated_job(job: LaunchJob) -> LaunchJob | None:
 
 def tile_of(text: str) -> configs.Tile:
     """Read a tile as the labels write it, such as ``128x64w8s3``."""
-    match = re.fullmatch(r"(\d+)x(\d+)w(\d+)s(\d+)(?:r(\d+))?", text)
+    match = re.fullmatch(r"(\d+)x(\d+)w(\d+)s(\d+)", text)
     if match is None:
-        expected = "block_m x block_n, warps, stages[, registers], as in 128x64w8s3"
+        expected = "block_m x block_n, warps, stages, as in 128x64w8s3"
         raise argparse.ArgumentTypeError(f"a tile is {expected}, not {text!r}")
-    return configs.Tile(*(int(group) for group in match.groups() if group))
+    return configs.Tile(*(int(group) for group in match.groups()))
 
 
 def with_tile(job: Job, tile: configs.Tile) -> Job:

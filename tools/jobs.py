@@ -50,8 +50,7 @@ def changed(record: Any, *but: str) -> dict[str, Any]:
 
 
 def _tile_word(tile: Tile) -> str:
-    registers = f"r{tile.max_registers}" if tile.max_registers else ""
-    return f"{tile.block_m}x{tile.block_n}w{tile.num_warps}s{tile.num_stages}{registers}"
+    return f"{tile.block_m}x{tile.block_n}w{tile.num_warps}s{tile.num_stages}"
 
 
 def _word(name: str, value: Any) -> str:

@@ -53,34 +53,25 @@ def work_level(multiply_adds: int) -> int:
 
 
 class TritonOptions:
-    """The launch options of one Triton kernel.
-
-    num_warps, num_stages: as in Triton. max_registers: the most registers of a thread; None lets the compiler decide.
-    """
+    """The launch options of one Triton kernel, as Triton names them."""
 
     num_warps: int
     num_stages: int
-    max_registers: int | None
 
     @functools.cached_property
     def launch_options(self) -> dict[str, int]:
         """The keyword arguments of a Triton launch."""
-        options = {"num_warps": self.num_warps, "num_stages": self.num_stages}
-        return options if self.max_registers is None else {**options, "maxnreg": self.max_registers}
+        return {"num_warps": self.num_warps, "num_stages": self.num_stages}
 
 
 @dataclass(frozen=True)
 class Tile(TritonOptions):
-    """block_m query rows by block_n key rows; num_stages is the depth of the load pipeline.
-
-    max_registers caps the registers of a thread, so that one more block fits a multiprocessor.
-    """
+    """block_m query rows by block_n key rows; num_stages is the depth of the load pipeline."""
 
     block_m: int
     block_n: int
     num_warps: int
     num_stages: int
-    max_registers: int | None = None
 
 
 @dataclass(frozen=True)
@@ -110,7 +101,7 @@ class BackwardConfig:
 
     tma: dkdv reads Q and dO, and dq reads K and V, through descriptors. one_launch: run everything in one launch if
     nothing must be rotated before it, because forward saved q and k rotated or the strategy is inline. Both tiles then
-    have the same warps, stages and registers, and with tma the same rows.
+    have the same warps and stages, and with tma the same rows.
 
     Raises:
         ValueError: the two tiles cannot share a launch.
@@ -177,9 +168,8 @@ class HopperBackwardConfig:
     skips_masked_half, 128, which is for calls that have at most a causal mask (``hopper.shapes.query_block_rows``).
 
     q_stages, do_stages: blocks of Q and of dO in flight; q_stages 2 or more, because Q of one block and of the next are
-    in use together. consumer_registers: of one thread of the two warpgroups that multiply; twice 240, with 24 for the
-    loading and the adding warp, fill the register file at 504. section_bytes: Q, dO and the float32 dQ of the key heads
-    that are scheduled together, in bytes (0: head by head). rotate_rows, rotate_heads: rows by heads that one program
+    in use together. section_bytes: Q, dO and the float32 dQ of the key heads that are scheduled together, in bytes (0:
+    head by head). rotate_rows, rotate_heads: rows by heads that one program
     of the pre-process rotates; post_rows, post_heads: of the post-process; norm_rows, norm_heads: of the post-process
     with norms, which reads twice as much of a row and sums it. skips_masked_half: the second warpgroup skips the query
     block that sees none of its keys, if queries and keys are aligned as ``hopper.shapes.is_aligned`` asks.
@@ -193,7 +183,6 @@ class HopperBackwardConfig:
     block_m: int = 64
     q_stages: int = 3
     do_stages: int = 2
-    consumer_registers: int = 240
     section_bytes: int = 0
     rotate_rows: int = 16
     rotate_heads: int = 4

@@ -275,7 +275,7 @@ def _plan(
     shape = (causal, length_bucket, gqa)
     # With ``batch_invariant`` the same tiles for all lengths, because the order of sums over keys is that of tiles. The
     # configurations of the sm_90 forward differ in ways that change no bit.
-    portable_shape: tuple[bool | str, ...] = (causal, "long", gqa, True) if needs.batch_invariant else (*shape, masked)
+    portable_shape: tuple[bool | str, ...] = ("long", True) if needs.batch_invariant else (length_bucket, masked)
     # The one head of keys that latent attention rotates is too little work to rotate it again for each query block.
     latent = needs.nope_dim is not None
     strategy = "prepass" if latent else needs.strategy
@@ -313,7 +313,7 @@ def _plan(
     head_dim = needs.head_dim + (needs.nope_dim or 0)
     portable = (configs.family(needs.arch), needs.dtype.itemsize, head_dim)
     if latent:
-        portable_shape = (*shape, masked, True)
+        portable_shape = (length_bucket, masked, True)
     why, backward_strategy = "the shared key head is rotated once" if latent else "strategy asked for", strategy
     if strategy == "auto":
         # Backward has a pre-process anyway, so rotating there costs no launch.

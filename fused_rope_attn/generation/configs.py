@@ -45,19 +45,16 @@ class DecodeConfig(TritonOptions):
     """The configuration of one generation step: tiles of block_n cached keys, ``num_stages`` deep in the load pipeline.
 
     programs_per_sm: programs for each multiprocessor, which share all tiles equally; as many as fit at once, or some
-    would begin when the others have ended. least_tiles: the smallest share, for short caches. combine_parts: parts of a
-    shared head that are added in one step. max_registers: as in ``Tile``; pdl: as in ``ForwardConfig``. block_m: query
-    rows of one program at most in a chunk of a prompt; None: as many as a step has, up to DECODE_ROWS. by_page: tiles
-    that hold whole pages begin with a page, and look each of theirs up once.
+    would begin when the others have ended. combine_parts: parts of a shared head that are added in one step. pdl: as in
+    ``ForwardConfig``. block_m: query rows of one program at most in a chunk of a prompt; None: as many as a step has,
+    up to DECODE_ROWS. by_page: tiles that hold whole pages begin with a page, and look each of theirs up once.
     """
 
     block_n: int
     num_warps: int
     num_stages: int
     programs_per_sm: int = 2
-    least_tiles: int = 1
     combine_parts: int = 32
-    max_registers: int | None = None
     pdl: bool = False
     block_m: int | None = None
     rows_apart: int = 0

@@ -76,7 +76,7 @@ def decode_kernel(
     k_scale_stride, v_scale_stride, qk_scale, q_sign, cap_scale, norm_eps, norm_offset, window, programs, B, HKV,
     GROUP_SIZE, NQ, S, num_pages, position_limit, D: tl.constexpr, R: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_NEW: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_B: tl.constexpr,
-    LEAST_TILES: tl.constexpr, INTERLEAVED: tl.constexpr, CACHE_IS_ROTATED: tl.constexpr, HAS_NEW_KEYS: tl.constexpr,
+    INTERLEAVED: tl.constexpr, CACHE_IS_ROTATED: tl.constexpr, HAS_NEW_KEYS: tl.constexpr,
     PRECISION: tl.constexpr, STRIDE_UNIT: tl.constexpr, PAGE_SIZE: tl.constexpr, ALIGNMENT: tl.constexpr,
     IS_CHUNK: tl.constexpr, FLOAT8_DTYPE: tl.constexpr, IS_ALIGNED: tl.constexpr, USE_INT64_OFFSETS: tl.constexpr,
     NEW_WITH_PARTS: tl.constexpr, ONE_PASS: tl.constexpr, PDL: tl.constexpr,
@@ -120,7 +120,7 @@ def decode_kernel(
     m_blocks = tl.cdiv(NQ * GROUP_SIZE, BLOCK_M)
     blocks = HKV * m_blocks  # of one sequence
     total, _ = tiles_before(caches, 0)
-    share = share_of(total * blocks, programs, LEAST_TILES)
+    share = share_of(total * blocks, programs)
     pid = tl.program_id(0)
     remaining = tl.minimum(share, total * blocks - pid * share)
     if remaining <= 0:
@@ -240,7 +240,7 @@ def combine_kernel(
     k_scale_stride, v_scale_stride, qk_scale, q_sign, cap_scale, norm_eps, norm_offset, window, programs, B, HKV,
     GROUP_SIZE, NQ, S, num_pages, position_limit, D: tl.constexpr, R: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_NEW: tl.constexpr, BLOCK_PARTS: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_B: tl.constexpr, LEAST_TILES: tl.constexpr, INTERLEAVED: tl.constexpr, CACHE_IS_ROTATED: tl.constexpr,
+    BLOCK_B: tl.constexpr, INTERLEAVED: tl.constexpr, CACHE_IS_ROTATED: tl.constexpr,
     HAS_NEW_KEYS: tl.constexpr, PRECISION: tl.constexpr, STRIDE_UNIT: tl.constexpr, PAGE_SIZE: tl.constexpr,
     ALIGNMENT: tl.constexpr, FLOAT8_DTYPE: tl.constexpr, IS_ALIGNED: tl.constexpr, USE_INT64_OFFSETS: tl.constexpr,
     NEW_WITH_PARTS: tl.constexpr, ONE_PASS: tl.constexpr, PDL: tl.constexpr,
@@ -281,7 +281,7 @@ def combine_kernel(
     total, before = tiles_before(caches, sequence)
     keys = cached_keys(caches, sequence)
     tiles = count_key_tiles(keys, BLOCK_N)
-    share = share_of(total * blocks, programs, LEAST_TILES)
+    share = share_of(total * blocks, programs)
     first_tile = before * blocks + (head_kv * m_blocks + row // BLOCK_M) * tiles
     first_program = first_tile // share
     last_program = (first_tile + tiles - 1) // share

@@ -104,7 +104,7 @@ class StepCall:
         heads = problem.batch * problem.heads_kv * -(-group_rows // block_m)
         # No more programs than there can be shares.
         most = heads * max(1, -(-problem.len_k // block_n))
-        programs = min(at_once * device.num_sms(q.device), -(-most // config.least_tiles))
+        programs = min(at_once * device.num_sms(q.device), most)
         self.o_strides = output_strides(q)
         whole_parts = heads if new_with_parts else 0
         self.workspace = (2 * programs + whole_parts) * block_m * (problem.head_dim + 2)
@@ -122,7 +122,6 @@ class StepCall:
             "BLOCK_N": block_n,
             "BLOCK_D": pad_d,
             "BLOCK_B": 32 if problem.batch <= 32 else 256,
-            "LEAST_TILES": config.least_tiles,
             "ALIGNMENT": tile_alignment(page_size, block_n, config.by_page),
             "HAS_NEW_KEYS": appends,
             "PDL": config.pdl,

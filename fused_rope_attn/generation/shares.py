@@ -121,9 +121,9 @@ def sequence_of(caches, tile):
 
 
 @triton.jit
-def share_of(total, num_programs, LEAST_TILES: tl.constexpr):
-    """Return the number of key tiles of each program: equal shares, none smaller than LEAST_TILES."""
-    return tl.maximum(LEAST_TILES, tl.cdiv(total, num_programs))
+def share_of(total, num_programs):
+    """Return the number of key tiles of each program: equal shares of at least one."""
+    return tl.maximum(1, tl.cdiv(total, num_programs))
 
 
 @triton.jit

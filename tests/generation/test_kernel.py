@@ -41,12 +41,10 @@ def test_float16(check):
 @interpreted
 @ignore_overflow
 @pytest.mark.parametrize("rotated", [True, False])
-@pytest.mark.parametrize(("programs", "least", "parts"), [(1, 1, 2), (3, 1, 1), (4, 3, 2), (100, 1, 4), (100, 1, 32)])
-def test_any_number_of_shares(programs, least, parts, rotated, monkeypatch):
+@pytest.mark.parametrize(("programs", "parts"), [(1, 2), (3, 1), (4, 2), (100, 4), (100, 32)])
+def test_any_number_of_shares(programs, parts, rotated, monkeypatch):
     """From one program that does everything to one for each tile, and a head's parts added in one step or in many."""
-    config = replace(
-        configs.decode("interpreter", 4, 16, rotated), programs_per_sm=programs, least_tiles=least, combine_parts=parts
-    )
+    config = replace(configs.decode("interpreter", 4, 16, rotated), programs_per_sm=programs, combine_parts=parts)
     set_decode_config(monkeypatch, config)
     check = step("shares", (2, 1), 2, 90, 16, (85, 0, 16, 40), rotated=rotated, window=(60, 0), sinks=True)
     failures = [result for result in hold(check, F32) if not result.ok]

@@ -167,7 +167,6 @@ class BackwardCall:
             Q_STAGES=config.q_stages,
             DO_STAGES=config.do_stages,
             HAS_KEYS_BEFORE_WINDOW=left is not None and len_k - len_q > left and not problem.has_intervals,
-            CONSUMER_REGISTERS=config.consumer_registers,
             # Hidden queries would be visited first, but the key blocks before have added to them last.
             IS_ALIGNED=config.skips_masked_half and not ordered and is_aligned(problem, block_n, block_n),
             DS_LAYOUT=gl.NVMMASharedLayout.get_default_for(ds_tile, element),

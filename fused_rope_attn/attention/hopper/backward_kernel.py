@@ -52,7 +52,13 @@ from fused_rope_attn.attention.hopper.interval_kernels import WORD
 from fused_rope_attn.attention.hopper.latent_keys import LatentGradients, accumulate_latent
 from fused_rope_attn.attention.hopper.latent_keys import allocate_buffers as allocate_latent_buffers
 from fused_rope_attn.attention.hopper.masks import KeyIntervals
-from fused_rope_attn.attention.hopper.shapes import BACKWARD_BLOCK_N, CONSUMERS, KEYS
+from fused_rope_attn.attention.hopper.shapes import (
+    BACKWARD_BLOCK_N,
+    CONSUMERS,
+    KEYS,
+    LOAD_REGISTERS,
+    MULTIPLY_REGISTERS,
+)
 from fused_rope_attn.attention.hopper.shares import SHARE_WORDS, load_share
 from fused_rope_attn.kernels.lengths import (
     count_tiles,
@@ -71,10 +77,6 @@ from fused_rope_attn.kernels.schedule import let_next_launch_start, overlapped_t
 from fused_rope_attn.kernels.tiles import RowFormat, TensorView
 from fused_rope_attn.runtime.triton_compat import gl, jit, mbarrier
 
-# Registers of a thread of the warps that only load or add.
-LOADER_REGISTERS = gl.constexpr(24)
-
-
 _NUMBERS = (
     "num_heads heads_per_section most_overlapping HQ HKV GROUP_SIZE NQ pitch NK stats_size num_sequences window "
     "num_blocks".split()
@@ -90,8 +92,8 @@ def backward_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, dq_accumulator,
                     stats_size, heads_per_section, most_overlapping, D: gl.constexpr, R: gl.constexpr,
                     BLOCK_D: gl.constexpr, Q_STAGES: gl.constexpr, DO_STAGES: gl.constexpr, INTERLEAVED: gl.constexpr,
                     READS_LENGTHS: gl.constexpr, HAS_KEYS_BEFORE_WINDOW: gl.constexpr,
-                    USE_INT64_OFFSETS: gl.constexpr, PDL: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
-                    DS_LAYOUT: gl.constexpr, IS_ALIGNED: gl.constexpr, TOKEN_TABLES: gl.constexpr):  # fmt: skip
+                    USE_INT64_OFFSETS: gl.constexpr, PDL: gl.constexpr, DS_LAYOUT: gl.constexpr,
+                    IS_ALIGNED: gl.constexpr, TOKEN_TABLES: gl.constexpr):  # fmt: skip
     """Compute dk, dv of a block of keys of one key head, and their share of dQ.
 
     Grid: (``count_tiles`` of the keys * B * HKV).
@@ -287,7 +289,7 @@ def backward_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, dq_accumulator,
                 (load, (descriptors, destinations, key_rows, query_rows, existing, sizes, stats_size, PDL, IS_LATE)),
             ],
             [4, 1],
-            [CONSUMER_REGISTERS, LOADER_REGISTERS],
+            [MULTIPLY_REGISTERS, LOAD_REGISTERS],
         )
     elif SPLITS_COLUMNS and IS_ORDERED:
         gl.warp_specialize(
@@ -299,7 +301,7 @@ def backward_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, dq_accumulator,
                 (announce_additions, (buffers.permits, buffers.additions, progress, query_rows, sizes, PDL)),
             ],
             [4, 1, 1, 1],
-            [CONSUMER_REGISTERS, LOADER_REGISTERS, LOADER_REGISTERS, LOADER_REGISTERS],
+            [MULTIPLY_REGISTERS, LOAD_REGISTERS, LOAD_REGISTERS, LOAD_REGISTERS],
         )
     elif SPLITS_COLUMNS:
         gl.warp_specialize(
@@ -309,7 +311,7 @@ def backward_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, dq_accumulator,
                 (load, (descriptors, destinations, key_rows, query_rows, existing, sizes, stats_size, PDL, IS_LATE)),
             ],
             [4, 1],
-            [CONSUMER_REGISTERS, LOADER_REGISTERS],
+            [MULTIPLY_REGISTERS, LOAD_REGISTERS],
         )
     elif IS_ORDERED:
         gl.warp_specialize(
@@ -322,7 +324,7 @@ def backward_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, dq_accumulator,
                 (reduce_in_order, (2, dq_accumulator, buffers.dq, progress, key_rows, query_rows, sizes, PDL)),
             ],
             [4, 1, 1, 1, 1],
-            [CONSUMER_REGISTERS, LOADER_REGISTERS, LOADER_REGISTERS, LOADER_REGISTERS, LOADER_REGISTERS],
+            [MULTIPLY_REGISTERS, LOAD_REGISTERS, LOAD_REGISTERS, LOAD_REGISTERS, LOAD_REGISTERS],
         )
     else:
         gl.warp_specialize(
@@ -333,5 +335,5 @@ def backward_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, dq_accumulator,
                 (reduce, (dq_accumulator, buffers.dq, progress, key_rows, query_rows, sizes, PDL)),
             ],
             [4, 1, 1],
-            [CONSUMER_REGISTERS, LOADER_REGISTERS, LOADER_REGISTERS],
+            [MULTIPLY_REGISTERS, LOAD_REGISTERS, LOAD_REGISTERS],
         )

@@ -123,7 +123,6 @@ class LatentBackwardCall:
             Q_STAGES=config.q_stages,
             DO_STAGES=config.do_stages,
             HAS_KEYS_BEFORE_WINDOW=left is not None and len_k - len_q > left,
-            CONSUMER_REGISTERS=config.consumer_registers,
             IS_ALIGNED=config.skips_masked_half and is_aligned(problem, block_m, BACKWARD_BLOCK_N.value),
             DS_LAYOUT=gl.NVMMASharedLayout.get_default_for([KEYS.value, BLOCK_M.value], element),
         )
@@ -143,8 +142,6 @@ class LatentBackwardCall:
             BLOCK_N=DQ_BLOCK_N,
             K_STAGES=DQ_K_STAGES,
             V_STAGES=DQ_V_STAGES,
-            CONSUMER_REGISTERS=config.consumer_registers,
-            LOAD_REGISTERS=24,
         )
         self.sum_heads = Launch(
             sum_heads_kernel,

@@ -35,7 +35,14 @@ from fused_rope_attn.attention.hopper.forward_tiles import (
 )
 from fused_rope_attn.attention.hopper.masks import MaskOptions, mask_scores
 from fused_rope_attn.attention.hopper.ptxas import opaque
-from fused_rope_attn.attention.hopper.shapes import CONSUMERS, ROWS, WARPGROUP_THREADS, WARPGROUP_WARPS
+from fused_rope_attn.attention.hopper.shapes import (
+    CONSUMERS,
+    LOAD_REGISTERS,
+    MULTIPLY_REGISTERS,
+    ROWS,
+    WARPGROUP_THREADS,
+    WARPGROUP_WARPS,
+)
 from fused_rope_attn.attention.hopper.softmax import pack_weights, unpack_weights
 from fused_rope_attn.kernels.masks import window_of
 from fused_rope_attn.kernels.records import record
@@ -284,8 +291,7 @@ def latent_dq_kernel(q_desc, q_rope_desc, k_desc, k_rope_desc, v_desc, do_desc, 
                      qk_scale, softmax_scale, window, num_tiles, num_heads, heads_per_section, HQ, GROUP_SIZE, NQ, NK,
                      pitch, stats_size, tiles_per_head, D: gl.constexpr, R: gl.constexpr, BLOCK_N: gl.constexpr,
                      K_STAGES: gl.constexpr, V_STAGES: gl.constexpr, INTERLEAVED: gl.constexpr,
-                     READS_LENGTHS: gl.constexpr, USE_INT64_OFFSETS: gl.constexpr, PDL: gl.constexpr,
-                     CONSUMER_REGISTERS: gl.constexpr, LOAD_REGISTERS: gl.constexpr):  # fmt: skip
+                     READS_LENGTHS: gl.constexpr, USE_INT64_OFFSETS: gl.constexpr, PDL: gl.constexpr):  # fmt: skip
     """Write dq (B, HQ, NQ, R) and dq_nope (B, HQ, NQ, D). Grid: one block per multiprocessor, or one per tile if fewer.
 
     q_desc, do_desc (B, HQ, NQ, D) and q_rope_desc (B, HQ, NQ, R) in blocks of ROWS rows; k_desc, v_desc (B, HQ, NK, D)
@@ -352,5 +358,5 @@ def latent_dq_kernel(q_desc, q_rope_desc, k_desc, k_rope_desc, v_desc, do_desc, 
             (load_for_dq, (loads, schedule, masks, tiles, queries, dos, keys, values)),
         ],
         [WARPGROUP_WARPS, 1],
-        [CONSUMER_REGISTERS, LOAD_REGISTERS],
+        [MULTIPLY_REGISTERS, LOAD_REGISTERS],
     )

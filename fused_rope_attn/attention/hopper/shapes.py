@@ -20,6 +20,9 @@ KEYS = gl.constexpr(64)
 # queries, which is loaded at a time, has as many rows, or twice as many (``query_block_rows``).
 BACKWARD_BLOCK_M = gl.constexpr(PADDED_TILE_ROWS)
 BACKWARD_BLOCK_N = gl.constexpr(128)
+# Registers of a thread of the backward's warps: of the two warpgroups that multiply, and of those that load or add.
+MULTIPLY_REGISTERS = gl.constexpr(240)
+LOAD_REGISTERS = gl.constexpr(24)
 
 
 def query_block_rows(problem: Problem, block_m: int) -> int:

@@ -1,6 +1,6 @@
 """The tiles of the portable kernels, for every card.
 
-Rows are chosen by architecture, element size, head dimension, strategy, causal mask, length bucket, GQA and masks.
+Rows are chosen by architecture, element size, head dimension, strategy, length bucket and masks.
 ``python -m tools.compare_checkouts`` times a changed row against the commit before.
 """
 
@@ -41,9 +41,7 @@ class Row:
     element_size: int
     head_dim: int
     strategy: tuple[str, ...] = STRATEGIES
-    causal: bool | None = None
     bucket: tuple[str, ...] | None = None
-    gqa: bool | None = None
     masked: bool | None = None
     latent: bool = False
     section_bytes: int = 0
@@ -267,7 +265,7 @@ BACKWARD: tuple[BackwardRow, ...] = (
 def forward(arch: str, element_size: int, head_dim: int, strategy: str, *shape: bool | str) -> ForwardConfig:
     """Return the configuration of the forward pass for these properties.
 
-    shape: causal, length bucket, gqa and, where they are not False, masked and latent, as ``Row`` names them.
+    shape: length bucket and, where they are not False, masked and latent, as ``Row`` names them.
     """
     return _find(FORWARD, arch, element_size, head_dim, strategy, *shape).config(arch, strategy)
 
@@ -279,5 +277,5 @@ def backward(arch: str, element_size: int, head_dim: int, strategy: str, *shape:
 
 
 def _find(rows: tuple[AnyRow, ...], *properties: int | str) -> AnyRow:
-    names = ("arch", "element_size", "head_dim", "strategy", "causal", "bucket", "gqa", "masked", "latent")
+    names = ("arch", "element_size", "head_dim", "strategy", "bucket", "masked", "latent")
     return find_row(rows, **{"masked": False, "latent": False, **dict(zip(names, properties))})

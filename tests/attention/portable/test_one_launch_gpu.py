@@ -21,7 +21,7 @@ BASE = Case(2, 8, 2, 333, 333, 64, dtype=BF16)
 def has_rows():
     """Skip cards with rows that launch short problems otherwise."""
     arch = configs.family(device.arch(torch.device("cuda")))
-    if not portable_configs.backward(arch, 2, 64, "prepass", True, "tiny", True).one_launch:
+    if not portable_configs.backward(arch, 2, 64, "prepass", "tiny").one_launch:
         pytest.skip(f"{arch} has no rows of one launch")
 
 
