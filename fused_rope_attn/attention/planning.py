@@ -272,7 +272,6 @@ def _plan(
     fixed_order: as ``_fixed_order`` gives it. work: a level, see ``configs.work_level``. short_sequences: packed ones
     are shorter than ``hopper_configs.LEAST_MEAN_LENGTH``, on average. few_queries: fewer than ``LEAST_QUERIES`` there.
     """
-    shape = (causal, length_bucket, gqa)
     # With ``batch_invariant`` the same tiles for all lengths, because the order of sums over keys is that of tiles. The
     # configurations of the sm_90 forward differ in ways that change no bit.
     portable_shape: tuple[bool | str, ...] = ("long", True) if needs.batch_invariant else (length_bucket, masked)
@@ -285,7 +284,8 @@ def _plan(
         row_backward = hopper_configs.LATENT_BACKWARD
     elif hopper_obstacle is None:
         row, row_backward = (
-            find(needs.head_dim, *shape, needs.packed) for find in (hopper_configs.forward, hopper_configs.backward)
+            find(needs.head_dim, causal, length_bucket, gqa, needs.packed)
+            for find in (hopper_configs.forward, hopper_configs.backward)
         )
     elif backend == "hopper":
         raise hopper_obstacle[0](hopper_obstacle[1])

@@ -136,7 +136,6 @@ class ForwardCall:
             PDL=config.pdl,
             ATTEND_REGISTERS=config.attend_registers,
             ROTATE_REGISTERS=config.rotate_registers,
-            LOAD_REGISTERS=24,
             # Pinning takes registers. With a window a tile has few blocks, so they cost more than they save. Packed
             # calls have no spare registers, and would spill 168 bytes.
             PIN_SUMS=config.pin and problem.window_left is None and not self.packed,

@@ -29,7 +29,7 @@ from fused_rope_attn.attention.hopper.forward_tiles import (
     announcement_releases,
 )
 from fused_rope_attn.attention.hopper.masks import KeyRows, MaskOptions
-from fused_rope_attn.attention.hopper.shapes import ROWS, WARPGROUP_THREADS, WARPGROUP_WARPS
+from fused_rope_attn.attention.hopper.shapes import LOAD_REGISTERS, ROWS, WARPGROUP_THREADS, WARPGROUP_WARPS
 from fused_rope_attn.kernels.masks import window_of
 from fused_rope_attn.kernels.norm import Norm
 from fused_rope_attn.kernels.rotation import RotaryTables
@@ -51,9 +51,9 @@ def forward_kernel(q_ptr, q_desc, q_rot_desc, k_desc, v_desc, o_desc, o_ptr, cos
                    STAGES: gl.constexpr, CONSUMERS: gl.constexpr, INTERLEAVED: gl.constexpr,
                    READS_LENGTHS: gl.constexpr, FROM_START: gl.constexpr, USE_INT64_OFFSETS: gl.constexpr,
                    TOKEN_TABLES: gl.constexpr, PDL: gl.constexpr,
-                   ATTEND_REGISTERS: gl.constexpr, ROTATE_REGISTERS: gl.constexpr, LOAD_REGISTERS: gl.constexpr,
-                   PIN_SUMS: gl.constexpr, VALUES: gl.constexpr, IS_ALIGNED: gl.constexpr,
-                   QUERIES_IN_TILES: gl.constexpr, Q_LAYOUT: gl.constexpr):  # fmt: skip
+                   ATTEND_REGISTERS: gl.constexpr, ROTATE_REGISTERS: gl.constexpr, PIN_SUMS: gl.constexpr,
+                   VALUES: gl.constexpr, IS_ALIGNED: gl.constexpr, QUERIES_IN_TILES: gl.constexpr,
+                   Q_LAYOUT: gl.constexpr):  # fmt: skip
     """Compute o and lse of a (B, HQ, NQ, D) call. Grid: one block per multiprocessor, or one per tile if fewer.
 
     k_desc and v_desc (B, HKV, NK, D), in blocks of BLOCK_N rows: keys rotated, in pair order, and values. Queries are

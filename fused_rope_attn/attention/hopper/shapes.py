@@ -20,7 +20,8 @@ KEYS = gl.constexpr(64)
 # queries, which is loaded at a time, has as many rows, or twice as many (``query_block_rows``).
 BACKWARD_BLOCK_M = gl.constexpr(PADDED_TILE_ROWS)
 BACKWARD_BLOCK_N = gl.constexpr(128)
-# Registers of a thread of the backward's warps: of the two warpgroups that multiply, and of those that load or add.
+# Registers of a thread of the backward's two warpgroups that multiply, and of the warps that load or add in all
+# kernels. A multiprocessor has 65,536: two warpgroups with 240 and one with 24 take 64,512.
 MULTIPLY_REGISTERS = gl.constexpr(240)
 LOAD_REGISTERS = gl.constexpr(24)
 
