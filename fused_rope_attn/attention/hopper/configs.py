@@ -12,6 +12,7 @@ from fused_rope_attn.attention.configs import (
     BEFORE_SCORES,
     BEFORE_WEIGHTS,
     BUCKETS,
+    FEW_TILES,
     MANY_TILES,
     MIB,
     MORE_TILES,
@@ -78,16 +79,17 @@ FORWARD: tuple[Row, ...] = (
         config=HopperForwardConfig(block_n=128, stages=3, consumers=3, rotates_queries=False, attend_registers=160,
             values=BEFORE_WEIGHTS, section_bytes=32 * MIB, rotate_heads=4)),
     # Values before weights take 2 to 5 % less time. 3.6.0 and 3.9.0, 2026-11-23. With inputs in the L2 3 to 39 % faster
-    # than the portable kernels from the least work on. H200 and H100, 3.6.0 and 3.9.0, 2026-11-26.
+    # than the portable kernels from the least work on. H200 and H100, 3.6.0 and 3.9.0, 2026-11-26 and 27.
     Row(head_dim=64, causal=True, packed=False,
-        least_work={"tiny": SOME_TILES, "short": SOME_TILES, "medium": SOME_TILES},
+        least_work={"tiny": SOME_TILES, "short": FEW_TILES, "medium": FEW_TILES},
         config=HopperForwardConfig(block_n=128, values=BEFORE_WEIGHTS, section_bytes=32 * MIB)),
     # Packed sequences of up to 1024 tokens: 10 and 15 % faster at 2**33 and 2**34, 5 to 10 % slower at 2**32. 3.6.0 and
     # 3.9.0, 2026-11-26.
     Row(head_dim=64, causal=True, least_work={"tiny": MANY_TILES, "short": MANY_TILES, "medium": MANY_TILES, "long": 0},
         config=HopperForwardConfig(block_n=128, values=BEFORE_WEIGHTS, section_bytes=32 * MIB)),
-    # 18 to 34 % slower than the portable kernels at 2**29, 0 to 8 % faster at 2**31. 3.6.0 and 3.9.0, 2026-11-26.
-    Row(head_dim=64, packed=False, least_work={"tiny": SOME_TILES, "short": SOME_TILES, "medium": 0},
+    # 9 to 34 % slower than the portable kernels at 2**29, 0 to 8 % faster from the least work on. H200 and H100, 3.6.0
+    # and 3.9.0, 2026-11-26 and 27.
+    Row(head_dim=64, packed=False, least_work={"tiny": SOME_TILES, "short": SOME_TILES, "medium": FEW_TILES},
         config=HopperForwardConfig(block_n=128, values=BEFORE_WEIGHTS, section_bytes=32 * MIB)),
     Row(head_dim=64, least_work={"short": 0, "medium": 0, "long": 0},
         config=HopperForwardConfig(block_n=128, values=BEFORE_WEIGHTS, section_bytes=32 * MIB)),
@@ -97,21 +99,23 @@ FORWARD: tuple[Row, ...] = (
     Row(head_dim=NARROW_HEAD_DIM, packed=False, bucket=("long",),
         config=HopperForwardConfig(block_n=128, consumers=3, rotates_queries=False, attend_registers=160,
             values=BEFORE_SCORES, section_bytes=32 * MIB, rotate_heads=4)),
-    # Values before weights take 2 to 5 % less time. 3.6.0 and 3.9.0, 2026-11-23.
-    Row(head_dim=NARROW_HEAD_DIM, packed=False, bucket=("medium",), least_work={"medium": MANY_TILES},
+    # Values before weights take 2 to 5 % less time. 3.6.0 and 3.9.0, 2026-11-23. 4 % faster than the portable kernels
+    # at the least work, 15 to 18 % at 2**31. H200 and H100, 3.6.0 and 3.9.0, 2026-11-27.
+    Row(head_dim=NARROW_HEAD_DIM, packed=False, bucket=("medium",), least_work={"medium": FEW_TILES},
         config=HopperForwardConfig(block_n=128, values=BEFORE_WEIGHTS, section_bytes=32 * MIB)),
-    # From 1K to 4K tokens, not packed, up to 20 % less time than the portable kernels take at 2**32. H200 and H100,
-    # 3.6.0 and 3.9.0, 2026-11-26.
-    Row(head_dim=HEAD_DIM, packed=False, bucket=("medium", "long"), least_work={"medium": MORE_TILES, "long": 0},
+    # From 1K to 4K tokens, not packed, 11 to 21 % less time than the portable kernels take at 2**31, the same at 2**30.
+    # H200 and H100, 3.6.0 and 3.9.0, 2026-11-27.
+    Row(head_dim=HEAD_DIM, packed=False, bucket=("medium", "long"), least_work={"medium": SOME_TILES, "long": 0},
         config=HopperForwardConfig(block_n=128, pin=True, section_bytes=32 * MIB)),
     Row(head_dim=HEAD_DIM, bucket=("medium", "long"), least_work={"medium": MANY_TILES, "long": 0},
         config=HopperForwardConfig(block_n=128, pin=True, section_bytes=32 * MIB)),
     # Without a mask 16 MiB take 2 to 8 % less time where key heads are not shared. H200 and H100, 3.9.0, 2026-11-26.
-    Row(head_dim=HEAD_DIM, causal=False, packed=False, least_work={"tiny": MORE_TILES, "short": MORE_TILES},
+    # Up to 1024 tokens 6 to 8 % faster than the portable kernels from the least work on. Both cards, 2026-11-27.
+    Row(head_dim=HEAD_DIM, causal=False, packed=False, least_work={"tiny": MORE_TILES, "short": FEW_TILES},
         config=HopperForwardConfig(block_n=128, values=BEFORE_WEIGHTS, section_bytes=16 * MIB)),
     # Values before weights take 1 % less time up to 1024 tokens, and more beyond. 3.6.0, 2026-11-21. 6 to 13 % faster
-    # than the portable kernels from the least work on, see ``SOME_TILES``. H200 and H100, 3.9.0, 2026-11-26.
-    Row(head_dim=HEAD_DIM, packed=False, least_work={"tiny": SOME_TILES, "short": MORE_TILES},
+    # than the portable kernels from the least work on. H200 and H100, 3.9.0, 2026-11-26 and 27.
+    Row(head_dim=HEAD_DIM, packed=False, least_work={"tiny": SOME_TILES, "short": FEW_TILES},
         config=HopperForwardConfig(block_n=128, values=BEFORE_WEIGHTS, section_bytes=32 * MIB)),
     # Many short sequences fill the card, one does not. 3.6.0, 2026-11-22.
     Row(head_dim=HEAD_DIM, least_work={"tiny": MANY_TILES, "short": MANY_TILES},
