@@ -187,8 +187,9 @@ class DeviceClock:
         return samples
 
     def release(self) -> None:
-        """Give cached memory back between cases."""
+        """Give memory back that nothing uses any longer, also what only cycles of references hold."""
         self.synchronize()
+        gc.collect()
         torch.cuda.empty_cache()
 
 

@@ -60,13 +60,15 @@ class Served:
         elif implementation in ("eager", "sdpa") and not is_patched(model):
             model.set_attn_implementation(f"paged|{implementation}")
         greedy = GenerationConfig(max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=-1)
-        self._manager = model.init_continuous_batching(
-            generation_config=greedy, continuous_batching_config=ContinuousBatchingConfig(**options | chosen)
-        )
-        self._manager.warmup()
-        self._manager.start()
-        self._implementation = model.config._attn_implementation
-        model.config._attn_implementation = implementation
+        try:
+            self._manager = model.init_continuous_batching(
+                generation_config=greedy, continuous_batching_config=ContinuousBatchingConfig(**options | chosen)
+            )
+            self._manager.warmup()
+            self._manager.start()
+            self._implementation = model.config._attn_implementation
+        finally:
+            model.config._attn_implementation = implementation
 
     @contextmanager
     def active(self) -> Iterator[None]:

@@ -151,6 +151,7 @@ class ModelTrial(Trial):
             with on(), step.active():
                 yield
 
+        self.clock.release()  # because a manager measures what is free, and PyTorch keeps what others have freed
         try:
             with on():
                 step.begin(**provider.manager)

@@ -208,6 +208,9 @@ class CountingClock:
 
     device = torch.device("cpu")
 
+    def release(self):
+        pass
+
     def peak_mib(self, function):
         function()
         return 1.0
@@ -232,6 +235,25 @@ def test_requests_of_mixed_lengths(monkeypatch):
     assert "| eager | sdpa, graphs | `patch_model` | over the best |" in text and "Liger" not in text
     with pytest.raises(ValueError, match="hold no times"):
         tables.results(rows)
+
+
+def test_a_manager_that_fails_leaves_the_attention_of_the_config(monkeypatch):
+    """With transformers 5.17 a manager has renamed it before it finds that its pages do not fit the memory."""
+
+    def refuse(manager):
+        model.config._attn_implementation = f"paged|{model.config._attn_implementation}"
+        raise MemoryError("more than available memory")
+
+    model = shapes.make(TINY, torch.device("cpu"))
+    before = model.config._attn_implementation
+    monkeypatch.setattr("transformers.generation.continuous_batching.ContinuousBatchingManager.warmup", refuse)
+    served = serving.Served(model, shapes.Work("serve", 3, 24))
+    with providers.PROVIDERS["fused"].on(model):
+        patched = model.config._attn_implementation
+        with pytest.raises(MemoryError, match="available memory"):
+            served.begin()
+        assert model.config._attn_implementation == patched
+    assert model.config._attn_implementation == before
 
 
 def test_switching_leaves_the_model_as_it_was():
