@@ -61,6 +61,7 @@ BLOCKS: dict[str, dict[str, tuple[str, str]]] = {
         "models:serving": ("serve-h200-2026-11-22", "models.tables.serving"),
         "cp:results": ("cp-h200-2026-11-23", "cp.tables.results"),
         "corope:results": ("corope-h200-2026-11-21", "attention.tables.corope"),
+        "h100:corope": ("corope-h100-2026-11-27-triton-3.9.0", "attention.tables.corope"),
     },
     "docs/guides/same-bits.md": {
         "step:results": ("decode-h200-2026-11-26-triton-3.9.0", "decode.tables.same_bits"),
