@@ -36,7 +36,7 @@ MIB = 1 << 20
 TWO_LAUNCHES = 2**26 + 1
 # The persistent forward of sm_90 needs several tiles for every multiprocessor, so that the prologue of one overlaps the
 # epilogue of another. 512 tiles of 128 query rows are SOME_TILES with 512 tokens at D 64, MORE_TILES with twice the
-# tokens or columns, and MANY_TILES with twice both. FEW_TILES are one for each multiprocessor with 1024 tokens. Longer
+# tokens or columns, and MANY_TILES with twice both. FEW_TILES are 128 tiles with 1024 tokens at D 64. Longer
 # sequences need fewer tiles. Its time over that of the portable kernels in rows of the benchmark, H200, 3.9.0: .92 at
 # (1, 32/8, 1024, 64) and .89 at (2, 32/32, 512, 128), 2**31; .89 at (1, 32/8, 1024, 128), 2**32; an H100 has .92 to .93
 # and .89 at the first and the last. With 3.6.0 .94 at the second, and .87 at (2, 64/64, 512, 128), 2**32.
