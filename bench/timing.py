@@ -187,7 +187,7 @@ class DeviceClock:
         return samples
 
     def release(self) -> None:
-        """Give memory back that nothing uses any longer, also what only cycles of references hold."""
+        """Return unused memory to the driver. Collect the tensors first that only reference cycles keep alive."""
         self.synchronize()
         gc.collect()
         torch.cuda.empty_cache()

@@ -151,7 +151,8 @@ class ModelTrial(Trial):
             with on(), step.active():
                 yield
 
-        self.clock.release()  # because a manager measures what is free, and PyTorch keeps what others have freed
+        # A manager sizes its pages by the free memory, and PyTorch's allocator keeps what earlier providers have freed.
+        self.clock.release()
         try:
             with on():
                 step.begin(**provider.manager)

@@ -35,11 +35,9 @@ MIB = 1 << 20
 # warm-up runs outside of it, so other kernels would be compiled during the capture.
 TWO_LAUNCHES = 2**26 + 1
 # The persistent forward of sm_90 needs several tiles for every multiprocessor, so that the prologue of one overlaps the
-# epilogue of another. 512 tiles of 128 query rows are SOME_TILES with 512 tokens at D 64, MORE_TILES with twice the
-# tokens or columns, and MANY_TILES with twice both. FEW_TILES are 128 tiles with 1024 tokens at D 64. Longer
-# sequences need fewer tiles. Its time over that of the portable kernels in rows of the benchmark, H200, 3.9.0: .92 at
-# (1, 32/8, 1024, 64) and .89 at (2, 32/32, 512, 128), 2**31; .89 at (1, 32/8, 1024, 128), 2**32; an H100 has .92 to .93
-# and .89 at the first and the last. With 3.6.0 .94 at the second, and .87 at (2, 64/64, 512, 128), 2**32.
+# epilogue of another. Longer sequences need fewer tiles. Tiles have 128 query rows. FEW_TILES are 128 of them with 1024
+# tokens at D 64, and SOME_TILES 512 with 512 tokens at D 64. MORE_TILES are 512 with twice the tokens or columns, and
+# MANY_TILES with twice both. docs/experiments has the times on both sides (portable.md, sm90-forward.md).
 FEW_TILES, SOME_TILES, MORE_TILES, MANY_TILES = 2**30, 2**31, 2**32, 2**33
 WORK_LEVELS = (0, TWO_LAUNCHES, FEW_TILES, SOME_TILES, MORE_TILES, MANY_TILES)
 

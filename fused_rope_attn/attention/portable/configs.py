@@ -97,8 +97,8 @@ FORWARD: tuple[ForwardRow, ...] = (
         tile=Tile(64, 64, num_warps=4, num_stages=3), section_bytes=24 * MIB, rotate_heads=1, prefetch_rows=512),
     ForwardRow(arch=LARGE, element_size=2, head_dim=64, bucket=("tiny", "short"),
         tile=Tile(64, 64, num_warps=4, num_stages=3), section_bytes=24 * MIB, rotate_heads=1, prefetch_rows=128),
-    # Through descriptors few tiles take 6 to 47 % more time, and many up to 14 % less, but those are for the sm_90
-    # kernels. With 3.8.0 and 3.9.0 ptxas lets each product wait for the one before. H200 and H100, 2026-11-27.
+    # Few tiles take 6 to 47 % more time through descriptors at most shapes. Many take up to 14 % less, but the sm_90
+    # kernels serve most of these. H200 and H100, 3.6.0 and 3.9.0, 2026-11-27.
     ForwardRow(arch=("sm_90",), element_size=2, head_dim=64,
         tile=Tile(64, 64, num_warps=4, num_stages=3), section_bytes=8 * MIB),
     # H200, 2026-11-21, triton 3.6.0; untimed on sm_100.
