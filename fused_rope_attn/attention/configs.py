@@ -37,9 +37,10 @@ TWO_LAUNCHES = 2**26 + 1
 # The persistent forward of sm_90 needs several tiles for every multiprocessor, so that the prologue of one overlaps the
 # epilogue of another. Longer sequences need fewer tiles. Tiles have 128 query rows. FEW_TILES are 128 of them with 1024
 # tokens at D 64, and SOME_TILES 512 with 512 tokens at D 64. MORE_TILES are 512 with twice the tokens or columns, and
-# MANY_TILES with twice both. docs/experiments has the times on both sides (portable.md, sm90-forward.md).
-FEW_TILES, SOME_TILES, MORE_TILES, MANY_TILES = 2**30, 2**31, 2**32, 2**33
-WORK_LEVELS = (0, TWO_LAUNCHES, FEW_TILES, SOME_TILES, MORE_TILES, MANY_TILES)
+# MANY_TILES with twice both. docs/experiments has the times on both sides (portable.md, sm90-forward.md). WIDE_TILES
+# are 683 tiles of 192 rows with 8192 tokens at D 64.
+FEW_TILES, SOME_TILES, MORE_TILES, MANY_TILES, WIDE_TILES = 2**30, 2**31, 2**32, 2**33, 2**36
+WORK_LEVELS = (0, TWO_LAUNCHES, FEW_TILES, SOME_TILES, MORE_TILES, MANY_TILES, WIDE_TILES)
 
 
 def work_level(multiply_adds: int) -> int:

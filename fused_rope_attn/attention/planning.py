@@ -284,7 +284,7 @@ def _plan(
         row_backward = hopper_configs.LATENT_BACKWARD
     elif hopper_obstacle is None:
         row, row_backward = (
-            find(needs.head_dim, causal, length_bucket, gqa, needs.packed)
+            find(needs.head_dim, causal, length_bucket, gqa, needs.packed, work)
             for find in (hopper_configs.forward, hopper_configs.backward)
         )
     elif backend == "hopper":

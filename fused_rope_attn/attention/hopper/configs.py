@@ -49,9 +49,10 @@ class Row:
     head_dim: the largest head dimension served. None matches anything. least_work: for each length bucket the
     multiply-adds, one of ``WORK_LEVELS``, from which on ``backend="auto"`` takes the row instead of the portable
     kernels; it never does in a bucket that is missing. ``backend="hopper"`` takes the row in all of ``bucket``.
+    most_work: the last of ``WORK_LEVELS`` that the row serves, whatever the backend.
 
     Raises:
-        ValueError: for a least_work that is not one of ``WORK_LEVELS``.
+        ValueError: for a least_work or most_work that is not one of ``WORK_LEVELS``.
     """
 
     head_dim: int
@@ -61,11 +62,13 @@ class Row:
     bucket: tuple[str, ...] | None = None
     gqa: bool | None = None
     packed: bool | None = None
+    most_work: int | None = None
 
     def __post_init__(self) -> None:
-        for work in self.least_work.values():
+        named = [("least_work", work) for work in self.least_work.values()]
+        for name, work in [*named, ("most_work", self.most_work or 0)]:
             if work not in WORK_LEVELS:
-                raise ValueError(f"least_work must be one of {WORK_LEVELS}, but is {work}")
+                raise ValueError(f"{name} must be one of {WORK_LEVELS}, but is {work}")
 
 
 # section_bytes: of K and V (or of Q, dO and dQ), 32 MiB stay in the L2 of 50 MB.
@@ -74,6 +77,10 @@ FORWARD: tuple[Row, ...] = (
     # Never by itself, because tiles are 64 columns wide at any head dim. Untimed.
     Row(head_dim=32, least_work={},
         config=HopperForwardConfig(block_n=128, section_bytes=32 * MIB)),
+    # Few tiles of three warpgroups leave multiprocessors without work: two take .64 to .82 of the time below three for
+    # each two multiprocessors, .93 to 1.06 at five. H200, 3.6.0 and 3.9.0, 2026-11-27.
+    Row(head_dim=64, packed=False, bucket=("long",), most_work=MANY_TILES,
+        config=HopperForwardConfig(block_n=128, values=BEFORE_WEIGHTS, section_bytes=32 * MIB)),
     # Three warpgroups overlap their exponentials from 8192 tokens on, and lose below. 3.6.0 and 3.9.0, 2026-11-22.
     Row(head_dim=64, packed=False, bucket=("long",),
         config=HopperForwardConfig(block_n=128, stages=3, consumers=3, rotates_queries=False, attend_registers=160,
@@ -94,6 +101,9 @@ FORWARD: tuple[Row, ...] = (
     Row(head_dim=64, least_work={"short": 0, "medium": 0, "long": 0},
         config=HopperForwardConfig(block_n=128, values=BEFORE_WEIGHTS, section_bytes=32 * MIB)),
     Row(head_dim=NARROW_HEAD_DIM, causal=True, packed=False, bucket=("long",),
+        config=HopperForwardConfig(block_n=128, values=BEFORE_WEIGHTS, section_bytes=32 * MIB)),
+    # As at head dim 64: two warpgroups take .77 to .79 of the time with 172 tiles of three. Both releases, 2026-11-27.
+    Row(head_dim=NARROW_HEAD_DIM, packed=False, bucket=("long",), most_work=MANY_TILES,
         config=HopperForwardConfig(block_n=128, values=BEFORE_WEIGHTS, section_bytes=32 * MIB)),
     # Without a causal mask three warpgroups take 6 to 11 % less time. 3.6.0 and 3.9.0, 2026-11-23.
     Row(head_dim=NARROW_HEAD_DIM, packed=False, bucket=("long",),
@@ -203,11 +213,15 @@ BACKWARD: tuple[Row, ...] = (
 # fmt: on
 
 
-def forward(head_dim: int, causal: bool, bucket: str, gqa: bool, packed: bool = False) -> Row:
-    """Return the row of the forward pass for these properties."""
-    return find_row(FORWARD, head_dim=head_dim, causal=causal, bucket=bucket, gqa=gqa, packed=packed)
+def forward(
+    head_dim: int, causal: bool, bucket: str, gqa: bool, packed: bool = False, work: int = WORK_LEVELS[-1]
+) -> Row:
+    """Return the row of the forward pass for these properties and one of ``WORK_LEVELS``."""
+    return find_row(FORWARD, head_dim=head_dim, causal=causal, bucket=bucket, gqa=gqa, packed=packed, most_work=work)
 
 
-def backward(head_dim: int, causal: bool, bucket: str, gqa: bool, packed: bool = False) -> Row:
-    """Return the row of the backward pass for these properties."""
-    return find_row(BACKWARD, head_dim=head_dim, causal=causal, bucket=bucket, gqa=gqa, packed=packed)
+def backward(
+    head_dim: int, causal: bool, bucket: str, gqa: bool, packed: bool = False, work: int = WORK_LEVELS[-1]
+) -> Row:
+    """Return the row of the backward pass for these properties and one of ``WORK_LEVELS``."""
+    return find_row(BACKWARD, head_dim=head_dim, causal=causal, bucket=bucket, gqa=gqa, packed=packed, most_work=work)

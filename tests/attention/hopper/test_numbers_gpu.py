@@ -12,7 +12,7 @@ import torch
 from fused_rope_attn.testing import Case, make_inputs, run_op
 from tests.support.attention import assert_equal, assert_matches_float64
 from tests.support.dtypes import BF16, F16
-from tests.support.gpu import MANY_TILES, ODD_LENGTHS, check_extreme_logits
+from tests.support.gpu import MANY_TILES, ODD_LENGTHS, SOME_TILES, check_extreme_logits
 from tests.support.hopper import ON_SM_90, needs_sm_90
 from tests.support.paths import ROOT
 
@@ -35,6 +35,8 @@ pytestmark = needs_sm_90
         replace(ODD_LENGTHS, rotary_dim=64, full_width=True, interleaved=True, tables="random"),
         replace(ODD_LENGTHS, table_dtype=BF16, full_width=True),
         MANY_TILES,
+        *SOME_TILES,
+        replace(SOME_TILES[0], len_q=2000, len_k=2600, kv_lens=(2500,)),
         Case(2, 4, 4, 1000, 1000, 64, dtype=F16),
         Case(2, 4, 2, 1000, 1000, 64, dtype=F16, causal=False),
         Case(2, 4, 1, 600, 600, 96, dtype=BF16),

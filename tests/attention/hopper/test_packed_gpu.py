@@ -47,6 +47,7 @@ PACKINGS = (
     packed((300, 401), layout="bhnd"),
     packed((1500, 40, 2000, 900), heads_q=16, heads_kv=4),
     packed((1500, 40, 0, 2000, 1, 900, 127, 4096), causal=False),
+    packed((0, 0, 1500, 0, 40, 700, 0, 0), heads_q=9, heads_kv=3),  # two tiles for each multiprocessor, some empty
     packed(tuple(1 + 37 * i % 300 for i in range(300)), heads_q=4, heads_kv=4),
     packed((700, 1, 333, 64, 128, 129, 63), head_dim=256),
     packed((256, 128, 384), head_dim=256, causal=False),
