@@ -108,7 +108,7 @@ def load(loader, schedule, masks, tiles, queries, keys, values):
             # After the first keys, because their slot is free earlier than the queries' memory.
             load_queries(loader, queries, tile, tile_step)
         tile_step += 1
-        following = next_work(schedule, masks, tile_step)
+        following = next_work(schedule, masks, work)
         announce_tile(tiles, tile_step, following.tile)
         # Early, because they take a round trip to memory.
         first_visit, count = first_visit_of(following)

@@ -211,6 +211,7 @@ class Work:
     """A ``QueryTile`` and what only the loading warp needs."""
 
     tile: QueryTile
+    index: gl.tensor  # the tile's number
     head_kv: gl.tensor
     first_k: gl.tensor | None  # the row at which the sequence's keys begin; None: 0
     visits_ptr: gl.tensor | None = None  # with intervals: the tile's visits, and before them how many there are
@@ -247,8 +248,8 @@ def tile_if(exists, tile):
 
 
 @jit
-def listed_work(schedule, start_m, bh, batch, head, num_keys, head_kv, first_k):
-    """Return the ``Work`` of a head's queries from row ``start_m`` on by the ``VisitLists``."""
+def listed_work(schedule, index, start_m, bh, batch, head, num_keys, head_kv, first_k):
+    """Return the ``Work`` of a head's queries from row ``start_m`` on, tile number ``index``, by the ``VisitLists``."""
     BLOCK_M: gl.constexpr = schedule.BLOCK_M
     lists = schedule.intervals
     tiles = (schedule.NQ + BLOCK_M - 1) // BLOCK_M
@@ -259,7 +260,7 @@ def listed_work(schedule, start_m, bh, batch, head, num_keys, head_kv, first_k):
     # launch that counts them. The tile's last block and what needs a mask are not read.
     bounds = TileBounds(num_keys * 0, num_keys * 0, num_keys * 0, num_keys, query_end=None, rotated_row=None)
     tile = QueryTile(start_m, bh, batch, head, num_keys * 0 + 1, num_keys * 0, bounds)
-    return Work(tile, head_kv, first_k, visits_ptr + 1, hidden_ptr)
+    return Work(tile, index, head_kv, first_k, visits_ptr + 1, hidden_ptr)
 
 
 @jit
@@ -295,12 +296,12 @@ def tile_work(schedule, masks, index):
         starts_ptr = None
     head_kv = head // schedule.GROUP_SIZE
     if schedule.intervals is not None:
-        return listed_work(schedule, start_m, bh, batch, head, num_keys, head_kv, first_k)
+        return listed_work(schedule, index, start_m, bh, batch, head, num_keys, head_kv, first_k)
     else:
         q_offset = num_keys - schedule.NQ
         mask = sequence_mask(starts_ptr, batch, q_offset, num_keys, masks.window, masks.READS_LENGTHS)
         tile = make_tile(schedule, mask, start_m, bh, batch, head, q_offset)
-        return Work(tile=tile, head_kv=head_kv, first_k=first_k)
+        return Work(tile, index, head_kv, first_k)
 
 
 @jit
@@ -319,21 +320,20 @@ def table_entry(schedule, masks, index):
 
 
 @jit
-def take_index(schedule, is_second):
-    """Return the number of a tile that no other block has, or a number past the last tile if none is left.
+def take_index(schedule, index):
+    """Return the number of the tile that this block takes after number ``index``; it may be past the last tile.
 
-    is_second: whether it is the block's second tile. Tiles that take long come first, and a block takes its second tile
-    when it begins its first one, so a block with a long tile would take another long one. If there are few tiles for
-    each block, second ones are therefore not taken from the counter: the block with the first tile, which is the
-    longest, has the last one of those that follow, and so on.
+    Long tiles come first, and a block takes its second tile when it begins its first one. From the counter, a block
+    with a long tile would take another long one. If there are few tiles, second ones are therefore fixed: the block
+    with the longest first tile has the last of the tiles that follow, and so on.
     """
     blocks = gl.num_programs(0)
-    # Beyond this, fixed tiles take more time about as often as less, and up to 8 % more at four for each block.
+    # Beyond 9/4 for each block, fixed tiles take more time as often as less, and up to 8 % more with four.
     are_few = 4 * schedule.num_tiles <= 9 * blocks
-    is_fixed = are_few & is_second
+    is_fixed = are_few & (index < blocks)
     # With Triton 3.6 a branch around the counter takes 1 to 4 % more time than adding 0.
     taken = gl.atomic_add(schedule.counter_ptr, gl.where(is_fixed, 0, 1))
-    return gl.where(is_fixed, 2 * blocks - 1 - gl.program_id(0), gl.where(are_few, 2 * blocks, blocks) + taken)
+    return gl.where(is_fixed, 2 * blocks - 1 - index, gl.where(are_few, 2 * blocks, blocks) + taken)
 
 
 @jit
@@ -345,7 +345,7 @@ def packed_work(schedule, masks, index):
     """
     head, row, end, first_k, len_k, len_q, sequence = table_entry(schedule, masks, index)
     while (row >= end) & (index < schedule.num_tiles):
-        index = take_index(schedule, False)
+        index = take_index(schedule, index)
         head, row, end, first_k, len_k, len_q, sequence = table_entry(schedule, masks, index)
     mask = sequence_mask(None, 0, len_k - len_q, len_k, masks.window, masks.READS_LENGTHS)
     rotated_row = row
@@ -354,7 +354,7 @@ def packed_work(schedule, masks, index):
         rotated_row = padded_row(first_q, sequence, BACKWARD_BLOCK_M) + row - first_q
     tile = make_tile(schedule, mask, row, head, head * 0, head, len_k - end, end, rotated_row)
     tile = tile_if(index < schedule.num_tiles, tile)
-    return Work(tile=tile, head_kv=head // schedule.GROUP_SIZE, first_k=first_k)
+    return Work(tile, index, head // schedule.GROUP_SIZE, first_k)
 
 
 @jit
@@ -367,9 +367,9 @@ def first_work(schedule, masks):
 
 
 @jit
-def next_work(schedule, masks, step):
-    """Return the ``Work`` of this block's tile number ``step`` > 0, or one of no blocks if no tile is left for it."""
-    index = take_index(schedule, step == 1)
+def next_work(schedule, masks, work):
+    """Return the ``Work`` that follows this block's ``work``, or one of no blocks if no tile is left for it."""
+    index = take_index(schedule, work.index)
     if schedule.tiles_per_head is None:
         exists = index < schedule.num_tiles
         if schedule.lens_ptr is not None or schedule.starts_ptr is not None or schedule.intervals is not None:

@@ -151,7 +151,7 @@ def load_for_dq(loads, schedule, masks, tiles, queries, dos, keys, values):
         arrivals = load_block(loads, loads.k, loads.k_rope, 0, work, row, keys, key_step, arrivals)
         load_tile_queries(loads, tile, tile_step, queries, dos)
         tile_step += 1
-        following = next_work(schedule, masks, tile_step)
+        following = next_work(schedule, masks, work)
         announce_tile(tiles, tile_step, following.tile)
         for visit in range(tile.num_blocks):
             row = key_row(work, visit, schedule.BLOCK_N)
