@@ -77,8 +77,8 @@ FORWARD: tuple[Row, ...] = (
     # Never by itself, because tiles are 64 columns wide at any head dim. Untimed.
     Row(head_dim=32, least_work={},
         config=HopperForwardConfig(block_n=128, section_bytes=32 * MIB)),
-    # Few tiles of three warpgroups leave multiprocessors without work: two take .64 to .82 of the time below three for
-    # each two multiprocessors, .93 to 1.06 at five. H200, 3.6.0 and 3.9.0, 2026-11-27.
+    # With few tiles of three warpgroups some multiprocessors get one, others two. At (1, 4/4, 8192, 64) two warpgroups
+    # take .66 of the time, without a mask .80; with 8 heads .93 to .96 and 1.05. 3.6.0 and 3.9.0, 2026-11-27.
     Row(head_dim=64, packed=False, bucket=("long",), most_work=MANY_TILES,
         config=HopperForwardConfig(block_n=128, values=BEFORE_WEIGHTS, section_bytes=32 * MIB)),
     # Three warpgroups overlap their exponentials from 8192 tokens on, and lose below. 3.6.0 and 3.9.0, 2026-11-22.
@@ -102,7 +102,7 @@ FORWARD: tuple[Row, ...] = (
         config=HopperForwardConfig(block_n=128, values=BEFORE_WEIGHTS, section_bytes=32 * MIB)),
     Row(head_dim=NARROW_HEAD_DIM, causal=True, packed=False, bucket=("long",),
         config=HopperForwardConfig(block_n=128, values=BEFORE_WEIGHTS, section_bytes=32 * MIB)),
-    # As at head dim 64: two warpgroups take .77 to .79 of the time with 172 tiles of three. Both releases, 2026-11-27.
+    # Two warpgroups take .77 to .79 of the time with 4 heads of 8192 tokens. 3.6.0 and 3.9.0, 2026-11-27.
     Row(head_dim=NARROW_HEAD_DIM, packed=False, bucket=("long",), most_work=MANY_TILES,
         config=HopperForwardConfig(block_n=128, values=BEFORE_WEIGHTS, section_bytes=32 * MIB)),
     # Without a causal mask three warpgroups take 6 to 11 % less time. 3.6.0 and 3.9.0, 2026-11-23.
