@@ -12,7 +12,7 @@ def find_row(rows: Sequence[Row], **key: object) -> Row:
     """Return the first row whose fields match the properties of a call, which ``key`` names as the fields are named.
 
     A field that is None matches anything, and a tuple its members. ``head_dim`` and fields that begin with ``most_``
-    match what is not greater; None is no such thing.
+    match what is not greater, and fields that begin with ``from_`` what is not smaller; None is no such thing.
 
     Raises:
         LookupError: no row matches.
@@ -28,4 +28,6 @@ def _matches(name: str, field: object, value: object) -> bool:
         return True
     if name == "head_dim" or name.startswith("most_"):
         return value is not None and value <= field  # type: ignore[operator]
+    if name.startswith("from_"):
+        return value is not None and value >= field  # type: ignore[operator]
     return value in field if isinstance(field, tuple) else value == field

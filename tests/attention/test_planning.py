@@ -212,18 +212,24 @@ def test_a_row_asks_for_a_level_of_work():
     """Plans are remembered for a level of work, so that another amount would be compared with too little."""
     with pytest.raises(ValueError, match=r"least_work must be one of \(0, .*\), but is 1024"):
         dataclasses.replace(hopper_configs.FORWARD[0], least_work={"tiny": 1024})
-    with pytest.raises(ValueError, match=r"most_work must be one of \(0, .*\), but is 1024"):
-        dataclasses.replace(hopper_configs.FORWARD[0], most_work=1024)
+    with pytest.raises(ValueError, match=r"from_work must be one of \(0, .*\), but is 1024"):
+        dataclasses.replace(hopper_configs.FORWARD[0], from_work=1024)
 
 
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize(("length", "most"), [(8192, 15), (32768, 0)])
-def test_few_tiles_have_two_warpgroups(arch, length, most, causal):
-    """At head dim 64, with up to ``most`` heads of long sequences, and three with more."""
-    for heads, consumers in ((most, 2), (most + 1, 3)):
-        if heads:
-            chosen = plan(**call(length, head_dim=64, heads=(heads, heads), batch=1, causal=causal))
-            assert (chosen.backend, chosen.forward.consumers) == ("hopper", consumers)
+@pytest.mark.parametrize(
+    ("head_dim", "causal", "heads", "consumers"),
+    [
+        (64, True, 15, 2),
+        (64, True, 16, 3),
+        (64, False, 15, 2),
+        (64, False, 16, 3),
+        (96, False, 7, 2),
+        (96, False, 8, 3),
+    ],
+)
+def test_few_tiles_of_long_sequences_have_two_warpgroups(arch, head_dim, causal, heads, consumers):
+    chosen = plan(**call(8192, head_dim=head_dim, heads=(heads, heads), batch=1, causal=causal))
+    assert (chosen.backend, chosen.forward.consumers) == ("hopper", consumers)
 
 
 @pytest.mark.parametrize("level", configs.WORK_LEVELS)

@@ -18,6 +18,7 @@ from fused_rope_attn.attention.configs import (
     MORE_TILES,
     SOME_TILES,
     TWO_LAUNCHES,
+    WIDE_TILES,
     WORK_LEVELS,
     HopperBackwardConfig,
     HopperForwardConfig,
@@ -49,10 +50,10 @@ class Row:
     head_dim: the largest head dimension served. None matches anything. least_work: for each length bucket the
     multiply-adds, one of ``WORK_LEVELS``, from which on ``backend="auto"`` takes the row instead of the portable
     kernels; it never does in a bucket that is missing. ``backend="hopper"`` takes the row in all of ``bucket``.
-    most_work: the last of ``WORK_LEVELS`` that the row serves, whatever the backend.
+    from_work: the first of ``WORK_LEVELS`` that the row serves, whatever the backend.
 
     Raises:
-        ValueError: for a least_work or most_work that is not one of ``WORK_LEVELS``.
+        ValueError: for a least_work or from_work that is not one of ``WORK_LEVELS``.
     """
 
     head_dim: int
@@ -62,11 +63,10 @@ class Row:
     bucket: tuple[str, ...] | None = None
     gqa: bool | None = None
     packed: bool | None = None
-    most_work: int | None = None
+    from_work: int = 0
 
     def __post_init__(self) -> None:
-        named = [("least_work", work) for work in self.least_work.values()]
-        for name, work in [*named, ("most_work", self.most_work or 0)]:
+        for name, work in (*(("least_work", work) for work in self.least_work.values()), ("from_work", self.from_work)):
             if work not in WORK_LEVELS:
                 raise ValueError(f"{name} must be one of {WORK_LEVELS}, but is {work}")
 
@@ -77,18 +77,16 @@ FORWARD: tuple[Row, ...] = (
     # Never by itself, because tiles are 64 columns wide at any head dim. Untimed.
     Row(head_dim=32, least_work={},
         config=HopperForwardConfig(block_n=128, section_bytes=32 * MIB)),
-    # With few tiles of three warpgroups some multiprocessors get one, others two. At (1, 4/4, 8192, 64) two warpgroups
-    # take .66 of the time, without a mask .80; with 8 heads .93 to .96 and 1.05. 3.6.0 and 3.9.0, 2026-11-27.
-    Row(head_dim=64, packed=False, bucket=("long",), most_work=MANY_TILES,
-        config=HopperForwardConfig(block_n=128, values=BEFORE_WEIGHTS, section_bytes=32 * MIB)),
-    # Three warpgroups overlap their exponentials from 8192 tokens on, and lose below. 3.6.0 and 3.9.0, 2026-11-22.
-    Row(head_dim=64, packed=False, bucket=("long",),
+    # Three warpgroups overlap their exponentials from 8192 tokens on, and lose below. 3.6.0 and 3.9.0, 2026-11-22. With
+    # few tiles some multiprocessors get one, others two: at (1, 4/4, 8192) the two warpgroups of the next rows take .66
+    # of the time, without a mask .80; with 8 heads .93 to .96 and 1.05. 3.6.0 and 3.9.0, 2026-11-27.
+    Row(head_dim=64, packed=False, bucket=("long",), from_work=WIDE_TILES,
         config=HopperForwardConfig(block_n=128, stages=3, consumers=3, rotates_queries=False, attend_registers=160,
             values=BEFORE_WEIGHTS, section_bytes=32 * MIB, rotate_heads=4)),
     # Values before weights take 2 to 5 % less time. 3.6.0 and 3.9.0, 2026-11-23. With inputs in the L2 3 to 39 % faster
     # than the portable kernels from the least work on. H200 and H100, 3.6.0 and 3.9.0, 2026-11-26 and 27.
     Row(head_dim=64, causal=True, packed=False,
-        least_work={"tiny": SOME_TILES, "short": FEW_TILES, "medium": FEW_TILES},
+        least_work={"tiny": SOME_TILES, "short": FEW_TILES, "medium": FEW_TILES, "long": 0},
         config=HopperForwardConfig(block_n=128, values=BEFORE_WEIGHTS, section_bytes=32 * MIB)),
     # Packed sequences of up to 1024 tokens: 10 and 15 % faster at 2**33 and 2**34, 5 to 10 % slower at 2**32. 3.6.0 and
     # 3.9.0, 2026-11-26.
@@ -96,22 +94,19 @@ FORWARD: tuple[Row, ...] = (
         config=HopperForwardConfig(block_n=128, values=BEFORE_WEIGHTS, section_bytes=32 * MIB)),
     # 9 to 34 % slower than the portable kernels at 2**29, 0 to 8 % faster from the least work on. H200 and H100, 3.6.0
     # and 3.9.0, 2026-11-26 and 27.
-    Row(head_dim=64, packed=False, least_work={"tiny": SOME_TILES, "short": SOME_TILES, "medium": FEW_TILES},
+    Row(head_dim=64, packed=False,
+        least_work={"tiny": SOME_TILES, "short": SOME_TILES, "medium": FEW_TILES, "long": 0},
         config=HopperForwardConfig(block_n=128, values=BEFORE_WEIGHTS, section_bytes=32 * MIB)),
     Row(head_dim=64, least_work={"short": 0, "medium": 0, "long": 0},
         config=HopperForwardConfig(block_n=128, values=BEFORE_WEIGHTS, section_bytes=32 * MIB)),
-    Row(head_dim=NARROW_HEAD_DIM, causal=True, packed=False, bucket=("long",),
-        config=HopperForwardConfig(block_n=128, values=BEFORE_WEIGHTS, section_bytes=32 * MIB)),
-    # Two warpgroups take .77 to .79 of the time with 4 heads of 8192 tokens. 3.6.0 and 3.9.0, 2026-11-27.
-    Row(head_dim=NARROW_HEAD_DIM, packed=False, bucket=("long",), most_work=MANY_TILES,
-        config=HopperForwardConfig(block_n=128, values=BEFORE_WEIGHTS, section_bytes=32 * MIB)),
-    # Without a causal mask three warpgroups take 6 to 11 % less time. 3.6.0 and 3.9.0, 2026-11-23.
-    Row(head_dim=NARROW_HEAD_DIM, packed=False, bucket=("long",),
+    # Without a causal mask three warpgroups take 6 to 11 % less time. 3.6.0 and 3.9.0, 2026-11-23. With 4 heads of 8192
+    # tokens two take .77 to .79 of the time. 3.6.0 and 3.9.0, 2026-11-27.
+    Row(head_dim=NARROW_HEAD_DIM, causal=False, packed=False, bucket=("long",), from_work=WIDE_TILES,
         config=HopperForwardConfig(block_n=128, consumers=3, rotates_queries=False, attend_registers=160,
             values=BEFORE_SCORES, section_bytes=32 * MIB, rotate_heads=4)),
     # Values before weights take 2 to 5 % less time. 3.6.0 and 3.9.0, 2026-11-23. 4 % faster than the portable kernels
     # at the least work, 15 to 18 % at 2**31. H200 and H100, 3.6.0 and 3.9.0, 2026-11-27.
-    Row(head_dim=NARROW_HEAD_DIM, packed=False, bucket=("medium",), least_work={"medium": FEW_TILES},
+    Row(head_dim=NARROW_HEAD_DIM, packed=False, bucket=("medium", "long"), least_work={"medium": FEW_TILES, "long": 0},
         config=HopperForwardConfig(block_n=128, values=BEFORE_WEIGHTS, section_bytes=32 * MIB)),
     # From 1025 to 4096 tokens they take 11 to 21 % less time than the portable kernels at 2**31, and the same at 2**30.
     # H200 and H100, 3.6.0 and 3.9.0, 2026-11-27.
@@ -217,11 +212,11 @@ def forward(
     head_dim: int, causal: bool, bucket: str, gqa: bool, packed: bool = False, work: int = WORK_LEVELS[-1]
 ) -> Row:
     """Return the row of the forward pass for these properties and one of ``WORK_LEVELS``."""
-    return find_row(FORWARD, head_dim=head_dim, causal=causal, bucket=bucket, gqa=gqa, packed=packed, most_work=work)
+    return find_row(FORWARD, head_dim=head_dim, causal=causal, bucket=bucket, gqa=gqa, packed=packed, from_work=work)
 
 
 def backward(
     head_dim: int, causal: bool, bucket: str, gqa: bool, packed: bool = False, work: int = WORK_LEVELS[-1]
 ) -> Row:
     """Return the row of the backward pass for these properties and one of ``WORK_LEVELS``."""
-    return find_row(BACKWARD, head_dim=head_dim, causal=causal, bucket=bucket, gqa=gqa, packed=packed, most_work=work)
+    return find_row(BACKWARD, head_dim=head_dim, causal=causal, bucket=bucket, gqa=gqa, packed=packed, from_work=work)

@@ -184,7 +184,7 @@ class Schedule:
     """The numbers from which the tiles of a call follow.
 
     A block of the grid begins with the tile of its own number. It takes every further tile from a counter that all
-    blocks share, so that the blocks end together, however long their tiles take; but see ``take_index``.
+    blocks share, so that the blocks end together, however long their tiles take. ``take_index`` has the exception.
     """
 
     # int32: how many tiles have been taken. In packed calls the table of ``describe_tiles`` follows after TILE_WORDS.
@@ -323,12 +323,12 @@ def table_entry(schedule, masks, index):
 def take_index(schedule, index):
     """Return the number of the tile that this block takes after number ``index``; it may be past the last tile.
 
-    Long tiles come first, and a block takes its second tile when it begins its first one. From the counter, a block
-    with a long tile would take another long one. If there are few tiles, second ones are therefore fixed: the block
-    with the longest first tile has the last of the tiles that follow, and so on.
+    The longest tiles are dealt first, and a block takes its second tile when it begins its first one. So a block with a
+    long tile would take another long one from the counter. If there are few tiles, the second one is fixed instead:
+    block 0, which has the longest first tile, gets number 2 * blocks - 1, block 1 the number before, and so on.
     """
     blocks = gl.num_programs(0)
-    # Beyond 9/4 for each block a simulation gains nothing, and at four calls take 6 to 8 % more time.
+    # With more than 9/4 for each block a simulation gains nothing. With four, calls take 6 to 8 % more time.
     are_few = 4 * schedule.num_tiles <= 9 * blocks
     is_fixed = are_few & (index < blocks)
     # With Triton 3.6 a branch around the counter takes 1 to 4 % more time than adding 0.
