@@ -34,13 +34,10 @@ MIB = 1 << 20
 # Small-512, 2**29, the pre-pass wins already (17.6 us against 19.6). A plan must not depend on graph capture: the
 # warm-up runs outside of it, so other kernels would be compiled during the capture.
 TWO_LAUNCHES = 2**26 + 1
-# The persistent forward of sm_90 needs several tiles for every multiprocessor, so that the prologue of one overlaps the
-# epilogue of another. Longer sequences need fewer tiles. Tiles have 128 query rows. FEW_TILES are 128 of them with 1024
-# tokens at D 64, and SOME_TILES 512 with 512 tokens at D 64. MORE_TILES are 512 with twice the tokens or columns, and
-# MANY_TILES with twice both. docs/experiments has the times on both sides (portable.md, sm90-forward.md). WIDE_TILES
-# are 683 tiles of 192 rows with 8192 tokens at D 64.
-FEW_TILES, SOME_TILES, MORE_TILES, MANY_TILES, WIDE_TILES = 2**30, 2**31, 2**32, 2**33, 2**36
-WORK_LEVELS = (0, TWO_LAUNCHES, FEW_TILES, SOME_TILES, MORE_TILES, MANY_TILES, WIDE_TILES)
+# From 2**29 on the levels are those at which the sm_90 kernels begin to be faster than the portable ones, or another
+# configuration of theirs is: a forward of 128 tiles of 128 query rows has 2**29 with 512 tokens at D 64, and 2**30 with
+# twice the tokens or columns. docs/experiments has the times on both sides (sm90-forward.md, portable.md).
+WORK_LEVELS = (0, TWO_LAUNCHES, 2**29, 2**30, 2**31, 2**32, 2**33, 2**36)
 
 
 def work_level(multiply_adds: int) -> int:

@@ -102,10 +102,10 @@ def test_the_sm_90_kernels_serve_masks(arch, tables, name):
 def test_a_window_is_less_work(arch, tables, monkeypatch):
     """Multiply-adds are counted for the keys that a query sees, at most."""
     tables(("long",), ("long",))
-    row = dataclasses.replace(hopper_configs.FORWARD[0], least_work={"long": configs.MANY_TILES})
+    row = dataclasses.replace(hopper_configs.FORWARD[0], least_work={"long": 2**33})
     monkeypatch.setattr(hopper_configs, "FORWARD", (row,))
     given = call(8192, heads=(1, 1), batch=1)
-    keys = configs.MANY_TILES // (8192 * 128)  # as many as make it much
+    keys = 2**33 // (8192 * 128)  # as many as make it much
     for window, causal, expected in (
         (None, True, HOPPER[0]),
         ((keys, 0), True, HOPPER[0]),
@@ -141,10 +141,10 @@ def test_packed_sequences_of_every_width(arch):
 def test_how_much_a_window_leaves_of_packed_sequences(arch, tables, monkeypatch):
     """Work is counted from the longest sequence on: two short ones are little, however many tokens there are."""
     tables(configs.BUCKETS, ())
-    least_work = dict.fromkeys(configs.BUCKETS, configs.MANY_TILES)
+    least_work = dict.fromkeys(configs.BUCKETS, 2**33)
     row = dataclasses.replace(hopper_configs.FORWARD[0], least_work=least_work)
     monkeypatch.setattr(hopper_configs, "FORWARD", (row,))
-    longest = configs.MANY_TILES // (1 << 14) // 128
+    longest = 2**33 // (1 << 14) // 128
     few = {"sequences": 8, "tokens": 1 << 14, "heads": (1, 1)}
     assert type(packed_plan(**few, longest=longest).forward) is HOPPER[0]
     assert type(packed_plan(**few, longest=longest // 2).forward) is PORTABLE[0]

@@ -12,13 +12,8 @@ from fused_rope_attn.attention.configs import (
     BEFORE_SCORES,
     BEFORE_WEIGHTS,
     BUCKETS,
-    FEW_TILES,
-    MANY_TILES,
     MIB,
-    MORE_TILES,
-    SOME_TILES,
     TWO_LAUNCHES,
-    WIDE_TILES,
     WORK_LEVELS,
     HopperBackwardConfig,
     HopperForwardConfig,
@@ -80,50 +75,50 @@ FORWARD: tuple[Row, ...] = (
     # Three warpgroups overlap their exponentials from 8192 tokens on, and lose below. 3.6.0 and 3.9.0, 2026-11-22. With
     # few tiles some multiprocessors get one, others two: at (1, 4/4, 8192) the two warpgroups of the next rows take .66
     # of the time, without a mask .80; with 8 heads .93 to .96 and 1.05. 3.6.0 and 3.9.0, 2026-11-27.
-    Row(head_dim=64, packed=False, bucket=("long",), from_work=WIDE_TILES,
+    Row(head_dim=64, packed=False, bucket=("long",), from_work=2**36,
         config=HopperForwardConfig(block_n=128, stages=3, consumers=3, rotates_queries=False, attend_registers=160,
             values=BEFORE_WEIGHTS, section_bytes=32 * MIB, rotate_heads=4)),
     # Values before weights take 2 to 5 % less time. 3.6.0 and 3.9.0, 2026-11-23. With inputs in the L2 3 to 39 % faster
     # than the portable kernels from the least work on. H200 and H100, 3.6.0 and 3.9.0, 2026-11-26 and 27.
     Row(head_dim=64, causal=True, packed=False,
-        least_work={"tiny": SOME_TILES, "short": FEW_TILES, "medium": FEW_TILES, "long": 0},
+        least_work={"tiny": 2**31, "short": 2**30, "medium": 2**30, "long": 0},
         config=HopperForwardConfig(block_n=128, values=BEFORE_WEIGHTS, section_bytes=32 * MIB)),
     # Packed sequences of up to 1024 tokens: 10 and 15 % faster at 2**33 and 2**34, 5 to 10 % slower at 2**32. 3.6.0 and
     # 3.9.0, 2026-11-26.
-    Row(head_dim=64, causal=True, least_work={"tiny": MANY_TILES, "short": MANY_TILES, "medium": MANY_TILES, "long": 0},
+    Row(head_dim=64, causal=True, least_work={"tiny": 2**33, "short": 2**33, "medium": 2**33, "long": 0},
         config=HopperForwardConfig(block_n=128, values=BEFORE_WEIGHTS, section_bytes=32 * MIB)),
     # 9 to 34 % slower than the portable kernels at 2**29, 0 to 8 % faster from the least work on. H200 and H100, 3.6.0
     # and 3.9.0, 2026-11-26 and 27.
     Row(head_dim=64, packed=False,
-        least_work={"tiny": SOME_TILES, "short": SOME_TILES, "medium": FEW_TILES, "long": 0},
+        least_work={"tiny": 2**31, "short": 2**31, "medium": 2**30, "long": 0},
         config=HopperForwardConfig(block_n=128, values=BEFORE_WEIGHTS, section_bytes=32 * MIB)),
     Row(head_dim=64, least_work={"short": 0, "medium": 0, "long": 0},
         config=HopperForwardConfig(block_n=128, values=BEFORE_WEIGHTS, section_bytes=32 * MIB)),
     # Without a causal mask three warpgroups take 6 to 11 % less time. 3.6.0 and 3.9.0, 2026-11-23. With 4 heads of 8192
     # tokens two take .77 to .79 of the time. 3.6.0 and 3.9.0, 2026-11-27.
-    Row(head_dim=NARROW_HEAD_DIM, causal=False, packed=False, bucket=("long",), from_work=WIDE_TILES,
+    Row(head_dim=NARROW_HEAD_DIM, causal=False, packed=False, bucket=("long",), from_work=2**36,
         config=HopperForwardConfig(block_n=128, consumers=3, rotates_queries=False, attend_registers=160,
             values=BEFORE_SCORES, section_bytes=32 * MIB, rotate_heads=4)),
     # Values before weights take 2 to 5 % less time. 3.6.0 and 3.9.0, 2026-11-23. 4 % faster than the portable kernels
     # at the least work, 15 to 18 % at 2**31. H200 and H100, 3.6.0 and 3.9.0, 2026-11-27.
-    Row(head_dim=NARROW_HEAD_DIM, packed=False, bucket=("medium", "long"), least_work={"medium": FEW_TILES, "long": 0},
+    Row(head_dim=NARROW_HEAD_DIM, packed=False, bucket=("medium", "long"), least_work={"medium": 2**30, "long": 0},
         config=HopperForwardConfig(block_n=128, values=BEFORE_WEIGHTS, section_bytes=32 * MIB)),
     # From 1025 to 4096 tokens they take 11 to 21 % less time than the portable kernels at 2**31, and the same at 2**30.
     # H200 and H100, 3.6.0 and 3.9.0, 2026-11-27.
-    Row(head_dim=HEAD_DIM, packed=False, bucket=("medium", "long"), least_work={"medium": SOME_TILES, "long": 0},
+    Row(head_dim=HEAD_DIM, packed=False, bucket=("medium", "long"), least_work={"medium": 2**31, "long": 0},
         config=HopperForwardConfig(block_n=128, pin=True, section_bytes=32 * MIB)),
-    Row(head_dim=HEAD_DIM, bucket=("medium", "long"), least_work={"medium": MANY_TILES, "long": 0},
+    Row(head_dim=HEAD_DIM, bucket=("medium", "long"), least_work={"medium": 2**33, "long": 0},
         config=HopperForwardConfig(block_n=128, pin=True, section_bytes=32 * MIB)),
     # Without a mask 16 MiB take 2 to 8 % less time where key heads are not shared. H200 and H100, 3.9.0, 2026-11-26.
     # Up to 1024 tokens 6 to 8 % faster than the portable kernels from the least work on. Both cards, 2026-11-27.
-    Row(head_dim=HEAD_DIM, causal=False, packed=False, least_work={"tiny": MORE_TILES, "short": FEW_TILES},
+    Row(head_dim=HEAD_DIM, causal=False, packed=False, least_work={"tiny": 2**32, "short": 2**30},
         config=HopperForwardConfig(block_n=128, values=BEFORE_WEIGHTS, section_bytes=16 * MIB)),
     # Values before weights take 1 % less time up to 1024 tokens, and more beyond. 3.6.0, 2026-11-21. 6 to 13 % faster
     # than the portable kernels from the least work on. H200 and H100, 3.9.0, 2026-11-26 and 27.
-    Row(head_dim=HEAD_DIM, packed=False, least_work={"tiny": SOME_TILES, "short": FEW_TILES},
+    Row(head_dim=HEAD_DIM, packed=False, least_work={"tiny": 2**31, "short": 2**30},
         config=HopperForwardConfig(block_n=128, values=BEFORE_WEIGHTS, section_bytes=32 * MIB)),
     # Many short sequences fill the card, one does not. 3.6.0, 2026-11-22.
-    Row(head_dim=HEAD_DIM, least_work={"tiny": MANY_TILES, "short": MANY_TILES},
+    Row(head_dim=HEAD_DIM, least_work={"tiny": 2**33, "short": 2**33},
         config=HopperForwardConfig(block_n=128, values=BEFORE_WEIGHTS, section_bytes=32 * MIB)),
     # 256 columns of O leave registers and shared memory for 64 keys. 3.6.0, 2026-11-22.
     # With 3.6.0 the portable kernels take .96 to 1.00 of its time up to 2**31 multiply-adds, from 1K tokens on. With
@@ -137,13 +132,13 @@ FORWARD: tuple[Row, ...] = (
 # Multi-head latent attention with 128 + 64 columns of keys and 128 of values. The forward takes 4 to 18 % more time
 # with whole diagonals (3.6.0), and 0 to 4 % with a pre-pass of q_rope (3.9.0). Row statistics of one head a program
 # take 8 % less time at 1K (3.9.0). The least work is untimed. 2026-11-26.
-LATENT_FORWARD = Row(head_dim=192, least_work=dict.fromkeys(BUCKETS, SOME_TILES),
+LATENT_FORWARD = Row(head_dim=192, least_work=dict.fromkeys(BUCKETS, 2**31),
     config=HopperForwardConfig(block_n=128, attend_registers=200, rotate_registers=88, section_bytes=32 * MIB))
 # With packed sequences the attending warps would spill 208 bytes next to warps that rotate. 3.9.0, 2026-11-26.
-LATENT_PACKED_FORWARD = Row(head_dim=192, least_work=dict.fromkeys(BUCKETS, SOME_TILES),
+LATENT_PACKED_FORWARD = Row(head_dim=192, least_work=dict.fromkeys(BUCKETS, 2**31),
     config=HopperForwardConfig(block_n=128, rotates_queries=False, attend_registers=240, section_bytes=32 * MIB,
         rotate_heads=4))
-LATENT_BACKWARD = Row(head_dim=192, least_work=dict.fromkeys(BUCKETS, SOME_TILES),
+LATENT_BACKWARD = Row(head_dim=192, least_work=dict.fromkeys(BUCKETS, 2**31),
     config=HopperBackwardConfig(do_stages=3, section_bytes=32 * MIB, rotate_heads=1, skips_masked_half=True))
 
 BACKWARD: tuple[Row, ...] = (
@@ -151,7 +146,7 @@ BACKWARD: tuple[Row, ...] = (
     Row(head_dim=32, least_work={},
         config=HopperBackwardConfig(section_bytes=32 * MIB, norm_rows=16, norm_heads=4)),
     # 3.6.0, 2026-11-21.
-    Row(head_dim=64, bucket=("tiny",), least_work={"tiny": SOME_TILES},
+    Row(head_dim=64, bucket=("tiny",), least_work={"tiny": 2**31},
         config=HopperBackwardConfig(section_bytes=32 * MIB, rotate_heads=2, post_rows=8, norm_rows=16, norm_heads=4)),
     # Three blocks of dO take 2 to 3 % less time at (4, 8/8, 1024, 64), and the same with more heads. H200 and H100,
     # 3.9.0, 2026-11-26.
