@@ -151,27 +151,26 @@ def test_the_backward_pass_of_short_problems_is_one_launch(arch):
     """Up to 512 tokens at D 64, until there is work enough for the kernels of sm_90."""
     for batch, heads, length in ((1, 4, 128), (4, 8, 512)):
         chosen = plan(**call(length, heads=(heads, heads), batch=batch, head_dim=64))
-        assert kinds(chosen) == PORTABLE and chosen.backward.one_launch
+        assert kinds(chosen)[1] is PORTABLE[1] and chosen.backward.one_launch
         assert chosen.backward.strategy == chosen.strategy == ("inline" if batch == 1 else "prepass")
-    assert chosen.saves_rotated and "backward" not in chosen.reason.partition(";")[0]
+    assert chosen.saves_rotated
     for batch, length in ((16, 512), (4, 513)):
         assert kinds(plan(**call(length, heads=(8, 8), batch=batch, head_dim=64)))[1] == HOPPER[1]
 
 
 # (B, HQ, HKV, N, D), and whether the sm_90 forward has work enough there.
 TIMED = [
-    (4, 16, 16, 512, 64, False),
-    (4, 32, 32, 512, 64, True),
-    (1, 8, 8, 1024, 64, False),
-    (1, 16, 4, 1024, 64, True),
+    (2, 8, 8, 512, 64, False),
+    (4, 8, 8, 512, 64, True),
+    (1, 4, 4, 1024, 64, False),
+    (1, 8, 8, 1024, 64, True),
     (1, 2, 2, 2048, 64, False),
     (1, 4, 4, 2048, 64, True),
     (1, 1, 1, 2048, 96, False),
     (1, 2, 2, 2048, 96, True),
-    (2, 16, 16, 512, 128, False),
-    (2, 32, 32, 512, 128, True),
-    (1, 4, 4, 1024, 128, False),
-    (1, 8, 8, 1024, 128, True),
+    (1, 4, 4, 512, 128, True),
+    (1, 2, 2, 1024, 128, False),
+    (1, 4, 4, 1024, 128, True),
     (1, 2, 2, 2048, 128, False),
     (1, 4, 4, 2048, 128, True),
     (1, 8, 4, 1024, 256, True),
@@ -182,7 +181,7 @@ TIMED = [
 def test_the_persistent_forward_wants_tiles_to_spare(arch, batch, heads_q, heads_kv, length, head_dim, wins):
     chosen = plan(**call(length, head_dim=head_dim, heads=(heads_q, heads_kv), batch=batch))
     assert kinds(chosen)[0] is (HOPPER if wins else PORTABLE)[0]
-    assert ("too little work" in chosen.reason) is not wins
+    assert ("too little work" in chosen.reason.partition("; backward")[0]) is not wins
 
 
 @pytest.mark.parametrize("len_q, few", [(63, True), (64, False)])

@@ -81,7 +81,7 @@ FORWARD: tuple[Row, ...] = (
     # Values before weights take 2 to 5 % less time. 3.6.0 and 3.9.0, 2026-11-23. With inputs in the L2 3 to 39 % faster
     # than the portable kernels from the least work on. H200 and H100, 3.6.0 and 3.9.0, 2026-11-26 and 27.
     Row(head_dim=64, causal=True, packed=False,
-        least_work={"tiny": 2**31, "short": 2**30, "medium": 2**30, "long": 0},
+        least_work={"tiny": 2**29, "short": 2**29, "medium": 2**30, "long": 0},
         config=HopperForwardConfig(block_n=128, values=BEFORE_WEIGHTS, section_bytes=32 * MIB)),
     # Packed sequences of up to 1024 tokens: 10 and 15 % faster at 2**33 and 2**34, 5 to 10 % slower at 2**32. 3.6.0 and
     # 3.9.0, 2026-11-26.
@@ -90,9 +90,9 @@ FORWARD: tuple[Row, ...] = (
     # 9 to 34 % slower than the portable kernels at 2**29, 0 to 8 % faster from the least work on. H200 and H100, 3.6.0
     # and 3.9.0, 2026-11-26 and 27.
     Row(head_dim=64, packed=False,
-        least_work={"tiny": 2**31, "short": 2**31, "medium": 2**30, "long": 0},
+        least_work={"tiny": 2**30, "short": 2**31, "medium": 2**30, "long": 0},
         config=HopperForwardConfig(block_n=128, values=BEFORE_WEIGHTS, section_bytes=32 * MIB)),
-    Row(head_dim=64, least_work={"short": 0, "medium": 0, "long": 0},
+    Row(head_dim=64, least_work={"tiny": 2**30, "short": 0, "medium": 0, "long": 0},
         config=HopperForwardConfig(block_n=128, values=BEFORE_WEIGHTS, section_bytes=32 * MIB)),
     # Without a causal mask three warpgroups take 6 to 11 % less time. 3.6.0 and 3.9.0, 2026-11-23. With 4 heads of 8192
     # tokens two take .77 to .79 of the time. 3.6.0 and 3.9.0, 2026-11-27.
@@ -107,18 +107,18 @@ FORWARD: tuple[Row, ...] = (
     # H200 and H100, 3.6.0 and 3.9.0, 2026-11-27.
     Row(head_dim=HEAD_DIM, packed=False, bucket=("medium", "long"), least_work={"medium": 2**31, "long": 0},
         config=HopperForwardConfig(block_n=128, pin=True, section_bytes=32 * MIB)),
-    Row(head_dim=HEAD_DIM, bucket=("medium", "long"), least_work={"medium": 2**33, "long": 0},
+    Row(head_dim=HEAD_DIM, bucket=("medium", "long"), least_work={"medium": 2**32, "long": 0},
         config=HopperForwardConfig(block_n=128, pin=True, section_bytes=32 * MIB)),
     # Without a mask 16 MiB take 2 to 8 % less time where key heads are not shared. H200 and H100, 3.9.0, 2026-11-26.
     # Up to 1024 tokens 6 to 8 % faster than the portable kernels from the least work on. Both cards, 2026-11-27.
-    Row(head_dim=HEAD_DIM, causal=False, packed=False, least_work={"tiny": 2**32, "short": 2**30},
+    Row(head_dim=HEAD_DIM, causal=False, packed=False, least_work={"tiny": 2**30, "short": 2**30},
         config=HopperForwardConfig(block_n=128, values=BEFORE_WEIGHTS, section_bytes=16 * MIB)),
     # Values before weights take 1 % less time up to 1024 tokens, and more beyond. 3.6.0, 2026-11-21. 6 to 13 % faster
     # than the portable kernels from the least work on. H200 and H100, 3.9.0, 2026-11-26 and 27.
-    Row(head_dim=HEAD_DIM, packed=False, least_work={"tiny": 2**31, "short": 2**30},
+    Row(head_dim=HEAD_DIM, packed=False, least_work={"tiny": TWO_LAUNCHES, "short": 2**29},
         config=HopperForwardConfig(block_n=128, values=BEFORE_WEIGHTS, section_bytes=32 * MIB)),
     # Many short sequences fill the card, one does not. 3.6.0, 2026-11-22.
-    Row(head_dim=HEAD_DIM, least_work={"tiny": 2**33, "short": 2**33},
+    Row(head_dim=HEAD_DIM, least_work={"tiny": 2**31, "short": 2**33},
         config=HopperForwardConfig(block_n=128, values=BEFORE_WEIGHTS, section_bytes=32 * MIB)),
     # 256 columns of O leave registers and shared memory for 64 keys. 3.6.0, 2026-11-22.
     # With 3.6.0 the portable kernels take .96 to 1.00 of its time up to 2**31 multiply-adds, from 1K tokens on. With
