@@ -59,7 +59,7 @@ def test_packed_calls_take_the_sm_90_kernels(arch):
         inline = packed_plan(sequences, tokens, longest, strategy="inline")
         assert kinds(inline) == PORTABLE and inline.strategy == "inline"
     # A short sequence alone is no work for them forward; many are.
-    assert kinds(packed_plan(2, 1024, 512)) == (PORTABLE[0], HOPPER[1])
+    assert kinds(packed_plan(2, 512, 256)) == (PORTABLE[0], HOPPER[1])
     assert kinds(packed_plan(1, 200, 200, heads=(1, 1))) == PORTABLE
 
 

@@ -86,7 +86,7 @@ class KeyNorm:
 class KeyGradients:
     """The gradients dk and dv (B, HKV, NK, D), and the tables by which dk is rotated back.
 
-    share_ptr: to the program's ``Share``, None if tiles are not divided.
+    share_ptr, slots_ptr: to the program's ``Share`` and to slot 0, None if tiles are not divided.
     """
 
     dk: TensorView
@@ -95,6 +95,7 @@ class KeyGradients:
     key_norm: KeyNorm | None
     format: RowFormat
     share_ptr: gl.tensor | None = None
+    slots_ptr: gl.tensor | None = None
 
 
 @jit

@@ -10,7 +10,7 @@ from fused_rope_attn.attention.hopper.backward_transfers import announce
 from fused_rope_attn.attention.hopper.channels import ROW_SUMS, TWO_WARPGROUPS, Channel, wait_at_named_barrier
 from fused_rope_attn.attention.hopper.columns import LEFT, ColumnParts, scale_parts, store_parts
 from fused_rope_attn.attention.hopper.shapes import CONSUMERS, KEYS, WARPGROUP_WARPS
-from fused_rope_attn.attention.hopper.shares import COUNTER_WORDS, load_share
+from fused_rope_attn.attention.hopper.shares import COUNTER_WORDS, load_share, slot_words
 from fused_rope_attn.attention.norm_gradient_kernel import store_weight_sums
 from fused_rope_attn.kernels.norm import unnorm_sums, unnorm_with
 from fused_rope_attn.kernels.records import record, replace
@@ -181,37 +181,48 @@ def store_dk(rows, dk, stage, keys, num_keys, gradients, WARPGROUP: gl.constexpr
 
 
 @jit
-def sums_at(ptr, x, PITCH: gl.constexpr):
-    """Return pointers (KEYS, columns) to float32 for x, a part of ``ColumnParts``, from ptr on; PITCH: a row's."""
+def sums_at(ptr, x):
+    """Return pointers (KEYS, columns) to float32 for x, a part of ``ColumnParts``, from ptr on.
+
+    They are in the order in which the threads hold an accumulator, so that each access of a warp is 256 bytes in a row:
+    the 8 columns of a thread's four neighbours, 8 rows, 4 warps, the other 8 rows of a warp, and then more columns.
+    """
     LAYOUT: gl.constexpr = x.type.layout
     rows = gl.arange(0, KEYS, gl.SliceLayout(1, LAYOUT))
     columns = gl.arange(0, x.shape[1], gl.SliceLayout(0, LAYOUT))
-    return ptr + rows[:, None] * PITCH + columns[None, :]
+    of_rows = rows % 8 * 8 + rows // 16 * 64 + rows // 8 % 2 * 256
+    of_columns = columns // 8 * (8 * KEYS) + columns % 8
+    return ptr + of_rows[:, None] + of_columns[None, :]
 
 
 @jit
-def load_sums(ptr, parts, PITCH: gl.constexpr):
+def load_sums(ptr, parts):
     """Return ``ColumnParts`` plus what ``keep_sums`` has stored."""
-    left = parts.left + gl.load(sums_at(ptr, parts.left, PITCH))
+    left = parts.left + gl.load(sums_at(ptr, parts.left))
     if parts.right is None:
         return ColumnParts(left=left, right=None)
     else:
-        return ColumnParts(left=left, right=parts.right + gl.load(sums_at(ptr + LEFT, parts.right, PITCH)))
+        return ColumnParts(left=left, right=parts.right + gl.load(sums_at(ptr + KEYS * LEFT, parts.right)))
 
 
 @jit
-def keep_sums(ptr, parts, PITCH: gl.constexpr):
+def keep_sums(ptr, parts):
     """Store ``ColumnParts`` in float32."""
-    gl.store(sums_at(ptr, parts.left, PITCH), parts.left)
+    gl.store(sums_at(ptr, parts.left), parts.left)
     if parts.right is not None:
-        gl.store(sums_at(ptr + LEFT, parts.right, PITCH), parts.right)
+        gl.store(sums_at(ptr + KEYS * LEFT, parts.right), parts.right)
 
 
 @jit
 def store_or_pass_on(
     dk, dv, keys, NK, mask, scale, gradients, stages, dk_steps, WARPGROUP: gl.constexpr, FIRST_COLUMN: gl.constexpr
 ):
-    """Call ``store_gradients``, or if the tile has more shares pass the sums of this one and those before it on.
+    """Call ``store_gradients`` with the sums of all shares of the tile.
+
+    Shares add in pairs: the second one to the first, the fourth to the third, then the third's sums to the first's, and
+    so on, counted from the last share, because a share may wait only for those that start before it. The others keep
+    theirs in a slot, so that the order of the sums is fixed.
+
 
     The arguments are those of ``store_gradients``.
     """
@@ -220,19 +231,23 @@ def store_or_pass_on(
     else:
         # Loaded again, because the loop has no registers for it.
         share = load_share(gradients.share_ptr)
-        PITCH: gl.constexpr = stages.dv.shape[1]
-        slot = gradients.share_ptr + share.slot
+        SUMS: gl.constexpr = KEYS * stages.dv.shape[1]
+        SLOT: gl.constexpr = slot_words(stages.dv.shape[1])
+        slot = gradients.slots_ptr + (share.slot + share.number) * SLOT
         counter = slot + WARPGROUP
-        dk_ptr = (slot + COUNTER_WORDS + WARPGROUP * (2 * KEYS * PITCH)).to(gl.pointer_type(gl.float32), bitcast=True)
-        dv_ptr = dk_ptr + KEYS * PITCH
-        if share.number > 0:
-            wait_until(counter, WARPGROUP_WARPS * share.number)
-            dk, dv = load_sums(dk_ptr, dk, PITCH), load_sums(dv_ptr, dv, PITCH)
-        if share.number + 1 < share.count:
-            keep_sums(dk_ptr, dk, PITCH)
-            keep_sums(dv_ptr, dv, PITCH)
+        dk_ptr = (slot + COUNTER_WORDS + WARPGROUP * (2 * SUMS)).to(gl.pointer_type(gl.float32), bitcast=True)
+        dv_ptr = dk_ptr + SUMS
+        place = share.count - 1 - share.number
+        distance = 1
+        while (place % (2 * distance) == 0) & (place + distance < share.count):
+            wait_until(counter - distance * SLOT, WARPGROUP_WARPS)
+            dk, dv = load_sums(dk_ptr - distance * SLOT, dk), load_sums(dv_ptr - distance * SLOT, dv)
+            distance *= 2
+        if place > 0:
+            keep_sums(dk_ptr, dk)
+            keep_sums(dv_ptr, dv)
             announce(counter)
-        if share.number + 1 == share.count:
+        if place == 0:
             store_gradients(dk, dv, keys, NK, mask, scale, gradients, stages, dk_steps, WARPGROUP, FIRST_COLUMN)
 
 

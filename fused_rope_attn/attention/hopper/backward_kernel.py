@@ -86,9 +86,9 @@ _NUMBERS = (
 @jit(do_not_specialize=_NUMBERS)
 def backward_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, dq_accumulator, progress_ptr, cos_ptr, sin_ptr, dk_ptr,
                     dv_ptr, starts_ptr, lens_ptr, cu_q_ptr, cu_k_ptr, k_norm_ptr, raw_k_ptr, k_sums_ptr, q_rope_desc,
-                    k_rope_desc, dk_parts_ptr, key_rows_ptr, blocks_ptr, blind_ptr, shares_ptr, dk_strides, dv_strides,
-                    dk_parts_strides, cos_strides, sin_strides, raw_k_strides, qk_scale, cap_scale, norm_eps,
-                    norm_offset, window, num_blocks, num_heads, HQ, HKV, GROUP_SIZE, NQ, pitch, NK, num_sequences,
+                    k_rope_desc, dk_parts_ptr, key_rows_ptr, blocks_ptr, blind_ptr, shares_ptr, slots_ptr, dk_strides,
+                    dv_strides, dk_parts_strides, cos_strides, sin_strides, raw_k_strides, qk_scale, cap_scale,
+                    norm_eps, norm_offset, window, num_blocks, num_heads, HQ, HKV, GROUP_SIZE, NQ, pitch, NK, num_sequences,
                     stats_size, heads_per_section, most_overlapping, D: gl.constexpr, R: gl.constexpr,
                     BLOCK_D: gl.constexpr, Q_STAGES: gl.constexpr, DO_STAGES: gl.constexpr, INTERLEAVED: gl.constexpr,
                     READS_LENGTHS: gl.constexpr, HAS_KEYS_BEFORE_WINDOW: gl.constexpr,
@@ -119,7 +119,7 @@ def backward_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, dq_accumulator,
 
     key_rows and blocks, of ``key_rows_kernel`` for num_blocks blocks of KEYS keys, and blind, of ``write_blind_rows``
     for pitch rows: calls with intervals have them in place of all other masks; lens says where the tables end.
-    shares, of ``deal_shares``: the work of each program, unless dQ is added in a fixed order.
+    shares and slots, of ``deal_shares``: the work of each program, unless dQ is added in a fixed order.
 
     TOKEN_TABLES: row t of the tables belongs to packed key t.
 
@@ -258,7 +258,7 @@ def backward_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, dq_accumulator,
         tables = tables_from(tables, first_k)
     dk, dv = TensorView(dk_ptr, dk_strides), TensorView(dv_ptr, dv_strides)
     row_format = RowFormat(D, BLOCK_D, USE_INT64_OFFSETS)
-    gradients = KeyGradients(dk, dv, tables, key_norm, row_format, shares_ptr)
+    gradients = KeyGradients(dk, dv, tables, key_norm, row_format, shares_ptr, slots_ptr)
     if IS_LATENT:
         buffers = allocate_latent_buffers(descriptors, Q_STAGES, DO_STAGES, DS_LAYOUT)
     elif SPLITS_COLUMNS:

@@ -7,7 +7,7 @@ import heapq
 import triton
 
 from fused_rope_attn.attention.hopper.shapes import BACKWARD_BLOCK_M
-from fused_rope_attn.attention.hopper.shares import LEAST_SHARE
+from fused_rope_attn.attention.hopper.shares import least_share
 from fused_rope_attn.attention.problem import Problem
 from fused_rope_attn.runtime import device
 
@@ -43,7 +43,7 @@ def balance(problem: Problem, block_n: int, section: int, head_bytes: int) -> tu
         return section, False
     one = problem._replace(len_q=len_q, len_k=len_k)
     lengths = sequences * [count_query_blocks(one, tile * block_n, block_n) for tile in range(tiles)]
-    best = max(heads * sum(lengths) / multiprocessors, min(max(lengths), LEAST_SHARE.value))
+    best = max(heads * sum(lengths) / multiprocessors, min(max(lengths), least_share(problem.group_size)))
     latest = 1.1 * best + LEAST_GAIN / problem.group_size
     if not problem.is_packed and last_end(lengths, heads, heads, multiprocessors) > latest:
         return section, True

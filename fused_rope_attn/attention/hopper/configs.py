@@ -78,20 +78,21 @@ FORWARD: tuple[Row, ...] = (
     Row(head_dim=64, packed=False, bucket=("long",), from_work=2**36,
         config=HopperForwardConfig(block_n=128, stages=3, consumers=3, rotates_queries=False, attend_registers=160,
             values=BEFORE_WEIGHTS, section_bytes=32 * MIB, rotate_heads=4)),
-    # Values before weights take 2 to 5 % less time. 3.6.0 and 3.9.0, 2026-11-23. With inputs in the L2 3 to 39 % faster
+    # Values before weights take 2 to 5 % less time. 3.6.0 and 3.9.0, 2026-11-23. With inputs in the L2 0 to 39 % faster
     # than the portable kernels from the least work on. H200 and H100, 3.6.0 and 3.9.0, 2026-11-26 and 27.
     Row(head_dim=64, causal=True, packed=False,
         least_work={"tiny": 2**29, "short": 2**29, "medium": 2**30, "long": 0},
         config=HopperForwardConfig(block_n=128, values=BEFORE_WEIGHTS, section_bytes=32 * MIB)),
-    # Packed sequences of up to 1024 tokens: 10 and 15 % faster at 2**33 and 2**34, 5 to 10 % slower at 2**32. 3.6.0 and
-    # 3.9.0, 2026-11-26.
-    Row(head_dim=64, causal=True, least_work={"tiny": 2**33, "short": 2**33, "medium": 2**33, "long": 0},
+    # Packed sequences: 1 to 6 % faster from the least work on, 2 to 5 % slower below. H200 and H100, 3.6.0 and 3.9.0,
+    # 2026-11-27.
+    Row(head_dim=64, causal=True, least_work={"tiny": 2**32, "short": 2**33, "medium": 2**32, "long": 0},
         config=HopperForwardConfig(block_n=128, values=BEFORE_WEIGHTS, section_bytes=32 * MIB)),
-    # 9 to 34 % slower than the portable kernels at 2**29, 0 to 8 % faster from the least work on. H200 and H100, 3.6.0
+    # 0 to 34 % slower than the portable kernels at 2**29, 0 to 39 % faster from the least work on. H200 and H100, 3.6.0
     # and 3.9.0, 2026-11-26 and 27.
     Row(head_dim=64, packed=False,
         least_work={"tiny": 2**30, "short": 2**31, "medium": 2**30, "long": 0},
         config=HopperForwardConfig(block_n=128, values=BEFORE_WEIGHTS, section_bytes=32 * MIB)),
+    # Packed sequences of up to 512 tokens are 4 to 24 % faster. H200 and H100, 2026-11-27.
     Row(head_dim=64, least_work={"tiny": 2**30, "short": 0, "medium": 0, "long": 0},
         config=HopperForwardConfig(block_n=128, values=BEFORE_WEIGHTS, section_bytes=32 * MIB)),
     # Without a causal mask three warpgroups take 6 to 11 % less time. 3.6.0 and 3.9.0, 2026-11-23. With 4 heads of 8192
@@ -107,17 +108,23 @@ FORWARD: tuple[Row, ...] = (
     # H200 and H100, 3.6.0 and 3.9.0, 2026-11-27.
     Row(head_dim=HEAD_DIM, packed=False, bucket=("medium", "long"), least_work={"medium": 2**31, "long": 0},
         config=HopperForwardConfig(block_n=128, pin=True, section_bytes=32 * MIB)),
+    # Packed sequences are 3 to 9 % faster at the least work. H200 and H100, 2026-11-27.
     Row(head_dim=HEAD_DIM, bucket=("medium", "long"), least_work={"medium": 2**32, "long": 0},
         config=HopperForwardConfig(block_n=128, pin=True, section_bytes=32 * MIB)),
     # Without a mask 16 MiB take 2 to 8 % less time where key heads are not shared. H200 and H100, 3.9.0, 2026-11-26.
-    # Up to 1024 tokens 6 to 8 % faster than the portable kernels from the least work on. Both cards, 2026-11-27.
+    # Up to 1024 tokens 6 to 27 % faster than the portable kernels from the least work on. Both cards, 2026-11-27.
     Row(head_dim=HEAD_DIM, causal=False, packed=False, least_work={"tiny": 2**30, "short": 2**30},
         config=HopperForwardConfig(block_n=128, values=BEFORE_WEIGHTS, section_bytes=16 * MIB)),
-    # Values before weights take 1 % less time up to 1024 tokens, and more beyond. 3.6.0, 2026-11-21. 6 to 13 % faster
-    # than the portable kernels from the least work on. H200 and H100, 3.9.0, 2026-11-26 and 27.
-    Row(head_dim=HEAD_DIM, packed=False, least_work={"tiny": TWO_LAUNCHES, "short": 2**29},
+    # Values before weights take 1 % less time up to 1024 tokens, and more beyond. 3.6.0, 2026-11-21. 5 to 25 % faster
+    # than the portable kernels from the least work on where key heads are not shared. H200 and H100, 2026-11-27.
+    Row(head_dim=HEAD_DIM, gqa=False, packed=False, least_work={"tiny": TWO_LAUNCHES, "short": 2**29},
         config=HopperForwardConfig(block_n=128, values=BEFORE_WEIGHTS, section_bytes=32 * MIB)),
-    # Many short sequences fill the card, one does not. 3.6.0, 2026-11-22.
+    # Where they are shared the portable kernels take .94 to 1.02 of the time up to 2**29, and .99 at 2**30. Both cards,
+    # 2026-11-27. 6 to 13 % faster than the portable kernels at 2**31. H200 and H100, 3.9.0, 2026-11-26 and 27.
+    Row(head_dim=HEAD_DIM, packed=False, least_work={"tiny": 2**31, "short": 2**30},
+        config=HopperForwardConfig(block_n=128, values=BEFORE_WEIGHTS, section_bytes=32 * MIB)),
+    # Many short sequences fill the card, one does not. 3.6.0, 2026-11-22. Up to 512 tokens 2 % slower to 27 % faster
+    # at the least work, 7 to 33 % faster at 2**33. H200 and H100, 2026-11-27.
     Row(head_dim=HEAD_DIM, least_work={"tiny": 2**31, "short": 2**33},
         config=HopperForwardConfig(block_n=128, values=BEFORE_WEIGHTS, section_bytes=32 * MIB)),
     # 256 columns of O leave registers and shared memory for 64 keys. 3.6.0, 2026-11-22.
@@ -131,30 +138,36 @@ FORWARD: tuple[Row, ...] = (
 
 # Multi-head latent attention with 128 + 64 columns of keys and 128 of values. The forward takes 4 to 18 % more time
 # with whole diagonals (3.6.0), and 0 to 4 % with a pre-pass of q_rope (3.9.0). Row statistics of one head a program
-# take 8 % less time at 1K (3.9.0). The least work is untimed. 2026-11-26.
-LATENT_FORWARD = Row(head_dim=192, least_work=dict.fromkeys(BUCKETS, 2**31),
+# take 8 % less time at 1K (3.9.0). 2026-11-26. From 2**28 multiply-adds on the portable forward takes 1.3 to 1.7 times
+# as long, and the portable backward 3.4 to 5.8 times. H100, 3.9.0, 2026-11-27.
+LATENT_FORWARD = Row(head_dim=192, least_work=dict.fromkeys(BUCKETS, TWO_LAUNCHES),
     config=HopperForwardConfig(block_n=128, attend_registers=200, rotate_registers=88, section_bytes=32 * MIB))
 # With packed sequences the attending warps would spill 208 bytes next to warps that rotate. 3.9.0, 2026-11-26.
-LATENT_PACKED_FORWARD = Row(head_dim=192, least_work=dict.fromkeys(BUCKETS, 2**31),
+LATENT_PACKED_FORWARD = Row(head_dim=192, least_work=dict.fromkeys(BUCKETS, TWO_LAUNCHES),
     config=HopperForwardConfig(block_n=128, rotates_queries=False, attend_registers=240, section_bytes=32 * MIB,
         rotate_heads=4))
-LATENT_BACKWARD = Row(head_dim=192, least_work=dict.fromkeys(BUCKETS, 2**31),
+LATENT_BACKWARD = Row(head_dim=192, least_work=dict.fromkeys(BUCKETS, TWO_LAUNCHES),
     config=HopperBackwardConfig(do_stages=3, section_bytes=32 * MIB, rotate_heads=1, skips_masked_half=True))
 
 BACKWARD: tuple[Row, ...] = (
     # Never by itself, because tiles are 64 columns wide at any head dim. Untimed.
     Row(head_dim=32, least_work={},
         config=HopperBackwardConfig(section_bytes=32 * MIB, norm_rows=16, norm_heads=4)),
-    # 3.6.0, 2026-11-21.
-    Row(head_dim=64, bucket=("tiny",), least_work={"tiny": 2**31},
+    # 3.6.0, 2026-11-21. 14 to 27 % faster than the portable kernels at the least work, 1 to 22 % slower below where key
+    # heads are not shared. H100, 3.9.0, 2026-11-27.
+    Row(head_dim=64, bucket=("tiny",), least_work={"tiny": 2**30},
         config=HopperBackwardConfig(section_bytes=32 * MIB, rotate_heads=2, post_rows=8, norm_rows=16, norm_heads=4)),
     # Three blocks of dO take 2 to 3 % less time at (4, 8/8, 1024, 64), and the same with more heads. H200 and H100,
     # 3.9.0, 2026-11-26.
     Row(head_dim=64, causal=False, bucket=("short",),
         config=HopperBackwardConfig(do_stages=3, section_bytes=32 * MIB, rotate_heads=2, post_rows=8, post_heads=2,
             norm_rows=16, norm_heads=4)),
+    # 5 to 11 % slower than the portable kernels below the least work. H100, 3.9.0, 2026-11-27.
+    Row(head_dim=64, causal=True, gqa=False, bucket=("short",), least_work={"short": 2**30},
+        config=HopperBackwardConfig(section_bytes=32 * MIB, rotate_heads=2, post_rows=8, post_heads=2, norm_rows=16,
+            norm_heads=4)),
     # A post-process of more programs takes 1 to 10 % less time. 3.9.0, 2026-11-23.
-    Row(head_dim=64, bucket=("tiny", "short"),
+    Row(head_dim=64, bucket=("short",),
         config=HopperBackwardConfig(section_bytes=32 * MIB, rotate_heads=2, post_rows=8, post_heads=2, norm_rows=16,
             norm_heads=4)),
     # A post-process of more programs takes 2 % less time at (4, 8/8, 2048, 64), and the same beyond. H200 and H100,
@@ -172,12 +185,14 @@ BACKWARD: tuple[Row, ...] = (
     # 16 MiB take 2 to 4 % less time on an H100, 0 to 4 % on an H200. 2026-11-26.
     Row(head_dim=HEAD_DIM, gqa=False, bucket=("tiny",),
         config=HopperBackwardConfig(section_bytes=16 * MIB, post_rows=8, post_heads=2, skips_masked_half=True)),
-    # 16 MiB take 3 to 4 % less time on an H100, 1 % on an H200. 3.9.0, 2026-11-26.
-    Row(head_dim=HEAD_DIM, causal=False, gqa=False, bucket=("short",),
+    # 16 MiB take 3 to 4 % less time on an H100, 1 % on an H200. 3.9.0, 2026-11-26. Below the least work they are 8 to 11 %
+    # slower than the portable kernels. H100, 3.9.0, 2026-11-27.
+    Row(head_dim=HEAD_DIM, causal=False, gqa=False, bucket=("short",), least_work={"short": 2**30},
         config=HopperBackwardConfig(section_bytes=16 * MIB, post_rows=8)),
     # A post-process of more programs takes 1 to 10 % less time, leaving out hidden queries 0 to 3 %. 3.9.0, 2026-11-23.
-    # With a causal mask 16 MiB take 1 to 2 % less time on an H100, and 0 to 1 % more on an H200. 2026-11-26.
-    Row(head_dim=HEAD_DIM, causal=True, gqa=False, bucket=("tiny", "short"),
+    # With a causal mask 16 MiB take 1 to 2 % less time on an H100, and 0 to 1 % more on an H200. 2026-11-26. Below the
+    # least work 5 to 8 % slower than the portable kernels. H100, 3.9.0, 2026-11-27.
+    Row(head_dim=HEAD_DIM, causal=True, gqa=False, bucket=("short",), least_work={"short": 2**30},
         config=HopperBackwardConfig(section_bytes=32 * MIB, post_rows=8, skips_masked_half=True)),
     # A post-process of more programs takes 1 to 10 % less time. 3.9.0, 2026-11-23.
     Row(head_dim=HEAD_DIM, bucket=("tiny",),

@@ -17,7 +17,7 @@ from fused_rope_attn.attention.hopper.interval_kernels import (
     visits_kernel,
 )
 from fused_rope_attn.attention.hopper.shapes import KEYS
-from fused_rope_attn.attention.hopper.shares import SHARE_WORDS, slot_words
+from fused_rope_attn.attention.hopper.shares import SHARE_WORDS, least_share, slot_words
 from fused_rope_attn.attention.intervals import interval_strides
 from fused_rope_attn.attention.problem import Problem, Tensors
 from fused_rope_attn.runtime import device
@@ -26,7 +26,7 @@ from fused_rope_attn.runtime.launch import Launch
 # The tensors of ``Visits`` in calls without intervals.
 NO_VISITS: dict[str, Any] = {"visits_ptr": None, "key_rows_ptr": None, "hidden_ptr": None}
 # Those of ``VisibleRows``.
-NO_VISIBLE_ROWS: dict[str, Any] = dict.fromkeys(("key_rows_ptr", "blocks_ptr", "blind_ptr", "shares_ptr"))
+NO_VISIBLE_ROWS: dict[str, Any] = dict.fromkeys(("key_rows_ptr", "blocks_ptr", "blind_ptr", "shares_ptr", "slots_ptr"))
 # Words of a program of ``write_blind_rows``.
 BLIND_WORDS = 32
 
@@ -121,11 +121,11 @@ class VisibleRows:
         self.shape = (problem.batch, num_rows // WORD.value)
         multiprocessors, heads = device.num_sms(problem.device), problem.heads_kv
         tiles = problem.batch * num_blocks // halves
-        shares = (tiles + multiprocessors // heads) * heads
-        # A tile is divided if it has more than 5 / 4 of the mean work of a multiprocessor.
-        divided = min(tiles, 4 * multiprocessors // (5 * heads))
+        # A share has half of a multiprocessor's mean work or more, and a tile one slot less than shares.
+        slots = 2 * multiprocessors // heads * heads
+        shares = tiles * heads + slots
         self.programs = None if problem.is_deterministic else shares
-        self.shares_size = shares * SHARE_WORDS.value + divided * heads * slot_words(columns)
+        self.shares_size, self.slots_shape = shares * SHARE_WORDS.value, (slots, slot_words(columns))
         programs = problem.batch * triton.cdiv(self.shape[1], BLIND_WORDS)
         self.launch = Launch(
             backward_rows_kernel,
@@ -137,6 +137,7 @@ class VisibleRows:
             num_blocks=num_blocks,
             num_tiles=tiles,
             num_shares=shares,
+            least_share=least_share(problem.group_size),
             heads_per_section=min(section, heads),
             heads_per_multiprocessor=heads / multiprocessors,
             BLOCK=BLIND_WORDS,
@@ -150,6 +151,7 @@ class VisibleRows:
         found["blind_ptr"] = torch.empty(self.shape, dtype=torch.int32, device=lse.device)
         if self.programs is not None:
             found["shares_ptr"] = torch.empty(self.shares_size, dtype=torch.int32, device=lse.device)
-        of_launch = {name: found[name] for name in ("blind_ptr", "shares_ptr", "blocks_ptr")}
+            found["slots_ptr"] = torch.empty(self.slots_shape, dtype=torch.int32, device=lse.device)
+        of_launch = {name: found[name] for name in ("blind_ptr", "shares_ptr", "slots_ptr", "blocks_ptr")}
         self.launch(stream, of_launch, lse_ptr=lse)
         return found

@@ -4,7 +4,7 @@
 Intervals make tiles uneven. For example all rows see the root of a tree, so that its few tiles would take longer than
 everything else together. A tile that has clearly more query blocks than a multiprocessor has on average is therefore
 divided into shares, each the work of one program. The longest shares start first. A tile's programs add up dK and dV in
-the order of their shares, in a slot of memory, and the last one writes the gradients.
+pairs, as in a tournament, through slots of memory, and the program of the last share writes the gradients.
 """
 
 import triton
@@ -16,12 +16,18 @@ from fused_rope_attn.runtime.triton_compat import gl, jit
 
 # Numbers of a share, in the order of ``Share``.
 SHARE_WORDS = tl.constexpr(5)
-# Query blocks that are worth a share of their own.
-LEAST_SHARE = tl.constexpr(8)
+# Query blocks, each of one query head, that are worth a share of their own. Shares of four times as many, or more, have
+# half of a multiprocessor's mean work, so that they even out; shorter ones cost more than that saves.
+LEAST_STEPS = 8
 # Tiles that ``deal_shares`` reads at once.
 LANES = tl.constexpr(128)
 # Words of a slot before its sums: a counter for each warpgroup, to which each warp adds 1 after it has stored its sums.
 COUNTER_WORDS = tl.constexpr(32)
+
+
+def least_share(group_size: int) -> int:
+    """Return the query blocks, each of group_size query heads, that are worth a share of their own."""
+    return max(1, LEAST_STEPS // group_size)
 
 
 @triton.constexpr_function
@@ -37,14 +43,14 @@ def slot_words(columns):
 class Share:
     """The work of a program: query blocks of a tile of keys.
 
-    A tile's query blocks are divided evenly into ``count`` shares. count 0: no work.
+    A tile's query blocks are divided evenly into ``count`` shares, all but the last with a slot. count 0: no work.
     """
 
     tile: tl.tensor
     head: tl.tensor  # the number of the key head among those of all batch entries
     number: tl.tensor
     count: tl.tensor
-    slot: tl.tensor  # of a divided tile: words from this share on to the slot
+    slot: tl.tensor  # of a divided tile: the slot of its share 0; the others follow
 
 
 @triton.jit
@@ -73,11 +79,23 @@ def count_visits(blocks_ptr, batch_stride, num_blocks, tile, num_tiles, HALVES: 
 
 @triton.jit
 def count_shares(visits, limit):
-    """Return the number of shares of tiles with ``visits`` query blocks.
+    """Return the number of shares of tiles with ``visits`` query blocks; limit float32.
 
-    A tile of up to 5 / 4 of ``limit`` stays whole, and the shares of others have at most 9 / 8 of it.
+    A tile of up to 5 / 4 of ``limit`` stays whole, and the shares of others have at most 9 / 8 of it, rounded up.
     """
-    return tl.maximum((4 * visits + 3 * limit - 1) // (4 * limit), 1)
+    return tl.maximum(tl.ceil(visits / limit - 0.25).to(tl.int32), 1)
+
+
+@triton.jit
+def work_of_share(mean, longest, least_share):
+    """Return the query blocks of a share, float32, if multiprocessors have ``mean`` and the longest tile ``longest``.
+
+    A little more than ``mean / 2`` or more, because the number of shares and slots has a limit. If the longest tile is
+    not divided by shares of the mean, none is.
+    """
+    mean *= 1.0001
+    half = tl.maximum(mean / 2, tl.minimum(mean, 4 * least_share))
+    return tl.maximum(tl.where(longest > 1.25 * mean, half, mean), least_share)
 
 
 @triton.jit
@@ -100,13 +118,13 @@ def heads_of_last_section(longest, mean, num_tiles, heads_per_section, num_heads
 
 @triton.jit
 def deal_shares(
-    own, shares_ptr, blocks_ptr, batch_stride, num_blocks, num_tiles, num_shares, num_heads, heads_per_section,
-    heads_per_multiprocessor, HALVES: tl.constexpr, COLUMNS: tl.constexpr,
+    own, shares_ptr, slots_ptr, blocks_ptr, batch_stride, num_blocks, num_tiles, num_shares, least_share, num_heads,
+    heads_per_section, heads_per_multiprocessor, HALVES: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Write the shares of tile ``own`` of num_tiles tiles of HALVES blocks of KEYS keys, for all num_heads key heads.
 
-    shares int32: (num_shares, SHARE_WORDS), the ``Share`` of each program, and ``slot_words(COLUMNS)`` for each divided
-    tile and key head, a slot. The counters of slots are cleared. There may be more shares than work.
+    shares (num_shares, SHARE_WORDS) int32: the ``Share`` of each program; there may be more of them than work.
+    slots (slots, ``slot_words(COLUMNS)``) int32, whose counters are cleared. least_share: query blocks.
     blocks (B, batch_stride) int32, num_blocks: as ``key_rows_kernel`` writes them.
 
     Heads are dealt in sections of heads_per_section, because the L2 holds one section's queries. The last section may
@@ -124,8 +142,7 @@ def deal_shares(
         total += tl.sum(visits.to(tl.float32))
         longest = tl.maximum(longest, tl.max(visits))
     mean = total * heads_per_multiprocessor
-    # Rounded up, also from float32: the number of shares and slots has a limit.
-    limit = tl.maximum((mean * 1.0001).to(tl.int32) + 1, LEAST_SHARE)
+    limit = work_of_share(mean, longest, least_share)
     longest_count = count_shares(longest, limit)
     last_section = heads_of_last_section(
         longest // longest_count, mean, num_tiles, heads_per_section, num_heads, heads_per_multiprocessor
@@ -136,7 +153,7 @@ def deal_shares(
     count = count_shares(own_visits, limit)
     length = own_visits // count
     position = 0
-    num_divided = 0
+    num_slots = 0
     num_dealt = 0
     for start in range(0, num_tiles, LANES):
         tile = start + lane
@@ -145,12 +162,13 @@ def deal_shares(
         its_length = its_visits // tl.maximum(its_count, 1)
         starts_first = tl.where(is_uneven & (its_length != length), its_length > length, tile < own)
         position += tl.sum(tl.where(starts_first, its_count, 0))
-        num_divided += tl.sum(((tile < own) & (its_count > 1)).to(tl.int32))
+        num_slots += tl.sum(tl.where(tile < own, tl.maximum(its_count, 1) - 1, 0))
         num_dealt += tl.sum(its_count)
     before = num_heads - last_section
     tiles = num_blocks // HALVES
     end = num_shares * SHARE_WORDS
-    slots = end + num_divided * (num_heads * slot_words(COLUMNS))
+    slots_of_head = count - 1
+    first_slot = num_slots * num_heads
     for start in range(0, count * num_heads, LANES):
         number = (start + lane) // num_heads
         head = (start + lane) % num_heads
@@ -163,10 +181,11 @@ def deal_shares(
         tl.store(shares_ptr + at + 1, own // tiles * num_heads + head, mask=exists)
         tl.store(shares_ptr + at + 2, number, mask=exists)
         tl.store(shares_ptr + at + 3, tl.zeros_like(lane) + count, mask=exists)
-        tl.store(shares_ptr + at + 4, slots + head * slot_words(COLUMNS) - at, mask=exists)
-    if count > 1:
-        for head in range(num_heads):
-            tl.store(shares_ptr + slots + head * slot_words(COLUMNS) + lane, 0, mask=lane < CONSUMERS)
+        tl.store(shares_ptr + at + 4, first_slot + head * slots_of_head, mask=exists)
+    for start in range(0, slots_of_head * num_heads, LANES):
+        counters = slots_ptr + (first_slot + start + lane) * slot_words(COLUMNS)
+        for i in tl.static_range(CONSUMERS):
+            tl.store(counters + i, 0, mask=start + lane < slots_of_head * num_heads)
     if own == 0:
         for start in range(num_dealt * num_heads * SHARE_WORDS, end, LANES):
             tl.store(shares_ptr + start + lane, 0, mask=start + lane < end)
