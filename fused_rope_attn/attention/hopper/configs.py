@@ -185,8 +185,8 @@ BACKWARD: tuple[Row, ...] = (
     # 16 MiB take 2 to 4 % less time on an H100, 0 to 4 % on an H200. 2026-11-26.
     Row(head_dim=HEAD_DIM, gqa=False, bucket=("tiny",),
         config=HopperBackwardConfig(section_bytes=16 * MIB, post_rows=8, post_heads=2, skips_masked_half=True)),
-    # 16 MiB take 3 to 4 % less time on an H100, 1 % on an H200. 3.9.0, 2026-11-26. Below the least work they are 8 to 11 %
-    # slower than the portable kernels. H100, 3.9.0, 2026-11-27.
+    # 16 MiB take 3 to 4 % less time on an H100, 1 % on an H200. 3.9.0, 2026-11-26. 8 to 11 % slower than the portable
+    # kernels below the least work. H100, 3.9.0, 2026-11-27.
     Row(head_dim=HEAD_DIM, causal=False, gqa=False, bucket=("short",), least_work={"short": 2**30},
         config=HopperBackwardConfig(section_bytes=16 * MIB, post_rows=8)),
     # A post-process of more programs takes 1 to 10 % less time, leaving out hidden queries 0 to 3 %. 3.9.0, 2026-11-23.

@@ -41,13 +41,15 @@ def test_q_k_and_the_gradient_may_lie_anyhow():
 def test_memory(layout):
     """No copy of a strided input but the rotated q and k, K and V not expanded to the query heads, no score matrix.
 
-    Few key heads of one sequence are divided among programs, which add up their float32 dk and dv.
+    Few key heads of one sequence are divided among programs. They add up dk and dv of 128 keys in float32, in up to two
+    slots for each multiprocessor.
     """
     case = Case(1, 32, 2, 1000, 1000, 128, dtype=BF16, layout=layout)
     inputs, o, results, forward, backward = peaks_of_both_passes(case, **ON_SM_90)
     lse = torch.empty(1, 32, 1000, device="cuda")
     accumulator = torch.empty(1, 32, 1024, 128, device="cuda")
-    sums = torch.empty(2, 1, 2, 1024, 128, device="cuda")
+    multiprocessors = torch.cuda.get_device_properties("cuda").multi_processor_count
+    sums = torch.empty(2, multiprocessors, 2, 128, 128, device="cuda")
     slack = 64 << 10
     assert forward <= bytes_of(o, lse, inputs.q, inputs.k) + slack
     assert backward <= bytes_of(*results, lse, lse, accumulator, sums) + slack
