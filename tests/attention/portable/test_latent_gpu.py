@@ -41,7 +41,7 @@ def test_200_reruns_are_bitwise_equal():
 
 
 def test_auto_takes_the_portable_kernels_for_little_work():
-    inputs = make_latent_inputs(DEEPSEEK, "cuda")
+    inputs = make_latent_inputs(replace(DEEPSEEK, batch=1, heads=1), "cuda")
     found = plan_mla(*inputs[:7], True, interleaved=True)
     assert found.backend == "triton" and found.backward is not None
 
