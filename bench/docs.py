@@ -17,21 +17,21 @@ from bench.environment import RESULTS, ROOT, shown
 from bench.report import read_file, timed
 
 _ATTENTION, _OLDEST = "h200-2026-11-27-triton-3.9.0", "h200-2026-11-27-triton-3.6.0"
-_H100 = "h100-2026-11-26-triton-3.9.0"
+_ATTENTION_H100, _H100 = "h100-2026-11-27-triton-3.9.0", "h100-2026-11-26-triton-3.9.0"
 _LATENT = "mla-h200-2026-11-26-triton-3.9.0"
 # Page -> block -> the files of rows in ``bench/results``, and the function below ``bench`` that makes the content.
 BLOCKS: dict[str, dict[str, tuple[str, str]]] = {
     "README.md": {
-        "readme:attention": (f"{_ATTENTION} {_H100}", "readme.attention"),
+        "readme:attention": (f"{_ATTENTION} {_ATTENTION_H100}", "readme.attention"),
         "readme:llama": ("models-h200-2026-11-27-triton-3.9.0 models-h200-2026-11-23", "readme.llama"),
         "readme:qwen": ("models-h200-2026-11-23", "readme.qwen"),
-        "bench:headline": (f"{_ATTENTION} {_H100}", "attention.tables.headline"),
+        "bench:headline": (f"{_ATTENTION} {_ATTENTION_H100}", "attention.tables.headline"),
     },
     "docs/benchmarks.md": {
         "bench:results": (_ATTENTION, "attention.tables.results"),
         "bench:standing": (_ATTENTION, "attention.tables.standing"),
-        "h100:results": (_H100, "attention.tables.results"),
-        "h100:standing": (_H100, "attention.tables.standing"),
+        "h100:results": (_ATTENTION_H100, "attention.tables.results"),
+        "h100:standing": (_ATTENTION_H100, "attention.tables.standing"),
         "oldest:standing": (_OLDEST, "attention.tables.standing"),
         "fa3:results": ("fa3-h200-2026-11-26-triton-3.9.0", "attention.jax_fa3.results"),
         "h100:fa3": ("fa3-h100-2026-11-27-triton-3.9.0", "attention.jax_fa3.results"),
@@ -59,6 +59,7 @@ BLOCKS: dict[str, dict[str, tuple[str, str]]] = {
         "models:steps": ("models-step-h200-2026-11-26-triton-3.9.0", "models.tables.training"),
         "h100:steps": (f"models-step-{_H100}", "models.tables.training"),
         "models:serving": ("serve-h200-2026-11-22", "models.tables.serving"),
+        "h100:serving": ("serve-h100-2026-11-27-triton-3.9.0", "models.tables.serving"),
         "cp:results": ("cp-h200-2026-11-23", "cp.tables.results"),
         "corope:results": ("corope-h200-2026-11-21", "attention.tables.corope"),
         "h100:corope": ("corope-h100-2026-11-27-triton-3.9.0", "attention.tables.corope"),

@@ -119,7 +119,7 @@ FORWARD: tuple[Row, ...] = (
     # than the portable kernels from the least work on where key heads are not shared. H200 and H100, 2026-11-27.
     Row(head_dim=HEAD_DIM, gqa=False, packed=False, least_work={"tiny": TWO_LAUNCHES, "short": 2**29},
         config=HopperForwardConfig(block_n=128, values=BEFORE_WEIGHTS, section_bytes=32 * MIB)),
-    # Where they are shared the portable kernels take .94 to 1.02 of the time up to 2**29, and .99 at 2**30. Both cards,
+    # With shared key heads the portable kernels take .94 to 1.02 of the time up to 2**29, and .99 at 2**30. Both cards,
     # 2026-11-27. 6 to 13 % faster than the portable kernels at 2**31. H200 and H100, 3.9.0, 2026-11-26 and 27.
     Row(head_dim=HEAD_DIM, packed=False, least_work={"tiny": 2**31, "short": 2**30},
         config=HopperForwardConfig(block_n=128, values=BEFORE_WEIGHTS, section_bytes=32 * MIB)),

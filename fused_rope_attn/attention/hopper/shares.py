@@ -124,7 +124,7 @@ def deal_shares(
     """Write the shares of tile ``own`` of num_tiles tiles of HALVES blocks of KEYS keys, for all num_heads key heads.
 
     shares (num_shares, SHARE_WORDS) int32: the ``Share`` of each program; there may be more of them than work.
-    slots (slots, ``slot_words(COLUMNS)``) int32, whose counters are cleared. least_share: query blocks.
+    slots (slots, ``slot_words(COLUMNS)``) int32: their counters are cleared. least_share: query blocks.
     blocks (B, batch_stride) int32, num_blocks: as ``key_rows_kernel`` writes them.
 
     Heads are dealt in sections of heads_per_section, because the L2 holds one section's queries. The last section may
