@@ -88,6 +88,13 @@ PLAIN: tuple[BenchCase, ...] = tuple(
     replace(case, groups=(*case.groups, "all", *(["table"] if case.name in TABLE else []))) for case in _CASES
 )
 
+# What one GPU has of Llama 3 70B over eight GPUs and of 8B over four, by tensor parallelism, and one sequence of 8B.
+FEW_HEADS: tuple[BenchCase, ...] = (
+    *(_case("Llama3-70B-TP8", 1, 8, 1, n, 128, "few-heads") for n in (1024, 2048, 4096, 8192)),
+    *(_case("Llama3-8B-TP4", 1, 8, 2, n, 128, "few-heads") for n in (2048, 4096, 8192)),
+    *(_case("Llama3-8B-B1", 1, 32, 8, n, 128, "few-heads") for n in (512, 1024, 2048)),
+)
+
 # Small enough that the GPU waits for the host at every call: what is measured is Python, dispatch and launches.
 HOST = BenchCase("Host", "Host", ("host",), Case(1, 4, 4, 128, 128, 64, dtype=torch.bfloat16), "host")
 
@@ -170,7 +177,7 @@ UNSPLIT: tuple[BenchCase, ...] = tuple(
     for batch, length in ((1, 1024), (1, 4096), (8, 4096), (1, 16384), (1, 65536))
 )
 
-CASES: tuple[BenchCase, ...] = (*PLAIN, HOST, *MASKED, *BY_INTERVALS, *COROPE, *UNSPLIT)
+CASES: tuple[BenchCase, ...] = (*PLAIN, *FEW_HEADS, HOST, *MASKED, *BY_INTERVALS, *COROPE, *UNSPLIT)
 
 
 def _normed(family: str, batch: int, heads_q: int, heads_kv: int, length: int, head_dim: int) -> BenchCase:
