@@ -219,10 +219,9 @@ def store_or_pass_on(
 ):
     """Call ``store_gradients`` with the sums of all shares of the tile.
 
-    Shares add in pairs: the second one to the first, the fourth to the third, then the third's sums to the first's, and
-    so on, counted from the last share, because a share may wait only for those that start before it. The others keep
-    theirs in a slot, so that the order of the sums is fixed.
-
+    Counted from the last share, the first adds the sums of the second, the third those of the fourth, then the first
+    those of the third, and so on: a share may wait only for shares that start before it. All but the first keep their
+    sums in a slot. The order of the sums is fixed.
 
     The arguments are those of ``store_gradients``.
     """
