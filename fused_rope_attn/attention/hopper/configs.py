@@ -83,8 +83,8 @@ FORWARD: tuple[Row, ...] = (
     Row(head_dim=64, causal=True, packed=False,
         least_work={"tiny": 2**29, "short": 2**29, "medium": 2**30, "long": 0},
         config=HopperForwardConfig(block_n=128, values=BEFORE_WEIGHTS, section_bytes=32 * MIB)),
-    # Packed sequences: 0 to 17 % faster than the portable kernels from the least work on; below, these take .87 to 1.17 of
-    # the time. H200 and H100, 3.6.0 and 3.9.0, 2026-11-27.
+    # Packed sequences: 0 to 17 % faster than the portable kernels from the least work on; below, these take .87 to 1.17
+    # of the time. H200 and H100, 3.6.0 and 3.9.0, 2026-11-27.
     Row(head_dim=64, causal=True, least_work={"tiny": 2**32, "short": 2**33, "medium": 2**32, "long": 0},
         config=HopperForwardConfig(block_n=128, values=BEFORE_WEIGHTS, section_bytes=32 * MIB)),
     # 0 to 34 % slower than the portable kernels at 2**29, 0 to 39 % faster from the least work on. H200 and H100, 3.6.0
