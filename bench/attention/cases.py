@@ -88,7 +88,7 @@ PLAIN: tuple[BenchCase, ...] = tuple(
     replace(case, groups=(*case.groups, "all", *(["table"] if case.name in TABLE else []))) for case in _CASES
 )
 
-# What one GPU has of Llama 3 70B over eight GPUs and of 8B over four, by tensor parallelism, and one sequence of 8B.
+# The heads of one GPU: of eight that share Llama 3 70B by tensor parallelism, of four that share 8B, and all of 8B.
 FEW_HEADS: tuple[BenchCase, ...] = (
     *(_case("Llama3-70B-TP8", 1, 8, 1, n, 128, "few-heads") for n in (1024, 2048, 4096, 8192)),
     *(_case("Llama3-8B-TP4", 1, 8, 2, n, 128, "few-heads") for n in (2048, 4096, 8192)),

@@ -9,10 +9,10 @@ Row = TypeVar("Row")
 
 
 def find_row(rows: Sequence[Row], **key: object) -> Row:
-    """Return the first row whose fields match the properties of a call, which ``key`` names as the fields are named.
+    """Return the first row that matches the properties of a call. ``key`` has them by the names of the row's fields.
 
     A field that is None matches anything, and a tuple its members. ``head_dim`` and fields that begin with ``most_``
-    match what is not greater, and fields that begin with ``from_`` what is not smaller; None is no such thing.
+    match values that are not greater, and fields that begin with ``from_`` values that are not smaller, but never None.
 
     Raises:
         LookupError: no row matches.

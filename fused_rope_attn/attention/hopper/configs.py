@@ -66,7 +66,11 @@ class Row:
                 raise ValueError(f"{name} must be one of {WORK_LEVELS}, but is {work}")
 
 
-# section_bytes: of K and V (or of Q, dO and dQ), 32 MiB stay in the L2 of 50 MB.
+# section_bytes: of K and V (or of Q, dO and dQ), 32 MiB stay in the L2 of 50 MB. Several rows share these two:
+_FORWARD = HopperForwardConfig(block_n=128, values=BEFORE_WEIGHTS, section_bytes=32 * MIB)
+_SHORT = HopperBackwardConfig(
+    section_bytes=32 * MIB, rotate_heads=2, post_rows=8, post_heads=2, norm_rows=16, norm_heads=4
+)
 # fmt: off
 FORWARD: tuple[Row, ...] = (
     # Never by itself, because tiles are 64 columns wide at any head dim. Untimed.
@@ -81,20 +85,17 @@ FORWARD: tuple[Row, ...] = (
     # Values before weights take 2 to 5 % less time. 3.6.0 and 3.9.0, 2026-11-23. With inputs in the L2 0 to 39 % faster
     # than the portable kernels from the least work on. H200 and H100, 3.6.0 and 3.9.0, 2026-11-26 and 27.
     Row(head_dim=64, causal=True, packed=False,
-        least_work={"tiny": 2**29, "short": 2**29, "medium": 2**30, "long": 0},
-        config=HopperForwardConfig(block_n=128, values=BEFORE_WEIGHTS, section_bytes=32 * MIB)),
+        least_work={"tiny": 2**29, "short": 2**29, "medium": 2**30, "long": 0}, config=_FORWARD),
     # Packed sequences: 0 to 17 % faster than the portable kernels from the least work on; below, these take .87 to 1.17
     # of the time. H200 and H100, 3.6.0 and 3.9.0, 2026-11-27.
     Row(head_dim=64, causal=True, least_work={"tiny": 2**32, "short": 2**33, "medium": 2**32, "long": 0},
-        config=HopperForwardConfig(block_n=128, values=BEFORE_WEIGHTS, section_bytes=32 * MIB)),
+        config=_FORWARD),
     # 0 to 34 % slower than the portable kernels at 2**29, 0 to 39 % faster from the least work on. H200 and H100, 3.6.0
     # and 3.9.0, 2026-11-26 and 27.
     Row(head_dim=64, packed=False,
-        least_work={"tiny": 2**30, "short": 2**31, "medium": 2**30, "long": 0},
-        config=HopperForwardConfig(block_n=128, values=BEFORE_WEIGHTS, section_bytes=32 * MIB)),
+        least_work={"tiny": 2**30, "short": 2**31, "medium": 2**30, "long": 0}, config=_FORWARD),
     # Packed sequences of up to 512 tokens are 4 to 24 % faster. H200 and H100, 2026-11-27.
-    Row(head_dim=64, least_work={"tiny": 2**30, "short": 0, "medium": 0, "long": 0},
-        config=HopperForwardConfig(block_n=128, values=BEFORE_WEIGHTS, section_bytes=32 * MIB)),
+    Row(head_dim=64, least_work={"tiny": 2**30, "short": 0, "medium": 0, "long": 0}, config=_FORWARD),
     # Without a causal mask three warpgroups take 6 to 11 % less time. 3.6.0 and 3.9.0, 2026-11-23. With 4 heads of 8192
     # tokens two take .77 to .79 of the time. 3.6.0 and 3.9.0, 2026-11-27.
     Row(head_dim=NARROW_HEAD_DIM, causal=False, packed=False, bucket=("long",), from_work=2**36,
@@ -103,7 +104,7 @@ FORWARD: tuple[Row, ...] = (
     # Values before weights take 2 to 5 % less time. 3.6.0 and 3.9.0, 2026-11-23. 4 % faster than the portable kernels
     # at the least work, 15 to 18 % at 2**31. H200 and H100, 3.6.0 and 3.9.0, 2026-11-27.
     Row(head_dim=NARROW_HEAD_DIM, packed=False, bucket=("medium", "long"), least_work={"medium": 2**30, "long": 0},
-        config=HopperForwardConfig(block_n=128, values=BEFORE_WEIGHTS, section_bytes=32 * MIB)),
+        config=_FORWARD),
     # From 1025 to 4096 tokens they take 11 to 21 % less time than the portable kernels at 2**31, and the same at 2**30.
     # H200 and H100, 3.6.0 and 3.9.0, 2026-11-27.
     Row(head_dim=HEAD_DIM, packed=False, bucket=("medium", "long"), least_work={"medium": 2**31, "long": 0},
@@ -117,16 +118,13 @@ FORWARD: tuple[Row, ...] = (
         config=HopperForwardConfig(block_n=128, values=BEFORE_WEIGHTS, section_bytes=16 * MIB)),
     # Values before weights take 1 % less time up to 1024 tokens, and more beyond. 3.6.0, 2026-11-21. 5 to 25 % faster
     # than the portable kernels from the least work on where key heads are not shared. H200 and H100, 2026-11-27.
-    Row(head_dim=HEAD_DIM, gqa=False, packed=False, least_work={"tiny": TWO_LAUNCHES, "short": 2**29},
-        config=HopperForwardConfig(block_n=128, values=BEFORE_WEIGHTS, section_bytes=32 * MIB)),
+    Row(head_dim=HEAD_DIM, gqa=False, packed=False, least_work={"tiny": TWO_LAUNCHES, "short": 2**29}, config=_FORWARD),
     # With shared key heads the portable kernels take .94 to 1.02 of the time up to 2**29, and .99 at 2**30. Both cards,
     # 2026-11-27. 6 to 13 % faster than the portable kernels at 2**31. H200 and H100, 3.9.0, 2026-11-26 and 27.
-    Row(head_dim=HEAD_DIM, packed=False, least_work={"tiny": 2**31, "short": 2**30},
-        config=HopperForwardConfig(block_n=128, values=BEFORE_WEIGHTS, section_bytes=32 * MIB)),
+    Row(head_dim=HEAD_DIM, packed=False, least_work={"tiny": 2**31, "short": 2**30}, config=_FORWARD),
     # Many short sequences fill the card, one does not. 3.6.0, 2026-11-22. Up to 512 tokens 2 % slower to 27 % faster
     # at the least work, 7 to 33 % faster at 2**33. H200 and H100, 2026-11-27.
-    Row(head_dim=HEAD_DIM, least_work={"tiny": 2**31, "short": 2**33},
-        config=HopperForwardConfig(block_n=128, values=BEFORE_WEIGHTS, section_bytes=32 * MIB)),
+    Row(head_dim=HEAD_DIM, least_work={"tiny": 2**31, "short": 2**33}, config=_FORWARD),
     # 256 columns of O leave registers and shared memory for 64 keys. 3.6.0, 2026-11-22.
     # With 3.6.0 the portable kernels take .96 to 1.00 of its time up to 2**31 multiply-adds, from 1K tokens on. With
     # 3.9.0 they take 1.04 to 1.9 times as long at any work, because ptxas lets each of their products wait for the one
@@ -163,13 +161,9 @@ BACKWARD: tuple[Row, ...] = (
         config=HopperBackwardConfig(do_stages=3, section_bytes=32 * MIB, rotate_heads=2, post_rows=8, post_heads=2,
             norm_rows=16, norm_heads=4)),
     # 5 to 11 % slower than the portable kernels below the least work. H100, 3.9.0, 2026-11-27.
-    Row(head_dim=64, causal=True, gqa=False, bucket=("short",), least_work={"short": 2**30},
-        config=HopperBackwardConfig(section_bytes=32 * MIB, rotate_heads=2, post_rows=8, post_heads=2, norm_rows=16,
-            norm_heads=4)),
+    Row(head_dim=64, causal=True, gqa=False, bucket=("short",), least_work={"short": 2**30}, config=_SHORT),
     # A post-process of more programs takes 1 to 10 % less time. 3.9.0, 2026-11-23.
-    Row(head_dim=64, bucket=("short",),
-        config=HopperBackwardConfig(section_bytes=32 * MIB, rotate_heads=2, post_rows=8, post_heads=2, norm_rows=16,
-            norm_heads=4)),
+    Row(head_dim=64, bucket=("short",), config=_SHORT),
     # A post-process of more programs takes 2 % less time at (4, 8/8, 2048, 64), and the same beyond. H200 and H100,
     # 3.6.0 and 3.9.0. Blocks of 128 queries take 5 % less time at 16K and 0 to 2 % below with 3.9.0, 4 to 8 % from 4K
     # on with 3.6.0, and 4 % more at 1K with both. H200. 2026-11-26.
