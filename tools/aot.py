@@ -124,6 +124,7 @@ def compiling_for(arch: str) -> Iterator[list[dict[str, Any]]]:
     of shared memory, and how many the card gives a block. serialised: ptxas says that it made wgmma products wait for
     one another. unwritten: the first read of a register that nothing has written, or "". refusal: why the package
     leaves the kernel's launches to Triton, or "". constants: values of constexpr parameters and specialised arguments.
+    files: the paths of its artefacts in Triton's cache, by suffix.
 
     The package's own question ``device.arch`` gets the same answer. Output printed within does not appear. A kernel
     that is in Triton's cache already does not appear again. Raises RuntimeError under Triton's interpreter.
@@ -164,6 +165,7 @@ def compiling_for(arch: str) -> Iterator[list[dict[str, Any]]]:
                 "limit": limit,
                 "seconds": times.total / 1e6,
                 "constants": constants,
+                "files": {suffix: str(path) for suffix, path in files.items()},
             }
         )
 
