@@ -17,7 +17,7 @@ from fused_rope_attn.attention.problem import Options, Outputs, Problem, Saved, 
 from fused_rope_attn.runtime import device
 from fused_rope_attn.runtime.calls import Replay
 from fused_rope_attn.runtime.context_parallel import in_context_parallel
-from fused_rope_attn.runtime.differentiation import apply_of, in_forward_mode
+from fused_rope_attn.runtime.differentiation import in_forward_mode
 from fused_rope_attn.runtime.guards import guard
 from fused_rope_attn.runtime.registration import is_plain
 
@@ -25,8 +25,6 @@ _MAX_KNOWN = 4096
 # Calls with the same key. They differ in dtypes, devices, strides, tables, or in which tensors take a gradient.
 _MAX_ALIKE = 8
 _WINDOW, _RETURN_LSE = map(Options._fields.index, ("window", "return_lse"))
-# There are no transforms of torch.func in ordinary eager mode.
-_apply: Callable[..., Any] = apply_of(Attention)
 
 
 class EagerCall(DifferentiableCall):
@@ -54,9 +52,9 @@ class EagerCall(DifferentiableCall):
     def __call__(self, tensors: Tensors) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         if ops.needs_gradient(tensors):
             if self._returns_more:
-                return _apply(self, tensors, None, *self.differentiable(tensors))
+                return Attention.apply(self, tensors, None, *self.differentiable(tensors))
             found: list[torch.Tensor] = []
-            return _apply(self, tensors, found, *self.differentiable(tensors)), found[0], None
+            return Attention.apply(self, tensors, found, *self.differentiable(tensors)), found[0], None
         results = None if self._forward is None else self._forward(tensors.given())
         if results is None:
             results, replay = self._run(tensors, saves_rotated=False)

@@ -23,7 +23,7 @@ from fused_rope_attn.attention.problem import (
 )
 from fused_rope_attn.runtime import device
 from fused_rope_attn.runtime.calls import Call, Calls
-from fused_rope_attn.runtime.differentiation import apply_in_operator
+from fused_rope_attn.runtime.differentiation import SingleLevelFunction, apply_in_operator
 from fused_rope_attn.runtime.layouts import like_input, with_aligned_rows
 from fused_rope_attn.runtime.registration import Operator
 
@@ -238,7 +238,7 @@ class DifferentiableCall:
         return _backward_operator(is_rotated)(do, o, lse, *flatten(self.problem, tensors))
 
 
-class Attention(torch.autograd.Function):
+class Attention(SingleLevelFunction):
     """The gradient of attention. Its results are o, lse and max_logit, which is None unless the call has one. With a
     list ``found`` the result is o alone, and the list gets lse.
 

@@ -14,7 +14,7 @@ from fused_rope_attn.distributed.groups import agree, group_named
 from fused_rope_attn.distributed.layout import Call, shares
 from fused_rope_attn.distributed.planning import choose
 from fused_rope_attn.runtime import device
-from fused_rope_attn.runtime.differentiation import apply_in_operator, in_forward_mode
+from fused_rope_attn.runtime.differentiation import SingleLevelFunction, apply_in_operator, in_forward_mode
 from fused_rope_attn.runtime.layouts import like_input
 from fused_rope_attn.runtime.registration import Operator, is_plain
 
@@ -113,7 +113,7 @@ def _forward_fake(*arguments):
     return like_input(q), q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
 
 
-class _ContextParallel(torch.autograd.Function):
+class _ContextParallel(SingleLevelFunction):
     """``keyset`` is the dispatcher's, or None for a call that skips it."""
 
     @staticmethod

@@ -10,7 +10,7 @@ import torch
 from fused_rope_attn.distributed.cuts import check_sharding, chunk_count, chunks_of
 from fused_rope_attn.distributed.groups import Exchange, Group, group_named, group_of, join_rows, others
 from fused_rope_attn.runtime.checks import check_int, refuse_non_tensor, shown
-from fused_rope_attn.runtime.differentiation import apply_in_operator
+from fused_rope_attn.runtime.differentiation import SingleLevelFunction, apply_in_operator
 from fused_rope_attn.runtime.registration import Operator
 
 
@@ -148,7 +148,7 @@ def _resized(x: torch.Tensor, dim: int, length: int) -> torch.Tensor:
     return x.new_empty((*x.shape[:dim], length, *x.shape[dim + 1 :]))
 
 
-class _Linear(torch.autograd.Function):
+class _Linear(SingleLevelFunction):
     """One of the two operators below. Each is the gradient of the other."""
 
     @staticmethod

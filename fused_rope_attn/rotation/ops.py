@@ -12,7 +12,7 @@ import torch
 from fused_rope_attn.rotation import launch
 from fused_rope_attn.rotation.problem import SCHEMA, WITH_NORMS, RotationOptions, RotationTensors, flatten, rebuild
 from fused_rope_attn.runtime import device
-from fused_rope_attn.runtime.differentiation import apply_in_operator, last_gradients
+from fused_rope_attn.runtime.differentiation import SingleLevelFunction, apply_in_operator, last_gradients
 from fused_rope_attn.runtime.registration import Operator, is_plain
 
 
@@ -58,7 +58,7 @@ def _forward(ctx, keyset, options: RotationOptions, tensors: RotationTensors) ->
     return tuple(_rope.below_function(keyset, tensors.xs, *flatten(options, tensors)))
 
 
-class _Rotation(torch.autograd.Function):
+class _Rotation(SingleLevelFunction):
     """Saves tables and positions; the backward is the same call with ``inverse`` flipped."""
 
     @staticmethod
@@ -84,7 +84,7 @@ class _Rotation(torch.autograd.Function):
         return *(None,) * (len(ctx.needs_input_grad) - len(dos)), *gradients
 
 
-class _NormRotation(torch.autograd.Function):
+class _NormRotation(SingleLevelFunction):
     """Saves the norms' inputs, weights, tables and positions; given: cos, sin, two of positions, weights, xs."""
 
     @staticmethod

@@ -14,28 +14,24 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
-
-def apply_of(function: type[torch.autograd.Function]) -> Callable[..., Any]:
-    """Return ``function.apply`` without its half in Python, which looks for the transforms of torch.func.
-
-    Use it in ordinary eager calls, because no transform is active there.
-    """
-    return super(torch.autograd.Function, function).apply  # type: ignore[misc]
+# The base of autograd functions that no transform of torch.func needs to see: those of ordinary eager calls, where none
+# is active, and of operators, which the dispatcher calls once for each transform. ``torch.autograd.Function`` looks for
+# transforms in ``apply``: up to torch 2.13 it costs host time, and from 2.14 on it raises in operators. A private name.
+SingleLevelFunction: Any = torch.autograd.function._SingleLevelFunction
 
 
-def apply_in_operator(function: type[torch.autograd.Function], *arguments: Any) -> Any:
-    """Return ``function.apply(*arguments)`` in the autograd kernel of an operator.
+def apply_in_operator(function: Any, *arguments: Any) -> Any:
+    """Return ``function.apply(*arguments)`` in the autograd kernel of an operator. function: a ``SingleLevelFunction``.
 
-    ``apply`` itself would hand the call to the transforms of torch.func. The dispatcher has done that: it calls the
-    kernel once for each of them, with tensors from which the others are hidden.
+    PyTorch refuses such a function while a transform of torch.func is active, unless it is allowed.
     """
     functorch = torch._C._functorch  # private names
     if functorch.peek_interpreter_stack() is None:
-        return apply_of(function)(*arguments)
+        return function.apply(*arguments)
     allowed = functorch.get_single_level_autograd_function_allowed()
     functorch.set_single_level_autograd_function_allowed(True)
     try:
-        return apply_of(function)(*arguments)
+        return function.apply(*arguments)
     finally:
         functorch.set_single_level_autograd_function_allowed(allowed)
 
@@ -78,7 +74,7 @@ def _no_double_backward(function: str) -> str:
     return f"{function}: double backward (create_graph=True) is not supported"
 
 
-class _Computed(torch.autograd.Function):
+class _Computed(SingleLevelFunction):
     """Gradients that a kernel computes, as functions of ``inputs``."""
 
     @staticmethod
