@@ -62,8 +62,10 @@ def forward(module: AttentionModule, hidden_states: Tensor, *args: Any, **kwargs
     if batch.by_type is not None:
         batch = batch.by_type.get(type_of(module) or "", batch)
     convention = patch.convention
-    q, k, v, *gate = convention.project(module, hidden_states)
-    latent: Latent | None = gate.pop(0) if convention.latent is not None else None
+    q, k, v, *others = convention.project(module, hidden_states)
+    # Not by ``pop``, because torch.compile of torch 2.11 takes the list for a tuple.
+    latent: Latent | None = others[0] if convention.latent is not None else None
+    gate = others if latent is None else others[1:]
     q, k, norms = _normed(module, convention, q, k, past is not None)
     if convention.query_scale is not None:
         q = convention.query_scale(module, q, kwargs, past)

@@ -35,7 +35,7 @@ from fused_rope_attn.integrations.transformers.state import PATCH, state_of
 from fused_rope_attn.masks import chunks
 from fused_rope_attn.runtime.device import is_capturing
 
-# transformers 5 counts the chunks of packed documents from each document's first token.
+# transformers 5.23 and later count the chunks of packed documents from each document's first token.
 _COUNTS_CHUNKS_BY_DOCUMENT = hasattr(masking_utils, "remap_positions_for_packed_sequence")
 _PACKED_NAMES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 

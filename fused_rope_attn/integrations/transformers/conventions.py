@@ -107,7 +107,9 @@ def g_proj(module: AttentionModule, x: Tensor) -> Heads:
 
 def latent(module: AttentionModule, x: Tensor) -> Heads:
     """Project to the heads of multi-head latent attention, which are views of the projections' results (DeepSeek)."""
-    q = module.q_proj(x) if module.q_lora_rank is None else module.q_b_proj(module.q_a_layernorm(module.q_a_proj(x)))
+    # Ling 3 lacks the attribute before transformers 5.24, and has q_proj alone.
+    has_rank = getattr(module, "q_lora_rank", None) is not None
+    q = module.q_b_proj(module.q_a_layernorm(module.q_a_proj(x))) if has_rank else module.q_proj(x)
     return _latent_heads(module, q, *_compressed(module, x))
 
 

@@ -179,7 +179,8 @@ def may_have_a_prefix(model: nn.Module, given: dict[str, Any]) -> bool:
 def chunk_of(attentions: list[nn.Module]) -> int | None:
     """Return the length of the chunks within which some of the modules attend, or None."""
     patches = [(module, state_of(module, PATCH)) for module in attentions]
-    return next((n for module, patch in patches if patch is not None and (n := patch.convention.chunk(module))), None)
+    lengths = [patch.convention.chunk(module) for module, patch in patches if patch is not None]
+    return next(filter(None, lengths), None)
 
 
 def asked_is_causal(config: Any, given: dict[str, Any]) -> bool | None:
