@@ -7,6 +7,7 @@ some of them, so they are told apart by their types.
 from __future__ import annotations
 
 import inspect
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -35,6 +36,19 @@ def cache_of(given: dict[str, Any]) -> Any:
     if _IS_RENAMED and "cache" in given or is_paged(cache):
         return cache
     return next((given[name] for name in _OLDER_NAMES if given.get(name) is not None), None)
+
+
+def own_cache_of(decoder: nn.Module) -> str:
+    """Return the name of a class that is no ``Cache``, if a decoder without a given cache makes one of it; else "".
+
+    Hybrid models do so before transformers 5.15, for example OLMo hybrid.
+    """
+    forward = inspect.unwrap(type(decoder).forward)
+    if not isinstance(forward, FunctionType):
+        return ""
+    used = (forward.__globals__.get(name) for name in forward.__code__.co_names)
+    classes = (x for x in used if isinstance(x, type) and x.__name__.endswith("Cache"))
+    return next((cls.__name__ for cls in classes if not issubclass(cls, Cache)), "")
 
 
 def is_paged(cache: Any) -> bool:

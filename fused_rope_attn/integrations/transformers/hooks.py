@@ -55,6 +55,8 @@ def describe_batch(decoder: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple
         raise ValueError(f"{PLAN} must be given to a model whose ranks patch_model knows, but this one has no cp_group")
     if batch is None:
         batch = describe(state.attentions, decoder.config, given)
+        if state.own_cache and _makes_cache(decoder, given):
+            batch = Batch(f"a cache of type {state.own_cache}, which the decoder makes,")
     if batch.original:
         refuse_what_lacks_masks(decoder.config, given, batch)
         warn_of(state.passes, batch.original)
@@ -62,6 +64,13 @@ def describe_batch(decoder: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple
     if state.reads_masks:
         return args, kwargs | {BATCH: batch}
     return (), given | {BATCH: batch, "attention_mask": _no_mask(given)}
+
+
+def _makes_cache(decoder: nn.Module, given: dict[str, Any]) -> bool:
+    """Return whether a decoder makes a cache in a call, because it is given none and asked to use one."""
+    wanted = given.get("use_cache")
+    config: Any = decoder.config
+    return cache_of(given) is None and bool(getattr(config, "use_cache", False) if wanted is None else wanted)
 
 
 def describe_before_masks(model: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:

@@ -14,7 +14,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from fused_rope_attn.integrations.transformers import attention
-from fused_rope_attn.integrations.transformers.caches import CACHE_NAMES
+from fused_rope_attn.integrations.transformers.caches import CACHE_NAMES, own_cache_of
 from fused_rope_attn.integrations.transformers.conventions import Convention
 from fused_rope_attn.integrations.transformers.families import (
     NEWEST,
@@ -148,7 +148,7 @@ def patch_model(
         others = sum(looks_like_attention(module) for module in decoder.modules()) > len(modules)
         kinds = set(getattr(decoder.config, "layer_types", None) or ())
         others = others or not kinds <= _ATTENTION_LAYERS or hands_padding_on(decoder)
-        setattr(decoder, DECODER, Decoder(names_of_parameters(decoder), modules, others, shards))
+        setattr(decoder, DECODER, Decoder(names_of_parameters(decoder), modules, others, shards, own_cache_of(decoder)))
     for module in list(model.modules()):
         _remove_hooks(module, check_labels)
         if not isinstance(module, PreTrainedModel) or (decoder := decoder_in(module)[0]) is None:

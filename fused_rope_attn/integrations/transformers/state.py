@@ -70,6 +70,7 @@ class Decoder:
     attentions: its patched modules.
     reads_masks: other modules in it also read the mask that it passes to its layers.
     shards: the ranks that share its sequences, or None.
+    own_cache: ``caches.own_cache_of`` it.
     passes: number of forward passes that took the modules' own attention, by reason.
     """
 
@@ -77,6 +78,7 @@ class Decoder:
     attentions: list[nn.Module]
     reads_masks: bool
     shards: Shards | None = None
+    own_cache: str = ""
     passes: Counter[str] = field(default_factory=Counter)
 
 

@@ -10,6 +10,7 @@ from transformers.cache_utils import DynamicLayer, StaticLayer
 from fused_rope_attn.integrations.transformers import patch_model, patch_report
 from tests.support.hf_caches import CAPACITY, make_cache, parts
 from tests.support.hf_models import make_ids, make_model
+from tests.support.hf_runs import assert_close
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
@@ -109,3 +110,28 @@ def test_an_update_that_somebody_replaces_for_all(of, given, calls, monkeypatch)
     assert not calls
     monkeypatch.undo()
     run()
+
+
+class HybridCache:
+    """As the hybrid models of older releases make it: no ``Cache``."""
+
+
+def test_a_cache_that_only_the_decoder_makes():
+    """Its layers have another form, and the decoder makes it after the batch was described."""
+
+    class Making(transformers.LlamaModel):
+        def forward(self, *args, **kwargs):
+            self.made = HybridCache()
+            return super().forward(*args, **kwargs)
+
+    model, ids = make_model("llama"), make_ids(2, 12)
+    expected = model(ids, use_cache=True).logits
+    model.model.__class__ = Making
+    patch_model(model)
+    with pytest.warns(UserWarning, match="a cache of type HybridCache, which the decoder makes, is not served"):
+        assert torch.equal(model(ids, use_cache=True).logits, expected)
+    assert_close(model(ids, use_cache=False).logits, expected, 1e-5)
+    assert_close(model(ids, past_key_values=transformers.DynamicCache(config=model.config)).logits, expected, 1e-5)
+    assert {reason: n for row in patch_report(model) for reason, n in row.own.items()} == {
+        "a cache of type HybridCache, which the decoder makes,": 1
+    }
