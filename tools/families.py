@@ -50,6 +50,7 @@ _PHRASES: dict[object, str] = {
     on.query_and_key_layernorm: "q and k normed after the rotation",
     on.qk_norm_perhaps: "q and k normed after the rotation where the config asks for it",
     on.scaled_by_position: "queries scaled by position",
+    on.scaled_by_place: "queries scaled by position",
     on.scaled_where_unrotated: "queries scaled by position in layers that do not rotate",
     on.chunk_of_layer: "attention within chunks in some layers",
     on.out_proj: "",

@@ -263,8 +263,17 @@ def chunk_of_layer(module: AttentionModule) -> int | None:
 
 def scaled_by_position(module: AttentionModule, q: Tensor, given: dict[str, Any], past: Any) -> Tensor:
     """Multiply queries by a factor that is 1 up to the trained length, and grows with ``position_ids`` (1|B, N)."""
+    return _scaled_by(given["position_ids"], module, q)
+
+
+def scaled_by_place(module: AttentionModule, q: Tensor, given: dict[str, Any], past: Any) -> Tensor:
+    """Multiply queries as ``scaled_by_position``, by ``cache_position`` (N,), which counts padding too."""
+    return _scaled_by(given["cache_position"][None], module, q)
+
+
+def _scaled_by(places: Tensor, module: AttentionModule, q: Tensor) -> Tensor:
     rope = module.config.rope_parameters
-    steps = torch.floor(given["position_ids"] / rope["original_max_position_embeddings"])
+    steps = torch.floor(places / rope["original_max_position_embeddings"])
     factors = 1 + rope["llama_4_scaling_beta"] * torch.log(1 + steps)
     return q * factors[:, None, :, None].to(q.dtype)
 

@@ -24,8 +24,11 @@ from fused_rope_attn.integrations.transformers.conventions import Convention
 # The newest release with attention classes that were all read (tests/support/hf_fingerprints.json).
 NEWEST = "5.24"
 _PREFIX = "transformers.models."
-_IS_5 = Version(transformers.__version__) >= Version("5")
-_TEXT_OF_QWEN3_VL = on.text_positions if Version(transformers.__version__) >= Version("5.3") else on.first_row
+_RELEASE = Version(transformers.__version__)
+# Those of Bamba and Persimmon, whether they separate packed documents.
+_MASKS_READ_POSITIONS = _RELEASE >= Version("5.2")
+_TEXT_OF_QWEN3_VL = on.text_positions if _RELEASE >= Version("5.3") else on.first_row
+_SCALE_OF_MINISTRAL3 = on.scaled_by_position if _RELEASE >= Version("5.4") else on.scaled_by_place
 # Scales (Gemma, Granite) are read from each module's `scaling`, and partial rotation from the width of the tables, so
 # neither needs a row.
 _GROUPS: tuple[tuple[Convention, str], ...] = (
@@ -33,10 +36,10 @@ _GROUPS: tuple[tuple[Convention, str], ...] = (
         "arcee.ArceeAttention aria.AriaTextAttention emu3.Emu3Attention gemma.GemmaAttention granite.GraniteAttention "
         "granitemoe.GraniteMoeAttention granitemoeshared.GraniteMoeSharedAttention hyperclovax.HyperCLOVAXAttention "
         "jais2.Jais2Attention llama.LlamaAttention solar_open.SolarOpenAttention"),
-    (Convention(documents_in_masks=_IS_5), "bamba.BambaAttention"),
+    (Convention(documents_in_masks=_MASKS_READ_POSITIONS), "bamba.BambaAttention"),
     (Convention(window=on.window_of_model),
         "minimax.MiniMaxAttention mistral.MistralAttention mixtral.MixtralAttention phimoe.PhimoeAttention"),
-    (Convention(window=on.window_of_model, query_scale=on.scaled_by_position), "ministral3.Ministral3Attention"),
+    (Convention(window=on.window_of_model, query_scale=_SCALE_OF_MINISTRAL3), "ministral3.Ministral3Attention"),
     (Convention(window=on.window_of_model, finish=on.o_proj_with_dropout), "starcoder2.Starcoder2Attention"),
     (Convention(finish=on.o_proj_with_dropout), "seed_oss.SeedOssAttention"),
     (Convention(finish=on.normed_o_proj), "bitnet.BitNetAttention"),
@@ -78,7 +81,7 @@ _GROUPS: tuple[tuple[Convention, str], ...] = (
     (Convention(on.fused, window=on.window_of_model), "phi3.Phi3Attention"),
     (Convention(on.fused_clipped, finish=on.out_proj), "dbrx.DbrxAttention"),
     (Convention(on.fused_by_head, finish=on.dense), "gpt_neox.GPTNeoXAttention"),
-    (Convention(on.fused_by_head_layernormed_perhaps, finish=on.dense, documents_in_masks=_IS_5),
+    (Convention(on.fused_by_head_layernormed_perhaps, finish=on.dense, documents_in_masks=_MASKS_READ_POSITIONS),
         "persimmon.PersimmonAttention"),
     (Convention(norms=on.q_and_k_norm_perhaps, half_width=on.pairs, interleaved=on.adjacent), "cohere.CohereAttention"),
     (Convention(half_width=on.pairs, interleaved=on.adjacent, window=on.window_of_layer, rotates=on.where_windowed),
@@ -171,7 +174,7 @@ def path_of(row: str) -> str:
 SUPPORTED = {path_of(row): convention for convention, rows in _GROUPS for row in rows.split()}
 # Class to the reason why it is not served: a sentence about the class.
 UNSUPPORTED = {path_of(row): reason for reason, rows in _REASONS for row in rows.split()}
-if not _IS_5:
+if _RELEASE < Version("5"):
     for row in SINCE_5:
         UNSUPPORTED[path_of(row)] = "it is supported from transformers 5 on"
         del SUPPORTED[path_of(row)]
