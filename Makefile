@@ -74,6 +74,7 @@ test-latest:
 		--upgrade --upgrade-strategy eager --editable '.[test]'
 	$(VENV_LATEST)/bin/python -m fused_rope_attn.env
 	TRITON_INTERPRET=1 $(VENV_LATEST)/bin/python -m pytest -n 2 $(ARGS)
+	$(VENV_LATEST)/bin/python -m tools.compile_kernels --arch sm_90
 
 .PHONY: test-oldest
 test-oldest:

@@ -113,7 +113,7 @@ def test_an_update_that_somebody_replaces_for_all(of, given, calls, monkeypatch)
 
 
 class HybridCache:
-    """As the hybrid models of older releases make it: no ``Cache``."""
+    """Hybrid models of older releases make such a cache. It does not inherit from ``Cache``."""
 
 
 def test_a_cache_that_only_the_decoder_makes():
