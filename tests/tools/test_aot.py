@@ -100,6 +100,20 @@ def test_a_tile_that_is_too_large_fails_the_command(tmp_path):
     assert "FAIL shared memory" in result.stdout
 
 
+def test_a_run_empties_what_it_has_read(tmp_path):
+    """All kernels together would take 0.8 GB of disk. The metadata stay, because other processes look them up."""
+    program = (
+        "from tools.compile_kernels import find_jobs, run\n"
+        "rows = run([job for job in find_jobs(['sm_86']) if job.label.startswith('write')][:1], 1)\n"
+        "assert rows and not any('files' in row or 'FAIL' in row['verdict'] for row in rows), rows"
+    )
+    result = python("-c", program, cache=tmp_path)
+    assert result.returncode == 0, result.stderr
+    for suffix, is_empty in (("ptx", True), ("cubin", True), ("json", False)):
+        found = [path for path in tmp_path.rglob(f"*.{suffix}") if not path.name.startswith("__grp__")]
+        assert found and all((path.stat().st_size == 0) == is_empty for path in found), suffix
+
+
 def test_usage_errors(monkeypatch, capsys):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     for arguments in (["--filter", "no such job"], ["--tile", "128"], ["--arch", "sm_75"]):

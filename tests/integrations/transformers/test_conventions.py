@@ -68,3 +68,16 @@ def test_conventions_do_not_change():
     """All modules of a class share one."""
     with pytest.raises(dataclasses.FrozenInstanceError):
         on.Convention().sinks = True
+
+
+def test_queries_scaled_by_position_and_by_place():
+    """The first by positions, which padding shifts, the second by places in the cache: 1 + b log(1 + n // length)."""
+    parameters = {"original_max_position_embeddings": 4, "llama_4_scaling_beta": 0.5}
+    module, q = SimpleNamespace(config=SimpleNamespace(rope_parameters=parameters)), torch.ones(2, 3, 5, 8)
+    places = torch.arange(3, 8)
+    given = {"cache_position": places, "position_ids": torch.stack((places, places - 2))}
+    factors = 1 + 0.5 * torch.tensor([1.0, 2.0, 2.0, 2.0, 2.0]).log()
+    assert torch.equal(on.scaled_by_place(module, q, given, None)[1, 2, :, 7], factors)
+    by_position = on.scaled_by_position(module, q, given, None)
+    assert torch.equal(by_position[0, 0, :, 0], factors)
+    assert torch.equal(by_position[1, 0, 2:, 0], factors[:3]) and by_position[1, 0, :2, 0].tolist() == [1.0, 1.0]
