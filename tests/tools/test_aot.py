@@ -101,7 +101,7 @@ def test_a_tile_that_is_too_large_fails_the_command(tmp_path):
 
 
 def test_a_run_empties_what_it_has_read(tmp_path):
-    """All kernels together would take 0.8 GB of disk. The metadata stay, because other processes look them up."""
+    """Artefacts are empty after a run. The metadata stay, and other processes look them up."""
     program = (
         "from tools.compile_kernels import find_jobs, run\n"
         "rows = run([job for job in find_jobs(['sm_86']) if job.label.startswith('write')][:1], 1)\n"

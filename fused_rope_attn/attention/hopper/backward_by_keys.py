@@ -384,9 +384,9 @@ def accumulate_by_keys(WARPGROUP: gl.constexpr, buffers, gradients, keys, querie
     # been read.
     own_keys = KeyBlock(batch=keys.batch, head=keys.head, start_n=keys.start_n + WARPGROUP * KEYS)
     dq = buffers.dq.of_warpgroup(WARPGROUP)
-    # Not a slice, because ``store_dk`` gives it another type, which triton 3.8 does with whole tiles only.
+    # ``index`` and not ``slice``: ``store_dk`` reinterprets the stage again, and triton 3.8 refuses this for slices.
     PARTS: gl.constexpr = buffers.q.buffer.shape[3] // PART_M
-    ROWS_APART: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    dk_stage = reinterpret(dq.tile(dq.at(dq_steps)), gl.float32, [PARTS, KEYS, dq.buffer.shape[4]], ROWS_APART).index(0)
+    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    dk_stage = reinterpret(dq.tile(dq.at(dq_steps)), gl.float32, [PARTS, KEYS, dq.buffer.shape[4]], FLAT).index(0)
     stages = Stages(dk=dk_stage, dv=own_rows(buffers.v, WARPGROUP), dk_channel=dq)
     store_or_pass_on(dk, dv, own_keys, sizes.NK, mask, scale, gradients, stages, dq_steps, WARPGROUP, FIRST_COLUMN=0)

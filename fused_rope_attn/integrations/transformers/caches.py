@@ -39,9 +39,9 @@ def cache_of(given: dict[str, Any]) -> Any:
 
 
 def own_cache_of(decoder: nn.Module) -> str:
-    """Return the name of a class that is no ``Cache``, if a decoder without a given cache makes one of it; else "".
+    """Return the name of the cache class that a decoder's forward uses, if it does not inherit from ``Cache``.
 
-    Hybrid models do so before transformers 5.15, for example OLMo hybrid.
+    Return "" for other decoders. Hybrid models before transformers 5.15 make such a cache if they are given none.
     """
     forward = inspect.unwrap(type(decoder).forward)
     if not isinstance(forward, FunctionType):

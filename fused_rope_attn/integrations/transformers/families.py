@@ -25,7 +25,7 @@ from fused_rope_attn.integrations.transformers.conventions import Convention
 NEWEST = "5.24"
 _PREFIX = "transformers.models."
 _RELEASE = Version(transformers.__version__)
-# Those of Bamba and Persimmon, whether they separate packed documents.
+# The masks of Bamba and Persimmon separate packed documents by their positions from then on.
 _MASKS_READ_POSITIONS = _RELEASE >= Version("5.2")
 _TEXT_OF_QWEN3_VL = on.text_positions if _RELEASE >= Version("5.3") else on.first_row
 _SCALE_OF_MINISTRAL3 = on.scaled_by_position if _RELEASE >= Version("5.4") else on.scaled_by_place

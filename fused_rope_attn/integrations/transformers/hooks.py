@@ -55,7 +55,7 @@ def describe_batch(decoder: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple
         raise ValueError(f"{PLAN} must be given to a model whose ranks patch_model knows, but this one has no cp_group")
     if batch is None:
         batch = describe(state.attentions, decoder.config, given)
-        if state.own_cache and _makes_cache(decoder, given):
+        if not batch.original and state.own_cache and _makes_cache(decoder, given):
             batch = Batch(f"a cache of type {state.own_cache}, which the decoder makes,")
     if batch.original:
         refuse_what_lacks_masks(decoder.config, given, batch)

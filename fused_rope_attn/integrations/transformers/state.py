@@ -70,7 +70,7 @@ class Decoder:
     attentions: its patched modules.
     reads_masks: other modules in it also read the mask that it passes to its layers.
     shards: the ranks that share its sequences, or None.
-    own_cache: ``caches.own_cache_of`` it.
+    own_cache: ``caches.own_cache_of`` the decoder.
     passes: number of forward passes that took the modules' own attention, by reason.
     """
 

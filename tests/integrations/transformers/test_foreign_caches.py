@@ -117,7 +117,7 @@ class HybridCache:
 
 
 def test_a_cache_that_only_the_decoder_makes():
-    """Its layers have another form, and the decoder makes it after the batch was described."""
+    """The hook that describes the batch does not see this cache, and the kernels cannot read its layers."""
 
     class Making(transformers.LlamaModel):
         def forward(self, *args, **kwargs):
