@@ -95,6 +95,16 @@ FEW_HEADS: tuple[BenchCase, ...] = (
     *(_case("Llama3-8B-B1", 1, 32, 8, n, 128, "few-heads") for n in (512, 1024, 2048)),
 )
 
+# Groups of 5 to 16 query heads to a key head: Qwen2.5 7B and 32B, Llama 3 70B and 405B.
+LARGE_GROUPS: tuple[BenchCase, ...] = (
+    _case("Qwen2.5-7B", 2, 28, 4, 4096, 128, "large-groups"),
+    _case("Qwen2.5-7B", 1, 28, 4, 8192, 128, "large-groups"),
+    _case("Qwen2.5-32B", 2, 40, 8, 4096, 128, "large-groups"),
+    _case("Llama3-70B", 8, 64, 8, 1024, 128, "large-groups"),
+    *(_case("Llama3-70B", 1, 64, 8, n, 128, "large-groups") for n in (4096, 8192, 16384)),
+    _case("Llama3-405B", 1, 128, 8, 4096, 128, "large-groups"),
+)
+
 # Small enough that the GPU waits for the host at every call: what is measured is Python, dispatch and launches.
 HOST = BenchCase("Host", "Host", ("host",), Case(1, 4, 4, 128, 128, 64, dtype=torch.bfloat16), "host")
 
@@ -177,7 +187,7 @@ UNSPLIT: tuple[BenchCase, ...] = tuple(
     for batch, length in ((1, 1024), (1, 4096), (8, 4096), (1, 16384), (1, 65536))
 )
 
-CASES: tuple[BenchCase, ...] = (*PLAIN, *FEW_HEADS, HOST, *MASKED, *BY_INTERVALS, *COROPE, *UNSPLIT)
+CASES: tuple[BenchCase, ...] = (*PLAIN, *FEW_HEADS, *LARGE_GROUPS, HOST, *MASKED, *BY_INTERVALS, *COROPE, *UNSPLIT)
 
 
 def _normed(family: str, batch: int, heads_q: int, heads_kv: int, length: int, head_dim: int) -> BenchCase:

@@ -50,10 +50,10 @@ class SumsOfLaunches:
         self.num_counters = parts + 2
         self.shapes = tuple((rows, problem.head_dim) for rows in (query_programs, key_sums, parts + self.KEY_PARTS))
 
-    def allocate(self, where: torch.device) -> Sums:
-        """Return uninitialised ``Sums``."""
+    def allocate(self, where: torch.device, counters: torch.Tensor) -> Sums:
+        """Return uninitialised ``Sums`` with these counters, (num_counters,) int32, which the pre-process clears."""
         q, k, parts = (torch.empty(shape, dtype=torch.float32, device=where) for shape in self.shapes)
-        return Sums(q, k, parts, torch.empty(self.num_counters, dtype=torch.int32, device=where))
+        return Sums(q, k, parts, counters)
 
 
 class WeightGradients:

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 
@@ -24,10 +26,11 @@ from fused_rope_attn.attention.hopper.latent_backward import LatentBackwardCall
 from fused_rope_attn.attention.hopper.postprocess_kernel import norm_postprocess_kernel, postprocess_kernel
 from fused_rope_attn.attention.hopper.shapes import BACKWARD_BLOCK_M as BLOCK_M
 from fused_rope_attn.attention.hopper.shapes import BACKWARD_BLOCK_N, CONSUMERS, KEYS, is_aligned, query_block_rows
+from fused_rope_attn.attention.hopper.shares import slot_words
 from fused_rope_attn.attention.norm_gradient import NO_SUMS, SumsOfLaunches, raw
 from fused_rope_attn.attention.preprocess_kernel import preprocess_kernel
 from fused_rope_attn.attention.problem import Gradients, Problem, split_outputs
-from fused_rope_attn.kernels.arguments import heads_per_section, tile_count
+from fused_rope_attn.kernels.arguments import tile_count
 from fused_rope_attn.runtime import device
 from fused_rope_attn.runtime.device import is_interpreted
 from fused_rope_attn.runtime.launch import Launch, Source
@@ -61,9 +64,7 @@ class BackwardCall:
         block_n = (KEYS if self.wide else BACKWARD_BLOCK_N).value
         heads = batch * problem.heads_kv
         row_bytes = (2 * problem.head_dim * q.element_size() + 4 * pad_d) * problem.group_size
-        head_bytes = row_bytes * problem.longest(len_q)
-        section = heads_per_section(heads, 1, head_bytes, config.section_bytes)
-        section, divides = balance(problem, block_n, section, head_bytes)
+        parts, section, divides = balance(problem, block_n, row_bytes, config.section_bytes)
         if divides:
             problem = problem._replace(has_intervals=True)
         self.block_m = block_m = query_block_rows(problem, config.block_m)
@@ -84,7 +85,7 @@ class BackwardCall:
         narrow_window = left is not None and right is not None and 4 * (left + right) <= len_k
         ordered = problem.is_deterministic
         self.clears = self.wide or problem.has_intervals
-        overlaps = narrow_window and not (ordered or problem.reads_lengths or self.wide)
+        overlaps = narrow_window and parts == 1 and not (ordered or problem.reads_lengths or self.wide)
         if ordered or overlaps:
             self.progress_size = batch * problem.heads_kv + batch * heads_q * pitch // BLOCK_M.value
         shared = shared_arguments(problem, given.cos, given.sin) | {
@@ -106,6 +107,12 @@ class BackwardCall:
         # Up to head dim 128 the main kernel's two warpgroups have rows of sums of their own.
         key_sums = key_programs * (1 if self.wide else CONSUMERS.value)
         self.sums = SumsOfLaunches(problem, query_programs, key_sums) if problem.has_norms else None
+        own_columns = pad_d // 2 if self.wide else pad_d
+        num_slots = (parts - 1) * key_programs
+        self.slots_shape = num_slots, slot_words(own_columns)
+        # The slots' counters first, with an aligned number of them, and then those of the sums.
+        self.slot_counters = triton.cdiv(num_slots * CONSUMERS.value, 4) * 4
+        self.num_counters = self.slot_counters + (0 if self.sums is None else self.sums.num_counters)
         raw_strides: tuple = (None, None)
         if self.sums is not None:
             raw_strides = tuple(x.stride() for x in raw(given, is_rotated))
@@ -132,7 +139,7 @@ class BackwardCall:
             PROGRESS_ROWS=BLOCK_M.value,
             COLUMNS=columns,
             PAD_TO=BLOCK_M.value if problem.is_packed else 0,
-            num_counters=None if self.sums is None else self.sums.num_counters,
+            num_counters=self.num_counters or None,
         )
         element = gl.bfloat16 if q.dtype is torch.bfloat16 else gl.float16
         self._describe(q_rot, k_rot, v, do, element, block_n, pad_d)
@@ -141,11 +148,11 @@ class BackwardCall:
         if ordered and heads <= 2 * section:
             section = heads
         self.visible_rows = None
-        main_shared, num_blocks, main_programs = shared, None, key_programs
+        main_shared, num_blocks, main_programs = shared, None, key_programs * parts
         if problem.has_intervals:
             # One or two for each key block, also if the last one has fewer keys.
             num_blocks = triton.cdiv(len_k, block_n) * (block_n // KEYS.value)
-            halves, own_columns = block_n // KEYS.value, pad_d // 2 if self.wide else pad_d
+            halves = block_n // KEYS.value
             self.visible_rows = VisibleRows(problem, given, shared, num_blocks, halves, pitch, own_columns, section)
             main_shared = without_masks(shared)
             if self.visible_rows.programs is not None:
@@ -161,6 +168,7 @@ class BackwardCall:
             dk_parts_strides=None,
             raw_k_strides=raw_strides[1],
             num_heads=heads,
+            group_parts=None if parts == 1 else parts,
             heads_per_section=section,
             # With more, the programs of a long sequence use more of Q, dO and dQ at once than the L2 holds.
             most_overlapping=device.num_sms(problem.device) // 2 if ordered else None,
@@ -238,9 +246,12 @@ class BackwardCall:
         if not self.is_rotated:
             q_rot = torch.empty_strided(*self.q_rot_layout, dtype=dtype, device=where)
             k_rot = torch.empty_strided(*self.k_rot_layout, dtype=dtype, device=where)
+        counters: Any = None
+        if self.num_counters:
+            counters = torch.empty(self.num_counters, dtype=torch.int32, device=where)
         sums, raw_q, raw_k, dq_norm, dk_norm = NO_SUMS, None, None, None, None
         if self.sums is not None:
-            sums = self.sums.allocate(where)
+            sums = self.sums.allocate(where, counters[self.slot_counters :])
             raw_q, raw_k = raw(tensors, self.is_rotated)
             dq_norm, dk_norm = torch.empty_like(q_norm), torch.empty_like(k_norm)
         parts = None if sinks is None else q.new_empty(self.dsinks_shape, dtype=torch.float32)
@@ -254,13 +265,16 @@ class BackwardCall:
             dk_ptr=dk,
             dv_ptr=dv,
             k_sums_ptr=sums.k,
-            counters_ptr=sums.counters,
             **dict.fromkeys(("q_rope_desc", "k_rope_desc", "dk_parts_ptr")),  # of latent attention
         )
         # Before the pre-process: the main kernel reads these before it waits for that.
         masks = NO_VISIBLE_ROWS if self.visible_rows is None else self.visible_rows(stream, tensors, lse)
         rotated = {"q_ptr": q, "q_rot_ptr": q_rot, "k_ptr": k, "k_rot_ptr": k_rot}
-        self.preprocess(stream, given, o_ptr=o, do_ptr=do, lse_ptr=lse, accumulator_ptr=cleared, **rotated)
+        cleared_too = {"accumulator_ptr": cleared, "counters_ptr": counters}
+        self.preprocess(stream, given, o_ptr=o, do_ptr=do, lse_ptr=lse, **cleared_too, **rotated)
+        if self.slot_counters:
+            slots = torch.empty(self.slots_shape, dtype=torch.float32, device=where)
+            masks = masks | {"slots_ptr": slots, "slot_counters_ptr": counters}
         self.main(
             stream,
             given | masks,
@@ -281,6 +295,7 @@ class BackwardCall:
             norm_ptr=q_norm,
             raw_q_ptr=raw_q,
             sums_ptr=sums.q,
+            counters_ptr=sums.counters,
             parts_ptr=sums.parts,
             dq_norm_ptr=dq_norm,
             dk_norm_ptr=dk_norm,

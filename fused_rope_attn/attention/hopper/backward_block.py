@@ -9,7 +9,7 @@ from fused_rope_attn.attention.hopper.masks import hide_pairs
 from fused_rope_attn.attention.hopper.ptxas import opaque
 from fused_rope_attn.attention.hopper.shapes import BACKWARD_BLOCK_M as PART_M
 from fused_rope_attn.attention.hopper.shapes import CONSUMERS, KEYS, WARPGROUP_THREADS
-from fused_rope_attn.attention.hopper.shares import visited_blocks
+from fused_rope_attn.attention.hopper.shares import Share, visited_blocks
 from fused_rope_attn.attention.hopper.softmax import cap_scores
 from fused_rope_attn.kernels.masks import first_query, query_range
 from fused_rope_attn.kernels.norm import Norm
@@ -55,13 +55,14 @@ class QueryBlocks:
 
 @record
 class Sizes:
-    """Heads and rows: HQ query heads, GROUP_SIZE of them to a key head, NQ queries, NK keys.
+    """Heads and rows: HQ query heads, NQ queries, NK keys; the program has num_heads query heads from first_head on.
 
     pitch: rows of a head in the row statistics and in the accumulator of dQ, a multiple of BLOCK_M.
     """
 
     HQ: gl.tensor | None
-    GROUP_SIZE: gl.tensor
+    first_head: gl.tensor | None
+    num_heads: gl.tensor | None
     NQ: gl.tensor | None
     pitch: gl.tensor | None
     NK: gl.tensor | None
@@ -86,7 +87,8 @@ class KeyNorm:
 class KeyGradients:
     """The gradients dk and dv (B, HKV, NK, D), and the tables by which dk is rotated back.
 
-    share_ptr, slots_ptr: to the program's ``Share`` and to slot 0, None if tiles are not divided.
+    share: the program's ``Share`` if groups are divided. share_ptr: to it if the device has dealt it. slots_ptr,
+    counters_ptr: to slot 0 and its counters in both cases.
     """
 
     dk: TensorView
@@ -94,8 +96,10 @@ class KeyGradients:
     tables: RotaryTables
     key_norm: KeyNorm | None
     format: RowFormat
+    share: Share | None = None
     share_ptr: gl.tensor | None = None
     slots_ptr: gl.tensor | None = None
+    counters_ptr: gl.tensor | None = None
 
 
 @jit

@@ -225,10 +225,10 @@ def fold_queries(WARPGROUP: gl.constexpr, dk, dv, buffers, dq_ptr, total, keys, 
         if queries.IN_ORDER:
             group_head += 1
             dq_ptr += sizes.pitch * BLOCK_D
-            if group_head == sizes.GROUP_SIZE:
+            if group_head == sizes.num_heads:
                 group_head = 0
                 block -= 1
-                dq_ptr -= (sizes.GROUP_SIZE.to(gl.int64) * sizes.pitch + BLOCK_M) * BLOCK_D
+                dq_ptr -= (sizes.num_heads.to(gl.int64) * sizes.pitch + BLOCK_M) * BLOCK_D
         else:
             block += 1
             dq_ptr += BLOCK_M * BLOCK_D
@@ -256,9 +256,9 @@ def accumulate_by_columns(WARPGROUP: gl.constexpr, buffers, dq_ptr, gradients, k
     dk = gl.zeros([KEYS, OWN], gl.float32, DKV)
     buffers.k.wait_full(buffers.k.at(0))
     buffers.v.wait_full(buffers.v.at(0))
-    total = sizes.GROUP_SIZE * queries.count
+    total = sizes.num_heads * queries.count
     if total > 0:
-        head_q = (keys.batch * sizes.HQ + keys.head * sizes.GROUP_SIZE).to(gl.int64)
+        head_q = (keys.batch * sizes.HQ + sizes.first_head).to(gl.int64)
         row = head_q * sizes.pitch + queries.first * BLOCK_M
         dq_ptr += row * BLOCK_D + WARPGROUP * BLOCK_M * OWN
         dk, dv = fold_queries(WARPGROUP, dk, dv, buffers, dq_ptr, total, keys, queries, sizes, mask, scale)

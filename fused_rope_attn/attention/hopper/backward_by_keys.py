@@ -261,7 +261,7 @@ def fold_queries(WARPGROUP: gl.constexpr, dk, dv, buffers, first, total, keys, q
         v_rows = own_rows(buffers.v, WARPGROUP).load(gl.DotOperandLayout(0, S, 2))
     num_hidden = None
     if queries.num_hidden is not None:
-        num_hidden = sizes.GROUP_SIZE * queries.num_hidden
+        num_hidden = sizes.num_heads * queries.num_hidden
     no_dq = part_zeros(PART_M, OWN)
     key_rows = gl.arange(0, KEYS, gl.SliceLayout(1, S))
     columns = gl.arange(0, PART_M, gl.SliceLayout(0, S))
@@ -338,8 +338,8 @@ def fold_queries(WARPGROUP: gl.constexpr, dk, dv, buffers, first, total, keys, q
         q_cursor = next_q
         if queries.IN_ORDER:
             group_head += 1
-            block = gl.where(group_head == sizes.GROUP_SIZE, block - 1, block)
-            group_head = gl.where(group_head == sizes.GROUP_SIZE, 0, group_head)
+            block = gl.where(group_head == sizes.num_heads, block - 1, block)
+            group_head = gl.where(group_head == sizes.num_heads, 0, group_head)
         elif queries.num_hidden is None:
             block += 1
             block = gl.where(block == queries.count, 0, block)
@@ -368,7 +368,7 @@ def accumulate_by_keys(WARPGROUP: gl.constexpr, buffers, gradients, keys, querie
     dk = zero_parts(KEYS, BLOCK_D, RIGHT)
     buffers.k.wait_full(buffers.k.at(0))
     buffers.v.wait_full(buffers.v.at(0))
-    total = sizes.GROUP_SIZE * queries.count
+    total = sizes.num_heads * queries.count
     # One more than query blocks, because dQ is delayed by one step.
     dq_steps = 0
     if total > 0:
@@ -377,7 +377,7 @@ def accumulate_by_keys(WARPGROUP: gl.constexpr, buffers, gradients, keys, querie
         for part in gl.static_range(buffers.q.buffer.shape[3] // PART_M):
             give_ds(WARPGROUP, buffers.ds, no_ds(buffers.k.buffer.dtype), 0, part)
         if WARPGROUP == 1 and queries.num_hidden is not None:
-            first = sizes.GROUP_SIZE * queries.num_hidden
+            first = sizes.num_heads * queries.num_hidden
             pass_hidden_queries(WARPGROUP, buffers, first, RIGHT)
         dk, dv = fold_queries(WARPGROUP, dk, dv, buffers, first, total, keys, queries, sizes, mask, scale)
     # Stage dv in V, because each warpgroup read only its own rows of it, and dk in the memory of dQ as soon as that has

@@ -10,7 +10,7 @@ from fused_rope_attn.attention.hopper.backward_transfers import announce
 from fused_rope_attn.attention.hopper.channels import ROW_SUMS, TWO_WARPGROUPS, Channel, wait_at_named_barrier
 from fused_rope_attn.attention.hopper.columns import LEFT, ColumnParts, scale_parts, store_parts
 from fused_rope_attn.attention.hopper.shapes import CONSUMERS, KEYS, WARPGROUP_WARPS
-from fused_rope_attn.attention.hopper.shares import COUNTER_WORDS, load_share, slot_words
+from fused_rope_attn.attention.hopper.shares import load_share, slot_words
 from fused_rope_attn.attention.norm_gradient_kernel import store_weight_sums
 from fused_rope_attn.kernels.norm import unnorm_sums, unnorm_with
 from fused_rope_attn.kernels.records import record, replace
@@ -225,21 +225,23 @@ def store_or_pass_on(
 
     The arguments are those of ``store_gradients``.
     """
-    if gradients.share_ptr is None:
+    if gradients.slots_ptr is None:
         store_gradients(dk, dv, keys, NK, mask, scale, gradients, stages, dk_steps, WARPGROUP, FIRST_COLUMN)
     else:
-        # Loaded again, because the loop has no registers for it.
-        share = load_share(gradients.share_ptr)
+        share = gradients.share
+        if share is None:
+            # Loaded again, because the loop has no registers for it.
+            share = load_share(gradients.share_ptr)
         SUMS: gl.constexpr = KEYS * stages.dv.shape[1]
         SLOT: gl.constexpr = slot_words(stages.dv.shape[1])
-        slot = gradients.slots_ptr + (share.slot + share.number) * SLOT
-        counter = slot + WARPGROUP
-        dk_ptr = (slot + COUNTER_WORDS + WARPGROUP * (2 * SUMS)).to(gl.pointer_type(gl.float32), bitcast=True)
+        slot = share.slot + share.number
+        counter = gradients.counters_ptr + slot * CONSUMERS + WARPGROUP
+        dk_ptr = gradients.slots_ptr + slot.to(gl.int64) * SLOT + WARPGROUP * (2 * SUMS)
         dv_ptr = dk_ptr + SUMS
         place = share.count - 1 - share.number
         distance = 1
         while (place % (2 * distance) == 0) & (place + distance < share.count):
-            wait_until(counter - distance * SLOT, WARPGROUP_WARPS)
+            wait_until(counter - distance * CONSUMERS, WARPGROUP_WARPS)
             dk, dv = load_sums(dk_ptr - distance * SLOT, dk), load_sums(dv_ptr - distance * SLOT, dv)
             distance *= 2
         if place > 0:

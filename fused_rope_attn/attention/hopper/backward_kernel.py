@@ -59,7 +59,7 @@ from fused_rope_attn.attention.hopper.shapes import (
     LOAD_REGISTERS,
     MULTIPLY_REGISTERS,
 )
-from fused_rope_attn.attention.hopper.shares import SHARE_WORDS, load_share
+from fused_rope_attn.attention.hopper.shares import SHARE_WORDS, Share, load_share
 from fused_rope_attn.kernels.lengths import (
     count_tiles,
     existing_keys,
@@ -78,25 +78,25 @@ from fused_rope_attn.kernels.tiles import RowFormat, TensorView
 from fused_rope_attn.runtime.triton_compat import gl, jit, mbarrier
 
 _NUMBERS = (
-    "num_heads heads_per_section most_overlapping HQ HKV GROUP_SIZE NQ pitch NK stats_size num_sequences window "
-    "num_blocks".split()
+    "num_heads heads_per_section most_overlapping HQ HKV GROUP_SIZE group_parts NQ pitch NK stats_size num_sequences "
+    "window num_blocks".split()
 )
 
 
 @jit(do_not_specialize=_NUMBERS)
 def backward_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, dq_accumulator, progress_ptr, cos_ptr, sin_ptr, dk_ptr,
                     dv_ptr, starts_ptr, lens_ptr, cu_q_ptr, cu_k_ptr, k_norm_ptr, raw_k_ptr, k_sums_ptr, q_rope_desc,
-                    k_rope_desc, dk_parts_ptr, key_rows_ptr, blocks_ptr, blind_ptr, shares_ptr, slots_ptr, dk_strides,
-                    dv_strides, dk_parts_strides, cos_strides, sin_strides, raw_k_strides, qk_scale, cap_scale,
-                    norm_eps, norm_offset, window, num_blocks, num_heads, HQ, HKV, GROUP_SIZE, NQ, pitch, NK,
-                    num_sequences, stats_size, heads_per_section, most_overlapping, D: gl.constexpr, R: gl.constexpr,
-                    BLOCK_D: gl.constexpr, Q_STAGES: gl.constexpr, DO_STAGES: gl.constexpr, INTERLEAVED: gl.constexpr,
-                    READS_LENGTHS: gl.constexpr, HAS_KEYS_BEFORE_WINDOW: gl.constexpr,
-                    USE_INT64_OFFSETS: gl.constexpr, PDL: gl.constexpr, DS_LAYOUT: gl.constexpr,
-                    IS_ALIGNED: gl.constexpr, TOKEN_TABLES: gl.constexpr):  # fmt: skip
+                    k_rope_desc, dk_parts_ptr, key_rows_ptr, blocks_ptr, blind_ptr, shares_ptr, slots_ptr,
+                    slot_counters_ptr, dk_strides, dv_strides, dk_parts_strides, cos_strides, sin_strides,
+                    raw_k_strides, qk_scale, cap_scale, norm_eps, norm_offset, window, num_blocks, num_heads, HQ, HKV,
+                    GROUP_SIZE, group_parts, NQ, pitch, NK, num_sequences, stats_size, heads_per_section,
+                    most_overlapping, D: gl.constexpr, R: gl.constexpr, BLOCK_D: gl.constexpr, Q_STAGES: gl.constexpr,
+                    DO_STAGES: gl.constexpr, INTERLEAVED: gl.constexpr, READS_LENGTHS: gl.constexpr,
+                    HAS_KEYS_BEFORE_WINDOW: gl.constexpr, USE_INT64_OFFSETS: gl.constexpr, PDL: gl.constexpr,
+                    DS_LAYOUT: gl.constexpr, IS_ALIGNED: gl.constexpr, TOKEN_TABLES: gl.constexpr):  # fmt: skip
     """Compute dk, dv of a block of keys of one key head, and their share of dQ.
 
-    Grid: (``count_tiles`` of the keys * B * HKV).
+    Grid: (``count_tiles`` of the keys * B * HKV * group_parts).
 
     q_desc, do_desc (B, HQ, NQ, D) and k_desc, v_desc (B, HKV, NK, D), q and k rotated; stats_desc the pre-process's
     (2 * B * HQ * pitch,) lse and delta, ``stats_size`` of each; pitch: NQ rounded up to whole query blocks.
@@ -108,9 +108,11 @@ def backward_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, dq_accumulator,
     norm of k its weights k_norm (D,), raw_k (B, HKV, NK, D), k as the caller gave it, and k_sums, float32: the parts of
     the weights' gradient, one of each warpgroup, (2 * programs, D), or for BLOCK_D beyond 128 one of both, (programs,
     D). READS_LENGTHS: there are starts, lens or packed sequences. HAS_KEYS_BEFORE_WINDOW: there are keys before the
-    first query's window. num_heads: B * HKV; heads_per_section of them are scheduled together. IS_ALIGNED (BLOCK_D up
-    to 128): ``shapes.is_aligned`` holds for key blocks, and the second warpgroup leaves out the query blocks that see
-    none of its keys. DS_LAYOUT: of a tile of dS in shared memory, or in latent attention of a warpgroup's P.
+    first query's window. num_heads: B * HKV. group_parts: the programs among which the query
+    heads of a group are divided, or None. heads_per_section groups, or parts, are scheduled together.
+    IS_ALIGNED (BLOCK_D up to 128): ``shapes.is_aligned`` holds for key blocks, and the second warpgroup leaves out the
+    query blocks that see none of its keys. DS_LAYOUT: of a tile of dS in shared memory, or in latent attention of a
+    warpgroup's P.
 
     Multi-head latent attention: q_desc and k_desc hold the columns that are not rotated, q_rope_desc (B, HQ, NQ, R) and
     k_rope_desc (B, 1, NK, R) the rotated ones. ``dk_parts`` (B, HKV, NK, R) float32 gets each head's part of the
@@ -119,7 +121,9 @@ def backward_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, dq_accumulator,
 
     key_rows and blocks, of ``key_rows_kernel`` for num_blocks blocks of KEYS keys, and blind, of ``write_blind_rows``
     for pitch rows: calls with intervals have them in place of all other masks; lens says where the tables end.
-    shares and slots, of ``deal_shares``: the work of each program, unless dQ is added in a fixed order.
+    shares, of ``deal_shares``: the work of each program, unless dQ is added in a fixed order. slots (slots,
+    ``slot_words``) float32 and slot_counters (slots, CONSUMERS) int32, zero before the first block: if several programs
+    have the same keys.
 
     TOKEN_TABLES: row t of the tables belongs to packed key t.
 
@@ -161,10 +165,19 @@ def backward_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, dq_accumulator,
         tile, bh = share.tile, share.head
     elif IS_ORDERED:
         tile, bh = overlapped_tile(pid, tiles, num_heads, heads_per_section, most_overlapping)
+    elif group_parts is not None:
+        tile, part = scheduled_tile(pid, tiles, num_heads * group_parts, heads_per_section, LAST_TILE_FIRST=False)
+        bh = part // group_parts
+        share = Share(tile, bh, part % group_parts, group_parts, slot=(bh * tiles + tile) * (group_parts - 1))
     else:
         tile, bh = scheduled_tile(pid, tiles, num_heads, heads_per_section, LAST_TILE_FIRST=BEGINS_DQ)
     batch = bh // HKV
     head = bh % HKV
+    first_head, own_heads = head * GROUP_SIZE, GROUP_SIZE
+    if group_parts is not None:
+        begin = GROUP_SIZE * share.number // group_parts
+        own_heads = GROUP_SIZE * (share.number + 1) // group_parts - begin
+        first_head += begin
     if IS_PACKED:
         # A block past its sequence's end sees no query and writes nothing.
         CU_LAYOUT: gl.constexpr = gl.BlockedLayout([8], [32], [4], [0])
@@ -239,7 +252,7 @@ def backward_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, dq_accumulator,
     )
 
     # Records and shared memory of the warps.
-    sizes = Sizes(HQ=HQ, GROUP_SIZE=GROUP_SIZE, NQ=NQ, pitch=pitch, NK=NK)
+    sizes = Sizes(HQ=HQ, first_head=first_head, num_heads=own_heads, NQ=NQ, pitch=pitch, NK=NK)
     descriptors = Descriptors(q_desc, k_desc, v_desc, do_desc, stats_desc, q_rope_desc, k_rope_desc)
     scale = ScoreScale(qk_scale=qk_scale, cap_scale=cap_scale, PRECISION=None)
     key_norm = None
@@ -251,14 +264,15 @@ def backward_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, dq_accumulator,
         norm, raw = Norm(k_norm_ptr, norm_eps, norm_offset, D), TensorView(raw_k_ptr, raw_k_strides)
         row = pid
         if share is not None:
-            row = bh * tiles + tile
+            row = bh * tiles + share.tile
         key_norm = KeyNorm(norm, raw, k_sums_ptr + row.to(gl.int64) * (SUMS * D), exchange)
     tables = RotaryTables(cos_ptr, sin_ptr, cos_strides, sin_strides, R, INTERLEAVED)
     if TOKEN_TABLES:
         tables = tables_from(tables, first_k)
     dk, dv = TensorView(dk_ptr, dk_strides), TensorView(dv_ptr, dv_strides)
     row_format = RowFormat(D, BLOCK_D, USE_INT64_OFFSETS)
-    gradients = KeyGradients(dk, dv, tables, key_norm, row_format, shares_ptr, slots_ptr)
+    of_parts = share if group_parts is not None else None
+    gradients = KeyGradients(dk, dv, tables, key_norm, row_format, of_parts, shares_ptr, slots_ptr, slot_counters_ptr)
     if IS_LATENT:
         buffers = allocate_latent_buffers(descriptors, Q_STAGES, DO_STAGES, DS_LAYOUT)
     elif SPLITS_COLUMNS:
@@ -281,7 +295,7 @@ def backward_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, dq_accumulator,
         dk_parts = TensorView(dk_parts_ptr, dk_parts_strides)
         rope_format = RowFormat(R, R, USE_INT64_OFFSETS)
         gradients = LatentGradients(dk, dv, dk_parts, gradients.format, rope_format)
-        own_sizes = Sizes(HQ=None, GROUP_SIZE=None, NQ=NQ, pitch=None, NK=NK)
+        own_sizes = Sizes(HQ=None, first_head=None, num_heads=None, NQ=NQ, pitch=None, NK=NK)
         gl.warp_specialize(
             [
                 (accumulate_latent, (0, buffers, gradients, keys, queries, own_sizes, mask, scale)),

@@ -49,7 +49,7 @@ def previous_tile(intervals, tile, block, HALVES: gl.constexpr):
 def words_of_group(progress, queries, sizes):
     """Return the pointer to the word of the first query block of the group's first head, and the words of a head."""
     pitch = sizes.pitch // BLOCK_M
-    first = progress.key_head * sizes.GROUP_SIZE * pitch + queries.first
+    first = progress.key_head * sizes.num_heads * pitch + queries.first
     return progress.ptr + progress.num_key_heads + first, pitch
 
 
@@ -59,25 +59,25 @@ def reduce_in_order(ADDER: gl.constexpr, dq_desc, dq, progress, keys, queries, s
 
     The rest is as in ``reduce``. Several warps, because one addition takes longer to complete than a step.
     """
-    total = sizes.GROUP_SIZE * queries.count
+    total = sizes.num_heads * queries.count
     # dQ is delayed by one step; discard the first, empty block. The next one is the first warp's.
     if ADDER == ADDERS - 1:
         if total > 0:
             drop_block(dq, 0)
     wait_for_previous_launch(PDL)
     words, pitch = words_of_group(progress, queries, sizes)
-    head_q = keys.head * sizes.GROUP_SIZE
-    num_begun = sizes.GROUP_SIZE * progress.num_begun
+    head_q = sizes.first_head
+    num_begun = sizes.num_heads * progress.num_begun
     # Two loops as in ``reduce``.
     for i in range(ADDER, num_begun, ADDERS):
-        group_head = i % sizes.GROUP_SIZE
-        block = queries.count - 1 - i // sizes.GROUP_SIZE
+        group_head = i % sizes.num_heads
+        block = queries.count - 1 - i // sizes.num_heads
         send_block(dq_desc, dq, keys.batch, head_q + group_head, queries.first + block, i + 1, ADD=False)
         announce(words + group_head * pitch + block, progress.tile + 1, RAISE=True)
     first_added = num_begun + (ADDER + (ADDERS - 1) * num_begun) % ADDERS
     for i in range(first_added, total, ADDERS):
-        group_head = i % sizes.GROUP_SIZE
-        block = queries.count - 1 - i // sizes.GROUP_SIZE
+        group_head = i % sizes.num_heads
+        block = queries.count - 1 - i // sizes.num_heads
         word = words + group_head * pitch + block
         if progress.intervals is None:
             wait_until(word, progress.tile)
@@ -102,7 +102,7 @@ def permit_additions(permits, progress, queries, sizes, PDL: gl.constexpr):
         awaited = gl.where(i < progress.num_begun, 0, progress.tile)
         if progress.intervals is not None:
             awaited = previous_tile(progress.intervals, progress.tile, queries.first + block, 1)
-        for group_head in range(sizes.GROUP_SIZE):
+        for group_head in range(sizes.num_heads):
             wait_until(words + group_head * pitch + block, awaited)
             permits.wait_empty(permits.at(step))
             permits.fill(permits.at(step))
@@ -117,7 +117,7 @@ def announce_additions(permits, additions, progress, queries, sizes, PDL: gl.con
     step = 0
     for i in range(queries.count):
         block = queries.count - 1 - i
-        for group_head in range(sizes.GROUP_SIZE):
+        for group_head in range(sizes.num_heads):
             additions.wait_full(additions.at(step))
             announce(words + group_head * pitch + block, progress.tile + 1, RAISE=True)
             permits.release(permits.at(step))

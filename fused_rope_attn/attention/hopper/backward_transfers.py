@@ -190,9 +190,9 @@ def load_queries(loads, head_q, begin, end, step, arrivals, IN_ORDER: gl.constex
     if begin is None:
         begin = 0
     if IN_ORDER:
-        num_outer, begin_inner, end_inner = end - begin, 0, sizes.GROUP_SIZE
+        num_outer, begin_inner, end_inner = end - begin, 0, sizes.num_heads
     else:
-        num_outer, begin_inner, end_inner = sizes.GROUP_SIZE, begin, end
+        num_outer, begin_inner, end_inner = sizes.num_heads, begin, end
     for outer in range(num_outer):
         for inner in range(begin_inner, end_inner):
             group_head, i = outer, inner
@@ -244,7 +244,7 @@ def load(
         # latent attention on all that the pre-process has written.
         let_next_launch_start(PDL)
     arrivals = load_keys(descriptors.k, destinations.k, keys, existing, arrival, arrivals, descriptors.k_rope)
-    head_q = keys.head * sizes.GROUP_SIZE
+    head_q = sizes.first_head
     loads = QueryLoads(descriptors, destinations, existing, sizes, stats_size, batch, queries.first)
     step = 0
     if queries.num_hidden is not None:
@@ -351,19 +351,19 @@ def reduce(dq_desc, dq, progress, keys, queries, sizes, PDL: gl.constexpr):
     num_hidden = 0
     if queries.num_hidden is not None:
         num_hidden = queries.num_hidden
-        for group_head in range(sizes.GROUP_SIZE):
+        for group_head in range(sizes.num_heads):
             for i in range(num_hidden):
-                head_q = keys.head * sizes.GROUP_SIZE + group_head
+                head_q = sizes.first_head + group_head
                 send_block(dq_desc, dq, keys.batch, head_q, queries.first + i, step, ADD=True)
                 step += 1
-    for group_head in range(sizes.GROUP_SIZE):
-        head_q = keys.head * sizes.GROUP_SIZE + group_head
+    for group_head in range(sizes.num_heads):
+        head_q = sizes.first_head + group_head
         if progress.ptr is None:
             for i in range(num_hidden, queries.count):
                 send_block(dq_desc, dq, keys.batch, head_q, queries.first + i, step, ADD=True)
                 step += 1
         else:
-            head_blocks = (progress.key_head * sizes.GROUP_SIZE + group_head) * (sizes.pitch // dq.buffer.shape[3])
+            head_blocks = (progress.key_head * sizes.num_heads + group_head) * (sizes.pitch // dq.buffer.shape[3])
             words = progress.ptr + progress.num_key_heads + head_blocks + queries.first
             # Two loops, because with a branch around operations of the TMA ptxas keeps addresses of the products of
             # ``fold_queries`` on the stack: 144 bytes instead of 64, and ten loads for each block.

@@ -1,16 +1,22 @@
-"""Balance of the sm_90 backward: in which order the programs of its main kernel keep all multiprocessors busy."""
+"""Balance of the sm_90 backward: the programs of its main kernel, and the order in which they keep all busy."""
 
 from __future__ import annotations
 
 import heapq
+from typing import NamedTuple
 
 import triton
 
 from fused_rope_attn.attention.hopper.shapes import BACKWARD_BLOCK_M
 from fused_rope_attn.attention.hopper.shares import least_share
 from fused_rope_attn.attention.problem import Problem
+from fused_rope_attn.kernels.arguments import heads_per_section
 from fused_rope_attn.runtime import device
 
+# Bytes of a row of Q, dO and float32 dQ in the query heads of a program. A program visits one head after the other, and
+# programs with tiles of different lengths drift apart. Together they use as many rows as they have keys, in all their
+# heads: 69 MB with 4096 bytes, four heads of 128 columns. With twice that they load most of it from memory.
+MOST_ROW_BYTES = 4096
 # With more programs than this for each multiprocessor their lengths even out.
 MANY_PROGRAMS = 8
 # Query blocks of one head that another order must save: the two launches that divide tiles take as long.
@@ -23,39 +29,84 @@ LARGE_L2 = 55 << 20
 VERY_LATE = 1.4
 
 
-def balance(problem: Problem, block_n: int, section: int, head_bytes: int) -> tuple[int, bool]:
-    """Return how many key heads run together, ``section`` or more, and whether long tiles must be divided.
+class Balance(NamedTuple):
+    """The programs of a call. Each has a tile of keys, and of the query heads that share them all or a part.
 
-    A program has a tile of ``block_n`` keys of a key head and takes as long as the tile has query blocks. Programs
-    start in their order: those of ``section`` key heads, the longest first, then those of the next. Small sections stay
-    in the L2, but the tiles of the last one may end late. Sections are doubled until they end at most 10 % late, up to
-    MOST_BYTES, head_bytes each, or more where the L2 is large or they end very late. If all heads together end late,
-    there are too few tiles: ``VisibleRows`` divides them.
+    parts: programs among which the query heads of a group are divided. section: groups, or parts of them, that run
+    together. divides: ``VisibleRows`` must divide long tiles.
+    """
+
+    parts: int
+    section: int
+    divides: bool
+
+
+def balance(problem: Problem, block_n: int, row_bytes: int, section_bytes: int) -> Balance:
+    """Return the ``Balance`` of a call whose tiles have ``block_n`` keys.
+
+    A program takes as long as its tile has query blocks, times its query heads. Programs start in their order: those of
+    a section, the longest first, then those of the next. Small sections stay in the L2, but the tiles of the last one
+    may end late. Groups are divided if MOST_ROW_BYTES asks for it, and into more parts if all of them together end late
+    otherwise. If single heads end late too, there are too few tiles, and they are divided. Sections are doubled until
+    they end at most 10 % late, up to MOST_BYTES, or more where the L2 is large or they end very late.
 
     Packed sequences are taken to be as long as the longest one may be, and their tiles are not divided.
+
+    Args:
+        row_bytes: of a row of Q, dO and float32 dQ in all heads of a group.
+        section_bytes: of Q, dO and dQ of a section at least.
     """
-    has_tensors = problem.has_kv_starts or problem.has_kv_lens or problem.has_intervals
-    multiprocessors, heads = device.num_sms(problem.device), problem.batch * problem.heads_kv
+    multiprocessors, groups = device.num_sms(problem.device), problem.batch * problem.heads_kv
     len_q, len_k = problem.longest(problem.len_q), problem.longest(problem.len_k)
     sequences = triton.cdiv(problem.len_k, len_k)
     tiles = triton.cdiv(len_k, block_n)
-    if has_tensors or problem.is_deterministic or sequences * tiles * heads > MANY_PROGRAMS * multiprocessors:
-        return section, False
     one = problem._replace(len_q=len_q, len_k=len_k)
     lengths = sequences * [count_query_blocks(one, tile * block_n, block_n) for tile in range(tiles)]
-    best = max(heads * sum(lengths) / multiprocessors, min(max(lengths), least_share(problem.group_size)))
-    latest = 1.1 * best + LEAST_GAIN / problem.group_size
-    if not problem.is_packed and last_end(lengths, heads, heads, multiprocessors) > latest:
-        return section, True
-    has_large_l2 = device.l2_bytes(problem.device) >= LARGE_L2
-    while section < heads:
-        end = last_end(lengths, heads, section, multiprocessors)
-        most_bytes = MORE_BYTES if has_large_l2 or end > VERY_LATE * best else MOST_BYTES
-        larger = min(2 * section, heads)
-        if end <= latest or larger * head_bytes > most_bytes:
-            break
-        section = larger
-    return section, False
+    parts = 1 if problem.has_intervals or problem.is_deterministic else parts_of_group(problem, lengths, row_bytes)
+    has_tensors = problem.has_kv_starts or problem.has_kv_lens or problem.has_intervals
+    knows_lengths = not (has_tensors or problem.is_deterministic)
+
+    def is_simulated() -> bool:
+        return knows_lengths and len(lengths) * groups * parts <= MANY_PROGRAMS * multiprocessors
+
+    def latest() -> tuple[float, float]:
+        heads = triton.cdiv(problem.group_size, parts)
+        best = max(groups * parts * sum(lengths) / multiprocessors, min(max(lengths), least_share(heads)))
+        return best, 1.1 * best + LEAST_GAIN / heads
+
+    def ends_late() -> bool:
+        return is_simulated() and last_end(lengths, groups * parts, groups * parts, multiprocessors) > latest()[1]
+
+    while parts < problem.group_size and ends_late():
+        parts = min(2 * parts, problem.group_size)
+    if ends_late() and not problem.is_packed:
+        return Balance(1, heads_per_section(groups, 1, row_bytes * len_q, section_bytes), divides=True)
+    head_bytes = row_bytes * len_q // parts
+    section = heads_per_section(groups * parts, 1, head_bytes, section_bytes)
+    if is_simulated():
+        best, limit = latest()
+        has_large_l2 = device.l2_bytes(problem.device) >= LARGE_L2
+        while section < groups * parts:
+            end = last_end(lengths, groups * parts, section, multiprocessors)
+            most_bytes = MORE_BYTES if has_large_l2 or end > VERY_LATE * best else MOST_BYTES
+            larger = min(2 * section, groups * parts)
+            if end <= limit or larger * head_bytes > most_bytes:
+                break
+            section = larger
+    return Balance(parts, section, divides=False)
+
+
+def parts_of_group(problem: Problem, lengths: list[int], row_bytes: int) -> int:
+    """Return the parts by which the heads of a program have MOST_ROW_BYTES: of equal size, or twice as many.
+
+    Programs of about the same length do not drift apart, and are not divided.
+    """
+    if max(lengths) * len(lengths) < 1.5 * sum(lengths):
+        return 1
+    parts = triton.cdiv(row_bytes, MOST_ROW_BYTES)
+    if problem.group_size % parts:
+        parts *= 2
+    return min(parts, problem.group_size)
 
 
 def last_end(lengths: list[int], heads: int, section: int, multiprocessors: int) -> int:

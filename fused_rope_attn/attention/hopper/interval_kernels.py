@@ -189,9 +189,9 @@ _NUMBERS = "NQ HQ HKV num_words batch_stride num_blocks num_tiles num_shares lea
 
 @triton.jit(do_not_specialize=_NUMBERS)
 def backward_rows_kernel(
-    blind_ptr, lse_ptr, shares_ptr, slots_ptr, blocks_ptr, NQ, HQ, HKV, num_words, batch_stride, num_blocks, num_tiles,
-    num_shares, least_share, heads_per_section, heads_per_multiprocessor, BLOCK: tl.constexpr, HALVES: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    blind_ptr, lse_ptr, shares_ptr, slot_counters_ptr, blocks_ptr, NQ, HQ, HKV, num_words, batch_stride, num_blocks,
+    num_tiles, num_shares, least_share, heads_per_section, heads_per_multiprocessor, BLOCK: tl.constexpr,
+    HALVES: tl.constexpr,
 ):  # fmt: skip
     """Write what the backward needs in addition to the results of ``key_rows_kernel``.
 
@@ -202,8 +202,8 @@ def backward_rows_kernel(
         write_blind_rows(program, blind_ptr, lse_ptr, NQ, HQ, num_words, BLOCK)
     elif program < num_tiles:
         deal_shares(
-            program, shares_ptr, slots_ptr, blocks_ptr, batch_stride, num_blocks, num_tiles, num_shares, least_share,
-            HKV, heads_per_section, heads_per_multiprocessor, HALVES, COLUMNS,
+            program, shares_ptr, slot_counters_ptr, blocks_ptr, batch_stride, num_blocks, num_tiles, num_shares,
+            least_share, HKV, heads_per_section, heads_per_multiprocessor, HALVES,
         )  # fmt: skip
     else:
         write_blind_rows(program - num_tiles, blind_ptr, lse_ptr, NQ, HQ, num_words, BLOCK)

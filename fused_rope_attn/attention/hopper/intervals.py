@@ -16,7 +16,7 @@ from fused_rope_attn.attention.hopper.interval_kernels import (
     key_rows_kernel,
     visits_kernel,
 )
-from fused_rope_attn.attention.hopper.shapes import KEYS
+from fused_rope_attn.attention.hopper.shapes import CONSUMERS, KEYS
 from fused_rope_attn.attention.hopper.shares import SHARE_WORDS, least_share, slot_words
 from fused_rope_attn.attention.intervals import interval_strides
 from fused_rope_attn.attention.problem import Problem, Tensors
@@ -26,7 +26,9 @@ from fused_rope_attn.runtime.launch import Launch
 # The tensors of ``Visits`` in calls without intervals.
 NO_VISITS: dict[str, Any] = {"visits_ptr": None, "key_rows_ptr": None, "hidden_ptr": None}
 # Those of ``VisibleRows``.
-NO_VISIBLE_ROWS: dict[str, Any] = dict.fromkeys(("key_rows_ptr", "blocks_ptr", "blind_ptr", "shares_ptr", "slots_ptr"))
+NO_VISIBLE_ROWS: dict[str, Any] = dict.fromkeys(
+    ("key_rows_ptr", "blocks_ptr", "blind_ptr", "shares_ptr", "slots_ptr", "slot_counters_ptr")
+)
 # Words of a program of ``write_blind_rows``.
 BLIND_WORDS = 32
 
@@ -126,6 +128,7 @@ class VisibleRows:
         shares = tiles * heads + slots
         self.programs = None if problem.is_deterministic else shares
         self.shares_size, self.slots_shape = shares * SHARE_WORDS.value, (slots, slot_words(columns))
+        self.counters_shape = slots, CONSUMERS.value
         programs = problem.batch * triton.cdiv(self.shape[1], BLIND_WORDS)
         self.launch = Launch(
             backward_rows_kernel,
@@ -142,7 +145,6 @@ class VisibleRows:
             heads_per_multiprocessor=heads / multiprocessors,
             BLOCK=BLIND_WORDS,
             HALVES=halves,
-            COLUMNS=columns,
         )
 
     def __call__(self, stream: int, tensors: Tensors, lse: torch.Tensor) -> dict[str, Any]:
@@ -151,7 +153,8 @@ class VisibleRows:
         found["blind_ptr"] = torch.empty(self.shape, dtype=torch.int32, device=lse.device)
         if self.programs is not None:
             found["shares_ptr"] = torch.empty(self.shares_size, dtype=torch.int32, device=lse.device)
-            found["slots_ptr"] = torch.empty(self.slots_shape, dtype=torch.int32, device=lse.device)
-        of_launch = {name: found[name] for name in ("blind_ptr", "shares_ptr", "slots_ptr", "blocks_ptr")}
+            found["slots_ptr"] = torch.empty(self.slots_shape, dtype=torch.float32, device=lse.device)
+            found["slot_counters_ptr"] = torch.empty(self.counters_shape, dtype=torch.int32, device=lse.device)
+        of_launch = {name: found[name] for name in ("blind_ptr", "shares_ptr", "slot_counters_ptr", "blocks_ptr")}
         self.launch(stream, of_launch, lse_ptr=lse)
         return found

@@ -117,6 +117,7 @@ class LatentBackwardCall:
             num_blocks=None,
             num_heads=num_heads,
             heads_per_section=heads_per_section(num_heads, 1, row_bytes * problem.longest(len_q), config.section_bytes),
+            group_parts=None,
             most_overlapping=None,
             D=columns,
             BLOCK_D=block_d(columns),

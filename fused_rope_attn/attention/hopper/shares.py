@@ -1,10 +1,13 @@
 # mypy: ignore-errors
-"""Shares of the sm_90 backward of a call with intervals: how the query blocks of tiles of keys are dealt to programs.
+"""Shares of the sm_90 backward: the work of a program where several programs have the same tile of keys.
+
+A tile's programs add up dK and dV in pairs, as in a tournament, through slots of memory, and the program of the last
+share writes the gradients. Large groups of query heads are divided among ``group_parts`` programs, see ``balance``. In
+calls with intervals the query blocks of a tile are divided, and dealt to programs by the device.
 
 Intervals make tiles uneven. For example all rows see the root of a tree, so that its few tiles would take longer than
 everything else together. A tile that has clearly more query blocks than a multiprocessor has on average is therefore
-divided into shares, each the work of one program. The longest shares start first. A tile's programs add up dK and dV in
-pairs, as in a tournament, through slots of memory, and the program of the last share writes the gradients.
+divided into shares, each the work of one program. The longest shares start first.
 """
 
 import triton
@@ -21,8 +24,6 @@ SHARE_WORDS = tl.constexpr(5)
 LEAST_STEPS = 8
 # Tiles that ``deal_shares`` reads at once.
 LANES = tl.constexpr(128)
-# Words of a slot before its sums: a counter for each warpgroup, to which each warp adds 1 after it has stored its sums.
-COUNTER_WORDS = tl.constexpr(32)
 
 
 def least_share(group_size: int) -> int:
@@ -32,18 +33,20 @@ def least_share(group_size: int) -> int:
 
 @triton.constexpr_function
 def slot_words(columns):
-    """Return the 32-bit words of a slot: counters, and dk and dv (KEYS, columns) float32 of each warpgroup.
+    """Return the words of a slot: dk and dv (KEYS, columns) float32 of each warpgroup.
 
-    columns: those that a warpgroup has, with padding.
+    columns: those that a warpgroup has, with padding. A slot also has a counter for each warpgroup, int32, to which
+    each warp adds 1 after it has stored its sums.
     """
-    return COUNTER_WORDS.value + CONSUMERS.value * 2 * KEYS.value * columns
+    return CONSUMERS.value * 2 * KEYS.value * columns
 
 
 @record
 class Share:
-    """The work of a program: query blocks of a tile of keys.
+    """The work of a program: query blocks of a tile of keys, or query heads.
 
-    A tile's query blocks are divided evenly into ``count`` shares, all but the last with a slot. count 0: no work.
+    A tile's query blocks, or the query heads of its group, are divided evenly into ``count`` shares, all but the last
+    with a slot. count 0: no work.
     """
 
     tile: tl.tensor
@@ -118,13 +121,13 @@ def heads_of_last_section(longest, mean, num_tiles, heads_per_section, num_heads
 
 @triton.jit
 def deal_shares(
-    own, shares_ptr, slots_ptr, blocks_ptr, batch_stride, num_blocks, num_tiles, num_shares, least_share, num_heads,
-    heads_per_section, heads_per_multiprocessor, HALVES: tl.constexpr, COLUMNS: tl.constexpr,
+    own, shares_ptr, counters_ptr, blocks_ptr, batch_stride, num_blocks, num_tiles, num_shares, least_share, num_heads,
+    heads_per_section, heads_per_multiprocessor, HALVES: tl.constexpr,
 ):  # fmt: skip
     """Write the shares of tile ``own`` of num_tiles tiles of HALVES blocks of KEYS keys, for all num_heads key heads.
 
     shares (num_shares, SHARE_WORDS) int32: the ``Share`` of each program; there may be more of them than work.
-    slots (slots, ``slot_words(COLUMNS)``) int32: their counters are cleared. least_share: query blocks.
+    counters (slots, CONSUMERS) int32: those of used slots are cleared. least_share: query blocks.
     blocks (B, batch_stride) int32, num_blocks: as ``key_rows_kernel`` writes them.
 
     Heads are dealt in sections of heads_per_section, because the L2 holds one section's queries. The last section may
@@ -182,10 +185,10 @@ def deal_shares(
         tl.store(shares_ptr + at + 2, number, mask=exists)
         tl.store(shares_ptr + at + 3, tl.zeros_like(lane) + count, mask=exists)
         tl.store(shares_ptr + at + 4, first_slot + head * slots_of_head, mask=exists)
-    for start in range(0, slots_of_head * num_heads, LANES):
-        counters = slots_ptr + (first_slot + start + lane) * slot_words(COLUMNS)
-        for i in tl.static_range(CONSUMERS):
-            tl.store(counters + i, 0, mask=start + lane < slots_of_head * num_heads)
+    own_counters = slots_of_head * num_heads * CONSUMERS
+    for start in range(0, own_counters, LANES):
+        counters = counters_ptr + first_slot * CONSUMERS + start + lane
+        tl.store(counters, tl.zeros_like(lane), mask=start + lane < own_counters)
     if own == 0:
         for start in range(num_dealt * num_heads * SHARE_WORDS, end, LANES):
             tl.store(shares_ptr + start + lane, 0, mask=start + lane < end)

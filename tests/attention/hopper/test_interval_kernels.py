@@ -145,7 +145,7 @@ def test_rows_that_see_no_key():
     blind = torch.full((2, 4), -9, dtype=torch.int32)
     names = "HKV batch_stride num_blocks num_tiles num_shares least_share heads_per_section heads_per_multiprocessor"
     unused = dict.fromkeys(names.split())
-    given = {"NQ": 70, "HQ": 3, "num_words": 4, "BLOCK": 2, "HALVES": 1, "COLUMNS": 1}
+    given = {"NQ": 70, "HQ": 3, "num_words": 4, "BLOCK": 2, "HALVES": 1}
     backward_rows_kernel[(2 * 2,)](blind, lse, None, None, None, **given, **unused)
     found = torch.tensor([[(int(blind[b, i // 32]) >> (i % 32)) & 1 for i in range(128)] for b in range(2)])
     assert torch.equal(found.bool(), torch.nn.functional.pad(dead, (0, 58)))

@@ -1,0 +1,66 @@
+"""The sm_90 backward with the query heads of a group divided among programs, which add up dk and dv."""
+
+from dataclasses import replace
+
+import pytest
+
+from fused_rope_attn.attention.hopper import backward
+from fused_rope_attn.attention.hopper.balance import Balance
+from fused_rope_attn.testing import make_inputs, run_op
+from tests.support.attention import assert_matches_float64
+from tests.support.dtypes import BF16, F16
+from tests.support.gpu import MANY_TILES, ODD_LENGTHS, assert_same_but_dq
+from tests.support.hopper import ON_SM_90, PADDED, UNEVEN, check_in_dtype, needs_sm_90, packed
+from tests.support.internals import forget_calls
+from tests.support.marks import cases
+
+pytestmark = needs_sm_90
+# Seven query heads to a key head.
+SEVEN = replace(ODD_LENGTHS, heads_q=14, heads_kv=2)
+
+
+@pytest.fixture(params=[None, 2, 16], autouse=True)
+def parts(request, monkeypatch):
+    """As the package chooses, a group in two parts, and a part for each query head."""
+
+    def divided(problem, *sizes):
+        whole = problem.has_intervals or problem.is_deterministic
+        return Balance(1 if whole else min(request.param, problem.group_size), section=3, divides=False)
+
+    if request.param:
+        monkeypatch.setattr(backward, "balance", divided)
+    forget_calls()
+    yield
+    forget_calls()
+
+
+@cases(
+    SEVEN,
+    replace(SEVEN, head_dim=64, causal=False, interleaved=True),
+    replace(SEVEN, head_dim=96, rotary_dim=40, softcap=4.0, sinks=True),
+    replace(SEVEN, head_dim=256, heads_q=10),
+    replace(SEVEN, heads_q=16, heads_kv=1, len_q=1101, len_k=1101),
+    replace(SEVEN, window=(90, 0), len_q=700, len_k=333),
+    replace(SEVEN, window=(400, 100), len_q=700, len_k=700, causal=False),
+    replace(SEVEN, norms=1.0, softmax_scale=-0.2, tables="random"),
+    replace(SEVEN, norms=0.0, head_dim=256, len_q=300, len_k=556),
+    replace(PADDED, heads_q=14, heads_kv=2, kv_starts=(40, 690), kv_lens=(650, 700)),
+    replace(PADDED, heads_q=12, heads_kv=2, kv_lens=(100, 0), head_dim=64, norms=0.0),
+    packed(UNEVEN, heads_q=14, heads_kv=2),
+    packed(UNEVEN, heads_q=10, heads_kv=2, causal=False, norms=1.0),
+    packed((20, 333), behind=(400, 700), heads_q=14, heads_kv=2, window=(33, 0), norms=0.0, head_dim=256),
+)
+@pytest.mark.parametrize("dtype", [BF16, F16])
+def test_against_float64(case, dtype):
+    check_in_dtype(case, dtype)
+
+
+@cases(SEVEN, replace(MANY_TILES, heads_q=48, heads_kv=6), packed(UNEVEN, heads_q=14, heads_kv=2, norms=1.0))
+def test_reruns(case):
+    """Run after run gives the same bits but for dq, because the order of the sums is fixed."""
+    case = replace(case, dtype=BF16)
+    inputs = make_inputs(case, "cuda")
+    first = run_op(inputs, case, **ON_SM_90)
+    for _ in range(20):
+        assert_same_but_dq(run_op(inputs, case, **ON_SM_90), first)
+    assert_matches_float64(case, inputs, first)
