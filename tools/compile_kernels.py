@@ -249,7 +249,8 @@ def hopper_jobs(arch: str, full: bool = False) -> list[Job]:
     """A job for each configuration that the sm_90 backend's tables give, bfloat16, at the largest head dimension of
     each row and at the widths of a tile, not causal too at these and where causal calls have other configurations; with
     several other masks at once, those of long sequences, at 128 columns; with norms, those of 128 columns, which leave
-    the fewest registers; of rotated q and k, those of 128 columns and more, once for each main kernel.
+    the fewest registers; of rotated q and k, those of 128 columns and more, once for each main kernel; and backward
+    with groups of query heads that are divided, one of each width, and packed sequences.
     ``full`` as in ``table_jobs``, and norms, masks and rotated ones at every width."""
     jobs = []
     dims = 64, hopper_configs.HEAD_DIM, hopper_configs.WIDE_HEAD_DIM
@@ -304,6 +305,9 @@ def hopper_jobs(arch: str, full: bool = False) -> list[Job]:
     jobs += [replace(job, deterministic=True) for job in ordered]
     summed = [job for job in trained if job.direction == "backward" and (job.head_dim == 128 or full)]
     jobs += [replace(job, sums=True) for job in (summed if full else summed[:1])]
+    # The last row of each width, for long sequences.
+    grouped = {(job.head_dim, job.masks): job for job in jobs if job in trained and job.direction == "backward"}
+    jobs += [replace(job, gqa=True) for job in grouped.values() if job.head_dim in dims]
     return list(dict.fromkeys(jobs))
 
 

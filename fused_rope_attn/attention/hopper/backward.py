@@ -110,8 +110,8 @@ class BackwardCall:
         own_columns = pad_d // 2 if self.wide else pad_d
         num_slots = (parts - 1) * key_programs
         self.slots_shape = num_slots, slot_words(own_columns)
-        # The slots' counters first, with an aligned number of them, and then those of the sums.
-        self.slot_counters = triton.cdiv(num_slots * CONSUMERS.value, 4) * 4
+        # The slots' counters first, and then those of the sums.
+        self.slot_counters = num_slots * CONSUMERS.value
         self.num_counters = self.slot_counters + (0 if self.sums is None else self.sums.num_counters)
         raw_strides: tuple = (None, None)
         if self.sums is not None:
@@ -195,6 +195,7 @@ class BackwardCall:
             raw_q_strides=raw_strides[0],
             key_blocks=tile_count(len_k, sequences, block_n) if overlaps else None,
             k_sums=None if self.sums is None else key_sums,
+            first_counter=None if self.sums is None else self.slot_counters,
             HEADS=post_heads,
             BLOCK_N=post_rows,
             COLUMNS=columns,
@@ -251,7 +252,7 @@ class BackwardCall:
             counters = torch.empty(self.num_counters, dtype=torch.int32, device=where)
         sums, raw_q, raw_k, dq_norm, dk_norm = NO_SUMS, None, None, None, None
         if self.sums is not None:
-            sums = self.sums.allocate(where, counters[self.slot_counters :])
+            sums = self.sums.allocate(where, counters)
             raw_q, raw_k = raw(tensors, self.is_rotated)
             dq_norm, dk_norm = torch.empty_like(q_norm), torch.empty_like(k_norm)
         parts = None if sinks is None else q.new_empty(self.dsinks_shape, dtype=torch.float32)

@@ -19,8 +19,11 @@ from fused_rope_attn.runtime import device
 MOST_ROW_BYTES = 4096
 # With more programs than this for each multiprocessor their lengths even out.
 MANY_PROGRAMS = 8
-# Query blocks of one head that another order must save: the two launches that divide tiles take as long.
-LEAST_GAIN = 8
+# With a narrower window the post-process begins early instead, see ``backward``. Narrower ones are untimed.
+LEAST_WINDOW = 4096
+# Query blocks of one head that more parts of a group must save, larger sections, and the division of tiles, which needs
+# two more launches.
+LEAST_GAIN_OF_PARTS, LEAST_GAIN_OF_SECTIONS, LEAST_GAIN_OF_DIVISION = 6, 8, 16
 # Bytes of Q, dO and float32 dQ in larger sections, and in those where the L2 is large or the call ends very late. With
 # 112 to 128 MiB calls take .71 to .94 of the time on an H200, with an L2 of 60 MiB. On an H100, with 50 MiB, they take
 # .89 to .97 of it if they end 50 % late otherwise, and .95 to 1.09 if 24 %. 3.9.0, 2026-11-26.
@@ -69,28 +72,30 @@ def balance(problem: Problem, block_n: int, row_bytes: int, section_bytes: int) 
     def is_simulated() -> bool:
         return knows_lengths and len(lengths) * groups * parts <= MANY_PROGRAMS * multiprocessors
 
-    def latest() -> tuple[float, float]:
+    def best_and_latest(least_gain: int) -> tuple[float, float]:
         heads = triton.cdiv(problem.group_size, parts)
         best = max(groups * parts * sum(lengths) / multiprocessors, min(max(lengths), least_share(heads)))
-        return best, 1.1 * best + LEAST_GAIN / heads
+        return best, 1.1 * best + least_gain / heads
 
-    def ends_late() -> bool:
-        return is_simulated() and last_end(lengths, groups * parts, groups * parts, multiprocessors) > latest()[1]
+    def ends_late(least_gain: int) -> bool:
+        if not is_simulated():
+            return False
+        return last_end(lengths, groups * parts, groups * parts, multiprocessors) > best_and_latest(least_gain)[1]
 
-    while parts < problem.group_size and ends_late():
+    while parts < problem.group_size and ends_late(LEAST_GAIN_OF_PARTS):
         parts = min(2 * parts, problem.group_size)
-    if ends_late() and not problem.is_packed:
+    if ends_late(LEAST_GAIN_OF_DIVISION) and not problem.is_packed:
         return Balance(1, heads_per_section(groups, 1, row_bytes * len_q, section_bytes), divides=True)
     head_bytes = row_bytes * len_q // parts
     section = heads_per_section(groups * parts, 1, head_bytes, section_bytes)
     if is_simulated():
-        best, limit = latest()
+        best, latest = best_and_latest(LEAST_GAIN_OF_SECTIONS)
         has_large_l2 = device.l2_bytes(problem.device) >= LARGE_L2
         while section < groups * parts:
             end = last_end(lengths, groups * parts, section, multiprocessors)
             most_bytes = MORE_BYTES if has_large_l2 or end > VERY_LATE * best else MOST_BYTES
             larger = min(2 * section, groups * parts)
-            if end <= limit or larger * head_bytes > most_bytes:
+            if end <= latest or larger * head_bytes > most_bytes:
                 break
             section = larger
     return Balance(parts, section, divides=False)
@@ -99,9 +104,14 @@ def balance(problem: Problem, block_n: int, row_bytes: int, section_bytes: int) 
 def parts_of_group(problem: Problem, lengths: list[int], row_bytes: int) -> int:
     """Return the parts by which the heads of a program have MOST_ROW_BYTES: of equal size, or twice as many.
 
-    Programs of about the same length do not drift apart, and are not divided.
+    Tiles of about the same length visit the same rows at the same time without a mask, and need no parts.
     """
-    if max(lengths) * len(lengths) < 1.5 * sum(lengths):
+    left, right = problem.window_left, problem.window_right
+    if left is not None and right is not None:
+        drift = left + right >= LEAST_WINDOW
+    else:
+        drift = max(lengths) * len(lengths) >= 1.5 * sum(lengths)
+    if not drift:
         return 1
     parts = triton.cdiv(row_bytes, MOST_ROW_BYTES)
     if problem.group_size % parts:

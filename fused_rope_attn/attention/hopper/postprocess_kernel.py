@@ -74,10 +74,10 @@ def postprocess_kernel(accumulator_ptr, progress_ptr, cos_ptr, sin_ptr, dq_ptr, 
                        lens_ptr, cu_q_ptr, cu_k_ptr, norm_ptr, raw_q_ptr, sums_ptr, k_sums_ptr, parts_ptr,
                        counters_ptr, dq_norm_ptr, dk_norm_ptr, dq_strides, cos_strides, sin_strides, raw_q_strides,
                        softmax_scale, norm_eps, norm_offset, HQ, HKV, GROUP_SIZE, NQ, pitch, NK, num_sequences,
-                       stats_size, key_blocks, k_sums, HEADS: tl.constexpr, D: tl.constexpr, R: tl.constexpr,
-                       BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, COLUMNS: tl.constexpr, INTERLEAVED: tl.constexpr,
-                       USE_INT64_OFFSETS: tl.constexpr, PDL: tl.constexpr, IN_PANELS: tl.constexpr,
-                       PAIRS: tl.constexpr, WHOLE: tl.constexpr, KEY_PARTS: tl.constexpr,
+                       stats_size, key_blocks, k_sums, first_counter, HEADS: tl.constexpr, D: tl.constexpr,
+                       R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, COLUMNS: tl.constexpr,
+                       INTERLEAVED: tl.constexpr, USE_INT64_OFFSETS: tl.constexpr, PDL: tl.constexpr,
+                       IN_PANELS: tl.constexpr, PAIRS: tl.constexpr, WHOLE: tl.constexpr, KEY_PARTS: tl.constexpr,
                        TOKEN_TABLES: tl.constexpr):  # fmt: skip
     """Read dq from the accumulator (B, HQ, pitch, COLUMNS) float32, scale it, rotate it back, and round it once.
 
@@ -93,7 +93,8 @@ def postprocess_kernel(accumulator_ptr, progress_ptr, cos_ptr, sin_ptr, dq_ptr, 
     as the caller gave it. Each program writes its part of the weights' gradient, a row of sums (programs, D) float32,
     and the last programs add the parts up, into dq_norm (D,). KEY_PARTS further programs add up the ``k_sums`` rows
     that the main kernel has written, into dk_norm. parts: workspace, a row of D float32 for each SUMS programs and each
-    of KEY_PARTS; counters: zeros, int32, as many as the former rows and two. Without norms all these are None.
+    of KEY_PARTS; counters: from first_counter on zeros, int32, as many as the former rows and two. Without norms all
+    these are None.
 
     TOKEN_TABLES: row t of the tables belongs to packed token t, and sequences have as many queries as keys.
 
@@ -105,6 +106,7 @@ def postprocess_kernel(accumulator_ptr, progress_ptr, cos_ptr, sin_ptr, dq_ptr, 
     num_batches = programs // (num_blocks * num_chunks)
     pid = tl.program_id(0)
     if norm_ptr is not None:
+        counters_ptr += first_counter
         if key_blocks is None:
             # The last heads first, because the L2 still holds what the main kernel has written last.
             pid = tl.num_programs(0) - 1 - pid
@@ -198,7 +200,7 @@ def postprocess_kernel(accumulator_ptr, progress_ptr, cos_ptr, sin_ptr, dq_ptr, 
             wait_for_previous_launch(PDL)
 
 
-_NUMBERS = "HQ HKV GROUP_SIZE NQ pitch NK num_sequences stats_size key_blocks k_sums".split()
+_NUMBERS = "HQ HKV GROUP_SIZE NQ pitch NK num_sequences stats_size key_blocks k_sums first_counter".split()
 # Triton picks a layout for each load, and rows pass through shared memory from one to the next. With a norm there is
 # more to read and rows are summed, so Gluon names layouts in which each thread takes the same pairs of all tensors.
 norm_postprocess_kernel = (triton.jit if is_interpreted() else jit)(postprocess_kernel, do_not_specialize=_NUMBERS)

@@ -55,7 +55,7 @@ CALLS = [
     ((1, 64, 8, 1024), 4, 16, False),
     ((1, 16, 4, 2048), 4, 16, False),
     # There are too few tiles even so.
-    ((1, 8, 1, 2048), 1, 1, True),
+    ((1, 2, 1, 4096), 1, 1, True),
     ((1, 4, 4, 4096), 1, 4, True),
     # Too little to gain.
     ((1, 4, 4, 300), 1, 4, False),
@@ -138,15 +138,21 @@ def test_a_large_l2_or_a_very_late_end_asks_for_larger_sections(l2, holds_two, m
             assert balance(problem, 128, row, 0) == (1, expected, False)
 
 
-@pytest.mark.parametrize("length, divides", [(1024, False), (1088, True)])
+@pytest.mark.parametrize("length, divides", [(1536, False), (1600, True)])
 def test_the_gain_must_pay_for_two_launches(length, divides, monkeypatch):
-    """A share has 8 query blocks of a head at least. Tiles are divided if this saves as many, less 10 %."""
+    """A share has 8 query blocks of a head at least. Tiles are divided if this saves twice as many, less 10 %."""
     assert balanced(problem_of(monkeypatch, **sizes_of((1, 1, 1, length)))) == (1, 1, divides)
 
 
-@pytest.mark.parametrize("length, parts", [(512, 1), (576, 2)])
-def test_a_group_is_divided_if_that_saves_as_much(length, parts, monkeypatch):
+@pytest.mark.parametrize("length, parts", [(448, 1), (512, 2)])
+def test_a_group_is_divided_if_that_saves_six_query_blocks(length, parts, monkeypatch):
     assert balanced(problem_of(monkeypatch, **sizes_of((1, 2, 1, length)))) == (parts, parts, False)
+
+
+def test_windows_of_4096_keys_divide_groups(monkeypatch):
+    for window, parts in ((4096, 2), (4095, 1)):
+        problem = problem_of(monkeypatch, **sizes_of((1, 64, 8, 16384)), window=(window, 0))
+        assert balanced(problem)[0] == parts
 
 
 @pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (40, 0), (7, 25), (300, 70), (-1, 30), (64, -1)])

@@ -12,7 +12,7 @@ import torch
 from fused_rope_attn.testing import Case, make_inputs, run_op
 from tests.support.attention import assert_equal, assert_matches_float64
 from tests.support.dtypes import BF16, F16
-from tests.support.gpu import FEW_KEY_HEADS, MANY_TILES, ODD_LENGTHS, SOME_TILES, check_extreme_logits
+from tests.support.gpu import FEW_HEADS, FEW_KEY_HEADS, MANY_TILES, ODD_LENGTHS, SOME_TILES, check_extreme_logits
 from tests.support.hopper import ON_SM_90, needs_sm_90
 from tests.support.paths import ROOT
 
@@ -37,8 +37,7 @@ pytestmark = needs_sm_90
         MANY_TILES,
         *SOME_TILES,
         replace(SOME_TILES[0], len_q=2000, len_k=2600, kv_lens=(2500,)),
-        *(replace(FEW_KEY_HEADS, head_dim=head_dim) for head_dim in (64, 96, 128, 256)),
-        replace(FEW_KEY_HEADS, heads_q=2, heads_kv=2, len_q=2100, len_k=2100),
+        *(replace(case, head_dim=head_dim) for case in (FEW_KEY_HEADS, FEW_HEADS) for head_dim in (64, 96, 128, 256)),
         replace(FEW_KEY_HEADS, window=(600, 0), causal=False, softcap=30.0, head_dim=64),
         Case(2, 4, 4, 1000, 1000, 64, dtype=F16),
         Case(2, 4, 2, 1000, 1000, 64, dtype=F16, causal=False),

@@ -9,7 +9,7 @@ import torch
 
 from fused_rope_attn.testing import make_inputs, run_op
 from tests.support.attention import assert_equal
-from tests.support.gpu import FEW_KEY_HEADS, MANY_TILES
+from tests.support.gpu import FEW_HEADS, FEW_KEY_HEADS, MANY_TILES
 from tests.support.hopper import check_reruns, needs_sm_90
 from tests.support.paths import ROOT
 
@@ -78,7 +78,9 @@ def test_the_setting_of_the_process_gives_the_same_bits():
 
 
 @pytest.mark.parametrize(
-    "case", [MANY_TILES, replace(MANY_TILES, head_dim=64, causal=False), FEW_KEY_HEADS], ids=lambda case: case.name
+    "case",
+    [MANY_TILES, replace(MANY_TILES, head_dim=64, causal=False), FEW_KEY_HEADS, FEW_HEADS],
+    ids=lambda case: case.name,
 )
 def test_two_hundred_reruns(case):
     check_reruns(case, times=200)
