@@ -32,6 +32,7 @@ BLOCKS: dict[str, dict[str, tuple[str, str]]] = {
         "bench:standing": (_ATTENTION, "attention.tables.standing"),
         "h100:results": (_ATTENTION_H100, "attention.tables.results"),
         "h100:standing": (_ATTENTION_H100, "attention.tables.standing"),
+        "h100:gqa": ("gqa-h100-2026-11-28-triton-3.9.0", "attention.tables.all_results"),
         "oldest:standing": (_OLDEST, "attention.tables.standing"),
         "fa3:results": ("fa3-h200-2026-11-26-triton-3.9.0", "attention.jax_fa3.results"),
         "h100:fa3": ("fa3-h100-2026-11-27-triton-3.9.0", "attention.jax_fa3.results"),

@@ -89,11 +89,20 @@ def _count(ratios: list[float]) -> str:
 
 def results(rows: list[Row]) -> str:
     """Show the shapes of the target: ours, the strongest rival, the fastest attention without a rotation."""
+    return _results(rows, cases.TABLE)
+
+
+def all_results(rows: list[Row]) -> str:
+    """Show what ``results`` does of all shapes."""
+    return _results(rows, tuple(dict.fromkeys(row["case"] for row in rows)))
+
+
+def _results(rows: list[Row], names: tuple[str, ...]) -> str:
     found = {(case, part): group for (case, _, part, _), group in groups(rows, "graph").items()}
     blocks = []
     for part, words in PASSES.items():
         lines = []
-        for case in cases.TABLE:
+        for case in names:
             group = found.get((case, part), {})
             if _MINE not in group:
                 raise ValueError(f"no CUDA-graph time of {_MINE} at {case}, {words}")
@@ -104,7 +113,7 @@ def results(rows: list[Row]) -> str:
         blocks.append(markdown(header, lines))
     notes = [
         "In brackets TFLOP/s; ×: their time over ours, below 1 ours is slower. Times are of CUDA graphs.\n",
-        legend(row for row in timed(rows) if row["case"] in cases.TABLE).strip(),
+        legend(row for row in timed(rows) if row["case"] in names).strip(),
         f"{provenance(rows, *_PACKAGES)} Shapes are (B, HQ/HKV, N, D).",
     ]
     return "\n\n".join([*blocks, "\n".join(filter(None, notes))])

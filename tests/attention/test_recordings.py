@@ -1,4 +1,4 @@
-"""What launchers do between launches can be recorded, so that eager calls are replayed: they allocate, and no more."""
+"""Launchers only allocate between launches. Therefore eager calls can be recorded and replayed."""
 
 from functools import wraps
 

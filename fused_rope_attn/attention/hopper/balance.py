@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import triton
@@ -44,8 +45,37 @@ class Balance(NamedTuple):
     divides: bool
 
 
+@dataclass(frozen=True)
+class _Work:
+    """The work of a call: for each of ``groups`` key heads the tiles of keys, with their lengths in query blocks."""
+
+    lengths: list[int]
+    groups: int
+    group_size: int
+    multiprocessors: int
+
+    def best(self, parts: int) -> float:
+        """Return the query blocks after which all programs could end, if parts of a group were not divided again."""
+        mean = self.groups * parts * sum(self.lengths) / self.multiprocessors
+        return max(mean, min(max(self.lengths), least_share(self._heads(parts))))
+
+    def latest(self, parts: int, least_gain: int) -> float:
+        """Return the end, in query blocks, that is early enough. least_gain: query blocks of one head."""
+        return 1.1 * self.best(parts) + least_gain / self._heads(parts)
+
+    def ends_late(self, parts: int, least_gain: int) -> bool:
+        """Return whether the last program ends late although all run together."""
+        return self.end(parts, self.groups * parts) > self.latest(parts, least_gain)
+
+    def end(self, parts: int, section: int) -> int:
+        return last_end(self.lengths, self.groups * parts, section, self.multiprocessors)
+
+    def _heads(self, parts: int) -> int:
+        return triton.cdiv(self.group_size, parts)
+
+
 def balance(problem: Problem, block_n: int, row_bytes: int, section_bytes: int) -> Balance:
-    """Return the ``Balance`` of a call whose tiles have ``block_n`` keys.
+    """Return the ``Balance`` of a call with tiles of block_n keys.
 
     A program takes as long as its tile has query blocks, times its query heads. Programs start in their order: those of
     a section, the longest first, then those of the next. Small sections stay in the L2, but the tiles of the last one
@@ -59,43 +89,32 @@ def balance(problem: Problem, block_n: int, row_bytes: int, section_bytes: int) 
         row_bytes: of a row of Q, dO and float32 dQ in all heads of a group.
         section_bytes: of Q, dO and dQ of a section at least.
     """
-    multiprocessors, groups = device.num_sms(problem.device), problem.batch * problem.heads_kv
     len_q, len_k = problem.longest(problem.len_q), problem.longest(problem.len_k)
-    sequences = triton.cdiv(problem.len_k, len_k)
-    tiles = triton.cdiv(len_k, block_n)
     one = problem._replace(len_q=len_q, len_k=len_k)
-    lengths = sequences * [count_query_blocks(one, tile * block_n, block_n) for tile in range(tiles)]
-    parts = 1 if problem.has_intervals or problem.is_deterministic else parts_of_group(problem, lengths, row_bytes)
-    has_tensors = problem.has_kv_starts or problem.has_kv_lens or problem.has_intervals
-    knows_lengths = not (has_tensors or problem.is_deterministic)
+    lengths = [count_query_blocks(one, first_key, block_n) for first_key in range(0, len_k, block_n)]
+    lengths *= triton.cdiv(problem.len_k, len_k)
+    groups, multiprocessors = problem.batch * problem.heads_kv, device.num_sms(problem.device)
+    work = _Work(lengths, groups, problem.group_size, multiprocessors)
+    is_whole = problem.has_intervals or problem.is_deterministic
+    knows_lengths = not (is_whole or problem.has_kv_starts or problem.has_kv_lens)
+    parts = 1 if is_whole else parts_of_group(problem, lengths, row_bytes)
 
-    def is_simulated() -> bool:
-        return knows_lengths and len(lengths) * groups * parts <= MANY_PROGRAMS * multiprocessors
+    def evens_out() -> bool:
+        return len(lengths) * groups * parts > MANY_PROGRAMS * multiprocessors
 
-    def best_and_latest(least_gain: int) -> tuple[float, float]:
-        heads = triton.cdiv(problem.group_size, parts)
-        best = max(groups * parts * sum(lengths) / multiprocessors, min(max(lengths), least_share(heads)))
-        return best, 1.1 * best + least_gain / heads
-
-    def ends_late(least_gain: int) -> bool:
-        if not is_simulated():
-            return False
-        return last_end(lengths, groups * parts, groups * parts, multiprocessors) > best_and_latest(least_gain)[1]
-
-    while parts < problem.group_size and ends_late(LEAST_GAIN_OF_PARTS):
-        parts = min(2 * parts, problem.group_size)
-    if ends_late(LEAST_GAIN_OF_DIVISION) and not problem.is_packed:
-        return Balance(1, heads_per_section(groups, 1, row_bytes * len_q, section_bytes), divides=True)
+    if knows_lengths:
+        while parts < work.group_size and not evens_out() and work.ends_late(parts, LEAST_GAIN_OF_PARTS):
+            parts = min(2 * parts, work.group_size)
+        if not (problem.is_packed or evens_out()) and work.ends_late(parts, LEAST_GAIN_OF_DIVISION):
+            return Balance(1, heads_per_section(groups, 1, row_bytes * len_q, section_bytes), divides=True)
     head_bytes = row_bytes * len_q // parts
     section = heads_per_section(groups * parts, 1, head_bytes, section_bytes)
-    if is_simulated():
-        best, latest = best_and_latest(LEAST_GAIN_OF_SECTIONS)
+    if knows_lengths and not evens_out():
         has_large_l2 = device.l2_bytes(problem.device) >= LARGE_L2
         while section < groups * parts:
-            end = last_end(lengths, groups * parts, section, multiprocessors)
-            most_bytes = MORE_BYTES if has_large_l2 or end > VERY_LATE * best else MOST_BYTES
-            larger = min(2 * section, groups * parts)
-            if end <= latest or larger * head_bytes > most_bytes:
+            end, larger = work.end(parts, section), min(2 * section, groups * parts)
+            most_bytes = MORE_BYTES if has_large_l2 or end > VERY_LATE * work.best(parts) else MOST_BYTES
+            if end <= work.latest(parts, LEAST_GAIN_OF_SECTIONS) or larger * head_bytes > most_bytes:
                 break
             section = larger
     return Balance(parts, section, divides=False)

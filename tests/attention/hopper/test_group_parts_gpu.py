@@ -21,7 +21,7 @@ SEVEN = replace(ODD_LENGTHS, heads_q=14, heads_kv=2)
 
 @pytest.fixture(params=[None, 2, 16], autouse=True)
 def parts(request, monkeypatch):
-    """As the package chooses, a group in two parts, and a part for each query head."""
+    """Divide groups in the way that the package chooses, into two parts, and into a part for each query head."""
 
     def divided(problem, *sizes):
         whole = problem.has_intervals or problem.is_deterministic
