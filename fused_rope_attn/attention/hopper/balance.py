@@ -20,10 +20,11 @@ from fused_rope_attn.runtime import device
 MOST_ROW_BYTES = 4096
 # With more programs than this for each multiprocessor their lengths even out.
 MANY_PROGRAMS = 8
-# With a narrower window the post-process begins early instead, see ``backward``. Narrower ones are untimed.
+# Keys of the narrowest window with which groups are divided. Narrower ones are untimed, and with those of up to a
+# quarter of the keys the post-process begins early instead, see ``backward``.
 LEAST_WINDOW = 4096
-# Query blocks of one head that more parts of a group must save, larger sections, and the division of tiles, which needs
-# two more launches.
+# Query blocks of one head that must be saved: by more parts of a group, by larger sections, and by the division of
+# tiles, which needs two more launches.
 LEAST_GAIN_OF_PARTS, LEAST_GAIN_OF_SECTIONS, LEAST_GAIN_OF_DIVISION = 6, 8, 16
 # Bytes of Q, dO and float32 dQ in larger sections, and in those where the L2 is large or the call ends very late. With
 # 112 to 128 MiB calls take .71 to .94 of the time on an H200, with an L2 of 60 MiB. On an H100, with 50 MiB, they take
@@ -55,7 +56,7 @@ class _Work:
     multiprocessors: int
 
     def best(self, parts: int) -> float:
-        """Return the query blocks after which all programs could end, if parts of a group were not divided again."""
+        """Return the query blocks after which all programs could end, if none has less work than a share may have."""
         mean = self.groups * parts * sum(self.lengths) / self.multiprocessors
         return max(mean, min(max(self.lengths), least_share(self._heads(parts))))
 
@@ -68,6 +69,7 @@ class _Work:
         return self.end(parts, self.groups * parts) > self.latest(parts, least_gain)
 
     def end(self, parts: int, section: int) -> int:
+        """Return the query blocks after which the last program ends, if ``section`` parts of groups run together."""
         return last_end(self.lengths, self.groups * parts, section, self.multiprocessors)
 
     def _heads(self, parts: int) -> int:
