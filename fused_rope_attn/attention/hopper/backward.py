@@ -271,8 +271,8 @@ class BackwardCall:
         # Before the pre-process: the main kernel reads these before it waits for that.
         masks = NO_VISIBLE_ROWS if self.visible_rows is None else self.visible_rows(stream, tensors, lse)
         rotated = {"q_ptr": q, "q_rot_ptr": q_rot, "k_ptr": k, "k_rot_ptr": k_rot}
-        cleared_too = {"accumulator_ptr": cleared, "counters_ptr": counters}
-        self.preprocess(stream, given, o_ptr=o, do_ptr=do, lse_ptr=lse, **cleared_too, **rotated)
+        zeros = {"accumulator_ptr": cleared, "counters_ptr": counters}
+        self.preprocess(stream, given, o_ptr=o, do_ptr=do, lse_ptr=lse, **zeros, **rotated)
         if self.slot_counters:
             slots = torch.empty(self.slots_shape, dtype=torch.float32, device=where)
             masks = masks | {"slots_ptr": slots, "slot_counters_ptr": counters}

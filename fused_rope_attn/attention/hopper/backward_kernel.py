@@ -108,10 +108,10 @@ def backward_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, dq_accumulator,
     norm of k its weights k_norm (D,), raw_k (B, HKV, NK, D), k as the caller gave it, and k_sums, float32: the parts of
     the weights' gradient, one of each warpgroup, (2 * programs, D), or for BLOCK_D beyond 128 one of both, (programs,
     D). READS_LENGTHS: there are starts, lens or packed sequences. HAS_KEYS_BEFORE_WINDOW: there are keys before the
-    first query's window. num_heads: B * HKV. group_parts: the programs among which the query
-    heads of a group are divided, or None. heads_per_section groups, or parts, are scheduled together.
-    IS_ALIGNED (BLOCK_D up to 128): ``shapes.is_aligned`` holds for key blocks, and the second warpgroup leaves out the
-    query blocks that see none of its keys. DS_LAYOUT: of a tile of dS in shared memory, or in latent attention of a
+    first query's window. num_heads: B * HKV. group_parts: the programs among which the query heads of a group are
+    divided, or None: one program. heads_per_section groups, or parts of them, are scheduled together. IS_ALIGNED
+    (BLOCK_D up to 128): ``shapes.is_aligned`` holds for key blocks, and the second warpgroup leaves out the query
+    blocks that see none of its keys. DS_LAYOUT: of a tile of dS in shared memory, or in latent attention of a
     warpgroup's P.
 
     Multi-head latent attention: q_desc and k_desc hold the columns that are not rotated, q_rope_desc (B, HQ, NQ, R) and
@@ -122,8 +122,8 @@ def backward_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, dq_accumulator,
     key_rows and blocks, of ``key_rows_kernel`` for num_blocks blocks of KEYS keys, and blind, of ``write_blind_rows``
     for pitch rows: calls with intervals have them in place of all other masks; lens says where the tables end.
     shares, of ``deal_shares``: the work of each program, unless dQ is added in a fixed order. slots (slots,
-    ``slot_words``) float32 and slot_counters (slots, CONSUMERS) int32, zero before the first block: if several programs
-    have the same keys.
+    ``slot_words``) float32 and slot_counters (slots, CONSUMERS) int32, zero before the first block: where several
+    programs add up dk and dv of the same keys.
 
     TOKEN_TABLES: row t of the tables belongs to packed key t.
 

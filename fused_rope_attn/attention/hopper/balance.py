@@ -15,9 +15,9 @@ from fused_rope_attn.kernels.arguments import heads_per_section
 from fused_rope_attn.runtime import device
 
 # Bytes of a row of Q, dO and float32 dQ in the query heads of a program. A program visits one head after the other, and
-# programs with tiles of different lengths drift apart. Together they use as many rows as they have keys, in all their
-# heads: 69 MB with 4096 bytes, four heads of 128 columns. With twice that an H100, with an L2 of 50 MB, takes 1.1 to
-# 1.5 times as long. 3.9.0, 2026-11-27.
+# programs with tiles of different lengths are soon at different heads. Together they use about as many rows as they
+# have keys, in all their heads: 69 MB with 4096 bytes, four heads of 128 columns. With twice that an H100 (an L2 of
+# 50 MB) takes 1.1 to 1.5 times as long. 3.9.0, 2026-11-27.
 MOST_ROW_BYTES = 4096
 # With more programs than this for each multiprocessor their lengths even out.
 MANY_PROGRAMS = 8
@@ -82,9 +82,9 @@ def balance(problem: Problem, block_n: int, row_bytes: int, section_bytes: int) 
 
     A program takes as long as its tile has query blocks, times its query heads. Programs start in their order: those of
     a section, the longest first, then those of the next. Small sections stay in the L2, but the tiles of the last one
-    may end late. Groups are divided if MOST_ROW_BYTES asks for it, and into more parts if all of them together end late
-    otherwise. If single heads end late too, there are too few tiles, and they are divided. Sections are doubled until
-    they end at most 10 % late, up to MOST_BYTES, or more where the L2 is large or they end very late.
+    may end late. Large groups are divided, see ``parts_of_group``, and more often if all parts together end late. If
+    single heads end late too, there are too few tiles, and tiles are divided. Sections are doubled until they end at
+    most 10 % late, up to MOST_BYTES, or more where the L2 is large or they end very late.
 
     Packed sequences are taken to be as long as the longest one may be, and their tiles are not divided.
 
@@ -124,9 +124,14 @@ def balance(problem: Problem, block_n: int, row_bytes: int, section_bytes: int) 
 
 
 def parts_of_group(problem: Problem, lengths: list[int], row_bytes: int) -> int:
-    """Return the parts by which the heads of a program have MOST_ROW_BYTES: of equal size, or twice as many.
+    """Return the number of parts of a group so that a part has at most MOST_ROW_BYTES.
 
-    Tiles of about the same length visit the same rows at the same time without a mask, and need no parts.
+    If the parts would have unequal sizes there are twice as many. Without a mask all tiles visit the same rows at the
+    same time, and groups are not divided.
+
+    Args:
+        lengths: of the tiles of keys, in query blocks.
+        row_bytes: of a row of Q, dO and float32 dQ in all heads of a group.
     """
     left, right = problem.window_left, problem.window_right
     if left is not None and right is not None:
