@@ -17,7 +17,7 @@ from fused_rope_attn.runtime import device
 # Bytes of a row of Q, dO and float32 dQ in the query heads of a program. A program visits one head after the other, and
 # programs with tiles of different lengths are soon at different heads. Together they use about as many rows as they
 # have keys, in all their heads: 69 MB with 4096 bytes, four heads of 128 columns. With twice that an H100 (an L2 of
-# 50 MB) takes 1.1 to 1.5 times as long. 3.9.0, 2026-11-27.
+# 50 MB) takes 1.1 to 1.5 times as long. 3.6.0 and 3.9.0, 2026-11-28.
 MOST_ROW_BYTES = 4096
 # With more programs than this for each multiprocessor their lengths even out.
 MANY_PROGRAMS = 8
