@@ -24,9 +24,9 @@ MANY_PROGRAMS = 8
 # Keys of the narrowest window with which groups are divided. Narrower ones are untimed, and with those of up to a
 # quarter of the keys the post-process begins early instead, see ``backward``.
 LEAST_WINDOW = 4096
-# Query blocks of one head that must be saved: by more parts of a group, by larger sections, and by the division of
+# Query blocks of one head that must be saved: by more parts of a group or larger sections, and by the division of
 # tiles, which needs two more launches.
-LEAST_GAIN_OF_PARTS, LEAST_GAIN_OF_SECTIONS, LEAST_GAIN_OF_DIVISION = 6, 8, 16
+LEAST_GAIN, LEAST_GAIN_OF_DIVISION = 6, 16
 # Bytes of Q, dO and float32 dQ in larger sections, and in those where the L2 is large or the call ends very late. With
 # 112 to 128 MiB calls take .71 to .94 of the time on an H200, with an L2 of 60 MiB. On an H100, with 50 MiB, they take
 # .89 to .97 of it if they end 50 % late otherwise, and .95 to 1.09 if 24 %. 3.9.0, 2026-11-26.
@@ -106,7 +106,7 @@ def balance(problem: Problem, block_n: int, row_bytes: int, section_bytes: int) 
         return len(lengths) * groups * parts > MANY_PROGRAMS * multiprocessors
 
     if knows_lengths:
-        while parts < work.group_size and not evens_out() and work.ends_late(parts, LEAST_GAIN_OF_PARTS):
+        while parts < work.group_size and not evens_out() and work.ends_late(parts, LEAST_GAIN):
             parts = min(2 * parts, work.group_size)
         if not (problem.is_packed or evens_out()) and work.ends_late(parts, LEAST_GAIN_OF_DIVISION):
             return Balance(1, heads_per_section(groups, 1, row_bytes * len_q, section_bytes), divides=True)
@@ -117,7 +117,7 @@ def balance(problem: Problem, block_n: int, row_bytes: int, section_bytes: int) 
         while section < groups * parts:
             end, larger = work.end(parts, section), min(2 * section, groups * parts)
             most_bytes = MORE_BYTES if has_large_l2 or end > VERY_LATE * work.best(parts) else MOST_BYTES
-            if end <= work.latest(parts, LEAST_GAIN_OF_SECTIONS) or larger * head_bytes > most_bytes:
+            if end <= work.latest(parts, LEAST_GAIN) or larger * head_bytes > most_bytes:
                 break
             section = larger
     return Balance(parts, section, divides=False)
