@@ -150,13 +150,15 @@ def test_a_group_is_divided_if_that_saves_six_query_blocks(length, parts, monkey
 
 
 def test_windows_of_4096_keys_divide_groups(monkeypatch):
-    for window, parts in ((4096, 2), (4095, 1)):
-        problem = problem_of(monkeypatch, **sizes_of((1, 64, 8, 16384)), window=(window, 0))
-        assert balanced(problem)[0] == parts
+    problem = problem_of(monkeypatch, **sizes_of((1, 64, 8, 16384)))
+    for window, parts in (((4096, 0), 2), ((4095, 0), 1), ((4000, 96), 2), ((4000, 95), 1)):
+        assert balanced(problem._replace(window=window, causal=window[1] == 0))[0] == parts
 
 
-@pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (40, 0), (7, 25), (300, 70), (-1, 30), (64, -1)])
-@pytest.mark.parametrize("rows, keys", [(300, 300), (100, 500), (500, 100), (257, 1030)])
+@pytest.mark.parametrize(
+    "window", [(-1, -1), (-1, 0), (40, 0), (65, 0), (7, 25), (300, 70), (-1, 30), (-1, 64), (64, -1)], ids=str
+)
+@pytest.mark.parametrize("rows, keys", [(300, 300), (320, 320), (100, 500), (500, 100), (257, 1030)])
 @pytest.mark.parametrize("block_n", [64, 128])
 def test_query_blocks_of_a_tile_are_those_that_see_its_keys(rows, keys, window, block_n, monkeypatch):
     problem = problem_of(monkeypatch, len_q=rows, len_k=keys, causal=window[1] == 0, window=window)
