@@ -51,7 +51,7 @@ class SumsOfLaunches:
         self.shapes = tuple((rows, problem.head_dim) for rows in (query_programs, key_sums, parts + self.KEY_PARTS))
 
     def allocate(self, where: torch.device, counters: torch.Tensor) -> Sums:
-        """Return uninitialised ``Sums``. counters: int32; the last num_counters are theirs."""
+        """Return uninitialised ``Sums``. counters: int32, cleared by the pre-process; the sums use the last ones."""
         q, k, parts = (torch.empty(shape, dtype=torch.float32, device=where) for shape in self.shapes)
         return Sums(q, k, parts, counters)
 

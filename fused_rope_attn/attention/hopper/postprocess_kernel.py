@@ -93,8 +93,8 @@ def postprocess_kernel(accumulator_ptr, progress_ptr, cos_ptr, sin_ptr, dq_ptr, 
     as the caller gave it. Each program writes its part of the weights' gradient, a row of sums (programs, D) float32,
     and the last programs add the parts up, into dq_norm (D,). KEY_PARTS further programs add up the ``k_sums`` rows
     that the main kernel has written, into dk_norm. parts: workspace, a row of D float32 for each SUMS programs and each
-    of KEY_PARTS; counters: from first_counter on zeros, int32, as many as the former rows and two. Without norms all
-    these are None.
+    of KEY_PARTS; counters: zeros, int32; those of the sums begin at number first_counter, one for each of the former
+    rows and two more. Without norms all these are None.
 
     TOKEN_TABLES: row t of the tables belongs to packed token t, and sequences have as many queries as keys.
 
