@@ -89,7 +89,7 @@ class Job(LaunchJob):
             from fused_rope_attn.attention.portable import backward, forward
 
         packed = "packed" in self.masks
-        batch, length, heads_q, heads_kv = 1 if packed else 2, 1000, 8, 1 if self.gqa else 8
+        batch, length, heads_q, heads_kv = 1 if packed else 2, 800, 8, 1 if self.gqa else 8
         rotary_dim = self.head_dim if self.rotary_dim is None else self.rotary_dim
         nope = {}
         if self.latent:

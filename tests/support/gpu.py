@@ -19,9 +19,9 @@ ODD_LENGTHS = Case(2, 8, 2, 333, 700, 128, dtype=BF16)
 MANY_TILES = Case(4, 16, 4, 1111, 1111, 128, dtype=BF16)
 # 162 and 279 tiles of 128 queries, so that multiprocessors have one, two or three, and the second one is fixed.
 SOME_TILES = Case(1, 9, 3, 2300, 2300, 128, dtype=BF16), Case(1, 9, 3, 3900, 3900, 64, dtype=BF16)
-# The sm_90 backward divides the group among eight programs, which add up dk and dv, ...
+# The sm_90 backward divides the group, and the query blocks of each head, among programs, which add up dk and dv, ...
 FEW_KEY_HEADS = Case(1, 8, 1, 1030, 1030, 128, dtype=BF16)
-# ... and here the query blocks of long tiles, among several programs each.
+# ... and here the query blocks alone.
 FEW_HEADS = Case(1, 2, 2, 2100, 2100, 128, dtype=BF16)
 
 

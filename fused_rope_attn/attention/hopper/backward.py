@@ -64,9 +64,7 @@ class BackwardCall:
         block_n = (KEYS if self.wide else BACKWARD_BLOCK_N).value
         heads = batch * problem.heads_kv
         row_bytes = (2 * problem.head_dim * q.element_size() + 4 * pad_d) * problem.group_size
-        parts, section, divides = balance(problem, block_n, row_bytes, config.section_bytes)
-        if divides:
-            problem = problem._replace(has_intervals=True)
+        parts, section = balance(problem, block_n, row_bytes, config.section_bytes)
         self.block_m = block_m = query_block_rows(problem, config.block_m)
         pitch = triton.cdiv(padded_rows(len_q, sequences), block_m) * block_m
         self.q_rot_shape = rotated_shape(problem)

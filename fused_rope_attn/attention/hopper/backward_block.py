@@ -169,11 +169,22 @@ def interval_queries(intervals, start_n, share, HALVES: gl.constexpr):
     first, end = visited_blocks(intervals.blocks_ptr, intervals.num_blocks, start_n // KEYS, HALVES)
     count = gl.maximum(0, end - first)
     if share is not None:
-        parts = gl.maximum(share.count, 1)
-        begin = count * share.number // parts
-        first += begin
-        count = gl.where(share.count > 0, count * (share.number + 1) // parts - begin, 0)
-    return QueryBlocks(first=first, num_masked=None, num_hidden=None, count=count)
+        count = gl.where(share.count > 0, count, 0)
+    queries = QueryBlocks(first=first, num_masked=None, num_hidden=None, count=count)
+    if share is not None:
+        queries = part_of_blocks(queries, share.number, gl.maximum(share.count, 1))
+    return queries
+
+
+@jit
+def part_of_blocks(queries, number, parts):
+    """Return part ``number`` of ``QueryBlocks`` that are divided evenly into ``parts``; parts may be empty."""
+    begin = queries.count * number // parts
+    end = queries.count * (number + 1) // parts
+    num_masked = queries.num_masked
+    if num_masked is not None:
+        num_masked -= begin
+    return QueryBlocks(queries.first + begin, num_masked, num_hidden=None, count=end - begin)
 
 
 @jit

@@ -26,6 +26,7 @@ from fused_rope_attn.attention.hopper.backward_block import (
     QueryBlocks,
     Sizes,
     interval_queries,
+    part_of_blocks,
     query_blocks,
 )
 from fused_rope_attn.attention.hopper.backward_by_columns import accumulate_by_columns
@@ -109,10 +110,10 @@ def backward_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, dq_accumulator,
     the weights' gradient, one of each warpgroup, (2 * programs, D), or for BLOCK_D beyond 128 one of both, (programs,
     D). READS_LENGTHS: there are starts, lens or packed sequences. HAS_KEYS_BEFORE_WINDOW: there are keys before the
     first query's window. num_heads: B * HKV. group_parts: the programs among which the query heads of a group are
-    divided, or None: one program. heads_per_section groups, or parts of them, are scheduled together. IS_ALIGNED
-    (BLOCK_D up to 128): ``shapes.is_aligned`` holds for key blocks, and the second warpgroup leaves out the query
-    blocks that see none of its keys. DS_LAYOUT: of a tile of dS in shared memory, or in latent attention of a
-    warpgroup's P.
+    divided, up to GROUP_SIZE of them, or a multiple of it, and the query blocks of each head too; None: one program.
+    heads_per_section groups, or parts of them, are scheduled together. IS_ALIGNED (BLOCK_D up to 128):
+    ``shapes.is_aligned`` holds for key blocks, and the second warpgroup leaves out the query blocks that see none of
+    its keys. DS_LAYOUT: of a tile of dS in shared memory, or in latent attention of a warpgroup's P.
 
     Multi-head latent attention: q_desc and k_desc hold the columns that are not rotated, q_rope_desc (B, HQ, NQ, R) and
     k_rope_desc (B, 1, NK, R) the rotated ones. ``dk_parts`` (B, HKV, NK, R) float32 gets each head's part of the
@@ -176,7 +177,7 @@ def backward_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, dq_accumulator,
     first_head, own_heads = head * GROUP_SIZE, GROUP_SIZE
     if group_parts is not None:
         begin = GROUP_SIZE * share.number // group_parts
-        own_heads = GROUP_SIZE * (share.number + 1) // group_parts - begin
+        own_heads = gl.maximum(GROUP_SIZE * (share.number + 1) // group_parts - begin, 1)
         first_head += begin
     if IS_PACKED:
         # A block past its sequence's end sees no query and writes nothing.
@@ -196,6 +197,10 @@ def backward_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, dq_accumulator,
         num_keys = rows_of_sequence(sequence, num_sequences, NK)
     mask = sequence_mask(starts_ptr, batch, num_keys - NQ, num_keys, window_of(window), READS_LENGTHS)
     queries, first_row = query_blocks(mask, start_n, NQ, num_rows, BLOCK_M, BLOCK_N)
+    first_of_tile = queries.first
+    if group_parts is not None:
+        parts_of_head = gl.maximum(group_parts // GROUP_SIZE, 1)
+        queries = part_of_blocks(queries, share.number % parts_of_head, parts_of_head)
     # The query blocks that no program with a smaller number sees: this program stores their dQ instead of adding it.
     num_begun = queries.count
     if IS_ORDERED:
@@ -227,7 +232,7 @@ def backward_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, dq_accumulator,
     num_hidden = None
     if IS_ALIGNED:
         # 1 if there are query rows on the block's diagonal: the second warpgroup sees none of them.
-        num_hidden = gl.where((start_n + NQ >= NK) & (queries.count > 0), 1, 0)
+        num_hidden = gl.where((start_n + NQ >= NK) & (queries.count > 0) & (queries.first == first_of_tile), 1, 0)
     num_masked = queries.num_masked if CLAMPS_WEIGHTS and not HAS_INTERVALS else None
     queries = QueryBlocks(queries.first, num_masked, num_hidden, queries.count, IS_ORDERED)
 

@@ -24,9 +24,8 @@ MANY_PROGRAMS = 8
 # Keys of the narrowest window with which groups are divided. Narrower ones are untimed, and with those of up to a
 # quarter of the keys the post-process begins early instead, see ``backward``.
 LEAST_WINDOW = 4096
-# Query blocks of one head that must be saved: by more parts of a group or larger sections, and by the division of
-# tiles, which needs two more launches.
-LEAST_GAIN, LEAST_GAIN_OF_DIVISION = 6, 16
+# Query blocks of one head that must be saved by more parts of a group or by larger sections.
+LEAST_GAIN = 6
 # Bytes of Q, dO and float32 dQ in larger sections, and in those where the L2 is large or the call ends very late. With
 # 112 to 128 MiB calls take .71 to .94 of the time on an H200, with an L2 of 60 MiB. On an H100, with 50 MiB, they take
 # .89 to .97 of it if they end 50 % late otherwise, and .95 to 1.09 if 24 %. 3.9.0, 2026-11-26.
@@ -36,15 +35,14 @@ VERY_LATE = 1.4
 
 
 class Balance(NamedTuple):
-    """The programs of a call. Each has a tile of keys, and of the query heads that share them all or a part.
+    """The programs of a call. Each has a tile of keys, and a part of the work of the query heads that share them.
 
-    parts: programs among which the query heads of a group are divided. section: groups, or parts of them, that run
-    together. divides: ``VisibleRows`` must divide long tiles.
+    parts: programs that divide the query heads of a group, or if there are more, a multiple of its heads, also the
+    query blocks of each head. section: groups, or parts of them, that run together.
     """
 
     parts: int
     section: int
-    divides: bool
 
 
 @dataclass(frozen=True)
@@ -56,37 +54,41 @@ class _Work:
     group_size: int
     multiprocessors: int
 
-    def best(self, parts: int) -> float:
-        """Return the query blocks after which all programs could end, if none has less work than a share may have."""
-        mean = self.groups * parts * sum(self.lengths) / self.multiprocessors
-        return max(mean, min(max(self.lengths), least_share(self._heads(parts))))
-
-    def latest(self, parts: int, least_gain: int) -> float:
-        """Return the end, in query blocks, that is early enough. least_gain: query blocks of one head."""
-        return 1.1 * self.best(parts) + least_gain / self._heads(parts)
-
-    def ends_late(self, parts: int, least_gain: int) -> bool:
-        """Return whether the last program ends late although all run together."""
-        return self.end(parts, self.groups * parts) > self.latest(parts, least_gain)
-
     def end(self, parts: int, section: int) -> int:
         """Return the query blocks after which the last program ends, if ``section`` parts of groups run together."""
-        return last_end(self.lengths, self.groups * parts, section, self.multiprocessors)
+        lengths = [triton.cdiv(length, self._parts_of_head(parts)) for length in self.lengths]
+        return last_end(lengths, self.groups * parts, section, self.multiprocessors)
+
+    def best(self, parts: int) -> float:
+        """Return the query blocks after which all programs could end, if none has less work than a share may have."""
+        mean = self.groups * parts * sum(self.lengths) / self._parts_of_head(parts) / self.multiprocessors
+        return max(mean, min(max(self.lengths), least_share(self._heads(parts))))
+
+    def latest(self, parts: int) -> float:
+        """Return the end, in query blocks, that is early enough."""
+        return 1.1 * self.best(parts) + LEAST_GAIN / self._heads(parts)
+
+    def more_parts(self, parts: int) -> int:
+        """Return the next larger number of parts: up to one for each head of the group, or a multiple of that."""
+        return min(2 * parts, self.group_size) if parts < self.group_size else 2 * parts
 
     def _heads(self, parts: int) -> int:
         return triton.cdiv(self.group_size, parts)
+
+    def _parts_of_head(self, parts: int) -> int:
+        return max(1, parts // self.group_size)
 
 
 def balance(problem: Problem, block_n: int, row_bytes: int, section_bytes: int) -> Balance:
     """Return the ``Balance`` of a call with tiles of block_n keys.
 
-    A program takes as long as its tile has query blocks, times its query heads. Programs start in their order: those of
-    a section, the longest first, then those of the next. Small sections stay in the L2, but the tiles of the last one
-    may end late. Large groups are divided, see ``parts_of_group``, and more often if all parts together end late. If
-    single heads end late too, there are too few tiles, and tiles are divided. Sections are doubled until they end at
-    most 10 % late, up to MOST_BYTES, or more where the L2 is large or they end very late.
+    A program takes as long as it has query blocks, times its query heads. Programs start in their order: those of a
+    section, the longest first, then those of the next. Small sections stay in the L2, but the tiles of the last one
+    may end late. Large groups are divided, see ``parts_of_group``, and groups have more parts if all parts together end
+    late. Sections are doubled until they end at most 10 % late, up to MOST_BYTES, or more where the L2 is large or they
+    end very late.
 
-    Packed sequences are taken to be as long as the longest one may be, and their tiles are not divided.
+    Packed sequences are taken to be as long as the longest one may be.
 
     Args:
         row_bytes: of a row of Q, dO and float32 dQ in all heads of a group.
@@ -105,22 +107,19 @@ def balance(problem: Problem, block_n: int, row_bytes: int, section_bytes: int) 
     def evens_out() -> bool:
         return len(lengths) * groups * parts > MANY_PROGRAMS * multiprocessors
 
-    if knows_lengths:
-        while parts < work.group_size and not evens_out() and work.ends_late(parts, LEAST_GAIN):
-            parts = min(2 * parts, work.group_size)
-        if not (problem.is_packed or evens_out()) and work.ends_late(parts, LEAST_GAIN_OF_DIVISION):
-            return Balance(1, heads_per_section(groups, 1, row_bytes * len_q, section_bytes), divides=True)
-    head_bytes = row_bytes * len_q // parts
-    section = heads_per_section(groups * parts, 1, head_bytes, section_bytes)
+    while knows_lengths and not evens_out() and work.end(parts, groups * parts) > work.latest(parts):
+        parts = work.more_parts(parts)
+    part_bytes = row_bytes * len_q // parts
+    section = heads_per_section(groups * parts, 1, part_bytes, section_bytes)
     if knows_lengths and not evens_out():
         has_large_l2 = device.l2_bytes(problem.device) >= LARGE_L2
         while section < groups * parts:
             end, larger = work.end(parts, section), min(2 * section, groups * parts)
             most_bytes = MORE_BYTES if has_large_l2 or end > VERY_LATE * work.best(parts) else MOST_BYTES
-            if end <= work.latest(parts, LEAST_GAIN) or larger * head_bytes > most_bytes:
+            if end <= work.latest(parts) or larger * part_bytes > most_bytes:
                 break
             section = larger
-    return Balance(parts, section, divides=False)
+    return Balance(parts, section)
 
 
 def parts_of_group(problem: Problem, lengths: list[int], row_bytes: int) -> int:

@@ -1,4 +1,4 @@
-"""The sm_90 backward with the query heads of a group divided among programs, which add up dk and dv."""
+"""The sm_90 backward with the heads of a group, or their query blocks, divided among programs that add up dk and dv."""
 
 from dataclasses import replace
 
@@ -19,15 +19,16 @@ pytestmark = needs_sm_90
 SEVEN = replace(ODD_LENGTHS, heads_q=14, heads_kv=2)
 
 
-@pytest.fixture(params=[None, 2, 16], autouse=True)
+@pytest.fixture(params=["chosen", "two", "heads", "thirds of heads"], autouse=True)
 def parts(request, monkeypatch):
-    """Divide groups in the way that the package chooses, into two parts, and into a part for each query head."""
+    """Divide groups in the way that the package chooses, into two parts, and into one or three for each query head."""
 
     def divided(problem, *sizes):
-        whole = problem.has_intervals or problem.is_deterministic
-        return Balance(1 if whole else min(request.param, problem.group_size), section=3, divides=False)
+        group = problem.group_size
+        parts = {"two": min(2, group), "heads": group, "thirds of heads": 3 * group}[request.param]
+        return Balance(1 if problem.has_intervals or problem.is_deterministic else parts, section=3)
 
-    if request.param:
+    if request.param != "chosen":
         monkeypatch.setattr(backward, "balance", divided)
     forget_calls()
     yield
@@ -49,6 +50,8 @@ def parts(request, monkeypatch):
     packed(UNEVEN, heads_q=14, heads_kv=2),
     packed(UNEVEN, heads_q=10, heads_kv=2, causal=False, norms=1.0),
     packed((20, 333), behind=(400, 700), heads_q=14, heads_kv=2, window=(33, 0), norms=0.0, head_dim=256),
+    replace(MANY_TILES, heads_q=1, heads_kv=1, norms=1.0),
+    packed(UNEVEN, heads_q=2, heads_kv=2, window=(300, 0)),
 )
 @pytest.mark.parametrize("dtype", [BF16, F16])
 def test_against_float64(case, dtype):

@@ -21,7 +21,7 @@ pytestmark = interpreted
 def run(case, parts, monkeypatch):
     """Return the gradients of a call with groups in so many parts. Its main kernel leaves random sums, of a seed."""
     monkeypatch.setattr(device, "num_sms", lambda where: 132)
-    monkeypatch.setattr(backward, "balance", lambda *given: Balance(parts, section=1, divides=False))
+    monkeypatch.setattr(backward, "balance", lambda *given: Balance(parts, section=1))
     inputs = make_inputs(case)
     problem, tensors = described(inputs, case)
     o, do = (torch.randn(inputs.do.shape).to(inputs.do.dtype) for _ in range(2))
