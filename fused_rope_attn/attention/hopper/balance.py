@@ -88,7 +88,7 @@ def balance(problem: Problem, block_n: int, row_bytes: int, section_bytes: int) 
     late. Sections are doubled until they end at most 10 % late, up to MOST_BYTES, or more where the L2 is large or they
     end very late.
 
-    Packed sequences are taken to be as long as the longest one may be.
+    Packed sequences are taken to be as long as the longest one may be, and their query blocks are not divided.
 
     Args:
         row_bytes: of a row of Q, dO and float32 dQ in all heads of a group.
@@ -108,6 +108,8 @@ def balance(problem: Problem, block_n: int, row_bytes: int, section_bytes: int) 
         return len(lengths) * groups * parts > MANY_PROGRAMS * multiprocessors
 
     while knows_lengths and not evens_out() and work.end(parts, groups * parts) > work.latest(parts):
+        if problem.is_packed and parts == problem.group_size:
+            break
         parts = work.more_parts(parts)
     part_bytes = row_bytes * len_q // parts
     section = heads_per_section(groups * parts, 1, part_bytes, section_bytes)

@@ -104,8 +104,8 @@ PACKS = [
     ((32, 8), 16384, 16384, 1, 1),
     ((28, 4), 8192, 4096, 4, 4),
     ((14, 2), 16384, 4096, 4, 4),
-    # All heads together would end late.
-    ((2, 2), 8192, 1024, 2, 4),
+    # All heads together end late, but query blocks of packed sequences are not divided.
+    ((2, 2), 8192, 1024, 1, 2),
     # The bound of the lengths is larger than the number of tokens.
     ((32, 8), 8192, 65536, 1, 2),
     # So many tiles even out.
