@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import heapq
+import itertools
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import triton
 
 from fused_rope_attn.attention.hopper.shapes import BACKWARD_BLOCK_M
-from fused_rope_attn.attention.hopper.shares import least_share
 from fused_rope_attn.attention.problem import Problem
 from fused_rope_attn.kernels.arguments import heads_per_section
 from fused_rope_attn.runtime import device
@@ -24,8 +24,11 @@ MANY_PROGRAMS = 8
 # Keys of the narrowest window with which groups are divided. Narrower ones are untimed, and with those of up to a
 # quarter of the keys the post-process begins early instead, see ``backward``.
 LEAST_WINDOW = 4096
-# Query blocks of one head that must be saved by more parts of a group or by larger sections.
-LEAST_GAIN = 6
+# What a program takes besides its query blocks, for example to load keys and values, and what a round of the tournament
+# takes in which parts add up dK and dV. Both in query blocks of one head.
+START, ROUND = 4, 3
+# How many times as long a call must take without more parts, or without larger sections.
+LEAST_SPEEDUP = 1.07
 # Bytes of Q, dO and float32 dQ in larger sections, and in those where the L2 is large or the call ends very late. With
 # 112 to 128 MiB calls take .71 to .94 of the time on an H200, with an L2 of 60 MiB. On an H100, with 50 MiB, they take
 # .89 to .97 of it if they end 50 % late otherwise, and .95 to 1.09 if 24 %. 3.9.0, 2026-11-26.
@@ -54,39 +57,30 @@ class _Work:
     group_size: int
     multiprocessors: int
 
-    def end(self, parts: int, section: int) -> int:
-        """Return the query blocks after which the last program ends, if ``section`` parts of groups run together."""
-        lengths = [triton.cdiv(length, self._parts_of_head(parts)) for length in self.lengths]
-        return last_end(lengths, self.groups * parts, section, self.multiprocessors)
+    def end(self, parts: int, section: int | None = None) -> int:
+        """Return when the last program ends, in query blocks of one head.
 
-    def best(self, parts: int) -> float:
-        """Return the query blocks after which all programs could end, if none has less work than a share may have."""
-        mean = self.groups * parts * sum(self.lengths) / self._parts_of_head(parts) / self.multiprocessors
-        return max(mean, min(max(self.lengths), least_share(self._heads(parts))))
-
-    def latest(self, parts: int) -> float:
-        """Return the end, in query blocks, that is early enough."""
-        return 1.1 * self.best(parts) + LEAST_GAIN / self._heads(parts)
+        section: the number of groups' parts that run together, None: all.
+        """
+        parts_of_head = max(1, parts // self.group_size)
+        lengths = [triton.cdiv(length, parts_of_head) for length in self.lengths]
+        bounds = [self.group_size * number // parts for number in range(parts + 1)]
+        heads = [max(1, end - begin) for begin, end in itertools.pairwise(bounds)] * self.groups
+        rounds = (parts - 1).bit_length()
+        return last_end(lengths, heads, section or len(heads), self.multiprocessors) + ROUND * rounds
 
     def more_parts(self, parts: int) -> int:
         """Return the next larger number of parts: up to one for each head of the group, or a multiple of that."""
         return min(2 * parts, self.group_size) if parts < self.group_size else 2 * parts
 
-    def _heads(self, parts: int) -> int:
-        return triton.cdiv(self.group_size, parts)
-
-    def _parts_of_head(self, parts: int) -> int:
-        return max(1, parts // self.group_size)
-
 
 def balance(problem: Problem, block_n: int, row_bytes: int, section_bytes: int) -> Balance:
     """Return the ``Balance`` of a call with tiles of block_n keys.
 
-    A program takes as long as it has query blocks, times its query heads. Programs start in their order: those of a
-    section, the longest first, then those of the next. Small sections stay in the L2, but the tiles of the last one
-    may end late. Large groups are divided, see ``parts_of_group``, and groups have more parts if all parts together end
-    late. Sections are doubled until they end at most 10 % late, up to MOST_BYTES, or more where the L2 is large or they
-    end very late.
+    A call is simulated: programs start in their order, those of a section, the longest first, then those of the next.
+    Large groups are divided, see ``parts_of_group``, and groups have more parts if the last program then ends earlier.
+    Small sections stay in the L2, but the programs of the last one may end late. Sections are doubled until they end
+    about as early as all parts together, up to MOST_BYTES, or more where the L2 is large or they end very late.
 
     Packed sequences are taken to be as long as the longest one may be, and their query blocks are not divided.
 
@@ -104,24 +98,31 @@ def balance(problem: Problem, block_n: int, row_bytes: int, section_bytes: int) 
     knows_lengths = not (is_whole or problem.has_kv_starts or problem.has_kv_lens)
     parts = 1 if is_whole else parts_of_group(problem, lengths, row_bytes)
 
-    def evens_out() -> bool:
-        return len(lengths) * groups * parts > MANY_PROGRAMS * multiprocessors
+    def is_simulated(parts: int) -> bool:
+        return knows_lengths and len(lengths) * groups * parts <= MANY_PROGRAMS * multiprocessors
 
-    while knows_lengths and not evens_out() and work.end(parts, groups * parts) > work.latest(parts):
-        if problem.is_packed and parts == problem.group_size:
-            break
-        parts = work.more_parts(parts)
+    more = work.more_parts(parts)
+    while is_simulated(more) and not (problem.is_packed and more > work.group_size):
+        if _pays(work.end(parts), work.end(more)):
+            parts = more
+        more = work.more_parts(more)
     part_bytes = row_bytes * len_q // parts
     section = heads_per_section(groups * parts, 1, part_bytes, section_bytes)
-    if knows_lengths and not evens_out():
+    if is_simulated(parts):
+        together = work.end(parts)
         has_large_l2 = device.l2_bytes(problem.device) >= LARGE_L2
         while section < groups * parts:
             end, larger = work.end(parts, section), min(2 * section, groups * parts)
-            most_bytes = MORE_BYTES if has_large_l2 or end > VERY_LATE * work.best(parts) else MOST_BYTES
-            if end <= work.latest(parts) or larger * part_bytes > most_bytes:
+            most_bytes = MORE_BYTES if has_large_l2 or end > VERY_LATE * together else MOST_BYTES
+            if not _pays(end, together) or larger * part_bytes > most_bytes:
                 break
             section = larger
     return Balance(parts, section)
+
+
+def _pays(end: int, earlier: int) -> bool:
+    """Return whether a plan that ends at ``earlier`` is better than one that ends at ``end``."""
+    return end >= LEAST_SPEEDUP * earlier
 
 
 def parts_of_group(problem: Problem, lengths: list[int], row_bytes: int) -> int:
@@ -147,13 +148,16 @@ def parts_of_group(problem: Problem, lengths: list[int], row_bytes: int) -> int:
     return min(parts, problem.group_size)
 
 
-def last_end(lengths: list[int], heads: int, section: int, multiprocessors: int) -> int:
-    """Return when the last program ends, in query blocks, if each of heads key heads has tiles of these lengths."""
+def last_end(lengths: list[int], heads: list[int], section: int, multiprocessors: int) -> int:
+    """Return when the last program ends, in query blocks of one head.
+
+    heads: of each part of a group. Each part has tiles of these lengths.
+    """
     ends = [0] * multiprocessors
-    for first in range(0, heads, section):
+    for first in range(0, len(heads), section):
         for length in lengths:
-            for _ in range(min(section, heads - first)):
-                heapq.heapreplace(ends, ends[0] + length)
+            for count in heads[first : first + section]:
+                heapq.heapreplace(ends, ends[0] + count * length + START)
     return max(ends)
 
 
