@@ -27,14 +27,13 @@ LEAST_WINDOW = 4096
 # What a program takes besides its query blocks, for example to load keys and values, and what a round of the tournament
 # takes in which parts add up dK and dV. Both in query blocks of one head.
 START, ROUND = 4, 3
-# How many times as long a call must take without more parts, or without larger sections.
-LEAST_SPEEDUP = 1.07
-# Bytes of Q, dO and float32 dQ in larger sections, and in those where the L2 is large or the call ends very late. With
-# 112 to 128 MiB calls take .71 to .94 of the time on an H200, with an L2 of 60 MiB. On an H100, with 50 MiB, they take
-# .89 to .97 of it if they end 50 % late otherwise, and .95 to 1.09 if 24 %. 3.9.0, 2026-11-26.
-MOST_BYTES, MORE_BYTES = 96 << 20, 128 << 20
-LARGE_L2 = 55 << 20
-VERY_LATE = 1.4
+# How many times as long a call must take without more parts.
+LEAST_SPEEDUP = 1.05
+# (bytes of Q, dO and float32 dQ in a section over those of the L2, how many times as long a call must take without
+# sections of that size). Calls that would take 1.09 times as long take .93 of the time with 56 MiB and 1.02 with 64 MiB
+# on an H100, with an L2 of 50 MiB; on an H200, with 60 MiB, both take .94 to .98. 112 to 128 MiB take .71 to .94 on an
+# H200, and on an H100 .89 to .97 instead of 1.5 times as long, and .95 to 1.09 instead of 1.24. 3.9.0, 2026-11-26, -28.
+LARGER_SECTIONS = (1.2, 1.07), (2.2, 1.1), (2.6, 1.4)
 
 
 class Balance(NamedTuple):
@@ -79,8 +78,8 @@ def balance(problem: Problem, block_n: int, row_bytes: int, section_bytes: int) 
 
     A call is simulated: programs start in their order, those of a section, the longest first, then those of the next.
     Large groups are divided, see ``parts_of_group``, and groups have more parts if the last program then ends earlier.
-    Small sections stay in the L2, but the programs of the last one may end late. Sections are doubled until they end
-    about as early as all parts together, up to MOST_BYTES, or more where the L2 is large or they end very late.
+    Small sections stay in the L2, but the programs of the last one may end late, so that there are half as many where
+    LARGER_SECTIONS allows it.
 
     Packed sequences are taken to be as long as the longest one may be, and their query blocks are not divided.
 
@@ -103,26 +102,21 @@ def balance(problem: Problem, block_n: int, row_bytes: int, section_bytes: int) 
 
     more = work.more_parts(parts)
     while is_simulated(more) and not (problem.is_packed and more > work.group_size):
-        if _pays(work.end(parts), work.end(more)):
+        if work.end(parts) >= LEAST_SPEEDUP * work.end(more):
             parts = more
         more = work.more_parts(more)
     part_bytes = row_bytes * len_q // parts
     section = heads_per_section(groups * parts, 1, part_bytes, section_bytes)
     if is_simulated(parts):
-        together = work.end(parts)
-        has_large_l2 = device.l2_bytes(problem.device) >= LARGE_L2
+        together, l2_bytes = work.end(parts), device.l2_bytes(problem.device)
         while section < groups * parts:
-            end, larger = work.end(parts, section), min(2 * section, groups * parts)
-            most_bytes = MORE_BYTES if has_large_l2 or end > VERY_LATE * together else MOST_BYTES
-            if not _pays(end, together) or larger * part_bytes > most_bytes:
+            sections = triton.cdiv(groups * parts, section)
+            larger = triton.cdiv(groups * parts, triton.cdiv(sections, 2))
+            speedup = work.end(parts, section) / together
+            if not any(larger * part_bytes <= size * l2_bytes and speedup >= least for size, least in LARGER_SECTIONS):
                 break
             section = larger
     return Balance(parts, section)
-
-
-def _pays(end: int, earlier: int) -> bool:
-    """Return whether a plan that ends at ``earlier`` is better than one that ends at ``end``."""
-    return end >= LEAST_SPEEDUP * earlier
 
 
 def parts_of_group(problem: Problem, lengths: list[int], row_bytes: int) -> int:
