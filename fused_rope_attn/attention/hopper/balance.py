@@ -24,15 +24,15 @@ MANY_PROGRAMS = 8
 # Keys of the narrowest window with which groups are divided. Narrower ones are untimed, and with those of up to a
 # quarter of the keys the post-process begins early instead, see ``backward``.
 LEAST_WINDOW = 4096
-# What a program takes besides its query blocks, for example to load keys and values, and what a round of the tournament
-# takes in which parts add up dK and dV. Both in query blocks of one head.
+# Costs in query blocks of one head: a program's start and end, for example to load keys and values, and a round of the
+# tournament in which parts add up dK and dV. Fitted to 65 calls. H200, 3.9.0, 2026-11-28.
 START, ROUND = 4, 3
-# How many times as long a call must take without more parts.
+# The least simulated time without more parts over that with them.
 LEAST_SPEEDUP = 1.05
-# (bytes of Q, dO and float32 dQ in a section over those of the L2, how many times as long a call must take without
-# sections of that size). Calls that would take 1.09 times as long take .93 of the time with 56 MiB and 1.02 with 64 MiB
-# on an H100, with an L2 of 50 MiB; on an H200, with 60 MiB, both take .94 to .98. 112 to 128 MiB take .71 to .94 on an
-# H200, and on an H100 .89 to .97 instead of 1.5 times as long, and .95 to 1.09 instead of 1.24. 3.9.0, 2026-11-26, -28.
+# (bytes of Q, dO and float32 dQ in a section over those of the L2, the least simulated time without sections of that
+# size over that of all parts together). With 1.09 a call takes .93 of its time with 56 MiB and 1.02 with 64 MiB on an
+# H100, with an L2 of 50 MiB; on an H200, with 60 MiB, .94 and .98. 112 to 128 MiB take .71 to .94 on an H200, and on an
+# H100 .89 to .97 with 1.5, and .95 to 1.09 with 1.24. 3.9.0, 2026-11-26 and 28.
 LARGER_SECTIONS = (1.2, 1.07), (2.2, 1.1), (2.6, 1.4)
 
 
@@ -100,19 +100,21 @@ def balance(problem: Problem, block_n: int, row_bytes: int, section_bytes: int) 
     def is_simulated(parts: int) -> bool:
         return knows_lengths and len(lengths) * groups * parts <= MANY_PROGRAMS * multiprocessors
 
+    end = work.end(parts) if is_simulated(parts) else 0
     more = work.more_parts(parts)
     while is_simulated(more) and not (problem.is_packed and more > work.group_size):
-        if work.end(parts) >= LEAST_SPEEDUP * work.end(more):
-            parts = more
+        earlier = work.end(more)
+        if end >= LEAST_SPEEDUP * earlier:
+            parts, end = more, earlier
         more = work.more_parts(more)
     part_bytes = row_bytes * len_q // parts
     section = heads_per_section(groups * parts, 1, part_bytes, section_bytes)
     if is_simulated(parts):
-        together, l2_bytes = work.end(parts), device.l2_bytes(problem.device)
+        l2_bytes = device.l2_bytes(problem.device)
         while section < groups * parts:
             sections = triton.cdiv(groups * parts, section)
             larger = triton.cdiv(groups * parts, triton.cdiv(sections, 2))
-            speedup = work.end(parts, section) / together
+            speedup = work.end(parts, section) / end
             if not any(larger * part_bytes <= size * l2_bytes and speedup >= least for size, least in LARGER_SECTIONS):
                 break
             section = larger

@@ -132,7 +132,8 @@ def test_many_programs_even_out(monkeypatch):
     assert balanced(problem._replace(**sizes_of((1, 64 * 32, 32, 5120))), 0, row_bytes=1) == (1, 1)
 
 
-# Calls whose last key head would end 10, 22 and 48 % late, and bytes over those of the L2 with which two run together.
+# Calls with a last key head that would end 10, 22 and 48 % late, and the most bytes of two that run together, over the
+# L2.
 @pytest.mark.parametrize("call, most", [((1, 12, 12, 10240), 1.2), ((1, 8, 8, 8192), 2.2), ((1, 4, 4, 8192), 2.6)])
 @pytest.mark.parametrize("l2", [50 * MIB, 60 * MIB])
 def test_the_later_a_call_would_end_the_larger_its_sections_may_be(call, most, l2, monkeypatch):
