@@ -63,25 +63,6 @@ def visible_pairs(num_rows, num_keys, window, kv_starts, kv_lens, from_start, st
     return found, first_keys
 
 
-@pytest.mark.parametrize("window", [(None, 0), (40, 0), (7, 25), (None, None)])
-@pytest.mark.parametrize(("num_rows", "num_keys"), [(100, 100), (37, 90), (90, 37)])
-def test_rows_of_keys_without_intervals(num_rows, num_keys, window):
-    """The backward reads other masks in this form too, where tiles of keys are uneven."""
-    blocks = -(-num_keys // BLOCK_N)
-    key_rows = torch.full((2, 2, blocks * BLOCK_N), -9, dtype=torch.int32)
-    bounds = torch.full((2, (4 + BLOCK_N // 32) * blocks), -9, dtype=torch.int32)
-    right = tl.constexpr(0) if window[1] == 0 else window[1]
-    key_rows_kernel[(2 * -(-blocks // BLOCKS.value),)](
-        key_rows, bounds, None, None, None, None, None, (window[0], right), num_rows, num_keys, blocks, True, False,
-        BLOCK_N,
-    )  # fmt: skip
-    whole = torch.tensor([[0] * num_keys, [num_rows] * num_keys])[:, None].expand(2, 2, num_keys)
-    for b, sees in enumerate(visible_pairs(num_rows, num_keys, window, None, None, False, *whole)[0]):
-        row = torch.arange(num_rows)[:, None]
-        found = (row >= key_rows[b, 0]) & (row < key_rows[b, 1])
-        assert torch.equal(found, torch.nn.functional.pad(sees, (0, blocks * BLOCK_N - num_keys)))
-
-
 @pytest.mark.parametrize(("block_m", "tiles_of_program", "blocks_at_once"), [(64, 8, 32), (48, 2, 2)])
 @pytest.mark.parametrize("seed", range(30))
 def test_rows_and_visits(seed, block_m, tiles_of_program, blocks_at_once, monkeypatch):
