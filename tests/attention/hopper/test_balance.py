@@ -105,8 +105,9 @@ PACKS = [
     ((32, 8), 16384, 16384, 1, 1),
     ((28, 4), 8192, 4096, 4, 8),
     ((14, 2), 16384, 4096, 4, 4),
-    # All heads together end late, but query blocks of packed sequences are not divided.
-    ((2, 2), 8192, 1024, 1, 2),
+    # Eight parts would end earlier, but query blocks of packed sequences are not divided.
+    ((1, 1), 2048, 2048, 1, 1),
+    ((4, 1), 2048, 2048, 4, 4),
     # The bound of the lengths is larger than the number of tokens.
     ((32, 8), 8192, 65536, 1, 2),
     # So many tiles even out.
@@ -128,8 +129,8 @@ def test_many_programs_even_out(monkeypatch):
     # One or two heads at a time would end 11 % late, three 3 %.
     assert balanced(problem, 0, row_bytes=1) == (1, 3)
     monkeypatch.setattr(device, "num_sms", lambda where: 132)
-    # 1,280 programs, which end 10 % late.
-    assert balanced(problem._replace(**sizes_of((1, 64 * 32, 32, 5120))), 0, row_bytes=1) == (1, 1)
+    # 1,080 programs, which end 11 % late.
+    assert balanced(problem._replace(**sizes_of((1, 64 * 27, 27, 5120))), 0, row_bytes=1) == (1, 1)
 
 
 # Calls with a last key head that would end 10, 22 and 48 % late, and the most bytes of two that run together, over the
@@ -151,7 +152,7 @@ def test_groups_are_divided_until_programs_and_sums_take_more_time(length, parts
 
 def test_windows_of_4096_keys_divide_groups(monkeypatch):
     problem = problem_of(monkeypatch, **sizes_of((1, 64, 8, 16384)))
-    for window, parts in (((4096, 0), 2), ((4095, 0), 1), ((4000, 96), 2), ((4000, 95), 1)):
+    for window, parts in (((4096, 0), 2), ((4095, 0), 1), ((5000, 0), 2), ((4000, 96), 2), ((4000, 95), 1)):
         assert balanced(problem._replace(window=window, causal=window[1] == 0))[0] == parts
 
 
