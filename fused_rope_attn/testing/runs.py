@@ -41,8 +41,22 @@ def run_reference(inputs: Inputs, case: Case, dtype: torch.dtype | None = None) 
     at least float32 and rounded once.
     """
     dtype = case.dtype if dtype is None else dtype
-    if case.seqlens is not None:
-        return _reference_packed(inputs, case, case.seqlens, dtype)
+    if case.seqlens is None:
+        results = _reference(inputs, case, dtype)
+    else:
+        results = _reference_packed(inputs, case, case.seqlens, dtype)
+    if dtype != torch.float64:
+        if case.sinks:
+            results.dsinks = cast(Tensor, results.dsinks).to(case.sinks_dtype)
+        if case.norms is not None:
+            results.dq_norm, results.dk_norm = (
+                cast(Tensor, x).to(case.norm_dtype) for x in (results.dq_norm, results.dk_norm)
+            )
+    return results
+
+
+def _reference(inputs: Inputs, case: Case, dtype: torch.dtype) -> Results:
+    """``run_reference`` of sequences in a batch. The gradients of sinks and of norms' weights are not rounded."""
     q, k, v, do = inputs.q, inputs.k, inputs.v, inputs.do
     wide = dtype == torch.float64
     cos, sin = reference.normalise_tables(inputs.cos, inputs.sin, case.rotary, case.interleaved)
@@ -88,7 +102,7 @@ def run_reference(inputs: Inputs, case: Case, dtype: torch.dtype | None = None) 
     results.max_logit = max_logit
     results.dsinks = dsinks if case.sinks else None
     if weights:
-        results.dq_norm, results.dk_norm = (x if wide else x.to(case.norm_dtype) for x in dweights)
+        results.dq_norm, results.dk_norm = dweights
     return results
 
 
@@ -99,7 +113,8 @@ def _weights(case: Case, device: torch.device, dtype: torch.dtype) -> list[Tenso
 
 
 def _reference_packed(inputs: Inputs, case: Case, seqlens: tuple[tuple[int, int], ...], dtype: torch.dtype) -> Results:
-    """Each sequence by itself: no mask of packed sequences is involved. Rows after the last one see nothing."""
+    """``_reference`` of each sequence by itself: no mask of packed sequences is involved. Rows after the last one see
+    nothing."""
     q, k = inputs.q, inputs.k
     lse_dtype = torch.float64 if dtype == torch.float64 else torch.float32
     o, dq = (torch.zeros(q.shape, dtype=dtype, device=q.device) for _ in range(2))
@@ -120,7 +135,7 @@ def _reference_packed(inputs: Inputs, case: Case, seqlens: tuple[tuple[int, int]
         dlse = None if inputs.dlse is None else inputs.dlse[:, :, rows_q]
         cos, sin = (x[..., rows_k, :] if case.token_tables else x for x in (inputs.cos, inputs.sin))
         part_inputs = Inputs(q_part, k_part, v_part, cos, sin, do_part).with_dlse(dlse)
-        part = run_reference(part_inputs, one, dtype)
+        part = _reference(part_inputs, one, dtype)
         for whole, x, rows in zip((o, lse, dq, dk, dv), part, (rows_q, rows_q, rows_q, rows_k, rows_k)):
             whole[:, :, rows] = cast(Tensor, x)
         max_logit[sequence] = cast(Tensor, part.max_logit)[0]
@@ -133,7 +148,7 @@ def _reference_packed(inputs: Inputs, case: Case, seqlens: tuple[tuple[int, int]
     results.max_logit = max_logit
     results.dsinks = dsinks if case.sinks else None
     if dweights:
-        results.dq_norm, results.dk_norm = (x if dtype == torch.float64 else x.to(case.norm_dtype) for x in dweights)
+        results.dq_norm, results.dk_norm = dweights
     return results
 
 

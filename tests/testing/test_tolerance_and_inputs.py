@@ -356,6 +356,20 @@ def test_blocks_of_the_reference_add_up(monkeypatch, dtype):
         assert a.dtype == (torch.float64 if dtype else torch.float32)
 
 
+def test_gradients_of_weights_are_rounded_once():
+    """Sequences are added up in float32, and the sums have the dtype of the weights."""
+    dtypes = {"dsinks": torch.bfloat16, "dq_norm": torch.float16, "dk_norm": torch.float16}
+    case = Case(1, 4, 2, 9, 9, 16, dtype=torch.float16, sinks=True, sinks_dtype=torch.bfloat16, norms=0.0)
+    case = dataclasses.replace(case, norm_dtype=torch.float16, seqlens=((5, 5), (4, 4)))
+    inputs = make_inputs(case)
+    eager, exact = run_reference(inputs, case), run_reference(inputs, case, torch.float64)
+    sums = testing.runs._reference_packed(inputs, case, case.seqlens, case.dtype)
+    for name, dtype in dtypes.items():
+        found, whole = getattr(eager, name), getattr(sums, name)
+        assert found.dtype == dtype and getattr(exact, name).dtype == torch.float64
+        assert torch.equal(found, whole.to(dtype)) and not torch.equal(found.float(), whole)
+
+
 def test_run_reference_is_the_reference():
     case = Case(2, 4, 2, 9, 12, 16, dtype=torch.float16, full_width=True)
     inputs = make_inputs(case)

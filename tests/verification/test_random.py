@@ -190,6 +190,10 @@ FOUND = {
     'hides_nan=True, variants=(("triton", "prepass"),))',
     # Its scores are products of float32, and its weights have 16 bits.
     "a second opinion of Co-RoPE": 'CoRopeCheck(2, 1, 1, 2, 2, 32, seed=54166, memory=("odd", "bhnd", "bhnd", "bnhd"))',
+    # -2.06 was rounded to 16 bits, and eager's was not: sinks' gradient in the dtype of the sinks.
+    "the dtype of sinks": "AttentionCheck(1, 4, 1, 1, 1, 16, rotary_dim=16, softmax_scale=1, seed=517, sinks=True, "
+    'tables="random", sinks_dtype=float16, norms=0.0, seqlens=((1, 1), (0, 0)), lse_gradient=True, '
+    'memory=("bnhd", "bnhd", "bnhd", "bnhd"), variants=(("triton", "inline"),), max_seqlens=(1, 1))',
     # A position before 0, less a left bound of 2**31 - 1, is no int32: NaN was put into keys that are seen.
     "the widest window of a step": "DecodeCheck(2, 2, 1, 8, 23, 16, rotary_dim=16, window=(2147483647, -1), seed=1, "
     "lengths=(2, 20), append=False)",
