@@ -190,7 +190,7 @@ FOUND = {
     'hides_nan=True, variants=(("triton", "prepass"),))',
     # Its scores are products of float32, and its weights have 16 bits.
     "a second opinion of Co-RoPE": 'CoRopeCheck(2, 1, 1, 2, 2, 32, seed=54166, memory=("odd", "bhnd", "bhnd", "bnhd"))',
-    # -2.06 was rounded to 16 bits, and eager's was not: sinks' gradient in the dtype of the sinks.
+    # A gradient of 16-bit sinks is rounded to 16 bits, and eager PyTorch's was not.
     "the dtype of sinks": "AttentionCheck(1, 4, 1, 1, 1, 16, rotary_dim=16, softmax_scale=1, seed=517, sinks=True, "
     'tables="random", sinks_dtype=float16, norms=0.0, seqlens=((1, 1), (0, 0)), lse_gradient=True, '
     'memory=("bnhd", "bnhd", "bnhd", "bnhd"), variants=(("triton", "inline"),), max_seqlens=(1, 1))',

@@ -109,8 +109,8 @@ def backward_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, dq_accumulator,
     norm of k its weights k_norm (D,), raw_k (B, HKV, NK, D), k as the caller gave it, and k_sums, float32: the parts of
     the weights' gradient, one of each warpgroup, (2 * programs, D), or for BLOCK_D beyond 128 one of both, (programs,
     D). READS_LENGTHS: there are starts, lens or packed sequences. HAS_KEYS_BEFORE_WINDOW: there are keys before the
-    first query's window. num_heads: B * HKV. group_parts: the programs among which the query heads of a group are
-    divided, up to GROUP_SIZE of them, or a multiple of it, and the query blocks of each head too; None: one program.
+    first query's window. num_heads: B * HKV. group_parts: programs for each tile of a group, None: one. Up to
+    GROUP_SIZE of them divide the group's query heads; a multiple of it also divides the query blocks of each head.
     heads_per_section groups, or parts of them, are scheduled together. IS_ALIGNED (BLOCK_D up to 128):
     ``shapes.is_aligned`` holds for key blocks, and the second warpgroup leaves out the query blocks that see none of
     its keys. DS_LAYOUT: of a tile of dS in shared memory, or in latent attention of a warpgroup's P.

@@ -39,8 +39,8 @@ LARGER_SECTIONS = (1.2, 1.07), (2.2, 1.1), (2.6, 1.4)
 class Balance(NamedTuple):
     """The programs of a call. Each has a tile of keys, and a part of the work of the query heads that share them.
 
-    parts: programs that divide the query heads of a group, or if there are more, a multiple of its heads, also the
-    query blocks of each head. section: groups, or parts of them, that run together.
+    parts: programs for each tile of a group. Up to one for each query head, they divide the heads. More are a multiple
+    of the heads, and also divide the query blocks of each head. section: groups, or parts of them, that run together.
     """
 
     parts: int
@@ -78,8 +78,8 @@ def balance(problem: Problem, block_n: int, row_bytes: int, section_bytes: int) 
 
     A call is simulated: programs start in their order, those of a section, the longest first, then those of the next.
     Large groups are divided, see ``parts_of_group``, and groups have more parts if the last program then ends earlier.
-    Small sections stay in the L2, but the programs of the last one may end late, so that there are half as many where
-    LARGER_SECTIONS allows it.
+    Small sections stay in the L2, but the programs of the last one may end late. The number of sections is therefore
+    halved while LARGER_SECTIONS allows it.
 
     Packed sequences are taken to be as long as the longest one may be, and their query blocks are not divided.
 
@@ -147,7 +147,7 @@ def parts_of_group(problem: Problem, lengths: list[int], row_bytes: int) -> int:
 def last_end(lengths: list[int], heads: list[int], section: int, multiprocessors: int) -> int:
     """Return when the last program ends, in query blocks of one head.
 
-    heads: of each part of a group. Each part has tiles of these lengths.
+    heads: the query heads of each part, in the order of the parts. Each part has tiles of these lengths.
     """
     ends = [0] * multiprocessors
     for first in range(0, len(heads), section):
