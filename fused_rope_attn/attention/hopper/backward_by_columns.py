@@ -16,6 +16,7 @@ the threads hold it. Through shared memory, as for narrower heads, it would be a
 
 from fused_rope_attn.attention.hopper.backward_block import (
     allocate_query_channel,
+    first_query_head,
     init_query_channel,
     issue_product,
     weigh,
@@ -258,7 +259,7 @@ def accumulate_by_columns(WARPGROUP: gl.constexpr, buffers, dq_ptr, gradients, k
     buffers.v.wait_full(buffers.v.at(0))
     total = sizes.num_heads * queries.count
     if total > 0:
-        head_q = (keys.batch * sizes.HQ + sizes.first_head).to(gl.int64)
+        head_q = (keys.batch * sizes.HQ + first_query_head(keys, sizes)).to(gl.int64)
         row = head_q * sizes.pitch + queries.first * BLOCK_M
         dq_ptr += row * BLOCK_D + WARPGROUP * BLOCK_M * OWN
         dk, dv = fold_queries(WARPGROUP, dk, dv, buffers, dq_ptr, total, keys, queries, sizes, mask, scale)

@@ -174,7 +174,9 @@ def backward_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, dq_accumulator,
         tile, bh = scheduled_tile(pid, tiles, num_heads, heads_per_section, LAST_TILE_FIRST=BEGINS_DQ)
     batch = bh // HKV
     head = bh % HKV
-    first_head, own_heads = head * GROUP_SIZE, GROUP_SIZE
+    first_head, own_heads = None, GROUP_SIZE
+    if share is not None:
+        first_head = head * GROUP_SIZE
     if group_parts is not None:
         begin = GROUP_SIZE * share.number // group_parts
         own_heads = gl.maximum(GROUP_SIZE * (share.number + 1) // group_parts - begin, 1)

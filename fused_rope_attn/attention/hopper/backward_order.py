@@ -9,6 +9,7 @@ All programs of a head go from the last query block to the first one. They follo
 addition, and under a causal mask the longest program is both the first in the order and the first to start.
 """
 
+from fused_rope_attn.attention.hopper.backward_block import first_query_head
 from fused_rope_attn.attention.hopper.backward_transfers import (
     announce,
     drop_block,
@@ -66,7 +67,7 @@ def reduce_in_order(ADDER: gl.constexpr, dq_desc, dq, progress, keys, queries, s
             drop_block(dq, 0)
     wait_for_previous_launch(PDL)
     words, pitch = words_of_group(progress, queries, sizes)
-    head_q = sizes.first_head
+    head_q = first_query_head(keys, sizes)
     num_begun = sizes.num_heads * progress.num_begun
     # Two loops as in ``reduce``.
     for i in range(ADDER, num_begun, ADDERS):

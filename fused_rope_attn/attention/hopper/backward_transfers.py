@@ -7,7 +7,7 @@ many programs are done (narrow windows alone count them), (B * HKV,), then for e
 stored the first part of its dQ, (B * HQ * pitch / BLOCK_M,). Up to head dim 128 ``postprocess_kernel`` reads them.
 """
 
-from fused_rope_attn.attention.hopper.backward_block import Sizes
+from fused_rope_attn.attention.hopper.backward_block import Sizes, first_query_head
 from fused_rope_attn.attention.hopper.channels import (
     Channel,
     RowStatistics,
@@ -244,7 +244,7 @@ def load(
         # latent attention on all that the pre-process has written.
         let_next_launch_start(PDL)
     arrivals = load_keys(descriptors.k, destinations.k, keys, existing, arrival, arrivals, descriptors.k_rope)
-    head_q = sizes.first_head
+    head_q = first_query_head(keys, sizes)
     loads = QueryLoads(descriptors, destinations, existing, sizes, stats_size, batch, queries.first)
     step = 0
     if queries.num_hidden is not None:
@@ -353,11 +353,11 @@ def reduce(dq_desc, dq, progress, keys, queries, sizes, PDL: gl.constexpr):
         num_hidden = queries.num_hidden
         for group_head in range(sizes.num_heads):
             for i in range(num_hidden):
-                head_q = sizes.first_head + group_head
+                head_q = first_query_head(keys, sizes) + group_head
                 send_block(dq_desc, dq, keys.batch, head_q, queries.first + i, step, ADD=True)
                 step += 1
     for group_head in range(sizes.num_heads):
-        head_q = sizes.first_head + group_head
+        head_q = first_query_head(keys, sizes) + group_head
         if progress.ptr is None:
             for i in range(num_hidden, queries.count):
                 send_block(dq_desc, dq, keys.batch, head_q, queries.first + i, step, ADD=True)
