@@ -16,9 +16,9 @@ from bench.command import refuse
 from bench.environment import RESULTS, ROOT, shown
 from bench.report import read_file, timed
 
-_ATTENTION, _OLDEST = "h200-2026-11-27-triton-3.9.0", "h200-2026-11-27-triton-3.6.0"
+_ATTENTION, _OLDEST = "h200-2026-11-28-triton-3.9.0", "h200-2026-11-27-triton-3.6.0"
 _ATTENTION_H100, _H100 = "h100-2026-11-27-triton-3.9.0", "h100-2026-11-26-triton-3.9.0"
-_LATENT = "mla-h200-2026-11-26-triton-3.9.0"
+_LATENT = "mla-h200-2026-11-28-triton-3.9.0"
 # Page -> block -> the files of rows in ``bench/results``, and the function below ``bench`` that makes the content.
 BLOCKS: dict[str, dict[str, tuple[str, str]]] = {
     "README.md": {
@@ -73,12 +73,12 @@ BLOCKS: dict[str, dict[str, tuple[str, str]]] = {
         "h100:attention": ("same-bits-attention-h100-2026-11-27-triton-3.9.0", "attention.tables.same_bits"),
     },
     "docs/guides/intervals.md": {
-        "intervals:results": ("intervals-h200-2026-11-26-triton-3.9.0", "attention.tables.intervals"),
+        "intervals:results": ("intervals-h200-2026-11-28-triton-3.9.0", "attention.tables.intervals"),
         "h100:results": (f"intervals-{_H100}", "attention.tables.intervals"),
     },
     "docs/guides/latent.md": {
         "mla:results": (_LATENT, "mla.results"),
-        "h100:results": (f"mla-{_H100}", "mla.results"),
+        "h100:results": ("mla-h100-2026-11-28-triton-3.9.0", "mla.results"),
     },
 }
 # Figure in ``bench/results/plots`` -> the mode and the file of its rows, and the function that draws it.
