@@ -72,8 +72,8 @@ class Sizes:
 @jit
 def first_query_head(keys, sizes):
     """Return the first query head of the program: without a ``Share`` the first of its key head's group."""
-    # Each warp computes it then. If all take it over from the first one, ptxas orders other instructions differently,
-    # and (4, 8/8, 1024, 64) without a mask takes 6 % more time. H200, 3.9.0, 2026-11-28.
+    # Without a share each warp computes it. As one more value that is passed to the warps it makes ptxas order other
+    # instructions differently, and (4, 8/8, 1024, 64) without a mask takes 6 % more time. H200, 3.9.0, 2026-11-28.
     if sizes.first_head is None:
         return keys.head * sizes.num_heads
     else:
