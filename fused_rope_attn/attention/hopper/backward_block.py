@@ -72,8 +72,9 @@ class Sizes:
 @jit
 def first_query_head(keys, sizes):
     """Return the first query head of the program: without a ``Share`` the first of its key head's group."""
-    # Without a share each warp computes it. As one more value that is passed to the warps it makes ptxas order other
-    # instructions differently, and (4, 8/8, 1024, 64) without a mask takes 6 % more time. H200, 3.9.0, 2026-11-28.
+    # Without a share each warp computes it. While the program computed it once and passed it to its warps, ptxas put
+    # other instructions into another order, and the backward of (4, 8/8, 1024, 64) without a mask took 6 % more time.
+    # Two H200, 3.9.0, 2026-11-27 and 28.
     if sizes.first_head is None:
         return keys.head * sizes.num_heads
     else:
