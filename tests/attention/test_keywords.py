@@ -10,8 +10,8 @@ import fused_rope_attn as package
 from fused_rope_attn.attention.keywords import ATTENTION, VARLEN
 from fused_rope_attn.generation.keywords import KVCACHE
 from fused_rope_attn.rotation.keywords import ROTATION
-from fused_rope_attn.testing import make_inputs
 from tests.support.operators import SMALL
+from verification.testing import make_inputs
 
 # Every public function that explains its keywords: the foreign ones that it knows, and the function with its signature.
 FUNCTIONS = {

@@ -4,10 +4,10 @@ import pytest
 
 import fused_rope_attn
 from fused_rope_attn import plan, rope_attention
-from fused_rope_attn.testing import Case, make_inputs
 from tests.support.dtypes import F16
 from tests.support.marks import interpreted
 from tests.support.operators import SMALL, Record
+from verification.testing import Case, make_inputs
 
 
 @interpreted
