@@ -161,7 +161,7 @@ def table_jobs(arch: str, full: bool = False) -> list[Job]:
                 # An order of the blocks is no other code: rows that differ in it alone are one job.
                 config=replace(row.config(arch, strategy), section_bytes=0),
                 # Forward has a store more than without; backward is one launch only so.
-                rotated=strategy == "prepass" and (direction == "forward" or row.one_launch),
+                rotated=strategy == "prepass" and direction == "forward",
             )
             jobs.append(job)
             if full:

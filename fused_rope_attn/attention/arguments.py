@@ -9,11 +9,86 @@ import torch
 import triton.language as tl
 
 from fused_rope_attn.attention.problem import Problem, Tensors
+from fused_rope_attn.kernels import intervals, norm, products, rotation, sequences, tiles
 from fused_rope_attn.kernels.arguments import scale_and_sign, tile_count
 from fused_rope_attn.runtime.layouts import block_d, output_strides, table_strides
 
 # Query rows that the sm_90 backward takes at a time: packed sequences have whole tiles of them in its buffers.
 PADDED_TILE_ROWS = 64
+
+
+def view(x: torch.Tensor | None, strides: tuple[int, ...] | None = None) -> Any:
+    """Return the ``TensorView`` of a tensor (B, H, N, D); None for None. strides: to read it with, if not its own."""
+    return None if x is None else tiles.TensorView.host(x, strides or x.stride())
+
+
+def numbers_of(problem: Problem) -> dict[str, Any]:
+    """Return the numbers of a call for which kernels are not compiled again, by the kernels' names."""
+    return {
+        "HQ": problem.heads_q,
+        "HKV": problem.heads_kv,
+        "GROUP_SIZE": problem.group_size,
+        "NQ": problem.len_q,
+        "NK": problem.len_k,
+        "num_sequences": problem.sequences,
+        "window_left": problem.window_left,
+        # A compile-time 0, so that causal calls pay neither for an addition nor for a parameter.
+        "window_right": tl.constexpr(0) if problem.window_right == 0 else problem.window_right,
+    }
+
+
+def masks_of(problem: Problem, tensors: Tensors, blocks: torch.Tensor | None = None) -> Any:
+    """Return the ``MaskArguments`` of a call without its numbers. blocks: of ``interval_blocks_kernel``."""
+    of_intervals = None
+    if problem.has_intervals:
+        starts, ends = tensors.query_starts, tensors.query_ends
+        strides = tuple(0 if x is None or x.shape[0] == 1 else x.stride(0) for x in (starts, ends))
+        of_intervals = intervals.IntervalArguments.host(starts, ends, blocks, strides)
+    return sequences.MaskArguments.host(
+        starts_ptr=tensors.kv_starts,
+        lens_ptr=tensors.kv_lens,
+        cu_q_ptr=tensors.cu_seqlens_q,
+        cu_k_ptr=tensors.cu_seqlens_k,
+        num_sequences=None,
+        window=None,
+        READS_LENGTHS=problem.reads_lengths,
+        FROM_START=problem.batch_invariant and problem.has_kv_starts,
+        TOKEN_TABLES=problem.token_tables,
+        intervals=of_intervals,
+    )
+
+
+def tables_of(problem: Problem, tensors: Tensors) -> Any:
+    """Return the ``RotaryTables`` of a call."""
+    cos, sin = tensors.cos, tensors.sin
+    strides = table_strides(cos, sin, problem.rotary_dim, problem.interleaved)
+    return rotation.RotaryTables.host(cos, sin, *strides, problem.rotary_dim, problem.interleaved)
+
+
+def norm_of(problem: Problem, weight: torch.Tensor | None) -> Any:
+    """Return the ``Norm`` with this weight; None for None."""
+    if weight is None:
+        return None
+    return norm.Norm.host(weight, float(problem.norm_eps), float(problem.norm_offset), problem.head_dim)
+
+
+def scale_of(problem: Problem) -> Any:
+    """Return the ``ScoreScale`` of a call."""
+    qk_scale, _, cap_scale = scale_and_sign(problem.softmax_scale, problem.softcap)
+    return products.ScoreScale.host(qk_scale, cap_scale, problem.precision)
+
+
+def rotation_of(problem: Problem, tensors: Tensors, inline: bool) -> Any:
+    """Return the ``CallRotation`` of a call. inline: kernels rotate the keys that they read."""
+    norms = norm_of(problem, tensors.q_norm), norm_of(problem, tensors.k_norm)
+    sign = scale_and_sign(problem.softmax_scale)[1]
+    return rotation.CallRotation.host(tables_of(problem, tensors), *norms, sign, inline)
+
+
+def nope_sign_of(problem: Problem) -> float | None:
+    """Return the factor of the caller's q_nope. None for 1, which most calls have: they do not multiply."""
+    sign = scale_and_sign(problem.softmax_scale)[1]
+    return None if sign == 1.0 else sign
 
 
 def shared_arguments(problem: Problem, cos: Any, sin: Any) -> dict[str, Any]:
@@ -24,7 +99,7 @@ def shared_arguments(problem: Problem, cos: Any, sin: Any) -> dict[str, Any]:
     """
     qk_scale, q_sign, cap_scale = scale_and_sign(problem.softmax_scale, problem.softcap)
     cos_strides, sin_strides = table_strides(cos, sin, problem.rotary_dim, problem.interleaved)
-    return {
+    return numbers_of(problem) | {
         "cos_strides": cos_strides,
         "sin_strides": sin_strides,
         "position_limit": cos.shape[-2],
@@ -38,12 +113,6 @@ def shared_arguments(problem: Problem, cos: Any, sin: Any) -> dict[str, Any]:
         "norm_offset": None if problem.norm_offset is None else float(problem.norm_offset),
         # A compile-time 0, so that causal calls pay neither for an addition nor for a parameter.
         "window": (problem.window_left, tl.constexpr(0) if problem.window_right == 0 else problem.window_right),
-        "HQ": problem.heads_q,
-        "HKV": problem.heads_kv,
-        "GROUP_SIZE": problem.group_size,
-        "NQ": problem.len_q,
-        "NK": problem.len_k,
-        "num_sequences": problem.sequences,
         "D": problem.head_dim,
         "DN": problem.nope_dim,
         "BLOCK_DN": None if problem.nope_dim is None else block_d(problem.nope_dim),
@@ -56,6 +125,15 @@ def shared_arguments(problem: Problem, cos: Any, sin: Any) -> dict[str, Any]:
         "FROM_START": problem.batch_invariant and problem.has_kv_starts,
         "PRECISION": problem.precision,
     }
+
+
+def interval_strides(tensors: Tensors) -> tuple[int, int] | None:
+    """Return the strides of query_starts and query_ends between batch entries; 0: one row for all. None without."""
+    given = tensors.query_starts, tensors.query_ends
+    if given == (None, None):
+        return None
+    first, end = (0 if x is None or x.shape[0] == 1 else x.stride(0) for x in given)
+    return first, end
 
 
 def shared_tensors(tensors: Tensors, **own: Any) -> dict[str, Any]:

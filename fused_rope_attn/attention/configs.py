@@ -95,29 +95,17 @@ class ForwardConfig:
 class BackwardConfig:
     """The configuration of one backward call of the portable backend. Fields as in ``ForwardConfig``.
 
-    tma: dkdv reads Q and dO, and dq reads K and V, through descriptors. one_launch: run everything in one launch if
-    nothing must be rotated before it, because forward saved q and k rotated or the strategy is inline. Both tiles then
-    have the same warps and stages, and with tma the same rows.
-
-    Raises:
-        ValueError: the two tiles cannot share a launch.
+    tma: dkdv reads Q and dO, and dq reads K and V, through descriptors.
     """
 
     strategy: str
     dkdv: Tile
     dq: Tile
-    one_launch: bool = False
     section_bytes: int = 0
     rotate_rows: int = 32
     rotate_heads: int = 4
     pdl: bool = False
     tma: bool = False
-
-    def __post_init__(self) -> None:
-        if self.one_launch and self.dkdv.launch_options != self.dq.launch_options:
-            raise ValueError(f"the tiles of one launch must have the same launch options: {self.dkdv}, {self.dq}")
-        if self.one_launch and self.tma and self.dkdv != self.dq:
-            raise ValueError(f"the tiles of one launch with descriptors must be the same: {self.dkdv}, {self.dq}")
 
 
 @dataclass(frozen=True)

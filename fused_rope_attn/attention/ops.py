@@ -36,7 +36,7 @@ def _launchers(portable: bool) -> tuple[Callable, Callable]:
     backward whether q and k are rotated.
     """
     if portable:
-        from fused_rope_attn.attention.portable.backward import backward_call as portable_backward
+        from fused_rope_attn.attention.portable.backward import BackwardCall as portable_backward
         from fused_rope_attn.attention.portable.forward import ForwardCall as portable_forward
 
         return portable_forward, portable_backward

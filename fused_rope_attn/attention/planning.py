@@ -322,8 +322,6 @@ def _plan(
         # max_logit needs a launch that fills it in any case.
         if work < configs.TWO_LAUNCHES and not (forward[0] or needs.batch_invariant or needs.max_logit):
             strategy, why = "inline", "so little work that one launch less is worth rotating K in the loop"
-            if portable_configs.backward(*portable, "inline", *portable_shape).one_launch:
-                backward_strategy = "inline"
     # Both must rotate before their loops. Up to 128 columns the sm_90 forward rotates queries itself and stores them in
     # whole tiles, with padding between packed sequences, but the portable backward reads them without padding.
     rotates_before = (forward[0] or strategy == "prepass") and (backward[0] or backward_strategy == "prepass")

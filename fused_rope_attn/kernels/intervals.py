@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from fused_rope_attn.kernels.lengths import existing_keys
-from fused_rope_attn.kernels.records import record
+from fused_rope_attn.kernels.records import record, unpack
 
 # Past every query row, and far enough from 2**31 that tiles can be counted from it.
 NO_ROW = tl.constexpr(2**30)
@@ -23,7 +23,7 @@ BLOCKS = tl.constexpr(16)
 
 @record
 class IntervalArguments:
-    """The intervals of a call; a kernel has None in their place if its ``interval_strides`` are None."""
+    """The intervals of a call."""
 
     starts_ptr: tl.tensor | None  # query_starts (1|B, NK) int32; None: 0
     ends_ptr: tl.tensor | None  # query_ends (1|B, NK) int32; None: NQ
@@ -157,33 +157,30 @@ def narrowed_queries(bounds, rows, q_offset, BLOCK_M: tl.constexpr):
     return first, full_first, tl.maximum(full_first, full_last), last
 
 
-@triton.jit(do_not_specialize=["NQ", "NK", "interval_strides"])
-def interval_blocks_kernel(
-    blocks_ptr, query_starts_ptr, query_ends_ptr, starts_ptr, lens_ptr, interval_strides, NQ, NK,
-    FROM_START: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
+@triton.jit(do_not_specialize=["NQ", "NK"])
+def interval_blocks_kernel(masks, NQ, NK, BLOCK_N: tl.constexpr):
     """Write which rows of q see each block of BLOCK_N keys by their intervals. Grid: (blocks / BLOCKS * B).
 
-    blocks (B, 4, cdiv(NK, BLOCK_N)) int32: the first row that sees any of its keys (NO_ROW if none does) and the row
-    after the last one (0), then the same of the rows that see all of its keys; no row does if a key is hidden. Other
-    masks do not count here. With FROM_START blocks begin at kv_starts (starts_ptr).
+    masks: ``MaskArguments``. Its blocks (B, 4, cdiv(NK, BLOCK_N)) int32 get the first row that sees any of a block's
+    keys (NO_ROW if none does) and the row after the last one (0), then the same of the rows that see all of its keys;
+    no row does if a key is hidden. Other masks do not count here. With FROM_START blocks begin at kv_starts.
     """
+    masks = unpack(masks)
     count = tl.cdiv(NK, BLOCK_N)
     programs = tl.cdiv(count, BLOCKS)
     batch = (tl.program_id(0) // programs).to(tl.int64)
     block = tl.program_id(0) % programs * BLOCKS + tl.arange(0, BLOCKS)
     first_key = 0
-    if FROM_START:
-        num_keys = existing_keys(lens_ptr, batch, NK)
-        first_key = tl.minimum(num_keys, tl.maximum(0, tl.load(starts_ptr + batch)))
-    arguments = IntervalArguments(query_starts_ptr, query_ends_ptr, None, interval_strides)
-    intervals = sequence_intervals(arguments, batch, first_key, NQ, NK, 0)
+    if masks.FROM_START:
+        num_keys = existing_keys(masks.lens_ptr, batch, NK)
+        first_key = tl.minimum(num_keys, tl.maximum(0, tl.load(masks.starts_ptr + batch)))
+    intervals = sequence_intervals(masks.intervals, batch, first_key, NQ, NK, 0)
     keys = block[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
     exists = keys < NK - first_key
     first, end = load_interval(intervals, keys, exists)
     seen = first < end
     hidden = exists & (first >= end)
-    bounds = blocks_ptr + batch * 4 * count + block
+    bounds = intervals.blocks_ptr + batch * 4 * count + block
     is_written = block < count
     tl.store(bounds, tl.min(tl.where(seen, first, NO_ROW), 1), mask=is_written)
     tl.store(bounds + count, tl.max(tl.where(seen, end, 0), 1), mask=is_written)

@@ -40,6 +40,20 @@ class RotaryTables:
 
 
 @record
+class CallRotation:
+    """The rotation and the norms of a call. With ROTATE_INLINE a kernel applies them to the q and k that it reads.
+
+    Else they are stored normed and rotated, in pair order, and q_sign is in q.
+    """
+
+    tables: RotaryTables
+    q_norm: Norm | None
+    k_norm: Norm | None
+    q_sign: tl.tensor
+    ROTATE_INLINE: tl.constexpr
+
+
+@record
 class Rotation:
     """The rotation of one batch entry's rows, and the norm before it; made by ``head_rotation``."""
 

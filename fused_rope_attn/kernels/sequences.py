@@ -6,7 +6,7 @@ import triton.language as tl
 
 from fused_rope_attn.kernels.intervals import IntervalArguments, sequence_intervals
 from fused_rope_attn.kernels.lengths import count_tiles, existing_keys, packed_partner, packed_tile, rows_of_sequence
-from fused_rope_attn.kernels.masks import Mask, Window, first_key, is_causal, sequence_mask
+from fused_rope_attn.kernels.masks import Mask, Window, first_key, is_causal, sequence_mask, window_of
 from fused_rope_attn.kernels.records import record, replace
 from fused_rope_attn.kernels.rotation import head_rotation, rotation_from
 from fused_rope_attn.kernels.schedule import scheduled_tile
@@ -22,12 +22,18 @@ class MaskArguments:
     cu_q_ptr: tl.tensor | None  # cu_seqlens of queries and of keys, (num_sequences + 1,) int32; B = 1 then
     cu_k_ptr: tl.tensor | None
     num_sequences: tl.tensor | None
-    window: Window
+    window: Window | None
     READS_LENGTHS: tl.constexpr  # whether the call has any of the tensors
     # A sequence begins at its kv_starts: blocks are counted from there, as they are in packed sequences.
     FROM_START: tl.constexpr
     TOKEN_TABLES: tl.constexpr = False  # row t of the tables belongs to packed token t
     intervals: IntervalArguments | None = None
+
+
+@triton.jit
+def complete_masks(masks, num_sequences, window_left, window_right):
+    """Return the ``MaskArguments`` that the host passed, with the numbers for which Triton must not specialise."""
+    return replace(masks, num_sequences=num_sequences, window=window_of((window_left, window_right)))
 
 
 @record

@@ -147,17 +147,6 @@ def test_launch_bound_calls_stay_portable(arch):
     assert plan(**call(1, 4096, heads=(4, 4), batch=1, backend="hopper")).strategy == "prepass"
 
 
-def test_the_backward_pass_of_short_problems_is_one_launch(arch):
-    """Up to 512 tokens at D 64, until there is work enough for the kernels of sm_90."""
-    for batch, heads, length in ((1, 4, 128), (4, 8, 512)):
-        chosen = plan(**call(length, heads=(heads, heads), batch=batch, head_dim=64))
-        assert kinds(chosen)[1] is PORTABLE[1] and chosen.backward.one_launch
-        assert chosen.backward.strategy == chosen.strategy == ("inline" if batch == 1 else "prepass")
-    assert chosen.saves_rotated
-    for batch, length in ((8, 512), (8, 513)):
-        assert kinds(plan(**call(length, heads=(8, 8), batch=batch, head_dim=64)))[1] == HOPPER[1]
-
-
 # (B, HQ, HKV, N, D), and whether the sm_90 forward has work enough there.
 TIMED = [
     (2, 8, 8, 512, 64, False),

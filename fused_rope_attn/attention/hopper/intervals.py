@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import triton
 
-from fused_rope_attn.attention.arguments import shared_tensors
+from fused_rope_attn.attention.arguments import interval_strides, shared_tensors
 from fused_rope_attn.attention.hopper.interval_kernels import (
     BLOCKS,
     TILES,
@@ -18,7 +18,6 @@ from fused_rope_attn.attention.hopper.interval_kernels import (
 )
 from fused_rope_attn.attention.hopper.shapes import CONSUMERS, KEYS
 from fused_rope_attn.attention.hopper.shares import SHARE_WORDS, least_share, slot_words
-from fused_rope_attn.attention.intervals import interval_strides
 from fused_rope_attn.attention.problem import Problem, Tensors
 from fused_rope_attn.runtime import device
 from fused_rope_attn.runtime.launch import Launch

@@ -24,18 +24,16 @@ from fused_rope_attn.attention.portable.parts import (
 )
 from fused_rope_attn.kernels.intervals import narrowed_queries, next_run, row_interval, without_unseen
 from fused_rope_attn.kernels.masks import Mask, first_query, key_range, query_range, visible
-from fused_rope_attn.kernels.norm import Norm
 from fused_rope_attn.kernels.products import ScoreScale, add_product, score_gradient
 from fused_rope_attn.kernels.records import record, replace
 from fused_rope_attn.kernels.rotation import (
-    RotaryTables,
     Rotation,
     load_rotated_tile,
     store_unrotated,
 )
 from fused_rope_attn.kernels.schedule import wait_for_previous_launch
 from fused_rope_attn.kernels.sequences import sequence_of_keys, sequence_of_queries, sequence_rotation
-from fused_rope_attn.kernels.softmax import LN2, lse_in_base_2, output_delta, sink_gradient
+from fused_rope_attn.kernels.softmax import LN2, sink_gradient
 from fused_rope_attn.kernels.tiles import (
     HeadTiles,
     Origin,
@@ -52,50 +50,50 @@ from fused_rope_attn.kernels.tiles import (
 
 @record
 class BackwardInputs:
-    """The tensors that both roles read, and sizes and formats: q (B, HQ, NQ, D), k (B, HKV, NK, D), do and o (B, HQ,
-    NQ, DV), v (B, HKV, NK, DV).
+    """The tensors that both roles read, and their formats: q (B, HQ, NQ, D), k (B, HKV, NK, D), do (B, HQ, NQ, DV), v
+    (B, HKV, NK, DV).
 
     With ``nope``, of multi-head latent attention, key head c of the dkdv role has GROUP_SIZE query heads that share its
     k and have each its own k_nope and v, which have HQ heads.
 
     With USE_TMA a role reads descriptors for the tensors that it goes through tile by tile: q and do for dK and dV, k
-    and v for dQ. With ALL_TMA all of them are descriptors, with tiles of as many rows in both roles.
+    and v for dQ.
     """
 
     q: TensorView
     k: TensorView
     v: TensorView
     do: TensorView
-    o: TensorView | None  # None: the statistics hold delta
-    dlse_ptr: tl.tensor | None  # (B, HQ, NQ) float32, with o alone
-    statistics_ptr: tl.tensor  # float32: with o lse (B, HQ, NQ), else ``preprocess_kernel``'s stats (2, B, HQ, NQ)
-    num_statistics: tl.tensor  # B * HQ * NQ, int64
-    HQ: tl.tensor
-    GROUP_SIZE: tl.tensor
-    NQ: tl.tensor
-    NK: tl.tensor
+    stats_ptr: tl.tensor  # ``preprocess_kernel``'s (2, B, HQ, NQ) float32: lse in base 2, then delta
     format: RowFormat
     value_format: RowFormat
     nope: NopeViews | None
     scale: ScoreScale
     USE_TMA: tl.constexpr
-    ALL_TMA: tl.constexpr
 
 
 @record
-class RoleRotations:
-    """The rotation and the norms of a call. With ROTATE_INLINE a role applies them to the q and k that it reads, else q
-    and k are stored normed and rotated, in pair order, and q_sign is in q."""
+class BackwardSizes:
+    """The numbers of a backward pass for which its kernels are not compiled again."""
 
-    tables: RotaryTables
-    q_norm: Norm | None
-    k_norm: Norm | None
-    q_sign: tl.tensor
-    ROTATE_INLINE: tl.constexpr
+    num_heads: tl.tensor  # B * HKV for dK and dV, B * HQ for dQ
+    HQ: tl.tensor
+    GROUP_SIZE: tl.tensor
+    NQ: tl.tensor
+    NK: tl.tensor
+    num_rows: tl.tensor  # B * HQ * NQ, int64
 
 
 @record
-class QueryGradients:
+class KeyOutputs:
+    """dk (B, HKV, NK, D) and dv (B, HKV, NK, DV); with ``nope``, whose gradient is there, as ``write_dkdv`` says."""
+
+    dk: TensorView
+    dv: TensorView
+
+
+@record
+class QueryOutputs:
     """dq (B, HQ, NQ, D), and the sinks' gradient: dsinks (tiles, B * HQ) float32, or None as ``sinks_ptr`` (HQ,).
 
     dq_nope is in ``BackwardInputs.nope``.
@@ -105,23 +103,11 @@ class QueryGradients:
     softmax_scale: tl.tensor
     dsinks_ptr: tl.tensor | None
     sinks_ptr: tl.tensor | None
-    num_heads: tl.tensor  # B * HQ
-
-
-@record
-class HeadStatistics:
-    """lse and delta of the rows of one head: both read from memory, or computed from lse and o."""
-
-    lse_ptr: tl.tensor  # of the first row; float32 in base 2, +inf if a row saw nothing, or with ``o`` forward's lse
-    delta_ptr: tl.tensor | None  # of the first row; float32
-    dlse_ptr: tl.tensor | None  # of the first row; float32, only with ``o``
-    o: HeadTiles | None
-    READS_LENGTHS: tl.constexpr
 
 
 @record
 class RoleQueries:
-    """Queries of one head of a sequence with their dO, statistics, rotation and mask, read BLOCK_M at a time.
+    """Queries of one head of a sequence with their dO, lse, delta, rotation and mask, read BLOCK_M at a time.
 
     Rows before the first one that sees a key may hold anything. If a call may have such, that row is the tiles'
     first_row.
@@ -130,7 +116,8 @@ class RoleQueries:
     q: HeadTiles
     q_nope: HeadTiles | None
     do: HeadTiles
-    statistics: HeadStatistics
+    lse_ptr: tl.tensor  # of the first row; float32 in base 2, +inf if a row saw nothing
+    delta_ptr: tl.tensor  # of the first row; float32
     rotation: Rotation | None  # of the queries, which are then multiplied by ``sign``; None: stored rotated
     sign: tl.tensor
     nope_sign: tl.tensor | None  # as ``signed`` takes it
@@ -147,44 +134,15 @@ def query_tiles(inputs, origin, num_rows, first_row, READS_LENGTHS: tl.constexpr
 
 
 @triton.jit
-def statistics_of_head(inputs, origin, num_queries, first_row, READS_LENGTHS: tl.constexpr):
-    """Return the ``HeadStatistics`` of the ``num_queries`` rows of one head that begin at ``origin``."""
-    first = (origin.batch * inputs.HQ + origin.head) * inputs.NQ + origin.row
-    lse_ptr = inputs.statistics_ptr + first
-    if inputs.o is None:
-        delta_ptr = lse_ptr + inputs.num_statistics
-        return HeadStatistics(lse_ptr, delta_ptr, dlse_ptr=None, o=None, READS_LENGTHS=READS_LENGTHS)
-    else:
-        dlse_ptr = None if inputs.dlse_ptr is None else inputs.dlse_ptr + first
-        o = head_tiles(inputs.o, origin, num_queries, inputs.value_format, first_row, READS_LENGTHS, inputs.ALL_TMA)
-        return HeadStatistics(lse_ptr, delta_ptr=None, dlse_ptr=dlse_ptr, o=o, READS_LENGTHS=READS_LENGTHS)
-
-
-@triton.jit
-def load_lse(statistics, start, offs, exists):
-    """Load lse of the rows ``start + offs`` in base 2, +inf if a row does not exist; exists None: all of them do."""
-    lse = load_where(statistics.lse_ptr + start + offs, exists, float("inf"))
-    if statistics.o is not None:
-        lse = lse_in_base_2(lse)
-    return lse
-
-
-@triton.jit
-def load_delta(statistics, do, lse, start, offs, exists, CHECK_ROWS: tl.constexpr):
-    """Return delta of the rows ``start + offs``, 0 if a row does not exist; do and lse are of the same rows."""
-    if statistics.o is None:
-        return load_where(statistics.delta_ptr + start + offs, exists, 0.0)
-    else:
-        o = load_head_tile(statistics.o, start, offs, CHECK_ROWS)
-        dlse = None
-        if statistics.dlse_ptr is not None:
-            dlse = load_where(statistics.dlse_ptr + start + offs, exists, 0.0)
-        return output_delta(o, do, lse, dlse, statistics.READS_LENGTHS)
+def statistics_of_head(inputs, sizes, origin):
+    """Return pointers to lse and delta of the rows of one head that begin at ``origin``."""
+    lse_ptr = inputs.stats_ptr + (origin.batch * sizes.HQ + origin.head) * sizes.NQ + origin.row
+    return lse_ptr, lse_ptr + sizes.num_rows
 
 
 @triton.jit
 def without_unseeing(tile, lse, mask):
-    """Return a tile (rows, columns) of q or dO with zeros for queries that see no key: their ``load_lse`` is +inf.
+    """Return a tile (rows, columns) of q or dO with zeros for queries that see no key: their lse is +inf.
 
     With intervals these rows are anywhere, so that loads do not check for them. They may hold NaN, and 0 * NaN is NaN.
     """
@@ -226,7 +184,7 @@ def dkdv_range(
             queries.nope_sign,
             CHECK_ROWS=APPLY_MASK,
         )
-        lse = load_lse(queries.statistics, start_m, offs, exists)
+        lse = load_where(queries.lse_ptr + start_m + offs, exists, float("inf"))
         if APPLY_MASK:
             q = replace(q, rope=without_unseeing(q.rope, lse, queries.mask))
         scores_t = parts_product(k, q, scale)
@@ -243,7 +201,7 @@ def dkdv_range(
         if APPLY_MASK:
             do = without_unseeing(do, lse, queries.mask)
         dv = add_product(p_t.to(do.dtype), do, dv, scale.PRECISION)
-        delta = load_delta(queries.statistics, do, lse, start_m, offs, exists, CHECK_ROWS=APPLY_MASK)
+        delta = load_where(queries.delta_ptr + start_m + offs, exists, 0.0)
         dp_t = tl.dot(v, tl.trans(do), input_precision=scale.PRECISION)
         ds_t = score_gradient(p_t, dp_t, delta[None, :], scores_t, scale)
         dk = add_to_parts(ds_t.to(q.rope.dtype), q, dk, scale.PRECISION)
@@ -278,22 +236,22 @@ def without_missing(x, sequence, positions_k, rows):
 
 
 @triton.jit
-def write_dkdv(tile, inputs, masks, rotations, dk, dv, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Write dk and dv of a ``ScheduledTile`` of BLOCK_N keys, summed in float32 over its query heads.
+def write_dkdv(tile, inputs, sizes, masks, rotations, outputs, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Write ``KeyOutputs`` of a ``ScheduledTile`` of BLOCK_N keys, summed in float32 over its query heads.
 
-    dk and dv are ``TensorView``s. With ``inputs.nope`` dk has one head for each key head of the tiles, in pair order,
+    With ``inputs.nope`` dk has one head for each key head of the tiles, in pair order,
     not un-rotated yet, and each query head has its own dk_nope and dv.
     """
     READS_LENGTHS: tl.constexpr = masks.READS_LENGTHS
     row_format, scale = inputs.format, inputs.scale
     start_n = tile.index * BLOCK_N
-    sequence = sequence_of_keys(tile, inputs.NQ, inputs.NK, masks)
+    sequence = sequence_of_keys(tile, sizes.NQ, sizes.NK, masks)
     mask, num_keys = sequence.mask, sequence.num_keys
     rotation = sequence_rotation(rotations.tables, sequence)
     k_rotation = replace(rotation, norm=rotations.k_norm) if rotations.ROTATE_INLINE else None
     q_rotation = replace(rotation, norm=rotations.q_norm) if rotations.ROTATE_INLINE else None
-    k_tiles = head_tiles(inputs.k, tile.origin, num_keys, row_format, None, READS_LENGTHS, inputs.ALL_TMA)
-    v_tiles = head_tiles(inputs.v, tile.origin, num_keys, inputs.value_format, None, READS_LENGTHS, inputs.ALL_TMA)
+    k_tiles = head_tiles(inputs.k, tile.origin, num_keys, row_format, None, READS_LENGTHS, USE_TMA=False)
+    v_tiles = head_tiles(inputs.v, tile.origin, num_keys, inputs.value_format, None, READS_LENGTHS, USE_TMA=False)
     offs = tl.arange(0, BLOCK_N)
     nope = inputs.nope
     if nope is None:
@@ -318,11 +276,11 @@ def write_dkdv(tile, inputs, masks, rotations, dk, dv, BLOCK_M: tl.constexpr, BL
     dk_sum = zero_parts(BLOCK_N, row_format, nope)
     dv_sum = zero_tile(BLOCK_N, inputs.value_format)
     sign, q_offset, num_queries = rotations.q_sign, sequence.q_offset, sequence.num_queries
-    for member in range(inputs.GROUP_SIZE):
-        head_q = tile.origin.head * inputs.GROUP_SIZE + member
+    for member in range(sizes.GROUP_SIZE):
+        head_q = tile.origin.head * sizes.GROUP_SIZE + member
         origin = Origin(batch=sequence.batch, head=head_q, row=sequence.first_q)
         q_tiles, do_tiles = query_tiles(inputs, origin, num_queries, first_row, READS_LENGTHS, inputs.USE_TMA)
-        statistics = statistics_of_head(inputs, origin, num_queries, first_row, READS_LENGTHS)
+        lse_ptr, delta_ptr = statistics_of_head(inputs, sizes, origin)
         q_nope, nope_sign = None, None
         if nope is not None:
             of_keys = Origin(batch=sequence.batch, head=head_q, row=tile.origin.row)
@@ -335,7 +293,7 @@ def write_dkdv(tile, inputs, masks, rotations, dk, dv, BLOCK_M: tl.constexpr, BL
             dk_sum = Parts(rope=dk_sum.rope, nope=zero_tile(BLOCK_N, nope.format))
             dv_sum = zero_tile(BLOCK_N, inputs.value_format)
         queries = RoleQueries(
-            q_tiles, q_nope, do_tiles, statistics, q_rotation, sign, nope_sign, q_offset, mask, BLOCK_M
+            q_tiles, q_nope, do_tiles, lse_ptr, delta_ptr, q_rotation, sign, nope_sign, q_offset, mask, BLOCK_M
         )
         count, jump_after = full_first - first + last - full_last, full_first - first
         dk_sum, dv_sum = dkdv_range(
@@ -360,18 +318,18 @@ def write_dkdv(tile, inputs, masks, rotations, dk, dv, BLOCK_M: tl.constexpr, BL
         if nope is not None:
             dk_nope = without_missing(dk_sum.nope, sequence, positions_k, rows) * gradient_scale(scale)
             store_tile(rows_from(head_rows(nope.dk, of_keys, tile.num_rows, nope.format), start_n), dk_nope, offs)
-            dv_rows = head_rows(dv, of_keys, tile.num_rows, inputs.value_format)
+            dv_rows = head_rows(outputs.dv, of_keys, tile.num_rows, inputs.value_format)
             store_tile(rows_from(dv_rows, start_n), without_missing(dv_sum, sequence, positions_k, rows), offs)
     dk_rope = without_missing(dk_sum.rope, sequence, positions_k, rows)
     if nope is None:
         dv_sum = without_missing(dv_sum, sequence, positions_k, rows)
         softmax_scale = gradient_scale(scale)
-        dv_rows = head_rows(dv, tile.origin, tile.num_rows, inputs.value_format)
+        dv_rows = head_rows(outputs.dv, tile.origin, tile.num_rows, inputs.value_format)
         store_tile(rows_from(dv_rows, start_n), dv_sum, offs)
-        dk_rows = head_rows(dk, tile.origin, tile.num_rows, row_format)
+        dk_rows = head_rows(outputs.dk, tile.origin, tile.num_rows, row_format)
         store_unrotated(rows_from(dk_rows, start_n), dk_rope * softmax_scale, offs, rotation, start_n)
     else:
-        dk_rows = head_rows(dk, tile.origin, tile.num_rows, row_format)
+        dk_rows = head_rows(outputs.dk, tile.origin, tile.num_rows, row_format)
         store_tile(rows_from(dk_rows, start_n), dk_rope * gradient_scale(scale), offs)
 
 
@@ -420,15 +378,17 @@ def dq_intervals(dq, q, do, lse, delta, positions_q, keys, scale, bounds, start_
 
 
 @triton.jit
-def write_dq(tile, inputs, masks, rotations, outputs, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr):
-    """Write ``QueryGradients`` of a ``ScheduledTile`` of BLOCK_M query rows.
+def write_dq(
+    tile, inputs, sizes, masks, rotations, outputs, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr
+):
+    """Write ``QueryOutputs`` of a ``ScheduledTile`` of BLOCK_M query rows.
 
     With PDL it waits for the launch before this one before it stores.
     """
     READS_LENGTHS: tl.constexpr = masks.READS_LENGTHS
     row_format, scale = inputs.format, inputs.scale
     start_m = tile.index * BLOCK_M
-    sequence = sequence_of_queries(tile, inputs.NK, masks)
+    sequence = sequence_of_queries(tile, sizes.NK, masks)
     mask = sequence.mask
     first_row = None
     if READS_LENGTHS:
@@ -436,7 +396,7 @@ def write_dq(tile, inputs, masks, rotations, outputs, BLOCK_M: tl.constexpr, BLO
     rotation = sequence_rotation(rotations.tables, sequence)
     k_rotation = replace(rotation, norm=rotations.k_norm) if rotations.ROTATE_INLINE else None
     q_rotation = replace(rotation, norm=rotations.q_norm) if rotations.ROTATE_INLINE else None
-    head_kv = tile.origin.head // inputs.GROUP_SIZE
+    head_kv = tile.origin.head // sizes.GROUP_SIZE
     nope = inputs.nope
     keys = keys_of_head(
         sequence,
@@ -450,7 +410,7 @@ def write_dq(tile, inputs, masks, rotations, outputs, BLOCK_M: tl.constexpr, BLO
         BLOCK_N,
         inputs.USE_TMA,
     )
-    q_tiles, do_tiles = query_tiles(inputs, tile.origin, tile.num_rows, first_row, READS_LENGTHS, inputs.ALL_TMA)
+    q_tiles, do_tiles = query_tiles(inputs, tile.origin, tile.num_rows, first_row, READS_LENGTHS, USE_TMA=False)
 
     offs = tl.arange(0, BLOCK_M)
     position_m = start_m + sequence.q_offset
@@ -461,10 +421,10 @@ def write_dq(tile, inputs, masks, rotations, outputs, BLOCK_M: tl.constexpr, BLO
         nope_sign = nope.sign
     q = load_parts(q_tiles, q_nope, q_rotation, start_m, offs, sequence.q_offset, rotations.q_sign, nope_sign)
     do = load_head_tile(do_tiles, start_m, offs, CHECK_ROWS=True)
-    statistics = statistics_of_head(inputs, tile.origin, tile.num_rows, first_row, READS_LENGTHS)
+    lse_ptr, delta_ptr = statistics_of_head(inputs, sizes, tile.origin)
     exists = offs < tile.num_rows - start_m
-    lse = load_lse(statistics, start_m, offs, exists)
-    delta = load_delta(statistics, do, lse, start_m, offs, exists, CHECK_ROWS=True)
+    lse = load_where(lse_ptr + start_m + offs, exists, float("inf"))
+    delta = load_where(delta_ptr + start_m + offs, exists, 0.0)
 
     first, full_first, full_last, last = key_range(mask, start_m, sequence.q_offset, BLOCK_M, BLOCK_N)
     dq = zero_parts(BLOCK_M, row_format, nope)
@@ -481,7 +441,7 @@ def write_dq(tile, inputs, masks, rotations, outputs, BLOCK_M: tl.constexpr, BLO
     wait_for_previous_launch(PDL)
     if outputs.sinks_ptr is not None:
         part = sink_gradient(tl.load(outputs.sinks_ptr + tile.origin.head), lse, delta)
-        tl.store(outputs.dsinks_ptr + (tile.number * outputs.num_heads + tile.batch_head), part)
+        tl.store(outputs.dsinks_ptr + (tile.number * sizes.num_heads + tile.batch_head), part)
     dq_rows = head_rows(outputs.dq, tile.origin, tile.num_rows, row_format)
     store_unrotated(rows_from(dq_rows, start_m), dq.rope * outputs.softmax_scale, offs, rotation, position_m)
     if nope is not None:

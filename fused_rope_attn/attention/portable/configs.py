@@ -78,11 +78,10 @@ class BackwardRow(Row):
 
     dkdv: Tile
     dq: Tile
-    one_launch: bool = False
 
     def config(self, arch: str, strategy: str) -> BackwardConfig:
         """Return the configuration of this row on ``arch`` with ``strategy``."""
-        return BackwardConfig(dkdv=self.dkdv, dq=self.dq, one_launch=self.one_launch, **self._options(arch, strategy))
+        return BackwardConfig(dkdv=self.dkdv, dq=self.dq, **self._options(arch, strategy))
 
 
 AnyRow = TypeVar("AnyRow", ForwardRow, BackwardRow)
@@ -162,10 +161,6 @@ FORWARD: tuple[ForwardRow, ...] = (
 )
 
 BACKWARD: tuple[BackwardRow, ...] = (
-    # One launch, because no launch then waits for another. H200, 2026-11-23, triton 3.6.0; untimed on sm_100.
-    BackwardRow(arch=LARGE, element_size=2, head_dim=64, bucket=("tiny",),
-        dkdv=Tile(64, 64, num_warps=4, num_stages=2), dq=Tile(64, 64, num_warps=4, num_stages=2), tma=True,
-        one_launch=True),
     # With masks the tiles for longer sequences spill up to 500 bytes in their loops, these spill nothing. Untimed.
     BackwardRow(arch=LARGE, element_size=2, head_dim=64, strategy=("prepass",), masked=True,
         dkdv=Tile(32, 64, num_warps=4, num_stages=3), dq=Tile(64, 64, num_warps=4, num_stages=3),

@@ -6,15 +6,19 @@ import triton.language as tl
 
 from fused_rope_attn.attention.portable.keys import keys_of_head
 from fused_rope_attn.attention.portable.parts import NopeViews, Parts, load_parts, parts_product, signed
-from fused_rope_attn.kernels.intervals import IntervalArguments, next_run, without_unseen
+from fused_rope_attn.kernels.intervals import next_run, without_unseen
 from fused_rope_attn.kernels.lengths import padded_row
-from fused_rope_attn.kernels.masks import key_range, visible, window_of
-from fused_rope_attn.kernels.norm import Norm
+from fused_rope_attn.kernels.masks import key_range, visible
 from fused_rope_attn.kernels.products import ScoreScale
-from fused_rope_attn.kernels.records import record, replace
-from fused_rope_attn.kernels.rotation import RotaryTables, load_rotated
+from fused_rope_attn.kernels.records import record, replace, unpack
+from fused_rope_attn.kernels.rotation import load_rotated
 from fused_rope_attn.kernels.schedule import wait_for_previous_launch
-from fused_rope_attn.kernels.sequences import MaskArguments, scheduled_queries, sequence_of_queries, sequence_rotation
+from fused_rope_attn.kernels.sequences import (
+    complete_masks,
+    scheduled_queries,
+    sequence_of_queries,
+    sequence_rotation,
+)
 from fused_rope_attn.kernels.softmax import LOG2E, finish_softmax, online_softmax, raise_max_logit
 from fused_rope_attn.kernels.tiles import (
     Origin,
@@ -140,85 +144,87 @@ def save_queries(q, q_rot, tile, start_m, row_format, PAD_TO: tl.constexpr):
     store_tile(rows_from(rows, start_m), q, tl.arange(0, q.shape[0]))
 
 
+@record
+class ForwardInputs:
+    """The tensors that a forward pass reads, and their formats.
+
+    q (B, HQ, NQ, D), k (B, HKV, NK, D), v (B, HKV, NK, DV); q_nope and k_nope have DN columns. sinks (HQ,) or None.
+    """
+
+    q: TensorView
+    k: TensorView
+    v: TensorView
+    sinks_ptr: tl.tensor | None
+    format: RowFormat
+    value_format: RowFormat
+    nope: NopeViews | None
+    scale: ScoreScale
+    USE_TMA: tl.constexpr  # k and v by descriptors
+    PREFETCH_ROWS: tl.constexpr
+
+
+@record
+class ForwardOutputs:
+    """o (B, HQ, NQ, DV), and lse (B, HQ, NQ) float32, natural logarithm.
+
+    max_logit (B, HQ) or (sequences, HQ) float32, -inf before the launch, or None. q_rot: where to save rotated queries
+    (``save_queries``), or None.
+    """
+
+    o: TensorView
+    lse_ptr: tl.tensor
+    max_logit_ptr: tl.tensor | None
+    q_rot: TensorView | None
+    PAD_TO: tl.constexpr
+
+
 @triton.jit(
-    do_not_specialize=[
-        "NQ",
-        "NK",
-        "HQ",
-        "HKV",
-        "GROUP_SIZE",
-        "num_heads",
-        "heads_per_section",
-        "num_sequences",
-        "window",
-        "interval_strides",
-        "position_limit",
-    ]
+    do_not_specialize="num_sequences window_left window_right num_heads heads_per_section HQ GROUP_SIZE NQ NK "
+    "position_limit".split()
 )
 def forward_kernel(
-    q_ptr, q_nope_ptr, q_rot_ptr, k_ptr, k_nope_ptr, v_ptr, cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr, o_ptr, lse_ptr,
-    max_logit_ptr, sinks_ptr, starts_ptr, lens_ptr, cu_q_ptr, cu_k_ptr, query_starts_ptr, query_ends_ptr, blocks_ptr,
-    q_strides, q_nope_strides, k_strides, k_nope_strides, v_strides, o_strides, q_rot_strides, cos_strides, sin_strides,
-    qk_scale, q_sign, nope_sign, cap_scale, norm_eps, norm_offset, window, interval_strides, num_heads, HQ, GROUP_SIZE,
-    NQ, NK, num_sequences, heads_per_section, position_limit, D: tl.constexpr, R: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, DN: tl.constexpr, BLOCK_DN: tl.constexpr, DV: tl.constexpr,
-    BLOCK_DV: tl.constexpr, INTERLEAVED: tl.constexpr, READS_LENGTHS: tl.constexpr, FROM_START: tl.constexpr,
-    TOKEN_TABLES: tl.constexpr, ROTATE_INLINE: tl.constexpr, PRECISION: tl.constexpr, USE_TMA: tl.constexpr,
-    USE_INT64_OFFSETS: tl.constexpr, PREFETCH_ROWS: tl.constexpr, PAD_TO: tl.constexpr, PDL: tl.constexpr,
+    inputs, k_desc, v_desc, masks, rotations, outputs, num_sequences, window_left, window_right, num_heads,
+    heads_per_section, HQ, GROUP_SIZE, NQ, NK, position_limit, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """One block of BLOCK_M query rows of one head. Grid: (``count_tiles`` of the queries * B * HQ).
 
-    q (B, HQ, NQ, D), k (B, HKV, NK, D), v (B, HKV, NK, DV), o (B, HQ, NQ, DV), lse (B, HQ, NQ) float32, natural
-    logarithm. q_nope and k_nope have DN columns (``NopeViews``). Arguments that a call does not use are None and cost
-    nothing: q_nope, k_nope and their sizes, q_norm and k_norm (D,), max_logit (B, HQ) or (sequences, HQ) float32, -inf
-    before the launch, sinks to blocks, cap_scale to interval_strides,
-    num_sequences, position_limit (queries from this position on are not rotated), and q_rot, the buffer for the rotated
-    queries (``save_queries``). blocks: of ``interval_blocks_kernel``. Without ROTATE_INLINE k is stored normed and
-    rotated, in pair order.
+    inputs: ``ForwardInputs``; k_desc and v_desc: descriptors if it reads by the TMA. masks: ``MaskArguments``, with the
+    blocks of ``interval_blocks_kernel``. rotations: ``CallRotation``; without its ROTATE_INLINE k is stored normed and
+    rotated, in pair order. outputs: ``ForwardOutputs``. Queries from ``position_limit`` on are not rotated; None: all
+    are.
     """
-    intervals = None
-    if interval_strides is not None:
-        intervals = IntervalArguments(query_starts_ptr, query_ends_ptr, blocks_ptr, interval_strides)
-    masks = MaskArguments(
-        starts_ptr, lens_ptr, cu_q_ptr, cu_k_ptr, num_sequences, window_of(window), READS_LENGTHS, FROM_START,
-        TOKEN_TABLES, intervals,
-    )  # fmt: skip
+    inputs, masks, rotations, outputs = unpack((inputs, masks, rotations, outputs))
+    if inputs.USE_TMA:
+        inputs = replace(inputs, k=replace(inputs.k, ptr=k_desc), v=replace(inputs.v, ptr=v_desc))
+    masks = complete_masks(masks, num_sequences, window_left, window_right)
     tile = scheduled_queries(tl.program_id(0), NQ, NK, HQ, num_heads, heads_per_section, masks, BLOCK_M)
     start_m = tile.index * BLOCK_M
-    if cu_q_ptr is not None:
+    if masks.cu_q_ptr is not None:
         if start_m >= tile.num_rows:
             return
     sequence = sequence_of_queries(tile, NK, masks)
-    mask = sequence.mask
-    row_format = RowFormat(D, BLOCK_D, USE_INT64_OFFSETS, ALIGNED=True)
-    value_format = RowFormat(DV, BLOCK_DV, USE_INT64_OFFSETS, ALIGNED=True)
-    nope = None
-    if q_nope_ptr is not None:
-        nope_format = RowFormat(DN, BLOCK_DN, USE_INT64_OFFSETS, ALIGNED=True)
-        q_nope, k_nope = TensorView(q_nope_ptr, q_nope_strides), TensorView(k_nope_ptr, k_nope_strides)
-        nope = NopeViews(q_nope, k_nope, dq=None, dk=None, sign=nope_sign, format=nope_format)
-    scale = ScoreScale(qk_scale, cap_scale, PRECISION)
-    tables = RotaryTables(cos_ptr, sin_ptr, cos_strides, sin_strides, R, INTERLEAVED)
-    rotation = sequence_rotation(tables, sequence)
+    mask, nope, scale = sequence.mask, inputs.nope, inputs.scale
+    rotation = sequence_rotation(rotations.tables, sequence)
     if position_limit is not None:
         limit = position_limit
-        if FROM_START:
+        if masks.FROM_START:
             limit -= sequence.first_position
         rotation = replace(rotation, num_positions=tl.minimum(sequence.num_keys, limit))
-    q_rows = head_rows(TensorView(q_ptr, q_strides), tile.origin, tile.num_rows, row_format)
-    k_norm = Norm(k_norm_ptr, norm_eps, norm_offset, D) if k_norm_ptr is not None else None
-    k_rotation = replace(rotation, norm=k_norm) if ROTATE_INLINE else None
-    k, v, head_kv = TensorView(k_ptr, k_strides), TensorView(v_ptr, v_strides), tile.origin.head // GROUP_SIZE
-    keys = keys_of_head(sequence, head_kv, k, v, nope, k_rotation, row_format, value_format, BLOCK_N, USE_TMA)
-    if q_norm_ptr is not None:
-        rotation = replace(rotation, norm=Norm(q_norm_ptr, norm_eps, norm_offset, D))
+    q_rows = head_rows(inputs.q, tile.origin, tile.num_rows, inputs.format)
+    k_rotation = replace(rotation, norm=rotations.k_norm) if rotations.ROTATE_INLINE else None
+    keys = keys_of_head(
+        sequence, tile.origin.head // GROUP_SIZE, inputs.k, inputs.v, nope, k_rotation, inputs.format,
+        inputs.value_format, BLOCK_N, inputs.USE_TMA,
+    )  # fmt: skip
+    rotation = replace(rotation, norm=rotations.q_norm)
 
     offs = tl.arange(0, BLOCK_M)
     position_m = start_m + sequence.q_offset
     positions_q = position_m + offs
-    q = load_rotated(rows_from(q_rows, start_m), offs, rotation, position_m, q_sign)
-    if q_rot_ptr is not None:
-        save_queries(q, TensorView(q_rot_ptr, q_rot_strides), tile, start_m, row_format, PAD_TO)
+    q = load_rotated(rows_from(q_rows, start_m), offs, rotation, position_m, rotations.q_sign)
+    if outputs.q_rot is not None:
+        save_queries(q, outputs.q_rot, tile, start_m, inputs.format, outputs.PAD_TO)
 
     if nope is None:
         q = Parts(rope=q, nope=None)
@@ -238,12 +244,12 @@ def forward_kernel(
         full_first = tl.maximum(full_first, first + tl.where(mask.first_key > first, 2 * BLOCK_N, BLOCK_N))
     full_last = tl.maximum(full_last, full_first)
 
-    acc = tl.zeros((BLOCK_M, BLOCK_DV), tl.float32)
+    acc = tl.zeros((BLOCK_M, inputs.value_format.BLOCK_D), tl.float32)
     row_max = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     row_sum = tl.zeros((BLOCK_M,), tl.float32)
-    if PREFETCH_ROWS > 0:
+    if inputs.PREFETCH_ROWS > 0:
         # Values need no rotation: fetch them while the pre-pass rotates the keys.
-        prefetch_rows(keys.v.rows, first, last, PREFETCH_ROWS)
+        prefetch_rows(keys.v.rows, first, last, inputs.PREFETCH_ROWS)
     wait_for_previous_launch(PDL)
     if mask.intervals is not None:
         acc, row_max, row_sum = attend_intervals(
@@ -251,7 +257,7 @@ def forward_kernel(
         )
     else:
         scores = block_scores(q, positions_q, keys, first, scale, APPLY_MASK=True)
-        p, correction, row_max, row_sum = online_softmax(scores, row_max, row_sum, qk_scale, HAS_EMPTY_ROWS=True)
+        p, correction, row_max, row_sum = online_softmax(scores, row_max, row_sum, scale.qk_scale, HAS_EMPTY_ROWS=True)
         softmax = RunningSoftmax(acc=acc, row_max=row_max, row_sum=row_sum, p=p, correction=correction)
         if mask.first_key is not None:
             start, end = first + BLOCK_N, tl.minimum(full_first, last)
@@ -263,14 +269,14 @@ def forward_kernel(
         row_max, row_sum = softmax.row_max, softmax.row_sum
 
     rows_left = tile.num_rows - start_m
-    if max_logit_ptr is not None:
+    if outputs.max_logit_ptr is not None:
         entry = tile.batch_head if tile.sequence is None else tile.sequence * HQ + tile.origin.head
-        raise_max_logit(max_logit_ptr + entry, row_max, exists=offs < rows_left)
+        raise_max_logit(outputs.max_logit_ptr + entry, row_max, exists=offs < rows_left)
     sink = None
-    if sinks_ptr is not None:
-        sink = tl.load(sinks_ptr + tile.origin.head).to(tl.float32) * LOG2E
+    if inputs.sinks_ptr is not None:
+        sink = tl.load(inputs.sinks_ptr + tile.origin.head).to(tl.float32) * LOG2E
     o, lse = finish_softmax(acc, row_max, row_sum, sink)
-    lse_rows = lse_ptr + tl.cast(tile.batch_head, tl.int64) * NQ + tile.origin.row + start_m
+    lse_rows = outputs.lse_ptr + tl.cast(tile.batch_head, tl.int64) * NQ + tile.origin.row + start_m
     tl.store(lse_rows + offs, lse, mask=offs < rows_left)
-    o_rows = head_rows(TensorView(o_ptr, o_strides), tile.origin, tile.num_rows, value_format)
+    o_rows = head_rows(outputs.o, tile.origin, tile.num_rows, inputs.value_format)
     store_tile(rows_from(o_rows, start_m), o, offs)
