@@ -25,7 +25,7 @@ from fused_rope_attn.attention.hopper.intervals import NO_VISIBLE_ROWS, VisibleR
 from fused_rope_attn.attention.hopper.latent_backward import LatentBackwardCall
 from fused_rope_attn.attention.hopper.postprocess_kernel import norm_postprocess_kernel, postprocess_kernel
 from fused_rope_attn.attention.hopper.shapes import BACKWARD_BLOCK_M as BLOCK_M
-from fused_rope_attn.attention.hopper.shapes import BACKWARD_BLOCK_N, CONSUMERS, KEYS, is_aligned, query_block_rows
+from fused_rope_attn.attention.hopper.shapes import BACKWARD_BLOCK_N, CONSUMERS, KEYS, is_aligned
 from fused_rope_attn.attention.hopper.shares import slot_words
 from fused_rope_attn.attention.norm_gradient import NO_SUMS, SumsOfLaunches, raw
 from fused_rope_attn.attention.preprocess_kernel import preprocess_kernel
@@ -65,8 +65,7 @@ class BackwardCall:
         heads = batch * problem.heads_kv
         row_bytes = (2 * problem.head_dim * q.element_size() + 4 * pad_d) * problem.group_size
         parts, section = balance(problem, block_n, row_bytes, config.section_bytes)
-        self.block_m = block_m = query_block_rows(problem, config.block_m)
-        pitch = triton.cdiv(padded_rows(len_q, sequences), block_m) * block_m
+        pitch = padded_rows(len_q, sequences)
         self.q_rot_shape = rotated_shape(problem)
         q_rot, k_rot = (q, k) if is_rotated else (q.new_empty(self.q_rot_shape), k.new_empty(k.shape))
         self.stats_size = 2 * batch * heads_q * pitch
@@ -141,7 +140,7 @@ class BackwardCall:
         )
         element = gl.bfloat16 if q.dtype is torch.bfloat16 else gl.float16
         self._describe(q_rot, k_rot, v, do, element, block_n, pad_d)
-        ds_tile = [block_n, block_m] if self.wide else [block_m, block_n]
+        ds_tile = [block_n, BLOCK_M.value] if self.wide else [BLOCK_M.value, block_n]
         # A head's programs follow one another where dQ is added in a fixed order, so that few heads keep too few busy.
         if ordered and heads <= 2 * section:
             section = heads
@@ -206,7 +205,7 @@ class BackwardCall:
     def _describe(self, q_rot, k_rot, v, do, element, block_n: int, pad_d: int) -> None:
         """Make the main kernel's descriptors, with empty tensors of the same shape in place of workspaces."""
         layout = gl.NVMMASharedLayout.get_default_for
-        rows, part = self.block_m, [1, 1, self.block_m, pad_d // CONSUMERS.value]
+        rows, part = BLOCK_M.value, [1, 1, BLOCK_M.value, pad_d // CONSUMERS.value]
         query, key = [1, 1, rows, pad_d], [1, 1, block_n, pad_d]
         self.q_source, self.do_source = (Source(x, query, layout(query, element)) for x in (q_rot, do))
         self.k_source, self.v_source = (Source(x, key, layout(key, element)) for x in (k_rot, v))

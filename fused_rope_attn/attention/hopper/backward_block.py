@@ -7,7 +7,6 @@ from fused_rope_attn.attention.hopper.channels import channel_of, tiles_of
 from fused_rope_attn.attention.hopper.columns import issue_over_columns
 from fused_rope_attn.attention.hopper.masks import hide_pairs
 from fused_rope_attn.attention.hopper.ptxas import opaque
-from fused_rope_attn.attention.hopper.shapes import BACKWARD_BLOCK_M as PART_M
 from fused_rope_attn.attention.hopper.shapes import CONSUMERS, KEYS, WARPGROUP_THREADS
 from fused_rope_attn.attention.hopper.shares import Share, visited_blocks
 from fused_rope_attn.attention.hopper.softmax import cap_scores
@@ -225,25 +224,12 @@ def weigh(s, lse, is_masked, keys, columns, diagonal, mask, scale, DTYPE: gl.con
 
 
 @jit
-def part_of(x, PART: gl.constexpr):
-    """Return rows [64 * PART, 64 * PART + 64) of x, a block of Q, dO, dS or dQ, or its lse or delta, in shared memory.
+def issue_product(a, channel, cursor, nothing, RIGHT: gl.constexpr = 0):
+    """Begin the product of a (keys, columns) and a transposed block, as soon as that has arrived.
 
-    Blocks of 128 queries are multiplied in two parts, because registers do not hold scores and dP of 128.
+    channel, cursor: the place of the block of Q or dO. nothing (keys, 64) float32: zeros in the layout of the result.
+    RIGHT: ``right_columns``.
     """
-    if x.shape[0] == PART_M:
-        return x
-    else:
-        return x.slice(PART * PART_M, PART_M, dim=0)
-
-
-@jit
-def issue_product(a, channel, cursor, nothing, RIGHT: gl.constexpr = 0, PART: gl.constexpr = 0):
-    """Begin the product of a (keys, columns) and a transposed part of a block, as soon as that has arrived.
-
-    channel, cursor: the place of the block of Q or dO, PART: which of its ``part_of``. nothing (keys, 64) float32:
-    zeros in the layout of the result. RIGHT: ``right_columns``.
-    """
-    block = part_of(channel.tile(cursor).reshape((channel.buffer.shape[3], a.shape[1])), PART)
-    if PART == 0:
-        channel.wait_full(cursor)
+    block = channel.tile(cursor).reshape((channel.buffer.shape[3], a.shape[1]))
+    channel.wait_full(cursor)
     return issue_over_columns(a, block, nothing, RIGHT)

@@ -165,10 +165,9 @@ BACKWARD: tuple[Row, ...] = (
     # A post-process of more programs takes 1 to 10 % less time. 3.9.0, 2026-11-23.
     Row(head_dim=64, bucket=("short",), config=_SHORT),
     # A post-process of more programs takes 2 % less time at (4, 8/8, 2048, 64), and the same beyond. H200 and H100,
-    # 3.6.0 and 3.9.0. Blocks of 128 queries take 5 % less time at 16K and 0 to 2 % below with 3.9.0, 4 to 8 % from 4K
-    # on with 3.6.0, and 4 % more at 1K with both. H200. 2026-11-26.
+    # 3.6.0 and 3.9.0, 2026-11-26.
     Row(head_dim=64,
-        config=HopperBackwardConfig(block_m=128, section_bytes=32 * MIB, post_rows=8, post_heads=2)),
+        config=HopperBackwardConfig(section_bytes=32 * MIB, post_rows=8, post_heads=2)),
     # A post-process of more programs takes 1 to 10 % less time, leaving out hidden queries 0 to 3 %. 3.9.0, 2026-11-23.
     Row(head_dim=NARROW_HEAD_DIM, causal=True, gqa=False, bucket=("tiny", "short"),
         config=HopperBackwardConfig(section_bytes=32 * MIB, post_rows=8, skips_masked_half=True)),
