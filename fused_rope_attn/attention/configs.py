@@ -166,8 +166,7 @@ class HopperBackwardConfig:
     in use together. section_bytes: Q, dO and the float32 dQ of the key heads that are scheduled together, in bytes (0:
     head by head). rotate_rows, rotate_heads: rows by heads that one program of the pre-process rotates; post_rows,
     post_heads: of the post-process; norm_rows, norm_heads: of the post-process with norms, which reads twice as much of
-    a row and sums it. skips_masked_half: the second warpgroup skips the query block that sees none of its keys, if
-    queries and keys are aligned as ``hopper.shapes.is_aligned`` asks. pdl: as in ``ForwardConfig``.
+    a row and sums it. pdl: as in ``ForwardConfig``.
 
     Raises:
         ValueError: post_rows is not a multiple of 8, the group in which the accumulator stores its rows.
@@ -182,7 +181,6 @@ class HopperBackwardConfig:
     post_heads: int = 4
     norm_rows: int = 8
     norm_heads: int = 8
-    skips_masked_half: bool = False
     pdl: bool = True
 
     def __post_init__(self) -> None:

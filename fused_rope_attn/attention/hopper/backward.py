@@ -25,7 +25,7 @@ from fused_rope_attn.attention.hopper.intervals import NO_VISIBLE_ROWS, VisibleR
 from fused_rope_attn.attention.hopper.latent_backward import LatentBackwardCall
 from fused_rope_attn.attention.hopper.postprocess_kernel import norm_postprocess_kernel, postprocess_kernel
 from fused_rope_attn.attention.hopper.shapes import BACKWARD_BLOCK_M as BLOCK_M
-from fused_rope_attn.attention.hopper.shapes import BACKWARD_BLOCK_N, CONSUMERS, KEYS, is_aligned
+from fused_rope_attn.attention.hopper.shapes import BACKWARD_BLOCK_N, CONSUMERS, KEYS
 from fused_rope_attn.attention.hopper.shares import slot_words
 from fused_rope_attn.attention.norm_gradient import NO_SUMS, SumsOfLaunches, raw
 from fused_rope_attn.attention.preprocess_kernel import preprocess_kernel
@@ -172,8 +172,6 @@ class BackwardCall:
             Q_STAGES=config.q_stages,
             DO_STAGES=config.do_stages,
             HAS_KEYS_BEFORE_WINDOW=left is not None and len_k - len_q > left and not problem.has_intervals,
-            # Hidden queries would be visited first, but the key blocks before have added to them last.
-            IS_ALIGNED=config.skips_masked_half and not ordered and is_aligned(problem, block_n, block_n),
             DS_LAYOUT=gl.NVMMASharedLayout.get_default_for(ds_tile, element),
         )
         kernel, pairs, whole = postprocess_kernel, None, None

@@ -38,16 +38,12 @@ class QueryBlocks:
     each block's position says whether it needs a mask, and all do if num_masked is at least ``count``. It is None if
     every key that the mask lets through exists.
 
-    num_hidden: 0 or 1 blocks, the first of each head, see no key of the second warpgroup. These blocks of all heads are
-    processed before any others. None: the heads are processed one after another.
-
-    IN_ORDER: blocks are visited from the last to the first, each in all heads of the group before the next one;
-    num_hidden is None then. Otherwise the heads are visited one after another, each from its first block to its last.
+    IN_ORDER: blocks are visited from the last to the first, each in all heads of the group before the next one.
+    Otherwise the heads are visited one after another, each from its first block to its last.
     """
 
     first: gl.tensor
     num_masked: gl.tensor | None
-    num_hidden: gl.tensor | None
     count: gl.tensor
     IN_ORDER: gl.constexpr = False
 
@@ -168,7 +164,7 @@ def query_blocks(mask, start_n, NQ, num_rows, BLOCK_M: gl.constexpr, BLOCK_N: gl
         first_row = first_query(mask, q_offset)
         first = gl.minimum(last, gl.maximum(first, first_row // BLOCK_M))
     num_masked = gl.where(is_partial, last, num_masked) - first
-    return QueryBlocks(first, num_masked, num_hidden=None, count=last - first), first_row
+    return QueryBlocks(first, num_masked, count=last - first), first_row
 
 
 @jit
@@ -182,7 +178,7 @@ def interval_queries(intervals, start_n, share, HALVES: gl.constexpr):
     count = gl.maximum(0, end - first)
     if share is not None:
         count = gl.where(share.count > 0, count, 0)
-    queries = QueryBlocks(first=first, num_masked=None, num_hidden=None, count=count)
+    queries = QueryBlocks(first=first, num_masked=None, count=count)
     if share is not None:
         queries = part_of_blocks(queries, share.number, gl.maximum(share.count, 1))
     return queries
@@ -196,7 +192,7 @@ def part_of_blocks(queries, number, parts):
     num_masked = queries.num_masked
     if num_masked is not None:
         num_masked -= begin
-    return QueryBlocks(queries.first + begin, num_masked, num_hidden=None, count=end - begin)
+    return QueryBlocks(queries.first + begin, num_masked, count=end - begin)
 
 
 @jit

@@ -174,32 +174,8 @@ def send_dq(WARPGROUP: gl.constexpr, dq, channel, step):
 
 
 @jit
-def pass_hidden_queries(WARPGROUP: gl.constexpr, buffers, total, RIGHT: gl.constexpr):
-    """Process the first ``total`` query blocks, which see none of the warpgroup's keys.
-
-    It stores zeros for its keys' dS, and makes its columns of dQ. RIGHT: ``right_columns``.
-    """
-    OWN: gl.constexpr = own_width(WARPGROUP, buffers.q.buffer.shape[4], RIGHT)
-    no_dq = part_zeros(BLOCK_M, OWN)
-    for step in range(total):
-        buffers.ds.wait_empty(buffers.ds.at(step + 1))
-        give_ds(WARPGROUP, buffers.ds, no_ds(buffers.q.buffer.dtype), step + 1)
-        buffers.ds.wait_full(buffers.ds.at(step))
-        token = issue_dq(WARPGROUP, buffers, step, no_dq)
-        dq = warpgroup_mma_wait(0, deps=[token])
-        buffers.ds.release_by_threads(buffers.ds.at(step))
-        # The wait for dS above makes sure that the other warpgroup has released the slots of two steps ago. Channels
-        # have at least two slots, so that both warpgroups release the same use of a slot.
-        buffers.do.release_by_threads(buffers.do.at(step))
-        buffers.q.release_by_threads(buffers.q.at(step))
-        send_dq(WARPGROUP, dq, buffers.dq, step)
-
-
-@jit
-def fold_queries(WARPGROUP: gl.constexpr, dk, dv, buffers, first, total, keys, queries, sizes, mask, scale):
-    """Fold query blocks [first, total) of the group's heads into dk and dv, ``ColumnParts`` of (KEYS, BLOCK_D).
-
-    first None: from 0 on. total is more than 0; ``first`` may be equal to it.
+def fold_queries(WARPGROUP: gl.constexpr, dk, dv, buffers, total, keys, queries, sizes, mask, scale):
+    """Fold ``total`` > 0 query blocks of the group's heads into dk and dv, ``ColumnParts`` of (KEYS, BLOCK_D).
 
     The products in the order of their issue: dV of this block, dQ of the previous one, dK of this one, scores and dP of
     the next one, which ``load`` provides after the last block too. EARLY_SCORES issues the scores before dQ, EARLY_DQ
@@ -229,26 +205,19 @@ def fold_queries(WARPGROUP: gl.constexpr, dk, dv, buffers, first, total, keys, q
         # Reading shared memory takes longer than the products. With more columns registers do not suffice for this.
         k_rows = own_rows(buffers.k, WARPGROUP).load(gl.DotOperandLayout(0, S, 2))
         v_rows = own_rows(buffers.v, WARPGROUP).load(gl.DotOperandLayout(0, S, 2))
-    num_hidden = None
-    if queries.num_hidden is not None:
-        num_hidden = sizes.num_heads * queries.num_hidden
     no_dq = part_zeros(BLOCK_M, OWN)
     key_rows = gl.arange(0, KEYS, gl.SliceLayout(1, S))
     columns = gl.arange(0, BLOCK_M, gl.SliceLayout(0, S))
 
-    begin = gl.to_tensor(0)
     block = 0
-    if first is not None:
-        begin = first
-        block = queries.num_hidden
     group_head = 0
     if queries.IN_ORDER:
         block = queries.count - 1
-    q_cursor = q_blocks.start_at(begin)
+    q_cursor = q_blocks.start_at(gl.to_tensor(0))
     s_token = issue_scores(k_rows, buffers.k, q_blocks, q_cursor, no_s, WARPGROUP, RIGHT)
-    dp_token = issue_scores(v_rows, buffers.v, do_blocks, do_blocks.at(begin), no_s, WARPGROUP, RIGHT)
+    dp_token = issue_scores(v_rows, buffers.v, do_blocks, do_blocks.at(gl.to_tensor(0)), no_s, WARPGROUP, RIGHT)
     s = warpgroup_mma_wait(GROUPS, deps=[s_token])
-    for step in range(0 if first is None else first, total):
+    for step in range(total):
         do_cursor = do_blocks.at(step)
         next_q = q_blocks.after(q_cursor)
         start_m = (queries.first + block) * BLOCK_M
@@ -306,13 +275,9 @@ def fold_queries(WARPGROUP: gl.constexpr, dk, dv, buffers, first, total, keys, q
             group_head += 1
             block = gl.where(group_head == sizes.num_heads, block - 1, block)
             group_head = gl.where(group_head == sizes.num_heads, 0, group_head)
-        elif queries.num_hidden is None:
-            block += 1
-            block = gl.where(block == queries.count, 0, block)
         else:
             block += 1
-            block = gl.where(block == queries.count, queries.num_hidden, block)
-            block = gl.where(step + 1 < num_hidden, 0, block)
+            block = gl.where(block == queries.count, 0, block)
     warpgroup_mma_wait(0, deps=[dp_token])
     ds_channel.wait_full(ds_channel.at(total))
     dq_token = issue_dq(WARPGROUP, buffers, total, no_dq)
@@ -338,12 +303,8 @@ def accumulate_by_keys(WARPGROUP: gl.constexpr, buffers, gradients, keys, querie
     dq_steps = 0
     if total > 0:
         dq_steps = total + 1
-        first = None
         give_ds(WARPGROUP, buffers.ds, no_ds(buffers.k.buffer.dtype), 0)
-        if WARPGROUP == 1 and queries.num_hidden is not None:
-            first = sizes.num_heads * queries.num_hidden
-            pass_hidden_queries(WARPGROUP, buffers, first, RIGHT)
-        dk, dv = fold_queries(WARPGROUP, dk, dv, buffers, first, total, keys, queries, sizes, mask, scale)
+        dk, dv = fold_queries(WARPGROUP, dk, dv, buffers, total, keys, queries, sizes, mask, scale)
     # Stage dv in V, because each warpgroup read only its own rows of it, and dk in the memory of dQ as soon as that has
     # been read.
     own_keys = KeyBlock(batch=keys.batch, head=keys.head, start_n=keys.start_n + WARPGROUP * KEYS)

@@ -94,7 +94,7 @@ def backward_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, dq_accumulator,
                     most_overlapping, D: gl.constexpr, R: gl.constexpr, BLOCK_D: gl.constexpr, Q_STAGES: gl.constexpr,
                     DO_STAGES: gl.constexpr, INTERLEAVED: gl.constexpr, READS_LENGTHS: gl.constexpr,
                     HAS_KEYS_BEFORE_WINDOW: gl.constexpr, USE_INT64_OFFSETS: gl.constexpr, PDL: gl.constexpr,
-                    DS_LAYOUT: gl.constexpr, IS_ALIGNED: gl.constexpr, TOKEN_TABLES: gl.constexpr):  # fmt: skip
+                    DS_LAYOUT: gl.constexpr, TOKEN_TABLES: gl.constexpr):  # fmt: skip
     """Compute dk, dv of a block of keys of one key head, and their share of dQ.
 
     Grid: (``count_tiles`` of the keys * B * HKV * group_parts).
@@ -111,9 +111,8 @@ def backward_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, dq_accumulator,
     D). READS_LENGTHS: there are starts, lens or packed sequences. HAS_KEYS_BEFORE_WINDOW: there are keys before the
     first query's window. num_heads: B * HKV. group_parts: programs for each tile of a group, None: one. Up to
     GROUP_SIZE of them divide the group's query heads; a multiple of it also divides the query blocks of each head.
-    heads_per_section groups, or parts of them, are scheduled together. IS_ALIGNED (BLOCK_D up to 128):
-    ``shapes.is_aligned`` holds for key blocks, and the second warpgroup leaves out the query blocks that see none of
-    its keys. DS_LAYOUT: of a tile of dS in shared memory, or in latent attention of a warpgroup's P.
+    heads_per_section groups, or parts of them, are scheduled together. DS_LAYOUT: of a tile of dS in shared memory, or
+    in latent attention of a warpgroup's P.
 
     Multi-head latent attention: q_desc and k_desc hold the columns that are not rotated, q_rope_desc (B, HQ, NQ, R) and
     k_rope_desc (B, 1, NK, R) the rotated ones. ``dk_parts`` (B, HKV, NK, R) float32 gets each head's part of the
@@ -199,7 +198,6 @@ def backward_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, dq_accumulator,
         num_keys = rows_of_sequence(sequence, num_sequences, NK)
     mask = sequence_mask(starts_ptr, batch, num_keys - NQ, num_keys, window_of(window), READS_LENGTHS)
     queries, first_row = query_blocks(mask, start_n, NQ, num_rows, BLOCK_M, BLOCK_N)
-    first_of_tile = queries.first
     if group_parts is not None:
         parts_of_head = gl.maximum(group_parts // GROUP_SIZE, 1)
         queries = part_of_blocks(queries, share.number % parts_of_head, parts_of_head)
@@ -231,12 +229,8 @@ def backward_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, dq_accumulator,
         hidden_ptr = blocks_ptr + 4 * num_blocks + start_n // WORD
     mask = Mask(num_keys, first_key if READS_LENGTHS else None, mask.window, READS_LENGTHS, intervals)
     keys = KeyBlock(batch=batch, head=head, start_n=start_n)
-    num_hidden = None
-    if IS_ALIGNED:
-        # 1 if there are query rows on the block's diagonal: the second warpgroup sees none of them.
-        num_hidden = gl.where((start_n + NQ >= NK) & (queries.count > 0) & (queries.first == first_of_tile), 1, 0)
     num_masked = queries.num_masked if CLAMPS_WEIGHTS and not HAS_INTERVALS else None
-    queries = QueryBlocks(queries.first, num_masked, num_hidden, queries.count, IS_ORDERED)
+    queries = QueryBlocks(queries.first, num_masked, queries.count, IS_ORDERED)
 
     # The same in rows of the tensors. Packed tensors hold all sequences, padded ones whole tiles of each sequence.
     start_row, first_block, first_key_row, end_key_row = start_n, queries.first, first_key, num_keys
@@ -249,9 +243,7 @@ def backward_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, dq_accumulator,
         if SPLITS_COLUMNS:
             dq_accumulator += padded.to(gl.int64) * BLOCK_D
     key_rows = KeyBlock(batch=batch, head=head, start_n=start_row)
-    query_rows = QueryBlocks(
-        first_block, num_masked=None, num_hidden=num_hidden, count=queries.count, IN_ORDER=IS_ORDERED
-    )
+    query_rows = QueryBlocks(first_block, num_masked=None, count=queries.count, IN_ORDER=IS_ORDERED)
     if not ZEROES_ROWS:
         first_key_row, end_key_row = None, None
     existing = ExistingRows(

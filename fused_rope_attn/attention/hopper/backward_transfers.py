@@ -178,26 +178,24 @@ class QueryLoads:
 
 
 @jit
-def load_queries(loads, head_q, begin, end, step, arrivals, IN_ORDER: gl.constexpr):
-    """Load query blocks [begin, end) of each of the group's heads, with their statistics.
+def load_queries(loads, head_q, count, arrivals, IN_ORDER: gl.constexpr):
+    """Load ``count`` query blocks of each of the group's heads, with their statistics; return (steps, arrivals).
 
-    head_q: the group's first head. begin None: from 0 on. IN_ORDER: as in ``QueryBlocks``. Returns the next (step,
-    arrivals).
+    head_q: the group's first head. IN_ORDER: as in ``QueryBlocks``.
     """
     descriptors, destinations, existing, sizes = loads.descriptors, loads.destinations, loads.existing, loads.sizes
     arrival, batch = destinations.arrival, loads.batch
     first_query, blind = existing.first_query, existing.blind_ptr
-    if begin is None:
-        begin = 0
     if IN_ORDER:
-        num_outer, begin_inner, end_inner = end - begin, 0, sizes.num_heads
+        num_outer, num_inner = count, sizes.num_heads
     else:
-        num_outer, begin_inner, end_inner = sizes.num_heads, begin, end
+        num_outer, num_inner = sizes.num_heads, count
+    step = 0
     for outer in range(num_outer):
-        for inner in range(begin_inner, end_inner):
+        for inner in range(num_inner):
             group_head, i = outer, inner
             if IN_ORDER:
-                group_head, i = inner, end - 1 - outer
+                group_head, i = inner, count - 1 - outer
             start_m = (loads.first + i) * destinations.q.buffer.shape[3]
             stats_row = (batch * sizes.HQ + head_q + group_head) * sizes.pitch + start_m
             stats = RowStatistics(descriptors.stats, stats_row, destinations.lse)
@@ -246,10 +244,7 @@ def load(
     arrivals = load_keys(descriptors.k, destinations.k, keys, existing, arrival, arrivals, descriptors.k_rope)
     head_q = first_query_head(keys, sizes)
     loads = QueryLoads(descriptors, destinations, existing, sizes, stats_size, batch, queries.first)
-    step = 0
-    if queries.num_hidden is not None:
-        step, arrivals = load_queries(loads, head_q, 0, queries.num_hidden, step, arrivals, queries.IN_ORDER)
-    step, arrivals = load_queries(loads, head_q, queries.num_hidden, queries.count, step, arrivals, queries.IN_ORDER)
+    step, arrivals = load_queries(loads, head_q, queries.count, arrivals, queries.IN_ORDER)
     # The warps that multiply compute scores and dP of a block after the last one, and discard them: load zeros.
     if step > 0:
         q, rope = destinations.q, descriptors.q_rope
@@ -348,18 +343,10 @@ def reduce(dq_desc, dq, progress, keys, queries, sizes, PDL: gl.constexpr):
     step = 1
     if progress.ptr is not None:
         wait_for_previous_launch(PDL)
-    num_hidden = 0
-    if queries.num_hidden is not None:
-        num_hidden = queries.num_hidden
-        for group_head in range(sizes.num_heads):
-            for i in range(num_hidden):
-                head_q = first_query_head(keys, sizes) + group_head
-                send_block(dq_desc, dq, keys.batch, head_q, queries.first + i, step, ADD=True)
-                step += 1
     for group_head in range(sizes.num_heads):
         head_q = first_query_head(keys, sizes) + group_head
         if progress.ptr is None:
-            for i in range(num_hidden, queries.count):
+            for i in range(queries.count):
                 send_block(dq_desc, dq, keys.batch, head_q, queries.first + i, step, ADD=True)
                 step += 1
         else:

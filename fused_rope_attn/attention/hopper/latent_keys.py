@@ -86,10 +86,7 @@ def issue_scores(buffers, cursor, nothing, WARPGROUP: gl.constexpr):
 
 @jit
 def fold_queries(WARPGROUP: gl.constexpr, dk, dk_rope, dv, buffers, total, keys, queries, sizes, mask, scale):
-    """Fold ``total`` > 0 query blocks into dk, dk_rope and dv, each (KEYS, columns) float32; return the three.
-
-    The second warpgroup leaves out ``queries.num_hidden`` blocks, which see none of its keys.
-    """
+    """Fold ``total`` > 0 query blocks into dk, dk_rope and dv, each (KEYS, columns) float32; return the three."""
     q_blocks, do_blocks = buffers.q, buffers.do
     DTYPE: gl.constexpr = q_blocks.buffer.dtype
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
@@ -98,24 +95,12 @@ def fold_queries(WARPGROUP: gl.constexpr, dk, dk_rope, dv, buffers, total, keys,
     no_s = gl.zeros([KEYS, BLOCK_M], gl.float32, S)
     key_rows = gl.arange(0, KEYS, gl.SliceLayout(1, S))
     columns = gl.arange(0, BLOCK_M, gl.SliceLayout(0, S))
-    first = gl.to_tensor(0)
-    if WARPGROUP == 1 and queries.num_hidden is not None:
-        first = queries.num_hidden
-        if first > 0:
-            # Nothing waits for the first use of a slot, so that it can be released before it is full.
-            q_blocks.release_by_threads(q_blocks.at(0))
-            do_blocks.release_by_threads(do_blocks.at(0))
-    q_cursor = q_blocks.start_at(first)
+    q_cursor = q_blocks.start_at(gl.to_tensor(0))
     s_token = issue_scores(buffers, q_cursor, no_s, WARPGROUP)
     warpgroup = Warpgroup(WARPGROUP, CONSUMERS)
     if WARPGROUP == CONSUMERS - 1:
         hand_over_tensor_cores(warpgroup)
-        if queries.num_hidden is not None:
-            # The turns of the block that is left out.
-            for _turn in range(2 * first):
-                wait_for_tensor_cores(warpgroup)
-                hand_over_tensor_cores(warpgroup)
-    for step in range(first, total):
+    for step in range(total):
         do_cursor = do_blocks.at(step)
         s = warpgroup_mma_wait(0, deps=[s_token])
         lse = buffers.lse.index(q_cursor.slot).load(gl.SliceLayout(0, S))

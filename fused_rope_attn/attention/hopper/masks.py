@@ -249,8 +249,6 @@ def needs_mask(mask, diagonal, block, queries):
     """
     if mask.intervals is not None:
         return (diagonal < mask.intervals.all_first) | (diagonal + BACKWARD_BLOCK_M > mask.intervals.all_end)
-    elif queries.num_hidden is not None:
-        return (diagonal < KEYS - 1) | (queries.num_masked >= queries.count)
     elif mask.window.left is None:
         return block < queries.num_masked
     else:
