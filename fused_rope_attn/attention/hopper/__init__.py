@@ -18,7 +18,6 @@ The forward, with its launches in ``forward`` and its entry in ``forward_kernel`
 The backward, with its launches in ``backward`` and its entry in ``backward_kernel``:
 
 - ``backward_block``: a block's keys and query blocks, its channels and weights.
-- ``balance``: how many programs a group of query heads and a tile of keys have.
 - ``shares``: the work of each where several have the same tile.
 - ``backward_transfers``: the warps that load, and that add dQ to its accumulator.
 - ``backward_order``: the warps that add dQ in a fixed order.

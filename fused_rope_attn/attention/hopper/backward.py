@@ -19,7 +19,6 @@ from fused_rope_attn.attention.arguments import (
 )
 from fused_rope_attn.attention.configs import HopperBackwardConfig
 from fused_rope_attn.attention.hopper.backward_kernel import backward_kernel
-from fused_rope_attn.attention.hopper.balance import balance
 from fused_rope_attn.attention.hopper.columns import needed_columns
 from fused_rope_attn.attention.hopper.intervals import NO_VISIBLE_ROWS, VisibleRows, without_masks
 from fused_rope_attn.attention.hopper.latent_backward import LatentBackwardCall
@@ -30,12 +29,43 @@ from fused_rope_attn.attention.hopper.shares import slot_words
 from fused_rope_attn.attention.norm_gradient import NO_SUMS, SumsOfLaunches, raw
 from fused_rope_attn.attention.preprocess_kernel import preprocess_kernel
 from fused_rope_attn.attention.problem import Gradients, Problem, split_outputs
-from fused_rope_attn.kernels.arguments import tile_count
+from fused_rope_attn.kernels.arguments import heads_per_section, tile_count
 from fused_rope_attn.runtime import device
 from fused_rope_attn.runtime.device import is_interpreted
 from fused_rope_attn.runtime.launch import Launch, Source
 from fused_rope_attn.runtime.layouts import block_d, contiguous_strides, is_long
 from fused_rope_attn.runtime.triton_compat import gl
+
+# Bytes of a row of Q, dO and float32 dQ in the query heads of a program. A program visits one head after the other, and
+# programs with tiles of different lengths are soon at different heads. Together they use about as many rows as they
+# have keys, in all their heads: 69 MB with 4096 bytes, four heads of 128 columns. With twice that an H100 (an L2 of
+# 50 MB) takes 1.1 to 1.5 times as long. 3.6.0 and 3.9.0, 2026-11-28.
+MOST_ROW_BYTES = 4096
+# Keys of the narrowest window with which programs drift apart so. Narrower ones are untimed.
+LEAST_WINDOW = 4096
+
+
+def parts_of_group(problem: Problem, tiles: int, row_bytes: int) -> int:
+    """Return how many programs divide the query heads that share a tile of keys.
+
+    A program reads at most MOST_ROW_BYTES of a row, or has one head, if a mask makes tiles unequal. With fewer programs
+    than multiprocessors there are more parts. Calls with intervals or a fixed order of dQ have one.
+
+    Args:
+        tiles: of keys, in all key heads of all batch entries.
+        row_bytes: of a row of Q, dO and float32 dQ in all heads of a group.
+    """
+    if problem.has_intervals or problem.is_deterministic:
+        return 1
+    left, right = problem.window_left, problem.window_right
+    is_uneven = (left is None) != (right is None) or (left is not None and left + right >= LEAST_WINDOW)
+    parts = triton.cdiv(row_bytes, MOST_ROW_BYTES) if is_uneven else 1
+    if problem.group_size % parts:
+        parts *= 2  # as heads would be divided unequally
+    parts = min(parts, problem.group_size)
+    while parts < problem.group_size and tiles * parts < device.num_sms(problem.device):
+        parts = min(2 * parts, problem.group_size)
+    return parts
 
 
 class BackwardCall:
@@ -64,7 +94,10 @@ class BackwardCall:
         block_n = (KEYS if self.wide else BACKWARD_BLOCK_N).value
         heads = batch * problem.heads_kv
         row_bytes = (2 * problem.head_dim * q.element_size() + 4 * pad_d) * problem.group_size
-        parts, section = balance(problem, block_n, row_bytes, config.section_bytes)
+        key_programs = tile_count(len_k, sequences, block_n) * heads
+        parts = parts_of_group(problem, key_programs, row_bytes)
+        part_bytes = row_bytes * problem.longest(len_q) // parts
+        section = heads_per_section(heads * parts, 1, part_bytes, config.section_bytes)
         pitch = padded_rows(len_q, sequences)
         self.q_rot_shape = rotated_shape(problem)
         q_rot, k_rot = (q, k) if is_rotated else (q.new_empty(self.q_rot_shape), k.new_empty(k.shape))
@@ -100,7 +133,6 @@ class BackwardCall:
         if problem.has_sinks:
             self.dsinks_shape = (row_blocks, heads_q)
         query_programs = row_blocks * triton.cdiv(heads_q, post_heads)
-        key_programs = tile_count(len_k, sequences, block_n) * batch * problem.heads_kv
         # Up to head dim 128 the main kernel's two warpgroups have rows of sums of their own.
         key_sums = key_programs * (1 if self.wide else CONSUMERS.value)
         self.sums = SumsOfLaunches(problem, query_programs, key_sums) if problem.has_norms else None

@@ -178,21 +178,12 @@ def interval_queries(intervals, start_n, share, HALVES: gl.constexpr):
     count = gl.maximum(0, end - first)
     if share is not None:
         count = gl.where(share.count > 0, count, 0)
-    queries = QueryBlocks(first=first, num_masked=None, count=count)
+    begin = 0
     if share is not None:
-        queries = part_of_blocks(queries, share.number, gl.maximum(share.count, 1))
-    return queries
-
-
-@jit
-def part_of_blocks(queries, number, parts):
-    """Return part ``number`` of ``QueryBlocks`` that are divided evenly into ``parts``; parts may be empty."""
-    begin = queries.count * number // parts
-    end = queries.count * (number + 1) // parts
-    num_masked = queries.num_masked
-    if num_masked is not None:
-        num_masked -= begin
-    return QueryBlocks(queries.first + begin, num_masked, count=end - begin)
+        shares = gl.maximum(share.count, 1)
+        begin = count * share.number // shares
+        count = count * (share.number + 1) // shares - begin
+    return QueryBlocks(first + begin, num_masked=None, count=count)
 
 
 @jit

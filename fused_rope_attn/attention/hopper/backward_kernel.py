@@ -26,7 +26,6 @@ from fused_rope_attn.attention.hopper.backward_block import (
     QueryBlocks,
     Sizes,
     interval_queries,
-    part_of_blocks,
     query_blocks,
 )
 from fused_rope_attn.attention.hopper.backward_by_columns import accumulate_by_columns
@@ -109,8 +108,8 @@ def backward_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, dq_accumulator,
     norm of k its weights k_norm (D,), raw_k (B, HKV, NK, D), k as the caller gave it, and k_sums, float32: the parts of
     the weights' gradient, one of each warpgroup, (2 * programs, D), or for BLOCK_D beyond 128 one of both, (programs,
     D). READS_LENGTHS: there are starts, lens or packed sequences. HAS_KEYS_BEFORE_WINDOW: there are keys before the
-    first query's window. num_heads: B * HKV. group_parts: programs for each tile of a group, None: one. Up to
-    GROUP_SIZE of them divide the group's query heads; a multiple of it also divides the query blocks of each head.
+    first query's window. num_heads: B * HKV. group_parts: programs for each tile of a group, which divide
+    the group's query heads, None: one.
     heads_per_section groups, or parts of them, are scheduled together. DS_LAYOUT: of a tile of dS in shared memory, or
     in latent attention of a warpgroup's P.
 
@@ -178,7 +177,7 @@ def backward_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, dq_accumulator,
         first_head = head * GROUP_SIZE
     if group_parts is not None:
         begin = GROUP_SIZE * share.number // group_parts
-        own_heads = gl.maximum(GROUP_SIZE * (share.number + 1) // group_parts - begin, 1)
+        own_heads = GROUP_SIZE * (share.number + 1) // group_parts - begin
         first_head += begin
     if IS_PACKED:
         # A block past its sequence's end sees no query and writes nothing.
@@ -198,9 +197,6 @@ def backward_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, dq_accumulator,
         num_keys = rows_of_sequence(sequence, num_sequences, NK)
     mask = sequence_mask(starts_ptr, batch, num_keys - NQ, num_keys, window_of(window), READS_LENGTHS)
     queries, first_row = query_blocks(mask, start_n, NQ, num_rows, BLOCK_M, BLOCK_N)
-    if group_parts is not None:
-        parts_of_head = gl.maximum(group_parts // GROUP_SIZE, 1)
-        queries = part_of_blocks(queries, share.number % parts_of_head, parts_of_head)
     # The query blocks that no program with a smaller number sees: this program stores their dQ instead of adding it.
     num_begun = queries.count
     if IS_ORDERED:

@@ -2,9 +2,9 @@
 """Shares of the sm_90 backward: the work of a program where several programs have the same tile of keys.
 
 A tile's programs add up dK and dV in pairs, as in a tournament, through slots of memory, and the program of the last
-share writes the gradients. Large groups of query heads are divided among ``group_parts`` programs, and if there are few
-tiles the query blocks of each head too, see ``balance``. In calls with intervals the device divides the query blocks of
-tiles, and deals them to programs.
+share writes the gradients. Large groups of query heads are divided among ``group_parts`` programs, see
+``backward.parts_of_group``. In calls with intervals the device divides the query blocks of tiles, and deals them to
+programs.
 
 Intervals make tiles uneven. For example all rows see the root of a tree, so that its few tiles would take longer than
 everything else together. A tile that has clearly more query blocks than a multiprocessor has on average is therefore
@@ -46,8 +46,8 @@ def slot_words(columns):
 class Share:
     """The work of a program: query blocks of a tile of keys, or query heads.
 
-    A tile's query blocks, or the query heads of its group and perhaps their query blocks, are divided evenly into
-    ``count`` shares, all but the last with a slot. count 0: no work.
+    A tile's query blocks, or the query heads of its group, are divided evenly into ``count`` shares, all but the last
+    with a slot. count 0: no work.
     """
 
     tile: tl.tensor
