@@ -107,17 +107,10 @@ class BackwardCall:
         self.accumulator_layout = self.accumulator_shape, contiguous_strides(self.accumulator_shape)
         self.q_rot_layout = self.q_rot_shape, contiguous_strides(self.q_rot_shape)
         self.k_rot_layout = tuple(k.shape), contiguous_strides(k.shape)
-        # With a narrow window the pre-process clears nothing, and the post-process begins before the last heads are
-        # done. With a wide one both are a small part of the time, and long key blocks should be first. In a fixed order
-        # the post-process does not begin early: thousands of polling warps would slow down the main kernel's waits.
-        self.progress_size = None
-        left, right = problem.window_left, problem.window_right
-        narrow_window = left is not None and right is not None and 4 * (left + right) <= len_k
-        ordered = problem.is_deterministic
-        self.clears = self.wide or problem.has_intervals
-        overlaps = narrow_window and parts == 1 and not (ordered or problem.reads_lengths or self.wide)
-        if ordered or overlaps:
-            self.progress_size = batch * problem.heads_kv + batch * heads_q * pitch // BLOCK_M.value
+        left, ordered = problem.window_left, problem.is_deterministic
+        self.progress_size = batch * heads_q * pitch // BLOCK_M.value if ordered else None
+        # In a fixed order the first key block of a query block stores its dQ, if the order says which one that is.
+        self.clears = not ordered or self.wide or problem.has_intervals
         shared = shared_arguments(problem, given.cos, given.sin) | {
             "pitch": pitch,
             "stats_size": self.stats_size // 2,
@@ -220,7 +213,6 @@ class BackwardCall:
             shared,
             dq_strides=dq_strides,
             raw_q_strides=raw_strides[0],
-            key_blocks=tile_count(len_k, sequences, block_n) if overlaps else None,
             k_sums=None if self.sums is None else key_sums,
             first_counter=None if self.sums is None else self.slot_counters,
             HEADS=post_heads,
@@ -264,12 +256,10 @@ class BackwardCall:
             return Gradients(dq.zero_(), dk.zero_(), dv.zero_(), *weights)
         stats = torch.empty_strided((self.stats_size,), (1,), dtype=torch.float32, device=where)
         accumulator = torch.empty_strided(*self.accumulator_layout, dtype=torch.float32, device=where)
-        cleared: torch.Tensor | None = accumulator
+        cleared: torch.Tensor | None = accumulator if self.clears else None
         progress: torch.Tensor | None = None
         if self.progress_size is not None:
             progress = torch.empty(self.progress_size, dtype=torch.int32, device=where)
-            if not self.clears:
-                cleared = None
         q_rot, k_rot = q, k
         if not self.is_rotated:
             q_rot = torch.empty_strided(*self.q_rot_layout, dtype=dtype, device=where)

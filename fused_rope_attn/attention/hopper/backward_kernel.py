@@ -35,6 +35,7 @@ from fused_rope_attn.attention.hopper.backward_by_keys import allocate_buffers a
 from fused_rope_attn.attention.hopper.backward_epilogue import allocate_exchange
 from fused_rope_attn.attention.hopper.backward_order import (
     ADDERS,
+    Progress,
     announce_additions,
     permit_additions,
     reduce_in_order,
@@ -43,7 +44,6 @@ from fused_rope_attn.attention.hopper.backward_transfers import (
     Descriptors,
     Destinations,
     ExistingRows,
-    Progress,
     load,
     reduce,
 )
@@ -71,7 +71,6 @@ from fused_rope_attn.kernels.lengths import (
 from fused_rope_attn.kernels.masks import Mask, is_causal, sequence_mask, window_of
 from fused_rope_attn.kernels.norm import Norm
 from fused_rope_attn.kernels.products import ScoreScale
-from fused_rope_attn.kernels.records import replace
 from fused_rope_attn.kernels.rotation import RotaryTables, tables_from
 from fused_rope_attn.kernels.schedule import let_next_launch_start, overlapped_tile, scheduled_tile
 from fused_rope_attn.kernels.tiles import RowFormat, TensorView
@@ -129,15 +128,11 @@ def backward_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, dq_accumulator,
     Packed sequences, B = 1: the pre-process pads q, stats and dq to whole query blocks of BLOCK_M rows, so that a block
     that is added to dq stays within a sequence.
 
-    progress_ptr: None, or the int32 words that backward_transfers.py describes, zero before the first block. Then
-    dq_accumulator need not be zero for BLOCK_D up to 128 without intervals. The last key block that sees a query block
-    stores its dQ, before anything else. The other programs wait for it. They were launched later: programs start in the
-    order of their numbers, on which CUB's scans rely too. most_overlapping, for ``overlapped_tile``: None, or dQ is
-    added in the order of the key blocks, and the first one stores it; with None progress_ptr is for BLOCK_D up to 128
-    that are not packed.
+    progress_ptr and most_overlapping, for ``overlapped_tile``: None, or dQ is added in the order of the key blocks, and
+    progress is the int32 words of ``Progress``, zero before the first block. The first key block that sees a query
+    block then stores its dQ, so that dq_accumulator need not be zero for BLOCK_D up to 128 without intervals.
     """
     IS_ORDERED: gl.constexpr = most_overlapping is not None
-    BEGINS_DQ: gl.constexpr = progress_ptr is not None and BLOCK_D <= 128
     IS_PACKED: gl.constexpr = num_sequences is not None
     IS_LATENT: gl.constexpr = k_rope_desc is not None
     HAS_INTERVALS: gl.constexpr = blocks_ptr is not None
@@ -150,8 +145,7 @@ def backward_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, dq_accumulator,
     # kv_starts.
     CLAMPS_WEIGHTS: gl.constexpr = window[0] is None or not is_causal(window[1]) or starts_ptr is not None
     # The next launch then finds what the pre-process has written, and need not wait for this one.
-    IS_LATE: gl.constexpr = BEGINS_DQ or IS_LATENT
-    if not IS_LATE:
+    if not IS_LATENT:
         let_next_launch_start(PDL)
 
     # The block's keys, and the query blocks that see them.
@@ -169,7 +163,7 @@ def backward_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, dq_accumulator,
         bh = part // group_parts
         share = Share(tile, bh, part % group_parts, group_parts, slot=(bh * tiles + tile) * (group_parts - 1))
     else:
-        tile, bh = scheduled_tile(pid, tiles, num_heads, heads_per_section, LAST_TILE_FIRST=BEGINS_DQ)
+        tile, bh = scheduled_tile(pid, tiles, num_heads, heads_per_section, LAST_TILE_FIRST=False)
     batch = bh // HKV
     head = bh % HKV
     first_head, own_heads = None, GROUP_SIZE
@@ -206,10 +200,6 @@ def backward_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, dq_accumulator,
             others, _ = query_blocks(mask, start_n - BLOCK_N, NQ, num_rows, BLOCK_M, BLOCK_N)
             end = queries.first + queries.count
             num_begun = end - gl.minimum(gl.maximum(queries.first, others.first + others.count), end)
-    elif BEGINS_DQ:
-        if start_n + BLOCK_N < NK:
-            next_queries, _ = query_blocks(mask, start_n + BLOCK_N, NQ, pitch, BLOCK_M, BLOCK_N)
-            num_begun = gl.minimum(queries.count, next_queries.first - queries.first)
     first_key = mask.first_key
     if first_key is None:
         first_key = gl.to_tensor(0)
@@ -282,9 +272,9 @@ def backward_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, dq_accumulator,
         mbarrier.init(arrival, count=1)
     destinations = Destinations(buffers.k, buffers.v, buffers.q, buffers.do, buffers.lse, buffers.delta, arrival)
 
-    progress = Progress(progress_ptr, key_head=bh, num_key_heads=num_heads, num_begun=num_begun)
+    progress = None
     if IS_ORDERED:
-        progress = replace(progress, tile=tile, intervals=intervals)
+        progress = Progress(progress_ptr, bh, tile, num_begun, intervals)
 
     if IS_LATENT:
         dk_parts = TensorView(dk_parts_ptr, dk_parts_strides)
@@ -295,7 +285,7 @@ def backward_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, dq_accumulator,
             [
                 (accumulate_latent, (0, buffers, gradients, keys, queries, own_sizes, mask, scale)),
                 (accumulate_latent, (1, buffers, gradients, keys, queries, own_sizes, mask, scale)),
-                (load, (descriptors, destinations, key_rows, query_rows, existing, sizes, stats_size, PDL, IS_LATE)),
+                (load, (descriptors, destinations, key_rows, query_rows, existing, sizes, stats_size, PDL, IS_LATENT)),
             ],
             [4, 1],
             [MULTIPLY_REGISTERS, LOAD_REGISTERS],
@@ -305,7 +295,7 @@ def backward_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, dq_accumulator,
             [
                 (accumulate_by_columns, (0, buffers, dq_accumulator, gradients, keys, queries, sizes, mask, scale)),
                 (accumulate_by_columns, (1, buffers, dq_accumulator, gradients, keys, queries, sizes, mask, scale)),
-                (load, (descriptors, destinations, key_rows, query_rows, existing, sizes, stats_size, PDL, BEGINS_DQ)),
+                (load, (descriptors, destinations, key_rows, query_rows, existing, sizes, stats_size, PDL, IS_LATENT)),
                 (permit_additions, (buffers.permits, progress, query_rows, sizes, PDL)),
                 (announce_additions, (buffers.permits, buffers.additions, progress, query_rows, sizes, PDL)),
             ],
@@ -317,7 +307,7 @@ def backward_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, dq_accumulator,
             [
                 (accumulate_by_columns, (0, buffers, dq_accumulator, gradients, keys, queries, sizes, mask, scale)),
                 (accumulate_by_columns, (1, buffers, dq_accumulator, gradients, keys, queries, sizes, mask, scale)),
-                (load, (descriptors, destinations, key_rows, query_rows, existing, sizes, stats_size, PDL, IS_LATE)),
+                (load, (descriptors, destinations, key_rows, query_rows, existing, sizes, stats_size, PDL, IS_LATENT)),
             ],
             [4, 1],
             [MULTIPLY_REGISTERS, LOAD_REGISTERS],
@@ -327,7 +317,7 @@ def backward_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, dq_accumulator,
             [
                 (accumulate_by_keys, (0, buffers, gradients, keys, queries, sizes, mask, scale)),
                 (accumulate_by_keys, (1, buffers, gradients, keys, queries, sizes, mask, scale)),
-                (load, (descriptors, destinations, key_rows, query_rows, existing, sizes, stats_size, PDL, BEGINS_DQ)),
+                (load, (descriptors, destinations, key_rows, query_rows, existing, sizes, stats_size, PDL, IS_LATENT)),
                 (reduce_in_order, (0, dq_accumulator, buffers.dq, progress, key_rows, query_rows, sizes, PDL)),
                 (reduce_in_order, (1, dq_accumulator, buffers.dq, progress, key_rows, query_rows, sizes, PDL)),
                 (reduce_in_order, (2, dq_accumulator, buffers.dq, progress, key_rows, query_rows, sizes, PDL)),
@@ -340,8 +330,8 @@ def backward_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, dq_accumulator,
             [
                 (accumulate_by_keys, (0, buffers, gradients, keys, queries, sizes, mask, scale)),
                 (accumulate_by_keys, (1, buffers, gradients, keys, queries, sizes, mask, scale)),
-                (load, (descriptors, destinations, key_rows, query_rows, existing, sizes, stats_size, PDL, IS_LATE)),
-                (reduce, (dq_accumulator, buffers.dq, progress, key_rows, query_rows, sizes, PDL)),
+                (load, (descriptors, destinations, key_rows, query_rows, existing, sizes, stats_size, PDL, IS_LATENT)),
+                (reduce, (dq_accumulator, buffers.dq, key_rows, query_rows, sizes)),
             ],
             [4, 1, 1],
             [MULTIPLY_REGISTERS, LOAD_REGISTERS, LOAD_REGISTERS],

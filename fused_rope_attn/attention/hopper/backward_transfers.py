@@ -1,11 +1,5 @@
 # mypy: ignore-errors
-"""The two warps of the sm_90 backward that only move tiles: one loads, one adds dQ to its accumulator.
-
-The adding warp serves head dims up to 128. With narrow windows, and where dQ is added in a fixed order, ``progress``
-says which parts of dQ are in the accumulator. It is int32 words, all zero after the pre-process: for each key head how
-many programs are done (narrow windows alone count them), (B * HKV,), then for each query block whether a program has
-stored the first part of its dQ, (B * HQ * pitch / BLOCK_M,). Up to head dim 128 ``postprocess_kernel`` reads them.
-"""
+"""The two warps of the sm_90 backward that only move tiles: one loads, one adds dQ to its accumulator (up to head dim 128)."""
 
 from fused_rope_attn.attention.hopper.backward_block import Sizes, first_query_head
 from fused_rope_attn.attention.hopper.channels import (
@@ -16,10 +10,9 @@ from fused_rope_attn.attention.hopper.channels import (
     load_seen_rows,
     rope_part,
 )
-from fused_rope_attn.attention.hopper.masks import KeyIntervals
 from fused_rope_attn.attention.hopper.shapes import CONSUMERS
 from fused_rope_attn.kernels.records import record, replace
-from fused_rope_attn.kernels.schedule import let_next_launch_start, wait_for_previous_launch, wait_until
+from fused_rope_attn.kernels.schedule import let_next_launch_start, wait_for_previous_launch
 from fused_rope_attn.runtime.triton_compat import (
     TensorDescriptor,
     gl,
@@ -238,8 +231,7 @@ def load(
     # The pre-process writes everything but V. All other warps wait for a tile of this one.
     wait_for_previous_launch(PDL)
     if IS_LATE:
-        # Not earlier: the post-process relies on ``progress``, which the pre-process has set to zero, and that of
-        # latent attention on all that the pre-process has written.
+        # Not earlier: the next launch relies on all that the pre-process has written.
         let_next_launch_start(PDL)
     arrivals = load_keys(descriptors.k, destinations.k, keys, existing, arrival, arrivals, descriptors.k_rope)
     head_q = first_query_head(keys, sizes)
@@ -250,27 +242,6 @@ def load(
         q, rope = destinations.q, descriptors.q_rope
         load_block(descriptors.q, batch, head_q, sizes.pitch, q, step, arrival, arrivals, rope_desc=rope)
         load_block(descriptors.do, batch, head_q, sizes.pitch, destinations.do, step, arrival, arrivals)
-
-
-@record
-class Progress:
-    """A program's part in ``progress``, ptr points to its words; None if the call has no ``progress``.
-
-    key_head: the number of the program's key head among num_key_heads, B * HKV. The program stores the first num_begun
-    of the query blocks that it visits in each head, and adds the others to blocks that another program has stored.
-
-    tile: None, or the number of the program's key block in its sequence if every query block's dQ is added up in the
-    order of the key blocks. The word of a query block is then that of the last key block in it, plus 1. intervals: the
-    ``KeyIntervals`` of such a call, or None. Without intervals a program that does not store a block adds to it after
-    the previous key block has.
-    """
-
-    ptr: gl.tensor | None
-    key_head: gl.tensor | None
-    num_key_heads: gl.tensor | None
-    num_begun: gl.tensor | None
-    tile: gl.tensor | None = None
-    intervals: KeyIntervals | None = None
 
 
 @jit
@@ -331,40 +302,17 @@ def drop_block(dq, step):
 
 
 @jit
-def reduce(dq_desc, dq, progress, keys, queries, sizes, PDL: gl.constexpr):
-    """Add every dQ block to the accumulator (B, HQ, pitch, columns) through the TMA; one warp's work.
-
-    With ``Progress`` this program stores the blocks that it begins and announces them. Before it adds to another block
-    it waits for that block's announcement. At the end it counts itself among the finished programs of its key head.
-    """
+def reduce(dq_desc, dq, keys, queries, sizes):
+    """Add every dQ block to the accumulator (B, HQ, pitch, columns) through the TMA; one warp's work."""
     # dQ is delayed by one step; discard the first, empty block.
     if queries.count > 0:
         drop_block(dq, 0)
     step = 1
-    if progress.ptr is not None:
-        wait_for_previous_launch(PDL)
     for group_head in range(sizes.num_heads):
         head_q = first_query_head(keys, sizes) + group_head
-        if progress.ptr is None:
-            for i in range(queries.count):
-                send_block(dq_desc, dq, keys.batch, head_q, queries.first + i, step, ADD=True)
-                step += 1
-        else:
-            head_blocks = (progress.key_head * sizes.num_heads + group_head) * (sizes.pitch // dq.buffer.shape[3])
-            words = progress.ptr + progress.num_key_heads + head_blocks + queries.first
-            # Two loops, because with a branch around operations of the TMA ptxas keeps addresses of the products of
-            # ``fold_queries`` on the stack: 144 bytes instead of 64, and ten loads for each block.
-            for i in range(progress.num_begun):
-                send_block(dq_desc, dq, keys.batch, head_q, queries.first + i, step, ADD=False)
-                announce(words + i)
-                step += 1
-            for i in range(progress.num_begun, queries.count):
-                wait_until(words + i, 1)
-                fence_proxies()
-                send_block(dq_desc, dq, keys.batch, head_q, queries.first + i, step, ADD=True)
-                step += 1
-    if progress.ptr is not None:
-        announce(progress.ptr + progress.key_head)
+        for i in range(queries.count):
+            send_block(dq_desc, dq, keys.batch, head_q, queries.first + i, step, ADD=True)
+            step += 1
 
 
 @jit
