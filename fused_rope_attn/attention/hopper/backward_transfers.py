@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""The two warps of the sm_90 backward that only move tiles: one loads, one adds dQ to its accumulator (up to head dim 128)."""
+"""The two warps of the sm_90 backward that only move tiles: one loads, and up to head dim 128 one adds dQ."""
 
 from fused_rope_attn.attention.hopper.backward_block import Sizes, first_query_head
 from fused_rope_attn.attention.hopper.channels import (
