@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, get_args, overload
 
 import torch
 
@@ -214,7 +214,7 @@ def plan_cp(
     return _describe(fill(Tensors, given), fill(Options, given), *how, stand_in)[-1]
 
 
-_check_method = check_choice(layouts.METHODS)
+_check_method = check_choice(get_args(CpMethod))
 # The cut of a call on these ranks, its problem and tensors, and the plan.
 _Described = tuple[ops.Cut, Problem, Tensors, CpPlan]
 

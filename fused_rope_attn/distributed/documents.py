@@ -40,12 +40,13 @@ _FEWEST_ROWS = 128
 class DocumentPlan:
     """The documents of one packed batch, for ``rope_attention_varlen_cp``; made by ``plan_varlen_cp``.
 
-    cu_seqlens: (documents + 1,) int32 of the whole stream, on the device. total: tokens of the whole stream.
-    max_seqlen: length of the longest document. sharding: how the stream is cut, for ``cp_shard`` and the others.
+    cu_seqlens: (documents + 1,) int32 of the whole stream, on the device. total: tokens of the whole stream. local:
+    tokens of one rank. max_seqlen: length of the longest document. sharding: how the stream is cut, for ``cp_shard``
+    and the others.
     """
 
     def __init__(self, cu_seqlens: torch.Tensor, limits: list[int], total: int, group: Group, sharding: str):
-        self.cu_seqlens, self.limits, self.total = cu_seqlens, limits, total
+        self.cu_seqlens, self.limits, self.total, self.local = cu_seqlens, limits, total, total // group.size
         self.group, self.sharding = group, sharding
         # Ranks compare this in every call. Its size does not depend on the number of documents.
         digest = hashlib.sha256(f"{limits} {total} {sharding}".encode()).hexdigest()[:16]
@@ -56,11 +57,6 @@ class DocumentPlan:
         _plans[self.number] = self
         while len(_plans) > _MAX_PLANS:
             _plans.popitem(last=False)
-
-    @property
-    def local(self) -> int:
-        """Tokens of one rank."""
-        return self.total // self.group.size
 
     def work(self, causal: bool, window: Window) -> GroupWork:
         """Return every rank's work under these masks."""
@@ -122,7 +118,7 @@ def _merged(work: RankWork) -> RankWork:
             (*last.cu_seqlens_q, *(last.queries + x for x in segment.cu_seqlens_q[1:])),
             (*last.cu_seqlens_k, *(last.num_keys + x for x in segment.cu_seqlens_k[1:])),
         )
-    return RankWork(work.buffer, tuple(segments))
+    return RankWork(work.buffer, segments)
 
 
 def plan_numbered(number: int) -> DocumentPlan:

@@ -17,7 +17,7 @@ import torch
 from fused_rope_attn.attention.problem import Gradients, Problem, Saved, Tensors
 from fused_rope_attn.distributed import local
 from fused_rope_attn.distributed.groups import Exchange, join_rows
-from fused_rope_attn.distributed.layout import ParallelCall, Segment
+from fused_rope_attn.distributed.layout import ParallelCall, Run, Segment
 from fused_rope_attn.runtime.layouts import like_input
 
 # Bytes that a rank receives in the first section: below it a message is too short for the links' full rate.
@@ -163,15 +163,17 @@ def backward_pass(
                     do_part, o_part = (run.queries(x, segment, heads) for x in (do, o))
                     # lse -inf: the kernels take padding for queries that saw no key.
                     lse_part = run.queries(lse, segment, heads, float("-inf")).contiguous()
-                    outs = None if segment.padding else dq[:, heads, rows], *sums.outputs(index, own)
+                    is_direct, of_keys = index in sums.direct, sums.of_segment(index, own)
+                    outs = None if segment.padding else dq[:, heads, rows], *(of_keys if is_direct else (None, None))
                     one = one._replace(sums_keys=True)
                     found = local.segment_backward(run.plan, one, do_part, Saved(o_part, lse_part, given), outs)
                     if segment.padding:
                         dq[:, heads, rows].copy_(found.dq[:, :, : rows.stop - rows.start])
-                    if sums.common[index]:
+                    if not is_direct:
                         # The other stream writes the rows to which this segment adds.
                         streams.wait_for_other(stream)
-                        sums.add(index, own, found)
+                        of_keys[0].add_(found.dk)
+                        of_keys[1].add_(found.dv)
                     found = found._replace(dq=None, dk=None, dv=None)
                     streams.lend_to_main([x for x in found if x is not None])
                     weights.append((found, heads))
@@ -210,16 +212,13 @@ def _heads_first(buffer: torch.Tensor) -> torch.Tensor:
 def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
     """Copy rows of the same dtype, in words of 8 bytes if both allow it, because PyTorch's copy of tensors that are not
     contiguous moves one element at a time."""
-    if _has_words(target) and _has_words(source):
+    words = 8 // target.element_size()
+    numbers = [n for x in (target, source) for n in (*x.stride()[:-1], x.shape[-1], x.storage_offset())]
+    if all(x.stride(-1) == 1 and x.data_ptr() % 8 == 0 for x in (target, source)) and not any(
+        n % words for n in numbers
+    ):
         target, source = target.view(torch.int64), source.view(torch.int64)
     target.copy_(source)
-
-
-def _has_words(x: torch.Tensor) -> bool:
-    words = 8 // x.element_size()
-    if x.stride(-1) != 1 or x.data_ptr() % 8:
-        return False
-    return not any(n % words for n in (*x.stride()[:-1], x.shape[-1], x.storage_offset()))
 
 
 class _Keys:
@@ -237,17 +236,16 @@ class _Keys:
             if run is not None:
                 for target, x in zip(_heads_first(self.buffer[run.start : run.end]), own):
                     _copy(target, x[:, :, first : first + run.rows])
-        sent, received = call.messages()
-        inputs = [[self.buffer[m.sent :][: m.rows] for m in part] for part in sent]
-        outputs = [[self.buffer[m.received :][: m.rows] for m in part] for part in received]
+        inputs = [[self.buffer[m.sent :][: m.rows] for m in part] for part in call.sent]
+        outputs = [[self.buffer[m.received :][: m.rows] for m in part] for part in call.received]
         self.exchange = Exchange(call.group, outputs, inputs, self.buffer, most=call.work.most_messages)
 
 
 class _KeyGradients:
     """This rank's parts of dk and dv of some heads, which are sent to the owners of the keys and summed there.
 
-    The kernels write them in float32 (float64 for float64). A segment that has keys in common with one before it, in
-    the order of the work, writes to a buffer of its own, and ``add`` adds that. common: these keys, by segment.
+    The kernels write them in float32 (float64 for float64). direct: the segments that write to the buffer. One that has
+    keys in common with one before it, in the order of the work, writes to a buffer of its own, which is then added.
     """
 
     def __init__(self, call: ParallelCall, k: torch.Tensor, heads: Heads):
@@ -256,72 +254,38 @@ class _KeyGradients:
         dtype = torch.promote_types(k.dtype, torch.float32)
         shape = 2, k.shape[0], heads[1] - heads[0], k.shape[3]
         self.buffer = torch.empty(call.own.length, *shape, dtype=dtype, device=k.device)
-        # These go the other way than the keys: each message that this rank sent comes back.
-        self.sent, self.received = call.messages()
-        self.arriving = [[self.buffer.new_empty(m.rows, *shape) for m in part] for part in self.sent]
-        self.common: dict[int, list[Rows]] = {}
-        written: list[Rows] = []
-        for index in call.own.order:
-            keys = call.own.segments[index].keys
-            self.common[index] = _gaps(_gaps(written, keys), keys)
-            written.append(keys)
-        for first, last in _gaps(written, (0, call.own.length)):
+        # Each message of keys that this rank sends comes back as one of gradients.
+        self.arriving = [[self.buffer.new_empty(m.rows, *shape) for m in part] for part in call.sent]
+        keys = [call.own.segments[index].keys for index in call.own.order]
+        are_new = [_gaps(keys[:i], own) == [own] for i, own in enumerate(keys)]
+        self.direct = set(itertools.compress(call.own.order, are_new))
+        for first, last in _gaps(list(itertools.compress(keys, are_new)), (0, call.own.length)):
             self.buffer[first:last].zero_()
 
-    def outputs(self, index: int, heads: slice) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Return the buffers of dk and dv (B, H, keys, D) of segment number ``index`` and of some of these heads; None:
-        the segment has buffers of its own."""
-        if self.common[index]:
-            return None, None
-        dk, dv = _heads_first(self.buffer[slice(*self.call.own.segments[index].keys), :, :, heads])
-        return dk, dv
-
-    def add(self, index: int, heads: slice, found: Gradients) -> None:
-        """Add the gradients in a segment's own buffers, after the segments before it."""
-        keys = self.call.own.segments[index].keys
-        targets = _heads_first(self.buffer[slice(*keys), :, :, heads])
-        common = [slice(first - keys[0], last - keys[0]) for first, last in self.common[index]]
-        new = [slice(first - keys[0], last - keys[0]) for first, last in _gaps(self.common[index], keys)]
-        for target, gradient in zip(targets, (found.dk, found.dv)):
-            for rows in common:
-                target[:, :, rows].add_(gradient[:, :, rows])
-            for rows in new:
-                _copy(target[:, :, rows], gradient[:, :, rows])
+    def of_segment(self, index: int, heads: slice) -> torch.Tensor:
+        """Return the rows of segment number ``index`` and of some of these heads, (2, B, H, keys, D)."""
+        return _heads_first(self.buffer[slice(*self.call.own.segments[index].keys), :, :, heads])
 
     def send(self) -> None:
         """Begin the exchange, after all segments."""
-        inputs = [[self.buffer[m.received :][: m.rows] for m in part] for part in self.received]
+        inputs = [[self.buffer[m.received :][: m.rows] for m in part] for part in self.call.received]
         most = self.call.work.most_messages
         self.exchange = Exchange(self.call.group, self.arriving, inputs, self.buffer, most=most)
 
-    def wait(self, dk: torch.Tensor, dv: torch.Tensor) -> None:
+    def wait(self, *gradients: torch.Tensor) -> None:
         """Write the sums over all ranks to these heads of dk and dv (B, H, N / P, D), rounded once: first this rank's
         part, then the others in the order of the ranks."""
         self.exchange.wait()
         call = self.call
-        arrived = [x for pair in zip(self.sent, self.arriving) for x in zip(*pair)]
+        for messages, parts in zip(call.sent, self.arriving):
+            for message, part in zip(messages, parts):
+                self.buffer[message.sent :][: message.rows].add_(part)
         for place, chunk in enumerate(call.owned):
-            own, first = call.work.own.get(chunk), place * call.chunk
-            targets = [x[:, slice(*self.heads), first : first + call.chunk] for x in (dk, dv)]
-            if own is None:
-                targets[0].zero_(), targets[1].zero_()
-                continue
-            terms = [
-                (max(m.sent, own.start), min(m.sent + m.rows, own.end), part[max(0, own.start - m.sent) :])
-                for m, part in arrived
-                if m.sent < own.end and own.start < m.sent + m.rows
-            ]
-            # The last addition rounds, if it is of all rows.
-            last = terms.pop()[2][: own.rows] if terms and terms[-1][:2] == (own.start, own.end) else None
-            for begin, end, part in terms:
-                self.buffer[begin:end].add_(part[: end - begin])
-            total = _heads_first(self.buffer[own.start : own.end])
-            for i, target in enumerate(targets):
+            own, first = call.work.own.get(chunk, Run(chunk, 0, 0, 0)), place * call.chunk
+            for total, gradient in zip(_heads_first(self.buffer[own.start : own.end]), gradients):
+                target = gradient[:, slice(*self.heads), first : first + call.chunk]
+                target[:, :, : own.rows].copy_(total)
                 target[:, :, own.rows :].zero_()
-                if last is None:
-                    target[:, :, : own.rows].copy_(total[i])
-                else:
-                    torch.add(total[i], _heads_first(last)[i], out=target[:, :, : own.rows])
 
 
 def _gaps(ranges: list[Rows], within: Rows) -> list[Rows]:

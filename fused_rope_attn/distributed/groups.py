@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import pickle
 from collections.abc import Sequence
 from typing import Any, NamedTuple, NoReturn
@@ -47,13 +46,6 @@ def group_named(name: str) -> Group:
     return group_of(Group(name, 0, 0).processes)
 
 
-class _Failure(NamedTuple):
-    """An error of one rank's own arguments."""
-
-    kind: str
-    message: str
-
-
 class _Agreement:
     """The comparison of each call among the ranks of one group, through torch.distributed's default store.
 
@@ -67,8 +59,8 @@ class _Agreement:
         self.connected = False
         self.prefix = f"fused_rope_attn/{group.name}/{'_'.join(map(str, ranks))}"
 
-    def publish(self, what: dict[str, Any] | _Failure) -> None:
-        """Begin this rank's next call, and publish ``what`` describes it."""
+    def publish(self, what: dict[str, Any] | tuple[str, str]) -> None:
+        """Begin this rank's next call, and publish its description, or the name and message of its error."""
         self.calls += 1
         self.store.set(f"{self.prefix}/{self.calls}/{self.group.rank}", pickle.dumps(what))
         # A rank that has begun the previous call has read every description of the call before it.
@@ -112,8 +104,8 @@ def agree(group: Group, signature: dict[str, Any]) -> None:
     agreement.publish(signature)
     said = agreement.collect()
     for rank, other in enumerate(said):
-        if isinstance(other, _Failure):
-            raise _ERRORS[other.kind](f"rank {rank} of the group could not make this call: {other.message}")
+        if isinstance(other, tuple):
+            raise _ERRORS[other[0]](f"rank {rank} of the group could not make this call: {other[1]}")
     # The first difference of the lowest rank that differs, so that all ranks say the same.
     for rank, other in enumerate(said):
         for name in dict.fromkeys((*said[0], *other)) if other != said[0] else ():
@@ -128,7 +120,7 @@ def fail_together(group: Group, error: Exception) -> NoReturn:
     """Tell the ranks that make this call with this one why it cannot, and raise ``error``."""
     if group.size > 1:
         name = type(error).__name__
-        _agreement(group).publish(_Failure(name if name in _ERRORS else "RuntimeError", f"{error}"))
+        _agreement(group).publish((name if name in _ERRORS else "RuntimeError", f"{error}"))
     raise error
 
 
@@ -144,6 +136,8 @@ class Exchange:
         most: tensors that any pair of ranks exchanges. All ranks must say the same.
     """
 
+    waits_once = False
+
     def __init__(
         self,
         group: Group,
@@ -153,52 +147,39 @@ class Exchange:
         *,
         most: int = 1,
     ):
-        self.outputs, self.inputs = (list(itertools.chain(*parts)) for parts in (outputs, inputs))
-        self.flat: torch.Tensor | None = None
+        self.held: tuple = (outputs, inputs)
         self.works: list[Any] = []
         if group.size == 1 or most == 0:
             return
-        processes = group.processes
-        if like.device.type != "cuda":
-            # gloo has the flat form only, and not for every dtype.
-            self.sizes = [x.nbytes for x in self.outputs]
-            self.flat = torch.zeros(sum(self.sizes), dtype=torch.uint8)
-            self.sent = torch.cat([self.flat[:0], *(x.reshape(-1).view(torch.uint8) for x in self.inputs)])
-            taken, given = ([sum(x.nbytes for x in part) for part in parts] for parts in (outputs, inputs))
-            self.works.append(
-                dist.all_to_all_single(self.flat, self.sent, taken, given, group=processes, async_op=True)
-            )
-        elif most > 1:
-            # One launch of NCCL for all of them. Several would wait for the kernels between them.
-            agreement = _agreement(group)
-            if not agreement.connected:  # sends and receives may not connect the ranks, because one may have none
-                dist.all_reduce(torch.zeros(1, device=like.device), group=processes)
-                agreement.connected = True
-            operations = [
-                dist.P2POp(operation, x, group=processes, group_peer=rank)
-                for operation, parts in ((dist.isend, inputs), (dist.irecv, outputs))
-                for rank, part in enumerate(parts)
-                for x in part
-                if x.numel()
-            ]
-            if operations:
-                self.works += dist.batch_isend_irecv(operations)
-        else:
+        processes, on_gpu = group.processes, like.device.type == "cuda"
+        if on_gpu and most == 1:
             # Without copies: each part is sent from, and received in, its own memory.
             none = like.new_empty(0)
             to, from_ = ([part[0] if part else none for part in parts] for parts in (outputs, inputs))
-            self.works.append(dist.all_to_all(to, from_, group=processes, async_op=True))
+            self.works = [dist.all_to_all(to, from_, group=processes, async_op=True)]
+            return
+        agreement = _agreement(group)
+        if on_gpu and not agreement.connected:  # sends and receives may not connect NCCL's ranks: one may have none
+            dist.all_reduce(torch.zeros(1, device=like.device), group=processes)
+            agreement.connected = True
+        # One launch of NCCL for all of them. Several would wait for the kernels between them.
+        operations = [
+            dist.P2POp(operation, x, group=processes, group_peer=rank)
+            for operation, parts in ((dist.isend, inputs), (dist.irecv, outputs))
+            for rank, part in enumerate(parts)
+            for x in part
+            if x.numel()
+        ]
+        self.works = dist.batch_isend_irecv(operations) if operations else []
+        self.waits_once = not on_gpu
 
     def wait(self) -> None:
         """Let the current stream (with gloo, the host) wait for the outputs. Several streams may wait."""
         for work in self.works:
             work.wait()
-        if self.flat is not None:
-            for x, part in zip(self.outputs, self.flat.split(self.sizes)):
-                if part.numel():
-                    x.view(-1).copy_(part.view(x.dtype))
+        if self.waits_once:
             self.works = []
-        self.outputs, self.inputs, self.flat = [], [], None
+        self.held = ()
 
 
 def exchange(group: Group, *several: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -12,18 +12,16 @@ from __future__ import annotations
 import functools
 import itertools
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 import torch
 
 from fused_rope_attn.attention.problem import Problem
 from fused_rope_attn.distributed.groups import Group
 from fused_rope_attn.runtime.checks import refuse_choice
-from fused_rope_attn.runtime.options import CpMethod
 
 SHARDINGS = ("zigzag", "contiguous")
 DEALT = "dealt:"
-METHODS: tuple[CpMethod, ...] = get_args(CpMethod)
 # Keys before a window are left out in whole blocks of keys. No kernel has larger ones.
 BLOCK = 256
 # Rates of one H200 among several of its host. They only weigh the methods against one another.
@@ -35,10 +33,7 @@ Window = tuple[int, int] | None
 
 
 def check_sharding(name: str, sharding: Any, size: int, *, also: tuple[str, ...] = ()) -> None:
-    """Raise TypeError or ValueError, naming the argument, if P = ``size`` ranks cannot have this sharding.
-
-    also: other names that are right.
-    """
+    """Raise TypeError or ValueError, naming the argument, unless it is a sharding of ``size`` ranks or in ``also``."""
     if sharding in (*SHARDINGS, *also):
         return
     if isinstance(sharding, str) and sharding.startswith(DEALT):
@@ -122,25 +117,18 @@ class Run(NamedTuple):
         return self.start + self.rows
 
 
-class RankWork(NamedTuple):
-    """A rank's segments, and the contents of its buffer of keys, in order."""
+class RankWork:
+    """A rank's segments, and the contents of its buffer of keys, in order.
 
-    buffer: tuple[Run, ...]
-    segments: tuple[Segment, ...]
+    length: of the buffer. rows: how many local rows the segments have. order: the numbers of the segments, the one with
+    most work first.
+    """
 
-    @property
-    def length(self) -> int:
-        return self.buffer[-1].end if self.buffer else 0
-
-    @property
-    def rows(self) -> int:
-        """Return how many local rows the segments have."""
-        return sum(segment.rows[1] - segment.rows[0] for segment in self.segments)
-
-    @property
-    def order(self) -> list[int]:
-        """Return the numbers of the segments, the one with most work first."""
-        return sorted(range(len(self.segments)), key=lambda i: -self.segments[i].queries * self.segments[i].num_keys)
+    def __init__(self, buffer: tuple[Run, ...], segments: list[Segment]):
+        self.buffer, self.segments = buffer, segments
+        self.length = buffer[-1].end if buffer else 0
+        self.rows = sum(segment.rows[1] - segment.rows[0] for segment in segments)
+        self.order = sorted(range(len(segments)), key=lambda i: -segments[i].queries * segments[i].num_keys)
 
 
 class Message(NamedTuple):
@@ -197,32 +185,21 @@ class GroupWork:
         return all(run.chunk in self.owned[rank] for run in met)
 
 
-class ParallelCall(NamedTuple):
-    """One call of this rank. chunk: rows of a chunk. total: rows of the sequence that exist. tables_are_local: cos and
-    sin have the rows of the local rows."""
+class ParallelCall:
+    """One call of this rank.
 
-    group: Group
-    work: GroupWork
-    chunk: int
-    total: int
-    tables_are_local: bool
+    total: rows of the sequence that exist. tables_are_local: cos and sin have the rows of the local rows. chunk: rows
+    of a chunk. own, owned: this rank's work and chunks. owners: of all chunks. sent, received: this rank's messages, by
+    the other rank.
+    """
 
-    @property
-    def owners(self) -> tuple[tuple[int, int], ...]:
-        return owners_of(self.group.size, self.work.sharding)
-
-    @property
-    def own(self) -> RankWork:
-        return self.work.ranks[self.group.rank]
-
-    @property
-    def owned(self) -> tuple[int, ...]:
-        return self.work.owned[self.group.rank]
-
-    def messages(self) -> tuple[list[list[Message]], list[list[Message]]]:
-        """Return (the messages that this rank sends, by receiver, those that it receives, by sender)."""
-        known, own, ranks = self.work.messages, self.group.rank, range(self.group.size)
-        return [known.get((own, rank), []) for rank in ranks], [known.get((rank, own), []) for rank in ranks]
+    def __init__(self, group: Group, work: GroupWork, local: int, total: int, tables_are_local: bool):
+        self.group, self.work, self.total, self.tables_are_local = group, work, total, tables_are_local
+        rank, every, known = group.rank, range(group.size), work.messages
+        self.own, self.owned, self.owners = work.ranks[rank], work.owned[rank], owners_of(group.size, work.sharding)
+        self.chunk = local // len(self.owned)
+        self.sent = [known.get((rank, other), []) for other in every]
+        self.received = [known.get((other, rank), []) for other in every]
 
 
 def _buffer(rows: list[tuple[int, int, int]]) -> tuple[Run, ...]:
@@ -247,7 +224,7 @@ def with_buffer(segments: list[Segment], chunk: int) -> RankWork:
         run = next(run for run in buffer if run.chunk == first // chunk)
         start = run.start + first % chunk - run.first
         placed.append(segment._replace(keys=(start, start + last - first)))
-    return RankWork(buffer, tuple(placed))
+    return RankWork(buffer, placed)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -286,10 +263,10 @@ def _all_keys(owned, chunk: int, count: int, total: int) -> RankWork:
     existing = {c: min(chunk, total - c * chunk) for c in range(count) if total > c * chunk}
     own = [c for c in owned if c in existing]
     if not own:
-        return RankWork((), ())
+        return RankWork((), [])
     buffer = _buffer([(c, 0, existing[c]) for c in (*(c for c in existing if c not in own), *own)])
     rows = sum(existing[c] for c in own)
-    return RankWork(buffer, (Segment((0, rows), 0, (0, min(total, count * chunk)), None),))
+    return RankWork(buffer, [Segment((0, rows), 0, (0, min(total, count * chunk)), None)])
 
 
 @dataclass(frozen=True)

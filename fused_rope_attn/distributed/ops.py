@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -36,25 +35,19 @@ class Cut(NamedTuple):
     tables_are_local: bool
 
 
-# The fields of ``Problem`` that must be equal on all ranks, by the names that messages use.
-_COMPARED = {
-    "q's dtype": "dtype",
-    "the batch size": "batch",
-    "the heads of q": "heads_q",
-    "the heads of k": "heads_kv",
-    "the local length of q": "len_q",
-    "the local length of k": "len_k",
-    "the head dim": "head_dim",
-    "rotary_dim": "rotary_dim",
-    **{name: name for name in DESCRIBED},
-    "whether there are sinks": "has_sinks",
-}
-
-
 def signature(cut: Cut, problem: Problem) -> dict[str, Any]:
     """Return the properties that must be equal on all ranks, by the names that messages use."""
-    found = {name: getattr(problem, field) for name, field in _COMPARED.items()}
-    return found | {
+    return {
+        "q's dtype": problem.dtype,
+        "the batch size": problem.batch,
+        "the heads of q": problem.heads_q,
+        "the heads of k": problem.heads_kv,
+        "the local length of q": problem.len_q,
+        "the local length of k": problem.len_k,
+        "the head dim": problem.head_dim,
+        "rotary_dim": problem.rotary_dim,
+        **{name: getattr(problem, name) for name in DESCRIBED},
+        "whether there are sinks": problem.has_sinks,
         "sharding": cut.sharding,
         "method": cut.method,
         "total_len": cut.total,
@@ -64,29 +57,20 @@ def signature(cut: Cut, problem: Problem) -> dict[str, Any]:
     }
 
 
-def _call_of(cut: Cut, problem: Problem) -> tuple[ModuleType, layout.ParallelCall]:
-    """Return (the module of the call's method, the call)."""
+def _run(cut: Cut, problem: Problem, tensors: Tensors, *of_backward: torch.Tensor) -> Any:
+    """Run the forward pass by the call's method, or with (do, o, lse) the backward pass."""
     group, method, masks = group_named(cut.group), cut.method, (problem.causal, problem.window)
-    if cut.plan:
-        work = plan_numbered(cut.plan).work(*masks)
-        if method == "auto":
-            method = layout.choose_method(problem, method, work).method
-    else:
-        work = layout.work_of(group.size, cut.sharding, problem.len_q, cut.total, *masks)
-    call = layout.ParallelCall(group, work, problem.len_q // len(work.owned[0]), cut.total, cut.tables_are_local)
-    return heads if method == "all_to_all" else gather, call
-
-
-def _run_forward(cut: Cut, problem: Problem, tensors: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
     with device.guard(problem.device):
-        method, call = _call_of(cut, problem)
-        return method.forward_pass(call, problem, tensors)
-
-
-def _run_backward(cut: Cut, problem: Problem, tensors: Tensors, do, o, lse) -> Gradients:
-    with device.guard(problem.device):
-        method, call = _call_of(cut, problem)
-        return method.backward_pass(call, problem, tensors, do, o, lse)
+        if cut.plan:
+            work = plan_numbered(cut.plan).work(*masks)
+            if method == "auto":
+                method = layout.choose_method(problem, method, work).method
+        else:
+            work = layout.work_of(group.size, cut.sharding, problem.len_q, cut.total, *masks)
+        call = layout.ParallelCall(group, work, problem.len_q, cut.total, cut.tables_are_local)
+        module: Any = heads if method == "all_to_all" else gather
+        run = module.backward_pass if of_backward else module.forward_pass
+        return run(call, problem, tensors, *of_backward)
 
 
 def _split(arguments: tuple) -> tuple[Cut, Problem, Tensors]:
@@ -97,7 +81,7 @@ def _forward_impl(*arguments):
     cut, problem, tensors = _split(arguments)
     # A compiled graph reaches the ranks' comparison only here.
     agree(group_named(cut.group), signature(cut, problem))
-    return _run_forward(cut, problem, tensors)
+    return _run(cut, problem, tensors)
 
 
 def _forward_fake(*arguments):
@@ -112,7 +96,7 @@ class _ContextParallel(SingleLevelFunction):
     def forward(ctx, keyset, cut: Cut, problem: Problem, *arguments):
         tensors = Tensors(*arguments)
         if keyset is None:
-            o, lse = _run_forward(cut, problem, tensors)
+            o, lse = _run(cut, problem, tensors)
         else:
             o, lse = _forward.below_function(keyset, *cut, *flatten(problem, tensors))
         ctx.plain, ctx.cut, ctx.problem = keyset is None, cut, problem
@@ -129,7 +113,7 @@ class _ContextParallel(SingleLevelFunction):
             # The other ranks may have a gradient, and wait for this rank's part in theirs.
             do = torch.zeros_like(o)
         if ctx.plain and type(do) is torch.Tensor and not torch.is_grad_enabled() and not in_forward_mode():
-            gradients = _run_backward(ctx.cut, ctx.problem, tensors, do, o, lse)
+            gradients = _run(ctx.cut, ctx.problem, tensors, do, o, lse)
         else:
             gradients = Gradients(*_backward(do, o, lse, *ctx.cut, *flatten(ctx.problem, tensors)))
         dq, dk, dv, dsinks, dq_norm, dk_norm = gradients[:6]
@@ -155,7 +139,7 @@ _GRADIENTS = ", ".join(["Tensor"] * len(Gradients._fields))
 # The last results are the gradients of sinks and of the norms' weights, empty if the call has none.
 _backward = Operator(
     f"context_parallel_backward(Tensor do, Tensor o, Tensor lse, {_SCHEMA}) -> ({_GRADIENTS})",
-    run=lambda do, o, lse, *arguments: without_none(_run_backward(*_split(arguments), do, o, lse), do),
+    run=lambda do, o, lse, *arguments: without_none(_run(*_split(arguments), do, o, lse), do),
     fake=lambda do, o, lse, *arguments: backward_fake(do, o, lse, *arguments[6:]),
     function="rope_attention_cp",
     is_gradient=True,
@@ -168,7 +152,7 @@ def parallel_attention(cut: Cut, problem: Problem, tensors: Tensors) -> tuple[to
         return _forward(*cut, *flatten(problem, tensors))
     if needs_gradient(tensors):
         return apply_in_operator(_ContextParallel, None, cut, problem, *tensors)
-    return _run_forward(cut, problem, tensors)
+    return _run(cut, problem, tensors)
 
 
 def _unshard_impl(x: torch.Tensor, dim: int, name: str, sharding: str, sums: bool) -> torch.Tensor:
