@@ -7,6 +7,8 @@ an operator of its own, and cannot be differentiated again.
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 
 from fused_rope_attn.rotation import launch
@@ -16,22 +18,16 @@ from fused_rope_attn.runtime.differentiation import SingleLevelFunction, apply_i
 from fused_rope_attn.runtime.registration import Operator, is_plain
 
 
-def _contiguous(weights) -> list[torch.Tensor]:
-    """Kernels index weights with unit stride; they nearly always have it."""
-    return [weight if weight.is_contiguous() else weight.contiguous() for weight in weights]
-
-
 def _launch(options: RotationOptions, tensors: RotationTensors) -> None:
-    if 0 in [x.numel() for x in tensors.xs]:
-        tensors = _selected(tensors, [i for i, x in enumerate(tensors.xs) if x.numel()])
+    tensors = _selected(tensors, [i for i, x in enumerate(tensors.xs) if x.numel()])
     if tensors.xs:
         with device.guard(tensors.cos.device):
-            launch.launch_rotation(options, tensors._replace(weights=_contiguous(tensors.weights)))
+            launch.launch_rotation(options, tensors)
 
 
 def _selected(tensors: RotationTensors, kept: list[int]) -> RotationTensors:
-    """Return the tensors of a call with the xs of these indices only."""
-    weights = [tensors.weights[i] for i in kept if i < len(tensors.weights)]
+    """Return the tensors of a call with the xs of these indices only, and weights as kernels read them."""
+    weights = [tensors.weights[i].contiguous() for i in kept if i < len(tensors.weights)]
     return tensors._replace(xs=[tensors.xs[i] for i in kept], outs=[tensors.outs[i] for i in kept], weights=weights)
 
 
@@ -48,79 +44,48 @@ def _rotate_into(options: RotationOptions, tensors: RotationTensors) -> None:
     _launch(options._replace(in_place=in_place), tensors)
 
 
-def _forward(ctx, keyset, options: RotationOptions, tensors: RotationTensors) -> tuple:
-    """Run the operator, or for a call that skips the dispatcher, with keyset None, its implementation."""
-    ctx.plain = keyset is None
-    ctx.options = options._replace(inverse=not options.inverse)
-    ctx.set_materialize_grads(False)
-    if ctx.plain:
-        return tuple(_rotate_new(options, tensors))
-    return tuple(_rope.below_function(keyset, tensors.xs, *flatten(options, tensors)))
-
-
 class _Rotation(SingleLevelFunction):
-    """Saves tables and positions; the backward is the same call with ``inverse`` flipped."""
+    """Saves tables, positions, and the inputs and weights of ``norms`` norms.
 
-    @staticmethod
-    def forward(ctx, keyset, options: RotationOptions, cos, sin, position_ids, cu_seqlens, *xs):
-        ctx.save_for_backward(cos, sin, position_ids, cu_seqlens)
-        return _forward(ctx, keyset, options, RotationTensors(xs, None, cos, sin, position_ids, cu_seqlens))
-
-    @staticmethod
-    def backward(ctx, *dos):
-        needed = ctx.needs_input_grad[len(ctx.needs_input_grad) - len(dos) :]
-        wanted = [i for i, do in enumerate(dos) if do is not None and needed[i]]
-        gradients: list[torch.Tensor | None] = [None] * len(dos)
-        if wanted:
-            given = [dos[i] for i in wanted]
-            tensors = RotationTensors(given, None, *ctx.saved_tensors)
-            # With create_graph the operator's own autograd must see the call: it is differentiable again.
-            if ctx.plain and is_plain(*given) and not torch.is_grad_enabled():
-                dxs = _rotate_new(ctx.options, tensors)
-            else:
-                dxs = _rope(given, *flatten(ctx.options, tensors))
-            for i, dx in zip(wanted, dxs):
-                gradients[i] = dx
-        return *(None,) * (len(ctx.needs_input_grad) - len(dos)), *gradients
-
-
-class _NormRotation(SingleLevelFunction):
-    """Saves the norms' inputs, weights, tables and positions; given: cos, sin, two of positions, weights, xs."""
+    given: cos, sin, two of positions, weights, xs. keyset: the dispatcher's, or None for a call that skips it.
+    """
 
     @staticmethod
     def forward(ctx, keyset, options: RotationOptions, norms: int, *given):
-        weights, xs = given[4 : 4 + norms], given[4 + norms :]
+        cos, sin, position_ids, cu_seqlens, *rest = given
+        weights, xs = rest[:norms], rest[norms:]
         ctx.save_for_backward(*given[: 4 + norms], *xs[:norms])
-        ctx.norms = norms
-        cos, sin, position_ids, cu_seqlens = given[:4]
+        ctx.plain, ctx.norms, ctx.options = keyset is None, norms, options._replace(inverse=not options.inverse)
+        ctx.set_materialize_grads(False)
         tensors = RotationTensors(xs, None, cos, sin, position_ids, cu_seqlens, weights)
-        return _forward(ctx, keyset, options, tensors)
+        if ctx.plain:
+            return tuple(_rotate_new(options, tensors))
+        return tuple(_rope.below_function(keyset, xs, *flatten(options, tensors)))
 
     @staticmethod
     def backward(ctx, *dos):
-        norms = ctx.norms
+        norms, needed = ctx.norms, ctx.needs_input_grad[7:]
         cos, sin, position_ids, cu_seqlens, *rest = ctx.saved_tensors
-        weights, normed = rest[:norms], rest[norms:]
-        needed = ctx.needs_input_grad[7:]
         # For each output: whether the gradients of its input and of its weight are wanted.
         asked = [(needed[norms + i], i < norms and needed[i]) for i in range(len(dos))]
         of = [i for i, do in enumerate(dos) if do is not None and any(asked[i])]
         gradients: list[torch.Tensor | None] = [None] * (norms + len(dos))
         if of:
             some = [i for i in of if i < norms]
-            given = [dos[i] for i in of]
-            kept = [weights[i] for i in some]
-            tensors = RotationTensors(given, None, cos, sin, position_ids, cu_seqlens, kept)
+            given, weights, normed = [dos[i] for i in of], [rest[i] for i in some], [rest[norms + i] for i in some]
+            tensors = RotationTensors(given, None, cos, sin, position_ids, cu_seqlens, weights)
             wanted = [asked[i][0] for i in of] + [asked[i][1] for i in some]
-            arguments = [normed[i] for i in some], wanted
-            # With create_graph the operator's own autograd must see the call, to refuse a second differentiation.
-            if ctx.plain and is_plain(*given) and not torch.is_grad_enabled():
-                found = _unrotate(ctx.options, tensors, *arguments)
+            # With create_graph the operator's own autograd must see the call: without norms it is differentiable again.
+            plain = ctx.plain and is_plain(*given) and not torch.is_grad_enabled()
+            if plain:
+                found = _unrotate(ctx.options, tensors, normed, wanted) if norms else _rotate_new(ctx.options, tensors)
+            elif norms:
+                found = _rope_norm_backward(given, normed, wanted, *flatten(ctx.options, tensors))
             else:
-                found = _rope_norm_backward(given, *arguments, *flatten(ctx.options, tensors))
+                found = _rope(given, *flatten(ctx.options, tensors))
             places = [norms + i for i in of] + some
-            for place in (place for place, is_wanted in zip(places, wanted) if is_wanted):
-                gradients[place] = found.pop(0)
+            for place, gradient in zip(itertools.compress(places, wanted), found):
+                gradients[place] = gradient
         return *(None,) * 7, *gradients
 
 
@@ -146,7 +111,6 @@ def _unrotate(options: RotationOptions, tensors: RotationTensors, normed, wanted
     tensors = _selected(tensors._replace(outs=dxs), kept)
     if some:
         asked = tuple(wanted[count + i] for i in some)
-        tensors = tensors._replace(weights=_contiguous(tensors.weights))
         with device.guard(tensors.cos.device):
             found = launch.launch_norm_gradient(options, tensors, [normed[i] for i in some], asked)
         for i, gradient in zip(some, found):
@@ -171,10 +135,9 @@ def _rope_norm_backward_fake(dos, normed, wanted, *arguments):
 
 
 def _apply(keyset, options: RotationOptions, tensors: RotationTensors) -> list[torch.Tensor]:
-    tables, weights = tensors[2:6], tensors.weights
-    if weights:
-        return list(apply_in_operator(_NormRotation, keyset, options, len(weights), *tables, *weights, *tensors.xs))
-    return list(apply_in_operator(_Rotation, keyset, options, *tables, *tensors.xs))
+    weights = tensors.weights
+    given = (*tensors[2:6], *weights, *tensors.xs)
+    return list(apply_in_operator(_Rotation, keyset, options, len(weights), *given))
 
 
 def _needs_gradient(tensors: RotationTensors) -> bool:
