@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fused_rope_attn import testing
+from verification import testing
 
 _LOOSE_RMS = 2.5
 # From this length on one group of heads is compared, because its float64 reference takes a second; below it the first

@@ -15,7 +15,7 @@ from bench.names import length_name
 from bench.report import PASSES, Group, Row, both, by_case, legend, markdown, provenance, three_digits, times_ours
 from bench.suite import Entry, Provider, Suite, Times, Trial, by_name, forward_or_backward
 from fused_rope_attn import plan_mla, rope_attention_mla
-from fused_rope_attn.testing import LatentCase, LatentInputs, LatentResults, make_latent_inputs, run_latent_reference
+from verification.testing import LatentCase, LatentInputs, LatentResults, make_latent_inputs, run_latent_reference
 
 OURS = Provider("fused", "rope_attention_mla (ours)", "ours")
 PROVIDERS = by_name((OURS, *(Provider(b.name, b.label, b.role, b.missing, b.pip) for b in LATENT.values())))

@@ -18,7 +18,7 @@ if not HAS_GPU:
 from torch._dynamo import trace_rules  # noqa: E402
 
 from fused_rope_attn.runtime.device import is_interpreted  # noqa: E402
-from fused_rope_attn.testing import poison_empty  # noqa: E402
+from verification.testing import poison_empty  # noqa: E402
 
 if is_interpreted():
     from verification.interpreter import guarded_memory, make_faster

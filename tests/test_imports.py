@@ -19,7 +19,6 @@ MAY_IMPORT |= {
     "__init__": {*ROOMS, "experimental", "masks"},  # lazily; the tests of imports below hold that
     "experimental": {"experimental", "kernels", "runtime", "__init__"},
     "masks": {"runtime"},
-    "testing": {"testing", "masks", *ROOMS, "__init__"},
     "env": {*ROOMS, "__init__"},
 }
 AROUND = {"baselines", "verification", "bench", "tests", "tools"}
@@ -109,7 +108,7 @@ assert callable({PACKAGE}.rope_attention) and callable({PACKAGE}.plan) and isins
 assert not torch.cuda.is_initialized()
 assert had_compiler or "torch._dynamo" not in sys.modules, "importing it takes seconds"
 loaded = [name for name in sys.modules if name.startswith("{PACKAGE}.")]
-forbidden = [name for name in loaded if name.split(".")[1] in ("testing", "integrations", "experimental")]
+forbidden = [name for name in loaded if name.split(".")[1] in ("integrations", "experimental")]
 assert not forbidden, forbidden
 """
     run(program, CUDA_VISIBLE_DEVICES="", HIP_VISIBLE_DEVICES="")

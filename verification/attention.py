@@ -11,10 +11,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from fused_rope_attn import testing
 from fused_rope_attn.attention import planning, reference
 from fused_rope_attn.experimental.corope import api
 from fused_rope_attn.experimental.corope import reference as corope_reference
+from verification import testing
 from verification.calls import FUNCTIONS, Call, Finding, Made, Ran, References, same_bits
 from verification.memory import SHARED
 

@@ -17,9 +17,9 @@ from einops import rearrange
 from torch import Tensor
 
 import fused_rope_attn
-from fused_rope_attn import testing
 from fused_rope_attn.experimental.corope import corope_attention
 from fused_rope_attn.runtime.device import arch
+from verification import testing
 from verification.memory import lay, lay_table
 
 FUNCTIONS = {

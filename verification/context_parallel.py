@@ -11,11 +11,11 @@ from typing import Any, ClassVar
 
 import torch
 
-from fused_rope_attn import testing
 from fused_rope_attn.distributed import cp_shard, plan_varlen_cp, rope_attention_cp, rope_attention_varlen_cp
-from fused_rope_attn.testing import Case, Comparison
+from verification import testing
 from verification.calls import Finding, Machine, References
 from verification.ranks import GROUPS, Ranks, group_of
+from verification.testing import Case, Comparison
 
 # Gradients that have no rows.
 OF_WEIGHTS = ("dsinks", "dq_norm", "dk_norm")

@@ -12,11 +12,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from fused_rope_attn import testing
 from fused_rope_attn.attention import planning
 from fused_rope_attn.generation import api, reference
 from fused_rope_attn.generation.configs import FLOAT8
 from fused_rope_attn.generation.reference import quantise
+from verification import testing
 from verification.calls import Call, Finding, Made, Ran, References, same_bits
 from verification.memory import SHARED, in_pages, lay, rows_in_pool, same_float8
 

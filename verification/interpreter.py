@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
-from fused_rope_attn.testing.poison import wrap_empty
+from verification.testing.poison import wrap_empty
 
 # The packages that Triton (3.6 to 3.9) searches.
 PACKAGES = (tl, tl.core, tl.math, tl.tensor, tl.core.tensor_descriptor_base)

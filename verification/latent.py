@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fused_rope_attn import testing
 from fused_rope_attn.attention import planning, reference
-from fused_rope_attn.testing.latent import noise_of_latent_zero
+from verification import testing
 from verification.attention import AttentionCheck
 from verification.calls import Made, References
+from verification.testing.latent import noise_of_latent_zero
 
 ROWS = ("q_nope", "q_rope", "k_nope", "k_rope", "v")
 

@@ -10,12 +10,12 @@ from dataclasses import replace
 
 import torch
 
-from fused_rope_attn.testing import INTERVALS
 from verification.attention import AttentionCheck, CoRopeCheck
 from verification.calls import Call
 from verification.decode import DecodeCheck
 from verification.latent import LatentCheck
 from verification.rotation import RopeCheck
+from verification.testing import INTERVALS
 
 SIZES = ("small", "large", "huge")
 

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fused_rope_attn import testing
 from fused_rope_attn.generation.reference import stored
+from verification import testing
 
 # Layouts in which several elements share memory: no such tensor can be written, or hold NaN in some rows only.
 SHARED = ("one batch", "one head", "one token", "one number")

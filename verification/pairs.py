@@ -12,9 +12,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from fused_rope_attn import testing
 from fused_rope_attn.attention import planning
 from fused_rope_attn.generation.api import run_write
+from verification import testing
 from verification.calls import FUNCTIONS, PARAMETERS, Call, Finding, Made, References, bits, refusal
 from verification.memory import in_pages
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from fused_rope_attn import testing
+from verification import testing
 from verification.attention import AttentionCheck, CoRopeCheck
 from verification.calls import Finding, Machine, copies, refusal, untouched
 from verification.decode import CACHES, DecodeCheck, WriteCheck

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from fused_rope_attn import testing
+from verification import testing
 from verification.calls import Call, Finding, Made, Ran, References
 from verification.memory import lay_table
 

@@ -19,7 +19,6 @@ from hypothesis import HealthCheck, Phase, Verbosity, given, seed, settings
 from hypothesis import strategies as st
 from hypothesis.internal.conjecture import providers
 
-from fused_rope_attn.testing import INTERVALS
 from verification.attention import TENSORS, WEIGHTS, AttentionCheck, CoRopeCheck
 from verification.calls import DTYPES, Call, Machine
 from verification.decode import DecodeCheck, WriteCheck
@@ -28,6 +27,7 @@ from verification.memory import SHARED
 from verification.pairs import PairCheck, Way
 from verification.refusals import MUTATIONS, IllegalCheck
 from verification.rotation import NORMS, RopeCheck
+from verification.testing import INTERVALS
 
 Draw = Callable[[st.SearchStrategy], Any]
 

@@ -12,7 +12,7 @@ import torch
 
 from bench.names import length_name
 from fused_rope_attn import masks
-from fused_rope_attn.testing import Case
+from verification.testing import Case
 
 # Kinds of masks that are compared: a window, packed sequences, masks that hide nothing.
 MASKS = ("window", "packed", "overhead")

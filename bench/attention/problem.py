@@ -16,8 +16,8 @@ from bench.attention.providers import AttentionProvider, Given
 from bench.gate import OF_WEIGHTS, Gate, Verdict
 from bench.report import Row
 from bench.suite import Entry, Options, Times, Trial, forward_or_backward
-from fused_rope_attn import testing
 from fused_rope_attn.attention.configs import HopperBackwardConfig, HopperForwardConfig
+from verification import testing
 
 
 class Problem:

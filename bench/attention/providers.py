@@ -18,9 +18,9 @@ from baselines.masked import MaskedAttention
 from baselines.norms import GEMMA_NORM, NORMED, Norms, hf_norm
 from bench.attention.cases import INTERVALS
 from bench.suite import Provider, by_name
-from fused_rope_attn import testing
 from fused_rope_attn.experimental import corope_attention
 from fused_rope_attn.experimental.corope import reference as corope_reference
+from verification import testing
 
 
 class Given(NamedTuple):

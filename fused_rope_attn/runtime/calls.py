@@ -108,11 +108,10 @@ class Replay:
         try:
             self._results = results and [None if x is None else numbers[id(x)] for x in results]
             for launch, arguments in recorded.launches:
-                kernel, of_tensors = launch.for_driver(arguments)
+                kernel = launch.for_driver(arguments)
                 first = len(self._maps)
-                maps = [p for p in kernel.parameters if isinstance(p, TensorMap)]
-                self._maps += [(each, numbers[id(of_tensors[each.name])]) for each in maps]
-                addresses = [numbers[id(of_tensors[p])] for p in kernel.parameters if isinstance(p, str)]
+                self._maps += [(p, numbers[p.tensor]) for p in kernel.parameters if isinstance(p, TensorMap)]
+                addresses = [numbers[p] for p in kernel.parameters if isinstance(p, int)]
                 launches.append((kernel, addresses, range(first, len(self._maps))))
         except KeyError as error:
             raise Unsupported("a tensor came from elsewhere") from error

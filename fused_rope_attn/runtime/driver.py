@@ -100,12 +100,13 @@ class TensorMap:
     of ``tensordesc_meta`` in Triton's metadata.
     """
 
-    def __init__(self, name: str, dtype: torch.dtype, fields: Mapping[str, Any], encoding: Mapping[str, Any] | None):
+    def __init__(self, name: str, x: torch.Tensor, fields: Mapping[str, Any], encoding: Mapping[str, Any] | None):
+        dtype = x.dtype
         if encoding is None or encoding["fp4_padded"] or encoding.get("is_im2col") or dtype not in _MAP_TYPES:
             raise Unsupported(f"{name} has no plain tensor map")
         if fields["padding"] != "zero" or fields.get("round_f32_to_tf32"):
             raise Unsupported(f"{name} is a descriptor that pads with NaN or rounds")
-        self.name, self.fields, block = name, fields, encoding["block_size"]
+        self.name, self.tensor, self.fields, block = name, id(x), fields, encoding["block_size"]
         rank, swizzle, none = len(block), encoding["swizzle"], 0
         sizes = (ctypes.c_uint64 * rank)(*reversed(fields["shape"]))
         pitches = (ctypes.c_uint64 * rank)(*(dtype.itemsize * n for n in reversed(fields["strides"][:-1])))
@@ -130,9 +131,9 @@ class TensorMap:
         return found
 
 
-# One parameter of a kernel: the name of a tensor, a descriptor's tensor map, or the bytes of anything else.
-Parameter = Union[str, TensorMap, bytes]  # noqa: UP007  tools/hub copies this file for Python 3.9
-_BYTES: dict[type, int] = {str: _WORD, TensorMap: _MAP_BYTES}
+# One parameter of a kernel: the id of a tensor, a descriptor's tensor map, or the bytes of anything else.
+Parameter = Union[int, TensorMap, bytes]  # noqa: UP007  tools/hub copies this file for Python 3.9
+_BYTES: dict[type, int] = {int: _WORD, TensorMap: _MAP_BYTES}
 
 
 class Kernel:
@@ -175,28 +176,28 @@ class Kernel:
 def parameters_of(signature: Mapping[str, Any], encodings: Any, given: Mapping[str, Any]) -> list[Parameter]:
     """Return a kernel's parameters by the rule of triton 3.6 to 3.9.
 
-    Constants are no parameters. A tuple gives those of its elements, a descriptor its map, shape and strides. The last
-    two are pointers to scratch memory.
+    Constants are no parameters. A record or tuple gives those of its elements, a descriptor its map, shape and strides.
+    The last two are pointers to scratch memory.
     """
     found: list[Parameter] = []
     left = iter(encodings or ())
     for name, kind in signature.items():
         if isinstance(kind, str) and kind.startswith("tensordesc"):
             x, source = given[name]
-            found.append(TensorMap(name, x.dtype, source.fields, next(left, None)))
+            found.append(TensorMap(name, x, source.fields, next(left, None)))
             found += [struct.pack("<i", n) for n in source.fields["shape"]]
             found += [struct.pack("<q", n) for n in source.fields["strides"]]
-        elif isinstance(kind, str) and kind.startswith("*"):
-            found.append(name)
         else:
-            found += _numbers(name, kind, given.get(name))
+            found += _values(name, kind, given.get(name))
     return [*found, bytes(_WORD), bytes(_WORD)]
 
 
-def _numbers(name: str, kind: Any, value: Any) -> Iterator[bytes]:
+def _values(name: str, kind: Any, value: Any) -> Iterator[int | bytes]:
     if isinstance(kind, tuple):
         for pair in zip(kind, value):
-            yield from _numbers(name, *pair)
+            yield from _values(name, *pair)
+    elif kind.startswith("*"):
+        yield id(value)
     elif kind != "constexpr":
         try:
             yield struct.pack(f"<{LETTERS[kind]}", value)
@@ -230,7 +231,7 @@ class Block:
         self._stream, self._launches = 0, []
         for kernel, own_addresses, own_maps in launches:
             at: dict[type, Iterator[int]] = {
-                str: iter([begin + _WORD * i for i in own_addresses]),
+                int: iter([begin + _WORD * i for i in own_addresses]),
                 TensorMap: iter([begin + first_map + _MAP_BYTES * i for i in own_maps]),
                 bytes: itertools.count(ctypes.addressof(kernel.numbers), _WORD),
             }

@@ -31,7 +31,8 @@ class Launch:
     """One kernel launch with everything but its tensors fixed, all arguments by the names of the kernel's parameters.
 
     Args:
-        kernel: a function of ``triton.jit`` or ``gluon.jit``. Its first parameters are its tensors.
+        kernel: a function of ``triton.jit`` or ``gluon.jit``. Its first parameters are those that change from call to
+            call: tensors, descriptors, and records that hold tensors.
         programs: size of the grid.
         options: of Triton's launch: ``num_warps``, ``num_stages``, ``maxnreg``, ``launch_pdl``.
         shared: arguments by name that several kernels of a call have in common. The kernel takes those that it has.
@@ -95,30 +96,17 @@ class Launch:
         compiled = self.compiled
         if compiled is None:  # Triton compiles, launches and returns the kernel; its interpreter returns None.
             self.compiled = self.kernel[self.grid](**given, **self.arguments, **self.options)
-        elif hooked():
-            compiled[self.grid](*given.values(), *self.arguments.values())
-        else:  # as compiled[grid](...) launches without hooks in triton 3.6 to 3.9
-            compiled.run(
-                *self.grid,
-                stream,
-                compiled.function,
-                compiled.packed_metadata,
-                None,
-                None,
-                None,
-                *given.values(),
-                *self.arguments.values(),
-            )
+        else:
+            compiled[self.grid](*given.values(), *self.arguments.values(), stream=stream)
 
-    def for_driver(self, tensors: dict) -> tuple[Kernel, dict[str, torch.Tensor]]:
-        """Return this launch as the driver makes it, and the tensors by name without their sources.
+    def for_driver(self, tensors: dict) -> Kernel:
+        """Return this launch as the driver makes it. tensors: as ``__call__`` took them.
 
-        tensors: as ``__call__`` took them. Raises Unsupported if the driver cannot make it.
+        Raises Unsupported if the driver cannot make it.
         """
         if self.compiled is None:
             raise Unsupported("nothing was compiled")
-        of_tensors = {name: x[0] if type(x) is tuple else x for name, x in tensors.items()}
-        return Kernel(self.compiled, self.grid, {**self.arguments, **tensors}), of_tensors
+        return Kernel(self.compiled, self.grid, {**self.arguments, **tensors})
 
 
 def hooked() -> bool:

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from fused_rope_attn import plan, rope_attention
-from fused_rope_attn.testing import make_inputs
 from tests.support.attention import gradients, leaves
 from tests.support.operators import SMALL, assert_close, kernel_or_reference
+from verification.testing import make_inputs
 
 
 @kernel_or_reference("triton", "reference")

@@ -7,11 +7,11 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from fused_rope_attn import rope_attention
-from fused_rope_attn.testing import make_inputs
 from tests.support.attention import gradients, leaves, packed_case, run_and_compare
 from tests.support.internals import go_through_the_dispatcher
 from tests.support.marks import STRATEGIES, both_strategies, cases, interpreted
 from tests.support.operators import MASKS, SMALL, assert_close, kernel_or_reference
+from verification.testing import make_inputs
 
 
 @kernel_or_reference("triton", "reference")

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from fused_rope_attn import plan, rope_attention, rope_attention_varlen
-from fused_rope_attn.testing import Case, make_inputs, run_reference
 from tests.support.attention import gradients
 from tests.support.internals import with_kvcache
 from tests.support.marks import interpreted
 from tests.support.operators import MASKS, SMALL, assert_close
+from verification.testing import Case, make_inputs, run_reference
 
 
 def test_what_the_sm_90_kernels_do_not_serve():

@@ -5,10 +5,10 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from fused_rope_attn import rope_attention
-from fused_rope_attn.testing import Case, make_inputs
 from tests.support.attention import gradients, leaves
 from tests.support.marks import both_strategies, interpreted
 from tests.support.operators import MASKS, SMALL, assert_close
+from verification.testing import Case, make_inputs
 
 
 @interpreted

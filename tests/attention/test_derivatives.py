@@ -5,10 +5,10 @@ import torch
 from torch.autograd import forward_ad
 
 from fused_rope_attn import rope_attention, rope_attention_varlen
-from fused_rope_attn.testing import make_inputs
 from tests.support.attention import leaves
 from tests.support.marks import interpreted
 from tests.support.operators import MASKS, SMALL, assert_close, kernel_or_reference
+from verification.testing import make_inputs
 
 both_backends = kernel_or_reference("triton", "reference")
 FORWARD_MODE = "^rope_attention: forward-mode differentiation"

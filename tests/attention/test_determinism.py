@@ -5,11 +5,11 @@ import torch
 
 from fused_rope_attn import apply_rope_qk, plan, plan_varlen, rope_attention, rope_attention_varlen
 from fused_rope_attn.experimental.corope.api import CoRopeAttention
-from fused_rope_attn.testing import Case, make_inputs
 from tests.support.attention import assert_equal, gradients
 from tests.support.internals import described_problems
 from tests.support.marks import interpreted
 from tests.support.operators import SMALL
+from verification.testing import Case, make_inputs
 
 
 @pytest.fixture

@@ -5,10 +5,10 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from fused_rope_attn import rope_attention
-from fused_rope_attn.testing import Case, make_inputs, run_reference
 from tests.support.dtypes import F16
 from tests.support.internals import go_through_the_dispatcher, replace_portable_launchers, replace_sm_90_launchers
 from tests.support.planning import HOPPER, PORTABLE, call
+from verification.testing import Case, make_inputs, run_reference
 
 
 @pytest.mark.parametrize("deterministic", [False, True])

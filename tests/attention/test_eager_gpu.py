@@ -8,9 +8,9 @@ import torch
 from fused_rope_attn import rope_attention
 from fused_rope_attn.attention import eager
 from fused_rope_attn.runtime.launch import Launch
-from fused_rope_attn.testing import Case, make_inputs, masks_of, norms_of
 from tests.support.attention import assert_equal
 from tests.support.gpu import ODD_LENGTHS, assert_alike, is_sm_90
+from verification.testing import Case, make_inputs, masks_of, norms_of
 
 pytestmark = pytest.mark.gpu
 

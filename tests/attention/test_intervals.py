@@ -8,10 +8,10 @@ import torch
 
 import fused_rope_attn as package
 from fused_rope_attn import masks, plan, rope_attention
-from fused_rope_attn.testing import Case, make_inputs, masks_of, run_op
 from tests.support.attention import assert_matches_float64
 from tests.support.loop_attention import check_reference, qkv, tables
 from tests.support.marks import cases
+from verification.testing import Case, make_inputs, masks_of, run_op
 
 BASE = Case(2, 2, 1, 9, 9, 16, causal=False, intervals="random", dtype=torch.float32)
 

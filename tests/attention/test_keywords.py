@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import fused_rope_attn as package
-from fused_rope_attn.testing import make_inputs
 from tests.support.operators import SMALL
+from verification.testing import make_inputs
 
 # Every public function that explains its keywords.
 FUNCTIONS = (

@@ -14,8 +14,8 @@ from fused_rope_attn import (
     rope_attention_with_kvcache,
 )
 from fused_rope_attn.experimental import corope_attention
-from fused_rope_attn.testing import make_inputs
 from tests.support.operators import MASKS, SMALL
+from verification.testing import make_inputs
 
 HEADS = (2, 1, 1)
 

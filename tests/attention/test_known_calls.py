@@ -6,8 +6,8 @@ import torch
 
 from fused_rope_attn import rope_attention
 from fused_rope_attn.attention import api, eager
-from fused_rope_attn.testing import Case, make_inputs
 from tests.support.marks import interpreted
+from verification.testing import Case, make_inputs
 
 pytestmark = interpreted
 INPUTS = make_inputs(Case(1, 2, 1, 16, 16, 16, seed=3))

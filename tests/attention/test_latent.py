@@ -8,9 +8,9 @@ import torch.nn.functional as F
 
 from fused_rope_attn import plan_mla, plan_mla_varlen, rope_attention_mla, rope_attention_mla_varlen
 from fused_rope_attn.attention.configs import HopperBackwardConfig
-from fused_rope_attn.testing import LatentCase, make_latent_inputs, run_latent_op, run_latent_reference
 from tests.support.dtypes import BF16, F16, F32
 from tests.support.marks import interpreted
+from verification.testing import LatentCase, make_latent_inputs, run_latent_op, run_latent_reference
 
 CASE = LatentCase(2, 3, 9, 12, dtype=F32)
 backends = pytest.mark.parametrize("backend", ["reference", pytest.param("triton", marks=interpreted)])

@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from fused_rope_attn import rope_attention_mla
-from fused_rope_attn.testing import LatentCase, make_latent_inputs
 from tests.support.dtypes import BF16
 from tests.support.gpu import assert_alike
 from tests.support.hopper import needs_sm_90
+from verification.testing import LatentCase, make_latent_inputs
 
 DEEPSEEK = LatentCase(2, 6, 333, 700, 128, 64, 128, interleaved=True, dtype=BF16)
 both_backends = pytest.mark.parametrize(

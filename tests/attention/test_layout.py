@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from fused_rope_attn import plan, rope_attention
-from fused_rope_attn.testing import Case, Results, make_inputs
 from tests.support.attention import assert_equal, assert_matches_float64
 from tests.support.marks import interpreted
 from tests.support.operators import MASKS, SMALL, Record, kernel_or_reference
+from verification.testing import Case, Results, make_inputs
 
 CASE = Case(2, 4, 2, 9, 12, 16, dtype=torch.float32)  # another number of heads than of tokens, on both sides
 

@@ -6,11 +6,11 @@ import torch
 import fused_rope_attn
 from fused_rope_attn import plan, plan_varlen, rope_attention, rope_attention_varlen
 from fused_rope_attn.attention.hopper.max_logit_kernel import max_logit_kernel
-from fused_rope_attn.testing import make_inputs
 from tests.support.attention import leaves
 from tests.support.internals import go_through_the_dispatcher
 from tests.support.operators import MASKS, SMALL, assert_close, kernel_or_reference
 from tests.support.planning import HOPPER, PORTABLE, call, kinds
+from verification.testing import make_inputs
 
 INPUTS = make_inputs(SMALL)
 PACKED = tuple(x[:1].flatten(0, 0)[0].transpose(0, 1) for x in (INPUTS.q, INPUTS.k, INPUTS.v))

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from fused_rope_attn import rope_attention, rope_attention_varlen, rope_tables
-from fused_rope_attn.testing import Case, make_inputs, run_op
 from tests.support.attention import assert_equal, assert_matches_float64, packed_case
 from tests.support.dtypes import BF16, F16
 from tests.support.gpu import is_sm_90
+from verification.testing import Case, make_inputs, run_op
 
 pytestmark = pytest.mark.gpu
 BASE = Case(2, 8, 2, 700, 700, 128, dtype=BF16)

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from fused_rope_attn import plan, rope_attention, rope_attention_varlen
-from fused_rope_attn.testing import Case, make_inputs, run_op
 from tests.support.internals import forget_warnings
+from verification.testing import Case, make_inputs, run_op
 
 CASE = Case(2, 5, 5, 8, 2, 16, dtype=torch.float32)  # what (B, N, H, D) of 5 tokens, 8 heads and 2 key heads looks like
 

@@ -11,7 +11,6 @@ from torch.utils.checkpoint import checkpoint
 
 from fused_rope_attn import plan, rope_attention, rope_attention_varlen, rope_tables
 from fused_rope_attn.attention import reference
-from fused_rope_attn.testing import Case, make_inputs, norms_of, run_op
 from tests.support.attention import assert_equal, packed_case
 from tests.support.dtypes import F16, F32, F64
 from tests.support.internals import OPERATORS, operator_arguments, plan_of
@@ -19,6 +18,7 @@ from tests.support.marks import both_strategies, ignore_overflow, interpreted
 from tests.support.operators import Record
 from tests.support.planning import call
 from tests.support.rotation import assert_close, normal
+from verification.testing import Case, make_inputs, norms_of, run_op
 
 pytestmark = ignore_overflow
 

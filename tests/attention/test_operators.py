@@ -7,11 +7,11 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fused_rope_attn import rope_attention
-from fused_rope_attn.testing import Case, make_inputs, run_op
 from tests.support.attention import leaves
 from tests.support.internals import ARGUMENT_OF_MAX_LOGIT, ARGUMENT_OF_SINKS, OPERATORS, operator_arguments
 from tests.support.marks import both_strategies, interpreted
 from tests.support.operators import MASKS, SMALL, Record
+from verification.testing import Case, make_inputs, run_op
 
 
 @interpreted

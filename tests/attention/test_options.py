@@ -13,8 +13,8 @@ from fused_rope_attn.attention.problem import DESCRIBED, ROWS, Options, Tensors
 from fused_rope_attn.distributed import api as distributed_api
 from fused_rope_attn.generation import api as generation_api
 from fused_rope_attn.runtime.options import Option, rows_of
-from fused_rope_attn.testing import make_inputs
 from tests.support.operators import SMALL
+from verification.testing import make_inputs
 
 ENDS = torch.tensor([0, 7], dtype=torch.int32)
 # By public function: where its calls are described, and its arguments besides q, k, v, cos and sin.

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from fused_rope_attn import rope_attention_varlen
-from fused_rope_attn.testing import make_inputs, run_op, run_reference
 from tests.support.attention import sequences_of
 from tests.support.cases import PACKINGS, packed
 from tests.support.dtypes import F32
 from tests.support.marks import cases
+from verification.testing import make_inputs, run_op, run_reference
 
 
 @cases(*PACKINGS)

@@ -19,11 +19,11 @@ from fused_rope_attn import (
     rope_attention_varlen,
     rope_attention_with_kvcache,
 )
-from fused_rope_attn.testing import Case, make_inputs
-from fused_rope_attn.testing.latent import LatentCase, make_latent_inputs
 from tests.support.dtypes import F16, F32
 from tests.support.marks import interpreted
 from tests.support.operators import SMALL, Record
+from verification.testing import Case, make_inputs
+from verification.testing.latent import LatentCase, make_latent_inputs
 
 
 @interpreted

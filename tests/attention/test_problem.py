@@ -3,9 +3,9 @@
 from dataclasses import replace
 
 from fused_rope_attn.attention.problem import flatten, rebuild
-from fused_rope_attn.testing import make_inputs
 from tests.support.cases import TWO_BATCHES, packed
 from tests.support.internals import described
+from verification.testing import make_inputs
 
 
 def test_heads_share_a_section_by_the_longest_sequence():

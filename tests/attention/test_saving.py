@@ -14,7 +14,6 @@ from fused_rope_attn.attention.configs import BUCKETS
 from fused_rope_attn.attention.eager import attention
 from fused_rope_attn.attention.problem import Saving, Tensors, describe
 from fused_rope_attn.runtime.layouts import has_descriptor
-from fused_rope_attn.testing import Case, make_inputs, run_op, run_reference
 from tests.support.attention import assert_equal, packed_case, sequences_of
 from tests.support.dtypes import F16
 from tests.support.internals import (
@@ -27,6 +26,7 @@ from tests.support.internals import (
 )
 from tests.support.marks import cases, ignore_overflow, interpreted
 from tests.support.planning import HOPPER, PORTABLE, call
+from verification.testing import Case, make_inputs, run_op, run_reference
 
 CASE = Case(1, 4, 2, 20, 20, 16, dtype=F16)
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from fused_rope_attn import cu_seqlens_from_position_ids, rope_attention_varlen
-from fused_rope_attn.testing import Case, make_inputs
+from verification.testing import Case, make_inputs
 
 
 def test_cu_seqlens_from_position_ids():

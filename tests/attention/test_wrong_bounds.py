@@ -7,12 +7,12 @@ import torch
 
 from fused_rope_attn import apply_rope, apply_rope_qk, rope_attention, rope_attention_varlen, write_kvcache
 from fused_rope_attn.attention import reference
-from fused_rope_attn.testing import Case, make_inputs
 from tests.support.cases import packed
 from tests.support.dtypes import F32
 from tests.support.internals import ARGUMENT_OF_MAX_LOGIT, OPERATORS, operator_arguments
 from tests.support.marks import both_strategies, ignore_overflow, interpreted
 from tests.support.operators import assert_close, kernel_or_reference
+from verification.testing import Case, make_inputs
 
 pytestmark = ignore_overflow
 

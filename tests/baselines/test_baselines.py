@@ -15,8 +15,8 @@ from baselines.base import Baseline
 from bench.attention.cases import BenchCase
 from bench.attention.providers import rival
 from bench.attention.suite import ATTENTION
-from fused_rope_attn import testing
 from tests.support.bench import run
+from verification import testing
 
 _interpreted = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") != "1", reason="runs Triton kernels on CPU tensors in its interpreter"

@@ -13,9 +13,9 @@ from bench.attention.suite import ATTENTION
 from bench.report import case_report, summary
 from bench.runner import DeviceLost
 from bench.suite import forward_or_backward
-from fused_rope_attn import testing
 from tests.support.bench import TINY, right, run, scripted
 from tests.support.clocks import WallClock
+from verification import testing
 
 PLAIN = providers.table("plain")
 HOST = providers.table("host")

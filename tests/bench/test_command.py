@@ -14,9 +14,9 @@ from bench.attention import suite as attention
 from bench.attention.suite import ATTENTION
 from bench.command import progress_bar
 from bench.environment import ROOT
-from fused_rope_attn import testing
 from tests.support.bench import FACTS
 from tests.support.clocks import WallClock
+from verification import testing
 
 TINY = cases.BenchCase("Tiny", "Tiny", ("corope",), testing.Case(1, 2, 1, 9, 9, 8, dtype=torch.float32), "corope")
 

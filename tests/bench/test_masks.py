@@ -19,8 +19,8 @@ from fused_rope_attn import masks as intervals
 from fused_rope_attn.attention import planning
 from fused_rope_attn.attention.planning import Plan
 from fused_rope_attn.runtime import device
-from fused_rope_attn.testing import Case
 from tests.support.bench import run
+from verification.testing import Case
 
 TINY = Case(1, 4, 2, 24, 24, 16, dtype=torch.float32)
 LENGTHS = (5, 12, 1, 7)

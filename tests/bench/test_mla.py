@@ -13,9 +13,9 @@ from bench.__main__ import main
 from bench.attention import plots
 from bench.mla import MLA, PROVIDERS, MlaCase
 from bench.suite import Options, Provider
-from fused_rope_attn import testing
 from tests.support.bench import run as run_suite
 from tests.support.clocks import WallClock
+from verification import testing
 
 TINY = MlaCase(1, 3, 33, 33, 32, 16, 48, dtype=torch.float32, interleaved=True)
 BATCHED = MlaCase(2, 2, 16, 16, 16, 16, 16, dtype=torch.float32, interleaved=True)

@@ -13,10 +13,10 @@ from bench.attention import providers
 from bench.attention.cases import BenchCase
 from bench.attention.suite import NORM
 from bench.gate import Gate
-from fused_rope_attn import testing
-from fused_rope_attn.testing import Case
 from tests.support.bench import run
 from tests.support.internals import rotate_without_the_kernel
+from verification import testing
+from verification.testing import Case
 
 TINY = Case(2, 4, 2, 24, 24, 16, causal=True, dtype=torch.float32, norms=0.0)
 PROVIDERS = providers.table("norm")

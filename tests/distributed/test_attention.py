@@ -5,13 +5,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fused_rope_attn.testing import Case
 from tests.support.context_parallel import attend_invariantly, judge
 from tests.support.dtypes import F16
 from tests.support.marks import ignore_overflow, interpreted
 from verification.attention import AttentionCheck
 from verification.context_parallel import attend, joined
 from verification.interpreter import products_in_float64
+from verification.testing import Case
 
 # P = 2, 3, 4, because two ranks cannot see a reversed order; and groups with other numbers than the global ranks.
 PLAIN = Case(2, 4, 2, 48, 48, 16, dtype=torch.float32)

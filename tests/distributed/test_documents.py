@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fused_rope_attn.testing import Case
 from tests.support.context_parallel import balanced, judge, refused_plan
 from verification.context_parallel import attend, joined
+from verification.testing import Case
 
 # Documents of one token, empty ones, one over several chunks, and ends that are those of chunks; 6 tokens of no one.
 LENGTHS = (1, 17, 0, 6, 12, 3, 21)

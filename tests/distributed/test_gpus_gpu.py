@@ -10,12 +10,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fused_rope_attn.testing import Case
 from tests.support import cp_gpu
 from tests.support.context_parallel import judge
 from tests.support.dtypes import BF16
 from verification.context_parallel import attend, dealt, joined
 from verification.ranks import Ranks
+from verification.testing import Case
 
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")]

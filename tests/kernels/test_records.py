@@ -5,7 +5,7 @@ import torch
 import triton
 import triton.language as tl
 
-from fused_rope_attn.kernels.records import record, replace
+from fused_rope_attn.kernels.records import record, replace, unpack
 from fused_rope_attn.runtime.device import is_interpreted
 
 pytestmark = pytest.mark.skipif(not is_interpreted(), reason="runs in Triton's interpreter")
@@ -80,3 +80,62 @@ def incomplete_kernel(x_ptr):
 def test_a_missing_field_is_an_error():
     with pytest.raises(Exception, match="a record of ptr, strides, first, D cannot be made of"):
         incomplete_kernel[(1,)](torch.empty(1))
+
+
+@record
+class Window:
+    """A record within a record, with a compile-time default."""
+
+    rows: Rows
+    scale: tl.tensor | None
+    IS_DOUBLED: tl.constexpr = False
+
+
+@triton.jit(do_not_specialize=["count"])
+def passed_kernel(window, out, count, D: tl.constexpr):
+    window, out = unpack((window, out))
+    total = tl.zeros((D,), tl.float32)
+    for i in range(count):
+        total += load_row(window.rows, i)
+    if window.scale is not None:
+        total *= window.scale
+    if window.IS_DOUBLED:
+        total *= 2
+    tl.store(out.ptr + tl.arange(0, window.rows.D) * out.strides[0], total)
+
+
+@record
+class Out:
+    """Where a kernel writes."""
+
+    ptr: tl.tensor
+    strides: tl.tuple
+    BLOCK: tl.constexpr = 1
+
+
+@pytest.mark.parametrize(("scale", "doubled"), [(None, False), (0.5, False), (3.0, True)])
+def test_the_host_passes_records_whole(scale, doubled):
+    """A record in a record, an absent field, a default, strides, and a compile-time field that shapes a block."""
+    x, out = torch.randn(16, 7).T, torch.empty(16)
+    options = {"IS_DOUBLED": True} if doubled else {}
+    window = Window.host(Rows.host(x, x.stride(), None, D=16), scale, **options)
+    passed_kernel[(1,)](window, Out.host(ptr=out, strides=out.stride()), 7, 16)
+    torch.testing.assert_close(out, x.sum(0) * (scale or 1.0) * (2 if doubled else 1))
+
+
+def test_a_record_takes_its_fields_alone():
+    with pytest.raises(TypeError, match="Rows takes ptr, strides, first, D"):
+        Rows.host(1, 2, None)
+    with pytest.raises(TypeError, match="Rows takes ptr, strides, first, D"):
+        Rows.host(1, 2, None, 4, ALIGNED=True)
+
+
+def test_records_are_told_by_their_fields():
+    """Two with the same fields would be one to a kernel, so the second is refused."""
+    with pytest.raises(TypeError, match="has the fields of Out"):
+
+        @record
+        class Other:
+            ptr: tl.tensor
+            strides: tl.tuple
+            BLOCK: tl.constexpr

@@ -12,11 +12,11 @@ from dataclasses import replace
 
 import pytest
 
-from fused_rope_attn.testing import Case
 from tests.support.dtypes import F16, F32
 from tests.support.marks import cases, interpreted
 from tests.support.paths import ROOT
 from tests.support.same_rotation import assert_one_rotation, rotated_by_every_kernel
+from verification.testing import Case
 
 BASE = Case(2, 2, 2, 21, 21, 32, dtype=F16)
 

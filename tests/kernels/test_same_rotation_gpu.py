@@ -8,13 +8,13 @@ import torch
 from fused_rope_attn.attention.hopper import configs as hopper_configs
 from fused_rope_attn.attention.hopper import forward as hopper_forward
 from fused_rope_attn.attention.problem import Saving
-from fused_rope_attn.testing import Case, make_inputs
 from tests.support.attention import assert_matches_float64, packed_case
 from tests.support.dtypes import BF16, F16, F32
 from tests.support.gpu import is_sm_90
 from tests.support.internals import described_for_launch
 from tests.support.marks import cases
 from tests.support.same_rotation import assert_one_rotation, in_memory_order, one_visible_key, rotated_by_every_kernel
+from verification.testing import Case, make_inputs
 
 pytestmark = pytest.mark.gpu
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from fused_rope_attn import RotaryEmbedding, apply_rope, apply_rope_qk, rope_tables
-from fused_rope_attn.testing import compare
 from tests.support.gpu import skip_below_free_memory
+from verification.testing import compare
 
 pytestmark = pytest.mark.gpu
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from fused_rope_attn import apply_rope_qk, rope_tables
-from fused_rope_attn.testing import compare
 from tests.support.dtypes import F16, F32, F64
 from tests.support.marks import ignore_overflow, interpreted
 from tests.support.rotation import assert_close, normal, strided
+from verification.testing import compare
 
 pytestmark = ignore_overflow
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from fused_rope_attn import apply_rope_qk, rope_tables
-from fused_rope_attn.testing import compare, run_rotation_reference
+from verification.testing import compare, run_rotation_reference
 
 pytestmark = pytest.mark.gpu
 

@@ -9,10 +9,10 @@ import torch
 from fused_rope_attn import apply_rope_qk, rope_attention, rope_attention_with_kvcache
 from fused_rope_attn.runtime import driver
 from fused_rope_attn.runtime.launch import Launch
-from fused_rope_attn.testing import make_inputs
 from tests.support.attention import assert_equal
 from tests.support.gpu import ODD_LENGTHS, assert_same_but_dq, capture, is_sm_90
 from tests.support.internals import forget_calls
+from verification.testing import make_inputs
 
 pytestmark = pytest.mark.gpu
 

@@ -34,7 +34,7 @@ def install(monkeypatch, found):
 
 def expected_values(tensors):
     """The bytes of SIZES in a launch with these tensors."""
-    x, (y, _), z = tensors["x_ptr"], tensors["y_desc"], tensors["z_ptr"]
+    x, (y, _), z = tensors["x_ptr"], tensors["y_desc"], tensors["z"].ptr
     return [
         struct.pack("<Q", x.data_ptr()),
         toy_map(y.data_ptr()),
@@ -55,7 +55,7 @@ def kernel_of(compiled=None, grid=GRID, **arguments):
 
 def values_of(kernel, tensors):
     """(addresses, maps) of toy tensors, as ``Block.write`` takes them for one launch."""
-    x, (y, _), z = tensors["x_ptr"], tensors["y_desc"], tensors["z_ptr"]
+    x, (y, _), z = tensors["x_ptr"], tensors["y_desc"], tensors["z"].ptr
     (tensor_map,) = (p for p in kernel.parameters if isinstance(p, TensorMap))
     return x.data_ptr(), z.data_ptr(), tensor_map.at(y.data_ptr())
 

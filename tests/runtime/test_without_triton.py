@@ -15,7 +15,7 @@ import sys
 sys.modules["triton"] = None
 import torch
 import fused_rope_attn
-from fused_rope_attn.testing import Case, compare, make_inputs, run_op, run_reference
+from verification.testing import Case, compare, make_inputs, run_op, run_reference
 
 CASE = Case(batch=2, heads_q=4, heads_kv=2, len_q=33, len_k=33, head_dim=32, causal=True, dtype=torch.float32)
 torch.manual_seed(0)

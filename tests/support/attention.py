@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import torch
 
-from fused_rope_attn.testing import (
+from verification.testing import (
     DRAWS,
     RandomRounding,
     Results,

@@ -6,8 +6,8 @@ from bench.attention import cases, providers
 from bench.attention.providers import AttentionProvider
 from bench.runner import Run
 from bench.suite import Options
-from fused_rope_attn import testing
 from tests.support.clocks import WallClock
+from verification import testing
 
 FACTS = {
     "gpu": "toy",

@@ -2,9 +2,9 @@
 
 from functools import partial
 
-from fused_rope_attn.testing import Case
 from tests.support.attention import packed_case
 from tests.support.dtypes import F32
+from verification.testing import Case
 
 SQUARE = Case(1, 1, 1, 130, 130, 16)
 TWO_BATCHES = Case(2, 1, 1, 70, 110, 16)

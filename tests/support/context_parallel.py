@@ -15,10 +15,10 @@ from fused_rope_attn.distributed import (
     rope_attention_cp,
     rope_attention_varlen_cp,
 )
-from fused_rope_attn.testing import Case
 from verification.context_parallel import attend, compared
 from verification.interpreter import products_in_float64
 from verification.ranks import group_of
+from verification.testing import Case
 
 
 def judge(case: Case, found: dict[str, torch.Tensor], total: int | None = None, device: str = "cpu") -> None:

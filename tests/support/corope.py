@@ -3,7 +3,7 @@
 import torch
 
 from fused_rope_attn.experimental.corope import reference
-from fused_rope_attn.testing import compare
+from verification.testing import compare
 
 NAMES = ("o", "dq", "dk", "dv")
 

@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 from fused_rope_attn import rope_attention, testing
 from fused_rope_attn.distributed import cp_shard, plan_varlen_cp, rope_attention_cp, rope_attention_varlen_cp
-from fused_rope_attn.testing import Case
 from verification.ranks import group_of
+from verification.testing import Case
 
 
 def _shards(case: Case, ranks: tuple[int, ...], sharding: str = "zigzag") -> tuple[Any, list[torch.Tensor], Any]:

@@ -4,6 +4,7 @@ import ctypes
 import time
 from collections import namedtuple
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import torch
 
@@ -12,12 +13,13 @@ from fused_rope_attn.runtime.launch import Source
 from fused_rope_attn.runtime.triton_compat import gl
 
 NAME = "toy_kernel"
-# One parameter of every kind that kernels have: tensors, a descriptor, a tuple, an absent tensor, numbers, a constant.
+# One parameter of every kind that kernels have: a tensor, a descriptor, an absent tensor, a record with a tensor, a
+# tuple, a number, a constant.
 SIGNATURE = {
     "x_ptr": "*fp32",
     "y_desc": "tensordesc<bf16[1, 1, 64, 64],NVMMASharedLayout()>",
     "no_ptr": "constexpr",
-    "z_ptr": "*bf16",
+    "z": ("*bf16", "constexpr"),
     "strides": ("i32", "i64", "constexpr"),
     "scale": "fp32",
     "BLOCK": "constexpr",
@@ -27,6 +29,13 @@ ENCODING = {"swizzle": 3, "elem_size": 2, "elem_type": 10, "block_size": [1, 1, 
 SIZES = [8, 128, *[4] * 4, *[8] * 4, 8, 4, 8, 4, 8, 8]
 ARGUMENTS = {"strides": (640, 1 << 40, 1), "scale": 0.25, "BLOCK": 64}
 GRID = (12, 1, 1)
+
+
+class View(NamedTuple):
+    """A record as the host passes it."""
+
+    ptr: torch.Tensor
+    step: int = 1
 
 
 def compiled_kernel(signature=SIGNATURE, function=0x5EED, **changed):
@@ -45,14 +54,15 @@ def compiled_kernel(signature=SIGNATURE, function=0x5EED, **changed):
     } | changed
     metadata = namedtuple("KernelMetadata", fields)(**fields)
     runs = []
-    return SimpleNamespace(
-        src=SimpleNamespace(signature=signature),
-        metadata=metadata,
-        function=function,
-        packed_metadata=(4, 1, 4096),
-        runs=runs,
-        run=lambda *arguments: runs.append(arguments),
-    )
+
+    class Compiled(SimpleNamespace):
+        def run(self, *arguments, grid, stream):
+            runs.append((grid, stream, *arguments))
+
+        def __getitem__(self, grid):
+            return lambda *arguments, stream: self.run(*arguments, grid=grid, stream=stream)
+
+    return Compiled(src=SimpleNamespace(signature=signature), metadata=metadata, function=function, runs=runs)
 
 
 def toy_tensors():
@@ -60,7 +70,7 @@ def toy_tensors():
     y = torch.zeros(3, 2, 64, 64, dtype=torch.bfloat16)
     layout = gl.NVMMASharedLayout.get_default_for([1, 1, 64, 64], gl.bfloat16)
     source = Source(y, [1, 1, 64, 64], layout)
-    return {"x_ptr": torch.zeros(8), "y_desc": source(y), "no_ptr": None, "z_ptr": torch.zeros(8).bfloat16()}
+    return {"x_ptr": torch.zeros(8), "y_desc": source(y), "no_ptr": None, "z": View(torch.zeros(8).bfloat16())}
 
 
 def toy_map(address):

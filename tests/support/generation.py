@@ -5,10 +5,10 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from fused_rope_attn.testing import Comparison
 from tests.support.internals import with_kvcache
 from verification.calls import Machine, Made
 from verification.matrix import step
+from verification.testing import Comparison
 
 PLAIN = step("plain", (4, 2), 2, 40, 16, (30, 0))
 TINY = step("tiny", (2, 1), 1, 20, 16, (17,))  # for tests that run a call many times

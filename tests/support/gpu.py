@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from fused_rope_attn import rope_attention
-from fused_rope_attn.testing import Case, Inputs, make_inputs, run_op
 from tests.support.attention import assert_equal
 from tests.support.dtypes import BF16
+from verification.testing import Case, Inputs, make_inputs, run_op
 
 # The case of the tests that are not about shapes: odd lengths, GQA, one compilation for all of them.
 ODD_LENGTHS = Case(2, 8, 2, 333, 700, 128, dtype=BF16)

@@ -5,10 +5,10 @@ from functools import partial
 
 import pytest
 
-from fused_rope_attn.testing import make_inputs, run_op
 from tests.support.attention import assert_equal, assert_matches_float64, packed_case
 from tests.support.dtypes import BF16
 from tests.support.gpu import ODD_LENGTHS, assert_same_but_dq, is_sm_90
+from verification.testing import make_inputs, run_op
 
 needs_sm_90 = [pytest.mark.gpu, pytest.mark.skipif(not is_sm_90(), reason="needs an sm_90 GPU")]
 ON_SM_90 = {"backend": "hopper"}

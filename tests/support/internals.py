@@ -16,7 +16,7 @@ from fused_rope_attn.generation.validation import check_kvcache
 from fused_rope_attn.runtime import checks, guards
 from fused_rope_attn.runtime.calls import Calls
 from fused_rope_attn.runtime.keywords import fill
-from fused_rope_attn.testing import Results, masks_of, norms_of
+from verification.testing import Results, masks_of, norms_of
 
 OPERATORS = torch.ops.fused_rope_attn
 # Makers of guards of tensors: the one that is taken, and the one for releases of PyTorch without guards of their own.

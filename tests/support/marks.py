@@ -22,5 +22,5 @@ def cases_in_turn(*rows):
 
 
 def cases(*rows):
-    """Repeat a test for these cases (``fused_rope_attn.testing.Case``, or any other with a name)."""
+    """Repeat a test for these cases (``verification.testing.Case``, or any other with a name)."""
     return pytest.mark.parametrize("case", [pytest.param(case, id=case.name) for case in rows])

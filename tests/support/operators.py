@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fused_rope_attn.testing import Case
 from tests.support.marks import interpreted
+from verification.testing import Case
 
 # Masks for two batch entries of two query heads.
 MASKS = {

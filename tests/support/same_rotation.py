@@ -5,8 +5,8 @@ import torch
 from fused_rope_attn import apply_rope, apply_rope_qk
 from fused_rope_attn.attention.portable.backward import BackwardCall
 from fused_rope_attn.attention.problem import Saving
-from fused_rope_attn.testing import Inputs, make_inputs, norms_of, run_op
 from tests.support.internals import run_operators, saved_by_portable_forward, with_kvcache, write
+from verification.testing import Inputs, make_inputs, norms_of, run_op
 
 
 def in_memory_order(x, case):

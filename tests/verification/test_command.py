@@ -70,7 +70,7 @@ def test_a_case_that_does_not_fit_is_skipped_in_sight(monkeypatch, capsys):
     def too_large(*args, **options):
         raise torch.OutOfMemoryError
 
-    monkeypatch.setattr("fused_rope_attn.testing.run_reference", too_large)
+    monkeypatch.setattr("verification.testing.run_reference", too_large)
     assert command.main([*ONE_CASE, "--json", ""]) == 0
     out = capsys.readouterr().out
     assert "0 of 1 tensors within tolerance, 0 not, 1 skipped" in out

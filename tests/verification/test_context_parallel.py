@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import torch
 
-from fused_rope_attn.testing import Case, make_inputs, run_reference
 from verification import __main__ as verification
 from verification import context_parallel
 from verification.context_parallel import compared
+from verification.testing import Case, make_inputs, run_reference
 
 ASKED = ["--cp", "--device", "cpu", "--dtype", "float32", "--jobs", "0", "--json", "", "--filter"]
 

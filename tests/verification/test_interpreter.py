@@ -8,9 +8,9 @@ import torch
 import triton
 import triton.language as tl
 
-from fused_rope_attn.testing import poison_empty
 from tests.support.marks import interpreted
 from verification.interpreter import PACKAGES, guarded_memory
+from verification.testing import poison_empty
 
 
 def builtins(package):

@@ -163,7 +163,7 @@ def wrong_tables(monkeypatch):
 
 
 def test_a_wrong_result_is_found_shrunk_and_repeated(wrong_tables, capsys, tmp_path, monkeypatch):
-    monkeypatch.setattr("fused_rope_attn.testing.DRAWS", 2)  # for time
+    monkeypatch.setattr("verification.testing.DRAWS", 2)  # for time
     monkeypatch.setattr(search, "MOST_SHRUNK", 1)
     file = tmp_path / "out" / "random.json"
     assert command.main(["--random", "24", "--seed", "12", *ARGUMENTS[:-1], str(file)]) == 1

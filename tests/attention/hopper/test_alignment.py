@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 from fused_rope_attn.attention.hopper.shapes import is_aligned
-from fused_rope_attn.testing import Case, make_inputs
 from tests.support.internals import described_for_launch
+from verification.testing import Case, make_inputs
 
 SQUARE = Case(1, 1, 1, 300, 300, 64)
 

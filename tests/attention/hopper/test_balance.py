@@ -8,9 +8,9 @@ import torch
 
 from fused_rope_attn.attention.hopper.balance import balance, count_query_blocks, last_end, parts_of_group
 from fused_rope_attn.runtime import device
-from fused_rope_attn.testing import make_inputs
 from tests.support.cases import TWO_BATCHES
 from tests.support.internals import described
+from verification.testing import make_inputs
 
 MIB = 1 << 20
 ROW = 1024  # bytes of Q, dO and dQ in a row of a head of 128 columns

@@ -10,12 +10,12 @@ import torch
 
 from fused_rope_attn.attention import configs
 from fused_rope_attn.rotation.reference import norm
-from fused_rope_attn.testing import Case, compare, make_inputs, run_reference
 from tests.support.attention import sequences_of
 from tests.support.cases import TWO_BATCHES, packed
 from tests.support.dtypes import F32
 from tests.support.internals import described_for_launch
 from tests.support.marks import cases, ignore_overflow, interpreted
+from verification.testing import Case, compare, make_inputs, run_reference
 
 SM_90 = (
     packed((70, 1, 33, 64)),

@@ -8,12 +8,12 @@ import torch
 
 from fused_rope_attn import plan, rope_attention, rope_attention_varlen, rope_tables
 from fused_rope_attn.attention import configs
-from fused_rope_attn.testing import Case, make_inputs, run_op
 from tests.support.attention import assert_equal, assert_matches_float64
 from tests.support.dtypes import BF16, F16
 from tests.support.gpu import MANY_TILES, ODD_LENGTHS, assert_alike
 from tests.support.hopper import ON_SM_90, UNEVEN, needs_sm_90, packed
 from tests.support.marks import cases
+from verification.testing import Case, make_inputs, run_op
 
 pytestmark = needs_sm_90
 # More programs than multiprocessors, so that key blocks of a head run at the same time and one after another.

@@ -6,13 +6,13 @@ import pytest
 
 from fused_rope_attn.attention.hopper import backward
 from fused_rope_attn.attention.hopper.balance import Balance
-from fused_rope_attn.testing import make_inputs, run_op
 from tests.support.attention import assert_matches_float64
 from tests.support.dtypes import BF16, F16
 from tests.support.gpu import MANY_TILES, ODD_LENGTHS, assert_same_but_dq
 from tests.support.hopper import ON_SM_90, PADDED, UNEVEN, check_in_dtype, needs_sm_90, packed
 from tests.support.internals import forget_calls
 from tests.support.marks import cases
+from verification.testing import make_inputs, run_op
 
 pytestmark = needs_sm_90
 # Seven query heads to a key head.

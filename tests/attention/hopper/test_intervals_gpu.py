@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from fused_rope_attn import rope_attention
-from fused_rope_attn.testing import INTERVALS, Case, Results, make_inputs, masks_of, run_op
 from tests.support.attention import assert_equal, assert_matches_float64
 from tests.support.dtypes import BF16, F16
 from tests.support.gpu import ODD_LENGTHS, assert_same_but_dq, capture
 from tests.support.hopper import ON_SM_90, needs_sm_90
 from tests.support.internals import run_operators
+from verification.testing import INTERVALS, Case, Results, make_inputs, masks_of, run_op
 
 pytestmark = needs_sm_90
 RANDOM = replace(ODD_LENGTHS, causal=False, intervals="random")

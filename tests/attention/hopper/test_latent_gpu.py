@@ -7,12 +7,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fused_rope_attn import plan_mla, rope_attention_mla
-from fused_rope_attn.testing import LatentCase, compare_latent, make_latent_inputs, run_latent_op
 from tests.support.dtypes import BF16, F16
 from tests.support.gpu import assert_alike
 from tests.support.hopper import needs_sm_90
 from tests.support.internals import go_through_the_dispatcher
 from tests.support.marks import cases
+from verification.testing import LatentCase, compare_latent, make_latent_inputs, run_latent_op
 
 pytestmark = needs_sm_90
 

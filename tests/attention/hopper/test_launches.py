@@ -9,11 +9,11 @@ from fused_rope_attn.attention.configs import HopperBackwardConfig
 from fused_rope_attn.attention.hopper import backward
 from fused_rope_attn.attention.hopper.balance import Balance
 from fused_rope_attn.runtime import device
-from fused_rope_attn.testing import make_inputs
 from tests.support.attention import assert_equal
 from tests.support.cases import TWO_BATCHES
 from tests.support.internals import described
 from tests.support.marks import interpreted
+from verification.testing import make_inputs
 
 pytestmark = interpreted
 

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from fused_rope_attn import rope_attention
-from fused_rope_attn.testing import Case, make_inputs, run_op
 from tests.support.attention import assert_matches_float64
 from tests.support.dtypes import BF16
 from tests.support.gpu import ODD_LENGTHS, assert_alike, bytes_of, misaligned, peaks_of_both_passes
 from tests.support.hopper import ON_SM_90, needs_sm_90
+from verification.testing import Case, make_inputs, run_op
 
 pytestmark = needs_sm_90
 

@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from fused_rope_attn import rope_attention
-from fused_rope_attn.testing import make_inputs, norms_of, run_op
 from tests.support.attention import assert_equal, assert_matches_float64
 from tests.support.dtypes import BF16, F16, F32
 from tests.support.gpu import MANY_TILES, ODD_LENGTHS, assert_alike, replayed
 from tests.support.hopper import ON_SM_90, PADDED, UNEVEN, needs_sm_90, packed
 from tests.support.internals import run_operators
 from tests.support.marks import cases
+from verification.testing import make_inputs, norms_of, run_op
 
 pytestmark = needs_sm_90
 

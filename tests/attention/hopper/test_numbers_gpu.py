@@ -9,12 +9,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fused_rope_attn.testing import Case, make_inputs, run_op
 from tests.support.attention import assert_equal, assert_matches_float64
 from tests.support.dtypes import BF16, F16
 from tests.support.gpu import FEW_HEADS, FEW_KEY_HEADS, MANY_TILES, ODD_LENGTHS, SOME_TILES, check_extreme_logits
 from tests.support.hopper import ON_SM_90, needs_sm_90
 from tests.support.paths import ROOT
+from verification.testing import Case, make_inputs, run_op
 
 pytestmark = needs_sm_90
 

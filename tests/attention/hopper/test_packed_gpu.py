@@ -7,13 +7,13 @@ import pytest
 import torch
 
 from fused_rope_attn import rope_attention_varlen
-from fused_rope_attn.testing import Results, make_inputs, run_op
 from tests.support.attention import assert_matches_float64, sequences_of
 from tests.support.dtypes import BF16, F16
 from tests.support.gpu import assert_alike, assert_same_but_dq, capture
 from tests.support.hopper import EMPTY, ON_SM_90, UNEVEN, check_in_dtype, check_reruns, needs_sm_90, packed
 from tests.support.internals import run_operators
 from tests.support.packed_tables import SEQUENCES, assert_nothing_reads_behind_the_tables
+from verification.testing import Results, make_inputs, run_op
 
 pytestmark = needs_sm_90
 PACKINGS = (

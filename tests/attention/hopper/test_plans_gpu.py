@@ -6,12 +6,12 @@ import pytest
 
 from fused_rope_attn import plan
 from fused_rope_attn.attention import configs
-from fused_rope_attn.testing import Case, make_inputs, run_op
 from tests.support.attention import assert_matches_float64
 from tests.support.dtypes import BF16
 from tests.support.gpu import MANY_TILES, ODD_LENGTHS, assert_same_but_dq, misaligned
 from tests.support.hopper import ON_SM_90, needs_sm_90
 from tests.support.internals import run_operators
+from verification.testing import Case, make_inputs, run_op
 
 pytestmark = needs_sm_90
 

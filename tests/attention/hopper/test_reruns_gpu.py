@@ -7,16 +7,16 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fused_rope_attn.testing import make_inputs, run_op
 from tests.support.attention import assert_equal
 from tests.support.gpu import FEW_HEADS, FEW_KEY_HEADS, MANY_TILES
 from tests.support.hopper import check_reruns, needs_sm_90
 from tests.support.paths import ROOT
+from verification.testing import make_inputs, run_op
 
 pytestmark = needs_sm_90
 WATCHED = """
 import torch
-from fused_rope_attn.testing import Case, make_inputs, run_op
+from verification.testing import Case, make_inputs, run_op
 
 lengths = [(n, n) for n in (1, 63, 127, 129, 1000, 4097)] + [(1, 4097), (129, 1000), (4097, 129), (63, 64)]
 cases = [

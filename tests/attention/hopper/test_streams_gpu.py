@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fused_rope_attn.testing import Inputs, Results, make_inputs, run_op
 from tests.support.attention import assert_equal, assert_matches_float64
 from tests.support.gpu import (
     MANY_TILES,
@@ -18,6 +17,7 @@ from tests.support.gpu import (
     run_with_late_inputs,
 )
 from tests.support.hopper import ON_SM_90, needs_sm_90
+from verification.testing import Inputs, Results, make_inputs, run_op
 
 pytestmark = needs_sm_90
 

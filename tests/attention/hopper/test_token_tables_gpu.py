@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fused_rope_attn.testing import make_inputs, run_op
 from tests.support.attention import assert_equal, assert_matches_float64, packed_case
 from tests.support.gpu import ODD_LENGTHS
 from tests.support.hopper import needs_sm_90
+from verification.testing import make_inputs, run_op
 
 pytestmark = needs_sm_90
 LENGTHS = (333, 0, 700, 1, 130)

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from fused_rope_attn import plan, rope_attention
-from fused_rope_attn.testing import make_inputs
 from tests.support.attention import gradients
 from tests.support.dtypes import BF16, F16, F32
 from tests.support.gpu import ODD_LENGTHS, assert_alike
 from tests.support.hopper import ON_SM_90, needs_sm_90
+from verification.testing import make_inputs
 
 pytestmark = needs_sm_90
 

@@ -6,11 +6,11 @@ import pytest
 
 from fused_rope_attn import plan
 from fused_rope_attn.attention import configs
-from fused_rope_attn.testing import make_inputs, run_op
 from tests.support.attention import assert_equal, assert_matches_float64
 from tests.support.dtypes import BF16, F16
 from tests.support.gpu import ODD_LENGTHS, assert_alike
 from tests.support.hopper import EMPTY, ON_SM_90, UNEVEN, check_in_dtype, needs_sm_90, packed
+from verification.testing import make_inputs, run_op
 
 pytestmark = needs_sm_90
 SQUARE = replace(ODD_LENGTHS, head_dim=256, heads_q=4, len_q=700)

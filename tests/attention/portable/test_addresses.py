@@ -5,9 +5,9 @@ import sys
 import pytest
 import torch
 
-from fused_rope_attn.testing import Case, make_inputs, run_op
 from tests.support.guard_pages import hold_within_bounds
 from tests.support.marks import both_strategies, ignore_overflow, interpreted
+from verification.testing import Case, make_inputs, run_op
 
 pytestmark = [interpreted, ignore_overflow]
 FAR = 2**31 + 4096  # elements of a storage; only the touched pages are real
@@ -46,7 +46,7 @@ def test_offsets_of_tiles_pass_two_to_the_31(strategy):
 
 GUARD = """
 import torch
-from fused_rope_attn.testing import Case, make_inputs, run_op
+from verification.testing import Case, make_inputs, run_op
 from tests.support.guard_pages import abut
 
 for strategy in ("inline", "prepass"):

@@ -14,10 +14,10 @@ import torch
 
 from fused_rope_attn.attention import configs
 from fused_rope_attn.attention.portable import configs as portable_configs
-from fused_rope_attn.testing import TABLES, Case, make_inputs, run_op
 from tests.support.attention import assert_matches_float64
 from tests.support.dtypes import BF16, F16, F32
 from tests.support.internals import forget_plans
+from verification.testing import TABLES, Case, make_inputs, run_op
 
 pytestmark = [pytest.mark.gpu, pytest.mark.every_row]
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from fused_rope_attn import masks, rope_attention
-from fused_rope_attn.testing import INTERVALS, Case, make_inputs, masks_of, run_op
 from tests.support.attention import gradients, run_and_compare
 from tests.support.dtypes import F16, F32
 from tests.support.marks import both_strategies, cases_in_turn, ignore_overflow, interpreted
+from verification.testing import INTERVALS, Case, make_inputs, masks_of, run_op
 
 BASE = Case(1, 2, 1, 150, 150, 16, causal=False, intervals="random", dtype=F32)
 TWO = replace(BASE, batch=2, heads_q=1)

@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from fused_rope_attn import plan_mla, rope_attention_mla
-from fused_rope_attn.testing import LatentCase, compare_latent, make_latent_inputs, run_latent_op
 from tests.support.dtypes import F16, F32
 from tests.support.internals import forget_warnings
 from tests.support.marks import cases, ignore_overflow, interpreted
+from verification.testing import LatentCase, compare_latent, make_latent_inputs, run_latent_op
 
 pytestmark = [interpreted, ignore_overflow]
 

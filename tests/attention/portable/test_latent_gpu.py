@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from fused_rope_attn import plan_mla, rope_attention_mla
-from fused_rope_attn.testing import LatentCase, compare_latent, make_latent_inputs, run_latent_op
 from tests.support.dtypes import BF16, F16, F32
 from tests.support.marks import cases
+from verification.testing import LatentCase, compare_latent, make_latent_inputs, run_latent_op
 
 pytestmark = pytest.mark.gpu
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from fused_rope_attn import rope_attention
-from fused_rope_attn.testing import Case, Inputs, make_inputs, run_op
 from tests.support.attention import run_and_compare
 from tests.support.dtypes import F16, F32
 from tests.support.marks import both_strategies, ignore_overflow, interpreted
+from verification.testing import Case, Inputs, make_inputs, run_op
 
 pytestmark = [interpreted, ignore_overflow]
 

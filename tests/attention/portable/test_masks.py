@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from fused_rope_attn import rope_attention
-from fused_rope_attn.testing import Case, make_inputs, run_op
 from tests.support.attention import run_and_compare
 from tests.support.cases import COMBINED, SQUARE, TWO_BATCHES, packed
 from tests.support.dtypes import F32
 from tests.support.marks import both_strategies, cases, cases_in_turn, ignore_overflow, interpreted
+from verification.testing import Case, make_inputs, run_op
 
 
 @interpreted

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from fused_rope_attn import apply_rope_qk, cu_seqlens_from_position_ids, rope_attention, rope_attention_varlen
-from fused_rope_attn.testing import Case, make_inputs, run_op
 from tests.support.attention import assert_matches_float64
 from tests.support.dtypes import BF16, F16, F32
 from tests.support.gpu import no_synchronisation
+from verification.testing import Case, make_inputs, run_op
 
 pytestmark = pytest.mark.gpu
 BASE = Case(2, 8, 2, 700, 700, 128, dtype=BF16)

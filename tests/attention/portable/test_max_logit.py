@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from fused_rope_attn import rope_attention, rope_attention_varlen
-from fused_rope_attn.testing import Case, make_inputs, run_op
 from tests.support.attention import packed_case, run_and_compare
 from tests.support.dtypes import F16, F32
 from tests.support.marks import both_strategies, cases_in_turn, ignore_overflow, interpreted
+from verification.testing import Case, make_inputs, run_op
 
 pytestmark = [interpreted, ignore_overflow]
 # 150 keys: the loop that masks, the one that does not, and a last block that is not whole.

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from fused_rope_attn import rope_attention
-from fused_rope_attn.testing import Case, Inputs, Results, make_inputs, run_op
 from tests.support.attention import assert_equal, assert_matches_float64
 from tests.support.dtypes import BF16
 from tests.support.gpu import ODD_LENGTHS, bytes_of, misaligned, peaks_of_both_passes, skip_below_free_memory
 from tests.support.marks import both_strategies
+from verification.testing import Case, Inputs, Results, make_inputs, run_op
 
 pytestmark = pytest.mark.gpu
 

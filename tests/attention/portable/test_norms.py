@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from fused_rope_attn.testing import Case
 from tests.support.attention import packed_case, run_and_compare
 from tests.support.dtypes import F16, F32
 from tests.support.marks import ignore_overflow, interpreted
+from verification.testing import Case
 
 pytestmark = [interpreted, ignore_overflow]
 

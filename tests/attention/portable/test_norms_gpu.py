@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from fused_rope_attn.testing import Case, make_inputs, run_op
 from tests.support.attention import assert_equal, assert_matches_float64, packed_case
 from tests.support.dtypes import BF16, F16, F32
 from tests.support.marks import both_strategies, cases
+from verification.testing import Case, make_inputs, run_op
 
 pytestmark = pytest.mark.gpu
 BASE = Case(2, 8, 2, 500, 700, 128, dtype=BF16, norms=0.0)

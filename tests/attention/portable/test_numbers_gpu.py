@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from fused_rope_attn import plan
-from fused_rope_attn.testing import Case, make_inputs, run_op
 from tests.support.attention import assert_equal, assert_matches_float64
 from tests.support.dtypes import BF16, F16, F32
 from tests.support.gpu import ODD_LENGTHS, check_extreme_logits
 from tests.support.marks import both_strategies
+from verification.testing import Case, make_inputs, run_op
 
 pytestmark = pytest.mark.gpu
 INLINE, PREPASS = ("inline",), ("prepass",)

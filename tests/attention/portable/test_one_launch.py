@@ -7,12 +7,12 @@ import pytest
 from fused_rope_attn.attention import configs
 from fused_rope_attn.attention.portable import configs as portable_configs
 from fused_rope_attn.runtime.launch import watched
-from fused_rope_attn.testing import Case, make_inputs, run_op
 from tests.support.attention import assert_equal, run_and_compare
 from tests.support.cases import packed
 from tests.support.dtypes import F16, F32
 from tests.support.internals import forget_plans
 from tests.support.marks import both_strategies, cases, ignore_overflow, interpreted
+from verification.testing import Case, make_inputs, run_op
 
 BASE = Case(1, 2, 1, 70, 70, 16, dtype=F32)
 

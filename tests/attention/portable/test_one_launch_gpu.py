@@ -8,10 +8,10 @@ import torch
 from fused_rope_attn.attention import configs
 from fused_rope_attn.attention.portable import configs as portable_configs
 from fused_rope_attn.runtime import device
-from fused_rope_attn.testing import Case, make_inputs, run_op
 from tests.support.attention import assert_equal, assert_matches_float64, packed_case
 from tests.support.dtypes import BF16, F16
 from tests.support.marks import both_strategies, cases
+from verification.testing import Case, make_inputs, run_op
 
 pytestmark = pytest.mark.gpu
 BASE = Case(2, 8, 2, 333, 333, 64, dtype=BF16)

@@ -8,11 +8,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fused_rope_attn.testing import Case, compare, make_inputs, noise_of_zero, run_op, run_reference
 from tests.support.attention import draws_of, packed_case
 from tests.support.dtypes import F16, F32
 from tests.support.marks import both_strategies, cases, ignore_overflow, interpreted
 from tests.support.same_rotation import one_visible_key
+from verification.testing import Case, compare, make_inputs, noise_of_zero, run_op, run_reference
 
 pytestmark = [interpreted, ignore_overflow]
 

@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from fused_rope_attn import rope_attention_varlen
-from fused_rope_attn.testing import make_inputs, masks_of, run_op
 from tests.support.attention import run_and_compare
 from tests.support.cases import PACKINGS, packed
 from tests.support.dtypes import F32
 from tests.support.marks import both_strategies, cases_in_turn, ignore_overflow, interpreted
 from tests.support.packed_tables import SEQUENCES, assert_nothing_reads_behind_the_tables
+from verification.testing import make_inputs, masks_of, run_op
 
 
 @interpreted

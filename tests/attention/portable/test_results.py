@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from fused_rope_attn import rope_attention
-from fused_rope_attn.testing import Case, make_inputs, run_op
 from tests.support.dtypes import F32
 from tests.support.marks import STRATEGIES, both_strategies, ignore_overflow, interpreted
+from verification.testing import Case, make_inputs, run_op
 
 pytestmark = [interpreted, ignore_overflow]
 

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from fused_rope_attn import rope_attention
-from fused_rope_attn.testing import Case, Inputs, Results, make_inputs, run_op, run_reference
 from tests.support.attention import run_and_compare
 from tests.support.dtypes import F16, F32
 from tests.support.marks import both_strategies, ignore_overflow, interpreted
+from verification.testing import Case, Inputs, Results, make_inputs, run_op, run_reference
 
 pytestmark = [interpreted, ignore_overflow]
 

@@ -8,11 +8,11 @@ import math
 
 import pytest
 
-from fused_rope_attn.testing import Case
 from tests.support.attention import run_and_compare
 from tests.support.calls import assert_right, random_calls
 from tests.support.dtypes import F32
 from tests.support.marks import both_strategies, cases, ignore_overflow, interpreted
+from verification.testing import Case
 
 pytestmark = [interpreted, ignore_overflow]
 

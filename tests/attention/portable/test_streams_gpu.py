@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from fused_rope_attn import plan, rope_attention
-from fused_rope_attn.testing import Inputs, Results, make_inputs, run_op
 from tests.support.attention import assert_equal, assert_matches_float64
 from tests.support.dtypes import F32
 from tests.support.gpu import (
@@ -17,6 +16,7 @@ from tests.support.gpu import (
     run_with_late_inputs,
 )
 from tests.support.marks import both_strategies
+from verification.testing import Inputs, Results, make_inputs, run_op
 
 pytestmark = pytest.mark.gpu
 

@@ -6,10 +6,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fused_rope_attn.testing import Case, make_inputs, run_op
 from tests.support.attention import run_and_compare
 from tests.support.dtypes import F16, F32
 from tests.support.marks import both_strategies, cases, ignore_overflow, interpreted
+from verification.testing import Case, make_inputs, run_op
 
 pytestmark = [interpreted, ignore_overflow]
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from fused_rope_attn import rope_attention
-from fused_rope_attn.testing import make_inputs
 from tests.support.attention import assert_equal, gradients
 from tests.support.dtypes import BF16, F32
 from tests.support.gpu import ODD_LENGTHS, assert_alike
+from verification.testing import make_inputs
 
 pytestmark = pytest.mark.gpu
 

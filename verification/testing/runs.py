@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fused_rope_attn.attention import reference
-from fused_rope_attn.testing.cases import Case, Inputs, masks_of, norms_of
+from verification.testing.cases import Case, Inputs, masks_of, norms_of
 
 # Above this a score block of the reference is cut by rows: float64 and its gradient keep about eight such blocks alive.
 BLOCK_BYTES = {"cpu": 1 << 28, "cuda": 1 << 31}

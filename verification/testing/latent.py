@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fused_rope_attn.attention import reference
-from fused_rope_attn.testing.tolerance import Comparison, compare, largest_norm
+from verification.testing.tolerance import Comparison, compare, largest_norm
 
 ROWS = ("q_nope", "q_rope", "k_nope", "k_rope", "v")
 

@@ -6,9 +6,9 @@ import math
 import pytest
 import torch
 
-from fused_rope_attn import testing
 from fused_rope_attn.attention import reference
-from fused_rope_attn.testing import Case, Results, compare, make_inputs, masks_of, poison_empty, run_reference
+from verification import testing
+from verification.testing import Case, Results, compare, make_inputs, masks_of, poison_empty, run_reference
 
 TENSORS = Results._fields
 

@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fused_rope_attn.testing.cases import Case, Inputs
-from fused_rope_attn.testing.rounding import RandomRounding
+from verification.testing.cases import Case, Inputs
+from verification.testing.rounding import RandomRounding
 
 # The float32 noise of zeros: two sums of one row's products, in another order, for inputs of order 1.
 # Hopper's tensor cores cut off what falls below their sum: 3.4e-6 was seen at D 128 (H200).

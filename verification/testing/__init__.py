@@ -1,7 +1,7 @@
 """Inputs, references, tolerances and poisoning: what the tests, the verification and the benchmark's gate share."""
 
-from fused_rope_attn.testing.cases import INTERVALS, LAYOUTS, TABLES, Case, Inputs, make_inputs, masks_of, norms_of
-from fused_rope_attn.testing.latent import (
+from verification.testing.cases import INTERVALS, LAYOUTS, TABLES, Case, Inputs, make_inputs, masks_of, norms_of
+from verification.testing.latent import (
     LatentCase,
     LatentInputs,
     LatentResults,
@@ -10,11 +10,11 @@ from fused_rope_attn.testing.latent import (
     run_latent_op,
     run_latent_reference,
 )
-from fused_rope_attn.testing.poison import poison_empty
-from fused_rope_attn.testing.rotation import RotationResults, run_rotation_reference
-from fused_rope_attn.testing.rounding import RandomRounding
-from fused_rope_attn.testing.runs import Results, run_op, run_reference
-from fused_rope_attn.testing.tolerance import DRAWS, Comparison, compare, noise_of_zero
+from verification.testing.poison import poison_empty
+from verification.testing.rotation import RotationResults, run_rotation_reference
+from verification.testing.rounding import RandomRounding
+from verification.testing.runs import Results, run_op, run_reference
+from verification.testing.tolerance import DRAWS, Comparison, compare, noise_of_zero
 
 __all__ = [
     "DRAWS",
