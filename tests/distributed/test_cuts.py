@@ -6,16 +6,9 @@ import random
 import pytest
 import torch
 
-from fused_rope_attn.distributed.cuts import (
-    Costs,
-    check_sharding,
-    chunk_count,
-    chunks_of,
-    deal,
-    pairs_of,
-)
-from fused_rope_attn.distributed.documents import DocumentPlan
+from fused_rope_attn.distributed.documents import Costs, DocumentPlan, deal, pairs_of
 from fused_rope_attn.distributed.groups import Group
+from fused_rope_attn.distributed.layout import check_sharding, chunks_of, owners_of
 
 MASKS = [(True, None), (True, (5, 0)), (True, (-1, 0)), (False, None), (False, (4, 3)), (False, (-1, 2))]
 
@@ -55,14 +48,14 @@ def test_dealt_documents_are_balanced(causal, window):
         sharding = deal(limits, padded, size, causal, window)
         check_sharding("sharding", sharding, size)
         every = [chunks_of(rank, size, sharding) for rank in range(size)]
-        costs = Costs(limits, padded, chunk_count(size, sharding), causal, window)
+        costs = Costs(limits, padded, len(owners_of(size, sharding)), causal, window)
         work = [sum(costs.work[c] for c in chunks) for chunks in every]
         found = sum(work) / len(work) / max(work) if any(work) else 1.0
         assert window is not None or found >= 0.93, (size, seed, sharding)  # else calls may cost more
         zigzag = Costs(limits, padded, 2 * size, causal, window)
         least = max(zigzag.of(chunks_of(rank, size, "zigzag")) for rank in range(size))
         assert sharding == "zigzag" or max(map(costs.of, every)) < 0.99 * least
-        assert sorted(itertools.chain(*every)) == list(range(chunk_count(size, sharding)))
+        assert sorted(itertools.chain(*every)) == list(range(len(owners_of(size, sharding))))
         assert len({len(chunks) for chunks in every}) == 1
 
 
@@ -73,10 +66,11 @@ def test_costs_are_those_of_the_plan(size):
         if sharding == "dealt":
             sharding = deal(limits, total, size)
         plan = DocumentPlan(torch.tensor(limits), limits, total, Group("nobody's", 0, size), sharding)
-        every, costs = plan.shares(True, None), Costs(limits, total, chunk_count(size, sharding))
+        every, costs = plan.work(True, None), Costs(limits, total, len(owners_of(size, sharding)))
         owned = [chunks_of(rank, size, sharding) for rank in range(size)]
-        assert [costs.calls(chunks) for chunks in owned] == [max(1, len(share.segments)) for share in every.shares]
-        assert max(map(costs.received, owned)) == every.most_received
+        keys, calls = zip(*map(costs.keys_and_calls, owned))
+        assert calls == tuple(max(1, len(work.segments)) for work in every.ranks)
+        assert max(keys) == every.most_received
 
 
 def test_zigzag_stays_where_it_is_balanced():
