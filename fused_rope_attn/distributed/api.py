@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, Literal, get_args, overload
 import torch
 
 from fused_rope_attn.attention import planning
-from fused_rope_attn.attention.keywords import ATTENTION, PACKED_PARALLEL
 from fused_rope_attn.attention.ops import needs_gradient
 from fused_rope_attn.attention.problem import Options, Problem, Tensors, problem_of
 from fused_rope_attn.attention.validation import check_attention
@@ -17,7 +16,7 @@ from fused_rope_attn.distributed import ops
 from fused_rope_attn.distributed.documents import OF_THE_PLAN, DocumentPlan
 from fused_rope_attn.distributed.groups import Group, agree, fail_together, group_of
 from fused_rope_attn.distributed.layout import CpPlan, chunks_of, owners_of
-from fused_rope_attn.runtime.autocast import autocast, stand_in
+from fused_rope_attn.runtime.autocast import autocast
 from fused_rope_attn.runtime.axes import Layout, from_heads_first
 from fused_rope_attn.runtime.checks import (
     check_choice,
@@ -29,7 +28,8 @@ from fused_rope_attn.runtime.checks import (
     shown,
 )
 from fused_rope_attn.runtime.differentiation import refuse_tangents
-from fused_rope_attn.runtime.keywords import bind, explain_keywords, fill
+from fused_rope_attn.runtime.dry_run import Planned, is_dry_run, plan_of_call
+from fused_rope_attn.runtime.keywords import explain_keywords
 from fused_rope_attn.runtime.options import Backend, CpMethod, CpOptions, PackedCpOptions
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ def rope_attention_cp(
 # fmt: on
 
 
-@explain_keywords(ATTENTION)
+@explain_keywords
 def rope_attention_cp(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -147,7 +147,7 @@ def rope_attention_varlen_cp(
 # fmt: on
 
 
-@explain_keywords(PACKED_PARALLEL)
+@explain_keywords
 def rope_attention_varlen_cp(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -195,23 +195,12 @@ def rope_attention_varlen_cp(
     return (o, lse.squeeze(0)) if return_lse else o
 
 
-@explain_keywords(ATTENTION, of=rope_attention_cp)
-def plan_cp(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    causal: bool = True,
-    **options,
-) -> CpPlan:
+def plan_cp(*arguments: Any, **options: Any) -> CpPlan:
     """Return the method of ``rope_attention_cp`` for the same arguments, with the reason, its bytes and its flops.
 
     Communicates nothing, so that one rank alone may ask; raises what ``rope_attention_cp`` would raise on this rank.
     """
-    given = bind(rope_attention_cp, q, k, v, cos, sin, causal, **options)
-    how = group_of(given["group"]), given["sharding"], given["total_len"], given["method"], given["layout"]
-    return _describe(fill(Tensors, given), fill(Options, given), *how, stand_in)[-1]
+    return plan_of_call(rope_attention_cp, *arguments, **options)
 
 
 _check_method = check_choice(get_args(CpMethod))
@@ -225,6 +214,8 @@ def _run_together(
     """Return (o, lse) of the call ``describe(*arguments)``, once all ranks agree; if one raises, the others raise."""
     if torch.compiler.is_compiling():
         return ops.parallel_attention(*describe(*arguments)[:3])
+    if is_dry_run():
+        raise Planned(describe(*arguments)[-1])
     try:
         cut, problem, tensors, _ = describe(*arguments)
     except Exception as error:
@@ -233,16 +224,14 @@ def _run_together(
     return ops.parallel_attention(cut, problem, tensors)
 
 
-def _describe(
-    tensors: Tensors, options: Any, members: Group, sharding, total_len, method, layout, convert=torch.Tensor.to
-) -> _Described:
+def _describe(tensors: Tensors, options: Any, members: Group, sharding, total_len, method, layout) -> _Described:
     """Check the records of a call of ``rope_attention_cp`` and describe it."""
     layouts.check_sharding("sharding", sharding, members.size)
     _check_method("method", method, None)
     q, k, v, cos = tensors[:4]
     if layout != "bhsd":
         q, k, v = heads_first(layout, q=q, k=k, v=v)
-    q, k, v = autocast(q, k, v, convert)
+    q, k, v = autocast(q, k, v)
     tensors = tensors._replace(q=q, k=k, v=v)
     parts, size = len(chunks_of(0, members.size, sharding)), members.size
     local = q.shape[2] if isinstance(q, torch.Tensor) and q.ndim == 4 else 0
