@@ -253,7 +253,7 @@ class _KeyGradients:
         dtype = torch.promote_types(k.dtype, torch.float32)
         shape = 2, k.shape[0], heads[1] - heads[0], k.shape[3]
         self.buffer = torch.empty(call.own.length, *shape, dtype=dtype, device=k.device)
-        # Each message of keys that this rank sends comes back as one of gradients.
+        # For each message of keys that this rank sends, it receives one of gradients.
         self.arriving = [[self.buffer.new_empty(m.rows, *shape) for m in part] for part in call.sent]
         keys = [call.own.segments[index].keys for index in call.own.order]
         are_new = [_gaps(keys[:i], own) == [own] for i, own in enumerate(keys)]

@@ -148,7 +148,7 @@ class Exchange:
             self.works = [dist.all_to_all(to, from_, group=processes, async_op=True)]
             return
         agreement = _agreement(group)
-        if on_gpu and not agreement.connected:  # sends and receives may not connect NCCL's ranks: one may have none
+        if on_gpu and not agreement.connected:  # a rank that has no message must connect, too
             dist.all_reduce(torch.zeros(1, device=like.device), group=processes)
             agreement.connected = True
         # One launch of NCCL for all of them. Several would wait for the kernels between them.
