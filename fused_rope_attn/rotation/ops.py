@@ -11,15 +11,8 @@ import itertools
 
 import torch
 
-from fused_rope_attn.rotation import launch
-from fused_rope_attn.rotation.problem import (
-    SCHEMA,
-    WITH_NORMS,
-    RotationOptions,
-    RotationTensors,
-    from_operator,
-    to_operator,
-)
+from fused_rope_attn.rotation import launch, problem
+from fused_rope_attn.rotation.problem import RotationOptions, RotationTensors
 from fused_rope_attn.runtime import device
 from fused_rope_attn.runtime.differentiation import SingleLevelFunction, apply_in_operator, last_gradients
 from fused_rope_attn.runtime.registration import Operator, is_plain
@@ -69,7 +62,7 @@ class _Rotation(SingleLevelFunction):
         tensors = RotationTensors(xs, None, cos, sin, position_ids, cu_seqlens, weights)
         if ctx.plain:
             return tuple(_rotate_new(options, tensors))
-        return tuple(_rope.below_function(keyset, xs, *to_operator(options, tensors)))
+        return tuple(_rope.below_function(keyset, xs, *problem.to_arguments(options, tensors)))
 
     @staticmethod
     def backward(ctx, *dos):
@@ -89,9 +82,9 @@ class _Rotation(SingleLevelFunction):
             if plain:
                 found = _unrotate(ctx.options, tensors, normed, wanted) if norms else _rotate_new(ctx.options, tensors)
             elif norms:
-                found = _rope_norm_backward(given, normed, wanted, *to_operator(ctx.options, tensors))
+                found = _rope_norm_backward(given, normed, wanted, *problem.to_arguments(ctx.options, tensors))
             else:
-                found = _rope(given, *to_operator(ctx.options, tensors))
+                found = _rope(given, *problem.to_arguments(ctx.options, tensors))
             places = [norms + i for i in of] + some
             for place, gradient in zip(itertools.compress(places, wanted), found):
                 gradients[place] = gradient
@@ -130,16 +123,16 @@ def _unrotate(options: RotationOptions, tensors: RotationTensors, normed, wanted
 
 
 def _rope_norm_backward_autograd(keyset, dos, normed, wanted, *arguments):
-    tensors = [*dos, *normed, *from_operator(dos, None, *arguments)[1].weights]
+    tensors = [*dos, *normed, *problem.from_arguments(dos, None, *arguments)[1].weights]
 
     def compute():
         return tuple(_rope_norm_backward.below_autograd(keyset, dos, normed, wanted, *arguments))
 
-    return list(last_gradients(WITH_NORMS, compute, tensors))
+    return list(last_gradients(problem.WITH_NORMS, compute, tensors))
 
 
 def _rope_norm_backward_fake(dos, normed, wanted, *arguments):
-    found = _empty_gradients(from_operator(dos, None, *arguments)[1], normed, wanted)
+    found = _empty_gradients(problem.from_arguments(dos, None, *arguments)[1], normed, wanted)
     return [gradient for gradient in found if gradient is not None]
 
 
@@ -154,30 +147,30 @@ def _needs_gradient(tensors: RotationTensors) -> bool:
 
 
 def _rope_autograd(keyset, xs, *arguments):
-    options, tensors = from_operator(xs, None, *arguments)
+    options, tensors = problem.from_arguments(xs, None, *arguments)
     if _needs_gradient(tensors):
         return _apply(keyset, options, tensors)
     return _rope.below_autograd(keyset, xs, *arguments)
 
 
 _rope = Operator(
-    f"rope(Tensor[] xs, {SCHEMA}) -> Tensor[]",
-    run=lambda xs, *arguments: _rotate_new(*from_operator(xs, None, *arguments)),
+    f"rope(Tensor[] xs, {problem.SCHEMA}) -> Tensor[]",
+    run=lambda xs, *arguments: _rotate_new(*problem.from_arguments(xs, None, *arguments)),
     fake=lambda xs, *arguments: [torch.empty_like(x) for x in xs],
     function="apply_rope",
     autograd=_rope_autograd,
 )
 # xs: gradients of the results; normed: inputs of the norms, one for each weight; wanted: one for each x and weight.
 _rope_norm_backward = Operator(
-    f"rope_norm_backward(Tensor[] xs, Tensor[] normed, bool[] wanted, {SCHEMA}) -> Tensor[]",
-    run=lambda xs, normed, wanted, *arguments: _unrotate(*from_operator(xs, None, *arguments), normed, wanted),
+    f"rope_norm_backward(Tensor[] xs, Tensor[] normed, bool[] wanted, {problem.SCHEMA}) -> Tensor[]",
+    run=lambda xs, normed, wanted, *arguments: _unrotate(*problem.from_arguments(xs, None, *arguments), normed, wanted),
     fake=_rope_norm_backward_fake,
-    function=WITH_NORMS,
+    function=problem.WITH_NORMS,
     autograd=_rope_norm_backward_autograd,
 )
 _rope_out = Operator(
-    f"rope_out(Tensor[] xs, Tensor(a!)[] outs, {SCHEMA}) -> ()",
-    run=lambda xs, outs, *arguments: _rotate_into(*from_operator(xs, outs, *arguments)),
+    f"rope_out(Tensor[] xs, Tensor(a!)[] outs, {problem.SCHEMA}) -> ()",
+    run=lambda xs, outs, *arguments: _rotate_into(*problem.from_arguments(xs, outs, *arguments)),
     fake=lambda *arguments: None,
     function="apply_rope",
 )
@@ -191,8 +184,8 @@ def rotate_by_kernel(options: RotationOptions, tensors: RotationTensors) -> list
         if plain:
             _rotate_into(options, tensors)
         else:
-            _rope_out(xs, outs, *to_operator(options, tensors))
+            _rope_out(xs, outs, *problem.to_arguments(options, tensors))
         return outs
     if not plain:
-        return _rope(xs, *to_operator(options, tensors))
+        return _rope(xs, *problem.to_arguments(options, tensors))
     return _apply(None, options, tensors) if _needs_gradient(tensors) else _rotate_new(options, tensors)

@@ -1,6 +1,6 @@
 """One call of the rotation alone: its options, and its tensors.
 
-A field with an ``Option`` row is an argument of the operators: ``SCHEMA``, ``to_operator`` and ``from_operator`` are
+A field with an ``Option`` row is an argument of the operators: ``SCHEMA``, ``to_arguments`` and ``from_arguments`` are
 derived from these fields.
 """
 
@@ -47,16 +47,16 @@ class RotationTensors(NamedTuple):
 
 
 _TENSORS, _OPTIONS = rows_of(RotationTensors), rows_of(RotationOptions)
-# The arguments of the operators after their inputs and outputs, in the order of ``to_operator``.
+# The arguments of the operators after their inputs and outputs, in the order of ``to_arguments``.
 SCHEMA = ", ".join(f"{row.operator} {name}" for name, row in (_TENSORS | _OPTIONS).items())
 
 
-def to_operator(options: RotationOptions, tensors: RotationTensors) -> tuple:
+def to_arguments(options: RotationOptions, tensors: RotationTensors) -> tuple:
     """Return the operators' arguments after their inputs and outputs, as ``SCHEMA`` names them."""
     return (*[getattr(tensors, name) for name in _TENSORS], *[getattr(options, name) for name in _OPTIONS])
 
 
-def from_operator(xs: Any, outs: Any, *arguments: Any) -> tuple[RotationOptions, RotationTensors]:
-    """Inverse of ``to_operator``; ``outs`` is None where the call makes them."""
+def from_arguments(xs: Any, outs: Any, *arguments: Any) -> tuple[RotationOptions, RotationTensors]:
+    """Inverse of ``to_arguments``; ``outs`` is None where the call makes them."""
     options = RotationOptions(**dict(zip(_OPTIONS, arguments[len(_TENSORS) :])))
     return options, RotationTensors(xs, outs, *arguments[: len(_TENSORS)])
