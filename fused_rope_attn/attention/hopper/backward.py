@@ -58,7 +58,10 @@ def parts_of_group(problem: Problem, tiles: int, row_bytes: int) -> int:
     if problem.has_intervals or problem.is_deterministic:
         return 1
     left, right = problem.window_left, problem.window_right
-    is_uneven = (left is None) != (right is None) or (left is not None and left + right >= LEAST_WINDOW)
+    if left is not None and right is not None:
+        is_uneven = left + right >= LEAST_WINDOW
+    else:
+        is_uneven = left is not None or right is not None
     parts = triton.cdiv(row_bytes, MOST_ROW_BYTES) if is_uneven else 1
     if problem.group_size % parts:
         parts *= 2  # as heads would be divided unequally
