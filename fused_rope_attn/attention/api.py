@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 
 from fused_rope_attn.attention import planning, reference
-from fused_rope_attn.attention.keywords import ATTENTION, VARLEN
 from fused_rope_attn.attention.problem import Options, Problem, Tensors, arguments_by_name, problem_of
 from fused_rope_attn.attention.validation import (
     check_attention,
@@ -16,13 +14,14 @@ from fused_rope_attn.attention.validation import (
     check_position_ids,
     check_token_tables,
 )
-from fused_rope_attn.runtime.autocast import autocast, stand_in
+from fused_rope_attn.runtime.autocast import autocast
 from fused_rope_attn.runtime.axes import Layout, from_heads_first
 from fused_rope_attn.runtime.checks import heads_first
 from fused_rope_attn.runtime.context_parallel import in_context_parallel, refuse_context_parallel
 from fused_rope_attn.runtime.device import has_triton
 from fused_rope_attn.runtime.differentiation import differentiable
-from fused_rope_attn.runtime.keywords import bind, explain_keywords, fill, parameters_of
+from fused_rope_attn.runtime.dry_run import Planned, is_dry_run, plan_of_call
+from fused_rope_attn.runtime.keywords import explain_keywords, parameters_of
 from fused_rope_attn.runtime.options import AttentionOptions, Backend, Strategy, VarlenOptions
 
 if TYPE_CHECKING:
@@ -72,7 +71,7 @@ def rope_attention(
 ) -> torch.Tensor | tuple[torch.Tensor, ...]: ...  # fmt: skip
 
 
-@explain_keywords(ATTENTION)
+@explain_keywords
 def rope_attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -177,7 +176,7 @@ def rope_attention(
     kernels = (deterministic, backend, strategy, batch_invariant)
     options = (causal, return_lse, *scores, *norms, *kernels, return_max_logit)
     known = None if eager is None else eager.find(tensors, layout, options)
-    if known is not None:
+    if known is not None and not is_dry_run():
         if layout == "bshd":
             tensors = tensors._replace(q=q.transpose(1, 2), k=k.transpose(1, 2), v=v.transpose(1, 2))
         o, lse, max_logit = known(tensors)
@@ -229,7 +228,7 @@ def rope_attention_varlen(
 ) -> torch.Tensor | tuple[torch.Tensor, ...]: ...  # fmt: skip
 
 
-@explain_keywords(VARLEN)
+@explain_keywords
 def rope_attention_varlen(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -338,33 +337,22 @@ def cu_seqlens_from_position_ids(
     return cu_seqlens.scatter_(0, slot, index)[:-1], length
 
 
-@explain_keywords(ATTENTION, of=rope_attention)
-def plan(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *arguments, **options) -> planning.Plan:
-    """Return the plan of ``rope_attention`` for these arguments: backend, strategy, configurations and the reason.
+def plan(*arguments: Any, **options: Any) -> planning.Plan:
+    """Return the plan of a call of attention: backend, strategy, configurations and the reason.
 
-    Launch nothing. Raise the errors that ``rope_attention`` would raise.
+    ``plan(q, k, v, cos, sin, ...)`` is for ``rope_attention``. Any other function of attention is the first argument,
+    and its own arguments follow, as in ``plan(rope_attention_varlen, q, k, v, ...)``.
+
+    Launch and write nothing. Raise the errors that the function would raise.
     """
-    given = bind(rope_attention, q, k, v, *arguments, **options)
-    return plan_of(_describe(fill(Tensors, given), fill(Options, given), given["layout"], convert=stand_in)[0])
+    if arguments and callable(arguments[0]):
+        return plan_of_call(*arguments, **options)
+    return plan_of_call(rope_attention, *arguments, **options)
 
 
-@explain_keywords(VARLEN, of=rope_attention_varlen)
-def plan_varlen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *arguments, **options) -> planning.Plan:
-    """Return the plan of ``rope_attention_varlen`` for these arguments, as ``plan`` does for ``rope_attention``."""
-    given = bind(rope_attention_varlen, q, k, v, *arguments, **options)
-    longest = given["max_seqlen_q"], given["max_seqlen_k"]
-    q, k, v = _packed(q, k, v, given["cu_seqlens_q"], given["cu_seqlens_k"], *longest)
-    tensors = fill(Tensors, given | {"q": q, "k": k, "v": v})
-    return plan_of(_describe(tensors, fill(Options, given), "thd", longest, stand_in, given["token_tables"])[0])
-
-
-def plan_of(problem: Problem) -> planning.Plan:
-    """Return the plan of a described call."""
-    chosen, reason = planning.choose_backend(problem)
-    if chosen == "reference":
-        return planning.Plan("reference", None, reason)
-    kernels = planning.plan_for(problem._replace(backend=chosen))
-    return replace(kernels, reason=f"{reason}; {kernels.reason}") if reason else kernels
+def plan_varlen(*arguments: Any, **options: Any) -> planning.Plan:
+    """Return ``plan(rope_attention_varlen, ...)``."""
+    return plan_of_call(rope_attention_varlen, *arguments, **options)
 
 
 def _describe(
@@ -372,20 +360,19 @@ def _describe(
     options: Any,
     layout: str,
     max_seqlens: tuple[int, int] | None = None,
-    convert=torch.Tensor.to,
     token_tables: bool = False,
 ) -> tuple[Problem, Tensors]:
     """Check the records of a call and return the ``Problem``, and the tensors as (B, H, N, D) whatever the layout.
 
-    max_seqlens: of queries and keys in packed sequences, if the tensors are from ``_packed``. convert: as in
-    ``autocast``. token_tables: of ``rope_attention_varlen``.
+    max_seqlens: of queries and keys in packed sequences, if the tensors are from ``_packed``. token_tables: of
+    ``rope_attention_varlen``.
     """
     if in_context_parallel():
         refuse_context_parallel("rope_attention" if max_seqlens is None else "rope_attention_varlen")
     q, k, v = given = tensors[:3]
     if layout != "bhsd" and max_seqlens is None:
         q, k, v = heads_first(layout, q=q, k=k, v=v)
-    q, k, v = autocast(q, k, v, convert)
+    q, k, v = autocast(q, k, v)
     if not (q is given[0] and k is given[1] and v is given[2]):
         tensors = Tensors(q, k, v, *tensors[3:])
     if max_seqlens is None:
@@ -408,6 +395,8 @@ def attend(
 
     function: the public function that messages about unsupported derivatives name.
     """
+    if is_dry_run():
+        raise Planned(planning.plan_call(problem))
     chosen, _ = planning.choose_backend(problem)
     if chosen != "reference":
         chosen_problem = problem if chosen == problem.backend else problem._replace(backend=chosen)

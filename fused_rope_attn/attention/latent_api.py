@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import torch
 
 from fused_rope_attn.attention import planning
-from fused_rope_attn.attention.api import attend, plan_of
-from fused_rope_attn.attention.keywords import LATENT, PACKED_LATENT
+from fused_rope_attn.attention.api import attend
 from fused_rope_attn.attention.problem import Options, Problem, Tensors, problem_of
 from fused_rope_attn.attention.validation import check_latent, check_latent_forms, check_sequences
-from fused_rope_attn.runtime.autocast import autocast, stand_in
+from fused_rope_attn.runtime.autocast import autocast
 from fused_rope_attn.runtime.axes import LAYOUTS, Layout
 from fused_rope_attn.runtime.checks import check_choice
 from fused_rope_attn.runtime.context_parallel import in_context_parallel, refuse_context_parallel
-from fused_rope_attn.runtime.keywords import bind, explain_keywords, fill
+from fused_rope_attn.runtime.dry_run import plan_of_call
+from fused_rope_attn.runtime.keywords import explain_keywords
 from fused_rope_attn.runtime.options import Backend, LatentOptions, PackedLatentOptions
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def rope_attention_mla(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
 
 
-@explain_keywords(LATENT)
+@explain_keywords
 def rope_attention_mla(
     q_nope: torch.Tensor,
     q_rope: torch.Tensor,
@@ -134,7 +134,7 @@ def rope_attention_mla_varlen(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
 
 
-@explain_keywords(PACKED_LATENT)
+@explain_keywords
 def rope_attention_mla_varlen(
     q_nope: torch.Tensor,
     q_rope: torch.Tensor,
@@ -179,28 +179,16 @@ def rope_attention_mla_varlen(
     return (o, lse.squeeze(0)) if return_lse else o
 
 
-@explain_keywords(LATENT, of=rope_attention_mla)
 def plan_mla(*arguments: Any, **options: Any) -> planning.Plan:
-    """Return the plan of ``rope_attention_mla`` for these arguments, as ``plan`` does for ``rope_attention``."""
-    given = bind(rope_attention_mla, *arguments, **options)
-    rows = _heads_first(given["layout"], **{name: given[name] for name in _ROWS})
-    tensors = fill(Tensors, given | rows)
-    return plan_of(_describe(tensors, fill(Options, given), given["layout"], convert=stand_in)[0])
+    """Return ``plan(rope_attention_mla, ...)``."""
+    return plan_of_call(rope_attention_mla, *arguments, **options)
 
 
-@explain_keywords(PACKED_LATENT, of=rope_attention_mla_varlen)
 def plan_mla_varlen(*arguments: Any, **options: Any) -> planning.Plan:
-    """Return the plan of ``rope_attention_mla_varlen`` for these arguments, as ``plan`` does for ``rope_attention``."""
-    given = bind(rope_attention_mla_varlen, *arguments, **options)
-    rows = _heads_first("thd", **{name: given[name] for name in _ROWS})
-    longest = given["max_seqlen_q"], given["max_seqlen_k"]
-    ends = given["cu_seqlens_q"], given["cu_seqlens_k"]
-    check_sequences(given["q_rope"], given["k_rope"], *ends, *longest, names=("q_rope", "k_rope"))
-    tensors = fill(Tensors, given | rows)
-    return plan_of(_describe(tensors, fill(Options, given), "thd", longest, stand_in)[0])
+    """Return ``plan(rope_attention_mla_varlen, ...)``."""
+    return plan_of_call(rope_attention_mla_varlen, *arguments, **options)
 
 
-_ROWS = ("q_nope", "q_rope", "k_nope", "k_rope", "v")
 _check_layout = check_choice(LAYOUTS)
 
 
@@ -244,16 +232,15 @@ def _describe(
     options: Any,
     layout: str,
     max_seqlens: tuple[int, int] | None = None,
-    convert: Any = torch.Tensor.to,
 ) -> tuple[Problem, Tensors]:
     """Check the records of a call and return the ``Problem``, and the tensors in autocast's dtype if it is on.
 
-    tensors: q, k, v, q_nope and k_nope from ``_heads_first``. max_seqlens, convert: as in ``attention.api``.
+    tensors: q, k, v, q_nope and k_nope from ``_heads_first``. max_seqlens: as in ``attention.api``.
     """
     if in_context_parallel():
         refuse_context_parallel("rope_attention_mla" if max_seqlens is None else "rope_attention_mla_varlen")
-    q, k, v = autocast(tensors.q, tensors.k, tensors.v, convert)
-    q_nope, k_nope, _ = autocast(tensors.q_nope, tensors.k_nope, None, convert)
+    q, k, v = autocast(tensors.q, tensors.k, tensors.v)
+    q_nope, k_nope, _ = autocast(tensors.q_nope, tensors.k_nope, None)
     tensors = tensors._replace(q=q, k=k, v=v, q_nope=q_nope, k_nope=k_nope)
     if max_seqlens is None:
         return problem_of(tensors, options, check_latent(tensors, options, layout)), tensors

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
@@ -9,15 +10,15 @@ import torch
 from fused_rope_attn.attention.planning import Plan
 from fused_rope_attn.attention.problem import Options, Problem, arguments_by_name
 from fused_rope_attn.generation import planning, reference
-from fused_rope_attn.generation.keywords import KVCACHE
 from fused_rope_attn.generation.problem import StepTensors, Written, cache_of, describe_write, step_of
 from fused_rope_attn.generation.validation import check_kvcache, check_write
-from fused_rope_attn.runtime.autocast import autocast, stand_in
+from fused_rope_attn.runtime.autocast import autocast
 from fused_rope_attn.runtime.axes import Layout, from_heads_first
 from fused_rope_attn.runtime.checks import heads_first
 from fused_rope_attn.runtime.context_parallel import in_context_parallel, refuse_context_parallel
 from fused_rope_attn.runtime.device import has_triton
-from fused_rope_attn.runtime.keywords import bind, explain_keywords, fill, parameters_of
+from fused_rope_attn.runtime.dry_run import Planned, is_dry_run, plan_of_call
+from fused_rope_attn.runtime.keywords import explain_keywords, fill, parameters_of
 from fused_rope_attn.runtime.options import Backend, StepOptions
 
 if TYPE_CHECKING:
@@ -55,7 +56,7 @@ def rope_attention_with_kvcache(
 # fmt: on
 
 
-@explain_keywords(KVCACHE)
+@explain_keywords
 def rope_attention_with_kvcache(
     q: torch.Tensor,
     k_cache: torch.Tensor,
@@ -166,18 +167,12 @@ def rope_attention_with_kvcache(
     return (o, lse) if return_lse else o
 
 
-@explain_keywords(KVCACHE, of=rope_attention_with_kvcache)
-def plan_with_kvcache(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, *arguments, **options) -> Plan:
-    """Return what ``rope_attention_with_kvcache`` would run for the same arguments, like ``plan``.
-
-    Launches nothing and writes nothing; raises what ``rope_attention_with_kvcache`` would raise.
-    """
-    problem, _ = _describe_bound(q, k_cache, v_cache, *arguments, convert=stand_in, **options)
-    chosen, reason = planning.choose_step_backend(problem)
-    return Plan("reference", None, reason) if chosen == "reference" else planning.plan_for(problem, reason)
+def plan_with_kvcache(*arguments: Any, **options: Any) -> Plan:
+    """Return ``plan(rope_attention_with_kvcache, ...)``."""
+    return plan_of_call(rope_attention_with_kvcache, *arguments, **options)
 
 
-@explain_keywords(KVCACHE)
+@explain_keywords
 def write_kvcache(
     k: torch.Tensor,
     v: torch.Tensor,
@@ -232,7 +227,9 @@ def write_kvcache(
 
 def run_write(*arguments, backend: str = "auto", **options) -> None:
     """Run ``write_kvcache`` by a backend of choice, for verification and tests."""
-    given = bind(write_kvcache, *arguments, **options)
+    bound = inspect.signature(write_kvcache).bind(*arguments, **options)
+    bound.apply_defaults()
+    given = bound.arguments
     kept = {name: given[name] for name in ("cache_is_rotated", "rotary_dim", "interleaved")}
     _write(fill(Written, given), given["layout"], **kept, backend=backend)
 
@@ -257,28 +254,15 @@ def _write(tensors: Written, layout: str, *, backend: str = "auto", **options: A
         reference.write_kvcache(**tensors._asdict(), **options)
 
 
-def _describe_bound(*arguments, convert=torch.Tensor.to, **options) -> tuple[Problem, StepTensors]:
-    """Do what ``_describe`` does with the arguments of ``rope_attention_with_kvcache``."""
-    given = bind(rope_attention_with_kvcache, *arguments, **options)
-    return _describe(
-        fill(StepTensors, given), fill(Options, given), given["cache_is_rotated"], given["layout"], convert
-    )
-
-
-def _describe(
-    tensors: StepTensors, options: Any, cache_is_rotated: bool, layout: str, convert=torch.Tensor.to
-) -> tuple[Problem, StepTensors]:
-    """Check the records of a step and return the ``Problem``, and the tensors as (B, H, N, D) whatever the layout.
-
-    convert: as in ``autocast``.
-    """
+def _describe(tensors: StepTensors, options: Any, cache_is_rotated: bool, layout: str) -> tuple[Problem, StepTensors]:
+    """Check the records of a step and return the ``Problem``, and the tensors as (B, H, N, D) whatever the layout."""
     if in_context_parallel():
         refuse_context_parallel("rope_attention_with_kvcache")
     q, k_cache, v_cache, _, _, k, v = given = tensors[:7]
     if layout != "bhsd":
         named = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "k": k, "v": v}
         q, k_cache, v_cache, k, v = heads_first(layout, "_cache", "S_max", **named)
-    q, k, v = autocast(q, k, v, convert)
+    q, k, v = autocast(q, k, v)
     if not (q is given[0] and k_cache is given[1] and k is given[5] and v is given[6]):
         tensors = tensors._replace(q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v)
     rotary_dim = check_kvcache(tensors, options, cache_is_rotated, layout)
@@ -287,6 +271,8 @@ def _describe(
 
 def _attend(problem: Problem, tensors: StepTensors, layout: str) -> tuple[torch.Tensor, torch.Tensor]:
     """(o in the layout, lse) of a described step, by the backend that planning chooses."""
+    if is_dry_run():
+        raise Planned(planning.plan_step(problem))
     chosen, _ = planning.choose_step_backend(problem)
     if chosen != "reference":
         o, lse = ops.attention_with_kvcache(problem, tensors)

@@ -1,7 +1,7 @@
 """One call of the rotation alone: its options, and its tensors.
 
-A field with an ``Option`` row is an argument of the operators: ``SCHEMA``, ``flatten`` and ``rebuild`` are derived from
-these fields.
+A field with an ``Option`` row is an argument of the operators: ``SCHEMA``, ``to_arguments`` and ``from_arguments`` are
+derived from these fields.
 """
 
 from __future__ import annotations
@@ -47,16 +47,16 @@ class RotationTensors(NamedTuple):
 
 
 _TENSORS, _OPTIONS = rows_of(RotationTensors), rows_of(RotationOptions)
-# The arguments of the operators after their inputs and outputs, in the order of ``flatten``.
+# The arguments of the operators after their inputs and outputs, in the order of ``to_arguments``.
 SCHEMA = ", ".join(f"{row.operator} {name}" for name, row in (_TENSORS | _OPTIONS).items())
 
 
-def flatten(options: RotationOptions, tensors: RotationTensors) -> tuple:
+def to_arguments(options: RotationOptions, tensors: RotationTensors) -> tuple:
     """Return the operators' arguments after their inputs and outputs, as ``SCHEMA`` names them."""
     return (*[getattr(tensors, name) for name in _TENSORS], *[getattr(options, name) for name in _OPTIONS])
 
 
-def rebuild(xs: Any, outs: Any, *arguments: Any) -> tuple[RotationOptions, RotationTensors]:
-    """Inverse of ``flatten``; ``outs`` is None where the call makes them."""
+def from_arguments(xs: Any, outs: Any, *arguments: Any) -> tuple[RotationOptions, RotationTensors]:
+    """Inverse of ``to_arguments``; ``outs`` is None where the call makes them."""
     options = RotationOptions(**dict(zip(_OPTIONS, arguments[len(_TENSORS) :])))
     return options, RotationTensors(xs, outs, *arguments[: len(_TENSORS)])

@@ -114,8 +114,8 @@ GIVEN = dict(zip(("q_nope", "q_rope", "k_nope", "k_rope", "v", "cos", "sin"), ma
         ({"layout": "sbhd"}, ValueError, "layout must be 'bhsd' or 'bshd'"),
         ({"causal": 1}, TypeError, "causal must be a bool"),
         ({"softmax_scale": float("inf")}, ValueError, "softmax_scale must be finite"),
-        ({"sinks": torch.zeros(3)}, TypeError, "sinks, which is rope_attention's: multi-head latent attention"),
-        ({"strategy": "inline"}, TypeError, "k_rope is always rotated once"),
+        ({"sinks": torch.zeros(3)}, TypeError, r"rope_attention_mla\(\) does not take sinks"),
+        ({"strategy": "inline"}, TypeError, r"rope_attention_mla\(\) does not take strategy"),
         ({"backend": "hopper"}, (NotImplementedError, RuntimeError), "hopper"),
     ],
 )

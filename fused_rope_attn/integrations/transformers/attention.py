@@ -16,8 +16,7 @@ from fused_rope_attn import (
     rope_attention_varlen,
     rope_attention_with_kvcache,
 )
-from fused_rope_attn.distributed.api import rope_attention_cp, rope_attention_varlen_cp
-from fused_rope_attn.distributed.shards import cp_unshard
+from fused_rope_attn.distributed.api import cp_unshard, rope_attention_cp, rope_attention_varlen_cp
 from fused_rope_attn.generation import planning
 from fused_rope_attn.integrations.transformers import buffers, caches
 from fused_rope_attn.integrations.transformers.batch import Batch, describe_layer, kept_of, type_of
