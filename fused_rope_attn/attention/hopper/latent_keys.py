@@ -15,13 +15,15 @@ from fused_rope_attn.attention.hopper.backward_block import (
     weigh,
 )
 from fused_rope_attn.attention.hopper.backward_epilogue import drop_keys, store_dv, store_sums
-from fused_rope_attn.attention.hopper.channels import Channel, Cursor, tiles_of, written_once
-from fused_rope_attn.attention.hopper.columns import ColumnParts, issue_row_scores, part_zeros, rows_in
-from fused_rope_attn.attention.hopper.forward_attend import (
-    Warpgroup,
+from fused_rope_attn.attention.hopper.channels import (
+    Channel,
+    Cursor,
     hand_over_tensor_cores,
+    tiles_of,
     wait_for_tensor_cores,
+    written_once,
 )
+from fused_rope_attn.attention.hopper.columns import ColumnParts, issue_row_scores, part_zeros, rows_in
 from fused_rope_attn.attention.hopper.masks import needs_mask
 from fused_rope_attn.attention.hopper.ptxas import opaque
 from fused_rope_attn.attention.hopper.shapes import BACKWARD_BLOCK_M as BLOCK_M
@@ -97,9 +99,8 @@ def fold_queries(WARPGROUP: gl.constexpr, dk, dk_rope, dv, buffers, total, keys,
     columns = gl.arange(0, BLOCK_M, gl.SliceLayout(0, S))
     q_cursor = q_blocks.start_at(gl.to_tensor(0))
     s_token = issue_scores(buffers, q_cursor, no_s, WARPGROUP)
-    warpgroup = Warpgroup(WARPGROUP, CONSUMERS)
     if WARPGROUP == CONSUMERS - 1:
-        hand_over_tensor_cores(warpgroup)
+        hand_over_tensor_cores(WARPGROUP, CONSUMERS)
     for step in range(total):
         do_cursor = do_blocks.at(step)
         s = warpgroup_mma_wait(0, deps=[s_token])
@@ -114,23 +115,23 @@ def fold_queries(WARPGROUP: gl.constexpr, dk, dk_rope, dv, buffers, total, keys,
         p_tile = buffers.p.index(WARPGROUP)
         p_tile.store(p16)
         do_blocks.wait_full(do_cursor)
-        wait_for_tensor_cores(warpgroup)
+        wait_for_tensor_cores(WARPGROUP)
         dp_token = issue_product(own_rows(buffers.v, WARPGROUP).columns, do_blocks, do_cursor, no_s)
         do = rows_in(do_blocks, do_cursor, 0, BLOCK_M).columns
         dv = warpgroup_mma(gl.convert_layout(p16, P), do, dv, is_async=True)
-        hand_over_tensor_cores(warpgroup)
+        hand_over_tensor_cores(WARPGROUP, CONSUMERS)
         dv, dp = warpgroup_mma_wait(0, deps=[dv, dp_token])
         delta = buffers.delta.index(do_cursor.slot).load(gl.SliceLayout(0, S))
         # P as dV takes it: 16 registers less than in float32.
         ds = (p_tile.load(S).to(gl.float32) * (dp - delta[None, :])).to(DTYPE)
         q = rows_in(q_blocks, q_cursor, 0, BLOCK_M)
-        wait_for_tensor_cores(warpgroup)
+        wait_for_tensor_cores(WARPGROUP)
         dk = warpgroup_mma(gl.convert_layout(ds, P), q.columns, dk, is_async=True)
         dk_rope = warpgroup_mma(gl.convert_layout(ds, P_ROPE), q.rope, dk_rope, is_async=True)
         do_blocks.release_by_threads(do_cursor)
         next_q = q_blocks.after(q_cursor)
         s_token = issue_scores(buffers, next_q, no_s, WARPGROUP)
-        hand_over_tensor_cores(warpgroup)
+        hand_over_tensor_cores(WARPGROUP, CONSUMERS)
         # Only scores are in flight at the end of an iteration, see ``backward_by_keys.fold_queries``.
         dk, dk_rope = warpgroup_mma_wait(2, deps=[dk, dk_rope])
         q_blocks.release_by_threads(q_cursor)
@@ -138,7 +139,7 @@ def fold_queries(WARPGROUP: gl.constexpr, dk, dk_rope, dv, buffers, total, keys,
     warpgroup_mma_wait(0, deps=[s_token])
     if WARPGROUP == 0:
         # The last warpgroup hands the tensor cores over once more.
-        wait_for_tensor_cores(warpgroup)
+        wait_for_tensor_cores(WARPGROUP)
     return dk, dk_rope, dv
 
 
