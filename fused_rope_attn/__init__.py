@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from fused_rope_attn.rotation.embedding import RotaryEmbedding
     from fused_rope_attn.rotation.layouts import permute_rope_layout
     from fused_rope_attn.rotation.tables import rope_tables, rope_tables_2d
-    from fused_rope_attn.runtime.axes import Layout
-    from fused_rope_attn.runtime.options import Backend, RotationLayout, Strategy
+    from fused_rope_attn.runtime.axes import Layout, RotationLayout
+    from fused_rope_attn.runtime.options import Backend, Strategy
 
 __version__ = "0.1.0"
 __all__ = [
@@ -67,7 +67,7 @@ _MODULES = {
     "Layout": "runtime.axes",
     "Plan": "attention.planning",
     "RotaryEmbedding": "rotation.embedding",
-    "RotationLayout": "runtime.options",
+    "RotationLayout": "runtime.axes",
     "Strategy": "runtime.options",
     "apply_rope": "rotation.api",
     "apply_rope_qk": "rotation.api",

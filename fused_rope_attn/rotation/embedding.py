@@ -9,7 +9,7 @@ import torch
 from fused_rope_attn.rotation.api import apply_rope, apply_rope_qk
 from fused_rope_attn.rotation.tables import check_frequencies, check_sizes, rope_tables
 from fused_rope_attn.rotation.validation import LAYOUTS
-from fused_rope_attn.runtime.options import RotationLayout
+from fused_rope_attn.runtime.axes import RotationLayout
 
 
 class RotaryEmbedding(torch.nn.Module):
