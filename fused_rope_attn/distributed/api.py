@@ -11,21 +11,13 @@ from fused_rope_attn.attention import planning
 from fused_rope_attn.attention.ops import needs_gradient
 from fused_rope_attn.attention.problem import Options, Problem, Tensors, problem_of
 from fused_rope_attn.attention.validation import check_attention
-from fused_rope_attn.distributed import layout as layouts
 from fused_rope_attn.distributed import ops
 from fused_rope_attn.distributed.documents import OF_THE_PLAN, DocumentPlan
 from fused_rope_attn.distributed.groups import Group, agree, fail_together, group_of
-from fused_rope_attn.distributed.layout import CpPlan, chunks_of, owners_of
-from fused_rope_attn.runtime import axes
+from fused_rope_attn.distributed.layout import CpPlan, check_sharding, choose_method, chunks_of, owners_of, work_of
+from fused_rope_attn.runtime import axes, checks
 from fused_rope_attn.runtime.autocast import autocast
 from fused_rope_attn.runtime.axes import Layout, from_heads_first
-from fused_rope_attn.runtime.checks import (
-    check_choice,
-    check_int,
-    kind_of,
-    refuse_non_tensor,
-    shown,
-)
 from fused_rope_attn.runtime.differentiation import refuse_tangents
 from fused_rope_attn.runtime.dry_run import Planned, is_dry_run, plan_of_call
 from fused_rope_attn.runtime.forms import Forms
@@ -43,13 +35,11 @@ def rope_attention_cp(
     group: Any, return_lse: Literal[False] = False, **options: Unpack[CpOptions],
 ) -> torch.Tensor: ...
 
-
 @overload
 def rope_attention_cp(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, causal: bool = True, *,
     group: Any, return_lse: Literal[True], **options: Unpack[CpOptions],
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
-
 
 @overload
 def rope_attention_cp(
@@ -131,13 +121,11 @@ def rope_attention_varlen_cp(
     plan: DocumentPlan, causal: bool = True, *, return_lse: Literal[False] = False, **options: Unpack[PackedCpOptions],
 ) -> torch.Tensor: ...
 
-
 @overload
 def rope_attention_varlen_cp(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor,
     plan: DocumentPlan, causal: bool = True, *, return_lse: Literal[True], **options: Unpack[PackedCpOptions],
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
-
 
 @overload
 def rope_attention_varlen_cp(
@@ -189,7 +177,7 @@ def rope_attention_varlen_cp(
     common, scores = (softmax_scale, interleaved, window, backend), (rotary_dim, softcap, norm_eps, norm_offset)
     options = Options(*common, *scores, batch_invariant, deterministic, causal=causal, return_lse=return_lse)
     if not isinstance(plan, DocumentPlan):
-        raise TypeError(f"plan must be what plan_varlen_cp returns, but is {kind_of(plan)}")
+        raise TypeError(f"plan must be what plan_varlen_cp returns, but is {checks.kind_of(plan)}")
     o, lse = _run_together(plan.group, _describe_packed, tensors, options, plan, method)
     o = from_heads_first(o, "thd")
     return (o, lse.squeeze(0)) if return_lse else o
@@ -204,7 +192,7 @@ def plan_cp(*arguments: Any, **options: Any) -> CpPlan:
 
 
 _LOCAL = Forms(q="B HQ N/P D", k="B HKV N/P D", v="B HKV N/P D")
-_check_method = check_choice(get_args(CpMethod))
+_check_method = checks.check_choice(get_args(CpMethod))
 # The cut of a call on these ranks, its problem and tensors, and the plan.
 _Described = tuple[ops.Cut, Problem, Tensors, CpPlan]
 
@@ -227,7 +215,7 @@ def _run_together(
 
 def _describe(tensors: Tensors, options: Any, members: Group, sharding, total_len, method, layout) -> _Described:
     """Check the records of a call of ``rope_attention_cp`` and describe it."""
-    layouts.check_sharding("sharding", sharding, members.size)
+    check_sharding("sharding", sharding, members.size)
     _check_method("method", method, None)
     axes.check_layout(layout)
     q, k, v = autocast(*tensors[:3])
@@ -243,11 +231,11 @@ def _describe(tensors: Tensors, options: Any, members: Group, sharding, total_le
             f"q must have a multiple of {parts} rows on every rank for sharding={sharding!r}, but has {local}: pad the "
             f"sequence to a multiple of {parts * size}, and say by total_len where it ends"
         )
-    total: Any = local * size if total_len is None else check_int("total_len", total_len, "an int or None")
+    total: Any = local * size if total_len is None else checks.check_int("total_len", total_len, "an int or None")
     if not 0 <= total <= local * size:
         raise ValueError(f"total_len must be from 0 to the {local * size} rows of all ranks, but is {total}")
-    work = layouts.work_of(size, sharding, local, total, problem.causal, problem.window)
-    chosen = layouts.choose_method(problem, method, work)
+    work = work_of(size, sharding, local, total, problem.causal, problem.window)
+    chosen = choose_method(problem, method, work)
     cut = ops.Cut(members.name, str(sharding), chosen.method, int(total), 0, tables_are_local)
     return cut, problem, tensors, chosen
 
@@ -267,7 +255,7 @@ def _describe_packed(tensors: Tensors, options: Any, plan: DocumentPlan, method)
         # A graph is for many plans.
         chosen = CpPlan(method, "chosen when the graph runs", 0, 0.0, 0)
     else:
-        chosen = layouts.choose_method(problem, method, plan.work(problem.causal, problem.window))
+        chosen = choose_method(problem, method, plan.work(problem.causal, problem.window))
     cut = ops.Cut(plan.group.name, OF_THE_PLAN, chosen.method, plan.total, plan.number, False)
     return cut, problem, tensors, chosen
 
@@ -290,19 +278,13 @@ def _checked(tensors: Tensors, options: Any, rows: int, layout: str, longest: in
     return problem, tensors
 
 
-def _members(group: Any, sharding: str) -> Group:
-    members = group_of(group)
-    layouts.check_sharding("sharding", sharding, members.size)
-    return members
-
-
 def _check_axis(x: Any, dim: Any) -> int:
     """Return the axis, counted from 0."""
     if not isinstance(x, torch.Tensor):
-        refuse_non_tensor(x=x)
-    dim = check_int("dim", dim)
+        checks.refuse_non_tensor(x=x)
+    dim = checks.check_int("dim", dim)
     if not -x.ndim <= dim < x.ndim:
-        raise ValueError(f"dim must be an axis of x, which has shape {shown(x.shape)}, but is {dim}")
+        raise ValueError(f"dim must be an axis of x, which has shape {checks.shown(x.shape)}, but is {dim}")
     return dim % x.ndim
 
 
@@ -322,7 +304,8 @@ def cp_shard(x: torch.Tensor, dim: int, *, group: Any, sharding: str = "zigzag")
     Raises:
         TypeError, ValueError: naming the argument.
     """
-    members, dim = _members(group, sharding), _check_axis(x, dim)
+    members, dim = group_of(group), _check_axis(x, dim)
+    check_sharding("sharding", sharding, members.size)
     count = len(owners_of(members.size, sharding))
     if x.shape[dim] % count:
         raise ValueError(
@@ -340,7 +323,8 @@ def cp_unshard(x: torch.Tensor, dim: int, *, group: Any, sharding: str = "zigzag
     Every rank must call it. Gradients are those of the sum of all ranks' losses: what each rank's loss says of these
     rows is added up, in float32 at least and in the order of the ranks. Arguments as in ``cp_shard``.
     """
-    members, dim = _members(group, sharding), _check_axis(x, dim)
+    members, dim = group_of(group), _check_axis(x, dim)
+    check_sharding("sharding", sharding, members.size)
     parts = len(chunks_of(0, members.size, sharding))
     if x.shape[dim] % parts:
         raise ValueError(
@@ -357,8 +341,9 @@ def cp_positions(
     Raises:
         TypeError, ValueError: naming the argument.
     """
-    total_len = check_int("total_len", total_len)
-    members = _members(group, sharding)
+    total_len = checks.check_int("total_len", total_len)
+    members = group_of(group)
+    check_sharding("sharding", sharding, members.size)
     count = len(owners_of(members.size, sharding))
     if total_len < 0 or total_len % count:
         raise ValueError(

@@ -60,10 +60,9 @@ class DocumentPlan:
 
     def work(self, causal: bool, window: Window) -> GroupWork:
         """Return every rank's work under these masks."""
-        right = None if causal or window is None or window[1] < 0 else window[1]
-        key = causal, right
+        key = causal, None if causal or window is None or window[1] < 0 else window[1]
         if key not in self._work:
-            found = [self._work_of(rank, causal, right) for rank in range(self.group.size)]
+            found = [self._work_of(rank, *key) for rank in range(self.group.size)]
             self._work[key] = work = GroupWork(found, self.sharding)
             # One copy to the device for all of this rank's segments.
             segments = found[self.group.rank].segments
@@ -77,22 +76,19 @@ class DocumentPlan:
     def _work_of(self, rank: int, causal: bool, right: int | None) -> RankWork:
         owned = chunks_of(rank, self.group.size, self.sharding)
         chunk = self.local // len(owned)
-        end_of_all = self.limits[-1]
         segments = []
         # Adjacent chunks are one range.
         firsts = [i for i, c in enumerate(owned) if i == 0 or owned[i - 1] != c - 1]
         for i, following in itertools.pairwise((*firsts, len(owned))):
-            begin, end = owned[i] * chunk, min((owned[following - 1] + 1) * chunk, end_of_all)
+            begin, end = owned[i] * chunk, min((owned[following - 1] + 1) * chunk, self.limits[-1])
             if end <= begin:
                 continue
             # The documents that begin before the chunk ends and end after it begins.
             first = bisect.bisect_right(self.limits, begin) - 1
             last = bisect.bisect_left(self.limits, end)
             limits = [x for x, y in itertools.pairwise(self.limits[first : last + 1]) if y > x]
-            padding = 0
-            if not causal:
-                padding = self.limits[last] - end
-                padding = padding if right is None else min(right, padding)
+            padding = 0 if causal else self.limits[last] - end
+            padding = padding if right is None else min(right, padding)
             stop = end + padding
             # A document that began before the chunk has all of its keys from there on, so that positions stay.
             cu_q = tuple(max(x, begin) - begin for x in limits) + (stop - begin,)
@@ -110,14 +106,10 @@ def _merged(work: RankWork) -> RankWork:
         if last is None or last.padding or (last.rows[1], last.keys[1]) != (segment.rows[0], segment.keys[0]):
             segments.append(segment)
             continue
-        segments[-1] = Segment(
-            (last.rows[0], segment.rows[1]),
-            segment.padding,
-            (last.keys[0], segment.keys[1]),
-            None,
-            (*last.cu_seqlens_q, *(last.queries + x for x in segment.cu_seqlens_q[1:])),
-            (*last.cu_seqlens_k, *(last.num_keys + x for x in segment.cu_seqlens_k[1:])),
-        )
+        rows, keys = (last.rows[0], segment.rows[1]), (last.keys[0], segment.keys[1])
+        cu_q = (*last.cu_seqlens_q, *(last.queries + x for x in segment.cu_seqlens_q[1:]))
+        cu_k = (*last.cu_seqlens_k, *(last.num_keys + x for x in segment.cu_seqlens_k[1:]))
+        segments[-1] = Segment(rows, segment.padding, keys, None, cu_q, cu_k)
     return RankWork(work.buffer, segments)
 
 

@@ -78,7 +78,7 @@ class _Pass:
     def order(self, number: int) -> list[tuple[int, int]]:
         """Return (stream, segment) of section ``number``, the one with most work first. Single segments alternate."""
         order = self.call.own.order
-        return [(number % 2, order[0])] if len(order) == 1 else [(i % 2, index) for i, index in enumerate(order)]
+        return [((number if len(order) == 1 else i) % 2, index) for i, index in enumerate(order)]
 
     def queries(self, x: torch.Tensor, segment: Segment, heads: slice, fill: float = 0.0) -> torch.Tensor:
         """Return the segment's rows of a tensor (B, HQ, N / P, ...), followed by its padding, full of ``fill``."""
@@ -163,7 +163,8 @@ def backward_pass(
                     do_part, o_part = (run.queries(x, segment, heads) for x in (do, o))
                     # lse -inf: the kernels take padding for queries that saw no key.
                     lse_part = run.queries(lse, segment, heads, float("-inf")).contiguous()
-                    is_direct, of_keys = index in sums.direct, sums.of_segment(index, own)
+                    is_direct = index in sums.direct
+                    of_keys = _heads_first(sums.buffer[slice(*segment.keys), :, :, own])
                     outs = None if segment.padding else dq[:, heads, rows], *(of_keys if is_direct else (None, None))
                     one = one._replace(sums_keys=True)
                     found = local.segment_backward(run.plan, one, do_part, Saved(o_part, lse_part, given), outs)
@@ -212,20 +213,18 @@ def _heads_first(buffer: torch.Tensor) -> torch.Tensor:
 def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
     """Copy rows of the same dtype, in words of 8 bytes if both allow it, because PyTorch's copy of tensors that are not
     contiguous moves one element at a time."""
-    words = 8 // target.element_size()
-    numbers = [n for x in (target, source) for n in (*x.stride()[:-1], x.shape[-1], x.storage_offset())]
-    if all(x.stride(-1) == 1 and x.data_ptr() % 8 == 0 for x in (target, source)) and not any(
-        n % words for n in numbers
-    ):
+
+    def has_words(x: torch.Tensor) -> bool:
+        numbers = (*x.stride()[:-1], x.shape[-1], x.storage_offset())
+        return x.stride(-1) == 1 and x.data_ptr() % 8 == 0 and not any(n * x.element_size() % 8 for n in numbers)
+
+    if has_words(target) and has_words(source):
         target, source = target.view(torch.int64), source.view(torch.int64)
     target.copy_(source)
 
 
 class _Keys:
-    """The keys and values of one section's heads that this rank's queries see, gathered from k and v (B, H, N / P, D).
-
-    buffer: (rows of the rank's buffer, 2, B, the section's heads, D).
-    """
+    """The keys and values of one section's heads that this rank's queries see, from k and v (B, H, N / P, D)."""
 
     def __init__(self, call: ParallelCall, k: torch.Tensor, v: torch.Tensor, heads: Heads):
         self.heads = heads
@@ -234,7 +233,7 @@ class _Keys:
         for place, chunk in enumerate(call.owned):
             run, first = call.work.own.get(chunk), place * call.chunk
             if run is not None:
-                for target, x in zip(_heads_first(self.buffer[run.start : run.end]), own):
+                for target, x in zip(_heads_first(self.buffer[run.start :][: run.rows]), own):
                     _copy(target, x[:, :, first : first + run.rows])
         inputs = [[self.buffer[m.sent :][: m.rows] for m in part] for part in call.sent]
         outputs = [[self.buffer[m.received :][: m.rows] for m in part] for part in call.received]
@@ -254,17 +253,13 @@ class _KeyGradients:
         dtype = torch.promote_types(k.dtype, torch.float32)
         shape = 2, k.shape[0], heads[1] - heads[0], k.shape[3]
         self.buffer = torch.empty(call.own.length, *shape, dtype=dtype, device=k.device)
-        # Each message of keys that this rank sends comes back as one of gradients.
+        # For each message of keys that this rank sends, it receives one of gradients.
         self.arriving = [[self.buffer.new_empty(m.rows, *shape) for m in part] for part in call.sent]
         keys = [call.own.segments[index].keys for index in call.own.order]
         are_new = [_gaps(keys[:i], own) == [own] for i, own in enumerate(keys)]
         self.direct = set(itertools.compress(call.own.order, are_new))
         for first, last in _gaps(list(itertools.compress(keys, are_new)), (0, call.own.length)):
             self.buffer[first:last].zero_()
-
-    def of_segment(self, index: int, heads: slice) -> torch.Tensor:
-        """Return the rows of segment number ``index`` and of some of these heads, (2, B, H, keys, D)."""
-        return _heads_first(self.buffer[slice(*self.call.own.segments[index].keys), :, :, heads])
 
     def send(self) -> None:
         """Begin the exchange, after all segments."""
@@ -282,7 +277,7 @@ class _KeyGradients:
                 self.buffer[message.sent :][: message.rows].add_(part)
         for place, chunk in enumerate(call.owned):
             own, first = call.work.own.get(chunk, Run(chunk, 0, 0, 0)), place * call.chunk
-            for total, gradient in zip(_heads_first(self.buffer[own.start : own.end]), gradients):
+            for total, gradient in zip(_heads_first(self.buffer[own.start :][: own.rows]), gradients):
                 target = gradient[:, slice(*self.heads), first : first + call.chunk]
                 target[:, :, : own.rows].copy_(total)
                 target[:, :, own.rows :].zero_()

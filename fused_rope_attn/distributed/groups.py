@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from fused_rope_attn.runtime.checks import kind_of
 
+Parts = list[list[torch.Tensor]]  # by rank
 _ERRORS = {error.__name__: error for error in (TypeError, ValueError, NotImplementedError, RuntimeError)}
 
 
@@ -27,10 +28,7 @@ class Group(NamedTuple):
 
 
 def group_of(group: Any) -> Group:
-    """Return the ``Group`` of a ProcessGroup or of a DeviceMesh of one dimension.
-
-    Raises TypeError and ValueError naming ``group``.
-    """
+    """Return the ``Group`` of a ProcessGroup or of a DeviceMesh of one dimension, or raise, naming ``group``."""
     if not isinstance(group, dist.ProcessGroup):
         get_group = getattr(group, "get_group", None)
         if get_group is None:
@@ -55,8 +53,7 @@ class _Agreement:
     def __init__(self, group: Group, store: Any):
         ranks = dist.get_process_group_ranks(group.processes)
         self.group, self.store = group, store
-        self.calls = 0
-        self.connected = False
+        self.calls, self.connected = 0, False
         self.prefix = f"fused_rope_attn/{group.name}/{'_'.join(map(str, ranks))}"
 
     def publish(self, what: dict[str, Any] | tuple[str, str]) -> None:
@@ -119,8 +116,8 @@ def agree(group: Group, signature: dict[str, Any]) -> None:
 def fail_together(group: Group, error: Exception) -> NoReturn:
     """Tell the ranks that make this call with this one why it cannot, and raise ``error``."""
     if group.size > 1:
-        name = type(error).__name__
-        _agreement(group).publish((name if name in _ERRORS else "RuntimeError", f"{error}"))
+        name = type(error).__name__ if type(error).__name__ in _ERRORS else "RuntimeError"
+        _agreement(group).publish((name, f"{error}"))
     raise error
 
 
@@ -138,15 +135,7 @@ class Exchange:
 
     waits_once = False
 
-    def __init__(
-        self,
-        group: Group,
-        outputs: list[list[torch.Tensor]],
-        inputs: list[list[torch.Tensor]],
-        like: torch.Tensor,
-        *,
-        most: int = 1,
-    ):
+    def __init__(self, group: Group, outputs: Parts, inputs: Parts, like: torch.Tensor, most: int = 1):
         self.held: tuple = (outputs, inputs)
         self.works: list[Any] = []
         if group.size == 1 or most == 0:
@@ -159,7 +148,7 @@ class Exchange:
             self.works = [dist.all_to_all(to, from_, group=processes, async_op=True)]
             return
         agreement = _agreement(group)
-        if on_gpu and not agreement.connected:  # sends and receives may not connect NCCL's ranks: one may have none
+        if on_gpu and not agreement.connected:  # a rank that has no message must connect, too
             dist.all_reduce(torch.zeros(1, device=like.device), group=processes)
             agreement.connected = True
         # One launch of NCCL for all of them. Several would wait for the kernels between them.
@@ -197,10 +186,7 @@ def exchange(group: Group, *several: Sequence[torch.Tensor]) -> list[torch.Tenso
 
 
 def join_rows(group: Group, owners: Sequence[tuple[int, int]], x: torch.Tensor, dim: int) -> torch.Tensor:
-    """Return all ranks' rows along ``dim``, in the order of the sequence. Every rank must call it.
-
-    owners: (rank, index among the rank's chunks) of every chunk.
-    """
+    """Return all ranks' rows along ``dim``, in the order of the sequence; owners: as of ``layout.owners_of``."""
     sent = x.unflatten(dim, (len(owners) // group.size, -1)).movedim(dim, 0).contiguous()
     (received,) = exchange(group, [sent] * group.size)
     return torch.cat([received[owner, place] for owner, place in owners], dim=dim)

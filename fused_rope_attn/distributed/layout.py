@@ -24,10 +24,9 @@ SHARDINGS = ("zigzag", "contiguous")
 DEALT = "dealt:"
 # Keys before a window are left out in whole blocks of keys. No kernel has larger ones.
 BLOCK = 256
-# Rates of one H200 among several of its host. They only weigh the methods against one another.
-FLOPS, LINK = 600e12, 300e9
-# The part of the all-gather that no work hides.
-EXPOSED = 0.25
+# Rates of one H200 among several of its host, and the part of the all-gather that no work hides. They only weigh the
+# methods against one another.
+FLOPS, LINK, EXPOSED = 600e12, 300e9, 0.25
 
 Window = tuple[int, int] | None
 
@@ -112,10 +111,6 @@ class Run(NamedTuple):
     rows: int
     start: int
 
-    @property
-    def end(self) -> int:
-        return self.start + self.rows
-
 
 class RankWork:
     """A rank's segments, and the contents of its buffer of keys, in order.
@@ -126,7 +121,7 @@ class RankWork:
 
     def __init__(self, buffer: tuple[Run, ...], segments: list[Segment]):
         self.buffer, self.segments = buffer, segments
-        self.length = buffer[-1].end if buffer else 0
+        self.length = buffer[-1].start + buffer[-1].rows if buffer else 0
         self.rows = sum(segment.rows[1] - segment.rows[0] for segment in segments)
         self.order = sorted(range(len(segments)), key=lambda i: -segments[i].queries * segments[i].num_keys)
 
@@ -143,10 +138,9 @@ class GroupWork:
     """Every rank's work on one sequence, by rank, and what follows from it for all calls.
 
     own: by chunk, its run in its owner's buffer, which is all rows that exist. messages: by (sender, receiver).
-    most_messages: that a pair of ranks has. most_received: rows of keys that the rank with most of them
-    gets from others. all_have_local_work: whether every rank that waits for keys has a segment that needs none of them.
-    cu_seqlens: (cu_seqlens_q, cu_seqlens_k, the longest) of each of this rank's segments on the device; None without
-    documents.
+    most_messages: of a pair of ranks. most_received: rows of keys that a rank gets from others. all_have_local_work:
+    whether every rank that waits for keys has a segment that needs none of them. cu_seqlens: (cu_seqlens_q,
+    cu_seqlens_k, the longest) of each of this rank's segments on the device; None without documents.
     """
 
     cu_seqlens: tuple[tuple[torch.Tensor, torch.Tensor, int], ...] | None = None
@@ -172,16 +166,13 @@ class GroupWork:
                 known.append(message)
         self.most_received = max(received)
         self.most_messages = max([0, *map(len, self.messages.values())])
-        self.all_have_local_work = all(
-            any(self.is_local(rank, segment) for segment in ranks[rank].segments)
-            for rank in range(size)
-            if received[rank]
-        )
+        waiting = [rank for rank in range(size) if received[rank]]
+        self.all_have_local_work = all(any(self.is_local(rank, s) for s in ranks[rank].segments) for rank in waiting)
 
     def is_local(self, rank: int, segment: Segment) -> bool:
         """Return whether a segment of a rank needs no other rank's keys."""
         first, last = segment.keys
-        met = [run for run in self.ranks[rank].buffer if run.start < last and first < run.end]
+        met = [run for run in self.ranks[rank].buffer if run.start < last and first < run.start + run.rows]
         return all(run.chunk in self.owned[rank] for run in met)
 
 
@@ -234,6 +225,7 @@ def work_of(size: int, sharding: str, local: int, total: int, causal: bool, wind
     total: rows from there on do not exist. window: as in ``rope_attention``, None if neither side is bounded.
     """
     found = []
+    left, right = window or (-1, -1)
     for rank in range(size):
         owned = chunks_of(rank, size, sharding)
         chunk = local // len(owned)
@@ -245,12 +237,9 @@ def work_of(size: int, sharding: str, local: int, total: int, causal: bool, wind
             begin, end = c * chunk, min((c + 1) * chunk, total)
             if end <= begin:
                 continue
-            first = 0
-            if window is not None and window[0] >= 0:
-                first = max(0, begin - window[0]) // BLOCK * BLOCK
-            padding = 0
-            if window is not None and not causal:
-                padding = total - end if window[1] < 0 else min(window[1], total - end)
+            first = max(0, begin - left) // BLOCK * BLOCK if left >= 0 else 0
+            after = total - end if right < 0 else min(right, total - end)
+            padding = 0 if causal else after
             segments.append(Segment((i * chunk, i * chunk + end - begin), padding, (first, end + padding), first))
         found.append(with_buffer(segments, chunk))
     return GroupWork(found, sharding)

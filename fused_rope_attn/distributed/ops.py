@@ -170,9 +170,9 @@ def _unshard_impl(x: torch.Tensor, dim: int, name: str, sharding: str, sums: boo
 
 
 def _unshard_fake(x: torch.Tensor, dim: int, name: str, sharding: str, sums: bool) -> torch.Tensor:
-    size = group_named(name).size
-    length = x.shape[dim] // size if sums else x.shape[dim] * size
-    return x.new_empty((*x.shape[:dim], length, *x.shape[dim + 1 :]))
+    size, shape = group_named(name).size, list(x.shape)
+    shape[dim] = shape[dim] // size if sums else shape[dim] * size
+    return x.new_empty(shape)
 
 
 class _Unshard(SingleLevelFunction):

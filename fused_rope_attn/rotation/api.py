@@ -1,4 +1,4 @@
-"""Rotation alone: every RoPE convention through one kernel, and the tables and weight layouts that go with it."""
+"""Rotation alone: every RoPE convention through one kernel."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """One call of the rotation alone: its options, and its tensors.
 
-``SCHEMA``, ``flatten`` and ``rebuild`` are derived from the fields of both.
+``SCHEMA``, ``to_arguments`` and ``from_arguments`` are derived from the fields of both.
 """
 
 from __future__ import annotations
@@ -48,16 +48,16 @@ class RotationTensors(NamedTuple):
 _TENSORS = {"cos": "Tensor", "sin": "Tensor", "position_ids": "Tensor?", "cu_seqlens": "Tensor?", "weights": "Tensor[]"}
 # Operators find ``in_place`` out by themselves.
 _OPTIONS = {name: OPERATOR_TYPES[kind] for name, kind in get_type_hints(RotationOptions).items() if name != "in_place"}
-# The arguments of the operators after their inputs and outputs, in the order of ``flatten``.
+# The arguments of the operators after their inputs and outputs, in the order of ``to_arguments``.
 SCHEMA = ", ".join(f"{kind} {name}" for name, kind in (_TENSORS | _OPTIONS).items())
 
 
-def flatten(options: RotationOptions, tensors: RotationTensors) -> tuple:
+def to_arguments(options: RotationOptions, tensors: RotationTensors) -> tuple:
     """Return the operators' arguments after their inputs and outputs, as ``SCHEMA`` names them."""
     return (*[getattr(tensors, name) for name in _TENSORS], *[getattr(options, name) for name in _OPTIONS])
 
 
-def rebuild(xs: Any, outs: Any, *arguments: Any) -> tuple[RotationOptions, RotationTensors]:
-    """Inverse of ``flatten``; ``outs`` is None where the call makes them."""
+def from_arguments(xs: Any, outs: Any, *arguments: Any) -> tuple[RotationOptions, RotationTensors]:
+    """Inverse of ``to_arguments``; ``outs`` is None where the call makes them."""
     options = RotationOptions(**dict(zip(_OPTIONS, arguments[len(_TENSORS) :])))
     return options, RotationTensors(xs, outs, *arguments[: len(_TENSORS)])

@@ -5,7 +5,7 @@ import torch
 
 import fused_rope_attn
 from fused_rope_attn import plan, plan_varlen, rope_attention, rope_attention_varlen
-from fused_rope_attn.attention.hopper.max_logit_kernel import max_logit_kernel
+from fused_rope_attn.attention.hopper.forward_kernel import max_logit_kernel
 from tests.support.attention import leaves
 from tests.support.internals import go_through_the_dispatcher
 from tests.support.operators import MASKS, SMALL, assert_close, kernel_or_reference

@@ -19,23 +19,56 @@ from fused_rope_attn.attention.arguments import (
 )
 from fused_rope_attn.attention.configs import HopperBackwardConfig
 from fused_rope_attn.attention.hopper.backward_kernel import backward_kernel
-from fused_rope_attn.attention.hopper.balance import balance
 from fused_rope_attn.attention.hopper.columns import needed_columns
 from fused_rope_attn.attention.hopper.intervals import NO_VISIBLE_ROWS, VisibleRows, without_masks
 from fused_rope_attn.attention.hopper.latent_backward import LatentBackwardCall
 from fused_rope_attn.attention.hopper.postprocess_kernel import norm_postprocess_kernel, postprocess_kernel
 from fused_rope_attn.attention.hopper.shapes import BACKWARD_BLOCK_M as BLOCK_M
-from fused_rope_attn.attention.hopper.shapes import BACKWARD_BLOCK_N, CONSUMERS, KEYS, is_aligned, query_block_rows
+from fused_rope_attn.attention.hopper.shapes import BACKWARD_BLOCK_N, CONSUMERS, KEYS
 from fused_rope_attn.attention.hopper.shares import slot_words
 from fused_rope_attn.attention.norm_gradient import NO_SUMS, SumsOfLaunches, raw
 from fused_rope_attn.attention.preprocess_kernel import preprocess_kernel
 from fused_rope_attn.attention.problem import Gradients, Problem, split_outputs
-from fused_rope_attn.kernels.arguments import tile_count
+from fused_rope_attn.kernels.arguments import heads_per_section, tile_count
 from fused_rope_attn.runtime import device
 from fused_rope_attn.runtime.device import is_interpreted
 from fused_rope_attn.runtime.launch import Launch, Source
 from fused_rope_attn.runtime.layouts import block_d, contiguous_strides, is_long
 from fused_rope_attn.runtime.triton_compat import gl
+
+# Bytes of a row of Q, dO and float32 dQ in the query heads of a program. A program visits one head after the other, and
+# programs with tiles of different lengths are soon at different heads. Together they use about as many rows as they
+# have keys, in all their heads: 69 MB with 4096 bytes, four heads of 128 columns. With twice that an H100 (an L2 of
+# 50 MB) takes 1.1 to 1.5 times as long. 3.6.0 and 3.9.0, 2026-11-28.
+MOST_ROW_BYTES = 4096
+# Keys of the narrowest window with which programs drift apart so. Narrower ones are untimed.
+LEAST_WINDOW = 4096
+
+
+def parts_of_group(problem: Problem, tiles: int, row_bytes: int) -> int:
+    """Return how many programs divide the query heads that share a tile of keys.
+
+    A program reads at most MOST_ROW_BYTES of a row, or has one head, if a mask makes tiles unequal. With fewer programs
+    than multiprocessors there are more parts. Calls with intervals or a fixed order of dQ have one.
+
+    Args:
+        tiles: of keys, in all key heads of all batch entries.
+        row_bytes: of a row of Q, dO and float32 dQ in all heads of a group.
+    """
+    if problem.has_intervals or problem.is_deterministic:
+        return 1
+    left, right = problem.window_left, problem.window_right
+    if left is not None and right is not None:
+        is_uneven = left + right >= LEAST_WINDOW
+    else:
+        is_uneven = left is not None or right is not None
+    parts = triton.cdiv(row_bytes, MOST_ROW_BYTES) if is_uneven else 1
+    if problem.group_size % parts:
+        parts *= 2  # as heads would be divided unequally
+    parts = min(parts, problem.group_size)
+    while parts < problem.group_size and tiles * parts < device.num_sms(problem.device):
+        parts = min(2 * parts, problem.group_size)
+    return parts
 
 
 class BackwardCall:
@@ -64,9 +97,11 @@ class BackwardCall:
         block_n = (KEYS if self.wide else BACKWARD_BLOCK_N).value
         heads = batch * problem.heads_kv
         row_bytes = (2 * problem.head_dim * q.element_size() + 4 * pad_d) * problem.group_size
-        parts, section = balance(problem, block_n, row_bytes, config.section_bytes)
-        self.block_m = block_m = query_block_rows(problem, config.block_m)
-        pitch = triton.cdiv(padded_rows(len_q, sequences), block_m) * block_m
+        key_programs = tile_count(len_k, sequences, block_n) * heads
+        parts = parts_of_group(problem, key_programs, row_bytes)
+        part_bytes = row_bytes * problem.longest(len_q) // parts
+        section = heads_per_section(heads * parts, 1, part_bytes, config.section_bytes)
+        pitch = padded_rows(len_q, sequences)
         self.q_rot_shape = rotated_shape(problem)
         q_rot, k_rot = (q, k) if is_rotated else (q.new_empty(self.q_rot_shape), k.new_empty(k.shape))
         self.stats_size = 2 * batch * heads_q * pitch
@@ -75,17 +110,10 @@ class BackwardCall:
         self.accumulator_layout = self.accumulator_shape, contiguous_strides(self.accumulator_shape)
         self.q_rot_layout = self.q_rot_shape, contiguous_strides(self.q_rot_shape)
         self.k_rot_layout = tuple(k.shape), contiguous_strides(k.shape)
-        # With a narrow window the pre-process clears nothing, and the post-process begins before the last heads are
-        # done. With a wide one both are a small part of the time, and long key blocks should be first. In a fixed order
-        # the post-process does not begin early: thousands of polling warps would slow down the main kernel's waits.
-        self.progress_size = None
-        left, right = problem.window_left, problem.window_right
-        narrow_window = left is not None and right is not None and 4 * (left + right) <= len_k
-        ordered = problem.is_deterministic
-        self.clears = self.wide or problem.has_intervals
-        overlaps = narrow_window and parts == 1 and not (ordered or problem.reads_lengths or self.wide)
-        if ordered or overlaps:
-            self.progress_size = batch * problem.heads_kv + batch * heads_q * pitch // BLOCK_M.value
+        left, ordered = problem.window_left, problem.is_deterministic
+        self.progress_size = batch * heads_q * pitch // BLOCK_M.value if ordered else None
+        # In a fixed order the first key block of a query block stores its dQ, if the order says which one that is.
+        self.clears = not ordered or self.wide or problem.has_intervals
         shared = shared_arguments(problem, given.cos, given.sin) | {
             "pitch": pitch,
             "stats_size": self.stats_size // 2,
@@ -101,7 +129,6 @@ class BackwardCall:
         if problem.has_sinks:
             self.dsinks_shape = (row_blocks, heads_q)
         query_programs = row_blocks * triton.cdiv(heads_q, post_heads)
-        key_programs = tile_count(len_k, sequences, block_n) * batch * problem.heads_kv
         # Up to head dim 128 the main kernel's two warpgroups have rows of sums of their own.
         key_sums = key_programs * (1 if self.wide else CONSUMERS.value)
         self.sums = SumsOfLaunches(problem, query_programs, key_sums) if problem.has_norms else None
@@ -141,7 +168,7 @@ class BackwardCall:
         )
         element = gl.bfloat16 if q.dtype is torch.bfloat16 else gl.float16
         self._describe(q_rot, k_rot, v, do, element, block_n, pad_d)
-        ds_tile = [block_n, block_m] if self.wide else [block_m, block_n]
+        ds_tile = [block_n, BLOCK_M.value] if self.wide else [BLOCK_M.value, block_n]
         # A head's programs follow one another where dQ is added in a fixed order, so that few heads keep too few busy.
         if ordered and heads <= 2 * section:
             section = heads
@@ -173,8 +200,6 @@ class BackwardCall:
             Q_STAGES=config.q_stages,
             DO_STAGES=config.do_stages,
             HAS_KEYS_BEFORE_WINDOW=left is not None and len_k - len_q > left and not problem.has_intervals,
-            # Hidden queries would be visited first, but the key blocks before have added to them last.
-            IS_ALIGNED=config.skips_masked_half and not ordered and is_aligned(problem, block_n, block_n),
             DS_LAYOUT=gl.NVMMASharedLayout.get_default_for(ds_tile, element),
         )
         kernel, pairs, whole = postprocess_kernel, None, None
@@ -191,7 +216,6 @@ class BackwardCall:
             shared,
             dq_strides=dq_strides,
             raw_q_strides=raw_strides[0],
-            key_blocks=tile_count(len_k, sequences, block_n) if overlaps else None,
             k_sums=None if self.sums is None else key_sums,
             first_counter=None if self.sums is None else self.slot_counters,
             HEADS=post_heads,
@@ -206,7 +230,7 @@ class BackwardCall:
     def _describe(self, q_rot, k_rot, v, do, element, block_n: int, pad_d: int) -> None:
         """Make the main kernel's descriptors, with empty tensors of the same shape in place of workspaces."""
         layout = gl.NVMMASharedLayout.get_default_for
-        rows, part = self.block_m, [1, 1, self.block_m, pad_d // CONSUMERS.value]
+        rows, part = BLOCK_M.value, [1, 1, BLOCK_M.value, pad_d // CONSUMERS.value]
         query, key = [1, 1, rows, pad_d], [1, 1, block_n, pad_d]
         self.q_source, self.do_source = (Source(x, query, layout(query, element)) for x in (q_rot, do))
         self.k_source, self.v_source = (Source(x, key, layout(key, element)) for x in (k_rot, v))
@@ -235,12 +259,10 @@ class BackwardCall:
             return Gradients(dq.zero_(), dk.zero_(), dv.zero_(), *weights)
         stats = torch.empty_strided((self.stats_size,), (1,), dtype=torch.float32, device=where)
         accumulator = torch.empty_strided(*self.accumulator_layout, dtype=torch.float32, device=where)
-        cleared: torch.Tensor | None = accumulator
+        cleared: torch.Tensor | None = accumulator if self.clears else None
         progress: torch.Tensor | None = None
         if self.progress_size is not None:
             progress = torch.empty(self.progress_size, dtype=torch.int32, device=where)
-            if not self.clears:
-                cleared = None
         q_rot, k_rot = q, k
         if not self.is_rotated:
             q_rot = torch.empty_strided(*self.q_rot_layout, dtype=dtype, device=where)

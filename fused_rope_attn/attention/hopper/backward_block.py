@@ -7,7 +7,6 @@ from fused_rope_attn.attention.hopper.channels import channel_of, tiles_of
 from fused_rope_attn.attention.hopper.columns import issue_over_columns
 from fused_rope_attn.attention.hopper.masks import hide_pairs
 from fused_rope_attn.attention.hopper.ptxas import opaque
-from fused_rope_attn.attention.hopper.shapes import BACKWARD_BLOCK_M as PART_M
 from fused_rope_attn.attention.hopper.shapes import CONSUMERS, KEYS, WARPGROUP_THREADS
 from fused_rope_attn.attention.hopper.shares import Share, visited_blocks
 from fused_rope_attn.attention.hopper.softmax import cap_scores
@@ -39,16 +38,12 @@ class QueryBlocks:
     each block's position says whether it needs a mask, and all do if num_masked is at least ``count``. It is None if
     every key that the mask lets through exists.
 
-    num_hidden: 0 or 1 blocks, the first of each head, see no key of the second warpgroup. These blocks of all heads are
-    processed before any others. None: the heads are processed one after another.
-
-    IN_ORDER: blocks are visited from the last to the first, each in all heads of the group before the next one;
-    num_hidden is None then. Otherwise the heads are visited one after another, each from its first block to its last.
+    IN_ORDER: blocks are visited from the last to the first, each in all heads of the group before the next one.
+    Otherwise the heads are visited one after another, each from its first block to its last.
     """
 
     first: gl.tensor
     num_masked: gl.tensor | None
-    num_hidden: gl.tensor | None
     count: gl.tensor
     IN_ORDER: gl.constexpr = False
 
@@ -169,7 +164,7 @@ def query_blocks(mask, start_n, NQ, num_rows, BLOCK_M: gl.constexpr, BLOCK_N: gl
         first_row = first_query(mask, q_offset)
         first = gl.minimum(last, gl.maximum(first, first_row // BLOCK_M))
     num_masked = gl.where(is_partial, last, num_masked) - first
-    return QueryBlocks(first, num_masked, num_hidden=None, count=last - first), first_row
+    return QueryBlocks(first, num_masked, count=last - first), first_row
 
 
 @jit
@@ -183,21 +178,12 @@ def interval_queries(intervals, start_n, share, HALVES: gl.constexpr):
     count = gl.maximum(0, end - first)
     if share is not None:
         count = gl.where(share.count > 0, count, 0)
-    queries = QueryBlocks(first=first, num_masked=None, num_hidden=None, count=count)
+    begin = 0
     if share is not None:
-        queries = part_of_blocks(queries, share.number, gl.maximum(share.count, 1))
-    return queries
-
-
-@jit
-def part_of_blocks(queries, number, parts):
-    """Return part ``number`` of ``QueryBlocks`` that are divided evenly into ``parts``; parts may be empty."""
-    begin = queries.count * number // parts
-    end = queries.count * (number + 1) // parts
-    num_masked = queries.num_masked
-    if num_masked is not None:
-        num_masked -= begin
-    return QueryBlocks(queries.first + begin, num_masked, num_hidden=None, count=end - begin)
+        shares = gl.maximum(share.count, 1)
+        begin = count * share.number // shares
+        count = count * (share.number + 1) // shares - begin
+    return QueryBlocks(first + begin, num_masked=None, count=count)
 
 
 @jit
@@ -225,25 +211,12 @@ def weigh(s, lse, is_masked, keys, columns, diagonal, mask, scale, DTYPE: gl.con
 
 
 @jit
-def part_of(x, PART: gl.constexpr):
-    """Return rows [64 * PART, 64 * PART + 64) of x, a block of Q, dO, dS or dQ, or its lse or delta, in shared memory.
+def issue_product(a, channel, cursor, nothing, RIGHT: gl.constexpr = 0):
+    """Begin the product of a (keys, columns) and a transposed block, as soon as that has arrived.
 
-    Blocks of 128 queries are multiplied in two parts, because registers do not hold scores and dP of 128.
+    channel, cursor: the place of the block of Q or dO. nothing (keys, 64) float32: zeros in the layout of the result.
+    RIGHT: ``right_columns``.
     """
-    if x.shape[0] == PART_M:
-        return x
-    else:
-        return x.slice(PART * PART_M, PART_M, dim=0)
-
-
-@jit
-def issue_product(a, channel, cursor, nothing, RIGHT: gl.constexpr = 0, PART: gl.constexpr = 0):
-    """Begin the product of a (keys, columns) and a transposed part of a block, as soon as that has arrived.
-
-    channel, cursor: the place of the block of Q or dO, PART: which of its ``part_of``. nothing (keys, 64) float32:
-    zeros in the layout of the result. RIGHT: ``right_columns``.
-    """
-    block = part_of(channel.tile(cursor).reshape((channel.buffer.shape[3], a.shape[1])), PART)
-    if PART == 0:
-        channel.wait_full(cursor)
+    block = channel.tile(cursor).reshape((channel.buffer.shape[3], a.shape[1]))
+    channel.wait_full(cursor)
     return issue_over_columns(a, block, nothing, RIGHT)

@@ -26,7 +26,6 @@ from fused_rope_attn.attention.hopper.backward_block import (
     QueryBlocks,
     Sizes,
     interval_queries,
-    part_of_blocks,
     query_blocks,
 )
 from fused_rope_attn.attention.hopper.backward_by_columns import accumulate_by_columns
@@ -36,6 +35,7 @@ from fused_rope_attn.attention.hopper.backward_by_keys import allocate_buffers a
 from fused_rope_attn.attention.hopper.backward_epilogue import allocate_exchange
 from fused_rope_attn.attention.hopper.backward_order import (
     ADDERS,
+    Progress,
     announce_additions,
     permit_additions,
     reduce_in_order,
@@ -44,7 +44,6 @@ from fused_rope_attn.attention.hopper.backward_transfers import (
     Descriptors,
     Destinations,
     ExistingRows,
-    Progress,
     load,
     reduce,
 )
@@ -72,7 +71,6 @@ from fused_rope_attn.kernels.lengths import (
 from fused_rope_attn.kernels.masks import Mask, is_causal, sequence_mask, window_of
 from fused_rope_attn.kernels.norm import Norm
 from fused_rope_attn.kernels.products import ScoreScale
-from fused_rope_attn.kernels.records import replace
 from fused_rope_attn.kernels.rotation import RotaryTables, tables_from
 from fused_rope_attn.kernels.schedule import let_next_launch_start, overlapped_tile, scheduled_tile
 from fused_rope_attn.kernels.tiles import RowFormat, TensorView
@@ -94,7 +92,7 @@ def backward_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, dq_accumulator,
                     most_overlapping, D: gl.constexpr, R: gl.constexpr, BLOCK_D: gl.constexpr, Q_STAGES: gl.constexpr,
                     DO_STAGES: gl.constexpr, INTERLEAVED: gl.constexpr, READS_LENGTHS: gl.constexpr,
                     HAS_KEYS_BEFORE_WINDOW: gl.constexpr, USE_INT64_OFFSETS: gl.constexpr, PDL: gl.constexpr,
-                    DS_LAYOUT: gl.constexpr, IS_ALIGNED: gl.constexpr, TOKEN_TABLES: gl.constexpr):  # fmt: skip
+                    DS_LAYOUT: gl.constexpr, TOKEN_TABLES: gl.constexpr):  # fmt: skip
     """Compute dk, dv of a block of keys of one key head, and their share of dQ.
 
     Grid: (``count_tiles`` of the keys * B * HKV * group_parts).
@@ -109,11 +107,10 @@ def backward_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, dq_accumulator,
     norm of k its weights k_norm (D,), raw_k (B, HKV, NK, D), k as the caller gave it, and k_sums, float32: the parts of
     the weights' gradient, one of each warpgroup, (2 * programs, D), or for BLOCK_D beyond 128 one of both, (programs,
     D). READS_LENGTHS: there are starts, lens or packed sequences. HAS_KEYS_BEFORE_WINDOW: there are keys before the
-    first query's window. num_heads: B * HKV. group_parts: programs for each tile of a group, None: one. Up to
-    GROUP_SIZE of them divide the group's query heads; a multiple of it also divides the query blocks of each head.
-    heads_per_section groups, or parts of them, are scheduled together. IS_ALIGNED (BLOCK_D up to 128):
-    ``shapes.is_aligned`` holds for key blocks, and the second warpgroup leaves out the query blocks that see none of
-    its keys. DS_LAYOUT: of a tile of dS in shared memory, or in latent attention of a warpgroup's P.
+    first query's window. num_heads: B * HKV. group_parts: programs for each tile of a group, which divide
+    the group's query heads, None: one.
+    heads_per_section groups, or parts of them, are scheduled together. DS_LAYOUT: of a tile of dS in shared memory, or
+    in latent attention of a warpgroup's P.
 
     Multi-head latent attention: q_desc and k_desc hold the columns that are not rotated, q_rope_desc (B, HQ, NQ, R) and
     k_rope_desc (B, 1, NK, R) the rotated ones. ``dk_parts`` (B, HKV, NK, R) float32 gets each head's part of the
@@ -131,15 +128,11 @@ def backward_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, dq_accumulator,
     Packed sequences, B = 1: the pre-process pads q, stats and dq to whole query blocks of BLOCK_M rows, so that a block
     that is added to dq stays within a sequence.
 
-    progress_ptr: None, or the int32 words that backward_transfers.py describes, zero before the first block. Then
-    dq_accumulator need not be zero for BLOCK_D up to 128 without intervals. The last key block that sees a query block
-    stores its dQ, before anything else. The other programs wait for it. They were launched later: programs start in the
-    order of their numbers, on which CUB's scans rely too. most_overlapping, for ``overlapped_tile``: None, or dQ is
-    added in the order of the key blocks, and the first one stores it; with None progress_ptr is for BLOCK_D up to 128
-    that are not packed.
+    progress_ptr and most_overlapping, for ``overlapped_tile``: None, or dQ is added in the order of the key blocks, and
+    progress is the int32 words of ``Progress``, zero before the first block. The first key block that sees a query
+    block then stores its dQ, so that dq_accumulator need not be zero for BLOCK_D up to 128 without intervals.
     """
     IS_ORDERED: gl.constexpr = most_overlapping is not None
-    BEGINS_DQ: gl.constexpr = progress_ptr is not None and BLOCK_D <= 128
     IS_PACKED: gl.constexpr = num_sequences is not None
     IS_LATENT: gl.constexpr = k_rope_desc is not None
     HAS_INTERVALS: gl.constexpr = blocks_ptr is not None
@@ -152,8 +145,7 @@ def backward_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, dq_accumulator,
     # kv_starts.
     CLAMPS_WEIGHTS: gl.constexpr = window[0] is None or not is_causal(window[1]) or starts_ptr is not None
     # The next launch then finds what the pre-process has written, and need not wait for this one.
-    IS_LATE: gl.constexpr = BEGINS_DQ or IS_LATENT
-    if not IS_LATE:
+    if not IS_LATENT:
         let_next_launch_start(PDL)
 
     # The block's keys, and the query blocks that see them.
@@ -171,7 +163,7 @@ def backward_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, dq_accumulator,
         bh = part // group_parts
         share = Share(tile, bh, part % group_parts, group_parts, slot=(bh * tiles + tile) * (group_parts - 1))
     else:
-        tile, bh = scheduled_tile(pid, tiles, num_heads, heads_per_section, LAST_TILE_FIRST=BEGINS_DQ)
+        tile, bh = scheduled_tile(pid, tiles, num_heads, heads_per_section, LAST_TILE_FIRST=False)
     batch = bh // HKV
     head = bh % HKV
     first_head, own_heads = None, GROUP_SIZE
@@ -179,7 +171,7 @@ def backward_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, dq_accumulator,
         first_head = head * GROUP_SIZE
     if group_parts is not None:
         begin = GROUP_SIZE * share.number // group_parts
-        own_heads = gl.maximum(GROUP_SIZE * (share.number + 1) // group_parts - begin, 1)
+        own_heads = GROUP_SIZE * (share.number + 1) // group_parts - begin
         first_head += begin
     if IS_PACKED:
         # A block past its sequence's end sees no query and writes nothing.
@@ -199,10 +191,6 @@ def backward_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, dq_accumulator,
         num_keys = rows_of_sequence(sequence, num_sequences, NK)
     mask = sequence_mask(starts_ptr, batch, num_keys - NQ, num_keys, window_of(window), READS_LENGTHS)
     queries, first_row = query_blocks(mask, start_n, NQ, num_rows, BLOCK_M, BLOCK_N)
-    first_of_tile = queries.first
-    if group_parts is not None:
-        parts_of_head = gl.maximum(group_parts // GROUP_SIZE, 1)
-        queries = part_of_blocks(queries, share.number % parts_of_head, parts_of_head)
     # The query blocks that no program with a smaller number sees: this program stores their dQ instead of adding it.
     num_begun = queries.count
     if IS_ORDERED:
@@ -212,10 +200,6 @@ def backward_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, dq_accumulator,
             others, _ = query_blocks(mask, start_n - BLOCK_N, NQ, num_rows, BLOCK_M, BLOCK_N)
             end = queries.first + queries.count
             num_begun = end - gl.minimum(gl.maximum(queries.first, others.first + others.count), end)
-    elif BEGINS_DQ:
-        if start_n + BLOCK_N < NK:
-            next_queries, _ = query_blocks(mask, start_n + BLOCK_N, NQ, pitch, BLOCK_M, BLOCK_N)
-            num_begun = gl.minimum(queries.count, next_queries.first - queries.first)
     first_key = mask.first_key
     if first_key is None:
         first_key = gl.to_tensor(0)
@@ -231,12 +215,8 @@ def backward_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, dq_accumulator,
         hidden_ptr = blocks_ptr + 4 * num_blocks + start_n // WORD
     mask = Mask(num_keys, first_key if READS_LENGTHS else None, mask.window, READS_LENGTHS, intervals)
     keys = KeyBlock(batch=batch, head=head, start_n=start_n)
-    num_hidden = None
-    if IS_ALIGNED:
-        # 1 if there are query rows on the block's diagonal: the second warpgroup sees none of them.
-        num_hidden = gl.where((start_n + NQ >= NK) & (queries.count > 0) & (queries.first == first_of_tile), 1, 0)
     num_masked = queries.num_masked if CLAMPS_WEIGHTS and not HAS_INTERVALS else None
-    queries = QueryBlocks(queries.first, num_masked, num_hidden, queries.count, IS_ORDERED)
+    queries = QueryBlocks(queries.first, num_masked, queries.count, IS_ORDERED)
 
     # The same in rows of the tensors. Packed tensors hold all sequences, padded ones whole tiles of each sequence.
     start_row, first_block, first_key_row, end_key_row = start_n, queries.first, first_key, num_keys
@@ -249,9 +229,7 @@ def backward_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, dq_accumulator,
         if SPLITS_COLUMNS:
             dq_accumulator += padded.to(gl.int64) * BLOCK_D
     key_rows = KeyBlock(batch=batch, head=head, start_n=start_row)
-    query_rows = QueryBlocks(
-        first_block, num_masked=None, num_hidden=num_hidden, count=queries.count, IN_ORDER=IS_ORDERED
-    )
+    query_rows = QueryBlocks(first_block, num_masked=None, count=queries.count, IN_ORDER=IS_ORDERED)
     if not ZEROES_ROWS:
         first_key_row, end_key_row = None, None
     existing = ExistingRows(
@@ -294,9 +272,9 @@ def backward_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, dq_accumulator,
         mbarrier.init(arrival, count=1)
     destinations = Destinations(buffers.k, buffers.v, buffers.q, buffers.do, buffers.lse, buffers.delta, arrival)
 
-    progress = Progress(progress_ptr, key_head=bh, num_key_heads=num_heads, num_begun=num_begun)
+    progress = None
     if IS_ORDERED:
-        progress = replace(progress, tile=tile, intervals=intervals)
+        progress = Progress(progress_ptr, bh, tile, num_begun, intervals)
 
     if IS_LATENT:
         dk_parts = TensorView(dk_parts_ptr, dk_parts_strides)
@@ -307,7 +285,7 @@ def backward_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, dq_accumulator,
             [
                 (accumulate_latent, (0, buffers, gradients, keys, queries, own_sizes, mask, scale)),
                 (accumulate_latent, (1, buffers, gradients, keys, queries, own_sizes, mask, scale)),
-                (load, (descriptors, destinations, key_rows, query_rows, existing, sizes, stats_size, PDL, IS_LATE)),
+                (load, (descriptors, destinations, key_rows, query_rows, existing, sizes, stats_size, PDL, IS_LATENT)),
             ],
             [4, 1],
             [MULTIPLY_REGISTERS, LOAD_REGISTERS],
@@ -317,7 +295,7 @@ def backward_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, dq_accumulator,
             [
                 (accumulate_by_columns, (0, buffers, dq_accumulator, gradients, keys, queries, sizes, mask, scale)),
                 (accumulate_by_columns, (1, buffers, dq_accumulator, gradients, keys, queries, sizes, mask, scale)),
-                (load, (descriptors, destinations, key_rows, query_rows, existing, sizes, stats_size, PDL, BEGINS_DQ)),
+                (load, (descriptors, destinations, key_rows, query_rows, existing, sizes, stats_size, PDL, IS_LATENT)),
                 (permit_additions, (buffers.permits, progress, query_rows, sizes, PDL)),
                 (announce_additions, (buffers.permits, buffers.additions, progress, query_rows, sizes, PDL)),
             ],
@@ -329,7 +307,7 @@ def backward_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, dq_accumulator,
             [
                 (accumulate_by_columns, (0, buffers, dq_accumulator, gradients, keys, queries, sizes, mask, scale)),
                 (accumulate_by_columns, (1, buffers, dq_accumulator, gradients, keys, queries, sizes, mask, scale)),
-                (load, (descriptors, destinations, key_rows, query_rows, existing, sizes, stats_size, PDL, IS_LATE)),
+                (load, (descriptors, destinations, key_rows, query_rows, existing, sizes, stats_size, PDL, IS_LATENT)),
             ],
             [4, 1],
             [MULTIPLY_REGISTERS, LOAD_REGISTERS],
@@ -339,7 +317,7 @@ def backward_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, dq_accumulator,
             [
                 (accumulate_by_keys, (0, buffers, gradients, keys, queries, sizes, mask, scale)),
                 (accumulate_by_keys, (1, buffers, gradients, keys, queries, sizes, mask, scale)),
-                (load, (descriptors, destinations, key_rows, query_rows, existing, sizes, stats_size, PDL, BEGINS_DQ)),
+                (load, (descriptors, destinations, key_rows, query_rows, existing, sizes, stats_size, PDL, IS_LATENT)),
                 (reduce_in_order, (0, dq_accumulator, buffers.dq, progress, key_rows, query_rows, sizes, PDL)),
                 (reduce_in_order, (1, dq_accumulator, buffers.dq, progress, key_rows, query_rows, sizes, PDL)),
                 (reduce_in_order, (2, dq_accumulator, buffers.dq, progress, key_rows, query_rows, sizes, PDL)),
@@ -352,8 +330,8 @@ def backward_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, dq_accumulator,
             [
                 (accumulate_by_keys, (0, buffers, gradients, keys, queries, sizes, mask, scale)),
                 (accumulate_by_keys, (1, buffers, gradients, keys, queries, sizes, mask, scale)),
-                (load, (descriptors, destinations, key_rows, query_rows, existing, sizes, stats_size, PDL, IS_LATE)),
-                (reduce, (dq_accumulator, buffers.dq, progress, key_rows, query_rows, sizes, PDL)),
+                (load, (descriptors, destinations, key_rows, query_rows, existing, sizes, stats_size, PDL, IS_LATENT)),
+                (reduce, (dq_accumulator, buffers.dq, key_rows, query_rows, sizes)),
             ],
             [4, 1, 1],
             [MULTIPLY_REGISTERS, LOAD_REGISTERS, LOAD_REGISTERS],

@@ -1,7 +1,7 @@
 # mypy: ignore-errors
 """The warps of the sm_90 backward that add dQ in a fixed order: that of the key blocks, from a sequence's first one on.
 
-Each query block of each head has a word, see ``Progress``. The program of a key block waits until the word says that
+Each query block of each head has a word. The program of a key block waits until the word says that
 the last key block before it that sees these queries has added to them. Then it adds, and raises the word. Programs wait
 only for those with a smaller number, which the hardware has started before.
 
@@ -16,15 +16,33 @@ from fused_rope_attn.attention.hopper.backward_transfers import (
     fence_proxies,
     send_block,
 )
+from fused_rope_attn.attention.hopper.masks import KeyIntervals
 from fused_rope_attn.attention.hopper.shapes import BACKWARD_BLOCK_M as BLOCK_M
 from fused_rope_attn.attention.hopper.shapes import CONSUMERS
 from fused_rope_attn.attention.hopper.shares import visited_blocks
+from fused_rope_attn.kernels.records import record
 from fused_rope_attn.kernels.schedule import wait_for_previous_launch, wait_until
 from fused_rope_attn.runtime.triton_compat import gl, jit
 
 # Warps that add dQ by turns up to head dim 128. An addition takes up to 3 µs from its wait to its announcement, and a
 # step 1 µs at head dim 64. A fourth warp would take registers from those that multiply.
 ADDERS = gl.constexpr(3)
+
+
+@record
+class Progress:
+    """A program's place in the order in which key blocks add to dQ.
+
+    words_ptr (B * HQ * pitch / BLOCK_M,) int32: for each query block 0, or the number of the last key block in its dQ,
+    plus 1. In each head the program stores the first num_begun of the query blocks that it visits, and adds to others
+    after the previous key block has.
+    """
+
+    words_ptr: gl.tensor
+    key_head: gl.tensor  # among those of all batch entries
+    tile: gl.tensor  # the number of the key block in its sequence
+    num_begun: gl.tensor
+    intervals: KeyIntervals | None  # if the call has intervals
 
 
 @jit
@@ -51,7 +69,7 @@ def words_of_group(progress, queries, sizes):
     """Return the pointer to the word of the first query block of the group's first head, and the words of a head."""
     pitch = sizes.pitch // BLOCK_M
     first = progress.key_head * sizes.num_heads * pitch + queries.first
-    return progress.ptr + progress.num_key_heads + first, pitch
+    return progress.words_ptr + first, pitch
 
 
 @jit

@@ -1,11 +1,5 @@
 # mypy: ignore-errors
-"""The two warps of the sm_90 backward that only move tiles: one loads, one adds dQ to its accumulator.
-
-The adding warp serves head dims up to 128. With narrow windows, and where dQ is added in a fixed order, ``progress``
-says which parts of dQ are in the accumulator. It is int32 words, all zero after the pre-process: for each key head how
-many programs are done (narrow windows alone count them), (B * HKV,), then for each query block whether a program has
-stored the first part of its dQ, (B * HQ * pitch / BLOCK_M,). Up to head dim 128 ``postprocess_kernel`` reads them.
-"""
+"""The two warps of the sm_90 backward that only move tiles: one loads, and up to head dim 128 one adds dQ."""
 
 from fused_rope_attn.attention.hopper.backward_block import Sizes, first_query_head
 from fused_rope_attn.attention.hopper.channels import (
@@ -16,10 +10,9 @@ from fused_rope_attn.attention.hopper.channels import (
     load_seen_rows,
     rope_part,
 )
-from fused_rope_attn.attention.hopper.masks import KeyIntervals
 from fused_rope_attn.attention.hopper.shapes import CONSUMERS
 from fused_rope_attn.kernels.records import record, replace
-from fused_rope_attn.kernels.schedule import let_next_launch_start, wait_for_previous_launch, wait_until
+from fused_rope_attn.kernels.schedule import let_next_launch_start, wait_for_previous_launch
 from fused_rope_attn.runtime.triton_compat import (
     TensorDescriptor,
     gl,
@@ -178,26 +171,24 @@ class QueryLoads:
 
 
 @jit
-def load_queries(loads, head_q, begin, end, step, arrivals, IN_ORDER: gl.constexpr):
-    """Load query blocks [begin, end) of each of the group's heads, with their statistics.
+def load_queries(loads, head_q, count, arrivals, IN_ORDER: gl.constexpr):
+    """Load ``count`` query blocks of each of the group's heads, with their statistics; return (steps, arrivals).
 
-    head_q: the group's first head. begin None: from 0 on. IN_ORDER: as in ``QueryBlocks``. Returns the next (step,
-    arrivals).
+    head_q: the group's first head. IN_ORDER: as in ``QueryBlocks``.
     """
     descriptors, destinations, existing, sizes = loads.descriptors, loads.destinations, loads.existing, loads.sizes
     arrival, batch = destinations.arrival, loads.batch
     first_query, blind = existing.first_query, existing.blind_ptr
-    if begin is None:
-        begin = 0
     if IN_ORDER:
-        num_outer, begin_inner, end_inner = end - begin, 0, sizes.num_heads
+        num_outer, num_inner = count, sizes.num_heads
     else:
-        num_outer, begin_inner, end_inner = sizes.num_heads, begin, end
+        num_outer, num_inner = sizes.num_heads, count
+    step = 0
     for outer in range(num_outer):
-        for inner in range(begin_inner, end_inner):
+        for inner in range(num_inner):
             group_head, i = outer, inner
             if IN_ORDER:
-                group_head, i = inner, end - 1 - outer
+                group_head, i = inner, count - 1 - outer
             start_m = (loads.first + i) * destinations.q.buffer.shape[3]
             stats_row = (batch * sizes.HQ + head_q + group_head) * sizes.pitch + start_m
             stats = RowStatistics(descriptors.stats, stats_row, destinations.lse)
@@ -240,42 +231,17 @@ def load(
     # The pre-process writes everything but V. All other warps wait for a tile of this one.
     wait_for_previous_launch(PDL)
     if IS_LATE:
-        # Not earlier: the post-process relies on ``progress``, which the pre-process has set to zero, and that of
-        # latent attention on all that the pre-process has written.
+        # Not earlier: the next launch relies on all that the pre-process has written.
         let_next_launch_start(PDL)
     arrivals = load_keys(descriptors.k, destinations.k, keys, existing, arrival, arrivals, descriptors.k_rope)
     head_q = first_query_head(keys, sizes)
     loads = QueryLoads(descriptors, destinations, existing, sizes, stats_size, batch, queries.first)
-    step = 0
-    if queries.num_hidden is not None:
-        step, arrivals = load_queries(loads, head_q, 0, queries.num_hidden, step, arrivals, queries.IN_ORDER)
-    step, arrivals = load_queries(loads, head_q, queries.num_hidden, queries.count, step, arrivals, queries.IN_ORDER)
+    step, arrivals = load_queries(loads, head_q, queries.count, arrivals, queries.IN_ORDER)
     # The warps that multiply compute scores and dP of a block after the last one, and discard them: load zeros.
     if step > 0:
         q, rope = destinations.q, descriptors.q_rope
         load_block(descriptors.q, batch, head_q, sizes.pitch, q, step, arrival, arrivals, rope_desc=rope)
         load_block(descriptors.do, batch, head_q, sizes.pitch, destinations.do, step, arrival, arrivals)
-
-
-@record
-class Progress:
-    """A program's part in ``progress``, ptr points to its words; None if the call has no ``progress``.
-
-    key_head: the number of the program's key head among num_key_heads, B * HKV. The program stores the first num_begun
-    of the query blocks that it visits in each head, and adds the others to blocks that another program has stored.
-
-    tile: None, or the number of the program's key block in its sequence if every query block's dQ is added up in the
-    order of the key blocks. The word of a query block is then that of the last key block in it, plus 1. intervals: the
-    ``KeyIntervals`` of such a call, or None. Without intervals a program that does not store a block adds to it after
-    the previous key block has.
-    """
-
-    ptr: gl.tensor | None
-    key_head: gl.tensor | None
-    num_key_heads: gl.tensor | None
-    num_begun: gl.tensor | None
-    tile: gl.tensor | None = None
-    intervals: KeyIntervals | None = None
 
 
 @jit
@@ -336,48 +302,17 @@ def drop_block(dq, step):
 
 
 @jit
-def reduce(dq_desc, dq, progress, keys, queries, sizes, PDL: gl.constexpr):
-    """Add every dQ block to the accumulator (B, HQ, pitch, columns) through the TMA; one warp's work.
-
-    With ``Progress`` this program stores the blocks that it begins and announces them. Before it adds to another block
-    it waits for that block's announcement. At the end it counts itself among the finished programs of its key head.
-    """
+def reduce(dq_desc, dq, keys, queries, sizes):
+    """Add every dQ block to the accumulator (B, HQ, pitch, columns) through the TMA; one warp's work."""
     # dQ is delayed by one step; discard the first, empty block.
     if queries.count > 0:
         drop_block(dq, 0)
     step = 1
-    if progress.ptr is not None:
-        wait_for_previous_launch(PDL)
-    num_hidden = 0
-    if queries.num_hidden is not None:
-        num_hidden = queries.num_hidden
-        for group_head in range(sizes.num_heads):
-            for i in range(num_hidden):
-                head_q = first_query_head(keys, sizes) + group_head
-                send_block(dq_desc, dq, keys.batch, head_q, queries.first + i, step, ADD=True)
-                step += 1
     for group_head in range(sizes.num_heads):
         head_q = first_query_head(keys, sizes) + group_head
-        if progress.ptr is None:
-            for i in range(num_hidden, queries.count):
-                send_block(dq_desc, dq, keys.batch, head_q, queries.first + i, step, ADD=True)
-                step += 1
-        else:
-            head_blocks = (progress.key_head * sizes.num_heads + group_head) * (sizes.pitch // dq.buffer.shape[3])
-            words = progress.ptr + progress.num_key_heads + head_blocks + queries.first
-            # Two loops, because with a branch around operations of the TMA ptxas keeps addresses of the products of
-            # ``fold_queries`` on the stack: 144 bytes instead of 64, and ten loads for each block.
-            for i in range(progress.num_begun):
-                send_block(dq_desc, dq, keys.batch, head_q, queries.first + i, step, ADD=False)
-                announce(words + i)
-                step += 1
-            for i in range(progress.num_begun, queries.count):
-                wait_until(words + i, 1)
-                fence_proxies()
-                send_block(dq_desc, dq, keys.batch, head_q, queries.first + i, step, ADD=True)
-                step += 1
-    if progress.ptr is not None:
-        announce(progress.ptr + progress.key_head)
+        for i in range(queries.count):
+            send_block(dq_desc, dq, keys.batch, head_q, queries.first + i, step, ADD=True)
+            step += 1
 
 
 @jit

@@ -16,7 +16,7 @@ from fused_rope_attn.attention.hopper.backward_kernel import backward_kernel
 from fused_rope_attn.attention.hopper.intervals import NO_VISIBLE_ROWS
 from fused_rope_attn.attention.hopper.latent_queries import latent_dq_kernel
 from fused_rope_attn.attention.hopper.shapes import BACKWARD_BLOCK_M as BLOCK_M
-from fused_rope_attn.attention.hopper.shapes import BACKWARD_BLOCK_N, CONSUMERS, KEYS, ROWS, is_aligned
+from fused_rope_attn.attention.hopper.shapes import BACKWARD_BLOCK_N, CONSUMERS, KEYS, ROWS
 from fused_rope_attn.attention.portable.backward_kernels import sum_heads_kernel
 from fused_rope_attn.attention.prepass import Rotate
 from fused_rope_attn.attention.preprocess_kernel import preprocess_kernel
@@ -124,7 +124,6 @@ class LatentBackwardCall:
             Q_STAGES=config.q_stages,
             DO_STAGES=config.do_stages,
             HAS_KEYS_BEFORE_WINDOW=left is not None and len_k - len_q > left,
-            IS_ALIGNED=config.skips_masked_half and is_aligned(problem, block_m, BACKWARD_BLOCK_N.value),
             DS_LAYOUT=gl.NVMMASharedLayout.get_default_for([KEYS.value, BLOCK_M.value], element),
         )
         tiles = tile_count(len_q, sequences, block_m)
@@ -135,10 +134,10 @@ class LatentBackwardCall:
             shared,
             dq_strides=dq_strides,
             dq_nope_strides=dq_nope_strides,
-            num_tiles=tiles * num_heads,
             num_heads=num_heads,
             heads_per_section=heads_per_section(num_heads, 1, row_bytes * problem.longest(len_k), config.section_bytes),
-            tiles_per_head=tiles if problem.is_packed else None,
+            tiles_per_head=tiles,
+            IS_PACKED=problem.is_packed,
             D=columns,
             BLOCK_N=DQ_BLOCK_N,
             K_STAGES=DQ_K_STAGES,

@@ -15,13 +15,15 @@ from fused_rope_attn.attention.hopper.backward_block import (
     weigh,
 )
 from fused_rope_attn.attention.hopper.backward_epilogue import drop_keys, store_dv, store_sums
-from fused_rope_attn.attention.hopper.channels import Channel, Cursor, tiles_of, written_once
-from fused_rope_attn.attention.hopper.columns import ColumnParts, issue_row_scores, part_zeros, rows_in
-from fused_rope_attn.attention.hopper.forward_attend import (
-    Warpgroup,
+from fused_rope_attn.attention.hopper.channels import (
+    Channel,
+    Cursor,
     hand_over_tensor_cores,
+    tiles_of,
     wait_for_tensor_cores,
+    written_once,
 )
+from fused_rope_attn.attention.hopper.columns import ColumnParts, issue_row_scores, part_zeros, rows_in
 from fused_rope_attn.attention.hopper.masks import needs_mask
 from fused_rope_attn.attention.hopper.ptxas import opaque
 from fused_rope_attn.attention.hopper.shapes import BACKWARD_BLOCK_M as BLOCK_M
@@ -86,10 +88,7 @@ def issue_scores(buffers, cursor, nothing, WARPGROUP: gl.constexpr):
 
 @jit
 def fold_queries(WARPGROUP: gl.constexpr, dk, dk_rope, dv, buffers, total, keys, queries, sizes, mask, scale):
-    """Fold ``total`` > 0 query blocks into dk, dk_rope and dv, each (KEYS, columns) float32; return the three.
-
-    The second warpgroup leaves out ``queries.num_hidden`` blocks, which see none of its keys.
-    """
+    """Fold ``total`` > 0 query blocks into dk, dk_rope and dv, each (KEYS, columns) float32; return the three."""
     q_blocks, do_blocks = buffers.q, buffers.do
     DTYPE: gl.constexpr = q_blocks.buffer.dtype
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
@@ -98,24 +97,11 @@ def fold_queries(WARPGROUP: gl.constexpr, dk, dk_rope, dv, buffers, total, keys,
     no_s = gl.zeros([KEYS, BLOCK_M], gl.float32, S)
     key_rows = gl.arange(0, KEYS, gl.SliceLayout(1, S))
     columns = gl.arange(0, BLOCK_M, gl.SliceLayout(0, S))
-    first = gl.to_tensor(0)
-    if WARPGROUP == 1 and queries.num_hidden is not None:
-        first = queries.num_hidden
-        if first > 0:
-            # Nothing waits for the first use of a slot, so that it can be released before it is full.
-            q_blocks.release_by_threads(q_blocks.at(0))
-            do_blocks.release_by_threads(do_blocks.at(0))
-    q_cursor = q_blocks.start_at(first)
+    q_cursor = q_blocks.start_at(gl.to_tensor(0))
     s_token = issue_scores(buffers, q_cursor, no_s, WARPGROUP)
-    warpgroup = Warpgroup(WARPGROUP, CONSUMERS)
     if WARPGROUP == CONSUMERS - 1:
-        hand_over_tensor_cores(warpgroup)
-        if queries.num_hidden is not None:
-            # The turns of the block that is left out.
-            for _turn in range(2 * first):
-                wait_for_tensor_cores(warpgroup)
-                hand_over_tensor_cores(warpgroup)
-    for step in range(first, total):
+        hand_over_tensor_cores(WARPGROUP, CONSUMERS)
+    for step in range(total):
         do_cursor = do_blocks.at(step)
         s = warpgroup_mma_wait(0, deps=[s_token])
         lse = buffers.lse.index(q_cursor.slot).load(gl.SliceLayout(0, S))
@@ -129,23 +115,23 @@ def fold_queries(WARPGROUP: gl.constexpr, dk, dk_rope, dv, buffers, total, keys,
         p_tile = buffers.p.index(WARPGROUP)
         p_tile.store(p16)
         do_blocks.wait_full(do_cursor)
-        wait_for_tensor_cores(warpgroup)
+        wait_for_tensor_cores(WARPGROUP)
         dp_token = issue_product(own_rows(buffers.v, WARPGROUP).columns, do_blocks, do_cursor, no_s)
         do = rows_in(do_blocks, do_cursor, 0, BLOCK_M).columns
         dv = warpgroup_mma(gl.convert_layout(p16, P), do, dv, is_async=True)
-        hand_over_tensor_cores(warpgroup)
+        hand_over_tensor_cores(WARPGROUP, CONSUMERS)
         dv, dp = warpgroup_mma_wait(0, deps=[dv, dp_token])
         delta = buffers.delta.index(do_cursor.slot).load(gl.SliceLayout(0, S))
         # P as dV takes it: 16 registers less than in float32.
         ds = (p_tile.load(S).to(gl.float32) * (dp - delta[None, :])).to(DTYPE)
         q = rows_in(q_blocks, q_cursor, 0, BLOCK_M)
-        wait_for_tensor_cores(warpgroup)
+        wait_for_tensor_cores(WARPGROUP)
         dk = warpgroup_mma(gl.convert_layout(ds, P), q.columns, dk, is_async=True)
         dk_rope = warpgroup_mma(gl.convert_layout(ds, P_ROPE), q.rope, dk_rope, is_async=True)
         do_blocks.release_by_threads(do_cursor)
         next_q = q_blocks.after(q_cursor)
         s_token = issue_scores(buffers, next_q, no_s, WARPGROUP)
-        hand_over_tensor_cores(warpgroup)
+        hand_over_tensor_cores(WARPGROUP, CONSUMERS)
         # Only scores are in flight at the end of an iteration, see ``backward_by_keys.fold_queries``.
         dk, dk_rope = warpgroup_mma_wait(2, deps=[dk, dk_rope])
         q_blocks.release_by_threads(q_cursor)
@@ -153,7 +139,7 @@ def fold_queries(WARPGROUP: gl.constexpr, dk, dk_rope, dv, buffers, total, keys,
     warpgroup_mma_wait(0, deps=[s_token])
     if WARPGROUP == 0:
         # The last warpgroup hands the tensor cores over once more.
-        wait_for_tensor_cores(warpgroup)
+        wait_for_tensor_cores(WARPGROUP)
     return dk, dk_rope, dv
 
 

@@ -17,23 +17,16 @@ from fused_rope_attn.attention.hopper.channels import (
     tiles_of,
 )
 from fused_rope_attn.attention.hopper.columns import issue_over_columns, issue_row_scores, part_zeros, rows_in
-from fused_rope_attn.attention.hopper.forward_producers import key_row
 from fused_rope_attn.attention.hopper.forward_tiles import (
-    TILE_STAGES,
-    Announcements,
     Schedule,
     announce_tile,
-    announced_words,
-    announcement_releases,
+    announcements,
     first_work,
     next_tile,
     next_work,
-    query_end,
     query_position,
-    rotated_row,
-    tile_bounds,
 )
-from fused_rope_attn.attention.hopper.masks import MaskOptions, mask_scores
+from fused_rope_attn.attention.hopper.masks import PositionMask, Visit
 from fused_rope_attn.attention.hopper.ptxas import opaque
 from fused_rope_attn.attention.hopper.shapes import (
     CONSUMERS,
@@ -59,7 +52,7 @@ from fused_rope_attn.kernels.schedule import wait_for_previous_launch
 from fused_rope_attn.kernels.tiles import Origin, RowFormat, TensorView, head_rows, store_tile
 from fused_rope_attn.runtime.triton_compat import gl, jit, mbarrier, warpgroup_mma, warpgroup_mma_wait
 
-_NUMBERS = "num_tiles num_heads heads_per_section HQ GROUP_SIZE NQ NK pitch stats_size tiles_per_head window".split()
+_NUMBERS = "num_heads heads_per_section HQ GROUP_SIZE NQ NK pitch stats_size tiles_per_head window".split()
 
 
 @record
@@ -109,7 +102,7 @@ def load_block(loads, desc, rope_desc, head_rope, work, row, channel, step, arri
     if loads.arrival is None:
         load_rows(desc, batch, head, row, tile, full, None, rope)
     else:
-        first, last = work.tile.bounds.first_key, work.tile.bounds.num_keys
+        first, last = work.tile.first_key, work.tile.num_keys
         if work.first_k is not None:
             first += work.first_k
             last += work.first_k
@@ -134,27 +127,27 @@ def load_tile_queries(loads, tile, tile_step, queries, dos):
 
 
 @jit
-def load_for_dq(loads, schedule, masks, tiles, queries, dos, keys, values):
+def load_for_dq(loads, schedule, tiles, queries, dos, keys, values):
     """Announce tiles, and load their queries and the key and value blocks that they visit; one warp's work.
 
     The order is that of ``forward_producers.load``. The launch before, of dk and dv, lets this one start when the
     pre-process has finished. So this one fills multiprocessors that have no more key blocks, and ends after that one.
     """
-    work = first_work(schedule, masks)
+    work = first_work(schedule)
     announce_tile(tiles, 0, work.tile)
     tile_step = 0
     key_step = 0
     arrivals = 0
     while work.tile.num_blocks > 0:
         tile = work.tile
-        row = key_row(work, 0, schedule.BLOCK_N)
+        row = work.key_row(0, schedule.BLOCK_N)
         arrivals = load_block(loads, loads.k, loads.k_rope, 0, work, row, keys, key_step, arrivals)
         load_tile_queries(loads, tile, tile_step, queries, dos)
         tile_step += 1
-        following = next_work(schedule, masks, work)
+        following = next_work(schedule, work)
         announce_tile(tiles, tile_step, following.tile)
         for visit in range(tile.num_blocks):
-            row = key_row(work, visit, schedule.BLOCK_N)
+            row = work.key_row(visit, schedule.BLOCK_N)
             if visit > 0:
                 arrivals = load_block(loads, loads.k, loads.k_rope, 0, work, row, keys, key_step, arrivals)
             arrivals = load_block(loads, loads.v, None, None, work, row, values, key_step, arrivals)
@@ -188,20 +181,20 @@ def issue_dq(ds, keys, step, dq, dq_rope):
 
 
 @jit
-def store_dq(dq, dq_rope, out, tile, start_m, row_end, position, NK):
+def store_dq(dq, dq_rope, out, tile, start_m, position):
     """Scale dq and dq_rope (ROWS, columns) of the rows from start_m on, rotate the latter back, and write both.
 
     position: of row start_m.
     """
     OWN: gl.constexpr = dq.type.layout
     origin = Origin(batch=tile.batch.to(gl.int64), head=tile.head.to(gl.int64), row=start_m)
-    num_rows = row_end - start_m
+    num_rows = tile.query_end - start_m
     rows = head_rows(out.dq_nope, origin, num_rows, out.format)
     store_tile(rows, dq * out.softmax_scale, gl.arange(0, ROWS, gl.SliceLayout(1, OWN)), OWN)
     first, second = unpack_pairs(dq_rope * out.softmax_scale)
     PAIRS: gl.constexpr = first.type.layout
     offs = gl.arange(0, ROWS, gl.SliceLayout(1, PAIRS))
-    rotation = head_rotation(out.tables, tile.batch.to(gl.int64), tile_bounds(tile, NK).num_keys)
+    rotation = head_rotation(out.tables, tile.batch.to(gl.int64), tile.num_keys)
     # Otherwise the addresses of the angles of all pairs are kept for the next tile, on the stack.
     pairs = gl.arange(0, out.rope_format.BLOCK_D // 2, gl.SliceLayout(0, PAIRS)) + opaque(0)
     cos, sin = load_angles(rotation, offs + position, out.rope_format.BLOCK_D, PAIRS, pairs)
@@ -211,7 +204,7 @@ def store_dq(dq, dq_rope, out, tile, start_m, row_end, position, NK):
 
 
 @jit
-def accumulate_dq(WARPGROUP: gl.constexpr, tiles, queries, dos, keys, values, out, masks, NQ, NK):
+def accumulate_dq(WARPGROUP: gl.constexpr, tiles, queries, dos, keys, values, out, mask):
     """Make dQ of rows [ROWS * WARPGROUP, ROWS * WARPGROUP + ROWS) of every tile.
 
     ``tile_step`` counts the tiles, ``key_step`` the key blocks of all tiles.
@@ -228,10 +221,9 @@ def accumulate_dq(WARPGROUP: gl.constexpr, tiles, queries, dos, keys, values, ou
     tile = next_tile(tiles, tile_step)
     while tile.num_blocks > 0:
         start_m = tile.start_m + WARPGROUP * ROWS
-        row_end = query_end(tile, NQ)
-        position = query_position(tile, start_m, NQ, NK)
-        stats = out.stats_ptr + tile.bh.to(gl.int64) * out.pitch + rotated_row(tile) + WARPGROUP * ROWS
-        exists = rows < row_end - start_m
+        position = query_position(tile, start_m)
+        stats = out.stats_ptr + tile.bh.to(gl.int64) * out.pitch + tile.rotated_row + WARPGROUP * ROWS
+        exists = rows < tile.query_end - start_m
         lse = gl.load(stats + rows, mask=exists, other=float("inf"))
         delta = gl.load(stats + out.size + rows, mask=exists, other=0.0)
         at_tile = queries.at(tile_step)
@@ -242,10 +234,10 @@ def accumulate_dq(WARPGROUP: gl.constexpr, tiles, queries, dos, keys, values, ou
         dq = part_zeros(ROWS, keys.buffer.shape[4])
         dq_rope = part_zeros(ROWS, keys.rope.shape[4])
         first = gl.to_tensor(0)
-        if WARPGROUP == 0 and masks.window.right is not None:
+        if WARPGROUP == 0 and mask.window.right is not None:
             # The last keys of a tile may be hidden from its first half.
-            last_block = tile_bounds(tile, NK).last_block
-            hidden = last_block * BLOCK_N > position + ROWS - 1 + masks.window.right
+            last_block = tile.last_block
+            hidden = last_block * BLOCK_N > position + ROWS - 1 + mask.window.right
             if hidden & (tile.num_blocks > 1):
                 keys.wait_full(keys.at(key_step))
                 keys.release_by_threads(keys.at(key_step))
@@ -255,7 +247,7 @@ def accumulate_dq(WARPGROUP: gl.constexpr, tiles, queries, dos, keys, values, ou
         key_step += first
         s_token, dp_token = issue_scores_and_dp(q, do, keys, values, key_step, no_s)
         s = warpgroup_mma_wait(1, deps=[s_token])
-        s = mask_scores(s, position + rows, columns, first, tile, masks, NK)
+        s = mask.hide(s, position + rows, columns, Visit(first, None), tile)
         p = gl.exp2(s * out.qk_scale - lse[:, None])
         dp = warpgroup_mma_wait(0, deps=[dp_token])
         values.release_by_threads(values.at(key_step))
@@ -265,7 +257,7 @@ def accumulate_dq(WARPGROUP: gl.constexpr, tiles, queries, dos, keys, values, ou
             s_token, dp_token = issue_scores_and_dp(q, do, keys, values, key_step, no_s)
             dq, dq_rope = issue_dq(ds, keys, key_step - 1, dq, dq_rope)
             s = warpgroup_mma_wait(3, deps=[s_token])
-            s = mask_scores(s, position + rows, columns, visit, tile, masks, NK)
+            s = mask.hide(s, position + rows, columns, Visit(visit, None), tile)
             p = gl.exp2(s * out.qk_scale - lse[:, None])
             dp = warpgroup_mma_wait(2, deps=[dp_token])
             values.release_by_threads(values.at(key_step))
@@ -282,33 +274,27 @@ def accumulate_dq(WARPGROUP: gl.constexpr, tiles, queries, dos, keys, values, ou
         dq, dq_rope = warpgroup_mma_wait(0, deps=[dq, dq_rope])
         keys.release_by_threads(keys.at(key_step))
         key_step += 1
-        store_dq(dq, dq_rope, out, finished, start_m, row_end, position, NK)
+        store_dq(dq, dq_rope, out, finished, start_m, position)
 
 
 @jit(do_not_specialize=_NUMBERS)
 def latent_dq_kernel(q_desc, q_rope_desc, k_desc, k_rope_desc, v_desc, do_desc, stats_ptr, dq_ptr, dq_nope_ptr, cos_ptr,
                      sin_ptr, counter_ptr, starts_ptr, lens_ptr, dq_strides, dq_nope_strides, cos_strides, sin_strides,
-                     qk_scale, softmax_scale, window, num_tiles, num_heads, heads_per_section, HQ, GROUP_SIZE, NQ, NK,
+                     qk_scale, softmax_scale, window, num_heads, heads_per_section, HQ, GROUP_SIZE, NQ, NK,
                      pitch, stats_size, tiles_per_head, D: gl.constexpr, R: gl.constexpr, BLOCK_N: gl.constexpr,
                      K_STAGES: gl.constexpr, V_STAGES: gl.constexpr, INTERLEAVED: gl.constexpr,
-                     READS_LENGTHS: gl.constexpr, USE_INT64_OFFSETS: gl.constexpr, PDL: gl.constexpr):  # fmt: skip
+                     READS_LENGTHS: gl.constexpr, USE_INT64_OFFSETS: gl.constexpr, IS_PACKED: gl.constexpr,
+                     PDL: gl.constexpr):  # fmt: skip
     """Write dq (B, HQ, NQ, R) and dq_nope (B, HQ, NQ, D). Grid: one block per multiprocessor, or one per tile if fewer.
 
     q_desc, do_desc (B, HQ, NQ, D) and q_rope_desc (B, HQ, NQ, R) in blocks of ROWS rows; k_desc, v_desc (B, HQ, NK, D)
     and k_rope_desc (B, 1, NK, R) in blocks of BLOCK_N; rotated columns in pair order. stats: the pre-process's, (2 * B
-    * HQ * pitch,) float32. counter_ptr, tiles_per_head, num_tiles to heads_per_section, and the masks: as for
-    ``forward_kernel``.
+    * HQ * pitch,) float32. counter_ptr, tiles_per_head, heads_per_section, and the masks: as for ``forward_kernel``.
     """
-    NONE: gl.constexpr = None  # a literal None cannot be an element of a tuple here
-    IS_PACKED: gl.constexpr = tiles_per_head is not None
     HAS_STARTS: gl.constexpr = starts_ptr is not None
     HAS_BOUNDS: gl.constexpr = IS_PACKED or HAS_STARTS or lens_ptr is not None or window[0] is not None
-    WORDS: gl.constexpr = announced_words(HAS_BOUNDS, IS_PACKED)
-    tile_smem = gl.allocate_shared_memory(gl.int32, [TILE_STAGES * WORDS, 1], mbarrier.MBarrierLayout())
-    tile_channel = channel_of(tile_smem, TILE_STAGES)
-    tiles = Announcements(channel=tile_channel, WORDS=WORDS, HAS_BOUNDS=HAS_BOUNDS, IS_PACKED=IS_PACKED)
-    for i in gl.static_range(TILE_STAGES):
-        tile_channel.init_slot(i, FILLS=1, RELEASES=announcement_releases(CONSUMERS, IS_PACKED))
+    # Numbers that a tile's announcement contains are None here, because Triton 3.6 fails on unused arguments of warps.
+    tiles = announcements(HAS_BOUNDS, IS_PACKED, CONSUMERS, NQ=None if IS_PACKED else NQ, NK=None if HAS_BOUNDS else NK)
     # Each warpgroup has a channel of one stage for its rows of Q, and one for those of dO.
     full, empty = allocate_barriers(CONSUMERS), allocate_barriers(CONSUMERS)
     queries = Channel(tiles_of(q_desc, CONSUMERS), full, empty, STAGES=1, rope=tiles_of(q_rope_desc, CONSUMERS))
@@ -325,24 +311,27 @@ def latent_dq_kernel(q_desc, q_rope_desc, k_desc, k_rope_desc, v_desc, do_desc, 
         arrival = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
         mbarrier.init(arrival, count=1)
 
-    # Numbers that a tile's announcement contains are None here, because Triton 3.6 fails on unused arguments of warps.
-    masks = MaskOptions(window_of(window), READS_LENGTHS, HAS_STARTS, IS_ALIGNED=False)
+    window = window_of(window)
+    mask = PositionMask(window, READS_LENGTHS, HAS_STARTS)
     schedule = Schedule(
         counter_ptr,
         starts_ptr,
         lens_ptr,
-        num_tiles,
+        None,
+        window,
         num_heads,
         heads_per_section,
+        tiles_per_head,
         HQ=None if IS_PACKED else HQ,
         GROUP_SIZE=GROUP_SIZE,
         NQ=None if IS_PACKED else NQ,
         NK=None if IS_PACKED else NK,
-        tiles_per_head=tiles_per_head,
         BLOCK_N=BLOCK_N,
         BLOCK_M=CONSUMERS * ROWS,
-        QUERIES_IN_TILES=IS_PACKED,
+        IS_PACKED=IS_PACKED,
+        READS_LENGTHS=READS_LENGTHS,
         FROM_START=False,
+        QUERIES_IN_TILES=IS_PACKED,
     )
     loads = QueryGradientLoads(q_desc, q_rope_desc, k_desc, k_rope_desc, v_desc, do_desc, arrival, PDL)
     tables = RotaryTables(cos_ptr, sin_ptr, cos_strides, sin_strides, R, INTERLEAVED)
@@ -353,9 +342,9 @@ def latent_dq_kernel(q_desc, q_rope_desc, k_desc, k_rope_desc, v_desc, do_desc, 
     )
     gl.warp_specialize(
         [
-            (accumulate_dq, (0, tiles, queries, dos, keys, values, out, masks, NQ, NONE if HAS_BOUNDS else NK)),
-            (accumulate_dq, (1, tiles, queries, dos, keys, values, out, masks, NQ, NONE if HAS_BOUNDS else NK)),
-            (load_for_dq, (loads, schedule, masks, tiles, queries, dos, keys, values)),
+            (accumulate_dq, (0, tiles, queries, dos, keys, values, out, mask)),
+            (accumulate_dq, (1, tiles, queries, dos, keys, values, out, mask)),
+            (load_for_dq, (loads, schedule, tiles, queries, dos, keys, values)),
         ],
         [WARPGROUP_WARPS, 1],
         [MULTIPLY_REGISTERS, LOAD_REGISTERS],

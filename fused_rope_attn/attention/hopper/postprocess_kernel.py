@@ -27,7 +27,7 @@ from fused_rope_attn.kernels.rotation import (
     store_pairs,
     unpack_pairs,
 )
-from fused_rope_attn.kernels.schedule import wait_for_previous_launch, wait_until
+from fused_rope_attn.kernels.schedule import wait_for_previous_launch
 from fused_rope_attn.kernels.softmax import sink_gradient
 from fused_rope_attn.kernels.tiles import RowFormat, load_where, rows_at, tile_range
 from fused_rope_attn.runtime.device import is_interpreted
@@ -73,8 +73,8 @@ def rows_of_block(ptr, strides, batch, head, start, num_rows, format):
 def postprocess_kernel(accumulator_ptr, progress_ptr, cos_ptr, sin_ptr, dq_ptr, stats_ptr, sinks_ptr, dsinks_ptr,
                        lens_ptr, cu_q_ptr, cu_k_ptr, norm_ptr, raw_q_ptr, sums_ptr, k_sums_ptr, parts_ptr,
                        counters_ptr, dq_norm_ptr, dk_norm_ptr, dq_strides, cos_strides, sin_strides, raw_q_strides,
-                       softmax_scale, norm_eps, norm_offset, HQ, HKV, GROUP_SIZE, NQ, pitch, NK, num_sequences,
-                       stats_size, key_blocks, k_sums, first_counter, HEADS: tl.constexpr, D: tl.constexpr,
+                       softmax_scale, norm_eps, norm_offset, HQ, NQ, pitch, NK, num_sequences,
+                       stats_size, k_sums, first_counter, HEADS: tl.constexpr, D: tl.constexpr,
                        R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, COLUMNS: tl.constexpr,
                        INTERLEAVED: tl.constexpr, USE_INT64_OFFSETS: tl.constexpr, PDL: tl.constexpr,
                        IN_PANELS: tl.constexpr, PAIRS: tl.constexpr, WHOLE: tl.constexpr, KEY_PARTS: tl.constexpr,
@@ -86,8 +86,7 @@ def postprocess_kernel(accumulator_ptr, progress_ptr, cos_ptr, sin_ptr, dq_ptr, 
     Grid: (row blocks * head chunks * B), row blocks as ``count_tiles`` counts them. Packed sequences are padded as for
     ``backward_kernel``.
 
-    With ``progress``, see backward_transfers.py, rows that no program began are zero. With ``key_blocks`` (None: none)
-    rows are written as soon as that many programs of their key head are done, concurrently with those of other heads.
+    With ``progress``, see backward_order.py, rows that no program began are zero.
 
     With norms dq passes through the norm of q, with weights ``norm`` (D,), to the gradient of raw_q (B, HQ, NQ, D), q
     as the caller gave it. Each program writes its part of the weights' gradient, a row of sums (programs, D) float32,
@@ -103,13 +102,11 @@ def postprocess_kernel(accumulator_ptr, progress_ptr, cos_ptr, sin_ptr, dq_ptr, 
     num_blocks = count_tiles(NQ, num_sequences, BLOCK_N)
     num_chunks = tl.cdiv(HQ, HEADS)
     programs = tl.num_programs(0) - KEY_PARTS
-    num_batches = programs // (num_blocks * num_chunks)
     pid = tl.program_id(0)
     if norm_ptr is not None:
         counters_ptr += first_counter
-        if key_blocks is None:
-            # The last heads first, because the L2 still holds what the main kernel has written last.
-            pid = tl.num_programs(0) - 1 - pid
+        # The last heads first, because the L2 still holds what the main kernel has written last.
+        pid = tl.num_programs(0) - 1 - pid
         if pid >= programs:
             wait_for_previous_launch(PDL)
             own_parts = tl.cdiv(programs, SUMS)
@@ -147,8 +144,7 @@ def postprocess_kernel(accumulator_ptr, progress_ptr, cos_ptr, sin_ptr, dq_ptr, 
         dweight2 = dweight1
         # After the last query the accumulator is undefined.
         exists = (offs < NQ - start)[:, None]
-    if key_blocks is None:
-        wait_for_previous_launch(PDL)
+    wait_for_previous_launch(PDL)
     for head in range(chunk * HEADS, tl.minimum(chunk * HEADS + HEADS, HQ)):
         head64 = tl.cast(head, tl.int64)
         row = (batch * HQ + head64) * pitch + padded + start
@@ -165,10 +161,8 @@ def postprocess_kernel(accumulator_ptr, progress_ptr, cos_ptr, sin_ptr, dq_ptr, 
         if cu_q_ptr is not None:
             # The block may be past its sequence's end, and past the end of the accumulator.
             added = whole_offs[:, None] < NQ - start
-        if key_blocks is not None:
-            wait_until(progress_ptr + batch * HKV + head // GROUP_SIZE, key_blocks)
         if progress_ptr is not None:
-            word = progress_ptr + (num_batches * HKV + row // BLOCK_M)
+            word = progress_ptr + row // BLOCK_M
             if added is None:
                 added = tl.load(word) != 0
             else:
@@ -194,13 +188,9 @@ def postprocess_kernel(accumulator_ptr, progress_ptr, cos_ptr, sin_ptr, dq_ptr, 
         store_weight_sums(sums_ptr + tl.cast(pid, tl.int64) * D, dweight1, dweight2, norm, rotation, PAIRS)
         sums = WeightSums(sums_ptr, programs, parts_ptr, counters_ptr, dq_norm_ptr, D, BLOCK_D, WHOLE)
         add_own_sums(sums, pid)
-    if key_blocks is not None:
-        # So that dk and dv are complete for the next launch too. With norms the programs of KEY_PARTS have waited.
-        if pid == tl.num_programs(0) - 1:
-            wait_for_previous_launch(PDL)
 
 
-_NUMBERS = "HQ HKV GROUP_SIZE NQ pitch NK num_sequences stats_size key_blocks k_sums first_counter".split()
+_NUMBERS = "HQ NQ pitch NK num_sequences stats_size k_sums first_counter".split()
 # Triton picks a layout for each load, and rows pass through shared memory from one to the next. With a norm there is
 # more to read and rows are summed, so Gluon names layouts in which each thread takes the same pairs of all tensors.
 norm_postprocess_kernel = (triton.jit if is_interpreted() else jit)(postprocess_kernel, do_not_specialize=_NUMBERS)

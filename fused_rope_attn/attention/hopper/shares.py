@@ -2,9 +2,9 @@
 """Shares of the sm_90 backward: the work of a program where several programs have the same tile of keys.
 
 A tile's programs add up dK and dV in pairs, as in a tournament, through slots of memory, and the program of the last
-share writes the gradients. Large groups of query heads are divided among ``group_parts`` programs, and if there are few
-tiles the query blocks of each head too, see ``balance``. In calls with intervals the device divides the query blocks of
-tiles, and deals them to programs.
+share writes the gradients. Large groups of query heads are divided among ``group_parts`` programs, see
+``backward.parts_of_group``. In calls with intervals the device divides the query blocks of tiles, and deals them to
+programs.
 
 Intervals make tiles uneven. For example all rows see the root of a tree, so that its few tiles would take longer than
 everything else together. A tile that has clearly more query blocks than a multiprocessor has on average is therefore
@@ -46,8 +46,8 @@ def slot_words(columns):
 class Share:
     """The work of a program: query blocks of a tile of keys, or query heads.
 
-    A tile's query blocks, or the query heads of its group and perhaps their query blocks, are divided evenly into
-    ``count`` shares, all but the last with a slot. count 0: no work.
+    A tile's query blocks, or the query heads of its group, are divided evenly into ``count`` shares, all but the last
+    with a slot. count 0: no work.
     """
 
     tile: tl.tensor
@@ -103,24 +103,6 @@ def work_of_share(mean, longest, least_share):
 
 
 @triton.jit
-def heads_of_last_section(longest, mean, num_tiles, heads_per_section, num_heads, heads_per_multiprocessor):
-    """Return how many heads must run together at the end: their work is ``longest`` for each multiprocessor.
-
-    mean: the work of all num_heads heads for each multiprocessor, in query blocks. The result is num_heads, a power of
-    two, or heads_per_section, because with 5 or 6 of 8 heads an H100 took up to 1.7 times as long as with 4.
-    """
-    needed = longest.to(tl.float32) * num_heads
-    last_section = 1
-    while (2 * last_section <= num_heads) & (2 * last_section * mean <= needed):
-        last_section *= 2
-    last_section = tl.where(num_heads * mean <= needed, num_heads, last_section)
-    # With few tiles before it the last section starts at once.
-    heads_before = (num_heads - 1) // heads_per_section * heads_per_section
-    starts_late = heads_before * num_tiles * heads_per_multiprocessor > num_heads
-    return tl.where(starts_late, tl.maximum(last_section, heads_per_section), heads_per_section)
-
-
-@triton.jit
 def deal_shares(
     own, shares_ptr, counters_ptr, blocks_ptr, batch_stride, num_blocks, num_tiles, num_shares, least_share, num_heads,
     heads_per_section, heads_per_multiprocessor, HALVES: tl.constexpr,
@@ -131,10 +113,9 @@ def deal_shares(
     counters (slots, CONSUMERS) int32: those of used slots are cleared. least_share: query blocks.
     blocks (B, batch_stride) int32, num_blocks: as ``key_rows_kernel`` writes them.
 
-    Heads are dealt in sections of heads_per_section, because the L2 holds one section's queries. The last section may
-    have more, so that its tiles keep all multiprocessors busy for as long as its longest share takes: otherwise this
-    share would end after all others. Then, and if tiles are divided, the longest shares of each section are first.
-    Other tiles keep their order, because neighbours have the same queries.
+    Heads are dealt in sections of heads_per_section, because the L2 holds one section's queries. If tiles are divided,
+    the longest shares of each section are first. Other tiles keep their order, because neighbours have the same
+    queries.
 
     Every program reads the bounds of all tiles, so that none waits for another.
     """
@@ -145,13 +126,8 @@ def deal_shares(
         visits = count_visits(blocks_ptr, batch_stride, num_blocks, start + lane, num_tiles, HALVES)
         total += tl.sum(visits.to(tl.float32))
         longest = tl.maximum(longest, tl.max(visits))
-    mean = total * heads_per_multiprocessor
-    limit = work_of_share(mean, longest, least_share)
-    longest_count = count_shares(longest, limit)
-    last_section = heads_of_last_section(
-        longest // longest_count, mean, num_tiles, heads_per_section, num_heads, heads_per_multiprocessor
-    )
-    is_uneven = (longest_count > 1) | (last_section > heads_per_section)
+    limit = work_of_share(total * heads_per_multiprocessor, longest, least_share)
+    is_uneven = count_shares(longest, limit) > 1
 
     own_visits = count_visits(blocks_ptr, batch_stride, num_blocks, own, num_tiles, HALVES)
     count = count_shares(own_visits, limit)
@@ -168,7 +144,6 @@ def deal_shares(
         position += tl.sum(tl.where(starts_first, its_count, 0))
         num_slots += tl.sum(tl.where(tile < own, tl.maximum(its_count, 1) - 1, 0))
         num_dealt += tl.sum(its_count)
-    before = num_heads - last_section
     tiles = num_blocks // HALVES
     end = num_shares * SHARE_WORDS
     slots_of_head = count - 1
@@ -176,9 +151,8 @@ def deal_shares(
     for start in range(0, count * num_heads, LANES):
         number = (start + lane) // num_heads
         head = (start + lane) % num_heads
-        first_head = tl.where(head < before, head // heads_per_section * heads_per_section, before)
-        end_head = tl.where(head < before, tl.minimum(first_head + heads_per_section, before), num_heads)
-        heads = end_head - first_head
+        first_head = head // heads_per_section * heads_per_section
+        heads = tl.minimum(heads_per_section, num_heads - first_head)
         at = (first_head * num_dealt + (position + number) * heads + head - first_head) * SHARE_WORDS
         exists = number < count
         tl.store(shares_ptr + at, tl.zeros_like(lane) + own % tiles, mask=exists)

@@ -205,8 +205,8 @@ def test_the_padded_buffers_of_packed_sequences(case):
     Case(1, 2, 1, 5, 70, 56, causal=False, sinks=True),
 )
 def test_the_buffers_of_whole_tensors(case):
-    """The sm_90 backward without its main kernel: dQ as that adds it, by panels of 8 columns beyond head dim 128, and
-    up to head dim 64 in buffers of whole blocks of 128 queries."""
+    """The sm_90 backward without its main kernel: dQ as that adds it, by panels of 8 columns beyond head dim
+    128."""
     from fused_rope_attn.attention.hopper.backward import BackwardCall
 
     inputs = make_inputs(case)
@@ -214,14 +214,13 @@ def test_the_buffers_of_whole_tensors(case):
     exact, eager = run_reference(inputs, case, torch.float64), run_reference(inputs, case)
     o, lse = exact.o.to(case.dtype), exact.lse.float()
     problem, tensors, _ = described_for_launch(inputs, case)
-    run = BackwardCall(problem, (do, o, lse, *tensors), configs.HopperBackwardConfig(pdl=False, block_m=128))
+    run = BackwardCall(problem, (do, o, lse, *tensors), configs.HopperBackwardConfig(pdl=False))
 
     def main(_, shared, q_desc, k_desc, v_desc, do_desc, stats_desc, dq_accumulator, raw_k_ptr):
         dq = dq_accumulator if case.head_dim > 128 else dq_accumulator[0]
         q_rot, k_rot, v, do = (x.float() for x, _ in (q_desc, k_desc, v_desc, do_desc))
         stats = stats_desc[0].reshape(2, case.batch, case.heads_q, -1, 1)
-        block = 64 if case.head_dim > 128 else 128
-        assert stats.shape[3] == dq.shape[2] == -(-case.len_q // block) * block
+        assert stats.shape[3] == dq.shape[2] == -(-case.len_q // 64) * 64
         # Padding has finite weights, and rows of zeros in Q and dO.
         assert not stats[:, :, :, case.len_q :].any()
         lse, delta = stats[..., : case.len_q, :]

@@ -7,7 +7,6 @@ import torch
 
 from fused_rope_attn.attention.configs import HopperBackwardConfig
 from fused_rope_attn.attention.hopper import backward
-from fused_rope_attn.attention.hopper.balance import Balance
 from fused_rope_attn.runtime import device
 from tests.support.attention import assert_equal
 from tests.support.cases import TWO_BATCHES
@@ -21,7 +20,7 @@ pytestmark = interpreted
 def run(case, parts, monkeypatch):
     """Return the gradients of a call with groups in so many parts. Its main kernel leaves random sums, of a seed."""
     monkeypatch.setattr(device, "num_sms", lambda where: 132)
-    monkeypatch.setattr(backward, "balance", lambda *given: Balance(parts, section=1))
+    monkeypatch.setattr(backward, "parts_of_group", lambda *given: parts)
     inputs = make_inputs(case)
     problem, tensors = described(inputs, case)
     o, do = (torch.randn(inputs.do.shape).to(inputs.do.dtype) for _ in range(2))
