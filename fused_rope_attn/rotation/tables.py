@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from fused_rope_attn.runtime.checks import check_int
+from fused_rope_attn.runtime.checks import check_int, is_finite, is_real, kind_of
 
 
 def rope_tables(
@@ -75,5 +75,7 @@ def check_frequencies(rotary_dim: int, multiple: int, base: float) -> None:
     if rotary_dim < multiple or rotary_dim % multiple:
         kind = "even" if multiple == 2 else f"a multiple of {multiple}"
         raise ValueError(f"rotary_dim must be {kind} and positive, but is {rotary_dim}")
-    if not base > 0:
-        raise ValueError(f"base must be positive, but is {base}")
+    if not is_real(base):
+        raise TypeError(f"base must be a float, but is {kind_of(base)}")
+    if not (base > 0 and is_finite(base)):
+        raise ValueError(f"base must be finite and positive, but is {base}")

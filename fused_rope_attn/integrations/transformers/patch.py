@@ -228,9 +228,9 @@ def _refusal(model: nn.Module, found: dict[str, nn.Module], supported: dict[str,
         if path not in supported:
             others.setdefault(type(module), []).append(path or "(model)")
     reasons = [f"{_first(paths)} ({cls.__name__}: {refusal(cls)})" for cls, paths in others.items()]
-    text = f"model must have no attention but what patch_model can replace, but has {_first(reasons)}"
     if not supported:
-        return text
+        return f"model must have an attention module that patch_model can replace, but has only {_first(reasons)}"
+    text = f"model must have no attention but what patch_model can replace, but has {_first(reasons)}"
     # Name the text decoders of a multimodal model.
     decoders = {id(decoder): decoder for path in supported if (decoder := _decoder_around(model, path)) is not None}
     paths = [path for path, module in model.named_modules() if id(module) in decoders]
