@@ -1,0 +1,58 @@
+"""flash-attention for the CPU: what transformers' flash functions call, computed by matrix products.
+
+transformers decides within these functions which tokens belong together, so that its unpatched models show it here.
+"""
+
+import types
+
+import torch
+from transformers import modeling_flash_attention_utils as flash
+
+IMPLEMENTATION = "flash_attention_3"  # transformers imports its functions without a look at the GPU
+
+
+def install(monkeypatch):
+    """Let models of ``IMPLEMENTATION`` run on the CPU during a test."""
+    module = types.SimpleNamespace(
+        flash_attn_func=flash_attn_func,
+        flash_attn_varlen_func=flash_attn_varlen_func,
+        flash_attn_with_kvcache=flash_attn_func,
+    )
+    monkeypatch.setitem(__import__("sys").modules, "flash_attn_interface", module)
+    for name in ("_loaded_implementation", "_flash_fn", "_flash_varlen_fn"):
+        monkeypatch.setattr(flash, name, None, raising=False)
+
+
+def flash_attn_func(q, k, v, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0):
+    """Attend within rows (B, N, H, D), aligned at the bottom right."""
+    return torch.stack([_attend(*rows, softmax_scale, causal, window_size, softcap) for rows in zip(q, k, v)])
+
+
+def flash_attn_varlen_func(
+    q,
+    k,
+    v,
+    cu_seqlens_q,
+    cu_seqlens_k,
+    max_seqlen_q,
+    max_seqlen_k,
+    softmax_scale=None,
+    causal=False,
+    window_size=(-1, -1),
+    softcap=0.0,
+):
+    """Attend within sequences of rows (N, H, D)."""
+    parts = (x.split(ends.diff().tolist()) for x, ends in ((q, cu_seqlens_q), (k, cu_seqlens_k), (v, cu_seqlens_k)))
+    return torch.cat([_attend(*rows, softmax_scale, causal, window_size, softcap) for rows in zip(*parts)])
+
+
+def _attend(q, k, v, scale, causal, window, softcap):
+    groups = q.shape[1] // k.shape[1]
+    k, v = (x.repeat_interleave(groups, 1) for x in (k, v))
+    scores = torch.einsum("qhd,khd->hqk", q, k) * scale
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    distance = torch.arange(len(q))[:, None] + len(k) - len(q) - torch.arange(len(k))
+    left, right = window[0], 0 if causal else window[1]
+    hidden = (distance > left) & (left >= 0) | (distance < -right) & (right >= 0)
+    return torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), v)
