@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 from transformers import masking_utils
 from transformers.cache_utils import Cache, DynamicLayer, StaticLayer
 
@@ -215,8 +216,12 @@ def _in_chunks(
         return batch
     chunk, seen = cast(int, chunk_of([layer])), 0 if past is None else caches.tokens_seen(past, layer_of(layer))
     size, length = tokens.shape[:2]
-    # A graph that is run again must not keep the host's count of a static cache.
-    if seen is not None and (seen == 0 or not caches.reused(past)) and seen + length <= chunk:
+    # A graph must not keep the host's count of a static cache, nor a condition on a length that has a name.
+    if seen == 0:
+        is_one_chunk = statically_known_true(length <= chunk)
+    else:
+        is_one_chunk = seen is not None and not caches.reused(past) and seen + length <= chunk
+    if is_one_chunk:
         return batch
     if not batch.causal:
         return Batch("bidirectional attention in chunks")

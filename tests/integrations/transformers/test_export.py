@@ -19,6 +19,7 @@ OTHERS = [
     ("gemma3", "sdpa", True, "named"),
     ("gpt_oss", "eager", True, "named"),
     ("deepseek_v3", "sdpa", False, "named"),
+    ("llama4", "sdpa", True, "named"),
     ("mistral", "sdpa", True, "AUTO"),
     ("mistral", "sdpa", True, "DYNAMIC"),
 ]
