@@ -398,7 +398,10 @@ def is_real(value: Any) -> bool:
 
 
 def kind_of(value: Any) -> str:
-    return f"{type(value).__name__} {value!r}" if isinstance(value, (bool, int, float, str)) else type(value).__name__
+    """Return a value's type for a message, with the package of a type that is not Python's: NumPy has a bool, too."""
+    kind = type(value)
+    name = kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__.partition('.')[0]}.{kind.__name__}"
+    return f"{name} {value!r}" if kind in (bool, int, float, str) else name
 
 
 def named(dtype: torch.dtype | torch.layout) -> str:
