@@ -3,6 +3,7 @@
 transformers decides within these functions which tokens belong together, so that its unpatched models show it here.
 """
 
+import sys
 import types
 
 import torch
@@ -18,7 +19,8 @@ def install(monkeypatch):
         flash_attn_varlen_func=flash_attn_varlen_func,
         flash_attn_with_kvcache=flash_attn_func,
     )
-    monkeypatch.setitem(__import__("sys").modules, "flash_attn_interface", module)
+    monkeypatch.setitem(sys.modules, "flash_attn_interface", module)
+    monkeypatch.setattr(flash, "is_flash_attn_3_available", lambda: True, raising=False)
     for name in ("_loaded_implementation", "_flash_fn", "_flash_varlen_fn"):
         monkeypatch.setattr(flash, name, None, raising=False)
 

@@ -68,8 +68,8 @@ class Batch(NamedTuple):
     cu_seqlens: (sequences + 1,) int32 of packed sequences, through all rows of the batch; None if nothing is packed.
     max_seqlen: an upper bound of their lengths.
     longest: (max_seqlen,) int64: the tokens of the longest sequence; all sequences use their table rows.
-    otherwise: the batch of layers to which transformers does not show the sequences of cu_seqlens, which position ids
-        tell. ``attention.forward`` knows these layers by what the decoder hands them. None if cu_seqlens always hold.
+    otherwise: the batch for layers whose own attention would not separate the sequences of cu_seqlens, which were found
+        from position ids. ``attention.forward`` chooses by the arguments of each layer. None if cu_seqlens always hold.
     kept: None if the layers share nothing.
     causal: False for bidirectional attention, and with intervals.
     intervals: query_starts and query_ends (1|B, N) int32 in place of causality and of the modules' windows, or None.
@@ -111,7 +111,8 @@ def describe(attentions: list[nn.Module], config: Any, given: dict[str, Any], ma
     """Return the Batch of a forward pass. given: the arguments of the decoder's forward by name.
 
     Synchronise with the device at most once, and not at all in a decoding step after a described prompt, under
-    torch.compile, or without mask and positions; under flash-attention, which reads positions too, at most three times.
+    torch.compile, or without mask and positions. Under flash-attention, which reads positions too, synchronise at most
+    four times before a first step.
     Under torch.compile a padding mask must have no holes, because nothing can check it.
 
     made: the masks are made outside of the decoder, with the cache that is given. Else the decoder makes them, perhaps
@@ -152,7 +153,7 @@ def describe(attentions: list[nn.Module], config: Any, given: dict[str, Any], ma
     batch = _masked(given, tokens, seen, bool(causal), config, convention)
     otherwise = None if batch.otherwise is None or made and not uses_flash(config) else completed(batch.otherwise)
     batch = completed(batch)._replace(otherwise=otherwise)
-    # The choice between the two comes too late for the modules' own forward, which needs masks.
+    # If only one of the two is served, take the modules' own forward: the choice comes after the masks are made.
     return otherwise if otherwise is not None and otherwise.original else batch
 
 
@@ -234,7 +235,7 @@ def _in_chunks(
                 return Batch("packed sequences in chunks that are counted through all of them")
             rows = length * torch.arange(size, dtype=torch.int32, device=tokens.device)[:, None]
             begins, limit = (x - rows for x in _documents_of(batch.cu_seqlens, token + rows))
-            # Documents that begin with another position than 0 have other chunks.
+            # Masks count chunks by positions, which may begin with another number than 0.
             places = token - begins if given.get("position_ids") is None else given["position_ids"].to(tokens.device)
         ends = token + (chunk - places.remainder(chunk)).ceil().int()
         intervals = token, torch.minimum(ends, limit)
@@ -373,9 +374,9 @@ def _starts(present: Tensor) -> Tensor:
 
 
 def _packed_by_position(places: Tensor, tokens: Tensor, by_flash: bool) -> Batch:
-    """Return the Batch of sequences that places (B, N), of any dtype, tell: those of one row for flash-attention.
+    """Return the Batch of the sequences in places (B, N) of any dtype. by_flash: those of flash-attention, B = 1.
 
-    A mask separates tokens whose places do not count up by one, and flash-attention those before and after a place 0.
+    A mask separates tokens whose places do not count up by one. flash-attention begins a sequence at each place 0.
     """
     blind, own_tables = is_blind(places), False
     begins = torch.ones_like(places, dtype=torch.bool)

@@ -239,6 +239,9 @@ def test_positions_of_bidirectional_attention(llama, monkeypatch):
     sequences = {"cu_seqlens": [0, 2, 5], "max_seqlen": 3, "longest": [2, 3, 4], "otherwise": {"causal": False}}
     assert described(llama, 1, position_ids=ids, is_causal=False) == sequences | {"causal": False}
     assert described(llama, 2, position_ids=ids, is_causal=False) == {"causal": False}
+    # Releases disagree about sequences that do not begin with 0, or leave tokens out.
+    assert "first position is not 0" in described(llama, 1, position_ids=ids + 3)["original"]
+    assert described(llama, 1, position_ids=torch.arange(5)[None] + 3) == {}
 
 
 @pytest.mark.parametrize("length", [1, 2])

@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 
 from fused_rope_attn.integrations.transformers import patch_model, patch_report
 from tests.support import hf_flash
@@ -62,8 +64,8 @@ def test_packed_positions_of_flash_attention(name, calls):
 @pytest.mark.parametrize("name", ["llama", "gemma3", "granitemoehybrid"])
 def test_flash_attention_compared(name, monkeypatch):
     """It reads positions with a cache too, and with a mask that hides nothing. Granite's layers hand it none."""
-    if name not in MODELS:
-        pytest.skip("transformers is older than the model")
+    if name == "granitemoehybrid" and Version(transformers.__version__) < Version("5"):
+        pytest.skip("the unpatched model fails with this release")
     hf_flash.install(monkeypatch)
     model, ids = make_model(name), make_ids(1, LENGTH)
     model.config._attn_implementation = hf_flash.IMPLEMENTATION
@@ -74,8 +76,6 @@ def test_flash_attention_compared(name, monkeypatch):
     mask = torch.ones_like(ids)
     mask[:, -4:] = 0  # flash-attention removes padding, and then reads no positions
     assert_same(model, ids, mask.bool(), position_ids=positions(), attention_mask=mask)
-    with pytest.warns(UserWarning, match="packed sequences whose first position is not 0, with flash-attention"):
-        assert_same(model, ids, position_ids=positions() + 3)
 
 
 def test_a_layer_alone_that_flash_attention_gives_positions(monkeypatch):
