@@ -25,9 +25,9 @@ def install(monkeypatch):
         monkeypatch.setattr(flash, name, None, raising=False)
 
 
-def flash_attn_func(q, k, v, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0):
+def flash_attn_func(q, k, v, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, s_aux=None):
     """Attend within rows (B, N, H, D), aligned at the bottom right."""
-    return torch.stack([_attend(*rows, softmax_scale, causal, window_size, softcap) for rows in zip(q, k, v)])
+    return torch.stack([_attend(*rows, softmax_scale, causal, window_size, softcap, s_aux) for rows in zip(q, k, v)])
 
 
 def flash_attn_varlen_func(
@@ -42,13 +42,14 @@ def flash_attn_varlen_func(
     causal=False,
     window_size=(-1, -1),
     softcap=0.0,
+    s_aux=None,
 ):
     """Attend within sequences of rows (N, H, D)."""
     parts = (x.split(ends.diff().tolist()) for x, ends in ((q, cu_seqlens_q), (k, cu_seqlens_k), (v, cu_seqlens_k)))
-    return torch.cat([_attend(*rows, softmax_scale, causal, window_size, softcap) for rows in zip(*parts)])
+    return torch.cat([_attend(*rows, softmax_scale, causal, window_size, softcap, s_aux) for rows in zip(*parts)])
 
 
-def _attend(q, k, v, scale, causal, window, softcap):
+def _attend(q, k, v, scale, causal, window, softcap, sinks):
     groups = q.shape[1] // k.shape[1]
     k, v = (x.repeat_interleave(groups, 1) for x in (k, v))
     scores = torch.einsum("qhd,khd->hqk", q, k) * scale
@@ -57,4 +58,7 @@ def _attend(q, k, v, scale, causal, window, softcap):
     distance = torch.arange(len(q))[:, None] + len(k) - len(q) - torch.arange(len(k))
     left, right = window[0], 0 if causal else window[1]
     hidden = (distance > left) & (left >= 0) | (distance < -right) & (right >= 0)
-    return torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), v)
+    scores = scores.masked_fill(hidden, -torch.inf)
+    if sinks is not None:
+        scores = torch.cat((scores, sinks[:, None, None].expand(-1, len(q), 1)), 2)
+    return torch.einsum("hqk,khd->qhd", scores.softmax(-1)[..., : len(k)], v)

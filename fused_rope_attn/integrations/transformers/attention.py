@@ -111,7 +111,9 @@ def _shows_sequences(module: AttentionModule, past: Any, kwargs: dict[str, Any])
     flash-attention reads the positions that it is handed. Masks show no sequences once the decoder has a cache, even an
     empty one that it has made itself.
     """
-    return kwargs.get("position_ids") is not None if uses_flash(module.config) else past is None
+    if uses_flash(module.config):
+        return getattr(module, PATCH).hands_positions_on and kwargs.get("position_ids") is not None
+    return past is None
 
 
 def _normed(

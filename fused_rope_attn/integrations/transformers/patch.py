@@ -21,6 +21,7 @@ from fused_rope_attn.integrations.transformers.families import (
     convention_of,
     described,
     hands_padding_on,
+    hands_positions_on,
     looks_like_attention,
     refusal,
 )
@@ -257,6 +258,7 @@ def _patch_module(
     elif not _is_fused(present):  # the forward was replaced after the last patch
         patch.previous = present
     patch.own_forward = _foreign_forward(module, patch.previous)
+    patch.hands_positions_on = hands_positions_on(type(module))
     patch.deterministic, patch.batch_invariant, patch.shards = deterministic, batch_invariant, shards
     if not _is_fused(present):
         # A partial function, because pickle stores a method in an instance's dict as its class's own.

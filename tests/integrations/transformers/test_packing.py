@@ -61,11 +61,11 @@ def test_packed_positions_of_flash_attention(name, calls):
     assert set(calls) == {"rope_attention"}
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3", "granitemoehybrid"])
+@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt_oss", "granitemoehybrid", "persimmon"])
 def test_flash_attention_compared(name, monkeypatch):
-    """It reads positions with a cache too, and with a mask that hides nothing. Granite's layers hand it none."""
-    if name == "granitemoehybrid" and Version(transformers.__version__) < Version("5"):
-        pytest.skip("the unpatched model fails with this release")
+    """It reads positions with a cache too, and with a mask of ones. Granite's and Persimmon's layers hand it none."""
+    if name in ("granitemoehybrid", "persimmon") and Version(transformers.__version__) < Version("5"):
+        pytest.skip("the unpatched models fail with this release")
     hf_flash.install(monkeypatch)
     model, ids = make_model(name), make_ids(1, LENGTH)
     model.config._attn_implementation = hf_flash.IMPLEMENTATION
