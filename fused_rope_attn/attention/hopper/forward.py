@@ -20,7 +20,7 @@ from fused_rope_attn.attention.hopper.forward_kernel import (
 from fused_rope_attn.attention.hopper.forward_producers import QuerySource
 from fused_rope_attn.attention.hopper.forward_tiles import VisitLists
 from fused_rope_attn.attention.hopper.intervals import Visits
-from fused_rope_attn.attention.hopper.shapes import ROWS, is_aligned
+from fused_rope_attn.attention.hopper.shapes import ROWS
 from fused_rope_attn.attention.prepass import Rotate
 from fused_rope_attn.attention.prepass_kernel import TILE_WORDS
 from fused_rope_attn.attention.problem import Outputs, Problem, Saving, Tensors, split_outputs
@@ -35,6 +35,19 @@ from fused_rope_attn.runtime.triton_compat import gl
 
 # int32 words of the counter of a call without packed sequences.
 COUNTER_WORDS = TILE_WORDS.value
+
+
+def is_aligned(problem: Problem, block_m: int, block_n: int) -> bool:
+    """Return whether the diagonal of each tile is that of one key block, and nothing but causality hides keys.
+
+    The first of two warpgroups then sees half of that block, the second one sees the first half whole, and all other
+    blocks are seen whole. Calls with more queries than keys are excluded, because some of their tiles see nothing.
+    """
+    is_masked = problem.window is not None or problem.is_packed or problem.has_kv_starts or problem.has_kv_lens
+    is_masked = is_masked or problem.has_intervals
+    keys_before = problem.len_k - problem.len_q
+    same_rows = block_m == block_n == 2 * ROWS.value and keys_before >= 0 and keys_before % block_n == 0
+    return problem.causal and same_rows and not is_masked
 
 
 class ForwardCall:
@@ -122,6 +135,7 @@ class ForwardCall:
             forward_kernel,
             min(num_tiles, device.num_sms(q.device)),
             {"num_warps": 4, **({"launch_pdl": True} if config.pdl else {})},
+            NQ=problem.len_q,
             NK=problem.len_k,
             GROUP_SIZE=problem.group_size,
             heads_per_section=heads_per_section(num_heads, problem.group_size, kv_bytes, config.section_bytes),

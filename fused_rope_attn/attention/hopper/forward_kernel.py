@@ -107,12 +107,12 @@ class ForwardSizes:
     PDL: gl.constexpr  # programmatic dependent launch
 
 
-_NUMBERS = "NK GROUP_SIZE heads_per_section tiles_per_head window_left window_right position_limit".split()
+_NUMBERS = "NQ NK GROUP_SIZE heads_per_section tiles_per_head window_left window_right position_limit".split()
 
 
 @jit(do_not_specialize=_NUMBERS)
 def forward_kernel(q_rot_desc, q_nope_desc, k_rot_desc, k_nope_desc, v_desc, o_desc, source, call_masks, scores, output,
-                   counter_ptr, NK, GROUP_SIZE, heads_per_section, tiles_per_head, window_left, window_right,
+                   counter_ptr, NQ, NK, GROUP_SIZE, heads_per_section, tiles_per_head, window_left, window_right,
                    position_limit, sizes):  # fmt: skip
     """Compute o and lse of a (B, HQ, NQ, D) call. Grid: one block per multiprocessor, or one per tile if fewer.
 
@@ -144,7 +144,6 @@ def forward_kernel(q_rot_desc, q_nope_desc, k_rot_desc, k_nope_desc, v_desc, o_d
     BLOCK_D: gl.constexpr = sizes.BLOCK_D
     BLOCK_N: gl.constexpr = sizes.BLOCK_N
     DTYPE: gl.constexpr = k_rot_desc.dtype
-    NQ = o_desc.shape[2]
 
     # The tiles of most columns, and those of the rotated columns of latent attention.
     q_desc, k_desc, q_rope_desc, k_rope_desc = q_rot_desc, k_rot_desc, None, None
@@ -190,8 +189,9 @@ def forward_kernel(q_rot_desc, q_nope_desc, k_rot_desc, k_nope_desc, v_desc, o_d
     queries.init(FILLS=2 if ROTATES_QUERIES and IS_LATENT else 1, RELEASES=TILES)
     keys = channels.channel_of(k_smem, STAGES, k_rope)
     values = channels.channel_of(v_smem, STAGES)
-    keys.init(FILLS=1, RELEASES=CONSUMERS * shapes.WARPGROUP_THREADS)
-    values.init(FILLS=1, RELEASES=CONSUMERS * shapes.WARPGROUP_THREADS)
+    for i in gl.static_range(STAGES):
+        keys.init_slot(i, FILLS=1, RELEASES=CONSUMERS * shapes.WARPGROUP_THREADS)
+        values.init_slot(i, FILLS=1, RELEASES=CONSUMERS * shapes.WARPGROUP_THREADS)
     arrival = None
     if HAS_BOUNDS or HAS_INTERVALS:
         arrival = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
