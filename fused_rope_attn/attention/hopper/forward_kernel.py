@@ -35,11 +35,11 @@ from fused_rope_attn.attention.hopper.forward_tiles import (
     announcements,
     next_tile,
 )
-from fused_rope_attn.attention.hopper.ptxas import pin
 from fused_rope_attn.attention.hopper.shapes import ROWS
 from fused_rope_attn.kernels import tiles as row_tiles
 from fused_rope_attn.kernels.lengths import packed_rows
 from fused_rope_attn.kernels.masks import Window
+from fused_rope_attn.kernels.ptxas import pin
 from fused_rope_attn.kernels.records import record, replace, unpack
 from fused_rope_attn.kernels.softmax import LN2, LOG2E, finish_sums, log_sum_exp
 from fused_rope_attn.runtime.triton_compat import (

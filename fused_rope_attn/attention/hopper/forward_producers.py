@@ -11,10 +11,10 @@ from fused_rope_attn.attention.hopper.forward_tiles import (
     query_position,
 )
 from fused_rope_attn.attention.hopper.masks import IntervalMask
-from fused_rope_attn.attention.hopper.ptxas import opaque
 from fused_rope_attn.attention.hopper.shapes import ROWS
 from fused_rope_attn.kernels import rotation as rotary
 from fused_rope_attn.kernels.norm import Norm
+from fused_rope_attn.kernels.ptxas import opaque
 from fused_rope_attn.kernels.records import record, replace
 from fused_rope_attn.kernels.schedule import wait_for_previous_launch
 from fused_rope_attn.kernels.tiles import RowFormat, Rows, TensorView, prefetch_rows, rows_at, rows_from
