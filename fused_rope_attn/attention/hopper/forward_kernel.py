@@ -128,17 +128,11 @@ def forward_kernel(q_rot_desc, q_nope_desc, k_rot_desc, k_nope_desc, v_desc, o_d
     BLOCK_N: gl.constexpr = sizes.BLOCK_N
     DTYPE: gl.constexpr = k_rot_desc.dtype
 
-    # The tiles of most columns, and those of the rotated columns of latent attention.
-    q_desc, k_desc, q_rope_desc, k_rope_desc = q_rot_desc, k_rot_desc, None, None
-    if IS_LATENT:
-        q_desc, k_desc, q_rope_desc, k_rope_desc = q_nope_desc, k_nope_desc, q_rot_desc, k_rot_desc
-    saved_desc = None
-    if ROTATES_QUERIES:
-        saved_desc = q_rot_desc
-        if IS_LATENT:
-            q_rope_desc = None
-        else:
-            q_desc = None
+    # What is loaded. The rotated columns of latent attention have tiles of their own.
+    q_desc = q_nope_desc if IS_LATENT else (None if ROTATES_QUERIES else q_rot_desc)
+    k_desc = k_nope_desc if IS_LATENT else k_rot_desc
+    q_rope_desc = q_rot_desc if IS_LATENT and not ROTATES_QUERIES else None
+    k_rope_desc = k_rot_desc if IS_LATENT else None
 
     # Shared memory and channels. Rotated here, the queries of all warpgroups share two stages. Otherwise each warpgroup
     # has a channel of one stage.
@@ -217,7 +211,7 @@ def forward_kernel(q_rot_desc, q_nope_desc, k_rot_desc, k_nope_desc, v_desc, o_d
     first_source, loaded = None, queries
     if ROTATES_QUERIES:
         starts_ptr = call_masks.starts_ptr if call_masks.FROM_START else None
-        source = replace(source, position_limit=position_limit, starts_ptr=starts_ptr, saved_desc=saved_desc)
+        source = replace(source, position_limit=position_limit, starts_ptr=starts_ptr, saved_desc=q_rot_desc)
         if not IS_LATENT:
             first_source, loaded = source, None
     intervals = mask if HAS_INTERVALS else None
@@ -461,7 +455,7 @@ def finish_rows(attention, tile, rows, state):
     factor (ROWS,): the output is acc times this; a row that is not ``seen`` has seen no key, and its output is 0.
     """
     ROW: gl.constexpr = state.maximum.type.layout
-    row_sum = softmax.whole_sums(state.sums, ROW)
+    row_sum = gl.convert_layout(gl.sum(state.sums, 1), ROW)  # of the four threads of a quad
     sink = None
     if attention.scores.sinks_ptr is not None:
         sink = gl.load(attention.scores.sinks_ptr + tile.head).to(gl.float32) * row_softmax.LOG2E
