@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from fused_rope_attn.generation.api import plan_with_kvcache, rope_attention_with_kvcache, write_kvcache
     from fused_rope_attn.rotation.api import apply_rope, apply_rope_qk
     from fused_rope_attn.rotation.tables import RotaryEmbedding, permute_rope_layout, rope_tables, rope_tables_2d
-    from fused_rope_attn.runtime.axes import Layout
-    from fused_rope_attn.runtime.options import Backend, RotationLayout, Strategy
+    from fused_rope_attn.runtime.axes import Layout, RotationLayout
+    from fused_rope_attn.runtime.options import Backend, Strategy
 
 __version__ = "0.1.0"
 __all__ = [
@@ -65,7 +65,7 @@ _MODULES = {
     "Layout": "runtime.axes",
     "Plan": "attention.planning",
     "RotaryEmbedding": "rotation.tables",
-    "RotationLayout": "runtime.options",
+    "RotationLayout": "runtime.axes",
     "Strategy": "runtime.options",
     "apply_rope": "rotation.api",
     "apply_rope_qk": "rotation.api",

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 
 from fused_rope_attn.attention import planning, reference
 from fused_rope_attn.attention.problem import Options, Problem, Tensors, arguments_by_name, problem_of
-from fused_rope_attn.attention.validation import (
-    check_attention,
-    check_packed,
-    check_position_ids,
-    check_token_tables,
-)
+from fused_rope_attn.attention.validation import check_attention, check_position_ids, check_token_tables
+from fused_rope_attn.runtime import axes
 from fused_rope_attn.runtime.autocast import autocast
 from fused_rope_attn.runtime.axes import Layout, from_heads_first
-from fused_rope_attn.runtime.checks import heads_first
 from fused_rope_attn.runtime.context_parallel import in_context_parallel, refuse_context_parallel
 from fused_rope_attn.runtime.device import has_triton
 from fused_rope_attn.runtime.differentiation import differentiable
@@ -33,6 +29,7 @@ else:  # planning sends every call to the reference
     eager = None  # type: ignore[assignment]
 
 _OF_ATTENTION = parameters_of(reference.attention)
+_ROWS = ("q", "k", "v", "q_nope", "k_nope")
 _DIFFERENTIABLE = ("q", "k", "v", "sinks", "q_norm", "k_norm", "q_nope", "k_nope")
 
 
@@ -172,16 +169,17 @@ def rope_attention(
         q, k, v, cos, sin, sinks, kv_starts, kv_lens, None, None, q_norm, k_norm, query_starts, query_ends
     )
     # In the order of ``Options``, because a record would cost a known call 0.2 us.
-    scores, norms = (softmax_scale, rotary_dim, interleaved, window, softcap), (norm_eps, norm_offset)
-    kernels = (deterministic, backend, strategy, batch_invariant)
-    options = (causal, return_lse, *scores, *norms, *kernels, return_max_logit)
+    common, scores = (softmax_scale, interleaved, window, backend), (rotary_dim, softcap, norm_eps, norm_offset)
+    kernels = (batch_invariant, deterministic, strategy)
+    options = (*common, *scores, *kernels, causal, return_lse, return_max_logit)
     known = None if eager is None else eager.find(tensors, layout, options)
     if known is not None and not is_dry_run():
         if layout == "bshd":
             tensors = tensors._replace(q=q.transpose(1, 2), k=k.transpose(1, 2), v=v.transpose(1, 2))
         o, lse, max_logit = known(tensors)
         return _asked_for(from_heads_first(o, layout), lse, max_logit, return_lse, return_max_logit)
-    problem, described = _describe(tensors, Options(*options), layout)
+    axes.check_layout(layout)
+    problem, described = describe_call(check_attention, tensors, Options(*options), layout)
     o, lse, max_logit = attend(problem, described, layout, return_lse)
     if not torch.compiler.is_compiling() and (chosen := planning.choose_backend(problem)[0]) != "reference":
         eager.remember(tensors, layout, options, problem._replace(backend=chosen), described)
@@ -285,12 +283,12 @@ def rope_attention_varlen(
         o ``(T_q, HQ, D)`` in q's dtype. With ``return_lse`` lse ``(HQ, T_q)`` float32, natural log, follows, and with
         ``return_max_logit`` max_logit ``(sequences, HQ)`` float32.
     """
-    q, k, v = _packed(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     tensors = Tensors(q, k, v, cos, sin, sinks, None, None, cu_seqlens_q, cu_seqlens_k, q_norm, k_norm)
-    scores, norms = (softmax_scale, rotary_dim, interleaved, window, softcap), (norm_eps, norm_offset)
-    kernels = (deterministic, backend, strategy, batch_invariant)
-    options = Options(causal, return_lse, *scores, *norms, *kernels, return_max_logit)
-    problem, tensors = _describe(tensors, options, "thd", (max_seqlen_q, max_seqlen_k), token_tables=token_tables)
+    common, scores = (softmax_scale, interleaved, window, backend), (rotary_dim, softcap, norm_eps, norm_offset)
+    kernels = (batch_invariant, deterministic, strategy)
+    options = Options(*common, *scores, *kernels, causal, return_lse, return_max_logit)
+    longest = (max_seqlen_q, max_seqlen_k)
+    problem, tensors = describe_call(check_attention, tensors, options, "thd", longest, token_tables)
     o, lse, max_logit = attend(problem, tensors, "thd", return_lse)
     return _asked_for(o, lse.squeeze(0), max_logit, return_lse, return_max_logit)
 
@@ -355,37 +353,33 @@ def plan_varlen(*arguments: Any, **options: Any) -> planning.Plan:
     return plan_of_call(rope_attention_varlen, *arguments, **options)
 
 
-def _describe(
+def describe_call(
+    check: Callable[..., int],
     tensors: Tensors,
     options: Any,
     layout: str,
-    max_seqlens: tuple[int, int] | None = None,
+    longest: tuple[int, int] | None = None,
     token_tables: bool = False,
+    function: str = "rope_attention",
 ) -> tuple[Problem, Tensors]:
     """Check the records of a call and return the ``Problem``, and the tensors as (B, H, N, D) whatever the layout.
 
-    max_seqlens: of queries and keys in packed sequences, if the tensors are from ``_packed``. token_tables: of
-    ``rope_attention_varlen``.
+    check: ``check_attention`` or ``check_latent``. longest: max_seqlen_q and max_seqlen_k of packed sequences.
+    function: the public function that messages name, without its "_varlen".
     """
     if in_context_parallel():
-        refuse_context_parallel("rope_attention" if max_seqlens is None else "rope_attention_varlen")
-    q, k, v = given = tensors[:3]
-    if layout != "bhsd" and max_seqlens is None:
-        q, k, v = heads_first(layout, q=q, k=k, v=v)
-    q, k, v = autocast(q, k, v)
-    if not (q is given[0] and k is given[1] and v is given[2]):
-        tensors = Tensors(q, k, v, *tensors[3:])
-    if max_seqlens is None:
-        return problem_of(tensors, options, check_attention(tensors, options, layout)), tensors
-    rotary_dim = check_attention(tensors, options, layout, max_seqlens[1])
-    check_token_tables(token_tables, tensors)
-    return problem_of(tensors, options, rotary_dim, max(*max_seqlens), token_tables=token_tables), tensors
-
-
-def _packed(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q: int, max_seqlen_k: int) -> tuple:
-    """Check the arguments that only packed calls have, and return q, k and v as one batch entry, (1, H, T, D)."""
-    check_packed(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    return q.transpose(0, 1).unsqueeze(0), k.transpose(0, 1).unsqueeze(0), v.transpose(0, 1).unsqueeze(0)
+        refuse_context_parallel(function if longest is None else f"{function}_varlen")
+    given = tensors.q, tensors.k, tensors.v, tensors.q_nope, tensors.k_nope
+    rows = autocast(*given)
+    if any(x is not y for x, y in zip(rows, given)):
+        tensors = tensors._replace(**dict(zip(_ROWS, rows)))
+    rotary_dim = check(tensors, options, layout, longest)
+    if longest is not None:
+        check_token_tables(token_tables, tensors)
+    if layout != "bhsd":
+        views = [None if x is None else axes.heads_first(x, layout) for x in rows]
+        tensors = tensors._replace(**dict(zip(_ROWS, views)))
+    return problem_of(tensors, options, rotary_dim, max(longest or (0,)), token_tables=token_tables), tensors
 
 
 def attend(

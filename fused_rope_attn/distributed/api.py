@@ -15,11 +15,12 @@ from fused_rope_attn.distributed import ops
 from fused_rope_attn.distributed.documents import OF_THE_PLAN, DocumentPlan
 from fused_rope_attn.distributed.groups import Group, agree, fail_together, group_of
 from fused_rope_attn.distributed.layout import CpPlan, check_sharding, choose_method, chunks_of, owners_of, work_of
-from fused_rope_attn.runtime import checks
+from fused_rope_attn.runtime import axes, checks
 from fused_rope_attn.runtime.autocast import autocast
 from fused_rope_attn.runtime.axes import Layout, from_heads_first
 from fused_rope_attn.runtime.differentiation import refuse_tangents
 from fused_rope_attn.runtime.dry_run import Planned, is_dry_run, plan_of_call
+from fused_rope_attn.runtime.forms import Forms
 from fused_rope_attn.runtime.keywords import explain_keywords
 from fused_rope_attn.runtime.options import Backend, CpMethod, CpOptions, PackedCpOptions
 
@@ -105,8 +106,8 @@ def rope_attention_cp(
         NotImplementedError: ``batch_invariant`` without a causal mask.
     """
     tensors = Tensors(q, k, v, cos, sin, sinks, q_norm=q_norm, k_norm=k_norm)
-    scores, norms = (softmax_scale, rotary_dim, interleaved, window, softcap), (norm_eps, norm_offset)
-    options = Options(causal, return_lse, *scores, *norms, deterministic, backend, batch_invariant=batch_invariant)
+    common, scores = (softmax_scale, interleaved, window, backend), (rotary_dim, softcap, norm_eps, norm_offset)
+    options = Options(*common, *scores, batch_invariant, deterministic, causal=causal, return_lse=return_lse)
     members = group_of(group)
     o, lse = _run_together(members, _describe, tensors, options, members, sharding, total_len, method, layout)
     o = from_heads_first(o, layout)
@@ -173,8 +174,8 @@ def rope_attention_varlen_cp(
     tokens.
     """
     tensors = Tensors(q, k, v, cos, sin, sinks, q_norm=q_norm, k_norm=k_norm)
-    scores, norms = (softmax_scale, rotary_dim, interleaved, window, softcap), (norm_eps, norm_offset)
-    options = Options(causal, return_lse, *scores, *norms, deterministic, backend, batch_invariant=batch_invariant)
+    common, scores = (softmax_scale, interleaved, window, backend), (rotary_dim, softcap, norm_eps, norm_offset)
+    options = Options(*common, *scores, batch_invariant, deterministic, causal=causal, return_lse=return_lse)
     if not isinstance(plan, DocumentPlan):
         raise TypeError(f"plan must be what plan_varlen_cp returns, but is {checks.kind_of(plan)}")
     o, lse = _run_together(plan.group, _describe_packed, tensors, options, plan, method)
@@ -190,6 +191,7 @@ def plan_cp(*arguments: Any, **options: Any) -> CpPlan:
     return plan_of_call(rope_attention_cp, *arguments, **options)
 
 
+_LOCAL = Forms(q="B HQ N/P D", k="B HKV N/P D", v="B HKV N/P D")
 _check_method = checks.check_choice(get_args(CpMethod))
 # The cut of a call on these ranks, its problem and tensors, and the plan.
 _Described = tuple[ops.Cut, Problem, Tensors, CpPlan]
@@ -215,17 +217,15 @@ def _describe(tensors: Tensors, options: Any, members: Group, sharding, total_le
     """Check the records of a call of ``rope_attention_cp`` and describe it."""
     check_sharding("sharding", sharding, members.size)
     _check_method("method", method, None)
-    q, k, v, cos = tensors[:4]
-    if layout != "bhsd":
-        q, k, v = checks.heads_first(layout, q=q, k=k, v=v)
-    q, k, v = autocast(q, k, v)
-    tensors = tensors._replace(q=q, k=k, v=v)
+    axes.check_layout(layout)
+    q, k, v = autocast(*tensors[:3])
+    cos, tensors = tensors.cos, tensors._replace(q=q, k=k, v=v)
     parts, size = len(chunks_of(0, members.size, sharding)), members.size
-    local = q.shape[2] if isinstance(q, torch.Tensor) and q.ndim == 4 else 0
+    local = _LOCAL.check(layout, (q, k, v))[2]
     rows = cos.shape[-2] if isinstance(cos, torch.Tensor) and cos.ndim > 1 else 0
     tables_are_local = size > 1 and rows == local
     needed = local if tables_are_local else local * size
-    problem = _checked(tensors, options, needed, layout)
+    problem, tensors = _checked(tensors, options, needed, layout)
     if local % parts:
         raise ValueError(
             f"q must have a multiple of {parts} rows on every rank for sharding={sharding!r}, but has {local}: pad the "
@@ -242,21 +242,15 @@ def _describe(tensors: Tensors, options: Any, members: Group, sharding, total_le
 
 def _describe_packed(tensors: Tensors, options: Any, plan: DocumentPlan, method) -> _Described:
     """Check the records of a call of ``rope_attention_varlen_cp`` and describe it."""
-    q, k, v = tensors[:3]
     _check_method("method", method, None)
-    checks.check_kinds(q=q, k=k, v=v)
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if x.ndim != 3 or x.shape[0] != plan.local:
-            raise ValueError(
-                f"{name} must have shape (T / P, heads, D) with the plan's {plan.local} tokens of a rank, but has "
-                f"{checks.shown(x.shape)}"
-            )
+    q, k, v = autocast(*tensors[:3])
+    local = _LOCAL.check("thd", (q, k, v))[2]
+    if local != plan.local:
+        raise ValueError(f"q must have the {plan.local} tokens that the plan gives a rank, but has {local}")
     if plan.cu_seqlens.device != q.device:
         raise ValueError(f"plan must be on q's device {q.device}, but is on {plan.cu_seqlens.device}: give device=")
-    q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
-    q, k, v = autocast(q, k, v)
     tensors = tensors._replace(q=q, k=k, v=v, cu_seqlens_q=plan.cu_seqlens, cu_seqlens_k=plan.cu_seqlens)
-    problem = _checked(tensors, options, plan.max_seqlen, "thd", plan.max_seqlen)
+    problem, tensors = _checked(tensors, options, plan.max_seqlen, "thd", plan.max_seqlen)
     if torch.compiler.is_compiling():
         # A graph is for many plans.
         chosen = CpPlan(method, "chosen when the graph runs", 0, 0.0, 0)
@@ -266,12 +260,14 @@ def _describe_packed(tensors: Tensors, options: Any, plan: DocumentPlan, method)
     return cut, problem, tensors, chosen
 
 
-def _checked(tensors: Tensors, options: Any, rows: int, layout: str, longest: int = 0) -> Problem:
-    """Return the ``Problem`` of the local rows. rows: how many the tables must have. longest: of packed sequences."""
-    rotary_dim = check_attention(tensors, options, layout, rows)
-    len_q, len_k = tensors.q.shape[2], tensors.k.shape[2]
-    if len_k != len_q:
-        raise ValueError(f"k must have q's {len_q} rows on this rank, but has {len_k}")
+def _checked(tensors: Tensors, options: Any, rows: int, layout: str, longest: int = 0) -> tuple[Problem, Tensors]:
+    """Return the ``Problem`` of the local rows, and the tensors as (B, H, N, D).
+
+    rows: how many the tables must have. longest: of packed sequences.
+    """
+    rotary_dim = check_attention(tensors, options, layout, rows=rows)
+    q, k, v = (axes.heads_first(x, layout) for x in tensors[:3])
+    tensors = tensors._replace(q=q, k=k, v=v)
     problem = problem_of(tensors, options, rotary_dim, longest)
     planning.choose_backend(problem)  # raises if an explicit one cannot run
     if problem.batch_invariant and not problem.causal:
@@ -279,7 +275,7 @@ def _checked(tensors: Tensors, options: Any, rows: int, layout: str, longest: in
             "causal must be True with batch_invariant=True, but is False: each rank has another order of the keys then"
         )
     refuse_tangents("rope_attention_cp", tensors)  # here the error reaches all ranks
-    return problem
+    return problem, tensors
 
 
 def _check_axis(x: Any, dim: Any) -> int:

@@ -12,9 +12,9 @@ from fused_rope_attn.attention.problem import Options, Problem, arguments_by_nam
 from fused_rope_attn.generation import planning, reference
 from fused_rope_attn.generation.problem import StepTensors, Written, cache_of, describe_write, step_of
 from fused_rope_attn.generation.validation import check_kvcache, check_write
+from fused_rope_attn.runtime import axes
 from fused_rope_attn.runtime.autocast import autocast
 from fused_rope_attn.runtime.axes import Layout, from_heads_first
-from fused_rope_attn.runtime.checks import heads_first
 from fused_rope_attn.runtime.context_parallel import in_context_parallel, refuse_context_parallel
 from fused_rope_attn.runtime.device import has_triton
 from fused_rope_attn.runtime.dry_run import Planned, is_dry_run, plan_of_call
@@ -159,9 +159,8 @@ def rope_attention_with_kvcache(
     tensors = StepTensors(
         q, k_cache, v_cache, cos, sin, k, v, cache_seqlens, kv_starts, sinks, block_table, *scales, *weights
     )
-    scores = (softmax_scale, rotary_dim, interleaved, window, softcap)
-    norms = norm_eps, norm_offset
-    options = Options(causal, return_lse, *scores, *norms, backend=backend, batch_invariant=batch_invariant)
+    common, scores = (softmax_scale, interleaved, window, backend), (rotary_dim, softcap, norm_eps, norm_offset)
+    options = Options(*common, *scores, batch_invariant, causal=causal, return_lse=return_lse)
     problem, tensors = _describe(tensors, options, cache_is_rotated, layout)
     o, lse = _attend(problem, tensors, layout)
     return (o, lse) if return_lse else o
@@ -237,15 +236,10 @@ def run_write(*arguments, backend: str = "auto", **options) -> None:
 def _write(tensors: Written, layout: str, *, backend: str = "auto", **options: Any) -> None:
     if in_context_parallel():
         refuse_context_parallel("write_kvcache")
-    packed = tensors.cu_seqlens is not None
-    if layout != "bhsd":
-        names = ("k_cache", "v_cache") if packed else ("k_cache", "v_cache", "k", "v")
-        given = {name: getattr(tensors, name) for name in names}
-        tensors = tensors._replace(**dict(zip(names, heads_first(layout, "_cache", "S_max", **given))))
+    axes.check_layout(layout)
     options["rotary_dim"] = check_write(tensors, layout=layout, **options)
-    if packed:
-        k, v = (x.transpose(0, 1).unsqueeze(0) for x in (tensors.k, tensors.v))
-        tensors = tensors._replace(k=k, v=v)
+    tensors = _heads_first(tensors, layout, "k_cache", "v_cache")
+    tensors = _heads_first(tensors, layout if tensors.cu_seqlens is None else "thd", "k", "v")
     problem = describe_write(tensors, **options, backend=backend)
     chosen, _ = planning.choose_step_backend(problem)
     if chosen != "reference":
@@ -258,15 +252,22 @@ def _describe(tensors: StepTensors, options: Any, cache_is_rotated: bool, layout
     """Check the records of a step and return the ``Problem``, and the tensors as (B, H, N, D) whatever the layout."""
     if in_context_parallel():
         refuse_context_parallel("rope_attention_with_kvcache")
-    q, k_cache, v_cache, _, _, k, v = given = tensors[:7]
-    if layout != "bhsd":
-        named = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "k": k, "v": v}
-        q, k_cache, v_cache, k, v = heads_first(layout, "_cache", "S_max", **named)
-    q, k, v = autocast(q, k, v)
-    if not (q is given[0] and k_cache is given[1] and k is given[5] and v is given[6]):
-        tensors = tensors._replace(q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v)
+    axes.check_layout(layout)
+    given = tensors.q, tensors.k, tensors.v
+    q, k, v = autocast(*given)
+    if not (q is given[0] and k is given[1] and v is given[2]):
+        tensors = tensors._replace(q=q, k=k, v=v)
     rotary_dim = check_kvcache(tensors, options, cache_is_rotated, layout)
+    tensors = _heads_first(tensors, layout, "q", "k_cache", "v_cache", "k", "v")
     return step_of(tensors, options, rotary_dim, cache_is_rotated), tensors
+
+
+def _heads_first(tensors: Any, layout: str, *names: str) -> Any:
+    """Return the record with views (B, H, N, D) of these tensors; None stays None."""
+    if layout == "bhsd":
+        return tensors
+    given = {name: x for name in names if (x := getattr(tensors, name)) is not None}
+    return tensors._replace(**{name: axes.heads_first(x, layout) for name, x in given.items()})
 
 
 def _attend(problem: Problem, tensors: StepTensors, layout: str) -> tuple[torch.Tensor, torch.Tensor]:

@@ -9,21 +9,21 @@ import torch
 from fused_rope_attn.runtime.dry_run import is_dry_run
 
 
-def autocast(q: Any, k: Any, v: Any) -> tuple[Any, ...]:
+def autocast(*rows: Any) -> tuple[Any, ...]:
     """Return q, k and v in autocast's dtype if it is on, as scaled_dot_product_attention does; None stays None.
 
     Tables are not cast, because float32 tables are more accurate. In a dry run the results have no data.
     """
     if not torch.is_autocast_enabled() and not torch.is_autocast_enabled("cpu"):
-        return q, k, v
-    given = [x for x in (q, k, v) if x is not None]
-    if not all(isinstance(x, torch.Tensor) for x in given) or not is_autocast_on(q.device.type):
-        return q, k, v
-    dtype = torch.get_autocast_dtype(q.device.type)
+        return rows
+    given = [x for x in rows if x is not None]
+    if not all(isinstance(x, torch.Tensor) for x in given) or not (given and is_autocast_on(given[0].device.type)):
+        return rows
+    dtype = torch.get_autocast_dtype(given[0].device.type)
     convert = _stand_in if is_dry_run() else torch.Tensor.to
     return tuple(
         convert(x, dtype) if x is not None and x.is_floating_point() and x.dtype is not torch.float64 else x
-        for x in (q, k, v)
+        for x in rows
     )
 
 

@@ -40,7 +40,7 @@ def _explained(keyword: str, known: tuple[str, ...]) -> str:
     """Return the keyword, and the arguments that its writer may have meant, or all if none is close."""
     near = difflib.get_close_matches(keyword, known, cutoff=_ALIKE)
     hint = f"did you mean {' or '.join(near)}?" if near else f"the arguments are {', '.join(known)}"
-    return f"{keyword} ({hint})"
+    return f"{keyword!r} ({hint})"
 
 
 def parameters_of(function: Callable[..., Any]) -> tuple[str, ...]:

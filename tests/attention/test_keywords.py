@@ -45,14 +45,14 @@ def test_unknown_keywords_are_explained(name):
     ):
         with pytest.raises(TypeError) as caught:
             function(*positional, **options, **{keyword: None})
-        assert str(caught.value) == f"{name}() does not take {keyword} ({hint})"
+        assert str(caught.value) == f"{name}() does not take {keyword!r} ({hint})"
         assert caught.value.__cause__ is None and caught.value.__context__ is None
 
 
 def test_a_plan_is_told_what_the_function_is():
     positional, _ = arguments("rope_attention")
     for call in (package.plan, lambda *given, **options: package.plan(package.rope_attention, *given, **options)):
-        with pytest.raises(TypeError, match=r"^rope_attention\(\) does not take casual \(did you mean causal\?\)$"):
+        with pytest.raises(TypeError, match=r"^rope_attention\(\) does not take 'casual' \(did you mean causal\?\)$"):
             call(*positional, casual=True)
 
 
@@ -75,13 +75,13 @@ def test_a_plan_is_told_what_the_function_is():
 )
 def test_close_keywords_are_recognised(keyword, near):
     positional, _ = arguments("rope_attention")
-    with pytest.raises(TypeError, match=rf"^rope_attention\(\) does not take {keyword} \(did you mean {near}"):
+    with pytest.raises(TypeError, match=rf"^rope_attention\(\) does not take '{keyword}' \(did you mean {near}"):
         package.rope_attention(*positional, **{keyword: None})
 
 
 def test_several_are_named_at_once():
     positional, _ = arguments("rope_attention")
-    with pytest.raises(TypeError, match=r"is_causal \(did you mean causal\?\) and scale \(did you mean softmax_scale"):
+    with pytest.raises(TypeError, match=r"'is_causal' \(did you mean causal\?\) and 'scale' \(did you mean softmax_s"):
         package.rope_attention(*positional, is_causal=True, scale=1.0)
 
 

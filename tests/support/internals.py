@@ -34,9 +34,9 @@ OPERATORS_OF_A_PATCHED_MODEL = (
 )
 
 
-def check_call(layout="bhsd", max_seqlen_k=None, **given):
+def check_call(layout="bhsd", longest=None, rows=None, **given):
     """Check the arguments of ``rope_attention``, by name, and return the rotary dim."""
-    return check_attention(fill(Tensors, given), fill(Options, given), layout, max_seqlen_k)
+    return check_attention(fill(Tensors, given), fill(Options, given), layout, longest, rows)
 
 
 def check_step(layout="bhsd", **given):
