@@ -16,7 +16,8 @@ heads. Its warps meet only at barriers in shared memory:
   latent attention) has 128 keys, and makes no dQ;
 - ``load``, one warp: loads K and V and keeps the channels of Q and dO blocks full through the TMA;
 - ``reduce``, one warp: adds the dQ blocks to the accumulator through the TMA. Above head dim 128 the two warpgroups add
-  them from their registers. In a fixed order three warps do this, or two tell the warpgroups when, see ``backward_transfers``.
+  them from their registers. In a fixed order three warps do this, or two tell the warpgroups when, see
+  ``backward_transfers``.
 """
 
 from fused_rope_attn.attention.hopper import (
