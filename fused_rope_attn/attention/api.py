@@ -306,7 +306,7 @@ def cu_seqlens_from_position_ids(
     Args:
         position_ids: ``(N,)`` or ``(B, N)``, int32 or int64, any device.
         max_sequences: None reads the number of sequences and the length of the longest from the device, which
-            synchronises twice. A number is an upper bound of the sequences, and avoids the synchronisation: cu_seqlens
+            synchronises once. A number is an upper bound of the sequences, and avoids the synchronisation: cu_seqlens
             then ends with empty sequences, and max_seqlen is N, which may choose tiles that are too large. Tokens of
             sequences past this number belong to none.
 
@@ -318,21 +318,24 @@ def cu_seqlens_from_position_ids(
         TypeError, ValueError: wrong type, dtype, shape or range.
     """
     check_position_ids(position_ids, max_sequences)
-    length = position_ids.shape[-1]
     begins = torch.ones_like(position_ids, dtype=torch.bool)
     begins[..., 1:] = position_ids[..., 1:] != position_ids[..., :-1] + 1
-    begins = begins.flatten()
+    return bounds_of_sequences(begins, max_sequences)
+
+
+def bounds_of_sequences(begins: torch.Tensor, max_sequences: int | None) -> tuple[torch.Tensor, int]:
+    """Return ``cu_seqlens_from_position_ids`` of rows in which begins, (N,) or (B, N) bool, marks first tokens."""
+    longest, begins = begins.shape[-1], begins.flatten()
     total = begins.shape[0]
+    index = torch.arange(total, dtype=torch.int32, device=begins.device)
     if max_sequences is None:
-        first = begins.nonzero().flatten()
-        cu_seqlens = torch.cat((first, first.new_full((1,), total))).int()
-        return cu_seqlens, int((cu_seqlens[1:] - cu_seqlens[:-1]).max()) if total else 0
+        ages = index - torch.where(begins, index, 0).cummax(0).values if total else index.new_full((1,), -1)
+        max_sequences, longest = torch.stack((begins.sum(), ages.max() + 1)).tolist()
     # Every first token writes its index into its sequence's slot. All other tokens, and sequences past max_sequences,
     # write to one extra slot.
     slot = torch.where(begins, begins.cumsum(0) - 1, max_sequences + 1).clamp(max=max_sequences + 1)
-    cu_seqlens = torch.full((max_sequences + 2,), total, dtype=torch.int32, device=position_ids.device)
-    index = torch.arange(total, dtype=torch.int32, device=position_ids.device)
-    return cu_seqlens.scatter_(0, slot, index)[:-1], length
+    cu_seqlens = torch.full((max_sequences + 2,), total, dtype=torch.int32, device=begins.device)
+    return cu_seqlens.scatter_(0, slot, index)[:-1], longest
 
 
 def plan(*arguments: Any, **options: Any) -> planning.Plan:

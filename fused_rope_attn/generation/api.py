@@ -125,7 +125,8 @@ def rope_attention_with_kvcache(
         k_cache, v_cache: ``(B, HKV, S_max, D)``, or with a block_table ``(num_pages, HKV, page_size, D)``, page_size
             from 16 on, where S_max is ``pages * page_size``. q's dtype, or both float8_e4m3fn; q's device, any strides:
             pass ``(B, S_max, HKV, D)`` caches as ``.transpose(1, 2)``. HQ must be a multiple of HKV. Written in place
-            where k and v are given.
+            where k and v are given. They may be views of one allocation, for example ``pool[:, 0]`` and ``pool[:, 1]``,
+            but must share no element.
         cos, sin: ``(S, R/2)``, ``(S, R)``, or either with a leading 1 or B; float32 (preferred) or q's dtype;
             ``S >= S_max``. With a rotated cache only the new tokens' rows are read.
         k, v: ``(B, HKV, NQ, D)``, the new tokens', k not rotated; or both None.
@@ -204,6 +205,7 @@ def write_kvcache(
         k, v: ``(B, HKV, N, D)``, float16, bfloat16 or float32, any strides, k not rotated; or with ``cu_seqlens``
             packed sequences ``(T, HKV, D)``.
         k_cache, v_cache: ``(B, HKV, S_max, D)``, or pools of pages with a ``block_table``; k's dtype or float8_e4m3fn.
+            They must share no element.
         cos, sin: as in ``rope_attention_with_kvcache``.
         cache_seqlens: ``(B,)`` int32: keys in the cache before this call. Default: none.
         new_lens: ``(B,)`` int32: tokens from this one on do not exist (right-padded prompts). Default: all N do.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import math
 from typing import Any
 
 import torch
@@ -13,6 +15,7 @@ from fused_rope_attn.runtime import checks
 from fused_rope_attn.runtime.checks import named, shown
 from fused_rope_attn.runtime.differentiation import refuse_tangents
 from fused_rope_attn.runtime.forms import Form, Forms
+from fused_rope_attn.runtime.registration import is_plain
 
 FLOAT8 = torch.float8_e4m3fn
 MIN_PAGE_SIZE = 16
@@ -53,6 +56,7 @@ def check_kvcache(tensors: StepTensors, options: Any, cache_is_rotated: bool, la
     of_rows = "k_cache"
     if not (block_table is k_scale is v_scale is None) or FLOAT8 in (k_cache.dtype, v_cache.dtype):
         capacity, of_rows = check_new_kind_of_cache(tensors, "q", q, batch, sizes[-3:])
+    check_apart(k_cache, v_cache)
     if k is not None:
         check_written(k_cache, v_cache)
         if len_q > capacity:
@@ -89,6 +93,54 @@ def check_new_kind_of_cache(
         raise ValueError(f"k_cache must have pages of at least {MIN_PAGE_SIZE} rows, but has {rows}")
     _TABLE.check("block_table", tensors.block_table, of, first, {"B": batch})
     return tensors.block_table.shape[1] * rows, "block_table"
+
+
+def check_apart(k_cache: Tensor, v_cache: Tensor) -> None:
+    """Check that caches of one shape and dtype have no element in common. They may be views of one allocation."""
+    found = "is k_cache"
+    if k_cache is not v_cache:
+        # A tracer would make conditions of addresses and sizes.
+        if torch.compiler.is_compiling() or not torch._C._is_alias_of(k_cache, v_cache):  # type: ignore[attr-defined]
+            return
+        distance = v_cache.storage_offset() - k_cache.storage_offset()
+        layouts = k_cache.stride(), v_cache.stride()
+        if not is_plain(k_cache, v_cache) or not share_elements(k_cache.shape, *layouts, distance):
+            return
+        found = f"begins {distance} elements after it in one allocation, with strides {layouts[1]} and {layouts[0]}"
+    raise ValueError(f"v_cache must not overlap k_cache in memory, but {found}")
+
+
+@functools.lru_cache(maxsize=1024)  # a pool that holds both caches is checked at every step
+def share_elements(
+    sizes: tuple[int, ...], strides: tuple[int, ...], other_strides: tuple[int, ...], distance: int
+) -> bool:
+    """Return whether two tensors of these sizes have an element in common, if the other begins ``distance`` later.
+
+    They have one if ``sum(i * stride) - sum(j * other_stride) == distance`` for some indices i and j. Terms of one
+    stride are added up, and the largest strides are tried first: since strides are nearly always nested, no more than
+    three multiples of each leave a distance that the smaller ones can reach. A distance that their divisor does not
+    divide needs no search, for example that of even and odd columns.
+    """
+    ranges: dict[int, tuple[int, int]] = {}
+    for first, signs in ((strides, (0, 1)), (other_strides, (-1, 0))):
+        for size, stride in zip(sizes, first):
+            if stride:
+                low, high = ranges.get(stride, (0, 0))
+                ranges[stride] = low + signs[0] * (size - 1), high + signs[1] * (size - 1)
+    terms = sorted((stride, *bounds) for stride, bounds in ranges.items() if bounds != (0, 0))
+
+    def reaches(distance: int, count: int) -> bool:
+        """Return whether the ``count`` smallest terms can add up to a distance."""
+        if count == 0:
+            return distance == 0
+        if distance % math.gcd(*(term[0] for term in terms[:count])):
+            return False
+        stride, low, high = terms[count - 1]
+        least, most = (sum(term[0] * term[end] for term in terms[: count - 1]) for end in (1, 2))
+        low, high = max(low, -((most - distance) // stride)), min(high, (distance - least) // stride)
+        return any(reaches(distance - stride * x, count - 1) for x in range(low, high + 1))
+
+    return 0 not in sizes and reaches(distance, len(terms))
 
 
 def check_cache_scale(name: str, scale: Any, cache: Tensor, of: str, first: Tensor, heads_kv: int) -> None:
@@ -136,6 +188,7 @@ def check_write(tensors: Written, *, cache_is_rotated: Any, rotary_dim: Any, int
     for name, bounds in (("cache_seqlens", cache_seqlens), ("new_lens", new_lens)):
         if bounds is not None:
             _LENGTHS.check(name, bounds, "k", k, {"B": batch})
+    check_apart(k_cache, v_cache)
     check_written(k_cache, v_cache)
     rotary_dim = checks.check_tables(cos, sin, k, batch, rows, head_dim, rotary_dim, "k", of_rows)
     refuse_gradients("write_kvcache", k=k, v=v, k_cache=k_cache, v_cache=v_cache, k_scale=k_scale, v_scale=v_scale)

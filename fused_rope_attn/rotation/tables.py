@@ -9,7 +9,7 @@ import torch
 from fused_rope_attn.rotation.api import apply_rope, apply_rope_qk
 from fused_rope_attn.rotation.validation import LAYOUTS
 from fused_rope_attn.runtime.axes import RotationLayout
-from fused_rope_attn.runtime.checks import check_int
+from fused_rope_attn.runtime.checks import check_int, check_positive
 
 
 def rope_tables(
@@ -80,8 +80,7 @@ def check_frequencies(rotary_dim: int, multiple: int, base: float) -> None:
     if rotary_dim < multiple or rotary_dim % multiple:
         kind = "even" if multiple == 2 else f"a multiple of {multiple}"
         raise ValueError(f"rotary_dim must be {kind} and positive, but is {rotary_dim}")
-    if not base > 0:
-        raise ValueError(f"base must be positive, but is {base}")
+    check_positive("base", base)
 
 
 class RotaryEmbedding(torch.nn.Module):

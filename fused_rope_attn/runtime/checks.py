@@ -125,10 +125,14 @@ def check_softmax_scale(name: str, value: Any, _: Any) -> None:
 
 def check_softcap(name: str, value: Any, _: Any) -> None:
     if value != 0.0 or not is_real(value):
-        if not is_real(value):
-            raise TypeError(f"{name} must be a float, but is {kind_of(value)}")
-        if not 0.0 < value < math.inf:
-            raise ValueError(f"{name} must be finite and positive, or 0.0 for none, but is {value}")
+        check_positive(name, value, "finite and positive, or 0.0 for none")
+
+
+def check_positive(name: str, value: Any, expected: str = "finite and positive") -> None:
+    if not is_real(value):
+        raise TypeError(f"{name} must be a float, but is {kind_of(value)}")
+    if not 0.0 < value < math.inf:
+        raise ValueError(f"{name} must be {expected}, but is {value}")
 
 
 def check_norm_offset(name: str, value: Any, tensors: Any) -> None:
@@ -265,7 +269,10 @@ def is_real(value: Any) -> bool:
 
 
 def kind_of(value: Any) -> str:
-    return f"{type(value).__name__} {value!r}" if isinstance(value, (bool, int, float, str)) else type(value).__name__
+    """Return a value's type for a message, with the package of a type that is not Python's: NumPy has a bool, too."""
+    kind = type(value)
+    name = kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__.partition('.')[0]}.{kind.__name__}"
+    return f"{name} {value!r}" if kind in (bool, int, float, str) else name
 
 
 def named(dtype: torch.dtype | torch.layout) -> str:

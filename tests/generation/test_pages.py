@@ -126,6 +126,20 @@ def empty(*shape, dtype=F32):
     return torch.zeros(shape, dtype=dtype)
 
 
+POOL = empty(10, 2, 16, 16)
+
+
+@pytest.mark.parametrize("axis", [0, 1, 4])
+def test_one_pool_for_both_caches(axis):
+    """Keys and values may take turns in one allocation, as pools (num_pages, 2, ...) hold them."""
+    given = {name: x for name, x in arguments().items() if name not in ("q", "sinks", "k_scale", "v_scale")}
+    pools = torch.stack((given["k_cache"], given["v_cache"]), axis).unbind(axis)
+    write_kvcache(**given)
+    write_kvcache(**(given | dict(zip(("k_cache", "v_cache"), pools))))
+    for pool, name in zip(pools, ("k_cache", "v_cache")):
+        assert torch.equal(pool.nan_to_num(7.0), given[name].nan_to_num(7.0))
+
+
 @pytest.mark.parametrize(
     ("check", "changes", "error", "message"),
     [
@@ -147,6 +161,8 @@ def empty(*shape, dtype=F32):
         (PAGED, {"k_cache": empty(9, 2, 16, 24), "v_cache": empty(9, 2, 16, 24)}, ValueError,
          "k_cache must have shape (num_pages, HKV, page_size, D) with D = 16 of q, but has (9, 2, 16, 24)"),
         (PAGED, {"k_cache": empty(9, 2, 16, 16, dtype=F16)}, TypeError, "k_cache must have q's dtype float32 or"),
+        (PAGED, {"k_cache": POOL, "v_cache": POOL}, ValueError, "v_cache must not overlap k_cache in memory, but is"),
+        (PAGED, {"k_cache": POOL[:9], "v_cache": POOL[1:]}, ValueError, "but begins 512 elements after it in one"),
         (PAGED, {"k_scale": torch.ones(1)}, ValueError, "k_scale must be None unless the caches are float8"),
         (FLOAT8, {"v_cache": empty(2, 2, 40, 16)}, TypeError, "v_cache must have k_cache's dtype float8_e4m3fn"),
         (FLOAT8, {"k_scale": 0.5}, TypeError, "k_scale must be a torch.Tensor, but is float 0.5"),
@@ -189,6 +205,8 @@ def test_refusals(check, changes, error, message):
         ({"k": empty(2, 4, 2, 16), "v": empty(2, 4, 2, 16)}, ValueError, "HKV = 4 of k, but has (9, 2, 16, 16)"),
         ({"block_table": None}, ValueError, "k_cache must have one entry for each of 2 sequences, but has 9"),
         ({"k": empty(2, 2, 2, 16).requires_grad_()}, ValueError, "k must not require a gradient"),
+        ({"k_cache": POOL, "v_cache": POOL}, ValueError, "v_cache must not overlap k_cache in memory, but is k_cache"),
+        ({"k_cache": POOL[1:], "v_cache": POOL[:9]}, ValueError, "but begins -512 elements after it in one allocation"),
         ({"layout": "sbhd"}, ValueError, "layout must be 'bhsd' or 'bshd', but is 'sbhd'"),
     ],
     ids=lambda x: "-".join(x) if isinstance(x, dict) else None,

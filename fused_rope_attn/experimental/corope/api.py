@@ -105,7 +105,5 @@ def _refuse_determinism() -> None:
 def _check(q, k, v, base, softmax_scale) -> None:
     _, heads_q, _, head_dim, heads_kv = _FORMS.check("bhsd", (q, k, v))
     checks.check_heads(heads_q, heads_kv, head_dim)
-    checks.check_real("base", base)
-    if base <= 0.0:
-        raise ValueError(f"base must be finite and positive, but is {base}")
+    checks.check_positive("base", base)
     checks.check_softmax_scale("softmax_scale", softmax_scale, None)
