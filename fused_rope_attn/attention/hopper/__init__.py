@@ -2,12 +2,12 @@
 
 Both directions share:
 
-- ``shapes``: the sizes that do not vary with a call, and when the causal diagonal is aligned with them.
+- ``shapes``: the sizes that do not vary with a call.
 - ``channels``: how warps pass tiles to one another, named barriers, and tiles of rows through the TMA.
 - ``columns``: products over the columns that a head has, in one part or two.
 - ``masks``: masks in registers, three kinds for the forward.
 - ``softmax``: the forward's softmax, and the cap of scores.
-- ``ptxas``: two remedies against what the compiler does to registers.
+- ``kernels.ptxas``: two remedies against what the compiler does to registers.
 
 The forward, with its launches in ``forward`` and its entry in ``forward_kernel``, which also has the warps that
 multiply:

@@ -9,10 +9,10 @@ dK and dV in pairs, as in a tournament, through slots of memory, and the program
 import triton
 import triton.language as tl
 
-from fused_rope_attn.attention.hopper import channels, ptxas, shapes, softmax
+from fused_rope_attn.attention.hopper import channels, shapes, softmax
 from fused_rope_attn.attention.hopper import columns as column_parts
 from fused_rope_attn.attention.hopper import masks as hopper_masks
-from fused_rope_attn.kernels import masks, rotation, tiles
+from fused_rope_attn.kernels import masks, ptxas, rotation, tiles
 from fused_rope_attn.kernels import norm as norms
 from fused_rope_attn.kernels.records import record, replace
 from fused_rope_attn.runtime.triton_compat import gl, jit

@@ -13,11 +13,11 @@ which it was computed, so that the warpgroups exchange nothing and no sum depend
 with K is delayed by one block, as that with V in the forward.
 """
 
-from fused_rope_attn.attention.hopper import backward_block, backward_epilogue, channels, forward_tiles, ptxas, shapes
+from fused_rope_attn.attention.hopper import backward_block, backward_epilogue, channels, forward_tiles, shapes
 from fused_rope_attn.attention.hopper import columns as column_parts
 from fused_rope_attn.attention.hopper import masks as hopper_masks
 from fused_rope_attn.attention.hopper.softmax import pack_weights, unpack_weights
-from fused_rope_attn.kernels import masks, softmax
+from fused_rope_attn.kernels import masks, ptxas, softmax
 from fused_rope_attn.kernels import rotation as rotations
 from fused_rope_attn.kernels import tiles as views
 from fused_rope_attn.kernels.records import record
