@@ -9,11 +9,11 @@ import torch
 import triton.language as tl
 
 from fused_rope_attn.attention.problem import Problem, Tensors
+from fused_rope_attn.kernels import lengths
 from fused_rope_attn.kernels.arguments import scale_and_sign, tile_count
 from fused_rope_attn.runtime.layouts import block_d, output_strides, table_strides
 
-# Query rows that the sm_90 backward takes at a time: packed sequences have whole tiles of them in its buffers.
-PADDED_TILE_ROWS = 64
+PADDED_TILE_ROWS = lengths.PADDED_TILE_ROWS.value
 
 
 def shared_arguments(problem: Problem, cos: Any, sin: Any) -> dict[str, Any]:

@@ -8,32 +8,21 @@ from typing import Any
 import torch
 import triton
 
-from fused_rope_attn.attention.arguments import (
-    gradient_strides,
-    key_gradient_dtype,
-    padded_rows,
-    result_strides,
-    rotated_shape,
-    shared_arguments,
-    shared_tensors,
+from fused_rope_attn.attention import arguments as call_arguments
+from fused_rope_attn.attention import configs, norm_gradient, preprocess_kernel
+from fused_rope_attn.attention.hopper import (
+    backward_block,
+    backward_kernel,
+    intervals,
+    latent_backward,
+    postprocess_kernel,
+    shapes,
 )
-from fused_rope_attn.attention.configs import HopperBackwardConfig
-from fused_rope_attn.attention.hopper.backward_kernel import backward_kernel
-from fused_rope_attn.attention.hopper.columns import needed_columns
-from fused_rope_attn.attention.hopper.intervals import NO_VISIBLE_ROWS, VisibleRows, without_masks
-from fused_rope_attn.attention.hopper.latent_backward import LatentBackwardCall
-from fused_rope_attn.attention.hopper.postprocess_kernel import norm_postprocess_kernel, postprocess_kernel
-from fused_rope_attn.attention.hopper.shapes import BACKWARD_BLOCK_M as BLOCK_M
-from fused_rope_attn.attention.hopper.shapes import BACKWARD_BLOCK_N, CONSUMERS, KEYS
-from fused_rope_attn.attention.hopper.shares import slot_words
-from fused_rope_attn.attention.norm_gradient import NO_SUMS, SumsOfLaunches, raw
-from fused_rope_attn.attention.preprocess_kernel import preprocess_kernel
+from fused_rope_attn.attention.hopper import columns as column_parts
 from fused_rope_attn.attention.problem import Gradients, Problem, split_outputs
-from fused_rope_attn.kernels.arguments import heads_per_section, tile_count
-from fused_rope_attn.runtime import device
+from fused_rope_attn.kernels import arguments as sizes
+from fused_rope_attn.runtime import device, launch, layouts
 from fused_rope_attn.runtime.device import is_interpreted
-from fused_rope_attn.runtime.launch import Launch, Source
-from fused_rope_attn.runtime.layouts import block_d, contiguous_strides, is_long
 from fused_rope_attn.runtime.triton_compat import gl
 
 # Bytes of a row of Q, dO and float32 dQ in the query heads of a program. A program visits one head after the other, and
@@ -77,77 +66,79 @@ class BackwardCall:
     is_rotated: q and k are the ``Outputs.q_rot`` and ``k_rot`` of the forward pass, so that nothing is left to rotate.
     """
 
-    def __init__(self, problem: Problem, tensors: tuple, config: HopperBackwardConfig, is_rotated: bool = False):
+    def __init__(
+        self, problem: Problem, tensors: tuple, config: configs.HopperBackwardConfig, is_rotated: bool = False
+    ):
         do, o, _, *of_forward = tensors
         given, outputs = split_outputs(of_forward, 3)
         q, k, v = given.q, given.k, given.v
         batch, heads_q, len_q, len_k = problem.batch, problem.heads_q, problem.len_q, problem.len_k
         sequences = problem.sequences
         self.is_rotated = is_rotated
-        self.strides = dq_strides, dk_strides, dv_strides = result_strides(
-            outputs, gradient_strides(given, o, is_rotated)
+        self.strides = dq_strides, dk_strides, dv_strides = call_arguments.result_strides(
+            outputs, call_arguments.gradient_strides(given, o, is_rotated)
         )
-        self.key_dtype = key_gradient_dtype(problem)
+        self.key_dtype = call_arguments.key_gradient_dtype(problem)
         self.dsinks_shape = None
         self.empty = batch * len_q * len_k == 0
         if self.empty:
             return
-        pad_d = max(64, block_d(problem.head_dim))
+        pad_d = max(64, layouts.block_d(problem.head_dim))
         self.wide = pad_d > 128
-        block_n = (KEYS if self.wide else BACKWARD_BLOCK_N).value
+        block_n = (shapes.KEYS if self.wide else shapes.BACKWARD_BLOCK_N).value
         heads = batch * problem.heads_kv
         row_bytes = (2 * problem.head_dim * q.element_size() + 4 * pad_d) * problem.group_size
-        key_programs = tile_count(len_k, sequences, block_n) * heads
+        key_programs = sizes.tile_count(len_k, sequences, block_n) * heads
         parts = parts_of_group(problem, key_programs, row_bytes)
         part_bytes = row_bytes * problem.longest(len_q) // parts
-        section = heads_per_section(heads * parts, 1, part_bytes, config.section_bytes)
-        pitch = padded_rows(len_q, sequences)
-        self.q_rot_shape = rotated_shape(problem)
+        section = sizes.heads_per_section(heads * parts, 1, part_bytes, config.section_bytes)
+        pitch = call_arguments.padded_rows(len_q, sequences)
+        self.q_rot_shape = call_arguments.rotated_shape(problem)
         q_rot, k_rot = (q, k) if is_rotated else (q.new_empty(self.q_rot_shape), k.new_empty(k.shape))
         self.stats_size = 2 * batch * heads_q * pitch
-        columns = needed_columns(problem.head_dim, pad_d)
+        columns = column_parts.needed_columns(problem.head_dim, pad_d)
         self.accumulator_shape = (batch, heads_q, pitch, columns)
-        self.accumulator_layout = self.accumulator_shape, contiguous_strides(self.accumulator_shape)
-        self.q_rot_layout = self.q_rot_shape, contiguous_strides(self.q_rot_shape)
-        self.k_rot_layout = tuple(k.shape), contiguous_strides(k.shape)
+        self.accumulator_layout = self.accumulator_shape, layouts.contiguous_strides(self.accumulator_shape)
+        self.q_rot_layout = self.q_rot_shape, layouts.contiguous_strides(self.q_rot_shape)
+        self.k_rot_layout = tuple(k.shape), layouts.contiguous_strides(k.shape)
         left, ordered = problem.window_left, problem.is_deterministic
-        self.progress_size = batch * heads_q * pitch // BLOCK_M.value if ordered else None
+        self.progress_size = batch * heads_q * pitch // shapes.BACKWARD_BLOCK_M.value if ordered else None
         # In a fixed order the first key block of a query block stores its dQ, if the order says which one that is.
         self.clears = not ordered or self.wide or problem.has_intervals
-        shared = shared_arguments(problem, given.cos, given.sin) | {
+        shared = call_arguments.shared_arguments(problem, given.cos, given.sin) | {
             "pitch": pitch,
             "stats_size": self.stats_size // 2,
             "BLOCK_D": pad_d,
             "BLOCK_DV": pad_d,
-            "USE_INT64_OFFSETS": is_long(*(x.stride() for x in (q, k, v, o, do)), *self.strides),
+            "USE_INT64_OFFSETS": layouts.is_long(*(x.stride() for x in (q, k, v, o, do)), *self.strides),
             "PDL": config.pdl,
         }
         post_heads, post_rows = config.post_heads, config.post_rows
         if problem.has_norms:
             post_heads, post_rows = config.norm_heads, config.norm_rows
-        row_blocks = batch * tile_count(len_q, sequences, post_rows)
+        row_blocks = batch * sizes.tile_count(len_q, sequences, post_rows)
         if problem.has_sinks:
             self.dsinks_shape = (row_blocks, heads_q)
         query_programs = row_blocks * triton.cdiv(heads_q, post_heads)
         # Up to head dim 128 the main kernel's two warpgroups have rows of sums of their own.
-        key_sums = key_programs * (1 if self.wide else CONSUMERS.value)
-        self.sums = SumsOfLaunches(problem, query_programs, key_sums) if problem.has_norms else None
+        key_sums = key_programs * (1 if self.wide else shapes.CONSUMERS.value)
+        self.sums = norm_gradient.SumsOfLaunches(problem, query_programs, key_sums) if problem.has_norms else None
         own_columns = pad_d // 2 if self.wide else pad_d
         num_slots = (parts - 1) * key_programs
-        self.slots_shape = num_slots, slot_words(own_columns)
+        self.slots_shape = num_slots, backward_block.slot_words(own_columns)
         # The slots' counters first, and then those of the sums.
-        self.slot_counters = num_slots * CONSUMERS.value
+        self.slot_counters = num_slots * shapes.CONSUMERS.value
         self.num_counters = self.slot_counters + (0 if self.sums is None else self.sums.num_counters)
         raw_strides: tuple = (None, None)
         if self.sums is not None:
-            raw_strides = tuple(x.stride() for x in raw(given, is_rotated))
-            shared["USE_INT64_OFFSETS"] |= is_long(*raw_strides)
+            raw_strides = tuple(x.stride() for x in norm_gradient.raw(given, is_rotated))
+            shared["USE_INT64_OFFSETS"] |= layouts.is_long(*raw_strides)
         pdl = {"launch_pdl": True} if config.pdl else {}
         chunk, block = config.rotate_heads, config.rotate_rows
         query_blocks = triton.cdiv(pitch, block) * triton.cdiv(heads_q, chunk)
-        key_blocks = tile_count(len_k, sequences, block) * triton.cdiv(problem.heads_kv, chunk)
-        self.preprocess = Launch(
-            preprocess_kernel,
+        key_blocks = sizes.tile_count(len_k, sequences, block) * triton.cdiv(problem.heads_kv, chunk)
+        self.preprocess = launch.Launch(
+            preprocess_kernel.preprocess_kernel,
             batch * (query_blocks + (0 if is_rotated else key_blocks)),
             {"num_warps": 4},
             shared,
@@ -161,14 +152,14 @@ class BackwardCall:
             HEADS=chunk,
             BLOCK_N=block,
             ROTATE=not is_rotated,
-            PROGRESS_ROWS=BLOCK_M.value,
+            PROGRESS_ROWS=shapes.BACKWARD_BLOCK_M.value,
             COLUMNS=columns,
-            PAD_TO=BLOCK_M.value if problem.is_packed else 0,
+            PAD_TO=shapes.BACKWARD_BLOCK_M.value if problem.is_packed else 0,
             num_counters=self.num_counters or None,
         )
         element = gl.bfloat16 if q.dtype is torch.bfloat16 else gl.float16
         self._describe(q_rot, k_rot, v, do, element, block_n, pad_d)
-        ds_tile = [block_n, BLOCK_M.value] if self.wide else [BLOCK_M.value, block_n]
+        ds_tile = [block_n, shapes.BACKWARD_BLOCK_M.value] if self.wide else [shapes.BACKWARD_BLOCK_M.value, block_n]
         # A head's programs follow one another where dQ is added in a fixed order, so that few heads keep too few busy.
         if ordered and heads <= 2 * section:
             section = heads
@@ -176,14 +167,16 @@ class BackwardCall:
         main_shared, num_blocks, main_programs = shared, None, key_programs * parts
         if problem.has_intervals:
             # One or two for each key block, also if the last one has fewer keys.
-            num_blocks = triton.cdiv(len_k, block_n) * (block_n // KEYS.value)
-            halves = block_n // KEYS.value
-            self.visible_rows = VisibleRows(problem, given, shared, num_blocks, halves, pitch, own_columns, section)
-            main_shared = without_masks(shared)
+            num_blocks = triton.cdiv(len_k, block_n) * (block_n // shapes.KEYS.value)
+            halves = block_n // shapes.KEYS.value
+            self.visible_rows = intervals.VisibleRows(
+                problem, given, shared, num_blocks, halves, pitch, own_columns, section
+            )
+            main_shared = intervals.without_masks(shared)
             if self.visible_rows.programs is not None:
                 main_programs = self.visible_rows.programs
-        self.main = Launch(
-            backward_kernel,
+        self.main = launch.Launch(
+            backward_kernel.backward_kernel,
             main_programs,
             {"num_warps": 4, **pdl},
             main_shared,
@@ -202,14 +195,14 @@ class BackwardCall:
             HAS_KEYS_BEFORE_WINDOW=left is not None and len_k - len_q > left and not problem.has_intervals,
             DS_LAYOUT=gl.NVMMASharedLayout.get_default_for(ds_tile, element),
         )
-        kernel, pairs, whole = postprocess_kernel, None, None
+        kernel, pairs, whole = postprocess_kernel.postprocess_kernel, None, None
         if self.sums is not None:
-            kernel = norm_postprocess_kernel
+            kernel = postprocess_kernel.norm_postprocess_kernel
             if not is_interpreted():
                 # A row's pairs by four in a thread, and the columns that those are in pair order by eight.
                 pairs, whole = (gl.BlockedLayout([1, n], [256 // pad_d, pad_d // 8], [4, 1], [1, 0]) for n in (4, 8))
         key_parts = 0 if self.sums is None else self.sums.KEY_PARTS
-        self.postprocess = Launch(
+        self.postprocess = launch.Launch(
             kernel,
             query_programs + key_parts,
             {"num_warps": 4, **pdl},
@@ -230,15 +223,18 @@ class BackwardCall:
     def _describe(self, q_rot, k_rot, v, do, element, block_n: int, pad_d: int) -> None:
         """Make the main kernel's descriptors, with empty tensors of the same shape in place of workspaces."""
         layout = gl.NVMMASharedLayout.get_default_for
-        rows, part = BLOCK_M.value, [1, 1, BLOCK_M.value, pad_d // CONSUMERS.value]
+        rows, part = (
+            shapes.BACKWARD_BLOCK_M.value,
+            [1, 1, shapes.BACKWARD_BLOCK_M.value, pad_d // shapes.CONSUMERS.value],
+        )
         query, key = [1, 1, rows, pad_d], [1, 1, block_n, pad_d]
-        self.q_source, self.do_source = (Source(x, query, layout(query, element)) for x in (q_rot, do))
-        self.k_source, self.v_source = (Source(x, key, layout(key, element)) for x in (k_rot, v))
+        self.q_source, self.do_source = (launch.Source(x, query, layout(query, element)) for x in (q_rot, do))
+        self.k_source, self.v_source = (launch.Source(x, key, layout(key, element)) for x in (k_rot, v))
         stats = torch.empty(self.stats_size, dtype=torch.float32, device=v.device)
-        self.stats_source = Source(stats, [rows], gl.NVMMASharedLayout(0, 32, rank=1))
+        self.stats_source = launch.Source(stats, [rows], gl.NVMMASharedLayout(0, 32, rank=1))
         accumulator = torch.empty(self.accumulator_shape, dtype=torch.float32, device=v.device)
         if not self.wide:
-            self.dq_source = Source(accumulator, part, layout(part, gl.float32))
+            self.dq_source = launch.Source(accumulator, part, layout(part, gl.float32))
 
     def __call__(self, arguments: tuple) -> Gradients:
         """Launch the call. arguments: do, o, lse, ``Tensors``, and then output buffers dq, dk and dv if it has them."""
@@ -270,14 +266,14 @@ class BackwardCall:
         counters: Any = None
         if self.num_counters:
             counters = torch.empty(self.num_counters, dtype=torch.int32, device=where)
-        sums, raw_q, raw_k, dq_norm, dk_norm = NO_SUMS, None, None, None, None
+        sums, raw_q, raw_k, dq_norm, dk_norm = norm_gradient.NO_SUMS, None, None, None, None
         if self.sums is not None:
             sums = self.sums.allocate(where, counters)
-            raw_q, raw_k = raw(tensors, self.is_rotated)
+            raw_q, raw_k = norm_gradient.raw(tensors, self.is_rotated)
             dq_norm, dk_norm = torch.empty_like(q_norm), torch.empty_like(k_norm)
         parts = None if sinks is None else q.new_empty(self.dsinks_shape, dtype=torch.float32)
         stream = device.current_stream(where)
-        given = shared_tensors(
+        given = call_arguments.shared_tensors(
             tensors,
             stats_ptr=stats,
             accumulator_ptr=accumulator,
@@ -289,7 +285,7 @@ class BackwardCall:
             **dict.fromkeys(("q_rope_desc", "k_rope_desc", "dk_parts_ptr")),  # of latent attention
         )
         # Before the pre-process: the main kernel reads these before it waits for that.
-        masks = NO_VISIBLE_ROWS if self.visible_rows is None else self.visible_rows(stream, tensors, lse)
+        masks = intervals.NO_VISIBLE_ROWS if self.visible_rows is None else self.visible_rows(stream, tensors, lse)
         rotated = {"q_ptr": q, "q_rot_ptr": q_rot, "k_ptr": k, "k_rot_ptr": k_rot}
         zeros = {"accumulator_ptr": cleared, "counters_ptr": counters}
         self.preprocess(stream, given, o_ptr=o, do_ptr=do, lse_ptr=lse, **zeros, **rotated)
@@ -326,9 +322,9 @@ class BackwardCall:
 
 
 def backward_call(
-    problem: Problem, tensors: tuple, config: HopperBackwardConfig, is_rotated: bool = False
-) -> BackwardCall | LatentBackwardCall:
+    problem: Problem, tensors: tuple, config: configs.HopperBackwardConfig, is_rotated: bool = False
+) -> BackwardCall | latent_backward.LatentBackwardCall:
     """Prepare a backward pass; multi-head latent attention has kernels of its own."""
     if problem.nope_dim is not None:
-        return LatentBackwardCall(problem, tensors, config, is_rotated)
+        return latent_backward.LatentBackwardCall(problem, tensors, config, is_rotated)
     return BackwardCall(problem, tensors, config, is_rotated)

@@ -1,21 +1,70 @@
 # mypy: ignore-errors
-"""Records and functions that both ways of splitting an sm_90 backward block share: its range, channels and weights."""
+"""Records and functions that the warps of an sm_90 backward block share: its range, its share, channels and weights.
 
+Several programs may share a tile of keys, each with a ``Share`` of its query heads (large groups, see
+``backward.parts_of_group``) or of its query blocks (calls with intervals, see ``intervals.deal_shares``). They add up
+dK and dV in pairs, as in a tournament, through slots of memory, and the program of the last share writes the gradients.
+"""
+
+import triton
 import triton.language as tl
 
-from fused_rope_attn.attention.hopper.channels import channel_of, tiles_of
-from fused_rope_attn.attention.hopper.columns import issue_over_columns
-from fused_rope_attn.attention.hopper.masks import hide_pairs
-from fused_rope_attn.attention.hopper.ptxas import opaque
-from fused_rope_attn.attention.hopper.shapes import CONSUMERS, KEYS, WARPGROUP_THREADS
-from fused_rope_attn.attention.hopper.shares import Share, visited_blocks
-from fused_rope_attn.attention.hopper.softmax import cap_scores
-from fused_rope_attn.kernels.masks import first_query, query_range
-from fused_rope_attn.kernels.norm import Norm
+from fused_rope_attn.attention.hopper import channels, shapes, softmax
+from fused_rope_attn.attention.hopper import columns as column_parts
+from fused_rope_attn.attention.hopper import masks as hopper_masks
+from fused_rope_attn.kernels import masks, ptxas, rotation, tiles
+from fused_rope_attn.kernels import norm as norms
 from fused_rope_attn.kernels.records import record
-from fused_rope_attn.kernels.rotation import RotaryTables
-from fused_rope_attn.kernels.tiles import RowFormat, TensorView
 from fused_rope_attn.runtime.triton_compat import gl, jit
+
+# Numbers of a share, in the order of ``Share``.
+SHARE_WORDS = tl.constexpr(5)
+
+
+@triton.constexpr_function
+def slot_words(columns):
+    """Return the words of a slot: dk and dv (KEYS, columns) float32 of each warpgroup.
+
+    columns: those that a warpgroup has, with padding. A slot also has a counter for each warpgroup, int32, to which
+    each warp adds 1 after it has stored its sums.
+    """
+    return shapes.CONSUMERS.value * 2 * shapes.KEYS.value * columns
+
+
+@record
+class Share:
+    """The work of a program: query blocks of a tile of keys, or query heads.
+
+    A tile's query blocks, or the query heads of its group, are divided evenly into ``count`` shares, all but the last
+    with a slot. count 0: no work.
+    """
+
+    tile: tl.tensor
+    head: tl.tensor  # the number of the key head among those of all batch entries
+    number: tl.tensor
+    count: tl.tensor
+    slot: tl.tensor  # of a divided tile: the slot of its share 0; the others follow
+
+
+@triton.jit
+def visited_blocks(blocks_ptr, num_blocks, block, HALVES: tl.constexpr):
+    """Return (first, end) of the query blocks with a row that sees any key of HALVES blocks of KEYS, from ``block`` on.
+
+    If no row does ``end`` is at most ``first``. blocks_ptr, num_blocks: as ``key_rows_kernel`` writes them.
+    """
+    bounds = blocks_ptr + block
+    first, end = tl.load(bounds), tl.load(bounds + num_blocks)
+    for i in tl.static_range(1, HALVES):
+        first = tl.minimum(first, tl.load(bounds + i))
+        end = tl.maximum(end, tl.load(bounds + num_blocks + i))
+    return first // shapes.BACKWARD_BLOCK_M, (end + shapes.BACKWARD_BLOCK_M - 1) // shapes.BACKWARD_BLOCK_M
+
+
+@jit
+def load_share(ptr):
+    """Load the ``Share`` at ptr."""
+    return Share(gl.load(ptr), gl.load(ptr + 1), gl.load(ptr + 2), gl.load(ptr + 3), gl.load(ptr + 4))
+
 
 # A capped score is from -1 to 1; this one gives p = 0 under any cap, also times the tanh's derivative.
 HIDDEN = gl.constexpr(-1e18)
@@ -85,8 +134,8 @@ class KeyNorm:
     sums that warpgroups exchange if they own parts of rows, else None.
     """
 
-    norm: Norm
-    raw: TensorView
+    norm: norms.Norm
+    raw: tiles.TensorView
     sums_ptr: gl.tensor
     exchange: gl.shared_memory_descriptor | None
 
@@ -99,11 +148,11 @@ class KeyGradients:
     counters_ptr: to slot 0 and its counters in both cases.
     """
 
-    dk: TensorView
-    dv: TensorView
-    tables: RotaryTables
+    dk: tiles.TensorView
+    dv: tiles.TensorView
+    tables: rotation.RotaryTables
     key_norm: KeyNorm | None
-    format: RowFormat
+    format: tiles.RowFormat
     share: Share | None = None
     share_ptr: gl.tensor | None = None
     slots_ptr: gl.tensor | None = None
@@ -119,7 +168,7 @@ def whole_tile(channel):
     each step would cost 30 of 500 instructions.
     """
     COLUMNS: gl.constexpr = channel.buffer.shape[4]
-    slot = 0 if COLUMNS == 64 else opaque(0)
+    slot = 0 if COLUMNS == 64 else ptxas.opaque(0)
     return channel.buffer.index(slot).reshape((channel.buffer.shape[3], COLUMNS))
 
 
@@ -134,15 +183,15 @@ def allocate_query_channel(desc, stats_desc, STAGES: gl.constexpr, rope_desc=Non
     buffer = gl.allocate_shared_memory(desc.dtype, [STAGES] + desc.block_type.shape, desc.layout)
     rope = None
     if rope_desc is not None:
-        rope = tiles_of(rope_desc, STAGES)
-    channel = channel_of(buffer, STAGES, rope)
+        rope = channels.tiles_of(rope_desc, STAGES)
+    channel = channels.channel_of(buffer, STAGES, rope)
     return channel, gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], stats_desc.layout)
 
 
 @jit
 def init_query_channel(channel):
     """Initialise the barriers of a channel of query blocks."""
-    channel.init(FILLS=1, RELEASES=CONSUMERS * WARPGROUP_THREADS)
+    channel.init(FILLS=1, RELEASES=shapes.CONSUMERS * shapes.WARPGROUP_THREADS)
 
 
 @jit
@@ -154,14 +203,14 @@ def query_blocks(mask, start_n, NQ, num_rows, BLOCK_M: gl.constexpr, BLOCK_N: gl
     the device reads lengths. NQ: the queries; num_rows includes padding.
     """
     q_offset = mask.num_keys - NQ
-    first, num_masked, _, last = query_range(mask, start_n, q_offset, num_rows, BLOCK_M, BLOCK_N)
+    first, num_masked, _, last = masks.query_range(mask, start_n, q_offset, num_rows, BLOCK_M, BLOCK_N)
     is_partial = start_n + BLOCK_N > mask.num_keys
     first_row = first
     if mask.first_key is not None:
         is_partial = is_partial | (start_n < mask.first_key)
     if mask.READS_LENGTHS:
         # The key block may begin before the first key, and include queries that see nothing.
-        first_row = first_query(mask, q_offset)
+        first_row = masks.first_query(mask, q_offset)
         first = gl.minimum(last, gl.maximum(first, first_row // BLOCK_M))
     num_masked = gl.where(is_partial, last, num_masked) - first
     return QueryBlocks(first, num_masked, count=last - first), first_row
@@ -174,7 +223,7 @@ def interval_queries(intervals, start_n, share, HALVES: gl.constexpr):
     intervals: ``KeyIntervals``. share: the ``Share`` to which the count is limited; None: all blocks. Every key that
     the mask lets through exists.
     """
-    first, end = visited_blocks(intervals.blocks_ptr, intervals.num_blocks, start_n // KEYS, HALVES)
+    first, end = visited_blocks(intervals.blocks_ptr, intervals.num_blocks, start_n // shapes.KEYS, HALVES)
     count = gl.maximum(0, end - first)
     if share is not None:
         count = gl.where(share.count > 0, count, 0)
@@ -197,15 +246,15 @@ def weigh(s, lse, is_masked, keys, columns, diagonal, mask, scale, DTYPE: gl.con
     if scale.cap_scale is None:
         p = gl.exp2(s * scale.qk_scale - lse[None, :])
         if is_masked:
-            p = hide_pairs(mask, p, 0.0, keys, columns, diagonal)
+            p = hopper_masks.hide_pairs(mask, p, 0.0, keys, columns, diagonal)
             if CLAMP:
                 # Their score is 0, and K is zero, so that any finite weight will do.
                 p = gl.where(p > 1.0, 1.0, p)
     else:
         # Mask before the exponential: a branch after it would keep scores and p alive, for which registers are lacking.
-        s = cap_scores(s, scale.cap_scale, DTYPE)
+        s = softmax.cap_scores(s, scale.cap_scale, DTYPE)
         if is_masked:
-            s = hide_pairs(mask, s, HIDDEN, keys, columns, diagonal)
+            s = hopper_masks.hide_pairs(mask, s, HIDDEN, keys, columns, diagonal)
         p = gl.minimum(gl.exp2(s * scale.qk_scale - lse[None, :]), 1.0, propagate_nan=tl.PropagateNan.ALL)
     return p, s
 
@@ -219,4 +268,4 @@ def issue_product(a, channel, cursor, nothing, RIGHT: gl.constexpr = 0):
     """
     block = channel.tile(cursor).reshape((channel.buffer.shape[3], a.shape[1]))
     channel.wait_full(cursor)
-    return issue_over_columns(a, block, nothing, RIGHT)
+    return column_parts.issue_over_columns(a, block, nothing, RIGHT)

@@ -9,29 +9,15 @@ by then the other warpgroup has long stored its half of dS, and neither waits fo
 
 from triton import constexpr_function
 
-from fused_rope_attn.attention.hopper.backward_block import (
-    KeyBlock,
-    allocate_query_channel,
-    init_query_channel,
-    issue_product,
-    weigh,
-    whole_tile,
+from fused_rope_attn.attention.hopper import (
+    backward_block,
+    backward_epilogue,
+    backward_transfers,
+    channels,
+    masks,
+    shapes,
 )
-from fused_rope_attn.attention.hopper.backward_epilogue import Stages, store_or_pass_on
-from fused_rope_attn.attention.hopper.backward_transfers import stage_rows
-from fused_rope_attn.attention.hopper.channels import Channel, allocate_barriers, channel_of, written_once
-from fused_rope_attn.attention.hopper.columns import (
-    issue_by_columns,
-    part_zeros,
-    right_columns,
-    wait_for_parts,
-    wait_for_parts_and,
-    zero_parts,
-)
-from fused_rope_attn.attention.hopper.masks import mask_offset, needs_mask, with_own_keys
-from fused_rope_attn.attention.hopper.shapes import BACKWARD_BLOCK_M as BLOCK_M
-from fused_rope_attn.attention.hopper.shapes import BACKWARD_BLOCK_N as BLOCK_N
-from fused_rope_attn.attention.hopper.shapes import CONSUMERS, KEYS, WARPGROUP_THREADS
+from fused_rope_attn.attention.hopper import columns as column_parts
 from fused_rope_attn.kernels.records import record
 from fused_rope_attn.runtime.triton_compat import (
     COPIES_OPERANDS,
@@ -57,14 +43,14 @@ class BuffersByKeys:
     slot for each warp that adds them. lse and delta: as in ``Destinations``.
     """
 
-    k: Channel
-    v: Channel
-    ds: Channel
-    q: Channel
-    do: Channel
+    k: channels.Channel
+    v: channels.Channel
+    ds: channels.Channel
+    q: channels.Channel
+    do: channels.Channel
     lse: gl.shared_memory_descriptor
     delta: gl.shared_memory_descriptor
-    dq: Channel
+    dq: channels.Channel
 
 
 @jit
@@ -80,25 +66,30 @@ def allocate_buffers(
 
     DS_LAYOUT: of a tile of dS in shared memory. ADDERS: warps that add dQ by turns.
     """
-    q, lse = allocate_query_channel(descriptors.q, descriptors.stats, Q_STAGES)
-    do, delta = allocate_query_channel(descriptors.do, descriptors.stats, DO_STAGES)
+    q, lse = backward_block.allocate_query_channel(descriptors.q, descriptors.stats, Q_STAGES)
+    do, delta = backward_block.allocate_query_channel(descriptors.do, descriptors.stats, DO_STAGES)
     k_smem = gl.allocate_shared_memory(descriptors.k.dtype, [1] + descriptors.k.block_type.shape, descriptors.k.layout)
     v_smem = gl.allocate_shared_memory(descriptors.v.dtype, [1] + descriptors.v.block_type.shape, descriptors.v.layout)
-    ds_smem = gl.allocate_shared_memory(descriptors.k.dtype, [DS_STAGES, BLOCK_M, BLOCK_N], DS_LAYOUT)
+    ds_smem = gl.allocate_shared_memory(
+        descriptors.k.dtype, [DS_STAGES, shapes.BACKWARD_BLOCK_M, shapes.BACKWARD_BLOCK_N], DS_LAYOUT
+    )
     # With more than 64 columns shared memory does not hold a tile for each adding warp.
-    SHARED: gl.constexpr = ADDERS > 1 and descriptors.q.block_type.shape[3] > 64
-    DQ_TILES: gl.constexpr = CONSUMERS if SHARED else CONSUMERS * ADDERS
+    SHARED: gl.constexpr = backward_transfers.ADDERS > 1 and descriptors.q.block_type.shape[3] > 64
+    DQ_TILES: gl.constexpr = shapes.CONSUMERS if SHARED else shapes.CONSUMERS * backward_transfers.ADDERS
     dq_smem = gl.allocate_shared_memory(gl.float32, [DQ_TILES] + dq_desc.block_type.shape, dq_desc.layout)
-    k = written_once(k_smem)
-    v = written_once(v_smem)
-    ds = channel_of(ds_smem, DS_STAGES)
-    full, empty = allocate_barriers(CONSUMERS * ADDERS), allocate_barriers(CONSUMERS * ADDERS)
-    dq = Channel(dq_smem, full, empty, STAGES=ADDERS, SHARED=SHARED)
+    k = channels.written_once(k_smem)
+    v = channels.written_once(v_smem)
+    ds = channels.channel_of(ds_smem, DS_STAGES)
+    full, empty = (
+        channels.allocate_barriers(shapes.CONSUMERS * backward_transfers.ADDERS),
+        channels.allocate_barriers(shapes.CONSUMERS * backward_transfers.ADDERS),
+    )
+    dq = channels.Channel(dq_smem, full, empty, STAGES=backward_transfers.ADDERS, SHARED=SHARED)
     k.init(FILLS=1, RELEASES=0)
     v.init(FILLS=1, RELEASES=0)
-    ds.init(FILLS=CONSUMERS, RELEASES=CONSUMERS * WARPGROUP_THREADS)
-    init_query_channel(q)
-    init_query_channel(do)
+    ds.init(FILLS=shapes.CONSUMERS, RELEASES=shapes.CONSUMERS * shapes.WARPGROUP_THREADS)
+    backward_block.init_query_channel(q)
+    backward_block.init_query_channel(do)
     dq.init(FILLS=1, RELEASES=1)
     return BuffersByKeys(k=k, v=v, ds=ds, q=q, do=do, lse=lse, delta=delta, dq=dq)
 
@@ -106,14 +97,14 @@ def allocate_buffers(
 @jit
 def own_rows(channel, WARPGROUP: gl.constexpr):
     """Return the rows of K or V that a warpgroup owns, (KEYS, BLOCK_D)."""
-    return whole_tile(channel).slice(WARPGROUP * KEYS, KEYS, dim=0)
+    return backward_block.whole_tile(channel).slice(WARPGROUP * shapes.KEYS, shapes.KEYS, dim=0)
 
 
 @jit
 def give_ds(WARPGROUP: gl.constexpr, channel, ds, step):
     """Store a warpgroup's ds (KEYS, BLOCK_M) of the step before ``step`` for the product of dQ in ``step``."""
     cursor = channel.at(step)
-    channel.tile(cursor).slice(WARPGROUP * KEYS, KEYS, dim=1).permute((1, 0)).store(ds)
+    channel.tile(cursor).slice(WARPGROUP * shapes.KEYS, shapes.KEYS, dim=1).permute((1, 0)).store(ds)
     fence_async_shared()
     channel.fill(cursor)
 
@@ -122,7 +113,7 @@ def give_ds(WARPGROUP: gl.constexpr, channel, ds, step):
 def no_ds(DTYPE: gl.constexpr):
     """Return zeros (KEYS, BLOCK_M) in a layout that stores whole rows of shared memory."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, 4], [0, 1])
-    return gl.zeros([KEYS, BLOCK_M], DTYPE, LAYOUT)
+    return gl.zeros([shapes.KEYS, shapes.BACKWARD_BLOCK_M], DTYPE, LAYOUT)
 
 
 @jit
@@ -140,22 +131,22 @@ def issue_dq(WARPGROUP: gl.constexpr, buffers, step, nothing):
 def issue_scores(held, keys, queries, cursor, nothing, WARPGROUP: gl.constexpr, RIGHT: gl.constexpr):
     """Begin ``issue_product`` of ``own_rows`` of K or V, or of those ``held`` in registers if that is not None."""
     if held is None:
-        return issue_product(own_rows(keys, WARPGROUP), queries, cursor, nothing, RIGHT)
+        return backward_block.issue_product(own_rows(keys, WARPGROUP), queries, cursor, nothing, RIGHT)
     else:
-        return issue_product(held, queries, cursor, nothing)
+        return backward_block.issue_product(held, queries, cursor, nothing)
 
 
 @jit
 def own_columns(channel, WARPGROUP: gl.constexpr, COLUMNS: gl.constexpr):
     """Return the columns of K from which a warpgroup's part of dQ is computed, (BLOCK_N, COLUMNS)."""
-    HALF: gl.constexpr = channel.buffer.shape[4] // CONSUMERS
-    return whole_tile(channel).slice(WARPGROUP * HALF, COLUMNS, dim=1)
+    HALF: gl.constexpr = channel.buffer.shape[4] // shapes.CONSUMERS
+    return backward_block.whole_tile(channel).slice(WARPGROUP * HALF, COLUMNS, dim=1)
 
 
 @constexpr_function
 def own_width(warpgroup, block_d, right):
     """Return how many columns of dQ a warpgroup owns: half of a tile's, or one of its two parts."""
-    return right if warpgroup == 1 and right else block_d // CONSUMERS.value
+    return right if warpgroup == 1 and right else block_d // shapes.CONSUMERS.value
 
 
 @jit
@@ -165,10 +156,10 @@ def send_dq(WARPGROUP: gl.constexpr, dq, channel, step):
     own = channel.of_warpgroup(WARPGROUP)
     cursor = own.at(step)
     own.wait_empty(cursor)
-    tile = own.tile(cursor).reshape((BLOCK_M, HALF))
+    tile = own.tile(cursor).reshape((shapes.BACKWARD_BLOCK_M, HALF))
     if dq.shape[1] < HALF:
         tile = tile.slice(0, dq.shape[1], dim=1)
-    tile.store(stage_rows(dq))
+    tile.store(backward_transfers.stage_rows(dq))
     fence_async_shared()
     own.fill(cursor)
 
@@ -191,23 +182,23 @@ def fold_queries(WARPGROUP: gl.constexpr, dk, dv, buffers, total, keys, queries,
     # With more columns the registers do not hold dQ in addition to dP.
     EARLY_DQ: gl.constexpr = BLOCK_D == 64
     DTYPE: gl.constexpr = q_blocks.buffer.dtype
-    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, shapes.BACKWARD_BLOCK_M, 16])
     P: gl.constexpr = gl.DotOperandLayout(0, dk.left.type.layout, 2)
     RIGHT: gl.constexpr = 0 if dk.right is None else dk.right.shape[1]
     # Groups of products in each of dV, dK, the scores and dP.
     GROUPS: gl.constexpr = 1 if dk.right is None else 2
     # Columns of dQ, of all rows of a query block.
     OWN: gl.constexpr = own_width(WARPGROUP, BLOCK_D, RIGHT)
-    no_s = gl.zeros([KEYS, BLOCK_M], gl.float32, S)
+    no_s = gl.zeros([shapes.KEYS, shapes.BACKWARD_BLOCK_M], gl.float32, S)
     k_rows = None
     v_rows = None
     if BLOCK_D == 64:
         # Reading shared memory takes longer than the products. With more columns registers do not suffice for this.
         k_rows = own_rows(buffers.k, WARPGROUP).load(gl.DotOperandLayout(0, S, 2))
         v_rows = own_rows(buffers.v, WARPGROUP).load(gl.DotOperandLayout(0, S, 2))
-    no_dq = part_zeros(BLOCK_M, OWN)
-    key_rows = gl.arange(0, KEYS, gl.SliceLayout(1, S))
-    columns = gl.arange(0, BLOCK_M, gl.SliceLayout(0, S))
+    no_dq = column_parts.part_zeros(shapes.BACKWARD_BLOCK_M, OWN)
+    key_rows = gl.arange(0, shapes.KEYS, gl.SliceLayout(1, S))
+    columns = gl.arange(0, shapes.BACKWARD_BLOCK_M, gl.SliceLayout(0, S))
 
     block = 0
     group_head = 0
@@ -220,21 +211,21 @@ def fold_queries(WARPGROUP: gl.constexpr, dk, dv, buffers, total, keys, queries,
     for step in range(total):
         do_cursor = do_blocks.at(step)
         next_q = q_blocks.after(q_cursor)
-        start_m = (queries.first + block) * BLOCK_M
-        q = q_blocks.tile(q_cursor).reshape((BLOCK_M, BLOCK_D))
-        do = do_blocks.tile(do_cursor).reshape((BLOCK_M, BLOCK_D))
+        start_m = (queries.first + block) * shapes.BACKWARD_BLOCK_M
+        q = q_blocks.tile(q_cursor).reshape((shapes.BACKWARD_BLOCK_M, BLOCK_D))
+        do = do_blocks.tile(do_cursor).reshape((shapes.BACKWARD_BLOCK_M, BLOCK_D))
         lse = buffers.lse.index(q_cursor.slot).load(gl.SliceLayout(0, S))
-        diagonal = mask_offset(mask, sizes, keys, start_m)
+        diagonal = masks.mask_offset(mask, sizes, keys, start_m)
         if mask.intervals is None:
-            diagonal -= WARPGROUP * KEYS
-        is_masked = needs_mask(mask, diagonal, block, queries)
-        p, s = weigh(s, lse, is_masked, key_rows, columns, diagonal, mask, scale, DTYPE, CLAMP)
+            diagonal -= WARPGROUP * shapes.KEYS
+        is_masked = masks.needs_mask(mask, diagonal, block, queries)
+        p, s = backward_block.weigh(s, lse, is_masked, key_rows, columns, diagonal, mask, scale, DTYPE, CLAMP)
         p16 = gl.convert_layout(p.to(DTYPE), P)
         if scale.cap_scale is not None:
             # The tanh's derivative: dS = P (1 - tanh^2) (dP - delta).
             p *= 1.0 - s * s
         dp = warpgroup_mma_wait(0, deps=[dp_token])
-        dv = issue_by_columns(p16, do, dv)
+        dv = column_parts.issue_by_columns(p16, do, dv)
         if EARLY_DQ:
             ds_channel.wait_full(ds_channel.at(step))
             dq_token = issue_dq(WARPGROUP, buffers, step, no_dq)
@@ -248,10 +239,10 @@ def fold_queries(WARPGROUP: gl.constexpr, dk, dv, buffers, total, keys, queries,
         if not EARLY_DQ:
             ds_channel.wait_full(ds_channel.at(step))
         # Without early scores only dV is in flight, and this waits for nothing: the wait for dQ covers dV.
-        dv = wait_for_parts(dv, PENDING=GROUPS + EARLY_DQ)
+        dv = column_parts.wait_for_parts(dv, PENDING=GROUPS + EARLY_DQ)
         if not EARLY_DQ:
             dq_token = issue_dq(WARPGROUP, buffers, step, no_dq)
-        dk = issue_by_columns(ds_operand, q, dk)
+        dk = column_parts.issue_by_columns(ds_operand, q, dk)
         if EARLY_SCORES:
             dq, s = warpgroup_mma_wait(GROUPS, deps=[dq_token, s_token])
         else:
@@ -266,9 +257,9 @@ def fold_queries(WARPGROUP: gl.constexpr, dk, dv, buffers, total, keys, queries,
         # Only dP is in flight at the end of an iteration: ptxas makes every product synchronous if an accumulator
         # in flight meets another value, as dk and dv would meet their initial zeros.
         if EARLY_SCORES:
-            dk = wait_for_parts(dk, PENDING=GROUPS)
+            dk = column_parts.wait_for_parts(dk, PENDING=GROUPS)
         else:
-            dk, s = wait_for_parts_and(dk, s_token, PENDING=GROUPS)
+            dk, s = column_parts.wait_for_parts_and(dk, s_token, PENDING=GROUPS)
         q_blocks.release_by_threads(q_cursor)
         q_cursor = next_q
         if queries.IN_ORDER:
@@ -292,10 +283,10 @@ def accumulate_by_keys(WARPGROUP: gl.constexpr, buffers, gradients, keys, querie
     mask.first_key None: all keys exist, or a window hides those that do not.
     """
     BLOCK_D: gl.constexpr = buffers.v.buffer.shape[4]
-    RIGHT: gl.constexpr = right_columns(gradients.format.D, BLOCK_D)
-    mask = with_own_keys(mask, keys.start_n // KEYS + WARPGROUP)
-    dv = zero_parts(KEYS, BLOCK_D, RIGHT)
-    dk = zero_parts(KEYS, BLOCK_D, RIGHT)
+    RIGHT: gl.constexpr = column_parts.right_columns(gradients.format.D, BLOCK_D)
+    mask = masks.with_own_keys(mask, keys.start_n // shapes.KEYS + WARPGROUP)
+    dv = column_parts.zero_parts(shapes.KEYS, BLOCK_D, RIGHT)
+    dk = column_parts.zero_parts(shapes.KEYS, BLOCK_D, RIGHT)
     buffers.k.wait_full(buffers.k.at(0))
     buffers.v.wait_full(buffers.v.at(0))
     total = sizes.num_heads * queries.count
@@ -307,10 +298,12 @@ def accumulate_by_keys(WARPGROUP: gl.constexpr, buffers, gradients, keys, querie
         dk, dv = fold_queries(WARPGROUP, dk, dv, buffers, total, keys, queries, sizes, mask, scale)
     # Stage dv in V, because each warpgroup read only its own rows of it, and dk in the memory of dQ as soon as that has
     # been read.
-    own_keys = KeyBlock(batch=keys.batch, head=keys.head, start_n=keys.start_n + WARPGROUP * KEYS)
+    own_keys = backward_block.KeyBlock(batch=keys.batch, head=keys.head, start_n=keys.start_n + WARPGROUP * shapes.KEYS)
     dq = buffers.dq.of_warpgroup(WARPGROUP)
     # ``index`` and not ``slice``: ``store_dk`` reinterprets the stage again, and triton 3.8 refuses this for slices.
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    dk_stage = reinterpret(dq.tile(dq.at(dq_steps)), gl.float32, [1, KEYS, dq.buffer.shape[4]], FLAT).index(0)
-    stages = Stages(dk=dk_stage, dv=own_rows(buffers.v, WARPGROUP), dk_channel=dq)
-    store_or_pass_on(dk, dv, own_keys, sizes.NK, mask, scale, gradients, stages, dq_steps, WARPGROUP, FIRST_COLUMN=0)
+    dk_stage = reinterpret(dq.tile(dq.at(dq_steps)), gl.float32, [1, shapes.KEYS, dq.buffer.shape[4]], FLAT).index(0)
+    stages = backward_epilogue.Stages(dk=dk_stage, dv=own_rows(buffers.v, WARPGROUP), dk_channel=dq)
+    backward_epilogue.store_or_pass_on(
+        dk, dv, own_keys, sizes.NK, mask, scale, gradients, stages, dq_steps, WARPGROUP, FIRST_COLUMN=0
+    )

@@ -16,64 +16,24 @@ heads. Its warps meet only at barriers in shared memory:
   latent attention) has 128 keys, and makes no dQ;
 - ``load``, one warp: loads K and V and keeps the channels of Q and dO blocks full through the TMA;
 - ``reduce``, one warp: adds the dQ blocks to the accumulator through the TMA. Above head dim 128 the two warpgroups add
-  them from their registers. In a fixed order three warps do this, or two tell the warpgroups when: ``backward_order``.
+  them from their registers. In a fixed order three warps do this, or two tell the warpgroups when, see
+  ``backward_transfers``.
 """
 
-from fused_rope_attn.attention.hopper.backward_block import (
-    KeyBlock,
-    KeyGradients,
-    KeyNorm,
-    QueryBlocks,
-    Sizes,
-    interval_queries,
-    query_blocks,
+from fused_rope_attn.attention.hopper import (
+    backward_block,
+    backward_by_columns,
+    backward_by_keys,
+    backward_epilogue,
+    backward_transfers,
+    channels,
+    latent_kernels,
+    shapes,
 )
-from fused_rope_attn.attention.hopper.backward_by_columns import accumulate_by_columns
-from fused_rope_attn.attention.hopper.backward_by_columns import allocate_buffers as allocate_column_buffers
-from fused_rope_attn.attention.hopper.backward_by_keys import accumulate_by_keys
-from fused_rope_attn.attention.hopper.backward_by_keys import allocate_buffers as allocate_key_buffers
-from fused_rope_attn.attention.hopper.backward_epilogue import allocate_exchange
-from fused_rope_attn.attention.hopper.backward_order import (
-    ADDERS,
-    Progress,
-    announce_additions,
-    permit_additions,
-    reduce_in_order,
-)
-from fused_rope_attn.attention.hopper.backward_transfers import (
-    Descriptors,
-    Destinations,
-    ExistingRows,
-    load,
-    reduce,
-)
-from fused_rope_attn.attention.hopper.channels import allocate_barriers
-from fused_rope_attn.attention.hopper.interval_kernels import WORD
-from fused_rope_attn.attention.hopper.latent_keys import LatentGradients, accumulate_latent
-from fused_rope_attn.attention.hopper.latent_keys import allocate_buffers as allocate_latent_buffers
-from fused_rope_attn.attention.hopper.masks import KeyIntervals
-from fused_rope_attn.attention.hopper.shapes import (
-    BACKWARD_BLOCK_N,
-    CONSUMERS,
-    KEYS,
-    LOAD_REGISTERS,
-    MULTIPLY_REGISTERS,
-)
-from fused_rope_attn.attention.hopper.shares import SHARE_WORDS, Share, load_share
-from fused_rope_attn.kernels.lengths import (
-    count_tiles,
-    existing_keys,
-    packed_partner,
-    packed_tile,
-    padded_row,
-    rows_of_sequence,
-)
-from fused_rope_attn.kernels.masks import Mask, is_causal, sequence_mask, window_of
-from fused_rope_attn.kernels.norm import Norm
-from fused_rope_attn.kernels.products import ScoreScale
-from fused_rope_attn.kernels.rotation import RotaryTables, tables_from
-from fused_rope_attn.kernels.schedule import let_next_launch_start, overlapped_tile, scheduled_tile
-from fused_rope_attn.kernels.tiles import RowFormat, TensorView
+from fused_rope_attn.attention.hopper import masks as hopper_masks
+from fused_rope_attn.kernels import lengths, masks, products, rotation, schedule, tiles
+from fused_rope_attn.kernels import norm as norms
+from fused_rope_attn.kernels.intervals import WORD
 from fused_rope_attn.runtime.triton_compat import gl, jit, mbarrier
 
 _NUMBERS = (
@@ -138,32 +98,36 @@ def backward_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, dq_accumulator,
     HAS_INTERVALS: gl.constexpr = blocks_ptr is not None
     SPLITS_COLUMNS: gl.constexpr = BLOCK_D > 128
     BLOCK_M: gl.constexpr = q_desc.block_type.shape[2]
-    BLOCK_N: gl.constexpr = KEYS if SPLITS_COLUMNS else BACKWARD_BLOCK_N
+    BLOCK_N: gl.constexpr = shapes.KEYS if SPLITS_COLUMNS else shapes.BACKWARD_BLOCK_N
     # True if tiles may hold rows of keys that do not exist, before or after the others, inside the tensors.
     ZEROES_ROWS: gl.constexpr = READS_LENGTHS or HAS_KEYS_BEFORE_WINDOW
     # True if the mask may let keys through that do not exist. A causal window hides all of them but those before
     # kv_starts.
-    CLAMPS_WEIGHTS: gl.constexpr = window[0] is None or not is_causal(window[1]) or starts_ptr is not None
+    CLAMPS_WEIGHTS: gl.constexpr = window[0] is None or not masks.is_causal(window[1]) or starts_ptr is not None
     # The next launch then finds what the pre-process has written, and need not wait for this one.
     if not IS_LATENT:
-        let_next_launch_start(PDL)
+        schedule.let_next_launch_start(PDL)
 
     # The block's keys, and the query blocks that see them.
     pid = gl.program_id(0)
-    tiles = count_tiles(NK, num_sequences, BLOCK_N)
+    num_tiles = lengths.count_tiles(NK, num_sequences, BLOCK_N)
     share = None
     if shares_ptr is not None:
-        shares_ptr += pid * SHARE_WORDS
-        share = load_share(shares_ptr)
+        shares_ptr += pid * backward_block.SHARE_WORDS
+        share = backward_block.load_share(shares_ptr)
         tile, bh = share.tile, share.head
     elif IS_ORDERED:
-        tile, bh = overlapped_tile(pid, tiles, num_heads, heads_per_section, most_overlapping)
+        tile, bh = schedule.overlapped_tile(pid, num_tiles, num_heads, heads_per_section, most_overlapping)
     elif group_parts is not None:
-        tile, part = scheduled_tile(pid, tiles, num_heads * group_parts, heads_per_section, LAST_TILE_FIRST=False)
+        tile, part = schedule.scheduled_tile(
+            pid, num_tiles, num_heads * group_parts, heads_per_section, LAST_TILE_FIRST=False
+        )
         bh = part // group_parts
-        share = Share(tile, bh, part % group_parts, group_parts, slot=(bh * tiles + tile) * (group_parts - 1))
+        share = backward_block.Share(
+            tile, bh, part % group_parts, group_parts, slot=(bh * num_tiles + tile) * (group_parts - 1)
+        )
     else:
-        tile, bh = scheduled_tile(pid, tiles, num_heads, heads_per_section, LAST_TILE_FIRST=False)
+        tile, bh = schedule.scheduled_tile(pid, num_tiles, num_heads, heads_per_section, LAST_TILE_FIRST=False)
     batch = bh // HKV
     head = bh % HKV
     first_head, own_heads = None, GROUP_SIZE
@@ -176,8 +140,10 @@ def backward_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, dq_accumulator,
     if IS_PACKED:
         # A block past its sequence's end sees no query and writes nothing.
         CU_LAYOUT: gl.constexpr = gl.BlockedLayout([8], [32], [4], [0])
-        sequence, first_k, NK, tile = packed_tile(tile, cu_k_ptr, cu_q_ptr, num_sequences, NK, NQ, BLOCK_N, CU_LAYOUT)
-        first_q, NQ = packed_partner(cu_q_ptr, sequence, num_sequences, NQ)
+        sequence, first_k, NK, tile = lengths.packed_tile(
+            tile, cu_k_ptr, cu_q_ptr, num_sequences, NK, NQ, BLOCK_N, CU_LAYOUT
+        )
+        first_q, NQ = lengths.packed_partner(cu_q_ptr, sequence, num_sequences, NQ)
         dk_ptr += first_k.to(gl.int64) * dk_strides[2]
         dv_ptr += first_k.to(gl.int64) * dv_strides[2]
         if IS_LATENT:
@@ -186,18 +152,18 @@ def backward_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, dq_accumulator,
             raw_k_ptr += first_k.to(gl.int64) * raw_k_strides[2]
     num_rows = NQ if IS_PACKED else pitch
     start_n = tile * BLOCK_N
-    num_keys = existing_keys(lens_ptr, batch, NK)
+    num_keys = lengths.existing_keys(lens_ptr, batch, NK)
     if IS_PACKED:
-        num_keys = rows_of_sequence(sequence, num_sequences, NK)
-    mask = sequence_mask(starts_ptr, batch, num_keys - NQ, num_keys, window_of(window), READS_LENGTHS)
-    queries, first_row = query_blocks(mask, start_n, NQ, num_rows, BLOCK_M, BLOCK_N)
+        num_keys = lengths.rows_of_sequence(sequence, num_sequences, NK)
+    mask = masks.sequence_mask(starts_ptr, batch, num_keys - NQ, num_keys, masks.window_of(window), READS_LENGTHS)
+    queries, first_row = backward_block.query_blocks(mask, start_n, NQ, num_rows, BLOCK_M, BLOCK_N)
     # The query blocks that no program with a smaller number sees: this program stores their dQ instead of adding it.
     num_begun = queries.count
     if IS_ORDERED:
         if HAS_INTERVALS:
             num_begun = 0
         elif tile > 0:
-            others, _ = query_blocks(mask, start_n - BLOCK_N, NQ, num_rows, BLOCK_M, BLOCK_N)
+            others, _ = backward_block.query_blocks(mask, start_n - BLOCK_N, NQ, num_rows, BLOCK_M, BLOCK_N)
             end = queries.first + queries.count
             num_begun = end - gl.minimum(gl.maximum(queries.first, others.first + others.count), end)
     first_key = mask.first_key
@@ -207,132 +173,183 @@ def backward_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, dq_accumulator,
     intervals = None
     hidden_ptr = None
     if HAS_INTERVALS:
-        key_rows_ptr += batch.to(gl.int64) * 2 * num_blocks * KEYS
-        blocks_ptr += batch.to(gl.int64) * (4 + KEYS // WORD) * num_blocks
+        key_rows_ptr += batch.to(gl.int64) * 2 * num_blocks * shapes.KEYS
+        blocks_ptr += batch.to(gl.int64) * (4 + shapes.KEYS // WORD) * num_blocks
         blind_ptr += batch.to(gl.int64) * (pitch // WORD)
-        intervals = KeyIntervals(key_rows_ptr, blocks_ptr, num_blocks)
-        queries = interval_queries(intervals, start_n, share, BLOCK_N // KEYS)
+        intervals = hopper_masks.KeyIntervals(key_rows_ptr, blocks_ptr, num_blocks)
+        queries = backward_block.interval_queries(intervals, start_n, share, BLOCK_N // shapes.KEYS)
         hidden_ptr = blocks_ptr + 4 * num_blocks + start_n // WORD
-    mask = Mask(num_keys, first_key if READS_LENGTHS else None, mask.window, READS_LENGTHS, intervals)
-    keys = KeyBlock(batch=batch, head=head, start_n=start_n)
+    mask = masks.Mask(num_keys, first_key if READS_LENGTHS else None, mask.window, READS_LENGTHS, intervals)
+    keys = backward_block.KeyBlock(batch=batch, head=head, start_n=start_n)
     num_masked = queries.num_masked if CLAMPS_WEIGHTS and not HAS_INTERVALS else None
-    queries = QueryBlocks(queries.first, num_masked, queries.count, IS_ORDERED)
+    queries = backward_block.QueryBlocks(queries.first, num_masked, queries.count, IS_ORDERED)
 
     # The same in rows of the tensors. Packed tensors hold all sequences, padded ones whole tiles of each sequence.
     start_row, first_block, first_key_row, end_key_row = start_n, queries.first, first_key, num_keys
     do_shift, do_end = None, None
     if IS_PACKED:
-        padded = padded_row(first_q, sequence, BLOCK_M)
+        padded = lengths.padded_row(first_q, sequence, BLOCK_M)
         start_row, first_key_row, end_key_row = start_n + first_k, first_key + first_k, num_keys + first_k
         first_block, first_row = queries.first + padded // BLOCK_M, first_row + padded
         do_shift, do_end = first_q - padded, first_q + NQ
         if SPLITS_COLUMNS:
             dq_accumulator += padded.to(gl.int64) * BLOCK_D
-    key_rows = KeyBlock(batch=batch, head=head, start_n=start_row)
-    query_rows = QueryBlocks(first_block, num_masked=None, count=queries.count, IN_ORDER=IS_ORDERED)
+    key_rows = backward_block.KeyBlock(batch=batch, head=head, start_n=start_row)
+    query_rows = backward_block.QueryBlocks(first_block, num_masked=None, count=queries.count, IN_ORDER=IS_ORDERED)
     if not ZEROES_ROWS:
         first_key_row, end_key_row = None, None
-    existing = ExistingRows(
+    existing = backward_transfers.ExistingRows(
         first_row if READS_LENGTHS else None, first_key_row, end_key_row, do_shift, do_end, hidden_ptr, blind_ptr
     )
 
     # Records and shared memory of the warps.
-    sizes = Sizes(HQ=HQ, first_head=first_head, num_heads=own_heads, NQ=NQ, pitch=pitch, NK=NK)
-    descriptors = Descriptors(q_desc, k_desc, v_desc, do_desc, stats_desc, q_rope_desc, k_rope_desc)
-    scale = ScoreScale(qk_scale=qk_scale, cap_scale=cap_scale, PRECISION=None)
+    sizes = backward_block.Sizes(HQ=HQ, first_head=first_head, num_heads=own_heads, NQ=NQ, pitch=pitch, NK=NK)
+    descriptors = backward_transfers.Descriptors(q_desc, k_desc, v_desc, do_desc, stats_desc, q_rope_desc, k_rope_desc)
+    scale = products.ScoreScale(qk_scale=qk_scale, cap_scale=cap_scale, PRECISION=None)
     key_norm = None
     if k_norm_ptr is not None:
         exchange = None
         if SPLITS_COLUMNS:
-            exchange = allocate_exchange()
-        SUMS: gl.constexpr = 1 if SPLITS_COLUMNS else CONSUMERS
-        norm, raw = Norm(k_norm_ptr, norm_eps, norm_offset, D), TensorView(raw_k_ptr, raw_k_strides)
+            exchange = backward_epilogue.allocate_exchange()
+        SUMS: gl.constexpr = 1 if SPLITS_COLUMNS else shapes.CONSUMERS
+        norm, raw = norms.Norm(k_norm_ptr, norm_eps, norm_offset, D), tiles.TensorView(raw_k_ptr, raw_k_strides)
         row = pid
         if share is not None:
-            row = bh * tiles + share.tile
-        key_norm = KeyNorm(norm, raw, k_sums_ptr + row.to(gl.int64) * (SUMS * D), exchange)
-    tables = RotaryTables(cos_ptr, sin_ptr, cos_strides, sin_strides, R, INTERLEAVED)
+            row = bh * num_tiles + share.tile
+        key_norm = backward_block.KeyNorm(norm, raw, k_sums_ptr + row.to(gl.int64) * (SUMS * D), exchange)
+    tables = rotation.RotaryTables(cos_ptr, sin_ptr, cos_strides, sin_strides, R, INTERLEAVED)
     if TOKEN_TABLES:
-        tables = tables_from(tables, first_k)
-    dk, dv = TensorView(dk_ptr, dk_strides), TensorView(dv_ptr, dv_strides)
-    row_format = RowFormat(D, BLOCK_D, USE_INT64_OFFSETS)
+        tables = rotation.tables_from(tables, first_k)
+    dk, dv = tiles.TensorView(dk_ptr, dk_strides), tiles.TensorView(dv_ptr, dv_strides)
+    row_format = tiles.RowFormat(D, BLOCK_D, USE_INT64_OFFSETS)
     of_parts = share if group_parts is not None else None
-    gradients = KeyGradients(dk, dv, tables, key_norm, row_format, of_parts, shares_ptr, slots_ptr, slot_counters_ptr)
+    gradients = backward_block.KeyGradients(
+        dk, dv, tables, key_norm, row_format, of_parts, shares_ptr, slots_ptr, slot_counters_ptr
+    )
     if IS_LATENT:
-        buffers = allocate_latent_buffers(descriptors, Q_STAGES, DO_STAGES, DS_LAYOUT)
+        buffers = latent_kernels.allocate_buffers(descriptors, Q_STAGES, DO_STAGES, DS_LAYOUT)
     elif SPLITS_COLUMNS:
         HAS_CAP: gl.constexpr = cap_scale is not None
-        buffers = allocate_column_buffers(descriptors, Q_STAGES, DO_STAGES, DS_LAYOUT, HAS_CAP, IS_ORDERED)
+        buffers = backward_by_columns.allocate_buffers(descriptors, Q_STAGES, DO_STAGES, DS_LAYOUT, HAS_CAP, IS_ORDERED)
     else:
-        NUM_ADDERS: gl.constexpr = ADDERS if IS_ORDERED else 1
-        buffers = allocate_key_buffers(descriptors, dq_accumulator, Q_STAGES, DO_STAGES, DS_LAYOUT, NUM_ADDERS)
+        NUM_ADDERS: gl.constexpr = backward_transfers.ADDERS if IS_ORDERED else 1
+        buffers = backward_by_keys.allocate_buffers(
+            descriptors, dq_accumulator, Q_STAGES, DO_STAGES, DS_LAYOUT, NUM_ADDERS
+        )
     arrival = None
     if ZEROES_ROWS or HAS_INTERVALS:
-        arrival = allocate_barriers(1).index(0)
+        arrival = channels.allocate_barriers(1).index(0)
         mbarrier.init(arrival, count=1)
-    destinations = Destinations(buffers.k, buffers.v, buffers.q, buffers.do, buffers.lse, buffers.delta, arrival)
+    destinations = backward_transfers.Destinations(
+        buffers.k, buffers.v, buffers.q, buffers.do, buffers.lse, buffers.delta, arrival
+    )
 
     progress = None
     if IS_ORDERED:
-        progress = Progress(progress_ptr, bh, tile, num_begun, intervals)
+        progress = backward_transfers.Progress(progress_ptr, bh, tile, num_begun, intervals)
 
     if IS_LATENT:
-        dk_parts = TensorView(dk_parts_ptr, dk_parts_strides)
-        rope_format = RowFormat(R, R, USE_INT64_OFFSETS)
-        gradients = LatentGradients(dk, dv, dk_parts, gradients.format, rope_format)
-        own_sizes = Sizes(HQ=None, first_head=None, num_heads=None, NQ=NQ, pitch=None, NK=NK)
+        dk_parts = tiles.TensorView(dk_parts_ptr, dk_parts_strides)
+        rope_format = tiles.RowFormat(R, R, USE_INT64_OFFSETS)
+        gradients = latent_kernels.LatentGradients(dk, dv, dk_parts, gradients.format, rope_format)
+        own_sizes = backward_block.Sizes(HQ=None, first_head=None, num_heads=None, NQ=NQ, pitch=None, NK=NK)
         gl.warp_specialize(
             [
-                (accumulate_latent, (0, buffers, gradients, keys, queries, own_sizes, mask, scale)),
-                (accumulate_latent, (1, buffers, gradients, keys, queries, own_sizes, mask, scale)),
-                (load, (descriptors, destinations, key_rows, query_rows, existing, sizes, stats_size, PDL, IS_LATENT)),
+                (latent_kernels.accumulate_latent, (0, buffers, gradients, keys, queries, own_sizes, mask, scale)),
+                (latent_kernels.accumulate_latent, (1, buffers, gradients, keys, queries, own_sizes, mask, scale)),
+                (
+                    backward_transfers.load,
+                    (descriptors, destinations, key_rows, query_rows, existing, sizes, stats_size, PDL, IS_LATENT),
+                ),
             ],
             [4, 1],
-            [MULTIPLY_REGISTERS, LOAD_REGISTERS],
+            [shapes.MULTIPLY_REGISTERS, shapes.LOAD_REGISTERS],
         )
     elif SPLITS_COLUMNS and IS_ORDERED:
         gl.warp_specialize(
             [
-                (accumulate_by_columns, (0, buffers, dq_accumulator, gradients, keys, queries, sizes, mask, scale)),
-                (accumulate_by_columns, (1, buffers, dq_accumulator, gradients, keys, queries, sizes, mask, scale)),
-                (load, (descriptors, destinations, key_rows, query_rows, existing, sizes, stats_size, PDL, IS_LATENT)),
-                (permit_additions, (buffers.permits, progress, query_rows, sizes, PDL)),
-                (announce_additions, (buffers.permits, buffers.additions, progress, query_rows, sizes, PDL)),
+                (
+                    backward_by_columns.accumulate_by_columns,
+                    (0, buffers, dq_accumulator, gradients, keys, queries, sizes, mask, scale),
+                ),
+                (
+                    backward_by_columns.accumulate_by_columns,
+                    (1, buffers, dq_accumulator, gradients, keys, queries, sizes, mask, scale),
+                ),
+                (
+                    backward_transfers.load,
+                    (descriptors, destinations, key_rows, query_rows, existing, sizes, stats_size, PDL, IS_LATENT),
+                ),
+                (backward_transfers.permit_additions, (buffers.permits, progress, query_rows, sizes, PDL)),
+                (
+                    backward_transfers.announce_additions,
+                    (buffers.permits, buffers.additions, progress, query_rows, sizes, PDL),
+                ),
             ],
             [4, 1, 1, 1],
-            [MULTIPLY_REGISTERS, LOAD_REGISTERS, LOAD_REGISTERS, LOAD_REGISTERS],
+            [shapes.MULTIPLY_REGISTERS, shapes.LOAD_REGISTERS, shapes.LOAD_REGISTERS, shapes.LOAD_REGISTERS],
         )
     elif SPLITS_COLUMNS:
         gl.warp_specialize(
             [
-                (accumulate_by_columns, (0, buffers, dq_accumulator, gradients, keys, queries, sizes, mask, scale)),
-                (accumulate_by_columns, (1, buffers, dq_accumulator, gradients, keys, queries, sizes, mask, scale)),
-                (load, (descriptors, destinations, key_rows, query_rows, existing, sizes, stats_size, PDL, IS_LATENT)),
+                (
+                    backward_by_columns.accumulate_by_columns,
+                    (0, buffers, dq_accumulator, gradients, keys, queries, sizes, mask, scale),
+                ),
+                (
+                    backward_by_columns.accumulate_by_columns,
+                    (1, buffers, dq_accumulator, gradients, keys, queries, sizes, mask, scale),
+                ),
+                (
+                    backward_transfers.load,
+                    (descriptors, destinations, key_rows, query_rows, existing, sizes, stats_size, PDL, IS_LATENT),
+                ),
             ],
             [4, 1],
-            [MULTIPLY_REGISTERS, LOAD_REGISTERS],
+            [shapes.MULTIPLY_REGISTERS, shapes.LOAD_REGISTERS],
         )
     elif IS_ORDERED:
         gl.warp_specialize(
             [
-                (accumulate_by_keys, (0, buffers, gradients, keys, queries, sizes, mask, scale)),
-                (accumulate_by_keys, (1, buffers, gradients, keys, queries, sizes, mask, scale)),
-                (load, (descriptors, destinations, key_rows, query_rows, existing, sizes, stats_size, PDL, IS_LATENT)),
-                (reduce_in_order, (0, dq_accumulator, buffers.dq, progress, key_rows, query_rows, sizes, PDL)),
-                (reduce_in_order, (1, dq_accumulator, buffers.dq, progress, key_rows, query_rows, sizes, PDL)),
-                (reduce_in_order, (2, dq_accumulator, buffers.dq, progress, key_rows, query_rows, sizes, PDL)),
+                (backward_by_keys.accumulate_by_keys, (0, buffers, gradients, keys, queries, sizes, mask, scale)),
+                (backward_by_keys.accumulate_by_keys, (1, buffers, gradients, keys, queries, sizes, mask, scale)),
+                (
+                    backward_transfers.load,
+                    (descriptors, destinations, key_rows, query_rows, existing, sizes, stats_size, PDL, IS_LATENT),
+                ),
+                (
+                    backward_transfers.reduce_in_order,
+                    (0, dq_accumulator, buffers.dq, progress, key_rows, query_rows, sizes, PDL),
+                ),
+                (
+                    backward_transfers.reduce_in_order,
+                    (1, dq_accumulator, buffers.dq, progress, key_rows, query_rows, sizes, PDL),
+                ),
+                (
+                    backward_transfers.reduce_in_order,
+                    (2, dq_accumulator, buffers.dq, progress, key_rows, query_rows, sizes, PDL),
+                ),
             ],
             [4, 1, 1, 1, 1],
-            [MULTIPLY_REGISTERS, LOAD_REGISTERS, LOAD_REGISTERS, LOAD_REGISTERS, LOAD_REGISTERS],
+            [
+                shapes.MULTIPLY_REGISTERS,
+                shapes.LOAD_REGISTERS,
+                shapes.LOAD_REGISTERS,
+                shapes.LOAD_REGISTERS,
+                shapes.LOAD_REGISTERS,
+            ],
         )
     else:
         gl.warp_specialize(
             [
-                (accumulate_by_keys, (0, buffers, gradients, keys, queries, sizes, mask, scale)),
-                (accumulate_by_keys, (1, buffers, gradients, keys, queries, sizes, mask, scale)),
-                (load, (descriptors, destinations, key_rows, query_rows, existing, sizes, stats_size, PDL, IS_LATENT)),
-                (reduce, (dq_accumulator, buffers.dq, key_rows, query_rows, sizes)),
+                (backward_by_keys.accumulate_by_keys, (0, buffers, gradients, keys, queries, sizes, mask, scale)),
+                (backward_by_keys.accumulate_by_keys, (1, buffers, gradients, keys, queries, sizes, mask, scale)),
+                (
+                    backward_transfers.load,
+                    (descriptors, destinations, key_rows, query_rows, existing, sizes, stats_size, PDL, IS_LATENT),
+                ),
+                (backward_transfers.reduce, (dq_accumulator, buffers.dq, key_rows, query_rows, sizes)),
             ],
             [4, 1, 1],
-            [MULTIPLY_REGISTERS, LOAD_REGISTERS, LOAD_REGISTERS],
+            [shapes.MULTIPLY_REGISTERS, shapes.LOAD_REGISTERS, shapes.LOAD_REGISTERS],
         )

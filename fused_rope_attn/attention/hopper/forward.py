@@ -7,34 +7,33 @@ import math
 
 import torch
 
-from fused_rope_attn.attention.arguments import result_strides, rotated_shape, shared_arguments
+from fused_rope_attn.attention import arguments, prepass
 from fused_rope_attn.attention.configs import HopperForwardConfig
-from fused_rope_attn.attention.hopper.forward_kernel import (
-    ForwardMasks,
-    ForwardOutput,
-    ForwardSizes,
-    Softmax,
-    forward_kernel,
-    max_logit_kernel,
-)
-from fused_rope_attn.attention.hopper.forward_producers import QuerySource
-from fused_rope_attn.attention.hopper.forward_tiles import VisitLists
-from fused_rope_attn.attention.hopper.intervals import Visits
-from fused_rope_attn.attention.hopper.shapes import ROWS, is_aligned
-from fused_rope_attn.attention.prepass import Rotate
+from fused_rope_attn.attention.hopper import forward_kernel, forward_producers, forward_tiles, intervals
+from fused_rope_attn.attention.hopper.shapes import ROWS
 from fused_rope_attn.attention.prepass_kernel import TILE_WORDS
 from fused_rope_attn.attention.problem import Outputs, Problem, Saving, Tensors, split_outputs
-from fused_rope_attn.kernels.arguments import heads_per_section, tile_count
-from fused_rope_attn.kernels.norm import Norm
-from fused_rope_attn.kernels.rotation import RotaryTables
-from fused_rope_attn.kernels.tiles import RowFormat, TensorView
-from fused_rope_attn.runtime import device
+from fused_rope_attn.kernels import arguments as sizes
+from fused_rope_attn.kernels import norm, rotation, tiles
+from fused_rope_attn.runtime import device, layouts
 from fused_rope_attn.runtime.launch import Launch, Source
-from fused_rope_attn.runtime.layouts import block_d, contiguous_strides, is_long, layout_of_rows, output_strides
 from fused_rope_attn.runtime.triton_compat import gl
 
 # int32 words of the counter of a call without packed sequences.
 COUNTER_WORDS = TILE_WORDS.value
+
+
+def is_aligned(problem: Problem, block_m: int, block_n: int) -> bool:
+    """Return whether the diagonal of each tile is that of one key block, and nothing but causality hides keys.
+
+    The first of two warpgroups then sees half of that block, the second one sees the first half whole, and all other
+    blocks are seen whole. Calls with more queries than keys are excluded, because some of their tiles see nothing.
+    """
+    is_masked = problem.window is not None or problem.is_packed or problem.has_kv_starts or problem.has_kv_lens
+    is_masked = is_masked or problem.has_intervals
+    keys_before = problem.len_k - problem.len_q
+    same_rows = block_m == block_n == 2 * ROWS.value and keys_before >= 0 and keys_before % block_n == 0
+    return problem.causal and same_rows and not is_masked
 
 
 class ForwardCall:
@@ -60,41 +59,37 @@ class ForwardCall:
         # The columns that are not rotated are those of the kernel's main tiles.
         q, k, v = (given.q_nope, given.k_nope, given.v) if latent else (given.q, given.k, given.v)
         columns = problem.nope_dim or problem.head_dim
-        pad_d = max(64, block_d(columns))
+        pad_d = max(64, layouts.block_d(columns))
         block_m = config.consumers * ROWS.value
         reads_rotated = not config.rotates_queries
         self.empty = problem.batch * problem.len_q == 0
         self.o_shape = q.shape
-        self.o_strides = result_strides(outputs, [output_strides(q)])[0]
-        self.lse_layout = layout_of_rows(q.shape)
+        self.o_strides = arguments.result_strides(outputs, [layouts.output_strides(q)])[0]
+        self.lse_layout = layouts.layout_of_rows(q.shape)
         self.packed = problem.is_packed
         self.max_logit_shape = problem.max_logit_shape if problem.return_max_logit else None
         self.saves_rotated = saving is not Saving.NOTHING
         if self.empty:
             return
         block_n = config.block_n
-        self.problem, self.config, self.is_long = problem, config, is_long(given.q.stride(), self.o_strides)
-        self.shared = shared = shared_arguments(problem, given.cos, given.sin)
+        self.problem, self.config, self.is_long = problem, config, layouts.is_long(given.q.stride(), self.o_strides)
+        self.shared = shared = arguments.shared_arguments(problem, given.cos, given.sin)
         self.visits = None
         if problem.has_intervals:
-            self.visits = Visits(problem, given, shared, block_m, block_n, config.pdl)
+            self.visits = intervals.Visits(problem, given, shared, block_m, block_n, config.pdl)
         # The TMA reads q_nope, which has no padding, and the rotated columns are read by the same rows.
         in_tiles = saving is Saving.TILES and not latent
         self.rotate_queries = None
         if reads_rotated:
             overlaps = self.visits is not None
-            self.rotate_queries = Rotate("q", given, problem, shared, config, in_tiles=in_tiles, overlaps=overlaps)
+            self.rotate_queries = prepass.Rotate(
+                "q", given, problem, shared, config, in_tiles=in_tiles, overlaps=overlaps
+            )
         self.rotate_keys = None
         if not keys_are_ready:
-            self.rotate_keys = Rotate(
-                "k",
-                given,
-                problem,
-                shared,
-                config,
-                counter=True,
-                tile_rows=block_m,
-                overlaps=reads_rotated or self.visits is not None,
+            overlaps = reads_rotated or self.visits is not None
+            self.rotate_keys = prepass.Rotate(
+                "k", given, problem, shared, config, counter=True, tile_rows=block_m, overlaps=overlaps
             )
         element = gl.bfloat16 if q.dtype is torch.bfloat16 else gl.float16
 
@@ -104,8 +99,8 @@ class ForwardCall:
 
         # The rotated columns of latent attention have tiles of their own.
         rot_d = problem.head_dim if latent else pad_d
-        q_shape = rotated_shape(problem, in_tiles=in_tiles)
-        self.q_rot_layout = q_shape, contiguous_strides(q_shape)
+        q_shape = arguments.rotated_shape(problem, in_tiles=in_tiles)
+        self.q_rot_layout = q_shape, layouts.contiguous_strides(q_shape)
         self.q_rot = source(q.new_empty(q_shape), ROWS.value, rot_d)
         self.k_rot = source(given.k.new_empty(given.k.shape), block_n, rot_d)
         self.v = source(v, block_n, pad_d)
@@ -114,23 +109,23 @@ class ForwardCall:
         self.o = source(o_like, ROWS.value, pad_d if pad_d <= 128 and not latent else pad_d // 2)
         self.nope = (source(q, ROWS.value, pad_d), source(k, block_n, pad_d)) if latent else None
         num_heads = problem.batch * problem.heads_q
-        tiles_per_head = tile_count(problem.len_q, problem.sequences, block_m)
-        num_tiles = tiles_per_head * num_heads
+        tiles_per_head = sizes.tile_count(problem.len_q, problem.sequences, block_m)
         kv_bytes = 2 * problem.longest(problem.len_k) * columns * k.element_size()
         window_left, window_right = (None, None) if self.visits is not None else shared["window"]
         self.launch = Launch(
-            forward_kernel,
-            min(num_tiles, device.num_sms(q.device)),
+            forward_kernel.forward_kernel,
+            min(tiles_per_head * num_heads, device.num_sms(q.device)),
             {"num_warps": 4, **({"launch_pdl": True} if config.pdl else {})},
+            NQ=problem.len_q,
             NK=problem.len_k,
             GROUP_SIZE=problem.group_size,
-            heads_per_section=heads_per_section(num_heads, problem.group_size, kv_bytes, config.section_bytes),
+            heads_per_section=sizes.heads_per_section(num_heads, problem.group_size, kv_bytes, config.section_bytes),
             tiles_per_head=tiles_per_head,
             window_left=window_left,
             window_right=window_right,
             # Only such calls have queries past the last row of the tables.
             position_limit=given.cos.shape[-2] if keys_are_ready else None,
-            sizes=ForwardSizes.host(
+            sizes=forward_kernel.ForwardSizes.host(
                 D=columns,
                 BLOCK_D=pad_d,
                 BLOCK_N=block_n,
@@ -148,7 +143,7 @@ class ForwardCall:
         self.maximum = None
         if self.max_logit_shape is not None and 0 not in self.max_logit_shape:  # there may be no sequence
             self.maximum = Launch(
-                max_logit_kernel,
+                forward_kernel.max_logit_kernel,
                 math.prod(self.max_logit_shape),
                 {"num_warps": 8},
                 H=problem.heads_q,
@@ -175,7 +170,7 @@ class ForwardCall:
             return Outputs(o, lse, max_logit=None if max_logit is None else max_logit.fill_(float("-inf")))
         stream = device.current_stream(q.device)
         # Before the pre-pass, which overlaps with it.
-        lists = None if self.visits is None else VisitLists.host(**self.visits(stream, tensors))
+        lists = None if self.visits is None else forward_tiles.VisitLists.host(**self.visits(stream, tensors))
         if self.rotate_keys is not None:
             counter = torch.empty(self.rotate_keys.counter_size, dtype=torch.int32, device=q.device)
         q_rot = source = None
@@ -196,7 +191,7 @@ class ForwardCall:
             v_desc=self.v(tensors.v),
             o_desc=self.o(o),
             source=source,
-            call_masks=ForwardMasks.host(
+            call_masks=forward_kernel.ForwardMasks.host(
                 tensors.kv_starts,
                 tensors.kv_lens,
                 lists,
@@ -204,7 +199,7 @@ class ForwardCall:
                 FROM_START=shared["FROM_START"],
                 IS_ALIGNED=self.is_aligned,
             ),
-            scores=Softmax.host(
+            scores=forward_kernel.Softmax.host(
                 shared["qk_scale"],
                 shared["cap_scale"],
                 tensors.sinks,
@@ -213,7 +208,9 @@ class ForwardCall:
                 PIN_SUMS=self.config.pin and problem.window_left is None and not self.packed,
                 VALUES=self.config.values,
             ),
-            output=ForwardOutput.host(TensorView.host(o, self.o_strides) if self.packed else None, lse, highest),
+            output=forward_kernel.ForwardOutput.host(
+                tiles.TensorView.host(o, self.o_strides) if self.packed else None, lse, highest
+            ),
             counter_ptr=counter,
         )
         if self.maximum is not None:
@@ -226,24 +223,12 @@ class ForwardCall:
 
     def _source(self, tensors: Tensors) -> tuple:
         """Return the ``QuerySource`` of a call whose kernel rotates queries."""
-        shared, problem, q = self.shared, self.problem, tensors.q
-        norm = None
-        if tensors.q_norm is not None:
-            norm = Norm.host(tensors.q_norm, shared["norm_eps"], shared["norm_offset"], D=problem.head_dim)
-        return QuerySource.host(
-            view=TensorView.host(q, q.stride()),
-            tables=RotaryTables.host(
-                tensors.cos,
-                tensors.sin,
-                shared["cos_strides"],
-                shared["sin_strides"],
-                R=problem.rotary_dim,
-                INTERLEAVED=problem.interleaved,
-            ),
-            norm=norm,
-            sign=shared["q_sign"],
-            TOKEN_TABLES=problem.token_tables,
-            format=RowFormat.host(
-                D=problem.head_dim, BLOCK_D=max(64, block_d(problem.head_dim)), USE_INT64_OFFSETS=self.is_long
-            ),
+        shared, problem, q, q_norm = self.shared, self.problem, tensors.q, tensors.q_norm
+        if q_norm is not None:
+            q_norm = norm.Norm.host(q_norm, shared["norm_eps"], shared["norm_offset"], problem.head_dim)
+        strides = shared["cos_strides"], shared["sin_strides"]
+        tables = rotation.RotaryTables.host(tensors.cos, tensors.sin, *strides, problem.rotary_dim, problem.interleaved)
+        row_format = tiles.RowFormat.host(problem.head_dim, max(64, layouts.block_d(problem.head_dim)), self.is_long)
+        return forward_producers.QuerySource.host(
+            tiles.TensorView.host(q, q.stride()), tables, q_norm, shared["q_sign"], problem.token_tables, row_format
         )

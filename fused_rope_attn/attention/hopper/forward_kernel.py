@@ -19,39 +19,22 @@ released its last ones. O is stored in two halves of its columns, through the sa
 import triton
 import triton.language as tl
 
-from fused_rope_attn.attention.hopper import channels, columns, masks, shapes, softmax
-from fused_rope_attn.attention.hopper.forward_producers import (
-    Loader,
-    QuerySource,
-    load,
-    rotate_first_queries,
-    rotate_queries,
-    rotate_rope,
+from fused_rope_attn.attention.hopper import (
+    channels,
+    columns,
+    forward_producers,
+    forward_tiles,
+    masks,
+    shapes,
+    softmax,
 )
-from fused_rope_attn.attention.hopper.forward_tiles import (
-    Announcements,
-    Schedule,
-    VisitLists,
-    announcements,
-    next_tile,
-)
-from fused_rope_attn.attention.hopper.ptxas import pin
 from fused_rope_attn.attention.hopper.shapes import ROWS
-from fused_rope_attn.kernels import tiles as row_tiles
-from fused_rope_attn.kernels.lengths import packed_rows
+from fused_rope_attn.kernels import lengths, ptxas, tiles
+from fused_rope_attn.kernels import softmax as row_softmax
 from fused_rope_attn.kernels.masks import Window
 from fused_rope_attn.kernels.records import record, replace, unpack
-from fused_rope_attn.kernels.softmax import LN2, LOG2E, finish_sums, log_sum_exp
-from fused_rope_attn.runtime.triton_compat import (
-    barrier,
-    fence_async_shared,
-    gl,
-    jit,
-    mbarrier,
-    tma_store,
-    tma_store_wait,
-    warpgroup_mma_wait,
-)
+from fused_rope_attn.runtime import triton_compat as compat
+from fused_rope_attn.runtime.triton_compat import gl, jit, mbarrier
 
 
 @record
@@ -61,7 +44,7 @@ class ForwardMasks:
     starts_ptr: gl.tensor | None  # kv_starts (B,) int32
     lens_ptr: gl.tensor | None  # kv_lens (B,) int32
     # With these there is no other mask, and starts and lens say only at which positions the sequence is.
-    lists: VisitLists | None
+    lists: forward_tiles.VisitLists | None
     READS_LENGTHS: gl.constexpr  # as in ``kernels.masks.Mask``
     FROM_START: gl.constexpr  # as in ``kernels.sequences.MaskArguments``
     IS_ALIGNED: gl.constexpr  # use ``is_aligned``, which holds
@@ -82,12 +65,12 @@ class Softmax:
 class ForwardOutput:
     """The tensors o and lse, and the shared memory that o passes through."""
 
-    view: row_tiles.TensorView | None  # o in packed calls: the last rows of a sequence are stored without the TMA
+    view: tiles.TensorView | None  # o in packed calls: the last rows of a sequence are stored without the TMA
     lse_ptr: gl.tensor  # (B, HQ, NQ) float32, natural logarithm
     highest_ptr: gl.tensor | None  # (B, HQ, NQ) float32, the largest logit of each row
     desc: gl.tensor = None  # of o (B, HQ, NQ, D), in blocks of ROWS rows and the columns of one store
     smem: gl.shared_memory_descriptor = None  # (CONSUMERS, 1, 1, ROWS, columns of one store)
-    format: row_tiles.RowFormat = None
+    format: tiles.RowFormat = None
 
 
 @record
@@ -107,12 +90,12 @@ class ForwardSizes:
     PDL: gl.constexpr  # programmatic dependent launch
 
 
-_NUMBERS = "NK GROUP_SIZE heads_per_section tiles_per_head window_left window_right position_limit".split()
+_NUMBERS = "NQ NK GROUP_SIZE heads_per_section tiles_per_head window_left window_right position_limit".split()
 
 
 @jit(do_not_specialize=_NUMBERS)
 def forward_kernel(q_rot_desc, q_nope_desc, k_rot_desc, k_nope_desc, v_desc, o_desc, source, call_masks, scores, output,
-                   counter_ptr, NK, GROUP_SIZE, heads_per_section, tiles_per_head, window_left, window_right,
+                   counter_ptr, NQ, NK, GROUP_SIZE, heads_per_section, tiles_per_head, window_left, window_right,
                    position_limit, sizes):  # fmt: skip
     """Compute o and lse of a (B, HQ, NQ, D) call. Grid: one block per multiprocessor, or one per tile if fewer.
 
@@ -144,19 +127,12 @@ def forward_kernel(q_rot_desc, q_nope_desc, k_rot_desc, k_nope_desc, v_desc, o_d
     BLOCK_D: gl.constexpr = sizes.BLOCK_D
     BLOCK_N: gl.constexpr = sizes.BLOCK_N
     DTYPE: gl.constexpr = k_rot_desc.dtype
-    NQ = o_desc.shape[2]
 
-    # The tiles of most columns, and those of the rotated columns of latent attention.
-    q_desc, k_desc, q_rope_desc, k_rope_desc = q_rot_desc, k_rot_desc, None, None
-    if IS_LATENT:
-        q_desc, k_desc, q_rope_desc, k_rope_desc = q_nope_desc, k_nope_desc, q_rot_desc, k_rot_desc
-    saved_desc = None
-    if ROTATES_QUERIES:
-        saved_desc = q_rot_desc
-        if IS_LATENT:
-            q_rope_desc = None
-        else:
-            q_desc = None
+    # What is loaded. The rotated columns of latent attention have tiles of their own.
+    q_desc = q_nope_desc if IS_LATENT else (None if ROTATES_QUERIES else q_rot_desc)
+    k_desc = k_nope_desc if IS_LATENT else k_rot_desc
+    q_rope_desc = q_rot_desc if IS_LATENT and not ROTATES_QUERIES else None
+    k_rope_desc = k_rot_desc if IS_LATENT else None
 
     # Shared memory and channels. Rotated here, the queries of all warpgroups share two stages. Otherwise each warpgroup
     # has a channel of one stage.
@@ -183,15 +159,18 @@ def forward_kernel(q_rot_desc, q_nope_desc, k_rot_desc, k_nope_desc, v_desc, o_d
     # Warpgroups that attend read NK where tiles have no bounds, with intervals only to rotate their first queries.
     # Numbers that a tile's announcement contains are None here, because Triton 3.6 fails on unused arguments of warps.
     NO_NK: gl.constexpr = HAS_BOUNDS or (HAS_INTERVALS and not ROTATES_QUERIES)
-    tiles = announcements(HAS_BOUNDS, IS_PACKED, TILE_READERS, NQ=None if IS_PACKED else NQ, NK=None if NO_NK else NK)
+    announced = forward_tiles.announcements(
+        HAS_BOUNDS, IS_PACKED, TILE_READERS, NQ=None if IS_PACKED else NQ, NK=None if NO_NK else NK
+    )
     full, empty = channels.allocate_barriers(CONSUMERS), channels.allocate_barriers(CONSUMERS)
     queries = channels.Channel(q_smem, full, empty, Q_STAGES, TILES=TILES, rope=q_rope)
     # In latent attention the loading warp and those that rotate fill a slot.
     queries.init(FILLS=2 if ROTATES_QUERIES and IS_LATENT else 1, RELEASES=TILES)
     keys = channels.channel_of(k_smem, STAGES, k_rope)
     values = channels.channel_of(v_smem, STAGES)
-    keys.init(FILLS=1, RELEASES=CONSUMERS * shapes.WARPGROUP_THREADS)
-    values.init(FILLS=1, RELEASES=CONSUMERS * shapes.WARPGROUP_THREADS)
+    for i in gl.static_range(STAGES):
+        keys.init_slot(i, FILLS=1, RELEASES=CONSUMERS * shapes.WARPGROUP_THREADS)
+        values.init_slot(i, FILLS=1, RELEASES=CONSUMERS * shapes.WARPGROUP_THREADS)
     arrival = None
     if HAS_BOUNDS or HAS_INTERVALS:
         arrival = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
@@ -206,7 +185,7 @@ def forward_kernel(q_rot_desc, q_nope_desc, k_rot_desc, k_nope_desc, v_desc, o_d
         mask = masks.AlignedMask()
     else:
         mask = masks.PositionMask(window, call_masks.READS_LENGTHS, HAS_STARTS and not call_masks.FROM_START)
-    schedule = Schedule(
+    schedule = forward_tiles.Schedule(
         counter_ptr,
         call_masks.starts_ptr,
         call_masks.lens_ptr,
@@ -226,27 +205,28 @@ def forward_kernel(q_rot_desc, q_nope_desc, k_rot_desc, k_nope_desc, v_desc, o_d
         FROM_START=call_masks.FROM_START,
         QUERIES_IN_TILES=sizes.QUERIES_IN_TILES,
     )
-    row_format = row_tiles.RowFormat(sizes.D, BLOCK_D, sizes.USE_INT64_OFFSETS)
+    row_format = tiles.RowFormat(sizes.D, BLOCK_D, sizes.USE_INT64_OFFSETS)
     output = replace(output, desc=o_desc, smem=o_smem, format=row_format)
     # In latent attention the warps that rotate do so for all tiles, and the loading warp loads the other columns.
     first_source, loaded = None, queries
     if ROTATES_QUERIES:
         starts_ptr = call_masks.starts_ptr if call_masks.FROM_START else None
-        source = replace(source, position_limit=position_limit, starts_ptr=starts_ptr, saved_desc=saved_desc)
+        source = replace(source, position_limit=position_limit, starts_ptr=starts_ptr, saved_desc=q_rot_desc)
         if not IS_LATENT:
             first_source, loaded = source, None
     intervals = mask if HAS_INTERVALS else None
-    loader = Loader(
+    loader = forward_producers.Loader(
         q_desc, k_desc, v_desc, q_rope_desc, k_rope_desc, loaded, keys, values, arrival, intervals, sizes.PDL
     )
 
+    ROTATE: gl.constexpr = forward_producers.rotate_rope if IS_LATENT else forward_producers.rotate_queries
     # One list of tasks: warpgroups that attend, of which the first is the default one, and then the others.
-    first = Attention(0, CONSUMERS, tiles, queries, keys, values, mask, scores, first_source, output, NQ)
+    first = Attention(0, CONSUMERS, announced, queries, keys, values, mask, scores, first_source, output, NQ)
     gl.warp_specialize(
         [(attend, (first,)), (attend, (replace(first, INDEX=1),))]
         + ([(attend, (replace(first, INDEX=2),))] if CONSUMERS == 3 else [])
-        + ([(rotate_rope if IS_LATENT else rotate_queries, (tiles, queries, source))] if ROTATES_QUERIES else [])
-        + [(load, (loader, schedule, tiles))],
+        + ([(ROTATE, (announced, queries, source))] if ROTATES_QUERIES else [])
+        + [(forward_producers.load, (loader, schedule, announced))],
         [shapes.WARPGROUP_WARPS] * (TILE_READERS - 1) + [1],
         [sizes.ATTEND_REGISTERS] * (CONSUMERS - 1)
         + ([sizes.ROTATE_REGISTERS] if ROTATES_QUERIES else [])
@@ -260,13 +240,13 @@ class Attention:
 
     INDEX: gl.constexpr
     COUNT: gl.constexpr
-    tiles: Announcements
+    announced: forward_tiles.Announcements
     queries: channels.Channel
     keys: channels.Channel
     values: channels.Channel
     mask: masks.PositionMask  # or another one
     scores: Softmax
-    source: QuerySource | None  # if they rotate the queries of the block's first tile
+    source: forward_producers.QuerySource | None  # if they rotate the queries of the block's first tile
     output: ForwardOutput
     NQ: gl.tensor
 
@@ -288,7 +268,7 @@ def attend(attention):
     and scores are never alive together.
     """
     INDEX: gl.constexpr = attention.INDEX
-    tiles, keys, values = attention.tiles, attention.keys, attention.values
+    announced, keys, values = attention.announced, attention.keys, attention.values
     mask, scores, output = attention.mask, attention.scores, attention.output
     queries = attention.queries.of_warpgroup(INDEX)
     BLOCK_N: gl.constexpr = keys.buffer.shape[3]
@@ -309,11 +289,11 @@ def attend(attention):
 
     tile_step = 0
     key_step = 0
-    tile = next_tile(tiles, tile_step)
+    tile = forward_tiles.next_tile(announced, tile_step)
     start_m = tile.start_m + INDEX * ROWS
     row_numbers = mask.row_number(tile, start_m) + first_rows
     exists = True
-    if tiles.IS_PACKED:
+    if announced.IS_PACKED:
         # The block may have no tile at all, because only the device knows how many hold queries.
         exists = tile.num_blocks > 0
     at_queries = queries.at(tile_step)
@@ -321,16 +301,16 @@ def attend(attention):
     if attention.source is None:
         queries.wait_full(at_queries, exists)
     else:
-        rotate_first_queries(attention.source, tile, queries, start_m)
+        forward_producers.rotate_first_queries(attention.source, tile, queries, start_m)
     keys.wait_full(at_keys, exists)
     k = columns.rows_in(keys, at_keys, 0, FIRST_COUNT)
     q = columns.rows_in(queries, at_queries, 0, ROWS)
     first_visit = mask.visit(at_keys, 0, exists)
     tile = mask.counted(tile, first_visit)
     first = columns.issue_row_scores(q, k, nothing, RIGHT)
-    first = warpgroup_mma_wait(0, deps=[first])
+    first = compat.warpgroup_mma_wait(0, deps=[first])
     keys.release_by_threads(at_keys, exists)
-    barrier()  # see ``multiply``
+    compat.barrier()  # see ``multiply``
     first = softmax.cap_scores(first, scores.cap_scale, DTYPE)
     first = mask.hide(first, row_numbers, first_columns, first_visit, tile, SEEN)
     first, state = softmax.weigh_first(first, scores.qk_scale, ROW)
@@ -340,7 +320,7 @@ def attend(attention):
     if attention.source is not None:
         if attention.source.saved_desc is not None:
             # Until the TMA has read the first queries, before their slot is released.
-            tma_store_wait(0)
+            compat.tma_store_wait(0)
     while tile.num_blocks > 0:
         acc = columns.zero_parts(ROWS, BLOCK_D, RIGHT)
         correction = gl.full([ROWS], 1.0, gl.float32, ROW)
@@ -363,14 +343,14 @@ def attend(attention):
                 values.release_by_threads(values.at(key_step - 1))
             p, running = softmax.weigh_scores(s, subtrahend, correction, running, scores.qk_scale)
             if scores.PIN_SUMS:
-                pin(running.sums)
+                ptxas.pin(running.sums)
             if scores.VALUES == "after weights":
                 acc = columns.wait_for_parts(acc, PENDING=0)
                 values.release_by_threads(values.at(key_step - 1))
             p = softmax.pack_weights(p, DTYPE)
         if output.highest_ptr is not None:
             # Before the next tile's first scores, where registers are scarcest.
-            store_statistic(attention, output.highest_ptr, running.highest * LN2, tile, rows)
+            store_statistic(attention, output.highest_ptr, running.highest * row_softmax.LN2, tile, rows)
         if queries.STAGES == 1:
             queries.release(at_queries, tile.num_blocks == 1)
         else:
@@ -381,7 +361,7 @@ def attend(attention):
         tile_step += 1
         key_step += 1
         finished = tile
-        tile = next_tile(tiles, tile_step)
+        tile = forward_tiles.next_tile(announced, tile_step)
         exists = tile.num_blocks > 0
         row_numbers = mask.row_number(tile, tile.start_m + INDEX * ROWS) + first_rows
         at_queries = queries.at(tile_step)
@@ -393,9 +373,9 @@ def attend(attention):
         first, state = softmax.weigh_first(first, scores.qk_scale, ROW)
 
         seen, factor = finish_rows(attention, finished, rows, running)
-        tma_store_wait(0)
+        compat.tma_store_wait(0)
         if scores.PIN_SUMS:
-            pin(state.sums)
+            ptxas.pin(state.sums)
         if scores.VALUES != "before scores":
             acc = columns.wait_for_parts(acc, PENDING=0)
             values.release_by_threads(values.at(key_step - 1))
@@ -405,7 +385,7 @@ def attend(attention):
     if INDEX == 0:
         # The last warpgroup hands the tensor cores over once more.
         channels.wait_for_tensor_cores(attention.INDEX)
-    tma_store_wait(0)
+    compat.tma_store_wait(0)
 
 
 @jit
@@ -439,7 +419,7 @@ def multiply(attention, q, acc, p, correction, key_step, step, exists, COUNT: gl
         values.release_by_threads(at_values)
         s = columns.issue_row_scores(q, k, nothing, RIGHT)
         channels.hand_over_tensor_cores(attention.INDEX, attention.COUNT)
-        s = warpgroup_mma_wait(0, deps=[s])
+        s = compat.warpgroup_mma_wait(0, deps=[s])
     else:
         at_keys = keys.at(key_step)
         keys.wait_full(at_keys, exists)
@@ -450,13 +430,13 @@ def multiply(attention, q, acc, p, correction, key_step, step, exists, COUNT: gl
         acc = softmax.rescale_output(acc, correction)
         # Triton's analysis of shared memory inserts one barrier an iteration. Without this one it would be before the
         # wait for keys, when this warpgroup has no product in flight.
-        barrier()
+        compat.barrier()
         values.wait_full(at_values)
         v = values.tile(at_values).reshape((BLOCK_N, BLOCK_D))
         acc = columns.issue_by_columns(weights, v, acc)
         channels.hand_over_tensor_cores(attention.INDEX, attention.COUNT)
         # The groups of the values may stay in flight.
-        s = warpgroup_mma_wait(2 if RIGHT else 1, deps=[s])
+        s = compat.warpgroup_mma_wait(2 if RIGHT else 1, deps=[s])
     keys.release_by_threads(at_keys, exists)
     return softmax.cap_scores(s, scores.cap_scale, q.columns.dtype), acc, visit
 
@@ -475,12 +455,12 @@ def finish_rows(attention, tile, rows, state):
     factor (ROWS,): the output is acc times this; a row that is not ``seen`` has seen no key, and its output is 0.
     """
     ROW: gl.constexpr = state.maximum.type.layout
-    row_sum = softmax.whole_sums(state.sums, ROW)
+    row_sum = gl.convert_layout(gl.sum(state.sums, 1), ROW)  # of the four threads of a quad
     sink = None
     if attention.scores.sinks_ptr is not None:
-        sink = gl.load(attention.scores.sinks_ptr + tile.head).to(gl.float32) * LOG2E
-    seen, row_max, divisor, weight = finish_sums(state.maximum, row_sum, sink)
-    lse = log_sum_exp(seen, row_max, divisor)
+        sink = gl.load(attention.scores.sinks_ptr + tile.head).to(gl.float32) * row_softmax.LOG2E
+    seen, row_max, divisor, weight = row_softmax.finish_sums(state.maximum, row_sum, sink)
+    lse = row_softmax.log_sum_exp(seen, row_max, divisor)
     store_statistic(attention, attention.output.lse_ptr, lse, tile, rows)
     return seen, gl.where(seen, weight / divisor, 0.0)
 
@@ -500,16 +480,16 @@ def write_output(output, o, tile, INDEX: gl.constexpr):
         # Each thread keeps its values.
         left, right = gl.split(o.left.reshape((ROWS, 2, COLUMNS)).permute((0, 2, 1)))
         o_tile.reshape((ROWS, COLUMNS)).store(gl.convert_layout(left, HALF, assert_trivial=True))
-        fence_async_shared()
+        compat.fence_async_shared()
         write_columns(output, o_tile, tile, row, COLUMN=0)
-        tma_store_wait(0)
+        compat.tma_store_wait(0)
         o_tile.reshape((ROWS, COLUMNS)).store(gl.convert_layout(right, HALF, assert_trivial=True))
-        fence_async_shared()
+        compat.fence_async_shared()
         write_columns(output, o_tile, tile, row, COLUMN=COLUMNS)
     else:
         # The TMA does not store the columns after two parts, because the tensor has none there.
         columns.store_parts(o_tile.reshape((ROWS, COLUMNS)), o, columns.LEFT)
-        fence_async_shared()
+        compat.fence_async_shared()
         write_columns(output, o_tile, tile, row, COLUMN=0)
 
 
@@ -521,10 +501,10 @@ def write_columns(output, o_tile, tile, row, COLUMN: gl.constexpr):
     from registers.
     """
     if output.view is None:
-        tma_store(output.desc, [tile.batch, tile.head, row, COLUMN], o_tile)
+        compat.tma_store(output.desc, [tile.batch, tile.head, row, COLUMN], o_tile)
     else:
         if row + ROWS <= tile.query_end:
-            tma_store(output.desc, [tile.batch, tile.head, row, COLUMN], o_tile)
+            compat.tma_store(output.desc, [tile.batch, tile.head, row, COLUMN], o_tile)
         elif row < tile.query_end:
             BLOCK_D: gl.constexpr = o_tile.shape[3]
             WHOLE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BLOCK_D, BLOCK_D // 8], [4, 1], [1, 0])
@@ -534,8 +514,8 @@ def write_columns(output, o_tile, tile, row, COLUMN: gl.constexpr):
                 base += COLUMN * strides[3]
             o = o_tile.reshape((ROWS, BLOCK_D)).load(WHOLE)
             row_format = replace(output.format, D=output.format.D - COLUMN, BLOCK_D=BLOCK_D)
-            rows = row_tiles.rows_at(base, strides, tile.query_end - row, row_format)
-            row_tiles.store_tile(rows, o, gl.arange(0, ROWS, gl.SliceLayout(1, WHOLE)), WHOLE)
+            rows = tiles.rows_at(base, strides, tile.query_end - row, row_format)
+            tiles.store_tile(rows, o, gl.arange(0, ROWS, gl.SliceLayout(1, WHOLE)), WHOLE)
 
 
 @triton.jit(do_not_specialize=["H", "NQ"])
@@ -550,7 +530,7 @@ def max_logit_kernel(highest_ptr, max_logit_ptr, cu_q_ptr, H, NQ, BLOCK: tl.cons
     length = NQ
     if cu_q_ptr is not None:
         sequence = entry // H
-        begin, length = packed_rows(cu_q_ptr, sequence, sequence + 1, NQ)
+        begin, length = lengths.packed_rows(cu_q_ptr, sequence, sequence + 1, NQ)
         first = (entry % H).to(tl.int64) * NQ + begin
     highest = tl.full([BLOCK], float("-inf"), tl.float32)
     for start in range(0, length, BLOCK):

@@ -1,20 +1,11 @@
 # mypy: ignore-errors
 """The sm_90 forward's warps that fill shared memory: one that loads tiles, and four that rotate queries."""
 
-from fused_rope_attn.attention.hopper import channels
-from fused_rope_attn.attention.hopper.forward_tiles import (
-    QueryTile,
-    announce_tile,
-    first_work,
-    next_tile,
-    next_work,
-    query_position,
-)
-from fused_rope_attn.attention.hopper.masks import IntervalMask
-from fused_rope_attn.attention.hopper.ptxas import opaque
+from fused_rope_attn.attention.hopper import channels, forward_tiles, masks
 from fused_rope_attn.attention.hopper.shapes import ROWS
 from fused_rope_attn.kernels import rotation as rotary
 from fused_rope_attn.kernels.norm import Norm
+from fused_rope_attn.kernels.ptxas import opaque
 from fused_rope_attn.kernels.records import record, replace
 from fused_rope_attn.kernels.schedule import wait_for_previous_launch
 from fused_rope_attn.kernels.tiles import RowFormat, Rows, TensorView, prefetch_rows, rows_at, rows_from
@@ -36,7 +27,7 @@ class Loader:
     keys: channels.Channel
     values: channels.Channel
     arrival: gl.tensor | None  # the mbarrier of ``load_existing_rows``; None: keys end where the tensor does
-    intervals: IntervalMask | None
+    intervals: masks.IntervalMask | None
     PDL: gl.constexpr  # programmatic dependent launch
 
 
@@ -80,8 +71,8 @@ def load(loader, schedule, tiles):
     if schedule.IS_PACKED:
         # The pre-pass has described the tiles.
         wait_for_previous_launch(loader.PDL)
-    work = first_work(schedule)
-    announce_tile(tiles, 0, work.tile)
+    work = forward_tiles.first_work(schedule)
+    forward_tiles.announce_tile(tiles, 0, work.tile)
     # The pre-pass writes the counter and the keys. The warps that rotate queries need neither, and have begun.
     wait_for_previous_launch(loader.PDL)
     tile_step = 0  # the tile that was announced last, which is the one after the tile that is being loaded
@@ -102,8 +93,8 @@ def load(loader, schedule, tiles):
             # After the first keys, because their slot is free earlier than the queries' memory.
             load_queries(loader, tile, tile_step)
         tile_step += 1
-        following = next_work(schedule, work)
-        announce_tile(tiles, tile_step, following.tile)
+        following = forward_tiles.next_work(schedule, work)
+        forward_tiles.announce_tile(tiles, tile_step, following.tile)
         # Early, because they take a round trip to memory.
         first_visit, following_blocks = following.first_visit()
         for step in range(num_blocks):
@@ -156,7 +147,7 @@ class QuerySource:
 class TileQueries:
     """The queries of a tile as the caller gave them, and what norms and rotates them."""
 
-    tile: QueryTile
+    tile: forward_tiles.QueryTile
     rows: Rows  # of the tile's head
     rotation: rotary.Rotation
     sign: gl.tensor
@@ -169,7 +160,7 @@ class TileQueries:
         """Return COUNT rows from ``start`` on, normed and rotated, in pair order (COUNT, BLOCK_D)."""
         PAIRS: gl.constexpr = self.layouts.PAIRS
         offs = gl.arange(0, COUNT, gl.SliceLayout(1, PAIRS))
-        rows, position = rows_from(self.rows, start), query_position(self.tile, start)
+        rows, position = rows_from(self.rows, start), forward_tiles.query_position(self.tile, start)
         first, second = rotary.load_pairs(rows, offs, self.rotation, self.layouts)
         cos, sin = rotary.load_angles(self.rotation, offs + position, self.BLOCK_D, PAIRS)
         first, second = rotary.norm_and_rotate(first, second, cos, sin, self.sign, self.rotation, self.weights, PAIRS)
@@ -252,7 +243,7 @@ def rotate_queries(tiles, queries, source):
     if source.norm is not None:
         weights = rotary.pair_norm_weights(source.norm, source.tables, BLOCK_D, pair_layouts(BLOCK_D).PAIRS)
     tile_step = 0
-    tile = next_tile(tiles, tile_step)
+    tile = forward_tiles.next_tile(tiles, tile_step)
     while tile.num_blocks > 0:
         at_queries = queries.at(tile_step)
         if tile_step > 0:
@@ -281,7 +272,7 @@ def rotate_queries(tiles, queries, source):
                     save_queries(source, tile, tile.start_m + warpgroup * ROWS, rotated)
         queries.fill(at_queries)
         tile_step += 1
-        tile = next_tile(tiles, tile_step)
+        tile = forward_tiles.next_tile(tiles, tile_step)
     if source.saved_desc is not None:
         tma_store_wait(0)
 
@@ -298,7 +289,7 @@ def rotate_rope(tiles, queries, source):
     LINES: gl.constexpr = gl.BlockedLayout([1, 1], [32, 1], [4, 1], [1, 0])
     CHUNK: gl.constexpr = 2048 // BLOCK_D
     tile_step = 0
-    tile = next_tile(tiles, tile_step)
+    tile = forward_tiles.next_tile(tiles, tile_step)
     while tile.num_blocks > 0:
         given = tile_queries(source, tile, None, BLOCK_D)
         prefetch_rows(given.rows, tile.start_m, tile.query_end, CONSUMERS * ROWS, LINES)
@@ -326,6 +317,6 @@ def rotate_rope(tiles, queries, source):
                 save_queries(source, tile, tile.start_m + warpgroup * ROWS, rotated)
             own.fill(cursor)
         tile_step += 1
-        tile = next_tile(tiles, tile_step)
+        tile = forward_tiles.next_tile(tiles, tile_step)
     if source.saved_desc is not None:
         tma_store_wait(0)

@@ -109,21 +109,6 @@ class RowState:
 
 
 @jit
-def no_sums():
-    """Return the sums of 64 rows that have seen nothing, (64, 4): one for each thread of a quad."""
-    QUADS: gl.constexpr = gl.DistributedLinearLayout(
-        [[8, 0]], [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [64, 4]
-    )
-    return gl.zeros([64, 4], gl.float32, QUADS)
-
-
-@jit
-def whole_sums(row_sum, LAYOUT: gl.constexpr):
-    """Add up sums (64, 4) in the threads of a quad to the sums of the rows, (64,) in LAYOUT."""
-    return gl.convert_layout(gl.sum(row_sum, 1), LAYOUT)
-
-
-@jit
 def follow_maximum(scores, rows, qk_scale):
     """Begin a step of the running softmax: (the ``RowState`` with new maxima, subtrahend, correction), each (64,).
 
@@ -170,8 +155,12 @@ def weigh_scores(scores, subtrahend, correction, rows, qk_scale):
 @jit
 def weigh_first(scores, qk_scale, ROW: gl.constexpr):
     """Weigh the scores (64, keys) of a tile's first block: (weights, ``RowState`` with its maxima in layout ROW)."""
+    QUADS: gl.constexpr = gl.DistributedLinearLayout(
+        [[8, 0]], [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [64, 4]
+    )
     unseen = gl.full([64], float("-inf"), gl.float32, gl.SliceLayout(1, scores.type.layout))
-    rows, subtrahend, correction = follow_maximum(scores, RowState(unseen, no_sums(), None), qk_scale)
+    no_sums = gl.zeros([64, 4], gl.float32, QUADS)
+    rows, subtrahend, correction = follow_maximum(scores, RowState(unseen, no_sums, None), qk_scale)
     p, rows = weigh_scores(scores, subtrahend, correction, rows, qk_scale)
     return p, RowState(gl.convert_layout(rows.maximum, ROW, assert_trivial=True), rows.sums, None)
 
