@@ -107,7 +107,7 @@ class Form:
     """The forms of one further tensor, on the device of a call's first one.
 
     Args:
-        forms: alternatives, for example "B NK | 1 NK". A symbol whose size a call does not know may have any.
+        forms: alternatives, for example "B NK | 1 NK". A symbol without a known size may have any.
         dtypes: that it may have; None is the first tensor's.
     """
 
