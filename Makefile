@@ -84,8 +84,14 @@ test-oldest:
 
 # Apart from test, which CI must finish in its time: tracing slows the interpreter down. Fails below pyproject.toml's
 # fail_under.
-coverage: $(ENVIRONMENT)
+coverage: $(ENVIRONMENT) sweep
 	TRITON_INTERPRET=1 $(PY) -m pytest -n 2 --cov --cov-report=term $(ARGS)
+
+# Every served class with documents, caches, masks and attention implementations, against the unpatched model; a test of
+# `make test` takes some of the settings.
+.PHONY: sweep
+sweep: $(ENVIRONMENT)
+	TRITON_INTERPRET=1 $(PY) -m pytest -m sweep -n 2 tests/integrations/transformers
 
 test-gpu: $(ENVIRONMENT)
 	$(PY) -m pytest -m gpu $(ARGS)

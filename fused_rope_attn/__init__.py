@@ -29,11 +29,9 @@ if TYPE_CHECKING:
     from fused_rope_attn.attention.planning import Plan
     from fused_rope_attn.generation.api import plan_with_kvcache, rope_attention_with_kvcache, write_kvcache
     from fused_rope_attn.rotation.api import apply_rope, apply_rope_qk
-    from fused_rope_attn.rotation.embedding import RotaryEmbedding
-    from fused_rope_attn.rotation.layouts import permute_rope_layout
-    from fused_rope_attn.rotation.tables import rope_tables, rope_tables_2d
-    from fused_rope_attn.runtime.axes import Layout
-    from fused_rope_attn.runtime.options import Backend, RotationLayout, Strategy
+    from fused_rope_attn.rotation.tables import RotaryEmbedding, permute_rope_layout, rope_tables, rope_tables_2d
+    from fused_rope_attn.runtime.axes import Layout, RotationLayout
+    from fused_rope_attn.runtime.options import Backend, Strategy
 
 __version__ = "0.1.0"
 __all__ = [
@@ -66,13 +64,13 @@ _MODULES = {
     "Backend": "runtime.options",
     "Layout": "runtime.axes",
     "Plan": "attention.planning",
-    "RotaryEmbedding": "rotation.embedding",
-    "RotationLayout": "runtime.options",
+    "RotaryEmbedding": "rotation.tables",
+    "RotationLayout": "runtime.axes",
     "Strategy": "runtime.options",
     "apply_rope": "rotation.api",
     "apply_rope_qk": "rotation.api",
     "cu_seqlens_from_position_ids": "attention.api",
-    "permute_rope_layout": "rotation.layouts",
+    "permute_rope_layout": "rotation.tables",
     "plan": "attention.api",
     "plan_mla": "attention.latent_api",
     "plan_mla_varlen": "attention.latent_api",

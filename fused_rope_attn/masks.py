@@ -9,16 +9,20 @@ masks hold together by the larger of their starts and the smaller of their ends:
     starts, ends = torch.maximum(starts, more_starts), torch.minimum(ends, more_ends)
 
 All of them are for ``causal=False``: where a mask is causal, its intervals begin with the key's own row.
+
+Values that no mask has, for example documents that overlap, are a ValueError on a CPU. On a GPU, and in graphs of
+torch.compile and torch.export, the host does not wait to read them, and an assertion on the device fails.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from fused_rope_attn.runtime.checks import check_int, check_kinds, named, shown
+from fused_rope_attn.runtime.checks import check_ends, check_int, check_kinds, named, shown
+from fused_rope_attn.runtime.registration import is_plain
 
 __all__ = ["bidirectional_blocks", "chunks", "documents", "from_dense", "prefix_lm", "prefix_tree"]
 Intervals = tuple[Tensor, Tensor]
@@ -29,9 +33,9 @@ def documents(cu_seqlens: Tensor, length: int | None = None) -> Intervals:
 
     Args:
         cu_seqlens: ``(documents + 1,)`` int32 or int64: document ``d`` is the tokens ``[cu[d], cu[d + 1])``; it begins
-            with 0 and never falls.
-        length: N. Tokens after the last document see nothing and are not seen. None reads the end of the last document
-            from the device, which synchronises.
+            with 0, never falls, and ends at or before N.
+        length: N. Tokens after the last document see nothing and are not seen. None takes the end of the last document
+            and reads cu_seqlens from the device, which synchronises.
 
     Returns:
         query_starts and query_ends, ``(1, N)`` int32 each on the device of cu_seqlens.
@@ -42,7 +46,11 @@ def documents(cu_seqlens: Tensor, length: int | None = None) -> Intervals:
     _check_ints("cu_seqlens", cu_seqlens, 1, "(documents + 1,)")
     if cu_seqlens.shape[0] < 1:
         raise ValueError(f"cu_seqlens must have shape (documents + 1,), but has {shown(cu_seqlens.shape)}")
-    length = int(cu_seqlens[-1]) if length is None else _length(length)
+    known = cu_seqlens if length is not None else cu_seqlens.cpu()
+    length = int(known[-1]) if length is None else _length(length)
+    if check_ends("cu_seqlens", known, length, "the row") is None:
+        are_ends = (known[0] == 0) & (known[1:] >= known[:-1]).all() & (known[-1] <= length)
+        torch._assert_async(are_ends, "cu_seqlens must begin with 0, never fall, and end at or before the last token")
     token = torch.arange(length, dtype=torch.int32, device=cu_seqlens.device)
     last = cu_seqlens[1:].int().contiguous()
     # The documents that end at or before a token are the documents before its own.
@@ -108,7 +116,7 @@ def prefix_lm(prefix_lens: Tensor, length: int) -> Intervals:
     """Return the intervals of prefix language models: the first tokens see one another, the others are causal.
 
     Args:
-        prefix_lens: ``(B,)`` int32 or int64, the number of tokens that see one another.
+        prefix_lens: ``(B,)`` int32 or int64, the number of tokens that see one another, between 0 and N.
         length: N.
 
     Returns:
@@ -116,6 +124,11 @@ def prefix_lm(prefix_lens: Tensor, length: int) -> Intervals:
     """
     _check_ints("prefix_lens", prefix_lens, 1, "(B,)")
     token = torch.arange(_length(length), dtype=torch.int32, device=prefix_lens.device)
+    _check_values(
+        (prefix_lens >= 0) & (prefix_lens <= length),
+        lambda b: f"prefix_lens must be between 0 and length = {length}, but prefix_lens[{b}] is {prefix_lens[b]}",
+        "prefix_lens must be between 0 and length",
+    )
     starts = torch.where(token < prefix_lens[:, None], 0, token).int()
     return starts, torch.full_like(starts, length)
 
@@ -125,21 +138,21 @@ def bidirectional_blocks(block_ids: Tensor) -> Intervals:
 
     Args:
         block_ids: ``(B, N)`` int32 or int64. Tokens with the same id of 0 or more, which must be adjacent, see one
-            another; tokens with a negative id are causal. On a CPU an id in two places is a ValueError. On a GPU the
-            host does not wait to read ids, and each run of equal ids is a block.
+            another; tokens with a negative id are causal.
 
     Returns:
         query_starts and query_ends, ``(B, N)`` int32 each on the device of block_ids.
     """
     _check_ints("block_ids", block_ids, 2, "(B, N)")
-    batch, length = block_ids.shape
+    length = block_ids.shape[1]
     begins = torch.ones_like(block_ids, dtype=torch.bool)
     begins[:, 1:] = (block_ids[:, 1:] != block_ids[:, :-1]) | (block_ids[:, 1:] < 0)
-    if block_ids.device.type == "cpu":
-        for b in range(batch):
-            runs = block_ids[b][begins[b] & (block_ids[b] >= 0)]
-            if runs.unique().numel() < runs.numel():
-                raise ValueError(f"block_ids must have equal ids of 0 or more next to one another, but row {b} has not")
+    blocks = torch.where(begins, block_ids, -1).sort(1).values  # the id of each run; equal ids are now adjacent
+    _check_values(
+        ((blocks[:, 1:] != blocks[:, :-1]) | (blocks[:, 1:] < 0)).all(1),
+        lambda b: f"block_ids must have equal ids of 0 or more next to one another, but row {b} has not",
+        "block_ids must have equal ids of 0 or more next to one another",
+    )
     token = torch.arange(length, dtype=torch.int32, device=block_ids.device)
     starts = torch.where(begins, token, 0)
     starts = starts.cummax(1).values if length else starts
@@ -159,9 +172,9 @@ def chunks(chunk: int, length: int, *, device: torch.device | str | None = None)
     """
     if check_int("chunk", chunk) < 1:
         raise ValueError(f"chunk must be 1 or more, but is {chunk}")
-    token = torch.arange(_length(length), dtype=torch.int32, device=device)
+    token = torch.arange(_length(length), device=device)
     ends = ((token // chunk + 1) * chunk).clamp(max=length)
-    return token[None], ends.int()[None]
+    return token.int()[None], ends.int()[None]
 
 
 def from_dense(mask: Tensor) -> Intervals | None:
@@ -217,6 +230,17 @@ def _check_ints(name: str, x: Tensor, ndim: int, form: str) -> None:
         raise TypeError(f"{name} must be int32 or int64, but is {named(x.dtype)}")
     if x.ndim != ndim:
         raise ValueError(f"{name} must have shape {form}, but has {shown(x.shape)}")
+
+
+def _check_values(holds: Tensor, refusal: Callable[[int], str], message: str) -> None:
+    """Raise ValueError unless all of holds (B,) bool are True. Where the host cannot read it, assert on the device.
+
+    refusal: returns the message for the first index that is False. message: that of the assertion.
+    """
+    if holds.device.type != "cpu" or not is_plain(holds):
+        torch._assert_async(holds.all(), message)
+    elif not holds.all():
+        raise ValueError(refusal(int(holds.int().argmin())))
 
 
 def _host_ints(name: str, values: Sequence[int] | Tensor) -> list[int]:

@@ -16,6 +16,7 @@ if not HAS_GPU:
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the processes that tests start
 
 from torch._dynamo import trace_rules  # noqa: E402
+from torch.utils._device import _device_constructors  # noqa: E402
 
 from fused_rope_attn.runtime.device import is_interpreted  # noqa: E402
 from verification.testing import poison_empty  # noqa: E402
@@ -47,6 +48,8 @@ def poisoned_memory(request):
     """
     # Dynamo lists torch's functions when it first compiles, and anew after a process group has begun. Where that was in
     # a poisoned test, the list holds the poisoned torch.empty, and no later test could compile torch.empty.
+    # `with torch.device(...)` also lists, once, the functions whose device it sets.
+    _device_constructors()
     if torch.empty not in trace_rules.get_torch_obj_rule_map():
         trace_rules.clear_lru_cache()
         trace_rules.get_torch_obj_rule_map()

@@ -4,8 +4,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._subclasses import FakeTensorMode
 
 from fused_rope_attn import masks
+from tests.support.export import Module
 
 LENGTHS = st.lists(st.integers(0, 5), min_size=1, max_size=6)
 
@@ -69,6 +71,7 @@ def test_prefix_tree(tree, as_tensors):
 
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=3), st.integers(0, 8))
 def test_prefix_lm(prefix_lens, length):
+    prefix_lens = [min(prefix, length) for prefix in prefix_lens]
     found = dense(*masks.prefix_lm(torch.tensor(prefix_lens), length), length)
     for b, prefix in enumerate(prefix_lens):
         expected = pairs(length, lambda i, j: j <= i or j < prefix)  # noqa: B023
@@ -117,6 +120,7 @@ def test_from_dense_of_nothing():
 
 
 WHOLE = torch.zeros(3, dtype=torch.int32)
+BLOCKS = torch.tensor([[0, 0, -1, 1, -1], [-1, 2, 7, 7, 2]])
 
 
 @pytest.mark.parametrize(
@@ -136,6 +140,27 @@ WHOLE = torch.zeros(3, dtype=torch.int32)
         (lambda: masks.prefix_lm(WHOLE, 3.0), TypeError, "length must be an int, but is float 3.0"),
         (lambda: masks.bidirectional_blocks(WHOLE), ValueError, r"block_ids must have shape \(B, N\)"),
         (lambda: masks.bidirectional_blocks(torch.tensor([[0, 1, 0]])), ValueError, "next to one another, but row 0"),
+        (lambda: masks.bidirectional_blocks(BLOCKS), ValueError, "next to one another, but row 1"),
+        (
+            lambda: masks.documents(torch.tensor([5, 4, 3])),
+            ValueError,
+            "cu_seqlens must begin with 0, but begins with 5",
+        ),
+        (
+            lambda: masks.documents(torch.tensor([1, 3]), 3),
+            ValueError,
+            "cu_seqlens must begin with 0, but begins with 1",
+        ),
+        (
+            lambda: masks.documents(torch.tensor([0, 4, 2]), 9),
+            ValueError,
+            "cu_seqlens must never fall, but 2 follows 4",
+        ),
+        (lambda: masks.documents(torch.tensor([0, -2])), ValueError, "cu_seqlens must never fall, but -2 follows 0"),
+        (lambda: masks.documents(torch.tensor([0, 4]), 3), ValueError, "cu_seqlens must end at or before the row's 3"),
+        (lambda: masks.prefix_tree([-1, -2], [1, 1]), ValueError, r"depth-first order, but parents\[1\] is -2"),
+        (lambda: masks.prefix_lm(torch.tensor([3, -1]), 3), ValueError, r"between 0 and length = 3, but .*\[1\] is -1"),
+        (lambda: masks.prefix_lm(torch.tensor([4, 1]), 3), ValueError, r"between 0 and length = 3, but .*\[0\] is 4"),
         (lambda: masks.chunks(0, 3), ValueError, "chunk must be 1 or more, but is 0"),
         (lambda: masks.from_dense(WHOLE), TypeError, "mask must be bool"),
         (lambda: masks.from_dense(WHOLE.bool()), ValueError, "mask must have shape"),
@@ -144,3 +169,43 @@ WHOLE = torch.zeros(3, dtype=torch.int32)
 def test_errors(call, error, message):
     with pytest.raises(error, match=message):
         call()
+
+
+# A function, values that it takes, values that it does not, and the message.
+VALUES = [
+    (lambda x: masks.documents(x, 9), [0, 4, 9], [0, 4, 3], "cu_seqlens must begin with 0, never fall, and end"),
+    (lambda x: masks.prefix_lm(x, 9), [0, 4, 9], [0, -4, 9], "prefix_lens must be between 0 and length"),
+    (lambda x: masks.bidirectional_blocks(x[None]), [0, 0, -1], [0, 3, 0], "block_ids must have equal ids"),
+]
+by_values = pytest.mark.parametrize(("function", "right", "wrong", "message"), VALUES)
+
+
+@pytest.mark.unpoisoned
+@by_values
+def test_wrong_values_in_graphs(function, right, wrong, message):
+    """The host cannot read values while it traces: the graph asserts, on the device."""
+    torch._dynamo.reset()
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    right, wrong = torch.tensor(right), torch.tensor(wrong)
+    assert all(map(torch.equal, compiled(right), function(right)))
+    with pytest.raises(RuntimeError, match=message):
+        compiled(wrong)
+    program = torch.export.export(Module(function), (right,)).module()
+    assert all(map(torch.equal, program(right), function(right)))
+    with pytest.raises(RuntimeError, match=message):
+        program(wrong)
+
+
+@by_values
+def test_wrong_values_without_data(function, right, wrong, message):
+    """Tensors on meta and fake tensors have no values to check."""
+    expected = function(torch.tensor(right))
+    found = function(torch.tensor(wrong, device="meta"))
+    with FakeTensorMode():
+        fake = function(torch.empty(len(wrong), dtype=torch.int64))
+    for x, *others in zip(expected, found, fake, strict=True):
+        assert all(y.shape == x.shape and y.dtype == x.dtype for y in others)
+
+
+def test_chunks_larger_than_int32():
+    assert all(map(torch.equal, masks.chunks(2**40, 3), masks.chunks(3, 3)))

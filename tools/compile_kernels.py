@@ -267,9 +267,6 @@ def hopper_jobs(arch: str, full: bool = False) -> list[Job]:
             if key[0] == narrow and row.head_dim != narrow and not full:
                 continue
             config = replace(row.config, section_bytes=0)
-            if direction == "backward" and not key[1]:
-                # The same kernel: there is no diagonal.
-                config = replace(config, skips_masked_half=False)
             job = Job(**BF16, arch=arch, direction=direction, head_dim=key[0], config=config, causal=key[1])
             if key[0] not in dims and not key[1] and not full and replace(job, causal=True) in jobs:
                 continue

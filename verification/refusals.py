@@ -224,6 +224,7 @@ _OTHERS: tuple[tuple[str, Condition, Change, type[Exception], tuple[str, ...]], 
          lambda a, x=x: {x: a[x][..., :1].expand_as(a[x])}, ValueError, CACHES)
         for x in CACHES
     ),
+    ("one tensor for both caches", _has("k_cache"), lambda a: {"v_cache": a["k_cache"]}, ValueError, ("v_cache",)),
     ("more heads of k than of q", _attends, _more_heads, ValueError, ("k", "k_cache")),
     ("an odd head dim", lambda a: _attends(a) and a["q"].shape[-1] > 2,
      lambda a: _each(a, ("q", "k", "v", *CACHES), lambda x: x[..., :-1]), ValueError, ("q",)),

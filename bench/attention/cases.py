@@ -153,7 +153,7 @@ _PARENTS = [_PATHS.index(path[:-1]) if path else -1 for path in _PATHS]
 _PIECE = torch.arange(8192) // 256  # text and images alternate
 # Tokens, and a function of them to query_starts and query_ends, and of trees to positions.
 _BY_INTERVALS: dict[str, tuple[int, Callable[[int], Sequence[torch.Tensor]]]] = {
-    "documents": (32768, lambda n: masks.documents(torch.tensor(_DOCUMENTS).cumsum(0), n)),
+    "documents": (32768, lambda n: masks.documents(torch.tensor((0, *_DOCUMENTS)).cumsum(0), n)),
     "prefix": (12288, lambda n: masks.prefix_tree([-1] + [0] * 8, [4096] + [1024] * 8)),
     "tree": (10240, lambda n: masks.prefix_tree(_PARENTS, [256] * len(_PARENTS))),
     "image-blocks": (

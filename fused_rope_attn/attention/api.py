@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 
 from fused_rope_attn.attention import planning, reference
-from fused_rope_attn.attention.keywords import ATTENTION, VARLEN
 from fused_rope_attn.attention.problem import Options, Problem, Tensors, arguments_by_name, problem_of
-from fused_rope_attn.attention.validation import (
-    check_attention,
-    check_packed,
-    check_position_ids,
-    check_token_tables,
-)
-from fused_rope_attn.runtime.autocast import autocast, stand_in
+from fused_rope_attn.attention.validation import check_attention, check_position_ids, check_token_tables
+from fused_rope_attn.runtime import axes
+from fused_rope_attn.runtime.autocast import autocast
 from fused_rope_attn.runtime.axes import Layout, from_heads_first
-from fused_rope_attn.runtime.checks import heads_first
 from fused_rope_attn.runtime.context_parallel import in_context_parallel, refuse_context_parallel
 from fused_rope_attn.runtime.device import has_triton
 from fused_rope_attn.runtime.differentiation import differentiable
-from fused_rope_attn.runtime.keywords import bind, explain_keywords, fill, parameters_of
+from fused_rope_attn.runtime.dry_run import Planned, is_dry_run, plan_of_call
+from fused_rope_attn.runtime.keywords import explain_keywords, parameters_of
 from fused_rope_attn.runtime.options import AttentionOptions, Backend, Strategy, VarlenOptions
 
 if TYPE_CHECKING:
@@ -34,6 +29,7 @@ else:  # planning sends every call to the reference
     eager = None  # type: ignore[assignment]
 
 _OF_ATTENTION = parameters_of(reference.attention)
+_ROWS = ("q", "k", "v", "q_nope", "k_nope")
 _DIFFERENTIABLE = ("q", "k", "v", "sinks", "q_norm", "k_norm", "q_nope", "k_nope")
 
 
@@ -72,7 +68,7 @@ def rope_attention(
 ) -> torch.Tensor | tuple[torch.Tensor, ...]: ...  # fmt: skip
 
 
-@explain_keywords(ATTENTION)
+@explain_keywords
 def rope_attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -173,16 +169,17 @@ def rope_attention(
         q, k, v, cos, sin, sinks, kv_starts, kv_lens, None, None, q_norm, k_norm, query_starts, query_ends
     )
     # In the order of ``Options``, because a record would cost a known call 0.2 us.
-    scores, norms = (softmax_scale, rotary_dim, interleaved, window, softcap), (norm_eps, norm_offset)
-    kernels = (deterministic, backend, strategy, batch_invariant)
-    options = (causal, return_lse, *scores, *norms, *kernels, return_max_logit)
+    common, scores = (softmax_scale, interleaved, window, backend), (rotary_dim, softcap, norm_eps, norm_offset)
+    kernels = (batch_invariant, deterministic, strategy)
+    options = (*common, *scores, *kernels, causal, return_lse, return_max_logit)
     known = None if eager is None else eager.find(tensors, layout, options)
-    if known is not None:
+    if known is not None and not is_dry_run():
         if layout == "bshd":
             tensors = tensors._replace(q=q.transpose(1, 2), k=k.transpose(1, 2), v=v.transpose(1, 2))
         o, lse, max_logit = known(tensors)
         return _asked_for(from_heads_first(o, layout), lse, max_logit, return_lse, return_max_logit)
-    problem, described = _describe(tensors, Options(*options), layout)
+    axes.check_layout(layout)
+    problem, described = describe_call(check_attention, tensors, Options(*options), layout)
     o, lse, max_logit = attend(problem, described, layout, return_lse)
     if not torch.compiler.is_compiling() and (chosen := planning.choose_backend(problem)[0]) != "reference":
         eager.remember(tensors, layout, options, problem._replace(backend=chosen), described)
@@ -229,7 +226,7 @@ def rope_attention_varlen(
 ) -> torch.Tensor | tuple[torch.Tensor, ...]: ...  # fmt: skip
 
 
-@explain_keywords(VARLEN)
+@explain_keywords
 def rope_attention_varlen(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -286,12 +283,12 @@ def rope_attention_varlen(
         o ``(T_q, HQ, D)`` in q's dtype. With ``return_lse`` lse ``(HQ, T_q)`` float32, natural log, follows, and with
         ``return_max_logit`` max_logit ``(sequences, HQ)`` float32.
     """
-    q, k, v = _packed(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     tensors = Tensors(q, k, v, cos, sin, sinks, None, None, cu_seqlens_q, cu_seqlens_k, q_norm, k_norm)
-    scores, norms = (softmax_scale, rotary_dim, interleaved, window, softcap), (norm_eps, norm_offset)
-    kernels = (deterministic, backend, strategy, batch_invariant)
-    options = Options(causal, return_lse, *scores, *norms, *kernels, return_max_logit)
-    problem, tensors = _describe(tensors, options, "thd", (max_seqlen_q, max_seqlen_k), token_tables=token_tables)
+    common, scores = (softmax_scale, interleaved, window, backend), (rotary_dim, softcap, norm_eps, norm_offset)
+    kernels = (batch_invariant, deterministic, strategy)
+    options = Options(*common, *scores, *kernels, causal, return_lse, return_max_logit)
+    longest = (max_seqlen_q, max_seqlen_k)
+    problem, tensors = describe_call(check_attention, tensors, options, "thd", longest, token_tables)
     o, lse, max_logit = attend(problem, tensors, "thd", return_lse)
     return _asked_for(o, lse.squeeze(0), max_logit, return_lse, return_max_logit)
 
@@ -309,7 +306,7 @@ def cu_seqlens_from_position_ids(
     Args:
         position_ids: ``(N,)`` or ``(B, N)``, int32 or int64, any device.
         max_sequences: None reads the number of sequences and the length of the longest from the device, which
-            synchronises twice. A number is an upper bound of the sequences, and avoids the synchronisation: cu_seqlens
+            synchronises once. A number is an upper bound of the sequences, and avoids the synchronisation: cu_seqlens
             then ends with empty sequences, and max_seqlen is N, which may choose tiles that are too large. Tokens of
             sequences past this number belong to none.
 
@@ -321,84 +318,72 @@ def cu_seqlens_from_position_ids(
         TypeError, ValueError: wrong type, dtype, shape or range.
     """
     check_position_ids(position_ids, max_sequences)
-    length = position_ids.shape[-1]
     begins = torch.ones_like(position_ids, dtype=torch.bool)
     begins[..., 1:] = position_ids[..., 1:] != position_ids[..., :-1] + 1
-    begins = begins.flatten()
+    return bounds_of_sequences(begins, max_sequences)
+
+
+def bounds_of_sequences(begins: torch.Tensor, max_sequences: int | None) -> tuple[torch.Tensor, int]:
+    """Return ``cu_seqlens_from_position_ids`` of rows in which begins, (N,) or (B, N) bool, marks first tokens."""
+    longest, begins = begins.shape[-1], begins.flatten()
     total = begins.shape[0]
+    index = torch.arange(total, dtype=torch.int32, device=begins.device)
     if max_sequences is None:
-        first = begins.nonzero().flatten()
-        cu_seqlens = torch.cat((first, first.new_full((1,), total))).int()
-        return cu_seqlens, int((cu_seqlens[1:] - cu_seqlens[:-1]).max()) if total else 0
+        ages = index - torch.where(begins, index, 0).cummax(0).values if total else index.new_full((1,), -1)
+        max_sequences, longest = torch.stack((begins.sum(), ages.max() + 1)).tolist()
     # Every first token writes its index into its sequence's slot. All other tokens, and sequences past max_sequences,
     # write to one extra slot.
     slot = torch.where(begins, begins.cumsum(0) - 1, max_sequences + 1).clamp(max=max_sequences + 1)
-    cu_seqlens = torch.full((max_sequences + 2,), total, dtype=torch.int32, device=position_ids.device)
-    index = torch.arange(total, dtype=torch.int32, device=position_ids.device)
-    return cu_seqlens.scatter_(0, slot, index)[:-1], length
+    cu_seqlens = torch.full((max_sequences + 2,), total, dtype=torch.int32, device=begins.device)
+    return cu_seqlens.scatter_(0, slot, index)[:-1], longest
 
 
-@explain_keywords(ATTENTION, of=rope_attention)
-def plan(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *arguments, **options) -> planning.Plan:
-    """Return the plan of ``rope_attention`` for these arguments: backend, strategy, configurations and the reason.
+def plan(*arguments: Any, **options: Any) -> planning.Plan:
+    """Return the plan of a call of attention: backend, strategy, configurations and the reason.
 
-    Launch nothing. Raise the errors that ``rope_attention`` would raise.
+    ``plan(q, k, v, cos, sin, ...)`` is for ``rope_attention``. Any other function of attention is the first argument,
+    and its own arguments follow, as in ``plan(rope_attention_varlen, q, k, v, ...)``.
+
+    Launch and write nothing. Raise the errors that the function would raise.
     """
-    given = bind(rope_attention, q, k, v, *arguments, **options)
-    return plan_of(_describe(fill(Tensors, given), fill(Options, given), given["layout"], convert=stand_in)[0])
+    if arguments and callable(arguments[0]):
+        return plan_of_call(*arguments, **options)
+    return plan_of_call(rope_attention, *arguments, **options)
 
 
-@explain_keywords(VARLEN, of=rope_attention_varlen)
-def plan_varlen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *arguments, **options) -> planning.Plan:
-    """Return the plan of ``rope_attention_varlen`` for these arguments, as ``plan`` does for ``rope_attention``."""
-    given = bind(rope_attention_varlen, q, k, v, *arguments, **options)
-    longest = given["max_seqlen_q"], given["max_seqlen_k"]
-    q, k, v = _packed(q, k, v, given["cu_seqlens_q"], given["cu_seqlens_k"], *longest)
-    tensors = fill(Tensors, given | {"q": q, "k": k, "v": v})
-    return plan_of(_describe(tensors, fill(Options, given), "thd", longest, stand_in, given["token_tables"])[0])
+def plan_varlen(*arguments: Any, **options: Any) -> planning.Plan:
+    """Return ``plan(rope_attention_varlen, ...)``."""
+    return plan_of_call(rope_attention_varlen, *arguments, **options)
 
 
-def plan_of(problem: Problem) -> planning.Plan:
-    """Return the plan of a described call."""
-    chosen, reason = planning.choose_backend(problem)
-    if chosen == "reference":
-        return planning.Plan("reference", None, reason)
-    kernels = planning.plan_for(problem._replace(backend=chosen))
-    return replace(kernels, reason=f"{reason}; {kernels.reason}") if reason else kernels
-
-
-def _describe(
+def describe_call(
+    check: Callable[..., int],
     tensors: Tensors,
     options: Any,
     layout: str,
-    max_seqlens: tuple[int, int] | None = None,
-    convert=torch.Tensor.to,
+    longest: tuple[int, int] | None = None,
     token_tables: bool = False,
+    function: str = "rope_attention",
 ) -> tuple[Problem, Tensors]:
     """Check the records of a call and return the ``Problem``, and the tensors as (B, H, N, D) whatever the layout.
 
-    max_seqlens: of queries and keys in packed sequences, if the tensors are from ``_packed``. convert: as in
-    ``autocast``. token_tables: of ``rope_attention_varlen``.
+    check: ``check_attention`` or ``check_latent``. longest: max_seqlen_q and max_seqlen_k of packed sequences.
+    function: the public function that messages name, without its "_varlen".
     """
     if in_context_parallel():
-        refuse_context_parallel("rope_attention" if max_seqlens is None else "rope_attention_varlen")
-    q, k, v = given = tensors[:3]
-    if layout != "bhsd" and max_seqlens is None:
-        q, k, v = heads_first(layout, q=q, k=k, v=v)
-    q, k, v = autocast(q, k, v, convert)
-    if not (q is given[0] and k is given[1] and v is given[2]):
-        tensors = Tensors(q, k, v, *tensors[3:])
-    if max_seqlens is None:
-        return problem_of(tensors, options, check_attention(tensors, options, layout)), tensors
-    rotary_dim = check_attention(tensors, options, layout, max_seqlens[1])
-    check_token_tables(token_tables, tensors)
-    return problem_of(tensors, options, rotary_dim, max(*max_seqlens), token_tables=token_tables), tensors
-
-
-def _packed(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q: int, max_seqlen_k: int) -> tuple:
-    """Check the arguments that only packed calls have, and return q, k and v as one batch entry, (1, H, T, D)."""
-    check_packed(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    return q.transpose(0, 1).unsqueeze(0), k.transpose(0, 1).unsqueeze(0), v.transpose(0, 1).unsqueeze(0)
+        refuse_context_parallel(function if longest is None else f"{function}_varlen")
+    given = tensors.q, tensors.k, tensors.v, tensors.q_nope, tensors.k_nope
+    rows = autocast(given)
+    if rows is not given:
+        tensors = tensors._replace(**dict(zip(_ROWS, rows)))
+    rotary_dim = check(tensors, options, layout, longest)
+    if longest is not None:
+        check_token_tables(token_tables, tensors)
+    if layout != "bhsd":
+        views = [None if x is None else axes.heads_first(x, layout) for x in rows]
+        tensors = tensors._replace(**dict(zip(_ROWS, views)))
+    max_seqlen = 0 if longest is None else max(longest)
+    return problem_of(tensors, options, rotary_dim, max_seqlen, token_tables=token_tables), tensors
 
 
 def attend(
@@ -408,6 +393,8 @@ def attend(
 
     function: the public function that messages about unsupported derivatives name.
     """
+    if is_dry_run():
+        raise Planned(planning.plan_call(problem))
     chosen, _ = planning.choose_backend(problem)
     if chosen != "reference":
         chosen_problem = problem if chosen == problem.backend else problem._replace(backend=chosen)

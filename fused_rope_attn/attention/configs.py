@@ -148,22 +148,18 @@ class HopperForwardConfig:
 class HopperBackwardConfig:
     """The configuration of one backward call of the sm_90 backend.
 
-    Key blocks have 128 rows (64 beyond head dim 128), query blocks block_m: 64 or, up to head dim 64 and without
-    skips_masked_half, 128, which is for calls that have at most a causal mask (``hopper.shapes.query_block_rows``).
+    Key blocks have 128 rows (64 beyond head dim 128), query blocks 64.
 
     q_stages, do_stages: blocks of Q and of dO in flight; q_stages 2 or more, because Q of one block and of the next are
     in use together. section_bytes: Q, dO and the float32 dQ of the key heads that are scheduled together, in bytes (0:
     head by head). rotate_rows, rotate_heads: rows by heads that one program of the pre-process rotates; post_rows,
     post_heads: of the post-process; norm_rows, norm_heads: of the post-process with norms, which reads twice as much of
-    a row and sums it. skips_masked_half: the second warpgroup skips the query block that sees none of its keys, if
-    queries and keys are aligned as ``hopper.shapes.is_aligned`` asks. pdl: as in ``ForwardConfig``.
+    a row and sums it. pdl: as in ``ForwardConfig``.
 
     Raises:
-        ValueError: post_rows is not a multiple of 8, the group in which the accumulator stores its rows; block_m is
-            neither 64 nor 128, or 128 with skips_masked_half.
+        ValueError: post_rows is not a multiple of 8, the group in which the accumulator stores its rows.
     """
 
-    block_m: int = 64
     q_stages: int = 3
     do_stages: int = 2
     section_bytes: int = 0
@@ -173,14 +169,11 @@ class HopperBackwardConfig:
     post_heads: int = 4
     norm_rows: int = 8
     norm_heads: int = 8
-    skips_masked_half: bool = False
     pdl: bool = True
 
     def __post_init__(self) -> None:
         if self.post_rows % 8:
             raise ValueError(f"post_rows must be a multiple of 8, but is {self.post_rows}")
-        if self.block_m not in ((64,) if self.skips_masked_half else (64, 128)):
-            raise ValueError(f"block_m must be 64, or 128 without skips_masked_half, but is {self.block_m}")
 
 
 # Architectures without rows of their own run those of the nearest relative.

@@ -10,15 +10,13 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import torch
 
 from fused_rope_attn.attention import planning
-from fused_rope_attn.attention.api import attend, plan_of
-from fused_rope_attn.attention.keywords import LATENT, PACKED_LATENT
-from fused_rope_attn.attention.problem import Options, Problem, Tensors, problem_of
-from fused_rope_attn.attention.validation import check_latent, check_latent_forms, check_sequences
-from fused_rope_attn.runtime.autocast import autocast, stand_in
-from fused_rope_attn.runtime.axes import LAYOUTS, Layout
-from fused_rope_attn.runtime.checks import check_choice
-from fused_rope_attn.runtime.context_parallel import in_context_parallel, refuse_context_parallel
-from fused_rope_attn.runtime.keywords import bind, explain_keywords, fill
+from fused_rope_attn.attention.api import attend, describe_call
+from fused_rope_attn.attention.problem import Options, Tensors
+from fused_rope_attn.attention.validation import check_latent
+from fused_rope_attn.runtime import axes
+from fused_rope_attn.runtime.axes import Layout
+from fused_rope_attn.runtime.dry_run import plan_of_call
+from fused_rope_attn.runtime.keywords import explain_keywords
 from fused_rope_attn.runtime.options import Backend, LatentOptions, PackedLatentOptions
 
 if TYPE_CHECKING:
@@ -49,7 +47,7 @@ def rope_attention_mla(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
 
 
-@explain_keywords(LATENT)
+@explain_keywords
 def rope_attention_mla(
     q_nope: torch.Tensor,
     q_rope: torch.Tensor,
@@ -99,10 +97,13 @@ def rope_attention_mla(
     Raises:
         TypeError, ValueError, NotImplementedError, RuntimeError: as ``rope_attention`` raises them.
     """
-    rows = _heads_first(layout, q_nope=q_nope, q_rope=q_rope, k_nope=k_nope, k_rope=k_rope, v=v)
+    axes.check_layout(layout)
+    rows = {"q": q_rope, "k": k_rope, "v": v, "q_nope": q_nope, "k_nope": k_nope}
     tensors = Tensors(**rows, cos=cos, sin=sin, kv_starts=kv_starts, kv_lens=kv_lens)
-    options = _options(causal, return_lse, softmax_scale, interleaved, window, deterministic, backend)
-    problem, tensors = _describe(tensors, options, layout)
+    options = Options(
+        softmax_scale, interleaved, window, backend, deterministic=deterministic, causal=causal, return_lse=return_lse
+    )
+    problem, tensors = describe_call(check_latent, tensors, options, layout, function="rope_attention_mla")
     o, lse, _ = attend(problem, tensors, layout, return_lse, "rope_attention_mla")
     return (o, lse) if return_lse else o
 
@@ -134,7 +135,7 @@ def rope_attention_mla_varlen(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
 
 
-@explain_keywords(PACKED_LATENT)
+@explain_keywords
 def rope_attention_mla_varlen(
     q_nope: torch.Tensor,
     q_rope: torch.Tensor,
@@ -169,93 +170,22 @@ def rope_attention_mla_varlen(
     Returns:
         o ``(T_q, H, DV)`` in the inputs' dtype, and with ``return_lse`` also lse ``(H, T_q)`` float32, natural log.
     """
-    rows = _heads_first("thd", q_nope=q_nope, q_rope=q_rope, k_nope=k_nope, k_rope=k_rope, v=v)
-    ends, longest = (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k)
-    check_sequences(q_rope, k_rope, *ends, *longest, names=("q_rope", "k_rope"))
+    rows = {"q": q_rope, "k": k_rope, "v": v, "q_nope": q_nope, "k_nope": k_nope}
     tensors = Tensors(**rows, cos=cos, sin=sin, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
-    options = _options(causal, return_lse, softmax_scale, interleaved, window, deterministic, backend)
-    problem, tensors = _describe(tensors, options, "thd", longest)
+    options = Options(
+        softmax_scale, interleaved, window, backend, deterministic=deterministic, causal=causal, return_lse=return_lse
+    )
+    longest = (max_seqlen_q, max_seqlen_k)
+    problem, tensors = describe_call(check_latent, tensors, options, "thd", longest, function="rope_attention_mla")
     o, lse, _ = attend(problem, tensors, "thd", return_lse, "rope_attention_mla_varlen")
     return (o, lse.squeeze(0)) if return_lse else o
 
 
-@explain_keywords(LATENT, of=rope_attention_mla)
 def plan_mla(*arguments: Any, **options: Any) -> planning.Plan:
-    """Return the plan of ``rope_attention_mla`` for these arguments, as ``plan`` does for ``rope_attention``."""
-    given = bind(rope_attention_mla, *arguments, **options)
-    rows = _heads_first(given["layout"], **{name: given[name] for name in _ROWS})
-    tensors = fill(Tensors, given | rows)
-    return plan_of(_describe(tensors, fill(Options, given), given["layout"], convert=stand_in)[0])
+    """Return ``plan(rope_attention_mla, ...)``."""
+    return plan_of_call(rope_attention_mla, *arguments, **options)
 
 
-@explain_keywords(PACKED_LATENT, of=rope_attention_mla_varlen)
 def plan_mla_varlen(*arguments: Any, **options: Any) -> planning.Plan:
-    """Return the plan of ``rope_attention_mla_varlen`` for these arguments, as ``plan`` does for ``rope_attention``."""
-    given = bind(rope_attention_mla_varlen, *arguments, **options)
-    rows = _heads_first("thd", **{name: given[name] for name in _ROWS})
-    longest = given["max_seqlen_q"], given["max_seqlen_k"]
-    ends = given["cu_seqlens_q"], given["cu_seqlens_k"]
-    check_sequences(given["q_rope"], given["k_rope"], *ends, *longest, names=("q_rope", "k_rope"))
-    tensors = fill(Tensors, given | rows)
-    return plan_of(_describe(tensors, fill(Options, given), "thd", longest, stand_in)[0])
-
-
-_ROWS = ("q_nope", "q_rope", "k_nope", "k_rope", "v")
-_check_layout = check_choice(LAYOUTS)
-
-
-def _options(
-    causal: bool,
-    return_lse: bool,
-    softmax_scale: Any,
-    interleaved: bool,
-    window: Any,
-    deterministic: bool,
-    backend: str,
-) -> Any:
-    """Return the ``Options`` of a call; the others have their defaults."""
-    return Options(
-        causal=causal,
-        return_lse=return_lse,
-        softmax_scale=softmax_scale,
-        interleaved=interleaved,
-        window=window,
-        deterministic=deterministic,
-        backend=backend,
-    )
-
-
-def _heads_first(layout: str, **rows: Any) -> dict[str, Any]:
-    """Return the five tensors as views (B, H, N, columns), by their names in ``Tensors``."""
-    if layout != "thd":
-        _check_layout("layout", layout, None)
-    check_latent_forms(layout, **rows)
-    if layout == "bshd":
-        rows = {name: x.transpose(1, 2) for name, x in rows.items()}
-    elif layout == "thd":
-        rows = {name: x.transpose(0, 1).unsqueeze(0) for name, x in rows.items()}
-    return {"q": rows["q_rope"], "k": rows["k_rope"], "v": rows["v"]} | {
-        name: rows[name] for name in ("q_nope", "k_nope")
-    }
-
-
-def _describe(
-    tensors: Tensors,
-    options: Any,
-    layout: str,
-    max_seqlens: tuple[int, int] | None = None,
-    convert: Any = torch.Tensor.to,
-) -> tuple[Problem, Tensors]:
-    """Check the records of a call and return the ``Problem``, and the tensors in autocast's dtype if it is on.
-
-    tensors: q, k, v, q_nope and k_nope from ``_heads_first``. max_seqlens, convert: as in ``attention.api``.
-    """
-    if in_context_parallel():
-        refuse_context_parallel("rope_attention_mla" if max_seqlens is None else "rope_attention_mla_varlen")
-    q, k, v = autocast(tensors.q, tensors.k, tensors.v, convert)
-    q_nope, k_nope, _ = autocast(tensors.q_nope, tensors.k_nope, None, convert)
-    tensors = tensors._replace(q=q, k=k, v=v, q_nope=q_nope, k_nope=k_nope)
-    if max_seqlens is None:
-        return problem_of(tensors, options, check_latent(tensors, options, layout)), tensors
-    rotary_dim = check_latent(tensors, options, layout, max_seqlens[1])
-    return problem_of(tensors, options, rotary_dim, max(*max_seqlens)), tensors
+    """Return ``plan(rope_attention_mla_varlen, ...)``."""
+    return plan_of_call(rope_attention_mla_varlen, *arguments, **options)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -239,6 +239,15 @@ def plan_for(problem: Problem) -> Plan:
         short_sequences,
         few_queries,
     )
+
+
+def plan_call(problem: Problem) -> Plan:
+    """Return the plan of a call, that of the reference included."""
+    chosen, reason = choose_backend(problem)
+    if chosen == "reference":
+        return Plan("reference", None, reason)
+    kernels = plan_for(problem._replace(backend=chosen))
+    return replace(kernels, reason=f"{reason}; {kernels.reason}") if reason else kernels
 
 
 def _fixed_order(problem: Problem) -> FixedOrder | None:

@@ -32,10 +32,9 @@ class Statistics:
 
     stats_ptr: tl.tensor  # float32: lse in base 2, (B, HQ, pitch), followed by delta, the same
     accumulator_ptr: tl.tensor | None  # (B, HQ, pitch, COLUMNS) float32, set to zero
-    progress_ptr: tl.tensor | None  # int32: (B * HKV,) of key heads, and one for every PROGRESS_ROWS rows, set to zero
+    progress_ptr: tl.tensor | None  # int32: a word for every PROGRESS_ROWS rows, set to zero
     pitch: tl.tensor  # rows of a head in the results
     size: tl.tensor  # B * HQ * pitch
-    num_key_heads: tl.tensor  # B * HKV
     PROGRESS_ROWS: tl.constexpr
     COLUMNS: tl.constexpr  # of the accumulator
     READS_LENGTHS: tl.constexpr
@@ -63,7 +62,7 @@ def write_statistics(out, o, do, lse_ptr, dlse_ptr, rows, batch_head, start, NQ,
     delta = output_delta(o_tile, do_tile, lse, dlse, out.READS_LENGTHS)
     tl.store(out.stats_ptr + out.size + index, delta, mask=is_written)
     if out.progress_ptr is not None:
-        words = out.progress_ptr + out.num_key_heads + index // out.PROGRESS_ROWS
+        words = out.progress_ptr + index // out.PROGRESS_ROWS
         tl.store(words, 0, mask=(index % out.PROGRESS_ROWS == 0) & is_written)
     if out.accumulator_ptr is not None:
         BLOCK_D: tl.constexpr = o.format.BLOCK_D
@@ -73,11 +72,11 @@ def write_statistics(out, o, do, lse_ptr, dlse_ptr, rows, batch_head, start, NQ,
         store_tile(cleared, tl.zeros((BLOCK_N, BLOCK_D), tl.float32), offs)
 
 
-@triton.jit(do_not_specialize="NQ pitch NK B HQ HKV GROUP_SIZE num_sequences position_limit num_counters".split())
+@triton.jit(do_not_specialize="NQ pitch NK B HQ HKV num_sequences position_limit num_counters".split())
 def preprocess_kernel(o_ptr, do_ptr, lse_ptr, dlse_ptr, stats_ptr, accumulator_ptr, progress_ptr, q_ptr, q_rot_ptr,
                       k_ptr, k_rot_ptr, cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr, counters_ptr, lens_ptr, cu_q_ptr,
                       cu_k_ptr, o_strides, do_strides, q_strides, q_rot_strides, k_strides, k_rot_strides, cos_strides,
-                      sin_strides, q_sign, norm_eps, norm_offset, num_counters, B, HQ, HKV, GROUP_SIZE, NQ, pitch, NK,
+                      sin_strides, q_sign, norm_eps, norm_offset, num_counters, B, HQ, HKV, NQ, pitch, NK,
                       num_sequences, position_limit, HEADS: tl.constexpr, D: tl.constexpr, R: tl.constexpr,
                       BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
                       INTERLEAVED: tl.constexpr, READS_LENGTHS: tl.constexpr, TOKEN_TABLES: tl.constexpr,
@@ -89,7 +88,7 @@ def preprocess_kernel(o_ptr, do_ptr, lse_ptr, dlse_ptr, stats_ptr, accumulator_p
     ``stats`` (2, B, HQ, pitch) float32: lse in base 2 (+inf if a row saw nothing, so that p = exp2(s - lse) = 0) and
     delta = sum(o * do) - dlse, where dlse (B, HQ, NQ) float32 is the gradient of lse, or None; both are 0 from NQ to
     pitch, which are equal for packed sequences. Set to zero, unless they are None: ``accumulator`` (B, HQ, pitch,
-    COLUMNS) float32, ``progress`` (B * HKV + B * HQ * pitch / PROGRESS_ROWS,) int32, and ``counters`` (num_counters,)
+    COLUMNS) float32, ``progress`` (B * HQ * pitch / PROGRESS_ROWS,) int32, and ``counters`` (num_counters,)
     int32.
 
     PAD_TO, a multiple of BLOCK_N or 0: stats, accumulator and the rotated q have a packed sequence's rows from
@@ -123,14 +122,8 @@ def preprocess_kernel(o_ptr, do_ptr, lse_ptr, dlse_ptr, stats_ptr, accumulator_p
         o = sequence_heads(TensorView(o_ptr, o_strides), batch, rows.first_row, rows.num_rows, value_format)
         do = sequence_heads(TensorView(do_ptr, do_strides), batch, rows.first_row, rows.num_rows, value_format)
         o, do = heads_from(o, start), heads_from(do, start)
-        size, key_heads = tl.cast(B, tl.int64) * HQ * pitch, B * HKV
-        out = Statistics(
-            stats_ptr, accumulator_ptr, progress_ptr, pitch, size, key_heads, PROGRESS_ROWS, COLUMNS, READS_LENGTHS
-        )
-        if progress_ptr is not None:
-            if block == 0:
-                for head in range(first_head, last_head):
-                    tl.store(progress_ptr + batch * HKV + head // GROUP_SIZE, 0)
+        size = tl.cast(B, tl.int64) * HQ * pitch
+        out = Statistics(stats_ptr, accumulator_ptr, progress_ptr, pitch, size, PROGRESS_ROWS, COLUMNS, READS_LENGTHS)
         for head in range(first_head, last_head):
             o_rows, do_rows = rows_of_head(o, head), rows_of_head(do, head)
             batch_head = batch * HQ + tl.cast(head, tl.int64)

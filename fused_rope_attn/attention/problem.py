@@ -10,13 +10,15 @@ from __future__ import annotations
 import enum
 from collections import namedtuple
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_type_hints
 
 import torch
 
 from fused_rope_attn.kernels.arguments import WIDEST_WINDOW, dot_precision
+from fused_rope_attn.runtime import checks
 from fused_rope_attn.runtime.checks import as_int
-from fused_rope_attn.runtime.options import CallOptions, rows_of
+from fused_rope_attn.runtime.forms import Form
+from fused_rope_attn.runtime.options import OPERATOR_TYPES, CallOptions, rows_of
 
 
 class Tensors(NamedTuple):
@@ -278,26 +280,41 @@ def _record(name: str, defaults: dict[str, Any]) -> Any:
 
 # The options other than tensors, as a caller gave them, in the order of the table.
 Options: Any = _record("Options", {name: row.default for name, row in ROWS.items() if name not in Tensors._fields})
-_CHECKS = tuple((name, ROWS[name].check, ROWS[name].default) for name in Options._fields)
-_CHECKS_OF_TENSORS = tuple((name, row.check) for name, row in ROWS.items() if name in Tensors._fields and row.check)
+_CHECKS: Any = tuple((name, ROWS[name].check) for name in Options._fields)
+_DEFAULTS = tuple(Options())
 # The options that a ``Problem`` holds, and that operators take: its last fields.
 DESCRIBED = Problem._fields[Problem._fields.index("causal") :]
 _NORMALISE = tuple((name, ROWS[name].normalise) for name in DESCRIBED)
 
 
-def check_options(tensors: Any, options: Any) -> None:
-    """Check every option against its row; ``tensors`` as ``Option.check`` takes them, q, k and v checked before."""
+def forms_of(record: Any) -> tuple[tuple[int, str, Form], ...]:
+    """Return the options that are fields of a record of tensors: (place, name, form)."""
+    forms = {name: row.check for name, row in ROWS.items() if isinstance(row.check, Form)}
+    return tuple((i, name, forms[name]) for i, name in enumerate(record._fields) if name in forms)
+
+
+_FORMS = forms_of(Tensors)
+
+
+def check_options(tensors: Any, options: Any, sizes: tuple[int, int, int, int], forms: Any = _FORMS) -> None:
+    """Check every option against its row.
+
+    tensors: in the caller's layout, q checked before. sizes: B, HQ, NK and D. forms: of the tensors' record.
+    """
     # Skip defaults in eager calls. Not in traced calls, where the comparison would make each option a graph input.
     every = torch.compiler.is_compiling()
-    for value, (name, check, default) in zip(options, _CHECKS):
-        if not every and (value is default or (type(value) is type(default) and value == default)):
+    for value, default, row in zip(options, _DEFAULTS, _CHECKS):
+        if (value is default or (type(value) is type(default) and value == default)) and not every:
             continue
+        name, check = row
         if check is not None:
             check(name, value, tensors)
-    for name, check in _CHECKS_OF_TENSORS:
-        x = getattr(tensors, name, None)
-        if x is not None:
-            check(name, x, tensors)
+    if (tensors.q_norm is None) != (tensors.k_norm is None):
+        checks.refuse_one_of_two(q_norm=tensors.q_norm, k_norm=tensors.k_norm)
+    for row in forms:
+        if (x := tensors[row[0]]) is not None:
+            _, name, form = row
+            form.check(name, x, "q", tensors.q, dict(zip(("B", "HQ", "NK", "D"), sizes)))
 
 
 def problem_of(
@@ -313,31 +330,28 @@ def problem_of(
         getattr(options, name) if normalise is None else normalise(getattr(options, name), tensors)
         for name, normalise in _NORMALISE
     ]
-    return Problem(*_sizes(tensors, rotary_dim, max_seqlen, cache, token_tables), *values)
+    return describe(tensors, rotary_dim, max_seqlen, cache, token_tables, values)
 
 
 def describe(
     tensors: Tensors,
-    *,
     rotary_dim: int,
     max_seqlen: int = 0,
     cache: Cache | None = None,
     token_tables: bool = False,
+    values: Iterable[Any] = (),
     **options: Any,
 ) -> Problem:
-    """Return the ``Problem`` of these tensors with options by name, each as a ``Problem`` holds it."""
-    return Problem(*_sizes(tensors, rotary_dim, max_seqlen, cache, token_tables), **options)
+    """Return the ``Problem`` of these tensors.
 
-
-def _sizes(
-    tensors: Tensors, rotary_dim: int, max_seqlen: int, cache: Cache | None = None, token_tables: bool = False
-) -> tuple:
-    """Return the fields of ``Problem`` before its options. By position: this is on the path of every eager call."""
+    values, options: the options as a ``Problem`` holds them, in the order of ``DESCRIBED`` or by name.
+    """
     q, k, v, _, _, sinks, kv_starts, kv_lens, cu_seqlens = tensors[:9]
-    q_nope = getattr(tensors, "q_nope", None)  # a generation step lacks the field
+    q_nope = tensors.q_nope
     batch, heads_q, len_q, head_dim = q.shape
     _, heads_kv, len_k, value_dim = v.shape
-    return (
+    # By position: this is on the path of every eager call.
+    return Problem(
         q.dtype,
         q.device,
         batch,
@@ -359,6 +373,8 @@ def _sizes(
         "ieee",
         False,
         token_tables,
+        *values,
+        **options,
     )
 
 
@@ -376,9 +392,10 @@ def schema_of(tensors: Iterable[str], options: Iterable[str]) -> str:
     return ", ".join([*tensors, *(f"{_OPERATOR_TYPES[name]} {name}" for name in options)])
 
 
-# Types of an operator's arguments other than tensors: sizes that no tensor has, and the options.
-_OPERATOR_TYPES = {"rotary_dim": "int", "max_seqlen": "SymInt", "token_tables": "bool"} | {
-    name: ROWS[name].operator for name in DESCRIBED
+# Types of an operator's arguments other than tensors: those of fields of ``Problem``.
+_OPERATOR_TYPES = {
+    name: "SymInt" if name == "max_seqlen" else OPERATOR_TYPES.get(kind)
+    for name, kind in get_type_hints(Problem).items()
 }
 _ARGUMENTS = ("rotary_dim", "max_seqlen", "token_tables", *DESCRIBED)
 # The arguments of the operators in the order of ``flatten``.
@@ -396,7 +413,7 @@ def rebuild(*arguments: Any) -> tuple[Problem, Tensors]:
     """Undo ``flatten``."""
     tensors = Tensors(*arguments[: len(Tensors._fields)])
     rotary_dim, max_seqlen, token_tables, *values = arguments[len(Tensors._fields) :]
-    return Problem(*_sizes(tensors, rotary_dim, max_seqlen, None, token_tables), *from_operator(values)), tensors
+    return describe(tensors, rotary_dim, max_seqlen, None, token_tables, from_operator(values)), tensors
 
 
 def from_operator(values: Iterable[Any]) -> list[Any]:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from einops import rearrange
+from einops import rearrange, repeat
 from torch import Tensor
 
 from fused_rope_attn.rotation.reference import norm, normalise_tables, rotate
@@ -207,18 +207,18 @@ def attend(
     visible = pairs_in(low, high, len_k).unsqueeze(1)  # (1|B, 1, NQ, NK)
     if sees is not None:
         visible = visible & sees.unsqueeze(1)
+    # Queries and masks are folded, and scores never are: torch.export cannot prove that heads and rows of scores are
+    # adjacent where the stride of a row, NK, has a name.
+    dead, visible = (x.repeat(1, 1, rows["g"], 1) for x in (dead, visible))
 
     # A dead row may hold anything (a padding token, NaN); it must not reach its output or the gradients of k and v.
-    q = q.masked_fill(dead, 0)
+    q = rearrange(q, "b (h g) n d -> b h (g n) d", h=heads_kv).masked_fill(dead, 0)
     # The caller has applied autocast already, so no product here may be cast again. Autocast does not support tensors
     # on meta, even with enabled=False.
     on_meta = q.device.type == "meta"
     with contextlib.nullcontext() if on_meta else torch.autocast(q.device.type, enabled=False):
-        grouped = rearrange(q, "b (h g) n d -> b h (g n) d", h=heads_kv)
-        folded = visible.repeat(1, 1, rows["g"], 1) if apart else None
-        scores = _VisibleScores.apply(grouped, k, folded) if apart else torch.matmul(grouped, k.transpose(-1, -2))
+        scores = _VisibleScores.apply(q, k, visible) if apart else torch.matmul(q, k.transpose(-1, -2))
         scores = scores.to(softmax_dtype) * softmax_scale
-        scores = rearrange(scores, "b h (g n) m -> b (h g) n m", **rows)
         if softcap:
             scores = softcap * torch.tanh(scores / softcap)
         scores = scores.masked_fill(~visible, float("-inf"))
@@ -226,16 +226,15 @@ def attend(
         # Dead rows get finite scores, so that the softmax and its gradient stay finite; their weights are zeroed below.
         scores = scores.masked_fill(dead, 0.0)
         if sinks is not None:
-            logit = rearrange(sinks.to(softmax_dtype), "h -> 1 h 1 1").expand(q.shape[0], -1, len_q, 1)
+            logit = repeat(sinks.to(softmax_dtype), "(h g) -> b h (g n) 1", b=q.shape[0], **rows)
             scores = torch.cat((scores, logit), dim=-1)
         # Not only dead rows: a row of NaN, or a gradient do v^T that overflows, must not reach what it does not see.
         weights = F.softmax(scores, dim=-1)[..., :len_k].masked_fill(~visible, 0.0).to(q.dtype)
-        weights = rearrange(weights, "b (h g) n m -> b h (g n) m", h=heads_kv)
-        o = _VisibleProduct.apply(weights, v, folded) if apart else torch.matmul(weights, v)
-        o = rearrange(o, "b h (g n) d -> b (h g) n d", **rows)
+        o = _VisibleProduct.apply(weights, v, visible) if apart else torch.matmul(weights, v)
     o = o.masked_fill(dead, 0)  # also stops a NaN in `do` of a dead row
     lse = torch.logsumexp(scores, dim=-1).masked_fill(dead.squeeze(-1), float("-inf"))
-    return (o, lse) if row_max is None else (o, lse, row_max)
+    o = rearrange(o, "b h (g n) d -> b (h g) n d", **rows)
+    return (o, *(rearrange(x, "b h (g n) -> b (h g) n", **rows) for x in (lse, row_max) if x is not None))
 
 
 def largest(x: Tensor) -> Tensor:

@@ -9,120 +9,60 @@ import itertools
 from typing import Any
 
 import torch
-from torch import Tensor, strided
+from torch import Tensor
 
 from fused_rope_attn.attention.problem import Tensors, check_options
-from fused_rope_attn.runtime.axes import in_layout
-from fused_rope_attn.runtime.checks import (
-    INPUT_DTYPES,
-    are_ordinary,
-    check_bool,
-    check_ends,
-    check_int,
-    check_kinds,
-    check_queries_and_keys,
-    check_tables,
-    check_tensor,
-    is_plain,
-    named,
-    refuse_device,
-    shown,
-    warn_once,
-)
+from fused_rope_attn.runtime import checks
+from fused_rope_attn.runtime.axes import AXES
+from fused_rope_attn.runtime.checks import shown
+from fused_rope_attn.runtime.forms import Form, Forms
+from fused_rope_attn.runtime.registration import is_plain
+
+ATTENTION = Forms(q="B HQ NQ D", k="B HKV NK D", v="B HKV NK D")
+LATENT = Forms(q_rope="B H NQ R", q_nope="B H NQ DN", k_rope="B 1 NK R", k_nope="B H NK DN", v="B H NK DV")
+_ENDS, _IDS = Form("sequences+1", torch.int32), Form("N | B N", torch.int32, torch.int64)
 
 
-def check_attention(tensors: Tensors, options: Any, layout: str = "bhsd", max_seqlen_k: int | None = None) -> int:
+def check_attention(
+    tensors: Tensors,
+    options: Any,
+    layout: str = "bhsd",
+    longest: tuple[Any, Any] | None = None,
+    rows: int | None = None,
+) -> int:
     """Check a call of attention as its caller gave it, and return the rotary dim R.
 
-    tensors, options: ``Tensors`` with q, k and v as (B, H, N, D), and ``Options``.
-    layout: the order of the axes in the caller's tensors, for messages.
-    max_seqlen_k: table rows that packed sequences need. `check_packed` has checked it.
+    tensors, options: ``Tensors`` in the caller's layout, and ``Options``. longest: max_seqlen_q and max_seqlen_k of
+    packed sequences. rows: that the tables need, if not NK or max_seqlen_k.
 
     Raise TypeError or ValueError with the argument, the expectation and the given value.
     """
     q, k, v, cos, sin = tensors[:5]
-    # Types first: everything below reads attributes of tensors.
-    if not (
-        type(q) is type(k) is type(v) is type(cos) is type(sin) is Tensor
-        and q.layout is k.layout is v.layout is strided
-        and not q.is_nested
-    ):
-        check_kinds(q=q, k=k, v=v, cos=cos, sin=sin)
-    check_queries_and_keys(q, k, v, cos, sin, layout=layout)
-    check_options(tensors, options)
-
-    batch, _, len_q, head_dim = q.shape
-    len_k = k.shape[2]
-    if len_q > len_k and tensors.kv_lens is None and max_seqlen_k is None:
-        _check_more_queries(q, k, options.causal, layout)
-    rows = len_k if max_seqlen_k is None else max_seqlen_k
-    return check_tables(cos, sin, q.dtype, batch, rows, head_dim, options.rotary_dim, "q", "k")
+    batch, heads_q, len_q, head_dim, heads_kv, len_k = ATTENTION.check(layout, (q, k, v))
+    checks.check_heads(heads_q, heads_kv, head_dim)
+    if rows is None:
+        rows = len_k if longest is None else check_sequences(tensors, longest)
+        if longest is None and len_q > len_k and tensors.kv_lens is None:
+            _check_more_queries(q, k, options.causal, layout)
+    check_options(tensors, options, (batch, heads_q, len_k, head_dim))
+    return checks.check_tables(cos, sin, q, batch, rows, head_dim, options.rotary_dim, "q", "k")
 
 
-def check_latent(tensors: Tensors, options: Any, layout: str = "bhsd", max_seqlen_k: int | None = None) -> int:
-    """Check a call of multi-head latent attention as `check_attention` does, with all tensors as (B, H, N, columns).
-
-    `check_latent_forms` has checked their types and numbers of dimensions.
-    """
+def check_latent(tensors: Tensors, options: Any, layout: str = "bhsd", longest: tuple[Any, Any] | None = None) -> int:
+    """Check a call of multi-head latent attention as `check_attention` does; q_rope and k_rope are q and k."""
     q, k, v, cos, sin = tensors[:5]
-    check_kinds(cos=cos, sin=sin)
-    if q.dtype not in INPUT_DTYPES:
-        raise TypeError(f"q_rope must be float16, bfloat16 or float32, but is {named(q.dtype)}")
-    given = dict(zip(LATENT_FORMS, (q, tensors.q_nope, k, tensors.k_nope, v)))
-    known: dict[str, tuple[int, str]] = {"1": (1, "")}
-    for name, x in given.items():
-        if x.dtype != q.dtype:
-            raise TypeError(f"{name} must have q_rope's dtype {named(q.dtype)}, but is {named(x.dtype)}")
-        for symbol, size in zip(LATENT_FORMS[name], x.shape):
-            expected, owner = known.setdefault(symbol, (size, name))
-            if size != expected:
-                form, held = _latent_form(name, layout), shown(in_layout(x.shape, layout))
-                why = "one head, which all query heads share" if symbol == "1" else f"{symbol} = {expected} of {owner}"
-                raise ValueError(f"{name} must have shape {form} with {why}, but has {held}")
-    for name, x in (given | {"cos": cos, "sin": sin}).items():
-        if x.device != q.device:
-            refuse_device(q.device, "q_rope", **{name: x})
-    heads, len_q, rotary_dim = q.shape[1:]
-    if heads < 1 or rotary_dim < 2 or rotary_dim % 2:
-        raise ValueError(
-            "q_rope must have at least one head and an even number of columns of at least 2, but has shape "
-            f"{shown(in_layout(q.shape, layout))}"
-        )
-    for name in ("q_nope", "v"):
-        if given[name].shape[3] < 1:
+    rows = q, tensors.q_nope, k, tensors.k_nope, v
+    batch, heads, len_q, rotary_dim, nope_dim, len_k, value_dim = LATENT.check(layout, rows)
+    checks.check_columns("q_rope", heads, rotary_dim)
+    for name, columns in (("q_nope", nope_dim), ("v", value_dim)):
+        if columns < 1:
             raise ValueError(f"{name} must have at least one column, but has 0")
-    check_options(tensors, options)
-    len_k = k.shape[2]
-    if len_q > len_k and tensors.kv_lens is None and max_seqlen_k is None:
-        _check_more_queries(q, k, options.causal, layout, ("q_rope", "k_rope"))
-    rows = len_k if max_seqlen_k is None else max_seqlen_k
-    return check_tables(cos, sin, q.dtype, q.shape[0], rows, rotary_dim, rotary_dim, "q_rope", "k_rope")
-
-
-# The sizes of the five tensors of multi-head latent attention, as (B, H, N, columns).
-LATENT_FORMS: dict[str, tuple[str, str, str, str]] = {
-    "q_rope": ("B", "H", "NQ", "R"),
-    "q_nope": ("B", "H", "NQ", "DN"),
-    "k_rope": ("B", "1", "NK", "R"),
-    "k_nope": ("B", "H", "NK", "DN"),
-    "v": ("B", "H", "NK", "DV"),
-}
-
-
-def _latent_form(name: str, layout: str) -> str:
-    axes = in_layout(LATENT_FORMS[name], layout)
-    if layout == "thd":
-        axes = ({"NQ": "T_q", "NK": "T_k"}[axes[0]], *axes[1:])
-    return f"({', '.join(axes)})"
-
-
-def check_latent_forms(layout: str, **tensors: Any) -> None:
-    """Check that the five tensors of multi-head latent attention are tensors with the layout's number of axes."""
-    check_kinds(**tensors)
-    for name, x in tensors.items():
-        if x.ndim != (3 if layout == "thd" else 4):
-            form = _latent_form(name, layout)
-            raise ValueError(f"{name} must have shape {form}, but has {x.ndim} dimensions: {shown(x.shape)}")
+    names = ("q_rope", "k_rope")
+    if longest is None and len_q > len_k and tensors.kv_lens is None:
+        _check_more_queries(q, k, options.causal, layout, names)
+    positions = len_k if longest is None else check_sequences(tensors, longest, names)
+    check_options(tensors, options, (batch, heads, len_k, rotary_dim))
+    return checks.check_tables(cos, sin, q, batch, positions, rotary_dim, rotary_dim, *names)
 
 
 def _check_more_queries(q: Tensor, k: Tensor, causal: bool, layout: str, names: tuple[str, str] = ("q", "k")) -> None:
@@ -132,7 +72,8 @@ def _check_more_queries(q: Tensor, k: Tensor, causal: bool, layout: str, names: 
     """
     of_q, of_k = names
     other = "bshd" if layout == "bhsd" else "bhsd"
-    len_q, len_k = q.shape[2], k.shape[2]
+    axis = AXES[layout].index(2)
+    len_q, len_k = q.shape[axis], k.shape[axis]
     if not causal:
         raise ValueError(
             f"{of_q} must have at most {of_k}'s {len_k} positions where causal is False, but has {len_q}: queries are "
@@ -140,74 +81,54 @@ def _check_more_queries(q: Tensor, k: Tensor, causal: bool, layout: str, names: 
             f"layout={other!r}?"
         )
     if not torch.compiler.is_compiling():
-        shapes = [shown(in_layout(x.shape, layout)) for x in (q, k)]
-        warn_once(
+        checks.warn_once(
             "more queries than keys",
-            f"{of_q} {shapes[0]} has {len_q} positions and {of_k} {shapes[1]} has {len_k} in layout {layout!r}: "
-            f"queries are aligned with the end of the keys, so that the first {len_q - len_k} rows see no key and give "
-            f"zeros; did you mean layout={other!r}?",
+            f"{of_q} {shown(q.shape)} has {len_q} positions and {of_k} {shown(k.shape)} has {len_k} in layout "
+            f"{layout!r}: queries are aligned with the end of the keys, so that the first {len_q - len_k} rows see no "
+            f"key and give zeros; did you mean layout={other!r}?",
         )
 
 
-def check_packed(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int
-) -> None:
-    """Check the arguments that only `rope_attention_varlen` has. Values of cu_seqlens on a GPU are not read."""
-    if not are_ordinary(q, k, v):
-        check_kinds(q=q, k=k, v=v)
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if x.ndim != 3:
-            form = "(T_q, HQ, D)" if name == "q" else "(T_k, HKV, D)"
-            raise ValueError(f"{name} must have shape {form}, but has {x.ndim} dimensions: {shown(x.shape)}")
-    check_sequences(q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+def check_sequences(tensors: Tensors, longest: tuple[Any, Any], names: tuple[str, str] = ("q", "k")) -> Any:
+    """Check the bounds of packed sequences of tokens (T, H, D), and return the rows that tables need.
 
-
-def check_sequences(
-    q: Tensor,
-    k: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    names: tuple[str, str] = ("q", "k"),
-) -> None:
-    """Check the bounds of packed sequences of tokens, q and k (T, H, D). names: of q and k, for messages."""
-    of_q, of_k = names
-    for name, x in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
-        check_tensor(name, x, (torch.int32,), q.device, "shape (sequences + 1,)", (None,))
+    Values of cu_seqlens on a GPU are not read. names: of q and k, for messages.
+    """
+    (of_q, of_k), (q, k, *_) = names, tensors
+    ends = (("cu_seqlens_q", tensors.cu_seqlens_q), ("cu_seqlens_k", tensors.cu_seqlens_k))
+    for name, x in ends:
+        _ENDS.check(name, x, of_q, q, {})
         if x.shape[0] < 1:
-            raise ValueError(f"{name} must have shape (sequences + 1,), but has {shown(x.shape)}")
+            raise ValueError(f"{name} must have shape (sequences+1,), but has {shown(x.shape)}")
         if not x.is_contiguous():
             raise ValueError(f"{name} must be contiguous, but has stride {x.stride()[0]}")
-    if cu_seqlens_k.shape != cu_seqlens_q.shape:
+    (_, ends_q), (_, ends_k) = ends
+    if ends_k.shape != ends_q.shape:
         raise ValueError(
-            f"cu_seqlens_k must have cu_seqlens_q's shape {shown(cu_seqlens_q.shape)}, but has "
-            f"{shown(cu_seqlens_k.shape)}"
+            f"cu_seqlens_k must have cu_seqlens_q's shape {shown(ends_q.shape)}, but has {shown(ends_k.shape)}"
         )
-    for name, value in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
-        if check_int(name, value) < 0:
+    for name, value in zip(("max_seqlen_q", "max_seqlen_k"), longest):
+        if checks.check_int(name, value) < 0:
             raise ValueError(f"{name} must be 0 or more, but is {value}")
-    check_ends("cu_seqlens_q", cu_seqlens_q, q.shape[0], of_q)
-    ends = check_ends("cu_seqlens_k", cu_seqlens_k, k.shape[0], of_k)
-    longest = 0 if ends is None else max((end - begin for begin, end in itertools.pairwise(ends)), default=0)
-    if longest > max_seqlen_k:
-        raise ValueError(
-            f"max_seqlen_k must be at least the longest sequence of {of_k}, {longest}, but is {max_seqlen_k}"
-        )
+    checks.check_ends("cu_seqlens_q", ends_q, q.shape[0], of_q)
+    found = checks.check_ends("cu_seqlens_k", ends_k, k.shape[0], of_k)
+    most = 0 if found is None else max((end - begin for begin, end in itertools.pairwise(found)), default=0)
+    if most > longest[1]:
+        raise ValueError(f"max_seqlen_k must be at least the longest sequence of {of_k}, {most}, but is {longest[1]}")
+    return longest[1]
 
 
 def check_token_tables(token_tables: bool, tensors: Tensors) -> None:
-    """Check token_tables of `rope_attention_varlen` with its checked tensors."""
-    check_bool("token_tables", token_tables)
+    """Check token_tables of `rope_attention_varlen` with its checked tensors (T, H, D)."""
+    checks.check_bool("token_tables", token_tables)
     if not token_tables:
         return
-    q, k, cos, cu_seqlens_q, cu_seqlens_k = (tensors[i] for i in (0, 1, 3, 8, 9))
-    if q.shape[2] != k.shape[2]:
-        raise ValueError(f"k must have q's {q.shape[2]} tokens with token_tables=True, but has {k.shape[2]}")
-    if cos.shape[-2] != k.shape[2]:
-        raise ValueError(
-            f"cos must have a row for each of {k.shape[2]} tokens with token_tables=True, but has {cos.shape[-2]} rows"
-        )
+    rows_q, rows_k, rows = tensors.q.shape[0], tensors.k.shape[0], tensors.cos.shape[-2]
+    cu_seqlens_q, cu_seqlens_k = tensors.cu_seqlens_q, tensors.cu_seqlens_k
+    if rows_q != rows_k:
+        raise ValueError(f"k must have q's {rows_q} tokens with token_tables=True, but has {rows_k}")
+    if rows != rows_k:
+        raise ValueError(f"cos must have a row for each of {rows_k} tokens with token_tables=True, but has {rows} rows")
     on_cpu = cu_seqlens_q.device.type == "cpu" and is_plain(cu_seqlens_q, cu_seqlens_k)
     if on_cpu and not torch.equal(cu_seqlens_q, cu_seqlens_k):
         raise ValueError("cu_seqlens_k must equal cu_seqlens_q with token_tables=True, but they differ")
@@ -215,15 +136,11 @@ def check_token_tables(token_tables: bool, tensors: Tensors) -> None:
 
 def check_position_ids(position_ids: Tensor, max_sequences: int | None) -> None:
     """Check the arguments of `cu_seqlens_from_position_ids`."""
-    check_kinds(position_ids=position_ids)
-    if position_ids.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"position_ids must be int32 or int64, but is {named(position_ids.dtype)}")
+    _IDS.check("position_ids", position_ids, "position_ids", position_ids, {})
     if position_ids.device.type == "meta" and max_sequences is None:
         raise NotImplementedError(
             "max_sequences must be given for position_ids on the device meta, which have no data to count sequences in"
         )
-    if position_ids.ndim not in (1, 2):
-        raise ValueError(f"position_ids must have shape (N,) or (B, N), but has {shown(position_ids.shape)}")
     if max_sequences is not None:
-        if check_int("max_sequences", max_sequences, "an int or None") < 1:
+        if checks.check_int("max_sequences", max_sequences, "an int or None") < 1:
             raise ValueError(f"max_sequences must be 1 or more, but is {max_sequences}")

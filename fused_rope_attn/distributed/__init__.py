@@ -1,9 +1,16 @@
 """Context parallelism: attention with rotary position embedding over sequences that several processes share."""
 
-from fused_rope_attn.distributed.api import plan_cp, rope_attention_cp, rope_attention_varlen_cp
+from fused_rope_attn.distributed.api import (
+    cp_positions,
+    cp_shard,
+    cp_shift_labels,
+    cp_unshard,
+    plan_cp,
+    rope_attention_cp,
+    rope_attention_varlen_cp,
+)
 from fused_rope_attn.distributed.documents import DocumentPlan, plan_varlen_cp
-from fused_rope_attn.distributed.planning import CpPlan
-from fused_rope_attn.distributed.shards import cp_positions, cp_shard, cp_shift_labels, cp_unshard
+from fused_rope_attn.distributed.layout import CpPlan
 from fused_rope_attn.runtime.options import CpMethod
 
 __all__ = [

@@ -1,28 +1,27 @@
-"""Public functions of context parallelism: documentation, validation, plan, call."""
+"""Public functions of context parallelism: documentation, validation, plan, call; and cutting and joining tensors."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, get_args, overload
 
 import torch
 
 from fused_rope_attn.attention import planning
-from fused_rope_attn.attention.keywords import ATTENTION, PACKED_PARALLEL
 from fused_rope_attn.attention.ops import needs_gradient
 from fused_rope_attn.attention.problem import Options, Problem, Tensors, problem_of
 from fused_rope_attn.attention.validation import check_attention
 from fused_rope_attn.distributed import ops
-from fused_rope_attn.distributed.cuts import check_sharding, chunks_of
 from fused_rope_attn.distributed.documents import OF_THE_PLAN, DocumentPlan
 from fused_rope_attn.distributed.groups import Group, agree, fail_together, group_of
-from fused_rope_attn.distributed.layout import shares
-from fused_rope_attn.distributed.planning import METHODS, CpPlan, choose, when_it_runs
-from fused_rope_attn.runtime.autocast import autocast, stand_in
+from fused_rope_attn.distributed.layout import CpPlan, check_sharding, choose_method, chunks_of, owners_of, work_of
+from fused_rope_attn.runtime import axes, checks
+from fused_rope_attn.runtime.autocast import autocast
 from fused_rope_attn.runtime.axes import Layout, from_heads_first
-from fused_rope_attn.runtime.checks import check_choice, check_int, check_kinds, heads_first, kind_of, shown
 from fused_rope_attn.runtime.differentiation import refuse_tangents
-from fused_rope_attn.runtime.keywords import bind, explain_keywords, fill
+from fused_rope_attn.runtime.dry_run import Planned, is_dry_run, plan_of_call
+from fused_rope_attn.runtime.forms import Forms
+from fused_rope_attn.runtime.keywords import explain_keywords
 from fused_rope_attn.runtime.options import Backend, CpMethod, CpOptions, PackedCpOptions
 
 if TYPE_CHECKING:
@@ -36,13 +35,11 @@ def rope_attention_cp(
     group: Any, return_lse: Literal[False] = False, **options: Unpack[CpOptions],
 ) -> torch.Tensor: ...
 
-
 @overload
 def rope_attention_cp(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, causal: bool = True, *,
     group: Any, return_lse: Literal[True], **options: Unpack[CpOptions],
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
-
 
 @overload
 def rope_attention_cp(
@@ -52,7 +49,7 @@ def rope_attention_cp(
 # fmt: on
 
 
-@explain_keywords(ATTENTION)
+@explain_keywords
 def rope_attention_cp(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -109,11 +106,10 @@ def rope_attention_cp(
         NotImplementedError: ``batch_invariant`` without a causal mask.
     """
     tensors = Tensors(q, k, v, cos, sin, sinks, q_norm=q_norm, k_norm=k_norm)
-    scores, norms = (softmax_scale, rotary_dim, interleaved, window, softcap), (norm_eps, norm_offset)
-    options = Options(causal, return_lse, *scores, *norms, deterministic, backend, batch_invariant=batch_invariant)
+    common, scores = (softmax_scale, interleaved, window, backend), (rotary_dim, softcap, norm_eps, norm_offset)
+    options = Options(*common, *scores, batch_invariant, deterministic, causal=causal, return_lse=return_lse)
     members = group_of(group)
-    call = _described_together(members, _describe, tensors, options, members, sharding, total_len, method, layout)
-    o, lse = _attend(*call)
+    o, lse = _run_together(members, _describe, tensors, options, members, sharding, total_len, method, layout)
     o = from_heads_first(o, layout)
     return (o, lse) if return_lse else o
 
@@ -125,13 +121,11 @@ def rope_attention_varlen_cp(
     plan: DocumentPlan, causal: bool = True, *, return_lse: Literal[False] = False, **options: Unpack[PackedCpOptions],
 ) -> torch.Tensor: ...
 
-
 @overload
 def rope_attention_varlen_cp(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor,
     plan: DocumentPlan, causal: bool = True, *, return_lse: Literal[True], **options: Unpack[PackedCpOptions],
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
-
 
 @overload
 def rope_attention_varlen_cp(
@@ -141,7 +135,7 @@ def rope_attention_varlen_cp(
 # fmt: on
 
 
-@explain_keywords(PACKED_PARALLEL)
+@explain_keywords
 def rope_attention_varlen_cp(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -180,111 +174,100 @@ def rope_attention_varlen_cp(
     tokens.
     """
     tensors = Tensors(q, k, v, cos, sin, sinks, q_norm=q_norm, k_norm=k_norm)
-    scores, norms = (softmax_scale, rotary_dim, interleaved, window, softcap), (norm_eps, norm_offset)
-    options = Options(causal, return_lse, *scores, *norms, deterministic, backend, batch_invariant=batch_invariant)
+    common, scores = (softmax_scale, interleaved, window, backend), (rotary_dim, softcap, norm_eps, norm_offset)
+    options = Options(*common, *scores, batch_invariant, deterministic, causal=causal, return_lse=return_lse)
     if not isinstance(plan, DocumentPlan):
-        raise TypeError(f"plan must be what plan_varlen_cp returns, but is {kind_of(plan)}")
-    o, lse = _attend(*_described_together(plan.group, _describe_packed, tensors, options, plan, method))
+        raise TypeError(f"plan must be what plan_varlen_cp returns, but is {checks.kind_of(plan)}")
+    o, lse = _run_together(plan.group, _describe_packed, tensors, options, plan, method)
     o = from_heads_first(o, "thd")
     return (o, lse.squeeze(0)) if return_lse else o
 
 
-@explain_keywords(ATTENTION, of=rope_attention_cp)
-def plan_cp(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    causal: bool = True,
-    **options,
-) -> CpPlan:
+def plan_cp(*arguments: Any, **options: Any) -> CpPlan:
     """Return the method of ``rope_attention_cp`` for the same arguments, with the reason, its bytes and its flops.
 
     Communicates nothing, so that one rank alone may ask; raises what ``rope_attention_cp`` would raise on this rank.
     """
-    given = bind(rope_attention_cp, q, k, v, cos, sin, causal, **options)
-    how = group_of(given["group"]), given["sharding"], given["total_len"], given["method"], given["layout"]
-    return _describe(fill(Tensors, given), fill(Options, given), *how, stand_in)[-1]
+    return plan_of_call(rope_attention_cp, *arguments, **options)
 
 
-_check_method = check_choice(METHODS)
+_LOCAL = Forms(q="B HQ N/P D", k="B HKV N/P D", v="B HKV N/P D")
+_check_method = checks.check_choice(get_args(CpMethod))
 # The cut of a call on these ranks, its problem and tensors, and the plan.
-_Described = tuple[Group, ops.Cut, Problem, Tensors, CpPlan]
+_Described = tuple[ops.Cut, Problem, Tensors, CpPlan]
 
 
-def _described_together(members: Group, describe: Callable[..., _Described], *arguments: Any) -> _Described:
-    """Return ``describe(*arguments)``; if it raises, the other ranks raise too."""
+def _run_together(
+    members: Group, describe: Callable[..., _Described], *arguments: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (o, lse) of the call ``describe(*arguments)``, once all ranks agree; if one raises, the others raise."""
     if torch.compiler.is_compiling():
-        return describe(*arguments)
+        return ops.parallel_attention(*describe(*arguments)[:3])
+    if is_dry_run():
+        raise Planned(describe(*arguments)[-1])
     try:
-        return describe(*arguments)
+        cut, problem, tensors, _ = describe(*arguments)
     except Exception as error:
         fail_together(members, error)
+    agree(members, {**ops.signature(cut, problem), "whether gradients are wanted": needs_gradient(tensors)})
+    return ops.parallel_attention(cut, problem, tensors)
 
 
-def _describe(
-    tensors: Tensors, options: Any, members: Group, sharding, total_len, method, layout, convert=torch.Tensor.to
-) -> _Described:
+def _describe(tensors: Tensors, options: Any, members: Group, sharding, total_len, method, layout) -> _Described:
     """Check the records of a call of ``rope_attention_cp`` and describe it."""
     check_sharding("sharding", sharding, members.size)
     _check_method("method", method, None)
-    q, k, v, cos = tensors[:4]
-    if layout != "bhsd":
-        q, k, v = heads_first(layout, q=q, k=k, v=v)
-    q, k, v = autocast(q, k, v, convert)
-    tensors = tensors._replace(q=q, k=k, v=v)
+    axes.check_layout(layout)
+    q, k, v = autocast(tensors[:3])
+    cos, tensors = tensors.cos, tensors._replace(q=q, k=k, v=v)
     parts, size = len(chunks_of(0, members.size, sharding)), members.size
-    local = q.shape[2] if isinstance(q, torch.Tensor) and q.ndim == 4 else 0
+    local = _LOCAL.check(layout, (q, k, v))[2]
     rows = cos.shape[-2] if isinstance(cos, torch.Tensor) and cos.ndim > 1 else 0
     tables_are_local = size > 1 and rows == local
     needed = local if tables_are_local else local * size
-    problem = _checked(tensors, options, needed, layout)
+    problem, tensors = _checked(tensors, options, needed, layout)
     if local % parts:
         raise ValueError(
             f"q must have a multiple of {parts} rows on every rank for sharding={sharding!r}, but has {local}: pad the "
             f"sequence to a multiple of {parts * size}, and say by total_len where it ends"
         )
-    total: Any = local * size if total_len is None else check_int("total_len", total_len, "an int or None")
+    total: Any = local * size if total_len is None else checks.check_int("total_len", total_len, "an int or None")
     if not 0 <= total <= local * size:
         raise ValueError(f"total_len must be from 0 to the {local * size} rows of all ranks, but is {total}")
-    every = shares(size, sharding, local, total, problem.causal, problem.window)
-    chosen = choose(problem, method, members, every)
+    work = work_of(size, sharding, local, total, problem.causal, problem.window)
+    chosen = choose_method(problem, method, work)
     cut = ops.Cut(members.name, str(sharding), chosen.method, int(total), 0, tables_are_local)
-    return members, cut, problem, tensors, chosen
+    return cut, problem, tensors, chosen
 
 
 def _describe_packed(tensors: Tensors, options: Any, plan: DocumentPlan, method) -> _Described:
     """Check the records of a call of ``rope_attention_varlen_cp`` and describe it."""
-    q, k, v = tensors[:3]
     _check_method("method", method, None)
-    check_kinds(q=q, k=k, v=v)
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if x.ndim != 3 or x.shape[0] != plan.local:
-            raise ValueError(
-                f"{name} must have shape (T / P, heads, D) with the plan's {plan.local} tokens of a rank, but has "
-                f"{shown(x.shape)}"
-            )
+    q, k, v = autocast(tensors[:3])
+    local = _LOCAL.check("thd", (q, k, v))[2]
+    if local != plan.local:
+        raise ValueError(f"q must have the {plan.local} tokens that the plan gives a rank, but has {local}")
     if plan.cu_seqlens.device != q.device:
         raise ValueError(f"plan must be on q's device {q.device}, but is on {plan.cu_seqlens.device}: give device=")
-    q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
-    q, k, v = autocast(q, k, v)
     tensors = tensors._replace(q=q, k=k, v=v, cu_seqlens_q=plan.cu_seqlens, cu_seqlens_k=plan.cu_seqlens)
-    problem = _checked(tensors, options, plan.max_seqlen, "thd", plan.max_seqlen)
+    problem, tensors = _checked(tensors, options, plan.max_seqlen, "thd", plan.max_seqlen)
     if torch.compiler.is_compiling():
-        chosen = when_it_runs(method)  # a graph is for many plans
+        # A graph is for many plans.
+        chosen = CpPlan(method, "chosen when the graph runs", 0, 0.0, 0)
     else:
-        chosen = choose(problem, method, plan.group, plan.shares(problem.causal, problem.window))
+        chosen = choose_method(problem, method, plan.work(problem.causal, problem.window))
     cut = ops.Cut(plan.group.name, OF_THE_PLAN, chosen.method, plan.total, plan.number, False)
-    return plan.group, cut, problem, tensors, chosen
+    return cut, problem, tensors, chosen
 
 
-def _checked(tensors: Tensors, options: Any, rows: int, layout: str, longest: int = 0) -> Problem:
-    """Return the ``Problem`` of the local rows. rows: how many the tables must have. longest: of packed sequences."""
-    rotary_dim = check_attention(tensors, options, layout, rows)
-    len_q, len_k = tensors.q.shape[2], tensors.k.shape[2]
-    if len_k != len_q:
-        raise ValueError(f"k must have q's {len_q} rows on this rank, but has {len_k}")
+def _checked(tensors: Tensors, options: Any, rows: int, layout: str, longest: int = 0) -> tuple[Problem, Tensors]:
+    """Return the ``Problem`` of the local rows, and the tensors as (B, H, N, D).
+
+    rows: how many the tables must have. longest: of packed sequences.
+    """
+    rotary_dim = check_attention(tensors, options, layout, rows=rows)
+    q, k, v = (axes.heads_first(x, layout) for x in tensors[:3])
+    tensors = tensors._replace(q=q, k=k, v=v)
     problem = problem_of(tensors, options, rotary_dim, longest)
     planning.choose_backend(problem)  # raises if an explicit one cannot run
     if problem.batch_invariant and not problem.causal:
@@ -292,11 +275,115 @@ def _checked(tensors: Tensors, options: Any, rows: int, layout: str, longest: in
             "causal must be True with batch_invariant=True, but is False: each rank has another order of the keys then"
         )
     refuse_tangents("rope_attention_cp", tensors)  # here the error reaches all ranks
-    return problem
+    return problem, tensors
 
 
-def _attend(members: Group, cut: ops.Cut, problem: Problem, tensors: Tensors, _) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (o, lse) of a described call, once all ranks have agreed on it."""
-    if not torch.compiler.is_compiling():
-        agree(members, {**ops.signature(cut, problem), "whether gradients are wanted": needs_gradient(tensors)})
-    return ops.attention(cut, problem, tensors)
+def _check_axis(x: Any, dim: Any) -> int:
+    """Return the axis, counted from 0."""
+    if not isinstance(x, torch.Tensor):
+        checks.refuse_non_tensor(x=x)
+    dim = checks.check_int("dim", dim)
+    if not -x.ndim <= dim < x.ndim:
+        raise ValueError(f"dim must be an axis of x, which has shape {checks.shown(x.shape)}, but is {dim}")
+    return dim % x.ndim
+
+
+def cp_shard(x: torch.Tensor, dim: int, *, group: Any, sharding: str = "zigzag") -> torch.Tensor:
+    """This rank's rows of a tensor that every rank has whole: N rows along ``dim`` become N / P. Differentiable.
+
+    A copy, or with ``"contiguous"`` a view. Gradients are those of the sum of all ranks' losses with respect to this
+    rank's x: zero in the rows of other ranks.
+
+    Args:
+        x: any tensor; its rows, a multiple of 2P of them (``"contiguous"``: of P), belong to the sequence.
+        dim: the axis of the rows.
+        group: a ProcessGroup or a DeviceMesh of one dimension, of P ranks.
+        sharding: ``"zigzag"``: of 2P chunks rank r has number r and number 2P - 1 - r; ``"contiguous"``: P chunks;
+            ``"dealt:0,1,1,0"``, which is ``plan_varlen_cp(..., sharding="balanced").sharding``: the rank of each chunk.
+
+    Raises:
+        TypeError, ValueError: naming the argument.
+    """
+    members, dim = group_of(group), _check_axis(x, dim)
+    check_sharding("sharding", sharding, members.size)
+    count = len(owners_of(members.size, sharding))
+    if x.shape[dim] % count:
+        raise ValueError(
+            f"x must have a multiple of {count} rows along dim {dim} for {members.size} ranks and "
+            f"sharding={sharding!r}, but has {x.shape[dim]}"
+        )
+    chunk = x.shape[dim] // count
+    parts = [x.narrow(dim, c * chunk, chunk) for c in chunks_of(members.rank, members.size, sharding)]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+
+
+def cp_unshard(x: torch.Tensor, dim: int, *, group: Any, sharding: str = "zigzag") -> torch.Tensor:
+    """All ranks' rows, in the order of the sequence, on every rank: inverse of ``cp_shard``. Differentiable.
+
+    Every rank must call it. Gradients are those of the sum of all ranks' losses: what each rank's loss says of these
+    rows is added up, in float32 at least and in the order of the ranks. Arguments as in ``cp_shard``.
+    """
+    members, dim = group_of(group), _check_axis(x, dim)
+    check_sharding("sharding", sharding, members.size)
+    parts = len(chunks_of(0, members.size, sharding))
+    if x.shape[dim] % parts:
+        raise ValueError(
+            f"x must have a multiple of {parts} rows along dim {dim} for sharding={sharding!r}, but has {x.shape[dim]}"
+        )
+    return ops.unshard(x, dim, members.name, sharding, False)
+
+
+def cp_positions(
+    total_len: int, *, group: Any, sharding: str = "zigzag", device: torch.device | str | None = None
+) -> torch.Tensor:
+    """(N / P,) int64: the positions, in the whole sequence of ``total_len`` = N rows, of this rank's rows.
+
+    Raises:
+        TypeError, ValueError: naming the argument.
+    """
+    total_len = checks.check_int("total_len", total_len)
+    members = group_of(group)
+    check_sharding("sharding", sharding, members.size)
+    count = len(owners_of(members.size, sharding))
+    if total_len < 0 or total_len % count:
+        raise ValueError(
+            f"total_len must be a multiple of {count} for {members.size} ranks and sharding={sharding!r}, but is "
+            f"{total_len}"
+        )
+    chunk = total_len // count
+    owned = chunks_of(members.rank, members.size, sharding)
+    return torch.cat([torch.arange(c * chunk, (c + 1) * chunk, device=device) for c in owned])
+
+
+def cp_shift_labels(
+    labels: torch.Tensor,
+    *,
+    group: Any,
+    sharding: str = "zigzag",
+    dim: int = -1,
+    ignore_index: int = -100,
+    cu_seqlens: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """This rank's rows of labels that are shifted already: the label of a token is the token after it.
+
+    Causal language models shift their labels against their logits; on a shard the token after a chunk's last one is
+    another rank's. So labels are shifted while they are whole, here, and the loss takes them as they are: in
+    transformers pass them as ``shift_labels``.
+
+    Args:
+        labels: (..., N), the whole sequence on every rank, not shifted.
+        dim: the axis of the sequence.
+        ignore_index: the label of the last token, because no token follows it.
+        cu_seqlens: (documents + 1,), of packed documents: the last token of each gets ``ignore_index``.
+
+    The other arguments are those of ``cp_shard``.
+    """
+    dim = _check_axis(labels, dim)
+    shifted = torch.full_like(labels, ignore_index)
+    length = labels.shape[dim]
+    if length > 1:
+        shifted.narrow(dim, 0, length - 1).copy_(labels.narrow(dim, 1, length - 1))
+    if cu_seqlens is not None:
+        ends = cu_seqlens[1:].to(labels.device).long() - 1
+        shifted.index_fill_(dim, ends[ends >= 0], ignore_index)
+    return cp_shard(shifted, dim, group=group, sharding=sharding)

@@ -3,6 +3,9 @@
 K and V are sent in the inputs' dtype, a few heads at a time: the attention of the first heads runs while the next ones
 are in flight. A rank gets only the rows that it needs. Backward gathers them once more, because that costs less than
 keeping them. The parts of dk and dv are sent in float32 and summed in a fixed order, so that repeats are equal.
+
+Buffers are (rows, 2, B, H, D), because adjacent rows of a chunk are then adjacent in memory: no copy is needed before
+they are sent, nor between their arrival and the kernels or sums that read them.
 """
 
 from __future__ import annotations
@@ -11,20 +14,17 @@ import itertools
 
 import torch
 
-from fused_rope_attn.attention.planning import Plan
 from fused_rope_attn.attention.problem import Gradients, Problem, Saved, Tensors
 from fused_rope_attn.distributed import local
-from fused_rope_attn.distributed.groups import join_rows
-from fused_rope_attn.distributed.keys import GatheredKeys, ScatteredGradients
-from fused_rope_attn.distributed.layout import Call, Segment
-from fused_rope_attn.distributed.streams import TwoStreams
+from fused_rope_attn.distributed.groups import Exchange, join_rows
+from fused_rope_attn.distributed.layout import ParallelCall, Run, Segment
 from fused_rope_attn.runtime.layouts import like_input
 
 # Bytes that a rank receives in the first section: below it a message is too short for the links' full rate.
 SECTION_BYTES = 8 << 20
 
-
 Heads = tuple[int, int]  # [first, last) of the key heads
+Rows = tuple[int, int]  # [first, last) of a buffer
 
 
 def sections_of(heads: int, bytes_of_head: int, *, backward: bool, hidden: bool) -> list[Heads]:
@@ -42,210 +42,254 @@ def sections_of(heads: int, bytes_of_head: int, *, backward: bool, hidden: bool)
     return list(itertools.pairwise(sorted(limits)))
 
 
-def returns_of(sections: list[Heads]) -> list[Heads]:
-    """Return the key heads of gradients that are sent together: the last section, which no work hides, and the rest."""
-    parts = [(0, sections[-1][0]), sections[-1]]
-    return [(first, last) for first, last in parts if first < last]
+class _Pass:
+    """The segments of this rank as calls of attention, for the key heads of one section at a time."""
 
-
-def _tables(call: Call, tensors: Tensors) -> list[tuple[torch.Tensor, ...]]:
-    """Return cos and sin of each segment."""
-    both: tuple[torch.Tensor, ...] = (tensors.cos, tensors.sin)
-    if call.tables_are_local:
-        both = tuple(join_rows(call.group, call.sharding, x, x.ndim - 2) for x in both)
-    found = []
-    for segment in call.own.segments:
-        if segment.cu_seqlens_k:
-            found.append(both)
-        elif segment.position is not None:
-            found.append(tuple(x.narrow(-2, segment.position, segment.num_keys) for x in both))
-        else:
-            starts = [(run.chunk * call.chunk + run.first, run.rows) for run in call.own.buffer]
-            found.append(tuple(torch.cat([x.narrow(-2, *rows) for rows in starts], dim=-2) for x in both))
-    return found
-
-
-class _Segments:
-    """The segments of this rank as calls of attention, for some key heads at a time."""
-
-    def __init__(self, call: Call, problem: Problem, tensors: Tensors):
+    def __init__(self, call: ParallelCall, problem: Problem, tensors: Tensors, *, backward: bool):
         self.call, self.problem, self.tensors = call, problem, tensors
-        self.tables = _tables(call, tensors)
+        # All sections begin at once, so that none waits for an attention to end.
+        batch, heads, _, columns = tensors.k.shape
+        bytes_of_head = 2 * batch * call.work.most_received * columns * tensors.k.element_size()
+        sections = sections_of(heads, bytes_of_head, backward=backward, hidden=call.work.all_have_local_work)
+        self.arriving = [_Keys(call, tensors.k, tensors.v, section) for section in sections]
+        self.tables = self._tables()
+        # All segments take the kernels of the whole sequence.
+        length = problem.len_q * call.group.size
+        self.plan = local.plan_of(problem._replace(len_q=length, len_k=length))
+
+    def _tables(self) -> list[tuple[torch.Tensor, ...]]:
+        """Return cos and sin of each segment."""
+        call = self.call
+        both: tuple[torch.Tensor, ...] = (self.tensors.cos, self.tensors.sin)
+        if call.tables_are_local:
+            both = tuple(join_rows(call.group, call.owners, x, x.ndim - 2) for x in both)
+        found = []
+        for segment in call.own.segments:
+            if segment.cu_seqlens_k:
+                found.append(both)
+                continue
+            parts = [(run.chunk * call.chunk + run.first, run.rows) for run in call.own.buffer]
+            if segment.position is not None:
+                parts = [(segment.position, segment.num_keys)]
+            rows = [[x.narrow(-2, *part) for part in parts] for x in both]
+            found.append(tuple(x[0] if len(x) == 1 else torch.cat(x, dim=-2) for x in rows))
+        return found
+
+    def order(self, number: int) -> list[tuple[int, int]]:
+        """Return (stream, segment) of section ``number``, the one with most work first. Single segments alternate."""
+        order = self.call.own.order
+        return [((number if len(order) == 1 else i) % 2, index) for i, index in enumerate(order)]
 
     def queries(self, x: torch.Tensor, segment: Segment, heads: slice, fill: float = 0.0) -> torch.Tensor:
         """Return the segment's rows of a tensor (B, HQ, N / P, ...), followed by its padding, full of ``fill``."""
-        x = x[:, heads, segment.rows[0] : segment.rows[1]]
+        x = x[:, heads, slice(*segment.rows)]
         if not segment.padding:
             return x
         return torch.cat((x, x.new_full((*x.shape[:2], segment.padding, *x.shape[3:]), fill)), dim=2)
 
-    def build(
-        self, index: int, section: tuple[int, int], found: GatheredKeys
-    ) -> tuple[Segment, slice, Problem, Tensors]:
-        """Return (the segment, its query heads, its problem, its tensors) of one section, with the keys ``found``."""
-        segment, given, group = self.call.own.segments[index], self.tensors, self.problem.group_size
-        heads = slice(section[0] * group, section[1] * group)
-        q, k, v = self.queries(given.q, segment, heads), found.k, found.v
-        keys, sinks = slice(*segment.keys), None if given.sinks is None else given.sinks[heads]
+    def step(self, index: int, keys: _Keys) -> tuple[Segment, slice, Problem, Tensors]:
+        """Return (segment number ``index``, its query heads, its problem, its tensors) with the keys of a section.
+
+        Let the current stream wait for these keys. A segment that needs no other rank's waits as well, unless all ranks
+        have such work, because it is to fill the multiprocessors that the segments with most work leave at their end.
+        """
+        call, given, group = self.call, self.tensors, self.problem.group_size
+        segment = call.own.segments[index]
+        if not (call.work.all_have_local_work and call.work.is_local(call.group.rank, segment)):
+            keys.exchange.wait()
+        first, last = keys.heads
+        heads = slice(first * group, last * group)
+        k, v = _heads_first(keys.buffer[slice(*segment.keys)])
         cos, sin = self.tables[index]
-        dlse = None if given.dlse is None else self.queries(given.dlse, segment, heads)
-        tensors = given._replace(q=q, k=k[:, :, keys], v=v[:, :, keys], cos=cos, sin=sin, sinks=sinks, dlse=dlse)
-        count = section[1] - section[0]
-        problem = self.problem._replace(
-            heads_q=count * group, heads_kv=count, len_q=segment.queries, len_k=segment.num_keys
-        )
-        if self.call.cu_seqlens is not None:
-            cu_q, cu_k, longest = self.call.cu_seqlens[index]
+        tensors = given._replace(q=self.queries(given.q, segment, heads), k=k, v=v, cos=cos, sin=sin)
+        if given.sinks is not None:
+            tensors = tensors._replace(sinks=given.sinks[heads])
+        if given.dlse is not None:
+            tensors = tensors._replace(dlse=self.queries(given.dlse, segment, heads))
+        problem = self.problem._replace(heads_q=(last - first) * group, heads_kv=last - first)
+        problem = problem._replace(len_q=segment.queries, len_k=segment.num_keys)
+        if call.work.cu_seqlens is not None:
+            cu_q, cu_k, longest = call.work.cu_seqlens[index]
             tensors = tensors._replace(cu_seqlens_q=cu_q, cu_seqlens_k=cu_k)
             problem = problem._replace(sequences=cu_q.shape[0] - 1, max_seqlen=longest)
         return segment, heads, problem, tensors
 
 
-def _begin(call: Call, tensors: Tensors, *, backward: bool) -> list[tuple[Heads, GatheredKeys]]:
-    """Begin to gather the keys of every section, all at once, so that none waits for an attention to end."""
-    k, v = tensors.k, tensors.v
-    batch, heads, _, columns = k.shape
-    bytes_of_head = 2 * batch * call.shares.most_received * columns * k.element_size()
-    hidden = call.shares.all_have_local_work
-    sections = sections_of(heads, bytes_of_head, backward=backward, hidden=hidden)
-    return [(s, GatheredKeys(call, k[:, s[0] : s[1]], v[:, s[0] : s[1]])) for s in sections]
-
-
-def _streams_of(call: Call, section: int) -> list[tuple[int, int]]:
-    """Return (stream, segment) of a section, the one with most work first. Single segments alternate over sections."""
-    order = call.own.order
-    return [(section % 2, order[0])] if len(order) == 1 else [(i % 2, index) for i, index in enumerate(order)]
-
-
-def _waits(call: Call, index: int) -> bool:
-    """Return whether a segment waits for other ranks' keys.
-
-    Those that need none wait as well, unless all ranks have such work, because they are to fill the multiprocessors
-    that the segments with most work leave at their end.
-    """
-    is_local = call.shares.is_local(call.group.rank, call.own.segments[index])
-    return not (is_local and call.shares.all_have_local_work)
-
-
-def _uncovered(call: Call, rows: int) -> bool:
-    """Return whether some local rows belong to no segment."""
-    return sum(segment.rows[1] - segment.rows[0] for segment in call.own.segments) < rows
-
-
-def _end(arriving: list[tuple[Heads, GatheredKeys]]) -> None:
-    """Wait for exchanges also of a rank that only sends."""
-    for _, keys in arriving:
-        keys.wait()
-
-
-def forward(call: Call, problem: Problem, tensors: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
+def forward_pass(call: ParallelCall, problem: Problem, tensors: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (o, lse) of the local rows. problem: of the whole sequence, with the lengths of the local rows."""
     o = like_input(tensors.q)
     lse = torch.empty(o.shape[:3], dtype=torch.promote_types(o.dtype, torch.float32), device=o.device)
-    if _uncovered(call, o.shape[2]):
+    if call.own.rows < o.shape[2]:
         o.zero_()
         lse.fill_(float("-inf"))
-    arriving = _begin(call, tensors, backward=False)
-    segments, plan = _Segments(call, problem, tensors), _plan_of(call, problem)
-    with TwoStreams(o.device) as streams:
-        for number, (section, keys) in enumerate(arriving):
-            for stream, index in _streams_of(call, number):
+    run = _Pass(call, problem, tensors, backward=False)
+    with local.TwoStreams(o.device) as streams:
+        for number, keys in enumerate(run.arriving):
+            for stream, index in run.order(number):
                 with streams.stream(stream):
-                    if _waits(call, index):
-                        keys.wait()
-                    segment, heads, one, given = segments.build(index, section, keys)
+                    segment, heads, one, given = run.step(index, keys)
                     rows = slice(*segment.rows)
-                    count = rows.stop - rows.start
                     out = None if segment.padding else o[:, heads, rows]
-                    o_part, lse_part = local.forward(plan, one, given, out)
+                    o_part, lse_part = local.segment_forward(run.plan, one, given, out)
                     if out is None:
-                        o[:, heads, rows].copy_(o_part[:, :, :count])
-                    lse[:, heads, rows].copy_(lse_part[:, :, :count])
-    _end(arriving)
+                        o[:, heads, rows].copy_(o_part[:, :, : rows.stop - rows.start])
+                    lse[:, heads, rows].copy_(lse_part[:, :, : rows.stop - rows.start])
+    for keys in run.arriving:  # a rank that only sends has not waited
+        keys.exchange.wait()
     return o, lse
 
 
-def backward(
-    call: Call, problem: Problem, tensors: Tensors, do: torch.Tensor, o: torch.Tensor, lse: torch.Tensor
+def backward_pass(
+    call: ParallelCall, problem: Problem, tensors: Tensors, do: torch.Tensor, o: torch.Tensor, lse: torch.Tensor
 ) -> Gradients:
     """Return the gradients of the sum of all ranks' losses with respect to this rank's q, k and v, and this rank's part
-    of those of sinks and of the norms' weights. ``problem`` as in ``forward``."""
-    dq, dk, dv = like_input(tensors.q), like_input(tensors.k), like_input(tensors.v)
-    if _uncovered(call, dq.shape[2]):
+    of those of sinks and of the norms' weights. ``problem`` as in ``forward_pass``."""
+    dq, dk, dv = (like_input(x) for x in tensors[:3])
+    if call.own.rows < dq.shape[2]:
         dq.zero_()
-    arriving = _begin(call, tensors, backward=True)
-    leaving = [
-        (limits, ScatteredGradients(call, tensors.k[:, slice(*limits)]))
-        for limits in returns_of([section for section, _ in arriving])
-    ]
-    segments, plan = _Segments(call, problem, tensors), _plan_of(call, problem)
-    weights = _WeightGradients(tensors, lse.dtype)
-    with TwoStreams(dq.device) as streams:
-        for number, (section, keys) in enumerate(arriving):
-            (first, last), sums = next(x for x in leaving if x[0][0] <= section[0] < x[0][1])
-            own = slice(section[0] - first, section[1] - first)
-            order = _streams_of(call, number)
-            for stream, index in order:
+    run = _Pass(call, problem, tensors, backward=True)
+    # No work hides the return of the last section. The rest returns before it.
+    last = run.arriving[-1].heads
+    leaving = [_KeyGradients(call, tensors.k, heads) for heads in ((0, last[0]), last) if heads[0] < heads[1]]
+    weights: list[tuple[Gradients, slice]] = []
+    with local.TwoStreams(dq.device) as streams:
+        for number, keys in enumerate(run.arriving):
+            sums = leaving[-1] if keys.heads == last else leaving[0]
+            own = slice(keys.heads[0] - sums.heads[0], keys.heads[1] - sums.heads[0])
+            for stream, index in run.order(number):
                 with streams.stream(stream):
-                    if _waits(call, index):
-                        keys.wait()
-                    segment, heads, one, given = segments.build(index, section, keys)
+                    segment, heads, one, given = run.step(index, keys)
                     rows = slice(*segment.rows)
-                    do_part, o_part = (segments.queries(x, segment, heads) for x in (do, o))
+                    do_part, o_part = (run.queries(x, segment, heads) for x in (do, o))
                     # lse -inf: the kernels take padding for queries that saw no key.
-                    lse_part = segments.queries(lse, segment, heads, float("-inf")).contiguous()
-                    outs = None if segment.padding else dq[:, heads, rows], *sums.outputs(index, own)
+                    lse_part = run.queries(lse, segment, heads, float("-inf")).contiguous()
+                    is_direct = index in sums.direct
+                    of_keys = _heads_first(sums.buffer[slice(*segment.keys), :, :, own])
+                    outs = None if segment.padding else dq[:, heads, rows], *(of_keys if is_direct else (None, None))
                     one = one._replace(sums_keys=True)
-                    found = local.backward(plan, one, do_part, Saved(o_part, lse_part, given), outs)
+                    found = local.segment_backward(run.plan, one, do_part, Saved(o_part, lse_part, given), outs)
                     if segment.padding:
                         dq[:, heads, rows].copy_(found.dq[:, :, : rows.stop - rows.start])
-                    if sums.adds(index):
+                    if not is_direct:
                         # The other stream writes the rows to which this segment adds.
                         streams.wait_for_other(stream)
-                        sums.add(index, own, found)
-                    weights.keep(found, heads, streams)
-            if section[1] == last < tensors.k.shape[1]:
+                        of_keys[0].add_(found.dk)
+                        of_keys[1].add_(found.dv)
+                    found = found._replace(dq=None, dk=None, dv=None)
+                    streams.lend_to_main([x for x in found if x is not None])
+                    weights.append((found, heads))
+            if keys.heads[1] == last[0]:
                 # The work of the last section hides this exchange.
                 with streams.stream(1):
                     streams.wait_for_other(1)
                     sums.send()
                 streams.pause()
-    leaving[-1][1].send()
-    _end(arriving)
-    for limits, sums in leaving:
-        sums.wait(dk[:, slice(*limits)], dv[:, slice(*limits)])
-    return weights.join(dq, dk, dv)
+    leaving[-1].send()
+    for keys in run.arriving:
+        keys.exchange.wait()
+    for sums in leaving:
+        sums.wait(dk, dv)
+    return Gradients(dq, dk, dv, **_summed(weights, tensors, lse.dtype))
 
 
-class _WeightGradients:
-    """This rank's parts of the gradients of sinks and of the norms' weights, summed over the segments and sections."""
-
-    def __init__(self, tensors: Tensors, dtype: torch.dtype):
-        self.tensors, self.dtype = tensors, dtype
-        self.parts: list[tuple[Gradients, slice]] = []
-
-    def keep(self, gradients: Gradients, heads: slice, streams: TwoStreams) -> None:
-        """Keep the gradients of a segment of these query heads; the current stream makes them."""
-        weights = gradients._replace(dq=None, dk=None, dv=None)
-        given = [x for x in weights if x is not None]
-        streams.lend_to_main(given)
-        if given:
-            self.parts.append((weights, heads))
-
-    def join(self, dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor) -> Gradients:
-        """Return all gradients of this rank, after the streams have joined."""
-        found = {}
-        for name in ("sinks", "q_norm", "k_norm"):
-            weight = getattr(self.tensors, name)
-            if weight is not None:
-                total = torch.zeros_like(weight, dtype=self.dtype)
-                for part, heads in self.parts:
-                    (total[heads] if name == "sinks" else total).add_(getattr(part, f"d{name}"))
-                found[f"d{name}"] = total.to(weight.dtype)
-        return Gradients(dq, dk, dv, **found)
+def _summed(parts: list[tuple[Gradients, slice]], tensors: Tensors, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Return the sums of this rank's gradients of sinks and of the norms' weights; parts: with their query heads."""
+    found = {}
+    for name in ("sinks", "q_norm", "k_norm"):
+        weight = getattr(tensors, name)
+        if weight is not None:
+            total = torch.zeros_like(weight, dtype=dtype)
+            for part, heads in parts:
+                (total[heads] if name == "sinks" else total).add_(getattr(part, f"d{name}"))
+            found[f"d{name}"] = total.to(weight.dtype)
+    return found
 
 
-def _plan_of(call: Call, problem: Problem) -> Plan | None:
-    """Return the kernels that all segments take; None for the reference."""
-    length = problem.len_q * call.group.size
-    return local.plan_of(problem._replace(len_q=length, len_k=length))
+def _heads_first(buffer: torch.Tensor) -> torch.Tensor:
+    """(rows, 2, B, H, D) as (2, B, H, rows, D)."""
+    return buffer.permute(1, 2, 3, 0, 4)
+
+
+def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy rows of the same dtype, in words of 8 bytes if both allow it, because PyTorch's copy of tensors that are not
+    contiguous moves one element at a time."""
+
+    def has_words(x: torch.Tensor) -> bool:
+        numbers = (*x.stride()[:-1], x.shape[-1], x.storage_offset())
+        return x.stride(-1) == 1 and x.data_ptr() % 8 == 0 and not any(n * x.element_size() % 8 for n in numbers)
+
+    if has_words(target) and has_words(source):
+        target, source = target.view(torch.int64), source.view(torch.int64)
+    target.copy_(source)
+
+
+class _Keys:
+    """The keys and values of one section's heads that this rank's queries see, from k and v (B, H, N / P, D)."""
+
+    def __init__(self, call: ParallelCall, k: torch.Tensor, v: torch.Tensor, heads: Heads):
+        self.heads = heads
+        own = [x[:, slice(*heads)] for x in (k, v)]
+        self.buffer = k.new_empty(call.own.length, 2, k.shape[0], heads[1] - heads[0], k.shape[3])
+        for place, chunk in enumerate(call.owned):
+            run, first = call.work.own.get(chunk), place * call.chunk
+            if run is not None:
+                for target, x in zip(_heads_first(self.buffer[run.start :][: run.rows]), own):
+                    _copy(target, x[:, :, first : first + run.rows])
+        inputs = [[self.buffer[m.sent :][: m.rows] for m in part] for part in call.sent]
+        outputs = [[self.buffer[m.received :][: m.rows] for m in part] for part in call.received]
+        self.exchange = Exchange(call.group, outputs, inputs, self.buffer, most=call.work.most_messages)
+
+
+class _KeyGradients:
+    """This rank's parts of dk and dv of some heads, which are sent to the owners of the keys and summed there.
+
+    The kernels write them in float32 (float64 for float64). direct: the segments that write to the buffer. One that has
+    keys in common with one before it, in the order of the work, writes to a buffer of its own, which is then added.
+    """
+
+    def __init__(self, call: ParallelCall, k: torch.Tensor, heads: Heads):
+        """k: (B, H, N / P, D) of all heads."""
+        self.call, self.heads = call, heads
+        dtype = torch.promote_types(k.dtype, torch.float32)
+        shape = 2, k.shape[0], heads[1] - heads[0], k.shape[3]
+        self.buffer = torch.empty(call.own.length, *shape, dtype=dtype, device=k.device)
+        # For each message of keys that this rank sends, it receives one of gradients.
+        self.arriving = [[self.buffer.new_empty(m.rows, *shape) for m in part] for part in call.sent]
+        keys = [call.own.segments[index].keys for index in call.own.order]
+        are_new = [_gaps(keys[:i], own) == [own] for i, own in enumerate(keys)]
+        self.direct = set(itertools.compress(call.own.order, are_new))
+        for first, last in _gaps(list(itertools.compress(keys, are_new)), (0, call.own.length)):
+            self.buffer[first:last].zero_()
+
+    def send(self) -> None:
+        """Begin the exchange, after all segments."""
+        inputs = [[self.buffer[m.received :][: m.rows] for m in part] for part in self.call.received]
+        most = self.call.work.most_messages
+        self.exchange = Exchange(self.call.group, self.arriving, inputs, self.buffer, most=most)
+
+    def wait(self, *gradients: torch.Tensor) -> None:
+        """Write the sums over all ranks to these heads of dk and dv (B, H, N / P, D), rounded once: first this rank's
+        part, then the others in the order of the ranks."""
+        self.exchange.wait()
+        call = self.call
+        for messages, parts in zip(call.sent, self.arriving):
+            for message, part in zip(messages, parts):
+                self.buffer[message.sent :][: message.rows].add_(part)
+        for place, chunk in enumerate(call.owned):
+            own, first = call.work.own.get(chunk, Run(chunk, 0, 0, 0)), place * call.chunk
+            for total, gradient in zip(_heads_first(self.buffer[own.start :][: own.rows]), gradients):
+                target = gradient[:, slice(*self.heads), first : first + call.chunk]
+                target[:, :, : own.rows].copy_(total)
+                target[:, :, own.rows :].zero_()
+
+
+def _gaps(ranges: list[Rows], within: Rows) -> list[Rows]:
+    """Return the parts of a range that ``ranges`` do not cover."""
+    gaps, end = [], within[0]
+    for first, last in sorted(ranges):
+        if min(first, within[1]) > end:
+            gaps.append((end, min(first, within[1])))
+        end = max(end, last)
+    if end < within[1]:
+        gaps.append((end, within[1]))
+    return gaps

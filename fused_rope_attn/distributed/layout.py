@@ -1,19 +1,67 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs
-"""The keys that each rank's queries need of a sequence that is cut into chunks, in integers."""
+"""The cut of a sequence, in integers: the chunks of each rank, the keys that its queries need, and the method.
+
+A sequence of N rows is cut into equal chunks, and every rank owns equally many. Its local rows are its chunks' rows,
+in the order of the sequence. ``"zigzag"`` cuts 2P chunks and gives rank r the chunks r and 2P - 1 - r, so that under a
+causal mask all ranks have equal work; ``"contiguous"`` cuts P, one for each rank; ``"dealt:0,1,1,0"`` names the rank of
+every chunk, which packed documents need for equal work, and ``documents.deal`` finds.
+"""
 
 from __future__ import annotations
 
 import functools
 import itertools
-from typing import NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 
-from fused_rope_attn.distributed.cuts import chunk_count, chunks_of, owners_of
+from fused_rope_attn.attention.problem import Problem
 from fused_rope_attn.distributed.groups import Group
+from fused_rope_attn.runtime.checks import refuse_choice
 
+SHARDINGS = ("zigzag", "contiguous")
+DEALT = "dealt:"
 # Keys before a window are left out in whole blocks of keys. No kernel has larger ones.
 BLOCK = 256
+# Rates of one H200 among several of its host, and the part of the all-gather that no work hides. They only weigh the
+# methods against one another.
+FLOPS, LINK, EXPOSED = 600e12, 300e9, 0.25
+
+Window = tuple[int, int] | None
+
+
+def check_sharding(name: str, sharding: Any, size: int, *, also: tuple[str, ...] = ()) -> None:
+    """Raise TypeError or ValueError, naming the argument, unless it is a sharding of ``size`` ranks or in ``also``."""
+    if sharding in (*SHARDINGS, *also):
+        return
+    if isinstance(sharding, str) and sharding.startswith(DEALT):
+        ranks = sharding.removeprefix(DEALT).split(",")
+        counts = [ranks.count(str(rank)) for rank in range(size)]
+        if counts[0] and counts == [counts[0]] * size and sum(counts) == len(ranks):
+            return
+        raise ValueError(
+            f"{name}='{DEALT}...' must name a rank below {size} for every chunk, each rank equally often, but is "
+            f"{sharding!r}"
+        )
+    refuse_choice(name, sharding, (*SHARDINGS, *also, f"{DEALT}..."))
+
+
+@functools.lru_cache(maxsize=1024)
+def owners_of(size: int, sharding: str) -> tuple[tuple[int, int], ...]:
+    """Return (its rank, its index among the rank's chunks) of every chunk."""
+    ranks = list(range(size))
+    if sharding == "zigzag":
+        ranks += reversed(ranks)
+    elif sharding != "contiguous":
+        ranks = [int(rank) for rank in sharding.removeprefix(DEALT).split(",")]
+    return tuple((rank, ranks[:chunk].count(rank)) for chunk, rank in enumerate(ranks))
+
+
+@functools.lru_cache(maxsize=1024)
+def chunks_of(rank: int, size: int, sharding: str) -> tuple[int, ...]:
+    """Return the chunks of a rank, in the order of its local rows."""
+    return tuple(chunk for chunk, (owner, _) in enumerate(owners_of(size, sharding)) if owner == rank)
 
 
 class Segment(NamedTuple):
@@ -41,6 +89,18 @@ class Segment(NamedTuple):
     def num_keys(self) -> int:
         return self.keys[1] - self.keys[0]
 
+    def pairs(self, causal: bool, window: Window) -> float:
+        """Estimate the number of pairs of a query and a key that see each other in one head."""
+        widest = float("inf")
+        if window is not None and window[0] >= 0 and (causal or window[1] >= 0):
+            widest = window[0] + 1 + (0 if causal else window[1])
+        total = 0.0
+        limits = zip(self.cu_seqlens_q or (0, self.queries), self.cu_seqlens_k or (0, self.num_keys))
+        for (first_q, first_k), (last_q, last_k) in itertools.pairwise(limits):
+            queries, keys = last_q - first_q, last_k - first_k
+            total += queries * min(keys - queries / 2 if causal else keys, widest)
+        return total
+
 
 class Run(NamedTuple):
     """Adjacent keys of a chunk in a rank's buffer: rows [first, first + rows) of the chunk, from row ``start`` of the
@@ -51,25 +111,19 @@ class Run(NamedTuple):
     rows: int
     start: int
 
-    @property
-    def end(self) -> int:
-        return self.start + self.rows
 
+class RankWork:
+    """A rank's segments, and the contents of its buffer of keys, in order.
 
-class Share(NamedTuple):
-    """A rank's work: its segments, and the contents of its buffer of keys, in order."""
+    length: of the buffer. rows: how many local rows the segments have. order: the numbers of the segments, the one with
+    most work first.
+    """
 
-    buffer: tuple[Run, ...]
-    segments: tuple[Segment, ...]
-
-    @property
-    def length(self) -> int:
-        return self.buffer[-1].end if self.buffer else 0
-
-    @property
-    def order(self) -> list[int]:
-        """Return the numbers of the segments, the one with most work first."""
-        return sorted(range(len(self.segments)), key=lambda i: -self.segments[i].queries * self.segments[i].num_keys)
+    def __init__(self, buffer: tuple[Run, ...], segments: list[Segment]):
+        self.buffer, self.segments = buffer, segments
+        self.length = buffer[-1].start + buffer[-1].rows if buffer else 0
+        self.rows = sum(segment.rows[1] - segment.rows[0] for segment in segments)
+        self.order = sorted(range(len(segments)), key=lambda i: -segments[i].queries * segments[i].num_keys)
 
 
 class Message(NamedTuple):
@@ -80,109 +134,63 @@ class Message(NamedTuple):
     rows: int
 
 
-class Shares:
-    """Every rank's ``Share`` of one sequence, by rank, and what follows from them for all calls of it.
+class GroupWork:
+    """Every rank's work on one sequence, by rank, and what follows from it for all calls.
 
     own: by chunk, its run in its owner's buffer, which is all rows that exist. messages: by (sender, receiver).
-    several: whether any pair of ranks has more than one. most_received: rows of keys that the rank with most of them
-    gets from others. all_have_local_work: whether every rank that waits for keys has a segment that needs none of them.
+    most_messages: of a pair of ranks. most_received: rows of keys that a rank gets from others. all_have_local_work:
+    whether every rank that waits for keys has a segment that needs none of them. cu_seqlens: (cu_seqlens_q,
+    cu_seqlens_k, the longest) of each of this rank's segments on the device; None without documents.
     """
 
-    def __init__(self, shares: tuple[Share, ...], sharding: str):
-        self.shares, self.sharding = shares, sharding
-        self.own: dict[int, Run] = {}
-        for rank, share in enumerate(shares):
-            self.own.update({run.chunk: run for run in share.buffer if run.chunk in self.owned_by(rank)})
-        self.messages: dict[tuple[int, int], list[Message]] = {}
-        self.most_received = 0
-        self.all_have_local_work = True
-        owners = owners_of(len(shares), sharding)
-        for rank, share in enumerate(shares):
-            received = 0
-            for run in share.buffer:
-                sender = owners[run.chunk][0]
-                if sender == rank:
-                    continue
-                received += run.rows
-                known = self.messages.setdefault((sender, rank), [])
-                message = Message(self.own[run.chunk].start + run.first, run.start, run.rows)
-                last = known[-1] if known else None
-                if last and (last.sent + last.rows, last.received + last.rows) == (message.sent, message.received):
-                    known[-1] = last._replace(rows=last.rows + message.rows)
-                else:
-                    known.append(message)
-            self.most_received = max(self.most_received, received)
-            if received and not any(self.is_local(rank, segment) for segment in share.segments):
-                self.all_have_local_work = False
-        self.several = any(len(messages) > 1 for messages in self.messages.values())
+    cu_seqlens: tuple[tuple[torch.Tensor, torch.Tensor, int], ...] | None = None
 
-    def owned_by(self, rank: int) -> tuple[int, ...]:
-        """A rank's chunks, in the order of its local rows."""
-        return chunks_of(rank, len(self.shares), self.sharding)
+    def __init__(self, ranks: list[RankWork], sharding: str):
+        self.ranks, self.sharding, size = ranks, sharding, len(ranks)
+        self.owned = [chunks_of(rank, size, sharding) for rank in range(size)]
+        owners = [owner for owner, _ in owners_of(size, sharding)]
+        runs = [(rank, run) for rank, work in enumerate(ranks) for run in work.buffer]
+        self.own = {run.chunk: run for rank, run in runs if owners[run.chunk] == rank}
+        self.messages: dict[tuple[int, int], list[Message]] = {}
+        received = [0] * size
+        for rank, run in runs:
+            if owners[run.chunk] == rank:
+                continue
+            received[rank] += run.rows
+            known = self.messages.setdefault((owners[run.chunk], rank), [])
+            message = Message(self.own[run.chunk].start + run.first, run.start, run.rows)
+            last = known[-1] if known else None
+            if last and (last.sent + last.rows, last.received + last.rows) == (message.sent, message.received):
+                known[-1] = last._replace(rows=last.rows + message.rows)
+            else:
+                known.append(message)
+        self.most_received = max(received)
+        self.most_messages = max([0, *map(len, self.messages.values())])
+        waiting = [rank for rank in range(size) if received[rank]]
+        self.all_have_local_work = all(any(self.is_local(rank, s) for s in ranks[rank].segments) for rank in waiting)
 
     def is_local(self, rank: int, segment: Segment) -> bool:
         """Return whether a segment of a rank needs no other rank's keys."""
         first, last = segment.keys
-        met = [run for run in self.shares[rank].buffer if run.start < last and first < run.end]
-        return all(run.chunk in self.owned_by(rank) for run in met)
+        met = [run for run in self.ranks[rank].buffer if run.start < last and first < run.start + run.rows]
+        return all(run.chunk in self.owned[rank] for run in met)
 
 
-class Call(NamedTuple):
-    """The properties of one call, equal on all ranks.
+class ParallelCall:
+    """One call of this rank.
 
-    method: "all_gather" or "all_to_all". shares: every rank's. chunk: rows of a chunk. tables_are_local: cos and sin
-    have the rows of the local rows. cu_seqlens: (cu_seqlens_q, cu_seqlens_k, the longest) of each of this rank's
-    segments on the device, None without documents.
+    total: rows of the sequence that exist. tables_are_local: cos and sin have the rows of the local rows. chunk: rows
+    of a chunk. own, owned: this rank's work and chunks. owners: of all chunks. sent, received: this rank's messages, by
+    the other rank.
     """
 
-    group: Group
-    method: str
-    chunk: int
-    shares: Shares
-    tables_are_local: bool = False
-    cu_seqlens: tuple[tuple[torch.Tensor, torch.Tensor, int], ...] | None = None
-
-    @property
-    def sharding(self) -> str:
-        return self.shares.sharding
-
-    @property
-    def own(self) -> Share:
-        return self.shares.shares[self.group.rank]
-
-    @property
-    def owned(self) -> tuple[int, ...]:
-        return self.shares.owned_by(self.group.rank)
-
-    @property
-    def sent(self) -> list[list[Message]]:
-        """Return the messages that this rank sends, by receiver."""
-        return [self.shares.messages.get((self.group.rank, rank), []) for rank in range(self.group.size)]
-
-    @property
-    def received(self) -> list[list[Message]]:
-        """Return the messages that this rank receives, by sender."""
-        return [self.shares.messages.get((rank, self.group.rank), []) for rank in range(self.group.size)]
-
-
-def merged(share: Share) -> Share:
-    """Join segments of packed documents that have no document in common and adjacent rows and keys, because one launch
-    is cheaper than several."""
-    segments: list[Segment] = []
-    for segment in share.segments:
-        last = segments[-1] if segments else None
-        if last is None or last.padding or (last.rows[1], last.keys[1]) != (segment.rows[0], segment.keys[0]):
-            segments.append(segment)
-            continue
-        segments[-1] = Segment(
-            (last.rows[0], segment.rows[1]),
-            segment.padding,
-            (last.keys[0], segment.keys[1]),
-            None,
-            (*last.cu_seqlens_q, *(last.queries + x for x in segment.cu_seqlens_q[1:])),
-            (*last.cu_seqlens_k, *(last.num_keys + x for x in segment.cu_seqlens_k[1:])),
-        )
-    return Share(share.buffer, tuple(segments))
+    def __init__(self, group: Group, work: GroupWork, local: int, total: int, tables_are_local: bool):
+        self.group, self.work, self.total, self.tables_are_local = group, work, total, tables_are_local
+        rank, every, known = group.rank, range(group.size), work.messages
+        self.own, self.owned, self.owners = work.ranks[rank], work.owned[rank], owners_of(group.size, work.sharding)
+        self.chunk = local // len(self.owned)
+        self.sent = [known.get((rank, other), []) for other in every]
+        self.received = [known.get((other, rank), []) for other in every]
 
 
 def _buffer(rows: list[tuple[int, int, int]]) -> tuple[Run, ...]:
@@ -191,9 +199,9 @@ def _buffer(rows: list[tuple[int, int, int]]) -> tuple[Run, ...]:
     return tuple(Run(*one, start) for one, start in zip(rows, starts))
 
 
-def share_of(segments: list[Segment], chunk: int) -> Share:
-    """Return the ``Share`` of these segments, whose keys are counted in the sequence: a buffer of the keys that any of
-    them needs, in order, with one run a chunk (of ``chunk`` rows) from its first needed key to its last."""
+def with_buffer(segments: list[Segment], chunk: int) -> RankWork:
+    """Return the work of these segments, whose keys are counted in the sequence: with a buffer of the keys that any of
+    them needs, in order, one run a chunk (of ``chunk`` rows) from its first needed key to its last."""
     limits: dict[int, tuple[int, int]] = {}
     for start, end in (segment.keys for segment in segments):
         for c in range(start // chunk, (end - 1) // chunk + 1):
@@ -207,47 +215,100 @@ def share_of(segments: list[Segment], chunk: int) -> Share:
         run = next(run for run in buffer if run.chunk == first // chunk)
         start = run.start + first % chunk - run.first
         placed.append(segment._replace(keys=(start, start + last - first)))
-    return Share(buffer, tuple(placed))
+    return RankWork(buffer, placed)
 
 
 @functools.lru_cache(maxsize=1024)
-def shares(size: int, sharding: str, local: int, total: int, causal: bool, window: tuple[int, int] | None) -> Shares:
-    """Return the ``Share`` of every rank of P = ``size``, for one sequence of ``local`` rows a rank.
+def work_of(size: int, sharding: str, local: int, total: int, causal: bool, window: Window) -> GroupWork:
+    """Return every rank's work, P = ``size``, on one sequence of ``local`` rows a rank.
 
     total: rows from there on do not exist. window: as in ``rope_attention``, None if neither side is bounded.
     """
-    found = [_share(rank, size, sharding, local, total, causal, window) for rank in range(size)]
-    return Shares(tuple(found), sharding)
-
-
-def _share(rank, size, sharding, local, total, causal, window) -> Share:
-    owned = chunks_of(rank, size, sharding)
-    chunk = local // len(owned)
-    if not causal and window is None:
-        return _whole(owned, chunk, chunk_count(size, sharding), total)
-    segments = []
-    for i, c in enumerate(owned):
-        begin, end = c * chunk, min((c + 1) * chunk, total)
-        if end <= begin:
+    found = []
+    left, right = window or (-1, -1)
+    for rank in range(size):
+        owned = chunks_of(rank, size, sharding)
+        chunk = local // len(owned)
+        if not causal and window is None:
+            found.append(_all_keys(owned, chunk, len(owners_of(size, sharding)), total))
             continue
-        first = 0
-        if window is not None and window[0] >= 0:
-            first = max(0, begin - window[0]) // BLOCK * BLOCK
-        padding = 0
-        if not causal:
-            padding = total - end if window[1] < 0 else min(window[1], total - end)
-        segments.append(Segment((i * chunk, i * chunk + end - begin), padding, (first, end + padding), first))
-    return share_of(segments, chunk)
+        segments = []
+        for i, c in enumerate(owned):
+            begin, end = c * chunk, min((c + 1) * chunk, total)
+            if end <= begin:
+                continue
+            first = max(0, begin - left) // BLOCK * BLOCK if left >= 0 else 0
+            after = total - end if right < 0 else min(right, total - end)
+            padding = 0 if causal else after
+            segments.append(Segment((i * chunk, i * chunk + end - begin), padding, (first, end + padding), first))
+        found.append(with_buffer(segments, chunk))
+    return GroupWork(found, sharding)
 
 
-def _whole(owned, chunk: int, count: int, total: int) -> Share:
-    """Return the share of a rank that sees all keys. Its own keys are the last ones, because queries are aligned with
+def _all_keys(owned, chunk: int, count: int, total: int) -> RankWork:
+    """Return the work of a rank that sees all keys. Its own keys are the last ones, because queries are aligned with
     the last keys and so read their own rows of the tables, which have the same order. The order of keys does not change
     a softmax."""
     existing = {c: min(chunk, total - c * chunk) for c in range(count) if total > c * chunk}
     own = [c for c in owned if c in existing]
     if not own:
-        return Share((), ())
+        return RankWork((), [])
     buffer = _buffer([(c, 0, existing[c]) for c in (*(c for c in existing if c not in own), *own)])
     rows = sum(existing[c] for c in own)
-    return Share(buffer, (Segment((0, rows), 0, (0, min(total, count * chunk)), None),))
+    return RankWork(buffer, [Segment((0, rows), 0, (0, min(total, count * chunk)), None)])
+
+
+@dataclass(frozen=True)
+class CpPlan:
+    """The method of a call of ``rope_attention_cp``, and its cost.
+
+    method: "all_gather" or "all_to_all". reason: why. received_bytes: of the rank that receives most, forward. flops:
+    of the rank that computes most, forward. gathered_bytes: the most K and V of other ranks that a rank holds at a
+    time; backward also holds their gradients' parts, in float32.
+    """
+
+    method: str
+    reason: str
+    received_bytes: int
+    flops: float
+    gathered_bytes: int
+
+
+def choose_method(problem: Problem, method: str, work: GroupWork) -> CpPlan:
+    """Return the plan of a call with this work, by bytes and floating-point operations. Communicates nothing.
+
+    problem: with the local lengths. Raises ValueError if ``method="all_to_all"`` is asked for and the key heads cannot
+    be divided.
+    """
+    size = len(work.ranks)
+    row_bytes = problem.batch * problem.head_dim * problem.dtype.itemsize
+    gathered = 2 * problem.heads_kv * row_bytes * work.most_received
+    pairs = [sum(segment.pairs(problem.causal, problem.window) for segment in rank.segments) for rank in work.ranks]
+    flops = [4.0 * problem.batch * problem.heads_q * problem.head_dim * count for count in pairs]
+    exchanged = (2 * problem.heads_q + 2 * problem.heads_kv) * row_bytes * problem.len_q * (size - 1) // size
+    by_gather = CpPlan("all_gather", "asked for", gathered, max(flops), gathered)
+    by_heads = CpPlan("all_to_all", "asked for", exchanged, sum(flops) / size, exchanged)
+    divides = problem.heads_kv % size == 0
+    if method == "all_to_all":
+        if not divides:
+            raise ValueError(
+                f"method must be 'all_gather' or 'auto' where k's heads are no multiple of the group's {size} ranks, "
+                f"but is 'all_to_all', and k has {problem.heads_kv} heads"
+            )
+        return by_heads
+    if method == "all_gather":
+        return by_gather
+    if size == 1:
+        return replace(by_gather, reason="one rank exchanges nothing")
+    if not divides:
+        return replace(by_gather, reason=f"k's {problem.heads_kv} heads are no multiple of {size} ranks")
+    compute, link = by_gather.flops / FLOPS, by_gather.received_bytes / LINK
+    gather_time = compute + link - (1 - EXPOSED) * min(link, compute)
+    heads_time = by_heads.flops / FLOPS + by_heads.received_bytes / LINK
+    figures = (
+        f"{by_gather.received_bytes / 2**20:.3g} MiB next to {by_gather.flops / 1e12:.3g} TFLOP, where heads would "
+        f"exchange {by_heads.received_bytes / 2**20:.3g} MiB before and after {by_heads.flops / 1e12:.3g}"
+    )
+    if gather_time <= heads_time:
+        return replace(by_gather, reason=f"a rank receives {figures}")
+    return replace(by_heads, reason=f"a rank would receive {figures}")

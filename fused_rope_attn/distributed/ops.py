@@ -1,4 +1,4 @@
-"""The torch.library operators of context parallelism and their autograd: one operator each way, opaque to compilers."""
+"""The torch.library operators of context parallelism and their autograd: opaque to compilers, one each way."""
 
 from __future__ import annotations
 
@@ -8,11 +8,9 @@ import torch
 
 from fused_rope_attn.attention.ops import backward_fake, needs_gradient, without_none
 from fused_rope_attn.attention.problem import DESCRIBED, SCHEMA, Gradients, Problem, Tensors, flatten, rebuild
-from fused_rope_attn.distributed import gather, heads
-from fused_rope_attn.distributed.documents import plan_of
-from fused_rope_attn.distributed.groups import agree, group_named
-from fused_rope_attn.distributed.layout import Call, shares
-from fused_rope_attn.distributed.planning import choose
+from fused_rope_attn.distributed import gather, heads, layout
+from fused_rope_attn.distributed.documents import plan_numbered
+from fused_rope_attn.distributed.groups import agree, exchange, group_named, join_rows
 from fused_rope_attn.runtime import device
 from fused_rope_attn.runtime.differentiation import SingleLevelFunction, apply_in_operator, in_forward_mode
 from fused_rope_attn.runtime.layouts import like_input
@@ -37,60 +35,42 @@ class Cut(NamedTuple):
     tables_are_local: bool
 
 
-# The fields of ``Problem`` that must be equal on all ranks, by the names that messages use.
-_COMPARED = {
-    "q's dtype": "dtype",
-    "the batch size": "batch",
-    "the heads of q": "heads_q",
-    "the heads of k": "heads_kv",
-    "the local length of q": "len_q",
-    "the local length of k": "len_k",
-    "the head dim": "head_dim",
-    "rotary_dim": "rotary_dim",
-    **{name: name for name in DESCRIBED},
-    "whether there are sinks": "has_sinks",
-}
-
-
 def signature(cut: Cut, problem: Problem) -> dict[str, Any]:
     """Return the properties that must be equal on all ranks, by the names that messages use."""
-    found = {name: getattr(problem, field) for name, field in _COMPARED.items()}
-    found |= {"sharding": cut.sharding, "method": cut.method, "total_len": cut.total}
-    found |= {
+    return {
+        "q's dtype": problem.dtype,
+        "the batch size": problem.batch,
+        "the heads of q": problem.heads_q,
+        "the heads of k": problem.heads_kv,
+        "the local length of q": problem.len_q,
+        "the local length of k": problem.len_k,
+        "the head dim": problem.head_dim,
+        "rotary_dim": problem.rotary_dim,
+        **{name: getattr(problem, name) for name in DESCRIBED},
+        "whether there are sinks": problem.has_sinks,
+        "sharding": cut.sharding,
+        "method": cut.method,
+        "total_len": cut.total,
         "whether there is a plan": cut.plan != 0,
         "whether the tables are of the local rows": cut.tables_are_local,
+        "the documents of plan": plan_numbered(cut.plan).summary if cut.plan else None,
     }
-    return found | {"the documents of plan": plan_of(cut.plan).summary if cut.plan else None}
 
 
-def _call(cut: Cut, problem: Problem) -> Call:
-    group, method, on_device = group_named(cut.group), cut.method, None
-    if cut.plan:
-        plan = plan_of(cut.plan)
-        every = plan.shares(problem.causal, problem.window)
-        on_device = plan.cu_seqlens_of(every.shares[group.rank], problem.causal, problem.window)
-        if method == "auto":
-            method = choose(problem, method, group, every).method
-    else:
-        every = shares(group.size, cut.sharding, problem.len_q, cut.total, problem.causal, problem.window)
-    chunk = problem.len_q // len(every.owned_by(0))
-    return Call(group, method, chunk, every, cut.tables_are_local, on_device)
-
-
-def _run_forward(cut: Cut, problem: Problem, tensors: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
+def _run(cut: Cut, problem: Problem, tensors: Tensors, *of_backward: torch.Tensor) -> Any:
+    """Run the forward pass by the call's method, or with (do, o, lse) the backward pass."""
+    group, method, masks = group_named(cut.group), cut.method, (problem.causal, problem.window)
     with device.guard(problem.device):
-        call = _call(cut, problem)
-        if call.method == "all_to_all":
-            return heads.forward(call, problem, tensors, cut.total)
-        return gather.forward(call, problem, tensors)
-
-
-def _run_backward(cut: Cut, problem: Problem, tensors: Tensors, do, o, lse) -> Gradients:
-    with device.guard(problem.device):
-        call = _call(cut, problem)
-        if call.method == "all_to_all":
-            return heads.backward(call, problem, tensors, cut.total, do, o, lse)
-        return gather.backward(call, problem, tensors, do, o, lse)
+        if cut.plan:
+            work = plan_numbered(cut.plan).work(*masks)
+            if method == "auto":
+                method = layout.choose_method(problem, method, work).method
+        else:
+            work = layout.work_of(group.size, cut.sharding, problem.len_q, cut.total, *masks)
+        call = layout.ParallelCall(group, work, problem.len_q, cut.total, cut.tables_are_local)
+        module: Any = heads if method == "all_to_all" else gather
+        run = module.backward_pass if of_backward else module.forward_pass
+        return run(call, problem, tensors, *of_backward)
 
 
 def _split(arguments: tuple) -> tuple[Cut, Problem, Tensors]:
@@ -101,11 +81,7 @@ def _forward_impl(*arguments):
     cut, problem, tensors = _split(arguments)
     # A compiled graph reaches the ranks' comparison only here.
     agree(group_named(cut.group), signature(cut, problem))
-    return _run_forward(cut, problem, tensors)
-
-
-def _backward_impl(do, o, lse, *arguments):
-    return without_none(_run_backward(*_split(arguments), do, o, lse), do)
+    return _run(cut, problem, tensors)
 
 
 def _forward_fake(*arguments):
@@ -120,7 +96,7 @@ class _ContextParallel(SingleLevelFunction):
     def forward(ctx, keyset, cut: Cut, problem: Problem, *arguments):
         tensors = Tensors(*arguments)
         if keyset is None:
-            o, lse = _run_forward(cut, problem, tensors)
+            o, lse = _run(cut, problem, tensors)
         else:
             o, lse = _forward.below_function(keyset, *cut, *flatten(problem, tensors))
         ctx.plain, ctx.cut, ctx.problem = keyset is None, cut, problem
@@ -137,7 +113,7 @@ class _ContextParallel(SingleLevelFunction):
             # The other ranks may have a gradient, and wait for this rank's part in theirs.
             do = torch.zeros_like(o)
         if ctx.plain and type(do) is torch.Tensor and not torch.is_grad_enabled() and not in_forward_mode():
-            gradients = _run_backward(ctx.cut, ctx.problem, tensors, do, o, lse)
+            gradients = _run(ctx.cut, ctx.problem, tensors, do, o, lse)
         else:
             gradients = Gradients(*_backward(do, o, lse, *ctx.cut, *flatten(ctx.problem, tensors)))
         dq, dk, dv, dsinks, dq_norm, dk_norm = gradients[:6]
@@ -163,17 +139,61 @@ _GRADIENTS = ", ".join(["Tensor"] * len(Gradients._fields))
 # The last results are the gradients of sinks and of the norms' weights, empty if the call has none.
 _backward = Operator(
     f"context_parallel_backward(Tensor do, Tensor o, Tensor lse, {_SCHEMA}) -> ({_GRADIENTS})",
-    run=_backward_impl,
+    run=lambda do, o, lse, *arguments: without_none(_run(*_split(arguments), do, o, lse), do),
     fake=lambda do, o, lse, *arguments: backward_fake(do, o, lse, *arguments[6:]),
     function="rope_attention_cp",
     is_gradient=True,
 )
 
 
-def attention(cut: Cut, problem: Problem, tensors: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
+def parallel_attention(cut: Cut, problem: Problem, tensors: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (o, lse) of the local rows of a call on which all ranks have agreed."""
     if not is_plain(*tensors):
         return _forward(*cut, *flatten(problem, tensors))
     if needs_gradient(tensors):
         return apply_in_operator(_ContextParallel, None, cut, problem, *tensors)
-    return _run_forward(cut, problem, tensors)
+    return _run(cut, problem, tensors)
+
+
+def _unshard_impl(x: torch.Tensor, dim: int, name: str, sharding: str, sums: bool) -> torch.Tensor:
+    group = group_named(name)
+    owners = layout.owners_of(group.size, sharding)
+    if not sums:
+        return join_rows(group, owners, x, dim)
+    chunks = x.unflatten(dim, (len(owners), -1)).movedim(dim, 0)
+    owned = [layout.chunks_of(rank, group.size, sharding) for rank in range(group.size)]
+    (parts,) = exchange(group, [torch.stack([chunks[c] for c in of_rank]) for of_rank in owned])
+    total = parts[0].to(torch.promote_types(x.dtype, torch.float32))
+    for part in parts[1:]:
+        total = total + part
+    return torch.cat(list(total.to(x.dtype)), dim=dim)
+
+
+def _unshard_fake(x: torch.Tensor, dim: int, name: str, sharding: str, sums: bool) -> torch.Tensor:
+    size, shape = group_named(name).size, list(x.shape)
+    shape[dim] = shape[dim] // size if sums else shape[dim] * size
+    return x.new_empty(shape)
+
+
+class _Unshard(SingleLevelFunction):
+    """The gradient of the join is the sum, and that of the sum is the join."""
+
+    @staticmethod
+    def forward(ctx, keyset, x, *options):
+        ctx.options = options
+        return unshard.below_function(keyset, x, *options)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        *options, sums = ctx.options
+        return None, unshard(gradient, *options, not sums), None, None, None, None
+
+
+# All ranks' rows of x along an axis, in order; with ``sums`` this rank's rows of the sum of all x.
+unshard: Operator = Operator(
+    "context_parallel_unshard(Tensor x, int dim, str group, str sharding, bool sums) -> Tensor",
+    run=_unshard_impl,
+    fake=_unshard_fake,
+    function="cp_unshard",
+    autograd=lambda keyset, *arguments: apply_in_operator(_Unshard, keyset, *arguments),
+)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
@@ -9,15 +10,15 @@ import torch
 from fused_rope_attn.attention.planning import Plan
 from fused_rope_attn.attention.problem import Options, Problem, arguments_by_name
 from fused_rope_attn.generation import planning, reference
-from fused_rope_attn.generation.keywords import KVCACHE
 from fused_rope_attn.generation.problem import StepTensors, Written, cache_of, describe_write, step_of
 from fused_rope_attn.generation.validation import check_kvcache, check_write
-from fused_rope_attn.runtime.autocast import autocast, stand_in
+from fused_rope_attn.runtime import axes
+from fused_rope_attn.runtime.autocast import autocast
 from fused_rope_attn.runtime.axes import Layout, from_heads_first
-from fused_rope_attn.runtime.checks import heads_first
 from fused_rope_attn.runtime.context_parallel import in_context_parallel, refuse_context_parallel
 from fused_rope_attn.runtime.device import has_triton
-from fused_rope_attn.runtime.keywords import bind, explain_keywords, fill, parameters_of
+from fused_rope_attn.runtime.dry_run import Planned, is_dry_run, plan_of_call
+from fused_rope_attn.runtime.keywords import explain_keywords, fill, parameters_of
 from fused_rope_attn.runtime.options import Backend, StepOptions
 
 if TYPE_CHECKING:
@@ -55,7 +56,7 @@ def rope_attention_with_kvcache(
 # fmt: on
 
 
-@explain_keywords(KVCACHE)
+@explain_keywords
 def rope_attention_with_kvcache(
     q: torch.Tensor,
     k_cache: torch.Tensor,
@@ -124,7 +125,8 @@ def rope_attention_with_kvcache(
         k_cache, v_cache: ``(B, HKV, S_max, D)``, or with a block_table ``(num_pages, HKV, page_size, D)``, page_size
             from 16 on, where S_max is ``pages * page_size``. q's dtype, or both float8_e4m3fn; q's device, any strides:
             pass ``(B, S_max, HKV, D)`` caches as ``.transpose(1, 2)``. HQ must be a multiple of HKV. Written in place
-            where k and v are given.
+            where k and v are given. They may be views of one allocation, for example ``pool[:, 0]`` and ``pool[:, 1]``,
+            but must share no element.
         cos, sin: ``(S, R/2)``, ``(S, R)``, or either with a leading 1 or B; float32 (preferred) or q's dtype;
             ``S >= S_max``. With a rotated cache only the new tokens' rows are read.
         k, v: ``(B, HKV, NQ, D)``, the new tokens', k not rotated; or both None.
@@ -158,26 +160,19 @@ def rope_attention_with_kvcache(
     tensors = StepTensors(
         q, k_cache, v_cache, cos, sin, k, v, cache_seqlens, kv_starts, sinks, block_table, *scales, *weights
     )
-    scores = (softmax_scale, rotary_dim, interleaved, window, softcap)
-    norms = norm_eps, norm_offset
-    options = Options(causal, return_lse, *scores, *norms, backend=backend, batch_invariant=batch_invariant)
+    common, scores = (softmax_scale, interleaved, window, backend), (rotary_dim, softcap, norm_eps, norm_offset)
+    options = Options(*common, *scores, batch_invariant, causal=causal, return_lse=return_lse)
     problem, tensors = _describe(tensors, options, cache_is_rotated, layout)
     o, lse = _attend(problem, tensors, layout)
     return (o, lse) if return_lse else o
 
 
-@explain_keywords(KVCACHE, of=rope_attention_with_kvcache)
-def plan_with_kvcache(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, *arguments, **options) -> Plan:
-    """Return what ``rope_attention_with_kvcache`` would run for the same arguments, like ``plan``.
-
-    Launches nothing and writes nothing; raises what ``rope_attention_with_kvcache`` would raise.
-    """
-    problem, _ = _describe_bound(q, k_cache, v_cache, *arguments, convert=stand_in, **options)
-    chosen, reason = planning.choose_step_backend(problem)
-    return Plan("reference", None, reason) if chosen == "reference" else planning.plan_for(problem, reason)
+def plan_with_kvcache(*arguments: Any, **options: Any) -> Plan:
+    """Return ``plan(rope_attention_with_kvcache, ...)``."""
+    return plan_of_call(rope_attention_with_kvcache, *arguments, **options)
 
 
-@explain_keywords(KVCACHE)
+@explain_keywords
 def write_kvcache(
     k: torch.Tensor,
     v: torch.Tensor,
@@ -210,6 +205,7 @@ def write_kvcache(
         k, v: ``(B, HKV, N, D)``, float16, bfloat16 or float32, any strides, k not rotated; or with ``cu_seqlens``
             packed sequences ``(T, HKV, D)``.
         k_cache, v_cache: ``(B, HKV, S_max, D)``, or pools of pages with a ``block_table``; k's dtype or float8_e4m3fn.
+            They must share no element.
         cos, sin: as in ``rope_attention_with_kvcache``.
         cache_seqlens: ``(B,)`` int32: keys in the cache before this call. Default: none.
         new_lens: ``(B,)`` int32: tokens from this one on do not exist (right-padded prompts). Default: all N do.
@@ -232,7 +228,9 @@ def write_kvcache(
 
 def run_write(*arguments, backend: str = "auto", **options) -> None:
     """Run ``write_kvcache`` by a backend of choice, for verification and tests."""
-    given = bind(write_kvcache, *arguments, **options)
+    bound = inspect.signature(write_kvcache).bind(*arguments, **options)
+    bound.apply_defaults()
+    given = bound.arguments
     kept = {name: given[name] for name in ("cache_is_rotated", "rotary_dim", "interleaved")}
     _write(fill(Written, given), given["layout"], **kept, backend=backend)
 
@@ -240,15 +238,10 @@ def run_write(*arguments, backend: str = "auto", **options) -> None:
 def _write(tensors: Written, layout: str, *, backend: str = "auto", **options: Any) -> None:
     if in_context_parallel():
         refuse_context_parallel("write_kvcache")
-    packed = tensors.cu_seqlens is not None
-    if layout != "bhsd":
-        names = ("k_cache", "v_cache") if packed else ("k_cache", "v_cache", "k", "v")
-        given = {name: getattr(tensors, name) for name in names}
-        tensors = tensors._replace(**dict(zip(names, heads_first(layout, "_cache", "S_max", **given))))
+    axes.check_layout(layout)
     options["rotary_dim"] = check_write(tensors, layout=layout, **options)
-    if packed:
-        k, v = (x.transpose(0, 1).unsqueeze(0) for x in (tensors.k, tensors.v))
-        tensors = tensors._replace(k=k, v=v)
+    tensors = _heads_first(tensors, layout, "k_cache", "v_cache")
+    tensors = _heads_first(tensors, layout if tensors.cu_seqlens is None else "thd", "k", "v")
     problem = describe_write(tensors, **options, backend=backend)
     chosen, _ = planning.choose_step_backend(problem)
     if chosen != "reference":
@@ -257,36 +250,32 @@ def _write(tensors: Written, layout: str, *, backend: str = "auto", **options: A
         reference.write_kvcache(**tensors._asdict(), **options)
 
 
-def _describe_bound(*arguments, convert=torch.Tensor.to, **options) -> tuple[Problem, StepTensors]:
-    """Do what ``_describe`` does with the arguments of ``rope_attention_with_kvcache``."""
-    given = bind(rope_attention_with_kvcache, *arguments, **options)
-    return _describe(
-        fill(StepTensors, given), fill(Options, given), given["cache_is_rotated"], given["layout"], convert
-    )
-
-
-def _describe(
-    tensors: StepTensors, options: Any, cache_is_rotated: bool, layout: str, convert=torch.Tensor.to
-) -> tuple[Problem, StepTensors]:
-    """Check the records of a step and return the ``Problem``, and the tensors as (B, H, N, D) whatever the layout.
-
-    convert: as in ``autocast``.
-    """
+def _describe(tensors: StepTensors, options: Any, cache_is_rotated: bool, layout: str) -> tuple[Problem, StepTensors]:
+    """Check the records of a step and return the ``Problem``, and the tensors as (B, H, N, D) whatever the layout."""
     if in_context_parallel():
         refuse_context_parallel("rope_attention_with_kvcache")
-    q, k_cache, v_cache, _, _, k, v = given = tensors[:7]
-    if layout != "bhsd":
-        named = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "k": k, "v": v}
-        q, k_cache, v_cache, k, v = heads_first(layout, "_cache", "S_max", **named)
-    q, k, v = autocast(q, k, v, convert)
-    if not (q is given[0] and k_cache is given[1] and k is given[5] and v is given[6]):
-        tensors = tensors._replace(q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v)
+    axes.check_layout(layout)
+    given = tensors.q, tensors.k, tensors.v
+    rows = autocast(given)
+    if rows is not given:
+        tensors = tensors._replace(**dict(zip("qkv", rows)))
     rotary_dim = check_kvcache(tensors, options, cache_is_rotated, layout)
+    tensors = _heads_first(tensors, layout, "q", "k_cache", "v_cache", "k", "v")
     return step_of(tensors, options, rotary_dim, cache_is_rotated), tensors
+
+
+def _heads_first(tensors: Any, layout: str, *names: str) -> Any:
+    """Return the record with views (B, H, N, D) of these tensors; None stays None."""
+    if layout == "bhsd":
+        return tensors
+    given = {name: x for name in names if (x := getattr(tensors, name)) is not None}
+    return tensors._replace(**{name: axes.heads_first(x, layout) for name, x in given.items()})
 
 
 def _attend(problem: Problem, tensors: StepTensors, layout: str) -> tuple[torch.Tensor, torch.Tensor]:
     """(o in the layout, lse) of a described step, by the backend that planning chooses."""
+    if is_dry_run():
+        raise Planned(planning.plan_step(problem))
     chosen, _ = planning.choose_step_backend(problem)
     if chosen != "reference":
         o, lse = ops.attention_with_kvcache(problem, tensors)

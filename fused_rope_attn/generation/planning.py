@@ -96,8 +96,11 @@ def step_config(problem: Problem) -> configs.DecodeConfig:
     return chunk or configs.decode(*asked, cache_of(problem).page_size, small)
 
 
-def plan_for(problem: Problem, reason: str) -> Plan:
-    """The plan of such a step; ``reason`` is why the kernels were chosen."""
+def plan_step(problem: Problem) -> Plan:
+    """Return the plan of a step."""
+    chosen, reason = choose_step_backend(problem)
+    if chosen == "reference":
+        return Plan("reference", None, reason)
     ordered = None if override is not None else ordered_config(problem)
     if ordered is not None:
         why = "batch_invariant: cached keys in the order of the sm_90 forward"

@@ -15,6 +15,8 @@ from fused_rope_attn.kernels.records import record, unpack
 
 # Past every query row, and far enough from 2**31 that tiles can be counted from it.
 NO_ROW = tl.constexpr(2**30)
+# Keys or rows of a bit mask's word.
+WORD = tl.constexpr(32)
 # Blocks of keys that ``next_run`` reads at once.
 CHUNK = tl.constexpr(128)
 # Blocks of keys of a program of ``interval_blocks_kernel``.

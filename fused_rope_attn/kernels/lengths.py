@@ -9,6 +9,9 @@ import triton
 import triton.language as tl
 from triton.experimental.gluon import language as gl
 
+# Query rows that the sm_90 backward takes at a time: packed sequences have whole tiles of them in its buffers.
+PADDED_TILE_ROWS = tl.constexpr(64)
+
 
 @triton.jit
 def existing_keys(lens_ptr, batch, NK):

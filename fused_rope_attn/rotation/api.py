@@ -1,4 +1,4 @@
-"""Rotation alone: every RoPE convention through one kernel, and the tables and weight layouts that go with it."""
+"""Rotation alone: every RoPE convention through one kernel."""
 
 from __future__ import annotations
 
@@ -7,19 +7,18 @@ import math
 import torch
 
 from fused_rope_attn.rotation import reference
-from fused_rope_attn.rotation.keywords import ROTATION
 from fused_rope_attn.rotation.problem import WITH_NORMS, RotationOptions, RotationTensors
 from fused_rope_attn.rotation.validation import LAYOUTS, Norms, check_rotation
+from fused_rope_attn.runtime.axes import RotationLayout
 from fused_rope_attn.runtime.device import has_triton, is_interpreted
 from fused_rope_attn.runtime.differentiation import differentiable
 from fused_rope_attn.runtime.keywords import explain_keywords
-from fused_rope_attn.runtime.options import RotationLayout
 
 if has_triton():  # elsewhere planning sends every call to the reference
     from fused_rope_attn.rotation import ops
 
 
-@explain_keywords(ROTATION)
+@explain_keywords
 def apply_rope(
     x: torch.Tensor,
     cos: torch.Tensor,
@@ -65,7 +64,7 @@ def apply_rope(
     return rotated
 
 
-@explain_keywords(ROTATION)
+@explain_keywords
 def apply_rope_qk(
     q: torch.Tensor,
     k: torch.Tensor,

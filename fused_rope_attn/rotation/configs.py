@@ -6,8 +6,6 @@ launcher turns them into tokens by heads. Rows are chosen by architecture, bytes
 
 from __future__ import annotations
 
-import functools
-import math
 from dataclasses import dataclass
 
 from fused_rope_attn.runtime.rows import find_row
@@ -51,15 +49,8 @@ TABLE: tuple[RotationRow, ...] = (
     RotationRow(config=RotationConfig(tile_bytes=1 << 14, run_bytes=1 << 12, num_warps=8)),
 )
 # fmt: on
-_LIMITS = sorted({row.most_bytes for row in TABLE if row.most_bytes is not None})
 
 
 def rotation(arch: str, size: int, norms: bool = False) -> RotationConfig:
     """Return the configuration on ``arch`` for a call with a largest tensor of ``size`` bytes."""
-    return _rotation(arch, sum(size > limit for limit in _LIMITS), norms)
-
-
-@functools.cache
-def _rotation(arch: str, bucket: int, norms: bool) -> RotationConfig:
-    size = (*_LIMITS, math.inf)[bucket]
     return find_row(TABLE, arch=arch, most_bytes=size, norms=norms).config

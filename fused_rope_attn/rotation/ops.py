@@ -7,31 +7,29 @@ an operator of its own, and cannot be differentiated again.
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 
-from fused_rope_attn.rotation import launch
-from fused_rope_attn.rotation.problem import SCHEMA, WITH_NORMS, RotationOptions, RotationTensors, flatten, rebuild
+from fused_rope_attn.rotation import launch, problem
+from fused_rope_attn.rotation.problem import RotationOptions, RotationTensors
 from fused_rope_attn.runtime import device
 from fused_rope_attn.runtime.differentiation import SingleLevelFunction, apply_in_operator, last_gradients
 from fused_rope_attn.runtime.registration import Operator, is_plain
 
 
-def _contiguous(weights) -> list[torch.Tensor]:
-    """Kernels index weights with unit stride; they nearly always have it."""
-    return [weight if weight.is_contiguous() else weight.contiguous() for weight in weights]
-
-
 def _launch(options: RotationOptions, tensors: RotationTensors) -> None:
-    if 0 in [x.numel() for x in tensors.xs]:
-        tensors = _selected(tensors, [i for i, x in enumerate(tensors.xs) if x.numel()])
+    sizes = [x.numel() for x in tensors.xs]
+    if tensors.weights or 0 in sizes:
+        tensors = _selected(tensors, [i for i, size in enumerate(sizes) if size])
     if tensors.xs:
         with device.guard(tensors.cos.device):
-            launch.launch_rotation(options, tensors._replace(weights=_contiguous(tensors.weights)))
+            launch.launch_rotation(options, tensors)
 
 
 def _selected(tensors: RotationTensors, kept: list[int]) -> RotationTensors:
-    """Return the tensors of a call with the xs of these indices only."""
-    weights = [tensors.weights[i] for i in kept if i < len(tensors.weights)]
+    """Return the tensors of a call with the xs of these indices only, and weights as kernels read them."""
+    weights = [tensors.weights[i].contiguous() for i in kept if i < len(tensors.weights)]
     return tensors._replace(xs=[tensors.xs[i] for i in kept], outs=[tensors.outs[i] for i in kept], weights=weights)
 
 
@@ -48,79 +46,48 @@ def _rotate_into(options: RotationOptions, tensors: RotationTensors) -> None:
     _launch(options._replace(in_place=in_place), tensors)
 
 
-def _forward(ctx, keyset, options: RotationOptions, tensors: RotationTensors) -> tuple:
-    """Run the operator, or for a call that skips the dispatcher, with keyset None, its implementation."""
-    ctx.plain = keyset is None
-    ctx.options = options._replace(inverse=not options.inverse)
-    ctx.set_materialize_grads(False)
-    if ctx.plain:
-        return tuple(_rotate_new(options, tensors))
-    return tuple(_rope.below_function(keyset, tensors.xs, *flatten(options, tensors)))
-
-
 class _Rotation(SingleLevelFunction):
-    """Saves tables and positions; the backward is the same call with ``inverse`` flipped."""
+    """Saves tables, positions, and the inputs and weights of ``norms`` norms.
 
-    @staticmethod
-    def forward(ctx, keyset, options: RotationOptions, cos, sin, position_ids, cu_seqlens, *xs):
-        ctx.save_for_backward(cos, sin, position_ids, cu_seqlens)
-        return _forward(ctx, keyset, options, RotationTensors(xs, None, cos, sin, position_ids, cu_seqlens))
-
-    @staticmethod
-    def backward(ctx, *dos):
-        needed = ctx.needs_input_grad[len(ctx.needs_input_grad) - len(dos) :]
-        wanted = [i for i, do in enumerate(dos) if do is not None and needed[i]]
-        gradients: list[torch.Tensor | None] = [None] * len(dos)
-        if wanted:
-            given = [dos[i] for i in wanted]
-            tensors = RotationTensors(given, None, *ctx.saved_tensors)
-            # With create_graph the operator's own autograd must see the call: it is differentiable again.
-            if ctx.plain and is_plain(*given) and not torch.is_grad_enabled():
-                dxs = _rotate_new(ctx.options, tensors)
-            else:
-                dxs = _rope(given, *flatten(ctx.options, tensors))
-            for i, dx in zip(wanted, dxs):
-                gradients[i] = dx
-        return *(None,) * (len(ctx.needs_input_grad) - len(dos)), *gradients
-
-
-class _NormRotation(SingleLevelFunction):
-    """Saves the norms' inputs, weights, tables and positions; given: cos, sin, two of positions, weights, xs."""
+    given: cos, sin, two of positions, weights, xs. keyset: the dispatcher's, or None for a call that skips it.
+    """
 
     @staticmethod
     def forward(ctx, keyset, options: RotationOptions, norms: int, *given):
-        weights, xs = given[4 : 4 + norms], given[4 + norms :]
+        cos, sin, position_ids, cu_seqlens, *rest = given
+        weights, xs = rest[:norms], rest[norms:]
         ctx.save_for_backward(*given[: 4 + norms], *xs[:norms])
-        ctx.norms = norms
-        cos, sin, position_ids, cu_seqlens = given[:4]
+        ctx.plain, ctx.norms, ctx.options = keyset is None, norms, options._replace(inverse=not options.inverse)
+        ctx.set_materialize_grads(False)
         tensors = RotationTensors(xs, None, cos, sin, position_ids, cu_seqlens, weights)
-        return _forward(ctx, keyset, options, tensors)
+        if ctx.plain:
+            return tuple(_rotate_new(options, tensors))
+        return tuple(_rope.below_function(keyset, xs, *problem.to_arguments(options, tensors)))
 
     @staticmethod
     def backward(ctx, *dos):
-        norms = ctx.norms
+        norms, needed = ctx.norms, ctx.needs_input_grad[7:]
         cos, sin, position_ids, cu_seqlens, *rest = ctx.saved_tensors
-        weights, normed = rest[:norms], rest[norms:]
-        needed = ctx.needs_input_grad[7:]
         # For each output: whether the gradients of its input and of its weight are wanted.
         asked = [(needed[norms + i], i < norms and needed[i]) for i in range(len(dos))]
         of = [i for i, do in enumerate(dos) if do is not None and any(asked[i])]
         gradients: list[torch.Tensor | None] = [None] * (norms + len(dos))
         if of:
             some = [i for i in of if i < norms]
-            given = [dos[i] for i in of]
-            kept = [weights[i] for i in some]
-            tensors = RotationTensors(given, None, cos, sin, position_ids, cu_seqlens, kept)
+            given, weights, normed = [dos[i] for i in of], [rest[i] for i in some], [rest[norms + i] for i in some]
+            tensors = RotationTensors(given, None, cos, sin, position_ids, cu_seqlens, weights)
             wanted = [asked[i][0] for i in of] + [asked[i][1] for i in some]
-            arguments = [normed[i] for i in some], wanted
-            # With create_graph the operator's own autograd must see the call, to refuse a second differentiation.
-            if ctx.plain and is_plain(*given) and not torch.is_grad_enabled():
-                found = _unrotate(ctx.options, tensors, *arguments)
+            # With create_graph the operator's own autograd must see the call: without norms it is differentiable again.
+            plain = ctx.plain and is_plain(*given) and not torch.is_grad_enabled()
+            if plain:
+                found = _unrotate(ctx.options, tensors, normed, wanted) if norms else _rotate_new(ctx.options, tensors)
+            elif norms:
+                found = _rope_norm_backward(given, normed, wanted, *problem.to_arguments(ctx.options, tensors))
             else:
-                found = _rope_norm_backward(given, *arguments, *flatten(ctx.options, tensors))
+                found = _rope(given, *problem.to_arguments(ctx.options, tensors))
             places = [norms + i for i in of] + some
-            for place in (place for place, is_wanted in zip(places, wanted) if is_wanted):
-                gradients[place] = found.pop(0)
+            for place, gradient in zip(itertools.compress(places, wanted), found):
+                gradients[place] = gradient
         return *(None,) * 7, *gradients
 
 
@@ -146,7 +113,6 @@ def _unrotate(options: RotationOptions, tensors: RotationTensors, normed, wanted
     tensors = _selected(tensors._replace(outs=dxs), kept)
     if some:
         asked = tuple(wanted[count + i] for i in some)
-        tensors = tensors._replace(weights=_contiguous(tensors.weights))
         with device.guard(tensors.cos.device):
             found = launch.launch_norm_gradient(options, tensors, [normed[i] for i in some], asked)
         for i, gradient in zip(some, found):
@@ -157,24 +123,23 @@ def _unrotate(options: RotationOptions, tensors: RotationTensors, normed, wanted
 
 
 def _rope_norm_backward_autograd(keyset, dos, normed, wanted, *arguments):
-    tensors = [*dos, *normed, *rebuild(dos, None, *arguments)[1].weights]
+    tensors = [*dos, *normed, *problem.from_arguments(dos, None, *arguments)[1].weights]
 
     def compute():
         return tuple(_rope_norm_backward.below_autograd(keyset, dos, normed, wanted, *arguments))
 
-    return list(last_gradients(WITH_NORMS, compute, tensors))
+    return list(last_gradients(problem.WITH_NORMS, compute, tensors))
 
 
 def _rope_norm_backward_fake(dos, normed, wanted, *arguments):
-    found = _empty_gradients(rebuild(dos, None, *arguments)[1], normed, wanted)
+    found = _empty_gradients(problem.from_arguments(dos, None, *arguments)[1], normed, wanted)
     return [gradient for gradient in found if gradient is not None]
 
 
 def _apply(keyset, options: RotationOptions, tensors: RotationTensors) -> list[torch.Tensor]:
-    tables, weights = tensors[2:6], tensors.weights
-    if weights:
-        return list(apply_in_operator(_NormRotation, keyset, options, len(weights), *tables, *weights, *tensors.xs))
-    return list(apply_in_operator(_Rotation, keyset, options, *tables, *tensors.xs))
+    weights = tensors.weights
+    given = (*tensors[2:6], *weights, *tensors.xs)
+    return list(apply_in_operator(_Rotation, keyset, options, len(weights), *given))
 
 
 def _needs_gradient(tensors: RotationTensors) -> bool:
@@ -182,30 +147,30 @@ def _needs_gradient(tensors: RotationTensors) -> bool:
 
 
 def _rope_autograd(keyset, xs, *arguments):
-    options, tensors = rebuild(xs, None, *arguments)
+    options, tensors = problem.from_arguments(xs, None, *arguments)
     if _needs_gradient(tensors):
         return _apply(keyset, options, tensors)
     return _rope.below_autograd(keyset, xs, *arguments)
 
 
 _rope = Operator(
-    f"rope(Tensor[] xs, {SCHEMA}) -> Tensor[]",
-    run=lambda xs, *arguments: _rotate_new(*rebuild(xs, None, *arguments)),
+    f"rope(Tensor[] xs, {problem.SCHEMA}) -> Tensor[]",
+    run=lambda xs, *arguments: _rotate_new(*problem.from_arguments(xs, None, *arguments)),
     fake=lambda xs, *arguments: [torch.empty_like(x) for x in xs],
     function="apply_rope",
     autograd=_rope_autograd,
 )
 # xs: gradients of the results; normed: inputs of the norms, one for each weight; wanted: one for each x and weight.
 _rope_norm_backward = Operator(
-    f"rope_norm_backward(Tensor[] xs, Tensor[] normed, bool[] wanted, {SCHEMA}) -> Tensor[]",
-    run=lambda xs, normed, wanted, *arguments: _unrotate(*rebuild(xs, None, *arguments), normed, wanted),
+    f"rope_norm_backward(Tensor[] xs, Tensor[] normed, bool[] wanted, {problem.SCHEMA}) -> Tensor[]",
+    run=lambda xs, normed, wanted, *arguments: _unrotate(*problem.from_arguments(xs, None, *arguments), normed, wanted),
     fake=_rope_norm_backward_fake,
-    function=WITH_NORMS,
+    function=problem.WITH_NORMS,
     autograd=_rope_norm_backward_autograd,
 )
 _rope_out = Operator(
-    f"rope_out(Tensor[] xs, Tensor(a!)[] outs, {SCHEMA}) -> ()",
-    run=lambda xs, outs, *arguments: _rotate_into(*rebuild(xs, outs, *arguments)),
+    f"rope_out(Tensor[] xs, Tensor(a!)[] outs, {problem.SCHEMA}) -> ()",
+    run=lambda xs, outs, *arguments: _rotate_into(*problem.from_arguments(xs, outs, *arguments)),
     fake=lambda *arguments: None,
     function="apply_rope",
 )
@@ -219,8 +184,8 @@ def rotate_by_kernel(options: RotationOptions, tensors: RotationTensors) -> list
         if plain:
             _rotate_into(options, tensors)
         else:
-            _rope_out(xs, outs, *flatten(options, tensors))
+            _rope_out(xs, outs, *problem.to_arguments(options, tensors))
         return outs
     if not plain:
-        return _rope(xs, *flatten(options, tensors))
+        return _rope(xs, *problem.to_arguments(options, tensors))
     return _apply(None, options, tensors) if _needs_gradient(tensors) else _rotate_new(options, tensors)

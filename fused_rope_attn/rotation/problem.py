@@ -1,14 +1,13 @@
 """One call of the rotation alone: its options, and its tensors.
 
-A field with an ``Option`` row is an argument of the operators: ``SCHEMA``, ``flatten`` and ``rebuild`` are derived from
-these fields.
+``SCHEMA``, ``to_arguments`` and ``from_arguments`` are derived from the fields of both.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, NamedTuple
+from typing import Any, NamedTuple, get_type_hints
 
-from fused_rope_attn.runtime.options import Option, rows_of
+from fused_rope_attn.runtime.options import OPERATOR_TYPES
 
 # The function that messages about derivatives name for calls with norms.
 WITH_NORMS = "apply_rope_qk with norms"
@@ -21,13 +20,13 @@ class RotationOptions(NamedTuple):
     of the norms; None where the call has no weights, since a number, even a default, is an input to who traces it.
     """
 
-    rotary_dim: Annotated[int, Option(operator="int")]
-    interleaved: Annotated[bool, Option(operator="bool")]
-    inverse: Annotated[bool, Option(operator="bool")]
-    layout: Annotated[str, Option(operator="str")]
+    rotary_dim: int
+    interleaved: bool
+    inverse: bool
+    layout: str
     in_place: bool = False
-    norm_eps: Annotated[float | None, Option(operator="float?")] = None
-    norm_offset: Annotated[float | None, Option(operator="float?")] = None
+    norm_eps: float | None = None
+    norm_offset: float | None = None
 
 
 class RotationTensors(NamedTuple):
@@ -39,24 +38,26 @@ class RotationTensors(NamedTuple):
 
     xs: Any
     outs: Any
-    cos: Annotated[Any, Option(operator="Tensor")]
-    sin: Annotated[Any, Option(operator="Tensor")]
-    position_ids: Annotated[Any, Option(operator="Tensor?")]
-    cu_seqlens: Annotated[Any, Option(operator="Tensor?")]
-    weights: Annotated[Any, Option(operator="Tensor[]")] = ()
+    cos: Any
+    sin: Any
+    position_ids: Any
+    cu_seqlens: Any
+    weights: Any = ()
 
 
-_TENSORS, _OPTIONS = rows_of(RotationTensors), rows_of(RotationOptions)
-# The arguments of the operators after their inputs and outputs, in the order of ``flatten``.
-SCHEMA = ", ".join(f"{row.operator} {name}" for name, row in (_TENSORS | _OPTIONS).items())
+_TENSORS = {"cos": "Tensor", "sin": "Tensor", "position_ids": "Tensor?", "cu_seqlens": "Tensor?", "weights": "Tensor[]"}
+# Operators find ``in_place`` out by themselves.
+_OPTIONS = {name: OPERATOR_TYPES[kind] for name, kind in get_type_hints(RotationOptions).items() if name != "in_place"}
+# The arguments of the operators after their inputs and outputs, in the order of ``to_arguments``.
+SCHEMA = ", ".join(f"{kind} {name}" for name, kind in (_TENSORS | _OPTIONS).items())
 
 
-def flatten(options: RotationOptions, tensors: RotationTensors) -> tuple:
+def to_arguments(options: RotationOptions, tensors: RotationTensors) -> tuple:
     """Return the operators' arguments after their inputs and outputs, as ``SCHEMA`` names them."""
     return (*[getattr(tensors, name) for name in _TENSORS], *[getattr(options, name) for name in _OPTIONS])
 
 
-def rebuild(xs: Any, outs: Any, *arguments: Any) -> tuple[RotationOptions, RotationTensors]:
-    """Inverse of ``flatten``; ``outs`` is None where the call makes them."""
+def from_arguments(xs: Any, outs: Any, *arguments: Any) -> tuple[RotationOptions, RotationTensors]:
+    """Inverse of ``to_arguments``; ``outs`` is None where the call makes them."""
     options = RotationOptions(**dict(zip(_OPTIONS, arguments[len(_TENSORS) :])))
     return options, RotationTensors(xs, outs, *arguments[: len(_TENSORS)])

@@ -15,59 +15,28 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, strided
 
-from fused_rope_attn.runtime.axes import LAYOUTS, form_of, in_layout
 from fused_rope_attn.runtime.registration import is_plain
 
-# float64 is for the reference (gradcheck, tolerances); planning refuses it for the kernels.
-INPUT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
-
-def heads_first(layout: str, suffix: str = "", length: str = "NK", **arguments: Tensor | None) -> tuple[Any, ...]:
-    """Return views (B, H, N, D) of tensors in the caller's layout; None stays None.
-
-    `suffix` and `length` as in `check_queries_and_keys`; new tokens, k and v without the suffix, have q's length.
-    """
-    if layout not in LAYOUTS:
-        refuse_choice("layout", layout, LAYOUTS)
-    given = {name: x for name, x in arguments.items() if x is not None}
-    check_kinds(**given)
-    for name, x in given.items():
-        if x.ndim != 4:
-            refuse_rank(layout, length if name.endswith(suffix) else "NQ", **{name: x})
-    return tuple(None if x is None else x.transpose(1, 2) for x in arguments.values())
-
-
-def check_queries_and_keys(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    suffix: str = "",
-    length: str = "NK",
-    layout: str = "bhsd",
-) -> None:
-    """Check dtypes, devices and shapes of q, k and v, given as (B, H, N, D).
-
-    suffix: of the names of k and v, "_cache" for caches. length: the name of their number of rows.
-    layout: the caller's, in which messages show shapes.
-    """
-    dtype, device = q.dtype, q.device
-    if dtype not in INPUT_DTYPES:
-        raise TypeError(f"q must be float16, bfloat16 or float32, but is {named(dtype)}")
-    if k.dtype != dtype or v.dtype != dtype:
-        refuse_dtype(dtype, **{f"k{suffix}": k, f"v{suffix}": v})
-    if k.device != device or v.device != device or cos.device != device or sin.device != device:
-        refuse_device(device, **{f"k{suffix}": k, f"v{suffix}": v, "cos": cos, "sin": sin})
-    q_shape, k_shape, v_shape = q.shape, k.shape, v.shape
-    if len(q_shape) != 4 or len(k_shape) != 4 or len(v_shape) != 4:
-        refuse_rank(layout, length, **{"q": q, f"k{suffix}": k, f"v{suffix}": v})
-    batch, heads_q, _, head_dim = q_shape
-    batch_k, heads_kv, _, head_dim_k = k_shape
-    if batch_k != batch or head_dim_k != head_dim or v_shape != k_shape or heads_kv < 1 or heads_q % heads_kv:
-        refuse_shapes(q_shape, k_shape, v_shape, suffix, layout)
+def check_heads(heads_q: int, heads_kv: int, head_dim: int, of_k: str = "k") -> None:
+    """Check the numbers of heads and columns. of_k: the argument that holds the keys."""
+    if heads_kv < 1 or heads_q % heads_kv:
+        raise ValueError(f"{of_k} has {heads_kv} heads, but q's {heads_q} heads must be a multiple of it")
     if heads_q < 1 or head_dim < 2 or head_dim % 2:
-        refuse_heads(q_shape, layout)
+        check_columns("q", heads_q, head_dim)
+
+
+def check_columns(name: str, heads: int, head_dim: int) -> None:
+    """Check that a tensor has heads, and pairs of columns."""
+    if heads < 1 or head_dim < 2 or head_dim % 2:
+        expected = "at least one head and an even head dim of at least 2"
+        raise ValueError(f"{name} must have {expected}, but has {heads} heads of {head_dim} columns")
+
+
+def refuse_one_of_two(**pair: Any) -> NoReturn:
+    """Refuse the one of two arguments that is None."""
+    lacking, given = sorted(pair, key=lambda name: pair[name] is not None)
+    raise ValueError(f"{lacking} must be given where {given} is, or neither, but is None")
 
 
 def check_rotary_dim(rotary_dim: Any, head_dim: int) -> int:
@@ -79,20 +48,17 @@ def check_rotary_dim(rotary_dim: Any, head_dim: int) -> int:
 
 
 def check_tables(
-    cos: Tensor,
-    sin: Tensor,
-    dtype: torch.dtype,
-    batch: int,
-    length: int,
-    head_dim: int,
-    rotary_dim: int | None,
-    first: str,
-    last: str,
+    cos: Any, sin: Any, x: Tensor, batch: int, length: int, head_dim: int, rotary_dim: int | None, first: str, last: str
 ) -> int:
-    """Check cos and sin against the inputs' dtype and sizes, and resolve the rotary dim from their width.
+    """Check cos and sin against the inputs' dtype, device and sizes, and resolve the rotary dim from their width.
 
-    dtype: of the input that `first` names. length: positions of the input that `last` names; each needs a row.
+    x: the input that `first` names. length: positions of the input that `last` names; each needs a row.
     """
+    dtype, device = x.dtype, x.device
+    if not type(cos) is type(sin) is Tensor:
+        check_kinds(cos=cos, sin=sin)
+    if cos.device != device or sin.device != device:
+        refuse_device(device, first, cos=cos, sin=sin)
     table_dtype, shape = cos.dtype, cos.shape
     if table_dtype not in (torch.float32, dtype):
         raise TypeError(f"cos must be float32 or have {first}'s dtype {named(dtype)}, but is {named(table_dtype)}")
@@ -132,7 +98,7 @@ def check_tables(
 
 def check_bool(name: str, value: Any, _: Any = None) -> None:
     if not isinstance(value, bool):
-        refuse_non_bool(**{name: value})
+        raise TypeError(f"{name} must be a bool, but is {kind_of(value)}")
 
 
 def check_choice(choices: tuple[str, ...]) -> Callable[[str, Any, Any], None]:
@@ -145,46 +111,40 @@ def check_choice(choices: tuple[str, ...]) -> Callable[[str, Any, Any], None]:
     return check
 
 
-def check_softmax_scale(name: str, value: Any, _: Any) -> None:
-    if value is not None:
-        if not is_real(value):
-            raise TypeError(f"{name} must be a float or None, but is {kind_of(value)}")
-        if not is_finite(value):
-            raise ValueError(f"{name} must be finite, but is {value}")
-
-
-def check_softcap(name: str, value: Any, _: Any) -> None:
-    if value != 0.0 or not is_real(value):
-        if not is_real(value):
-            raise TypeError(f"{name} must be a float, but is {kind_of(value)}")
-        if not 0.0 < value < math.inf:
-            raise ValueError(f"{name} must be finite and positive, or 0.0 for none, but is {value}")
-
-
-def check_norm_offset(name: str, value: Any, tensors: Any) -> None:
-    if tensors.q_norm is None and tensors.k_norm is None and torch.compiler.is_compiling():
-        return  # to read the number would make it an input of the graph, which would be compiled a second time
+def check_real(name: str, value: Any, expected: str = "a float") -> None:
     if not is_real(value):
-        raise TypeError(f"{name} must be a float, but is {kind_of(value)}")
+        raise TypeError(f"{name} must be {expected}, but is {kind_of(value)}")
     if not is_finite(value):
         raise ValueError(f"{name} must be finite, but is {value}")
 
 
+def check_softmax_scale(name: str, value: Any, _: Any) -> None:
+    if value is not None:
+        check_real(name, value, "a float or None")
+
+
+def check_softcap(name: str, value: Any, _: Any) -> None:
+    if value != 0.0 or not is_real(value):
+        check_positive(name, value, "finite and positive, or 0.0 for none")
+
+
+def check_positive(name: str, value: Any, expected: str = "finite and positive") -> None:
+    if not is_real(value):
+        raise TypeError(f"{name} must be a float, but is {kind_of(value)}")
+    if not 0.0 < value < math.inf:
+        raise ValueError(f"{name} must be {expected}, but is {value}")
+
+
+def check_norm_offset(name: str, value: Any, tensors: Any) -> None:
+    if tensors.q_norm is not None or not torch.compiler.is_compiling():
+        check_real(name, value)  # not without norms: to read the number would make it an input of the graph
+
+
 def check_norm_eps(name: str, value: Any, tensors: Any) -> None:
-    if tensors.q_norm is None and tensors.k_norm is None and torch.compiler.is_compiling():
-        return
-    check_norm_offset(name, value, tensors)  # a finite number, like the offset
-    if value < 0:
-        raise ValueError(f"{name} must be at least 0, but is {value}")
-
-
-def check_norm(name: str, weight: Any, tensors: Any) -> None:
-    """Check one of the two norm weights of a call."""
-    other = "k_norm" if name == "q_norm" else "q_norm"
-    if getattr(tensors, other) is None:
-        raise ValueError(f"{other} must be given where {name} is, or neither, but is None")
-    q = tensors.q
-    check_tensor(name, weight, (torch.float32, q.dtype), q.device, "shape (D,)", (q.shape[-1],))
+    if tensors.q_norm is not None or not torch.compiler.is_compiling():
+        check_real(name, value)
+        if value < 0:
+            raise ValueError(f"{name} must be at least 0, but is {value}")
 
 
 def check_window(name: str, window: Any, _: Any) -> None:
@@ -199,27 +159,6 @@ def check_window(name: str, window: Any, _: Any) -> None:
             raise TypeError(f"{name} must hold two ints, but holds {kind_of(bound)}")
         if bound < -1:
             raise ValueError(f"{name} must hold sizes of 0 or more, or -1 for unbounded, but is {tuple(window)}")
-
-
-def check_sinks(name: str, sinks: Any, tensors: Any) -> None:
-    q = tensors.q
-    check_tensor(name, sinks, (torch.float32, q.dtype), q.device, "shape (HQ,)", (q.shape[1],))
-
-
-def check_bounds_of_keys(name: str, bounds: Any, tensors: Any) -> None:
-    check_bounds(name, bounds, tensors.q.device, tensors.q.shape[0])
-
-
-def check_intervals(name: str, bounds: Any, tensors: Any) -> None:
-    """Check the first or the end of the interval of query rows of every key."""
-    batch, len_k = tensors.q.shape[0], tensors.k.shape[2]
-    one = isinstance(bounds, Tensor) and bounds.ndim == 2 and bounds.shape[0] == 1
-    form, shape = "shape (B, NK) or (1, NK)", (1 if one else batch, len_k)
-    check_tensor(name, bounds, (torch.int32,), tensors.q.device, form, shape)
-
-
-def check_bounds(name: str, bounds: Any, device: torch.device, batch: int) -> None:
-    check_tensor(name, bounds, (torch.int32,), device, "shape (B,)", (batch,))
 
 
 def check_ends(name: str, cu_seqlens: Tensor, rows: int, of: str) -> list[int] | None:
@@ -244,30 +183,6 @@ def check_ends(name: str, cu_seqlens: Tensor, rows: int, of: str) -> list[int] |
     return ends
 
 
-def check_tensor(
-    name: str,
-    x: Any,
-    dtypes: tuple[torch.dtype, ...],
-    device: torch.device,
-    form: str,
-    shape: tuple[int | None, ...],
-    of: str = "q",
-) -> None:
-    """Check a tensor's kind, dtype, device and shape.
-
-    form: the shape in words, for messages. A size of `shape` that is None may be any. of: the argument that is on
-    `device`.
-    """
-    check_kinds(**{name: x})
-    if x.dtype not in dtypes:
-        raise TypeError(f"{name} must be {' or '.join(dict.fromkeys(map(named, dtypes)))}, but is {named(x.dtype)}")
-    if x.device != device:
-        refuse_device(device, of, **{name: x})
-    if x.ndim != len(shape) or any(size not in (None, found) for size, found in zip(shape, x.shape)):
-        expected = "" if None in shape else f"{' =' if form[-1] == ')' else ''} {tuple(shape)}"
-        raise ValueError(f"{name} must have {form}{expected}, but has {shown(x.shape)}")
-
-
 def check_kinds(**arguments: Any) -> None:
     """Check that each is a tensor, and neither nested, nor sparse, nor distributed."""
     for name, x in arguments.items():
@@ -286,14 +201,6 @@ def check_kinds(**arguments: Any) -> None:
                 f"{name} must be a tensor of this process, but is a DTensor: pass {name}.to_local() where heads or "
                 "batch entries are sharded, and gather a sharded sequence first"
             )
-
-
-def are_ordinary(first: Any, *others: Any) -> bool:
-    """Return whether `check_kinds` accepts these tensors. Fast; may return False for tensors that it accepts."""
-    for x in others:
-        if type(x) is not Tensor or x.layout is not strided:
-            return False
-    return type(first) is Tensor and first.layout is strided and not first.is_nested
 
 
 def _is_distributed(x: Tensor) -> bool:
@@ -322,45 +229,9 @@ def refuse_non_tensor(**arguments: Any) -> NoReturn:
     raise TypeError(f"{name} must be a torch.Tensor, but is {kind_of(value)}")
 
 
-def refuse_non_bool(**arguments: Any) -> NoReturn:
-    name, value = next((name, value) for name, value in arguments.items() if not isinstance(value, bool))
-    raise TypeError(f"{name} must be a bool, but is {kind_of(value)}")
-
-
 def refuse_device(device: torch.device, first: str = "q", /, **arguments: Tensor) -> NoReturn:
     name, value = next((name, value) for name, value in arguments.items() if value.device != device)
     raise ValueError(f"{name} must be on {first}'s device {device}, but is on {value.device}")
-
-
-def refuse_dtype(dtype: torch.dtype, **arguments: Tensor) -> NoReturn:
-    name, value = next((name, value) for name, value in arguments.items() if value.dtype != dtype)
-    raise TypeError(f"{name} must have q's dtype {named(dtype)}, but is {named(value.dtype)}")
-
-
-def refuse_rank(layout: str, length: str, **arguments: Tensor) -> NoReturn:
-    """Refuse a tensor without four axes. length: the name of the number of rows of k, v or a cache."""
-    name, value = next((name, value) for name, value in arguments.items() if value.ndim != 4)
-    form = form_of("HQ", "NQ", layout) if name == "q" else form_of("HKV", length, layout)
-    raise ValueError(f"{name} must have shape {form}, but has {value.ndim} dimensions: {shown(value.shape)}")
-
-
-def refuse_heads(q_shape: torch.Size, layout: str) -> NoReturn:
-    raise ValueError(
-        "q must have at least one head and an even head dim of at least 2, but has shape "
-        f"{shown(in_layout(q_shape, layout))}"
-    )
-
-
-def refuse_shapes(q: torch.Size, k: torch.Size, v: torch.Size, kind: str, layout: str) -> NoReturn:
-    """Refuse shapes that do not fit. kind: a suffix of the names of k and v, "_cache" for caches."""
-    if k[0] != q[0]:
-        raise ValueError(f"k{kind} must have q's batch size {q[0]}, but has {k[0]}")
-    if k[3] != q[3]:
-        raise ValueError(f"k{kind} must have q's head dim {q[3]}, but has {k[3]}")
-    if v != k:
-        k_shape, v_shape = (shown(in_layout(shape, layout)) for shape in (k, v))
-        raise ValueError(f"v{kind} must have k{kind}'s shape {k_shape}, but has {v_shape}")
-    raise ValueError(f"k{kind} has {k[1]} heads, but q's {q[1]} heads must be a multiple of it")
 
 
 def refuse_choice(name: str, value: Any, choices: tuple[str, ...]) -> NoReturn:
@@ -398,7 +269,10 @@ def is_real(value: Any) -> bool:
 
 
 def kind_of(value: Any) -> str:
-    return f"{type(value).__name__} {value!r}" if isinstance(value, (bool, int, float, str)) else type(value).__name__
+    """Return a value's type for a message, with the package of a type that is not Python's: NumPy has a bool, too."""
+    kind = type(value)
+    name = kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__.partition('.')[0]}.{kind.__name__}"
+    return f"{name} {value!r}" if kind in (bool, int, float, str) else name
 
 
 def named(dtype: torch.dtype | torch.layout) -> str:

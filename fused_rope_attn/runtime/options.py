@@ -1,8 +1,8 @@
 """The options of the public functions: each is stated once, as a row of a table of keywords.
 
 A table is a ``TypedDict``. Type checkers take the keywords of overloads from it. The package takes its ``Option`` rows
-when it is imported, and derives from them the checks, the records of a call and the operators' schemas. The public
-functions spell their options out, with defaults and documentation.
+when it is imported, and derives from them the checks and the records of a call. The public functions spell their
+options out, with defaults and documentation, and a field of ``Problem`` holds what kernels need of an option.
 """
 
 from __future__ import annotations
@@ -15,11 +15,20 @@ import torch
 
 from fused_rope_attn.runtime import checks
 from fused_rope_attn.runtime.axes import Layout
+from fused_rope_attn.runtime.forms import Form
 
-RotationLayout = Literal["bhsd", "bshd", "sbhd", "thd"]
 Backend = Literal["auto", "reference", "triton", "hopper"]
 Strategy = Literal["auto", "inline", "prepass"]
 CpMethod = Literal["auto", "all_gather", "all_to_all"]
+# The types of an operator's arguments, in its schema.
+OPERATOR_TYPES = {
+    bool: "bool",
+    int: "int",
+    str: "str",
+    float: "float",
+    float | None: "float?",
+    tuple[int, int] | None: "SymInt[]?",
+}
 
 
 @dataclass(frozen=True)
@@ -27,16 +36,15 @@ class Option:
     """One option of a public function. Its name and the type that a caller sees are next to the row.
 
     default: the value that a caller need not give.
-    check: ``check(name, value, tensors)`` raises if the value is wrong. ``tensors`` is the call's record, which has
-        q as ``(B, HQ, NQ, D)`` and the norms' weights. None where something else checks the option.
-    normalise: ``normalise(value, tensors)`` is the value that the record of a call holds. None: it holds the value.
-    operator: the option's type in the operators' schemas. None where no operator takes it.
+    check: ``check(name, value, tensors)`` raises if the value is wrong, ``tensors`` has the norms' weights; or the
+        ``Form`` of a tensor. None where something else checks the option.
+    normalise: ``normalise(value, tensors)`` is the value that the record of a call holds, ``tensors`` has q as
+        ``(B, HQ, NQ, D)`` and the norms' weights. None: it holds the value.
     """
 
     default: Any = None
-    check: Callable[[str, Any, Any], None] | None = None
+    check: Callable[[str, Any, Any], None] | Form | None = None
     normalise: Callable[[Any, Any], Any] | None = None
-    operator: str | None = None
 
 
 def rows_of(table: Any) -> dict[str, Option]:
@@ -60,7 +68,7 @@ def _window(value: Any, _: Any) -> tuple[int, int] | None:
     return checks.as_int(value[0]), checks.as_int(value[1])
 
 
-def _softcap(value: Any, _: Any) -> float:
+def _float(value: Any, _: Any) -> float:
     return float(value)
 
 
@@ -73,76 +81,77 @@ def _deterministic(value: bool, _: Any) -> bool:
     return value or torch.are_deterministic_algorithms_enabled()
 
 
-class ScoreOptions(TypedDict, total=False):
+_FLAG = Option(False, checks.check_bool)
+_BOUNDS = Option(None, Form("B", torch.int32))
+_INTERVALS = Option(None, Form("B NK | 1 NK", torch.int32))
+_NORM = Option(None, Form("D", torch.float32, None))
+
+
+class CommonOptions(TypedDict, total=False):
     """Options of every function of attention."""
 
-    softmax_scale: Annotated[float | None, Option(None, checks.check_softmax_scale, _scale, "float")]
+    softmax_scale: Annotated[float | None, Option(None, checks.check_softmax_scale, _scale)]
+    interleaved: Annotated[bool, _FLAG]
+    window: Annotated[tuple[int, int] | None, Option(None, checks.check_window, _window)]
+    backend: Annotated[Backend, Option("auto", checks.check_choice(get_args(Backend)))]
+
+
+class PaddedOptions(TypedDict, total=False):
+    """Options of functions with a batch axis."""
+
+    kv_starts: Annotated[torch.Tensor | None, _BOUNDS]
+    kv_lens: Annotated[torch.Tensor | None, _BOUNDS]
+    layout: Layout
+
+
+class ScoreOptions(CommonOptions, total=False):
+    """Options of every function except those of multi-head latent attention."""
+
     rotary_dim: Annotated[int | None, Option()]  # ``check_tables`` finds it, because the tables' width decides
-    interleaved: Annotated[bool, Option(False, checks.check_bool, None, "bool")]
-    window: Annotated[tuple[int, int] | None, Option(None, checks.check_window, _window, "SymInt[]?")]
-    softcap: Annotated[float, Option(0.0, checks.check_softcap, _softcap, "float")]
-    norm_eps: Annotated[float, Option(1e-6, checks.check_norm_eps, _of_norms, "float?")]
-    norm_offset: Annotated[float, Option(0.0, checks.check_norm_offset, _of_norms, "float?")]
-    sinks: Annotated[torch.Tensor | None, Option(None, checks.check_sinks)]
-    q_norm: Annotated[torch.Tensor | None, Option(None, checks.check_norm)]
-    k_norm: Annotated[torch.Tensor | None, Option(None, checks.check_norm)]
+    softcap: Annotated[float, Option(0.0, checks.check_softcap, _float)]
+    norm_eps: Annotated[float, Option(1e-6, checks.check_norm_eps, _of_norms)]
+    norm_offset: Annotated[float, Option(0.0, checks.check_norm_offset, _of_norms)]
+    sinks: Annotated[torch.Tensor | None, Option(None, Form("HQ", torch.float32, None))]
+    q_norm: Annotated[torch.Tensor | None, _NORM]
+    k_norm: Annotated[torch.Tensor | None, _NORM]
+    batch_invariant: Annotated[bool, _FLAG]
 
 
-class PackedOptions(ScoreOptions, total=False):
+class PackedLatentOptions(CommonOptions, total=False):
+    """Options of ``rope_attention_mla_varlen``."""
+
+    deterministic: Annotated[bool, Option(False, checks.check_bool, _deterministic)]
+
+
+class LatentOptions(PackedLatentOptions, PaddedOptions, total=False):
+    """Options of ``rope_attention_mla``."""
+
+
+class PackedOptions(ScoreOptions, PackedLatentOptions, total=False):
     """Options of ``rope_attention_varlen`` and of ``rope_attention``."""
 
-    deterministic: Annotated[bool, Option(False, checks.check_bool, _deterministic, "bool")]
-    backend: Annotated[Backend, Option("auto", checks.check_choice(get_args(Backend)), None, "str")]
-    strategy: Annotated[Strategy, Option("auto", checks.check_choice(get_args(Strategy)), None, "str")]
-    batch_invariant: Annotated[bool, Option(False, checks.check_bool, None, "bool")]
+    strategy: Annotated[Strategy, Option("auto", checks.check_choice(get_args(Strategy)))]
 
 
 class VarlenOptions(PackedOptions, total=False):
-    """Options of ``rope_attention_varlen``, and of no other function."""
+    """Options of ``rope_attention_varlen``."""
 
     token_tables: bool
 
 
-class AttentionOptions(PackedOptions, total=False):
+class AttentionOptions(PackedOptions, PaddedOptions, total=False):
     """Options of ``rope_attention``."""
 
-    kv_starts: Annotated[torch.Tensor | None, Option(None, checks.check_bounds_of_keys)]
-    kv_lens: Annotated[torch.Tensor | None, Option(None, checks.check_bounds_of_keys)]
-    query_starts: Annotated[torch.Tensor | None, Option(None, checks.check_intervals)]
-    query_ends: Annotated[torch.Tensor | None, Option(None, checks.check_intervals)]
-    layout: Layout
+    query_starts: Annotated[torch.Tensor | None, _INTERVALS]
+    query_ends: Annotated[torch.Tensor | None, _INTERVALS]
 
 
-class PackedLatentOptions(TypedDict, total=False):
-    """Options of ``rope_attention_mla_varlen``. Their rows are those of ``CallOptions``."""
+class CallOptions(AttentionOptions, total=False):
+    """The table of attention. Overloads spell these out, because they are positional or decide the results."""
 
-    softmax_scale: float | None
-    interleaved: bool
-    window: tuple[int, int] | None
-    deterministic: bool
-    backend: Backend
-
-
-class LatentOptions(PackedLatentOptions, total=False):
-    """Options of ``rope_attention_mla``."""
-
-    kv_starts: torch.Tensor | None
-    kv_lens: torch.Tensor | None
-    layout: Layout
-
-
-class _EveryCall(TypedDict, total=False):
-    """Options that overloads spell out, because they are positional or decide the type of the result."""
-
-    causal: Annotated[bool, Option(False, checks.check_bool, None, "bool")]
-    return_lse: Annotated[bool, Option(False, checks.check_bool)]
-
-
-class CallOptions(_EveryCall, AttentionOptions, total=False):
-    """The table of attention: everything that a caller of ``rope_attention`` can choose."""
-
-    # It decides the type of the result, so that overloads spell it out too.
-    return_max_logit: Annotated[bool, Option(False, checks.check_bool, None, "bool")]
+    causal: Annotated[bool, _FLAG]
+    return_lse: Annotated[bool, _FLAG]
+    return_max_logit: Annotated[bool, _FLAG]
 
 
 class StepOptions(ScoreOptions, total=False):
@@ -155,8 +164,6 @@ class StepOptions(ScoreOptions, total=False):
     v_scale: torch.Tensor | None
     layout: Layout
     causal: bool
-    backend: Backend
-    batch_invariant: bool
 
 
 class PackedCpOptions(ScoreOptions, total=False):
@@ -164,8 +171,6 @@ class PackedCpOptions(ScoreOptions, total=False):
 
     method: CpMethod
     deterministic: bool
-    backend: Backend
-    batch_invariant: bool
 
 
 class CpOptions(PackedCpOptions, total=False):

@@ -18,8 +18,8 @@ OTHERS = make_inputs(Case(1, 2, 1, 16, 16, 16, seed=4))
 def examined(monkeypatch):
     """A list that grows with every call that is examined; nothing is known at first."""
     eager.forget()
-    seen, describe = [], api._describe
-    monkeypatch.setattr(api, "_describe", lambda *a, **options: seen.append(options) or describe(*a, **options))
+    seen, describe = [], api.describe_call
+    monkeypatch.setattr(api, "describe_call", lambda *a, **options: seen.append(options) or describe(*a, **options))
     yield seen
     eager.forget()
 

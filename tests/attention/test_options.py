@@ -9,7 +9,7 @@ import torch
 import fused_rope_attn as package
 from fused_rope_attn import distributed
 from fused_rope_attn.attention import api
-from fused_rope_attn.attention.problem import DESCRIBED, ROWS, Options, Tensors
+from fused_rope_attn.attention.problem import DESCRIBED, ROWS, SCHEMA, Options, Tensors
 from fused_rope_attn.distributed import api as distributed_api
 from fused_rope_attn.generation import api as generation_api
 from fused_rope_attn.runtime.options import Option, rows_of
@@ -48,11 +48,11 @@ def parameters(name):
 def test_every_option_arrives_under_its_own_name(name, monkeypatch):
     module, needed = FUNCTIONS[name]
 
-    def describe(tensors, options, *others, **more):
+    def describe(*records):
+        tensors, options = records[1:3] if module is api else records[:2]
         raise Described(tensors, options)
 
-    monkeypatch.setattr(module, "_describe", describe)
-    monkeypatch.setattr(api, "_packed", lambda q, k, v, *others: (q, k, v))
+    monkeypatch.setattr(module, "describe_call" if module is api else "_describe", describe)
     monkeypatch.setattr(distributed_api, "group_of", lambda group: group)
     monkeypatch.setattr(distributed_api, "fail_together", lambda group, error: (_ for _ in ()).throw(error))
     q, k, v, cos, sin, _ = make_inputs(SMALL)
@@ -78,9 +78,10 @@ def test_defaults_are_those_of_the_signatures():
     assert set(Options._fields) | set(Tensors._fields) >= set(ROWS)
 
 
-def test_a_problem_holds_what_operators_take():
-    """A row with a type of the operators and without a field of the record would be dropped on the way."""
-    assert sorted(DESCRIBED) == sorted(name for name, row in ROWS.items() if row.operator)
+def test_a_problem_holds_every_option():
+    """All but one that the public function reads, rotary_dim, which the tables decide, and tensors."""
+    assert set(DESCRIBED) == set(Options._fields) - {"return_lse", "rotary_dim"}
+    assert all(f" {name}" in SCHEMA and f"None {name}" not in SCHEMA for name in DESCRIBED)
 
 
 def test_defaults_pass_their_own_checks():

@@ -48,12 +48,6 @@ def test_the_accumulator_is_read_in_groups_of_eight_rows():
         configs.HopperBackwardConfig(post_rows=4)
 
 
-@pytest.mark.parametrize("fields", [{"block_m": 96}, {"block_m": 128, "skips_masked_half": True}])
-def test_a_backward_configuration_has_blocks_of_64_or_128_queries(fields):
-    with pytest.raises(ValueError, match=f"block_m must be 64, or 128 .* but is {fields['block_m']}"):
-        configs.HopperBackwardConfig(**fields)
-
-
 def test_a_forward_configuration_says_when_values_are_awaited():
     with pytest.raises(ValueError, match="values must be one of .*'before weights'.* but is 'first'"):
         configs.HopperForwardConfig(128, values="first")

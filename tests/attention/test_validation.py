@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from fused_rope_attn.attention.validation import check_packed, check_position_ids
+from fused_rope_attn.attention.validation import check_position_ids
 from tests.support.internals import check_call
 
 B, HQ, HKV, N, D = 2, 4, 2, 6, 16
@@ -103,14 +103,14 @@ TYPE_ERRORS = [
 VALUE_ERRORS = [
     *((name, {name: arguments()[name][0]}, "3 dimensions") for name in ("q", "k", "v")),
     *((name, {name: arguments()[name][..., None]}, "5 dimensions") for name in ("q", "k", "v")),
-    ("k", {"k": torch.zeros(1, HKV, N, D)}, "batch size 2.*1"),
+    ("k", {"k": torch.zeros(1, HKV, N, D)}, "B = 2 of q.*" + re.escape("(1, 2, 6, 16)")),
     ("v", {"v": torch.zeros(1, HKV, N, D)}, "shape"),
-    ("k", {"k": torch.zeros(B, HKV, N, 8)}, "head dim 16.*8"),
-    *(("k", {x: torch.zeros(size, HKV, N, D) for x in "kv"}, f"batch size 2.*{size}") for size in (1, 3)),
-    *(("k", {x: torch.zeros(B, HKV, N, size) for x in "kv"}, f"head dim 16.*{size}") for size in (8, 24)),
-    ("v", {"v": torch.zeros(B, HKV, N, 8)}, re.escape("(2, 2, 6, 16)") + ".*" + re.escape("(2, 2, 6, 8)")),
-    ("v", {"v": torch.zeros(B, HKV, N + 1, D)}, re.escape("(2, 2, 7, 16)")),
-    ("v", {"v": torch.zeros(B, HQ, N, D)}, re.escape("(2, 4, 6, 16)")),
+    ("k", {"k": torch.zeros(B, HKV, N, 8)}, "D = 16 of q.*" + re.escape("(2, 2, 6, 8)")),
+    *(("k", {x: torch.zeros(size, HKV, N, D) for x in "kv"}, rf"B = 2 of q.*\({size}, ") for size in (1, 3)),
+    *(("k", {x: torch.zeros(B, HKV, N, size) for x in "kv"}, rf"D = 16 of q.*, {size}\)") for size in (8, 24)),
+    ("v", {"v": torch.zeros(B, HKV, N, 8)}, "D = 16 of q.*" + re.escape("(2, 2, 6, 8)")),
+    ("v", {"v": torch.zeros(B, HKV, N + 1, D)}, "NK = 6 of k.*" + re.escape("(2, 2, 7, 16)")),
+    ("v", {"v": torch.zeros(B, HQ, N, D)}, "HKV = 2 of k.*" + re.escape("(2, 4, 6, 16)")),
     ("k", heads(32, 6), "has 6 heads, but q's 32 heads must be a multiple of it"),
     ("k", heads(4, 8), "has 8 heads, but q's 4 heads"),
     ("k", heads(4, 0), "has 0 heads"),
@@ -146,10 +146,10 @@ VALUE_ERRORS = [
     ("window", {"window": (1, 2, 3)}, "two elements.*3"),
     ("window", {"window": ()}, "two elements.*0"),
     ("window", {"window": (-2, 0)}, "-1 for unbounded.*-2"),
-    ("sinks", {"sinks": torch.zeros(HKV)}, re.escape("(HQ,) = (4,)") + ".*" + re.escape("(2,)")),
+    ("sinks", {"sinks": torch.zeros(HKV)}, re.escape("(HQ,) with HQ = 4") + ".*" + re.escape("(2,)")),
     *(("sinks", {"sinks": torch.zeros(shape)}, re.escape(str(shape))) for shape in ((), (HQ + 1,), (1, HQ), (HQ, 1))),
     *(
-        (name, {name: torch.zeros(shape, dtype=i32)}, re.escape("(B,) = (2,)"))
+        (name, {name: torch.zeros(shape, dtype=i32)}, re.escape("(B,) with B = 2"))
         for name in ("kv_starts", "kv_lens")
         for shape in ((), (1,), (3,), (2, 1))
     ),
@@ -260,8 +260,11 @@ def test_large_calls_pass(lead, width, rotary_dim):
     given = arguments(q=q, k=kv, v=kv, cos=table, sin=table, **options)
     assert check_call(**given) == (rotary_dim or 512)
     ends = torch.empty(900, dtype=i32, device=meta)
-    check_packed(q[0], kv[0], kv[0], ends, ends[:], 900, 900)
-    assert check_call(**given | {"kv_lens": None}, max_seqlen_k=900) == (rotary_dim or 512)
+    assert check_call(**given | {"kv_lens": None}, rows=900) == (rotary_dim or 512)
+    packed = {name: x[0].transpose(0, 1) for name, x in (("q", q), ("k", kv), ("v", kv))}
+    packed |= {"cu_seqlens_q": ends, "cu_seqlens_k": ends[:], "kv_starts": None, "kv_lens": None}
+    if lead != (300,):
+        assert check_call("thd", longest=(900, 900), **given | packed) == (rotary_dim or 512)
 
 
 def test_messages_of_large_calls():
@@ -274,13 +277,15 @@ def test_messages_of_large_calls():
 def test_the_smallest_calls_pass():
     """One sequence of no token, one position id, two columns."""
     x, ends = torch.zeros(0, 1, 2), torch.zeros(1, dtype=i32)
-    check_packed(x, x, x, ends, ends, 0, 0)
+    tables = both(shape=(0, 1))
+    packed = arguments(q=x, k=x, v=x, **tables) | {"cu_seqlens_q": ends, "cu_seqlens_k": ends}
+    assert check_call("thd", longest=(0, 0), **packed) == 2
     check_position_ids(torch.zeros(1, dtype=torch.int32), 1)
     small = {name: torch.zeros(1, 1, 1, 2) for name in ("q", "k", "v")} | both(shape=(1, 1))
     assert check_call(**arguments(**small)) == 2
     # Packed sequences have their positions from max_seqlen_k; more queries than keys belong to several sequences.
     longer = {"q": torch.zeros(B, HQ, N + 1, D), "causal": False}
-    assert check_call(**arguments(**longer, **both(shape=(3, 8))), max_seqlen_k=3) == 16
+    assert check_call(**arguments(**longer, **both(shape=(3, 8))), rows=3) == 16
 
 
 @pytest.mark.unpoisoned

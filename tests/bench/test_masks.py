@@ -57,7 +57,7 @@ def late(q, k, v, starts, ends):
 
 
 def small_documents(length):
-    return intervals.documents(torch.tensor(LENGTHS).cumsum(0), length)
+    return intervals.documents(torch.tensor((0, *LENGTHS)).cumsum(0), length)
 
 
 def small_tree(length):

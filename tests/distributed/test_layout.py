@@ -5,8 +5,7 @@ import random
 
 import pytest
 
-from fused_rope_attn.distributed.cuts import chunk_count, chunks_of, owners_of
-from fused_rope_attn.distributed.layout import shares
+from fused_rope_attn.distributed.layout import chunks_of, owners_of, work_of
 
 
 def visible(position, total, causal, window):
@@ -22,13 +21,12 @@ def check(size, sharding, chunk, total, causal, window):
     owned = [chunks_of(rank, size, sharding) for rank in range(size)]
     local = chunk * len(owned[0])
     served = []
-    every = shares(size, sharding, local, total, causal, window)
+    every = work_of(size, sharding, local, total, causal, window)
     buffers = [
-        [run.chunk * chunk + run.first + row for run in share.buffer for row in range(run.rows)]
-        for share in every.shares
+        [run.chunk * chunk + run.first + row for run in work.buffer for row in range(run.rows)] for work in every.ranks
     ]
-    for rank, (share, buffer) in enumerate(zip(every.shares, buffers)):
-        assert len(buffer) == share.length == len(set(buffer))
+    for rank, (work, buffer) in enumerate(zip(every.ranks, buffers)):
+        assert len(buffer) == work.length == len(set(buffer))
         # Each row is the rank's own, or arrives once from its owner.
         arrived = [row for row in buffer if row // chunk in owned[rank]]
         for (sender, receiver), messages in every.messages.items():
@@ -39,7 +37,7 @@ def check(size, sharding, chunk, total, causal, window):
                 arrived += sent
         assert sorted(arrived) == sorted(buffer)
         positions = [c * chunk + row for c in owned[rank] for row in range(chunk)]
-        for segment in share.segments:
+        for segment in work.segments:
             keys = buffer[segment.keys[0] : segment.keys[1]]
             assert segment.position is None or keys == list(range(segment.position, segment.position + len(keys)))
             # The last query of a call is at its last key.
@@ -67,7 +65,7 @@ MASKS = [
 def test_every_row_once_and_all_that_it_sees(causal, window, sharding):
     generator = random.Random(0)
     for size, chunk in itertools.product((1, 2, 3, 4, 5), (1, 3, 130)):
-        length = chunk * chunk_count(size, sharding)
+        length = chunk * len(owners_of(size, sharding))
         for total in {length, 0, 1, generator.randrange(length + 1)}:
             check(size, sharding, chunk, total, causal, window)
 
@@ -80,12 +78,12 @@ def test_chunks_that_are_dealt(causal, window):
 
 
 def test_narrow_windows_need_few_keys():
-    every = shares(4, "zigzag", 2 * 512, 8 * 512, True, (100, 0))
-    for rank, share in enumerate(every.shares):
+    every = work_of(4, "zigzag", 2 * 512, 8 * 512, True, (100, 0))
+    for rank, work in enumerate(every.ranks):
         own = chunks_of(rank, 4, "zigzag")
         expected = {c: (256, 256) for mine in own for c in (mine - 1,) if c >= 0} | dict.fromkeys(own, (0, 512))
-        assert {run.chunk: (run.first, run.rows) for run in share.buffer} == expected
-        local = [every.is_local(rank, segment) for segment in share.segments]
+        assert {run.chunk: (run.first, run.rows) for run in work.buffer} == expected
+        local = [every.is_local(rank, segment) for segment in work.segments]
         assert local == {0: [True, False], 3: [False, True]}.get(rank, [False, False])
 
 

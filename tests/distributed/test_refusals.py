@@ -19,13 +19,13 @@ ROWS = [
     ({"all": True, "method": "all_to_all"}, ValueError, "k has 2 heads"),
     ({"all": True, "length": 7}, ValueError, "q must have a multiple of 2 rows"),
     ({"all": True, "heads_kv": 3}, ValueError, "k has 3 heads, but q's 4 heads"),
-    ({"all": True, "length_k": 6}, ValueError, "k must have q's 12 rows"),
+    ({"all": True, "length_k": 6}, ValueError, "k must have shape (B, HKV, N/P, D) with N/P = 12 of q, but has"),
     ({"all": True, "sharding": "striped"}, ValueError, "sharding must be"),
     ({"all": True, "method": "ring"}, ValueError, "method must be"),
     ({"all": True, "total_len": 37}, ValueError, "total_len must be from 0 to the 36 rows"),
     ({"all": True, "total_len": 3.0}, TypeError, "total_len must be an int"),
-    ({"all": True, "dropout_p": 0.1}, TypeError, "there is no dropout here"),
-    ({"all": True, "return_max_logit": True}, TypeError, "return_max_logit, which is rope_attention's: not served by"),
+    ({"all": True, "dropout_p": 0.1}, TypeError, "rope_attention_cp() does not take 'dropout_p'"),
+    ({"all": True, "return_max_logit": True}, TypeError, "rope_attention_cp() does not take 'return_max_logit'"),
     ({"batch_invariant": True}, ValueError, "batch_invariant must be the same"),
     ({"all": True, "batch_invariant": True, "causal": False}, NotImplementedError, "causal must be True with batch_"),
     ({"all": True, "backend": "hopper"}, NotImplementedError, "q must be float16 or bfloat16 for backend='hopper'"),
@@ -43,8 +43,8 @@ def test_all_ranks_raise(ranks, wrong, kind, message):
     ("ends", "options", "message"),
     [
         ([5, 6], {}, "the documents of plan must be the same on all ranks"),
-        ([5, 5], {"return_max_logit": True}, "return_max_logit, which is rope_attention's: not served by"),
-        ([5, 5], {"max_seqlen": 7}, "pass cu_seqlens to plan_varlen_cp once a batch"),
+        ([5, 5], {"return_max_logit": True}, "rope_attention_varlen_cp() does not take 'return_max_logit'"),
+        ([5, 5], {"max_seqlen": 7}, "rope_attention_varlen_cp() does not take 'max_seqlen'"),
     ],
 )
 def test_packed_calls(ranks, ends, options, message):

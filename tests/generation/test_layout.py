@@ -84,9 +84,12 @@ def test_compiles_to_one_graph(backend):
     [
         ({"q": (2, 2, 4)}, "q must have shape (B, NQ, HQ, D), but has 3 dimensions: (2, 2, 4)"),
         ({"k_cache": (2, 40, 2)}, "k_cache must have shape (B, S_max, HKV, D), but has 3 dimensions: (2, 40, 2)"),
-        ({"v_cache": (2, 41, 2, 16)}, "v_cache must have k_cache's shape (2, 40, 2, 16), but has (2, 41, 2, 16)"),
+        (
+            {"v_cache": (2, 41, 2, 16)},
+            "(B, S_max, HKV, D) with S_max = 40 of k_cache, but has (2, 41, 2, 16)",
+        ),
         ({"k": (2, 2, 16)}, "k must have shape (B, NQ, HKV, D), but has 3 dimensions: (2, 2, 16)"),
-        ({"v": (2, 3, 2, 16)}, "v must have shape (B, NQ, HKV, D) = (2, 2, 2, 16), but has (2, 3, 2, 16)"),
+        ({"v": (2, 3, 2, 16)}, "v must have shape (B, NQ, HKV, D) with NQ = 2 of q, but has (2, 3, 2, 16)"),
     ],
     ids=lambda x: "-".join(x) if isinstance(x, dict) else None,
 )

@@ -126,6 +126,20 @@ def empty(*shape, dtype=F32):
     return torch.zeros(shape, dtype=dtype)
 
 
+POOL = empty(10, 2, 16, 16)
+
+
+@pytest.mark.parametrize("axis", [0, 1, 4])
+def test_one_pool_for_both_caches(axis):
+    """Keys and values may take turns in one allocation, as pools (num_pages, 2, ...) hold them."""
+    given = {name: x for name, x in arguments().items() if name not in ("q", "sinks", "k_scale", "v_scale")}
+    pools = torch.stack((given["k_cache"], given["v_cache"]), axis).unbind(axis)
+    write_kvcache(**given)
+    write_kvcache(**(given | dict(zip(("k_cache", "v_cache"), pools))))
+    for pool, name in zip(pools, ("k_cache", "v_cache")):
+        assert torch.equal(pool.nan_to_num(7.0), given[name].nan_to_num(7.0))
+
+
 @pytest.mark.parametrize(
     ("check", "changes", "error", "message"),
     [
@@ -141,22 +155,26 @@ def empty(*shape, dtype=F32):
          "k_cache must have pages of at least 16 rows, but has 8"),
         (PAGED, {"k_cache": empty(0, 2, 16, 16), "v_cache": empty(0, 2, 16, 16)}, ValueError, "at least one page"),
         (PAGED, {"k_cache": empty(9, 2, 16)}, ValueError, "k_cache must have shape (num_pages, HKV, page_size, D)"),
-        (PAGED, {"v_cache": empty(9, 2, 32, 16)}, ValueError, "v_cache must have k_cache's shape (9, 2, 16, 16), but"),
-        (PAGED, {"k_cache": empty(9, 3, 16, 16), "v_cache": empty(9, 3, 16, 16)}, ValueError, "k_cache has 3 heads"),
-        (PAGED, {"k_cache": empty(9, 2, 16, 24), "v_cache": empty(9, 2, 16, 24)}, ValueError, "q's head dim 16"),
+        (PAGED, {"v_cache": empty(9, 2, 32, 16)}, ValueError, "with page_size = 16 of k_cache, but has (9, 2, 32, 16)"),
+        (PAGED, {"k_cache": empty(9, 3, 16, 16), "v_cache": empty(9, 3, 16, 16), "k": None, "v": None}, ValueError,
+         "k_cache has 3 heads"),
+        (PAGED, {"k_cache": empty(9, 2, 16, 24), "v_cache": empty(9, 2, 16, 24)}, ValueError,
+         "k_cache must have shape (num_pages, HKV, page_size, D) with D = 16 of q, but has (9, 2, 16, 24)"),
         (PAGED, {"k_cache": empty(9, 2, 16, 16, dtype=F16)}, TypeError, "k_cache must have q's dtype float32 or"),
+        (PAGED, {"k_cache": POOL, "v_cache": POOL}, ValueError, "v_cache must not overlap k_cache in memory, but is"),
+        (PAGED, {"k_cache": POOL[:9], "v_cache": POOL[1:]}, ValueError, "but begins 512 elements after it in one"),
         (PAGED, {"k_scale": torch.ones(1)}, ValueError, "k_scale must be None unless the caches are float8"),
         (FLOAT8, {"v_cache": empty(2, 2, 40, 16)}, TypeError, "v_cache must have k_cache's dtype float8_e4m3fn"),
         (FLOAT8, {"k_scale": 0.5}, TypeError, "k_scale must be a torch.Tensor, but is float 0.5"),
         (FLOAT8, {"v_scale": torch.ones(2, dtype=F16)}, TypeError, "v_scale must be float32, but is float16"),
         (FLOAT8, {"v_scale": torch.ones(3)}, ValueError,
-         "v_scale must have one element or shape (HKV,) = (2,), but has (3,)"),
+         "v_scale must have shape (1,) or (HKV,) with HKV = 2, but has (3,)"),
         (FLOAT8, {"k_cache": empty(1, 2, 40, 16).to(torch.float8_e4m3fn).expand(2, -1, -1, -1)}, ValueError,
          "k_cache must not be expanded"),
         (FLOAT8, {"k_scale": torch.ones(2, requires_grad=True)}, ValueError, "k_scale must not require a gradient"),
         (FLOAT8, {"k": empty(2, 2, 2, 16, dtype=F16)}, TypeError, "k must have q's dtype float32, but is float16"),
         (FLOAT8, {"k_cache": empty(3, 2, 40, 16).to(torch.float8_e4m3fn),
-                  "v_cache": empty(3, 2, 40, 16).to(torch.float8_e4m3fn)}, ValueError, "q's batch size 2, but has 3"),
+                  "v_cache": empty(3, 2, 40, 16).to(torch.float8_e4m3fn)}, ValueError, "B = 2 of q, but has (3,"),
     ],
     ids=lambda x: "-".join(x) if isinstance(x, dict) else None,
 )  # fmt: skip
@@ -170,22 +188,25 @@ def test_refusals(check, changes, error, message):
     ("changes", "error", "message"),
     [
         ({"k": empty(2, 2, 3)}, ValueError, "k must have shape (B, HKV, N, D), but has 3 dimensions: (2, 2, 3)"),
-        ({"v": empty(2, 2, 3, 16)}, ValueError, "v must have k's shape (2, 2, 2, 16), but has (2, 2, 3, 16)"),
+        ({"v": empty(2, 2, 3, 16)}, ValueError,
+         "v must have shape (B, HKV, N, D) with N = 2 of k, but has (2, 2, 3, 16)"),
         ({"v": empty(2, 2, 2, 16, dtype=F16)}, TypeError, "v must have k's dtype float32, but is float16"),
         ({"k": empty(2, 2, 2, 16, dtype=torch.int32)}, TypeError, "k must be float16, bfloat16 or float32, but"),
         ({"v_cache": None}, TypeError, "v_cache must be a torch.Tensor, but is NoneType"),
         ({"cache_is_rotated": 1}, TypeError, "cache_is_rotated must be a bool, but is int 1"),
         ({"new_lens": empty(2)}, TypeError, "new_lens must be int32, but is float32"),
-        ({"cache_seqlens": empty(3, dtype=torch.int32)}, ValueError, "cache_seqlens must have shape (B,) = (2,)"),
+        ({"cache_seqlens": empty(3, dtype=torch.int32)}, ValueError, "cache_seqlens must have shape (B,) with B = 2"),
         ({"cu_seqlens": empty(3, dtype=torch.int32)}, ValueError, "k must have shape (T, HKV, D), but has 4"),
         ({"cu_seqlens": empty(1, dtype=torch.int32), "k": empty(2, 2, 16), "v": empty(2, 2, 16)}, ValueError,
-         "cu_seqlens must have shape (B + 1,) with B >= 1, but has (1,)"),
+         "cu_seqlens must have shape (B+1,) with B >= 1, but has (1,)"),
         ({"cu_seqlens": empty(3), "k": empty(2, 2, 16), "v": empty(2, 2, 16)}, TypeError, "cu_seqlens must be int32"),
         ({"cu_seqlens": empty(3, dtype=torch.int32), "new_lens": empty(2, dtype=torch.int32)}, ValueError,
          "new_lens must be None where cu_seqlens is given"),
-        ({"k": empty(2, 4, 2, 16), "v": empty(2, 4, 2, 16)}, ValueError, "k_cache must have k's 4 heads of 16 columns"),
+        ({"k": empty(2, 4, 2, 16), "v": empty(2, 4, 2, 16)}, ValueError, "HKV = 4 of k, but has (9, 2, 16, 16)"),
         ({"block_table": None}, ValueError, "k_cache must have one entry for each of 2 sequences, but has 9"),
         ({"k": empty(2, 2, 2, 16).requires_grad_()}, ValueError, "k must not require a gradient"),
+        ({"k_cache": POOL, "v_cache": POOL}, ValueError, "v_cache must not overlap k_cache in memory, but is k_cache"),
+        ({"k_cache": POOL[1:], "v_cache": POOL[:9]}, ValueError, "but begins -512 elements after it in one allocation"),
         ({"layout": "sbhd"}, ValueError, "layout must be 'bhsd' or 'bshd', but is 'sbhd'"),
     ],
     ids=lambda x: "-".join(x) if isinstance(x, dict) else None,

@@ -16,17 +16,7 @@ from fused_rope_attn import (
     rope_tables,
     rope_tables_2d,
 )
-from fused_rope_attn.runtime.checks import are_ordinary
 from tests.support.operators import Record
-
-
-def test_what_is_an_ordinary_tensor():
-    """Each of several is looked at, whatever its place."""
-    x = torch.zeros(2, 2)
-    assert are_ordinary(x) and are_ordinary(x, x, x)
-    for other in (x.to_sparse(), torch.nn.Parameter(x), None, 1.0):
-        assert not are_ordinary(other) and not are_ordinary(other, x) and not are_ordinary(x, x, other)
-
 
 X = torch.randn(1, 2, 5, 16)
 COS, SIN = rope_tables(5, 16)

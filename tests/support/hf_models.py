@@ -108,7 +108,7 @@ _ROWS: dict[str, tuple[str, dict]] = {
     "deepseek_v3": ("DeepseekV3", MOE | _LATENT | {"rope_scaling": _YARN}),
     "deepseek_v3-halves": ("DeepseekV3", MOE | _LATENT | {"q_lora_rank": None, "rope_interleave": False}),
     "dots1": ("Dots1", MOE | WINDOWED | {"head_dim": 24}),
-    "emu3": ("Emu3", {}),
+    "emu3": ("Emu3", {"attention_dropout": 0.0}),
     "ernie4_5": ("Ernie4_5", {"head_dim": 16}),
     "ernie4_5_moe": ("Ernie4_5_Moe", MOE),
     "exaone4": ("Exaone4", WINDOWED),

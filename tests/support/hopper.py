@@ -40,7 +40,7 @@ def check_reruns(case, times):
     assert_matches_float64(case, inputs, fixed)
 
 
-# Key blocks of 128 and query blocks of 64 and 128 that begin, end and are cut in every way.
+# Key blocks of 128 and query blocks of 64 that begin, end and are cut in every way.
 PADDED = replace(ODD_LENGTHS, len_q=300, len_k=700)
 
 

@@ -11,8 +11,8 @@ from fused_rope_attn.attention.validation import check_attention
 from fused_rope_attn.generation import ops as generation_ops
 from fused_rope_attn.generation import planning as generation_planning
 from fused_rope_attn.generation import problem as generation_problem
+from fused_rope_attn.generation import validation as generation_validation
 from fused_rope_attn.generation.api import rope_attention_with_kvcache, run_write
-from fused_rope_attn.generation.validation import check_kvcache
 from fused_rope_attn.runtime import checks, guards
 from fused_rope_attn.runtime.calls import Calls
 from fused_rope_attn.runtime.keywords import fill
@@ -23,6 +23,7 @@ OPERATORS = torch.ops.fused_rope_attn
 GUARDS = {"chosen": guards.guard, "in Python": guards._python_guard}
 with_kvcache = functools.partial(rope_attention_with_kvcache, return_lse=True)
 write = run_write
+share_elements = generation_validation.share_elements
 # The names by which a patched model calls the package, in integrations.transformers.attention and .paged.
 OPERATORS_OF_A_PATCHED_MODEL = (
     "rope_attention",
@@ -34,16 +35,16 @@ OPERATORS_OF_A_PATCHED_MODEL = (
 )
 
 
-def check_call(layout="bhsd", max_seqlen_k=None, **given):
+def check_call(layout="bhsd", longest=None, rows=None, **given):
     """Check the arguments of ``rope_attention``, by name, and return the rotary dim."""
-    return check_attention(fill(Tensors, given), fill(Options, given), layout, max_seqlen_k)
+    return check_attention(fill(Tensors, given), fill(Options, given), layout, longest, rows)
 
 
 def check_step(layout="bhsd", **given):
     """Check the arguments of ``rope_attention_with_kvcache``, by name, and return the rotary dim."""
     given = {"k": None, "v": None, **given}
     step = fill(generation_problem.StepTensors, given)
-    return check_kvcache(step, fill(Options, given), given["cache_is_rotated"], layout)
+    return generation_validation.check_kvcache(step, fill(Options, given), given["cache_is_rotated"], layout)
 
 
 def described(inputs, case, *, strategy="auto", backend="triton"):

@@ -2,32 +2,30 @@
 
 Both directions share:
 
-- ``shapes``: the sizes that do not vary with a call, and when the causal diagonal is aligned with them.
+- ``shapes``: the sizes that do not vary with a call.
 - ``channels``: how warps pass tiles to one another, named barriers, and tiles of rows through the TMA.
 - ``columns``: products over the columns that a head has, in one part or two.
-- ``masks``: masks in registers.
+- ``masks``: masks in registers, three kinds for the forward.
 - ``softmax``: the forward's softmax, and the cap of scores.
-- ``ptxas``: two remedies against what the compiler does to registers.
+- ``kernels.ptxas``: two remedies against what the compiler does to registers.
 
-The forward, with its launches in ``forward`` and its entry in ``forward_kernel``:
+The forward, with its launches in ``forward`` and its entry in ``forward_kernel``, which also has the warps that
+multiply:
 
 - ``forward_tiles``: the order of tiles, the key blocks that they visit, and how the loading warp announces them.
 - ``forward_producers``: the warps that load, and that rotate queries.
-- ``forward_attend``: the warps that multiply, and the output.
 
 The backward, with its launches in ``backward`` and its entry in ``backward_kernel``:
 
-- ``backward_block``: a block's keys and query blocks, its channels and weights.
-- ``balance``: how many programs a group of query heads and a tile of keys have.
-- ``shares``: the work of each where several have the same tile.
-- ``backward_transfers``: the warps that load, and that add dQ to its accumulator.
-- ``backward_order``: the warps that add dQ in a fixed order.
+- ``backward_block``: a block's keys, query blocks and share of the work, its channels and weights.
+- ``backward_transfers``: the warps that load, and that add dQ, in any or in a fixed order.
 - ``backward_by_keys``, ``backward_by_columns``: the warps that multiply, up to head dim 128 and beyond.
 - ``backward_epilogue``: dk and dv from registers to their tensors.
 - ``postprocess_kernel``: dQ from its accumulator.
 
+Both: ``intervals``, the small kernels before those of a call with intervals.
+
 The backward of multi-head latent attention, with its launches in ``latent_backward``:
 
-- ``latent_keys``: the warps of ``backward_kernel`` that make dk and dv.
-- ``latent_queries``: a kernel for dq.
+- ``latent_kernels``: the warps of ``backward_kernel`` that make dk and dv, and a kernel for dq.
 """

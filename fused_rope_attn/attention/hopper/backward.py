@@ -1,4 +1,4 @@
-# mypy: allow-untyped-defs, allow-incomplete-defs
+# mypy: allow-untyped-defs, allow-incomplete-defs, disable-error-code="attr-defined"
 """Launches of the sm_90 backward pass."""
 
 from __future__ import annotations
@@ -8,34 +8,57 @@ from typing import Any
 import torch
 import triton
 
-from fused_rope_attn.attention.arguments import (
-    gradient_strides,
-    key_gradient_dtype,
-    padded_rows,
-    result_strides,
-    rotated_shape,
-    shared_arguments,
-    shared_tensors,
+from fused_rope_attn.attention import arguments as call_arguments
+from fused_rope_attn.attention import configs, norm_gradient, preprocess_kernel
+from fused_rope_attn.attention.hopper import (
+    backward_block,
+    backward_kernel,
+    intervals,
+    latent_backward,
+    postprocess_kernel,
+    shapes,
 )
-from fused_rope_attn.attention.configs import HopperBackwardConfig
-from fused_rope_attn.attention.hopper.backward_kernel import backward_kernel
-from fused_rope_attn.attention.hopper.balance import balance
-from fused_rope_attn.attention.hopper.columns import needed_columns
-from fused_rope_attn.attention.hopper.intervals import NO_VISIBLE_ROWS, VisibleRows, without_masks
-from fused_rope_attn.attention.hopper.latent_backward import LatentBackwardCall
-from fused_rope_attn.attention.hopper.postprocess_kernel import norm_postprocess_kernel, postprocess_kernel
-from fused_rope_attn.attention.hopper.shapes import BACKWARD_BLOCK_M as BLOCK_M
-from fused_rope_attn.attention.hopper.shapes import BACKWARD_BLOCK_N, CONSUMERS, KEYS, is_aligned, query_block_rows
-from fused_rope_attn.attention.hopper.shares import slot_words
-from fused_rope_attn.attention.norm_gradient import NO_SUMS, SumsOfLaunches, raw
-from fused_rope_attn.attention.preprocess_kernel import preprocess_kernel
-from fused_rope_attn.attention.problem import Gradients, Problem, split_outputs
-from fused_rope_attn.kernels.arguments import tile_count
-from fused_rope_attn.runtime import device
+from fused_rope_attn.attention.hopper import columns as column_parts
+from fused_rope_attn.attention.problem import Gradients, Problem, Tensors, split_outputs
+from fused_rope_attn.kernels import arguments as sizes
+from fused_rope_attn.kernels.tiles import RowFormat
+from fused_rope_attn.runtime import device, launch, layouts
 from fused_rope_attn.runtime.device import is_interpreted
-from fused_rope_attn.runtime.launch import Launch, Source
-from fused_rope_attn.runtime.layouts import block_d, contiguous_strides, is_long
 from fused_rope_attn.runtime.triton_compat import gl
+
+# Bytes of a row of Q, dO and float32 dQ in the query heads of a program. A program visits one head after the other, and
+# programs with tiles of different lengths are soon at different heads. Together they use about as many rows as they
+# have keys, in all their heads: 69 MB with 4096 bytes, four heads of 128 columns. With twice that an H100 (an L2 of
+# 50 MB) takes 1.1 to 1.5 times as long. 3.6.0 and 3.9.0, 2026-11-28.
+MOST_ROW_BYTES = 4096
+# Keys of the narrowest window with which programs drift apart so. Narrower ones are untimed.
+LEAST_WINDOW = 4096
+
+
+def parts_of_group(problem: Problem, tiles: int, row_bytes: int) -> int:
+    """Return how many programs divide the query heads that share a tile of keys.
+
+    A program reads at most MOST_ROW_BYTES of a row, or has one head, if a mask makes tiles unequal. With fewer programs
+    than multiprocessors there are more parts. Calls with intervals or a fixed order of dQ have one.
+
+    Args:
+        tiles: of keys, in all key heads of all batch entries.
+        row_bytes: of a row of Q, dO and float32 dQ in all heads of a group.
+    """
+    if problem.has_intervals or problem.is_deterministic:
+        return 1
+    left, right = problem.window_left, problem.window_right
+    if left is not None and right is not None:
+        is_uneven = left + right >= LEAST_WINDOW
+    else:
+        is_uneven = left is not None or right is not None
+    parts = triton.cdiv(row_bytes, MOST_ROW_BYTES) if is_uneven else 1
+    if problem.group_size % parts:
+        parts *= 2  # as heads would be divided unequally
+    parts = min(parts, problem.group_size)
+    while parts < problem.group_size and tiles * parts < device.num_sms(problem.device):
+        parts = min(2 * parts, problem.group_size)
+    return parts
 
 
 class BackwardCall:
@@ -44,83 +67,81 @@ class BackwardCall:
     is_rotated: q and k are the ``Outputs.q_rot`` and ``k_rot`` of the forward pass, so that nothing is left to rotate.
     """
 
-    def __init__(self, problem: Problem, tensors: tuple, config: HopperBackwardConfig, is_rotated: bool = False):
+    def __init__(
+        self, problem: Problem, tensors: tuple, config: configs.HopperBackwardConfig, is_rotated: bool = False
+    ):
         do, o, _, *of_forward = tensors
         given, outputs = split_outputs(of_forward, 3)
         q, k, v = given.q, given.k, given.v
         batch, heads_q, len_q, len_k = problem.batch, problem.heads_q, problem.len_q, problem.len_k
         sequences = problem.sequences
+        self.problem = problem
         self.is_rotated = is_rotated
-        self.strides = dq_strides, dk_strides, dv_strides = result_strides(
-            outputs, gradient_strides(given, o, is_rotated)
+        self.strides = dq_strides, dk_strides, dv_strides = call_arguments.result_strides(
+            outputs, call_arguments.gradient_strides(given, o, is_rotated)
         )
-        self.key_dtype = key_gradient_dtype(problem)
+        self.key_dtype = call_arguments.key_gradient_dtype(problem)
         self.dsinks_shape = None
         self.empty = batch * len_q * len_k == 0
         if self.empty:
             return
-        pad_d = max(64, block_d(problem.head_dim))
+        pad_d = max(64, layouts.block_d(problem.head_dim))
         self.wide = pad_d > 128
-        block_n = (KEYS if self.wide else BACKWARD_BLOCK_N).value
+        block_n = (shapes.KEYS if self.wide else shapes.BACKWARD_BLOCK_N).value
         heads = batch * problem.heads_kv
         row_bytes = (2 * problem.head_dim * q.element_size() + 4 * pad_d) * problem.group_size
-        parts, section = balance(problem, block_n, row_bytes, config.section_bytes)
-        self.block_m = block_m = query_block_rows(problem, config.block_m)
-        pitch = triton.cdiv(padded_rows(len_q, sequences), block_m) * block_m
-        self.q_rot_shape = rotated_shape(problem)
+        key_programs = sizes.tile_count(len_k, sequences, block_n) * heads
+        parts = parts_of_group(problem, key_programs, row_bytes)
+        part_bytes = row_bytes * problem.longest(len_q) // parts
+        section = sizes.heads_per_section(heads * parts, 1, part_bytes, config.section_bytes)
+        pitch = call_arguments.padded_rows(len_q, sequences)
+        self.q_rot_shape = call_arguments.rotated_shape(problem)
         q_rot, k_rot = (q, k) if is_rotated else (q.new_empty(self.q_rot_shape), k.new_empty(k.shape))
         self.stats_size = 2 * batch * heads_q * pitch
-        columns = needed_columns(problem.head_dim, pad_d)
+        columns = column_parts.needed_columns(problem.head_dim, pad_d)
         self.accumulator_shape = (batch, heads_q, pitch, columns)
-        self.accumulator_layout = self.accumulator_shape, contiguous_strides(self.accumulator_shape)
-        self.q_rot_layout = self.q_rot_shape, contiguous_strides(self.q_rot_shape)
-        self.k_rot_layout = tuple(k.shape), contiguous_strides(k.shape)
-        # With a narrow window the pre-process clears nothing, and the post-process begins before the last heads are
-        # done. With a wide one both are a small part of the time, and long key blocks should be first. In a fixed order
-        # the post-process does not begin early: thousands of polling warps would slow down the main kernel's waits.
-        self.progress_size = None
-        left, right = problem.window_left, problem.window_right
-        narrow_window = left is not None and right is not None and 4 * (left + right) <= len_k
+        self.accumulator_layout = self.accumulator_shape, layouts.contiguous_strides(self.accumulator_shape)
+        self.q_rot_layout = self.q_rot_shape, layouts.contiguous_strides(self.q_rot_shape)
+        self.k_rot_layout = tuple(k.shape), layouts.contiguous_strides(k.shape)
         ordered = problem.is_deterministic
-        self.clears = self.wide or problem.has_intervals
-        overlaps = narrow_window and parts == 1 and not (ordered or problem.reads_lengths or self.wide)
-        if ordered or overlaps:
-            self.progress_size = batch * problem.heads_kv + batch * heads_q * pitch // BLOCK_M.value
-        shared = shared_arguments(problem, given.cos, given.sin) | {
+        self.progress_size = batch * heads_q * pitch // shapes.BACKWARD_BLOCK_M.value if ordered else None
+        # In a fixed order the first key block of a query block stores its dQ, if the order says which one that is.
+        self.clears = not ordered or self.wide or problem.has_intervals
+        shared = call_arguments.shared_arguments(problem, given.cos, given.sin) | {
             "pitch": pitch,
             "stats_size": self.stats_size // 2,
             "BLOCK_D": pad_d,
             "BLOCK_DV": pad_d,
-            "USE_INT64_OFFSETS": is_long(*(x.stride() for x in (q, k, v, o, do)), *self.strides),
+            "USE_INT64_OFFSETS": layouts.is_long(*(x.stride() for x in (q, k, v, o, do)), *self.strides),
             "PDL": config.pdl,
         }
         post_heads, post_rows = config.post_heads, config.post_rows
         if problem.has_norms:
             post_heads, post_rows = config.norm_heads, config.norm_rows
-        row_blocks = batch * tile_count(len_q, sequences, post_rows)
+        row_blocks = batch * sizes.tile_count(len_q, sequences, post_rows)
         if problem.has_sinks:
             self.dsinks_shape = (row_blocks, heads_q)
         query_programs = row_blocks * triton.cdiv(heads_q, post_heads)
-        key_programs = tile_count(len_k, sequences, block_n) * batch * problem.heads_kv
         # Up to head dim 128 the main kernel's two warpgroups have rows of sums of their own.
-        key_sums = key_programs * (1 if self.wide else CONSUMERS.value)
-        self.sums = SumsOfLaunches(problem, query_programs, key_sums) if problem.has_norms else None
+        key_sums = key_programs * (1 if self.wide else shapes.CONSUMERS.value)
+        self.sums = norm_gradient.SumsOfLaunches(problem, query_programs, key_sums) if problem.has_norms else None
         own_columns = pad_d // 2 if self.wide else pad_d
         num_slots = (parts - 1) * key_programs
-        self.slots_shape = num_slots, slot_words(own_columns)
+        self.slots_shape = num_slots, backward_block.slot_words(own_columns)
         # The slots' counters first, and then those of the sums.
-        self.slot_counters = num_slots * CONSUMERS.value
+        self.slot_counters = num_slots * shapes.CONSUMERS.value
         self.num_counters = self.slot_counters + (0 if self.sums is None else self.sums.num_counters)
-        raw_strides: tuple = (None, None)
+        raw_q_strides = None
         if self.sums is not None:
-            raw_strides = tuple(x.stride() for x in raw(given, is_rotated))
-            shared["USE_INT64_OFFSETS"] |= is_long(*raw_strides)
+            raw_strides = tuple(x.stride() for x in norm_gradient.raw(given, is_rotated))
+            raw_q_strides = raw_strides[0]
+            shared["USE_INT64_OFFSETS"] |= layouts.is_long(*raw_strides)
         pdl = {"launch_pdl": True} if config.pdl else {}
         chunk, block = config.rotate_heads, config.rotate_rows
         query_blocks = triton.cdiv(pitch, block) * triton.cdiv(heads_q, chunk)
-        key_blocks = tile_count(len_k, sequences, block) * triton.cdiv(problem.heads_kv, chunk)
-        self.preprocess = Launch(
-            preprocess_kernel,
+        key_blocks = sizes.tile_count(len_k, sequences, block) * triton.cdiv(problem.heads_kv, chunk)
+        self.preprocess = launch.Launch(
+            preprocess_kernel.preprocess_kernel,
             batch * (query_blocks + (0 if is_rotated else key_blocks)),
             {"num_warps": 4},
             shared,
@@ -134,64 +155,59 @@ class BackwardCall:
             HEADS=chunk,
             BLOCK_N=block,
             ROTATE=not is_rotated,
-            PROGRESS_ROWS=BLOCK_M.value,
+            PROGRESS_ROWS=shapes.BACKWARD_BLOCK_M.value,
             COLUMNS=columns,
-            PAD_TO=BLOCK_M.value if problem.is_packed else 0,
+            PAD_TO=shapes.BACKWARD_BLOCK_M.value if problem.is_packed else 0,
             num_counters=self.num_counters or None,
         )
         element = gl.bfloat16 if q.dtype is torch.bfloat16 else gl.float16
         self._describe(q_rot, k_rot, v, do, element, block_n, pad_d)
-        ds_tile = [block_n, block_m] if self.wide else [block_m, block_n]
         # A head's programs follow one another where dQ is added in a fixed order, so that few heads keep too few busy.
         if ordered and heads <= 2 * section:
             section = heads
         self.visible_rows = None
-        main_shared, num_blocks, main_programs = shared, None, key_programs * parts
+        main_programs = key_programs * parts
         if problem.has_intervals:
             # One or two for each key block, also if the last one has fewer keys.
-            num_blocks = triton.cdiv(len_k, block_n) * (block_n // KEYS.value)
-            halves = block_n // KEYS.value
-            self.visible_rows = VisibleRows(problem, given, shared, num_blocks, halves, pitch, own_columns, section)
-            main_shared = without_masks(shared)
+            num_blocks = triton.cdiv(len_k, block_n) * (block_n // shapes.KEYS.value)
+            halves = block_n // shapes.KEYS.value
+            self.visible_rows = intervals.VisibleRows(
+                problem, given, shared, num_blocks, halves, pitch, own_columns, section
+            )
             if self.visible_rows.programs is not None:
                 main_programs = self.visible_rows.programs
-        self.main = Launch(
-            backward_kernel,
+        window_left, window_right = (None, None) if problem.has_intervals else shared["window"]
+        self.main = launch.Launch(
+            backward_kernel.backward_kernel,
             main_programs,
             {"num_warps": 4, **pdl},
-            main_shared,
-            num_blocks=num_blocks,
-            dk_strides=dk_strides,
-            dv_strides=dv_strides,
-            dk_parts_strides=None,
-            raw_k_strides=raw_strides[1],
-            num_heads=heads,
-            group_parts=None if parts == 1 else parts,
+            GROUP_SIZE=problem.group_size,
+            pitch=pitch,
+            stats_size=self.stats_size // 2,
+            num_sequences=sequences,
             heads_per_section=section,
-            # With more, the programs of a long sequence use more of Q, dO and dQ at once than the L2 holds.
-            most_overlapping=device.num_sms(problem.device) // 2 if ordered else None,
-            Q_STAGES=config.q_stages,
-            DO_STAGES=config.do_stages,
-            HAS_KEYS_BEFORE_WINDOW=left is not None and len_k - len_q > left and not problem.has_intervals,
-            # Hidden queries would be visited first, but the key blocks before have added to them last.
-            IS_ALIGNED=config.skips_masked_half and not ordered and is_aligned(problem, block_n, block_n),
-            DS_LAYOUT=gl.NVMMASharedLayout.get_default_for(ds_tile, element),
+            window_left=window_left,
+            window_right=window_right,
+            stages=backward_kernel.BackwardStages.host(config.q_stages, config.do_stages, config.pdl),
         )
-        kernel, pairs, whole = postprocess_kernel, None, None
+        self.format = RowFormat.host(problem.head_dim, pad_d, shared["USE_INT64_OFFSETS"])
+        self.group_parts = None if parts == 1 else parts
+        # With more, the programs of a long sequence use more of Q, dO and dQ at once than the L2 holds.
+        self.most_overlapping = device.num_sms(problem.device) // 2 if ordered else None
+        kernel, pairs, whole = postprocess_kernel.postprocess_kernel, None, None
         if self.sums is not None:
-            kernel = norm_postprocess_kernel
+            kernel = postprocess_kernel.norm_postprocess_kernel
             if not is_interpreted():
                 # A row's pairs by four in a thread, and the columns that those are in pair order by eight.
                 pairs, whole = (gl.BlockedLayout([1, n], [256 // pad_d, pad_d // 8], [4, 1], [1, 0]) for n in (4, 8))
         key_parts = 0 if self.sums is None else self.sums.KEY_PARTS
-        self.postprocess = Launch(
+        self.postprocess = launch.Launch(
             kernel,
             query_programs + key_parts,
             {"num_warps": 4, **pdl},
             shared,
             dq_strides=dq_strides,
-            raw_q_strides=raw_strides[0],
-            key_blocks=tile_count(len_k, sequences, block_n) if overlaps else None,
+            raw_q_strides=raw_q_strides,
             k_sums=None if self.sums is None else key_sums,
             first_counter=None if self.sums is None else self.slot_counters,
             HEADS=post_heads,
@@ -206,15 +222,18 @@ class BackwardCall:
     def _describe(self, q_rot, k_rot, v, do, element, block_n: int, pad_d: int) -> None:
         """Make the main kernel's descriptors, with empty tensors of the same shape in place of workspaces."""
         layout = gl.NVMMASharedLayout.get_default_for
-        rows, part = self.block_m, [1, 1, self.block_m, pad_d // CONSUMERS.value]
+        rows, part = (
+            shapes.BACKWARD_BLOCK_M.value,
+            [1, 1, shapes.BACKWARD_BLOCK_M.value, pad_d // shapes.CONSUMERS.value],
+        )
         query, key = [1, 1, rows, pad_d], [1, 1, block_n, pad_d]
-        self.q_source, self.do_source = (Source(x, query, layout(query, element)) for x in (q_rot, do))
-        self.k_source, self.v_source = (Source(x, key, layout(key, element)) for x in (k_rot, v))
+        self.q_source, self.do_source = (launch.Source(x, query, layout(query, element)) for x in (q_rot, do))
+        self.k_source, self.v_source = (launch.Source(x, key, layout(key, element)) for x in (k_rot, v))
         stats = torch.empty(self.stats_size, dtype=torch.float32, device=v.device)
-        self.stats_source = Source(stats, [rows], gl.NVMMASharedLayout(0, 32, rank=1))
+        self.stats_source = launch.Source(stats, [rows], gl.NVMMASharedLayout(0, 32, rank=1))
         accumulator = torch.empty(self.accumulator_shape, dtype=torch.float32, device=v.device)
         if not self.wide:
-            self.dq_source = Source(accumulator, part, layout(part, gl.float32))
+            self.dq_source = launch.Source(accumulator, part, layout(part, gl.float32))
 
     def __call__(self, arguments: tuple) -> Gradients:
         """Launch the call. arguments: do, o, lse, ``Tensors``, and then output buffers dq, dk and dv if it has them."""
@@ -235,12 +254,10 @@ class BackwardCall:
             return Gradients(dq.zero_(), dk.zero_(), dv.zero_(), *weights)
         stats = torch.empty_strided((self.stats_size,), (1,), dtype=torch.float32, device=where)
         accumulator = torch.empty_strided(*self.accumulator_layout, dtype=torch.float32, device=where)
-        cleared: torch.Tensor | None = accumulator
+        cleared: torch.Tensor | None = accumulator if self.clears else None
         progress: torch.Tensor | None = None
         if self.progress_size is not None:
             progress = torch.empty(self.progress_size, dtype=torch.int32, device=where)
-            if not self.clears:
-                cleared = None
         q_rot, k_rot = q, k
         if not self.is_rotated:
             q_rot = torch.empty_strided(*self.q_rot_layout, dtype=dtype, device=where)
@@ -248,42 +265,58 @@ class BackwardCall:
         counters: Any = None
         if self.num_counters:
             counters = torch.empty(self.num_counters, dtype=torch.int32, device=where)
-        sums, raw_q, raw_k, dq_norm, dk_norm = NO_SUMS, None, None, None, None
+        sums, raw_q, raw_k, dq_norm, dk_norm = norm_gradient.NO_SUMS, None, None, None, None
         if self.sums is not None:
             sums = self.sums.allocate(where, counters)
-            raw_q, raw_k = raw(tensors, self.is_rotated)
+            raw_q, raw_k = norm_gradient.raw(tensors, self.is_rotated)
             dq_norm, dk_norm = torch.empty_like(q_norm), torch.empty_like(k_norm)
         parts = None if sinks is None else q.new_empty(self.dsinks_shape, dtype=torch.float32)
         stream = device.current_stream(where)
-        given = shared_tensors(
+        given = call_arguments.shared_tensors(
             tensors,
             stats_ptr=stats,
             accumulator_ptr=accumulator,
             progress_ptr=progress,
             dq_ptr=dq,
-            dk_ptr=dk,
-            dv_ptr=dv,
             k_sums_ptr=sums.k,
-            **dict.fromkeys(("q_rope_desc", "k_rope_desc", "dk_parts_ptr")),  # of latent attention
         )
         # Before the pre-process: the main kernel reads these before it waits for that.
-        masks = NO_VISIBLE_ROWS if self.visible_rows is None else self.visible_rows(stream, tensors, lse)
+        rows = {} if self.visible_rows is None else self.visible_rows(stream, tensors, lse)
         rotated = {"q_ptr": q, "q_rot_ptr": q_rot, "k_ptr": k, "k_rot_ptr": k_rot}
         zeros = {"accumulator_ptr": cleared, "counters_ptr": counters}
         self.preprocess(stream, given, o_ptr=o, do_ptr=do, lse_ptr=lse, **zeros, **rotated)
+        slots, slot_counters = rows.get("slots_ptr"), rows.get("slot_counters_ptr")
         if self.slot_counters:
-            slots = torch.empty(self.slots_shape, dtype=torch.float32, device=where)
-            masks = masks | {"slots_ptr": slots, "slot_counters_ptr": counters}
+            slots, slot_counters = torch.empty(self.slots_shape, dtype=torch.float32, device=where), counters
+        key_norm = None
+        if k_norm is not None:
+            weights = call_arguments.norm_of(self.problem, k_norm)
+            key_norm = backward_block.KeyNorm.host(weights, call_arguments.view(raw_k), sums.k)
         self.main(
             stream,
-            given | masks,
             q_desc=self.q_source(q_rot),
             k_desc=self.k_source(k_rot),
             v_desc=self.v_source(v),
             do_desc=self.do_source(do),
             stats_desc=self.stats_source(stats),
             dq_accumulator=accumulator if self.wide else self.dq_source(accumulator),
-            raw_k_ptr=raw_k,
+            q_rope_desc=None,
+            k_rope_desc=None,
+            call_masks=self._masks(tensors, rows),
+            gradients=backward_block.KeyGradients.host(
+                dk=call_arguments.view(dk),
+                dv=call_arguments.view(dv),
+                dk_parts=None,
+                tables=call_arguments.tables_of(self.problem, tensors),
+                key_norm=key_norm,
+                format=self.format,
+                TOKEN_TABLES=self.problem.token_tables,
+                share_ptr=rows.get("shares_ptr"),
+                slots_ptr=slots,
+                counters_ptr=slot_counters,
+            ),
+            programs=backward_kernel.Programs.host(self.group_parts, self.most_overlapping, progress),
+            scale=call_arguments.scale_of(self.problem),
         )
         self.postprocess(
             stream,
@@ -302,11 +335,26 @@ class BackwardCall:
         dsinks = None if parts is None else parts.sum(0).to(sinks.dtype)
         return Gradients(dq, dk, dv, dsinks, dq_norm, dk_norm)
 
+    def _masks(self, tensors: Tensors, rows: dict[str, torch.Tensor]) -> Any:
+        """Return the ``BackwardMasks``. rows: of ``VisibleRows``; empty without intervals."""
+        problem, left = self.problem, self.problem.window_left
+        return backward_kernel.BackwardMasks.host(
+            starts_ptr=None if rows else tensors.kv_starts,
+            lens_ptr=tensors.kv_lens,
+            cu_q_ptr=tensors.cu_seqlens_q,
+            cu_k_ptr=tensors.cu_seqlens_k,
+            key_rows_ptr=rows.get("key_rows_ptr"),
+            blocks_ptr=rows.get("blocks_ptr"),
+            blind_ptr=rows.get("blind_ptr"),
+            READS_LENGTHS=problem.reads_lengths and not rows,
+            HAS_KEYS_BEFORE_WINDOW=left is not None and problem.len_k - problem.len_q > left and not rows,
+        )
+
 
 def backward_call(
-    problem: Problem, tensors: tuple, config: HopperBackwardConfig, is_rotated: bool = False
-) -> BackwardCall | LatentBackwardCall:
+    problem: Problem, tensors: tuple, config: configs.HopperBackwardConfig, is_rotated: bool = False
+) -> BackwardCall | latent_backward.LatentBackwardCall:
     """Prepare a backward pass; multi-head latent attention has kernels of its own."""
     if problem.nope_dim is not None:
-        return LatentBackwardCall(problem, tensors, config, is_rotated)
+        return latent_backward.LatentBackwardCall(problem, tensors, config, is_rotated)
     return BackwardCall(problem, tensors, config, is_rotated)

@@ -1,25 +1,80 @@
 # mypy: ignore-errors
-"""Records and functions that both ways of splitting an sm_90 backward block share: its range, channels and weights."""
+"""Records and functions that the warps of an sm_90 backward block share: its range, its share, channels and weights.
 
+Several programs may share a tile of keys, each with a ``Share`` of its query heads (large groups, see
+``backward.parts_of_group``) or of its query blocks (calls with intervals, see ``intervals.deal_shares``). They add up
+dK and dV in pairs, as in a tournament, through slots of memory, and the program of the last share writes the gradients.
+"""
+
+import triton
 import triton.language as tl
 
-from fused_rope_attn.attention.hopper.channels import channel_of, tiles_of
-from fused_rope_attn.attention.hopper.columns import issue_over_columns
-from fused_rope_attn.attention.hopper.masks import hide_pairs
-from fused_rope_attn.attention.hopper.ptxas import opaque
-from fused_rope_attn.attention.hopper.shapes import BACKWARD_BLOCK_M as PART_M
-from fused_rope_attn.attention.hopper.shapes import CONSUMERS, KEYS, WARPGROUP_THREADS
-from fused_rope_attn.attention.hopper.shares import Share, visited_blocks
-from fused_rope_attn.attention.hopper.softmax import cap_scores
-from fused_rope_attn.kernels.masks import first_query, query_range
-from fused_rope_attn.kernels.norm import Norm
-from fused_rope_attn.kernels.records import record
-from fused_rope_attn.kernels.rotation import RotaryTables
-from fused_rope_attn.kernels.tiles import RowFormat, TensorView
+from fused_rope_attn.attention.hopper import channels, shapes, softmax
+from fused_rope_attn.attention.hopper import columns as column_parts
+from fused_rope_attn.attention.hopper import masks as hopper_masks
+from fused_rope_attn.kernels import masks, ptxas, rotation, tiles
+from fused_rope_attn.kernels import norm as norms
+from fused_rope_attn.kernels.records import record, replace
 from fused_rope_attn.runtime.triton_compat import gl, jit
+
+# Numbers of a share, in the order of ``Share``.
+SHARE_WORDS = tl.constexpr(5)
+
+
+@triton.constexpr_function
+def slot_words(columns):
+    """Return the words of a slot: dk and dv (KEYS, columns) float32 of each warpgroup.
+
+    columns: those that a warpgroup has, with padding. A slot also has a counter for each warpgroup, int32, to which
+    each warp adds 1 after it has stored its sums.
+    """
+    return shapes.CONSUMERS.value * 2 * shapes.KEYS.value * columns
+
+
+@record
+class Share:
+    """The work of a program: query blocks of a tile of keys, or query heads.
+
+    A tile's query blocks, or the query heads of its group, are divided evenly into ``count`` shares, all but the last
+    with a slot. count 0: no work.
+    """
+
+    tile: tl.tensor
+    head: tl.tensor  # the number of the key head among those of all batch entries
+    number: tl.tensor
+    count: tl.tensor
+    slot: tl.tensor  # of a divided tile: the slot of its share 0; the others follow
+
+
+@triton.jit
+def visited_blocks(blocks_ptr, num_blocks, block, HALVES: tl.constexpr):
+    """Return (first, end) of the query blocks with a row that sees any key of HALVES blocks of KEYS, from ``block`` on.
+
+    If no row does ``end`` is at most ``first``. blocks_ptr, num_blocks: as ``key_rows_kernel`` writes them.
+    """
+    bounds = blocks_ptr + block
+    first, end = tl.load(bounds), tl.load(bounds + num_blocks)
+    for i in tl.static_range(1, HALVES):
+        first = tl.minimum(first, tl.load(bounds + i))
+        end = tl.maximum(end, tl.load(bounds + num_blocks + i))
+    return first // shapes.BACKWARD_BLOCK_M, (end + shapes.BACKWARD_BLOCK_M - 1) // shapes.BACKWARD_BLOCK_M
+
+
+@jit
+def load_share(ptr):
+    """Load the ``Share`` at ptr."""
+    return Share(gl.load(ptr), gl.load(ptr + 1), gl.load(ptr + 2), gl.load(ptr + 3), gl.load(ptr + 4))
+
 
 # A capped score is from -1 to 1; this one gives p = 0 under any cap, also times the tanh's derivative.
 HIDDEN = gl.constexpr(-1e18)
+
+
+@record
+class Member:
+    """The number of a warpgroup that multiplies, or of a warp that adds dQ, among those with the same work."""
+
+    INDEX: gl.constexpr
 
 
 @record
@@ -39,16 +94,12 @@ class QueryBlocks:
     each block's position says whether it needs a mask, and all do if num_masked is at least ``count``. It is None if
     every key that the mask lets through exists.
 
-    num_hidden: 0 or 1 blocks, the first of each head, see no key of the second warpgroup. These blocks of all heads are
-    processed before any others. None: the heads are processed one after another.
-
-    IN_ORDER: blocks are visited from the last to the first, each in all heads of the group before the next one;
-    num_hidden is None then. Otherwise the heads are visited one after another, each from its first block to its last.
+    IN_ORDER: blocks are visited from the last to the first, each in all heads of the group before the next one.
+    Otherwise the heads are visited one after another, each from its first block to its last.
     """
 
     first: gl.tensor
     num_masked: gl.tensor | None
-    num_hidden: gl.tensor | None
     count: gl.tensor
     IN_ORDER: gl.constexpr = False
 
@@ -85,34 +136,60 @@ def first_query_head(keys, sizes):
 class KeyNorm:
     """The norm of the keys; the gradient passes through it after it has been rotated back.
 
-    raw: the caller's k (B, HKV, NK, D). sums_ptr: float32, this block's part of the weights' gradient: rows of D
-    columns, one for each warpgroup that owns whole rows, or one for both. exchange (3 * CONSUMERS, KEYS, 1) float32:
-    sums that warpgroups exchange if they own parts of rows, else None.
+    raw: the caller's k (B, HKV, NK, D). sums_ptr: float32, the parts of the weights' gradient: for each block of keys
+    rows of D columns, one for each warpgroup that owns whole rows, or one for both. exchange (3 * CONSUMERS, KEYS, 1)
+    float32: sums that warpgroups exchange if they own parts of rows, else None.
     """
 
-    norm: Norm
-    raw: TensorView
+    norm: norms.Norm
+    raw: tiles.TensorView
     sums_ptr: gl.tensor
-    exchange: gl.shared_memory_descriptor | None
+    exchange: gl.shared_memory_descriptor | None = None
 
 
 @record
 class KeyGradients:
     """The gradients dk and dv (B, HKV, NK, D), and the tables by which dk is rotated back.
 
-    share: the program's ``Share`` if groups are divided. share_ptr: to it if the device has dealt it. slots_ptr,
-    counters_ptr: to slot 0 and its counters in both cases.
+    dk_parts (B, HKV, NK, R) float32: each head's part of the rotated gradient of the one head of latent attention, else
+    None. TOKEN_TABLES: row t of the tables belongs to packed key t.
+
+    Where several programs add up dk and dv of the same keys there are slots (slots, ``slot_words``) float32, and
+    counters (slots, CONSUMERS) int32, zero before the first block. share: the program's ``Share`` if groups are
+    divided. share_ptr: to it, or from the host to that of program 0, if the device has dealt it (``deal_shares``).
     """
 
-    dk: TensorView
-    dv: TensorView
-    tables: RotaryTables
+    dk: tiles.TensorView
+    dv: tiles.TensorView
+    dk_parts: tiles.TensorView | None
+    tables: rotation.RotaryTables
     key_norm: KeyNorm | None
-    format: RowFormat
-    share: Share | None = None
+    format: tiles.RowFormat
+    TOKEN_TABLES: tl.constexpr
     share_ptr: gl.tensor | None = None
     slots_ptr: gl.tensor | None = None
     counters_ptr: gl.tensor | None = None
+    share: Share | None = None
+
+
+@jit
+def rows_from(view, row):
+    """Return the ``TensorView`` that begins with a row."""
+    return replace(view, ptr=view.ptr + row.to(gl.int64) * view.strides[2])
+
+
+@jit
+def gradients_from(gradients, row):
+    """Return the ``KeyGradients`` of a packed sequence, whose first key is ``row``."""
+    key_norm, tables, dk_parts = gradients.key_norm, gradients.tables, gradients.dk_parts
+    if key_norm is not None:
+        key_norm = replace(key_norm, raw=rows_from(key_norm.raw, row))
+    if gradients.TOKEN_TABLES:
+        tables = rotation.tables_from(tables, row)
+    if dk_parts is not None:
+        dk_parts = rows_from(dk_parts, row)
+    dk, dv = rows_from(gradients.dk, row), rows_from(gradients.dv, row)
+    return replace(gradients, dk=dk, dv=dv, dk_parts=dk_parts, tables=tables, key_norm=key_norm)
 
 
 @jit
@@ -124,7 +201,7 @@ def whole_tile(channel):
     each step would cost 30 of 500 instructions.
     """
     COLUMNS: gl.constexpr = channel.buffer.shape[4]
-    slot = 0 if COLUMNS == 64 else opaque(0)
+    slot = 0 if COLUMNS == 64 else ptxas.opaque(0)
     return channel.buffer.index(slot).reshape((channel.buffer.shape[3], COLUMNS))
 
 
@@ -139,15 +216,15 @@ def allocate_query_channel(desc, stats_desc, STAGES: gl.constexpr, rope_desc=Non
     buffer = gl.allocate_shared_memory(desc.dtype, [STAGES] + desc.block_type.shape, desc.layout)
     rope = None
     if rope_desc is not None:
-        rope = tiles_of(rope_desc, STAGES)
-    channel = channel_of(buffer, STAGES, rope)
+        rope = channels.tiles_of(rope_desc, STAGES)
+    channel = channels.channel_of(buffer, STAGES, rope)
     return channel, gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], stats_desc.layout)
 
 
 @jit
 def init_query_channel(channel):
     """Initialise the barriers of a channel of query blocks."""
-    channel.init(FILLS=1, RELEASES=CONSUMERS * WARPGROUP_THREADS)
+    channel.init(FILLS=1, RELEASES=shapes.CONSUMERS * shapes.WARPGROUP_THREADS)
 
 
 @jit
@@ -159,17 +236,17 @@ def query_blocks(mask, start_n, NQ, num_rows, BLOCK_M: gl.constexpr, BLOCK_N: gl
     the device reads lengths. NQ: the queries; num_rows includes padding.
     """
     q_offset = mask.num_keys - NQ
-    first, num_masked, _, last = query_range(mask, start_n, q_offset, num_rows, BLOCK_M, BLOCK_N)
+    first, num_masked, _, last = masks.query_range(mask, start_n, q_offset, num_rows, BLOCK_M, BLOCK_N)
     is_partial = start_n + BLOCK_N > mask.num_keys
     first_row = first
     if mask.first_key is not None:
         is_partial = is_partial | (start_n < mask.first_key)
     if mask.READS_LENGTHS:
         # The key block may begin before the first key, and include queries that see nothing.
-        first_row = first_query(mask, q_offset)
+        first_row = masks.first_query(mask, q_offset)
         first = gl.minimum(last, gl.maximum(first, first_row // BLOCK_M))
     num_masked = gl.where(is_partial, last, num_masked) - first
-    return QueryBlocks(first, num_masked, num_hidden=None, count=last - first), first_row
+    return QueryBlocks(first, num_masked, count=last - first), first_row
 
 
 @jit
@@ -179,25 +256,16 @@ def interval_queries(intervals, start_n, share, HALVES: gl.constexpr):
     intervals: ``KeyIntervals``. share: the ``Share`` to which the count is limited; None: all blocks. Every key that
     the mask lets through exists.
     """
-    first, end = visited_blocks(intervals.blocks_ptr, intervals.num_blocks, start_n // KEYS, HALVES)
+    first, end = visited_blocks(intervals.blocks_ptr, intervals.num_blocks, start_n // shapes.KEYS, HALVES)
     count = gl.maximum(0, end - first)
     if share is not None:
         count = gl.where(share.count > 0, count, 0)
-    queries = QueryBlocks(first=first, num_masked=None, num_hidden=None, count=count)
+    begin = 0
     if share is not None:
-        queries = part_of_blocks(queries, share.number, gl.maximum(share.count, 1))
-    return queries
-
-
-@jit
-def part_of_blocks(queries, number, parts):
-    """Return part ``number`` of ``QueryBlocks`` that are divided evenly into ``parts``; parts may be empty."""
-    begin = queries.count * number // parts
-    end = queries.count * (number + 1) // parts
-    num_masked = queries.num_masked
-    if num_masked is not None:
-        num_masked -= begin
-    return QueryBlocks(queries.first + begin, num_masked, num_hidden=None, count=end - begin)
+        shares = gl.maximum(share.count, 1)
+        begin = count * share.number // shares
+        count = count * (share.number + 1) // shares - begin
+    return QueryBlocks(first + begin, num_masked=None, count=count)
 
 
 @jit
@@ -211,39 +279,26 @@ def weigh(s, lse, is_masked, keys, columns, diagonal, mask, scale, DTYPE: gl.con
     if scale.cap_scale is None:
         p = gl.exp2(s * scale.qk_scale - lse[None, :])
         if is_masked:
-            p = hide_pairs(mask, p, 0.0, keys, columns, diagonal)
+            p = hopper_masks.hide_pairs(mask, p, 0.0, keys, columns, diagonal)
             if CLAMP:
                 # Their score is 0, and K is zero, so that any finite weight will do.
                 p = gl.where(p > 1.0, 1.0, p)
     else:
         # Mask before the exponential: a branch after it would keep scores and p alive, for which registers are lacking.
-        s = cap_scores(s, scale.cap_scale, DTYPE)
+        s = softmax.cap_scores(s, scale.cap_scale, DTYPE)
         if is_masked:
-            s = hide_pairs(mask, s, HIDDEN, keys, columns, diagonal)
+            s = hopper_masks.hide_pairs(mask, s, HIDDEN, keys, columns, diagonal)
         p = gl.minimum(gl.exp2(s * scale.qk_scale - lse[None, :]), 1.0, propagate_nan=tl.PropagateNan.ALL)
     return p, s
 
 
 @jit
-def part_of(x, PART: gl.constexpr):
-    """Return rows [64 * PART, 64 * PART + 64) of x, a block of Q, dO, dS or dQ, or its lse or delta, in shared memory.
+def issue_product(a, channel, cursor, nothing, RIGHT: gl.constexpr = 0):
+    """Begin the product of a (keys, columns) and a transposed block, as soon as that has arrived.
 
-    Blocks of 128 queries are multiplied in two parts, because registers do not hold scores and dP of 128.
+    channel, cursor: the place of the block of Q or dO. nothing (keys, 64) float32: zeros in the layout of the result.
+    RIGHT: ``right_columns``.
     """
-    if x.shape[0] == PART_M:
-        return x
-    else:
-        return x.slice(PART * PART_M, PART_M, dim=0)
-
-
-@jit
-def issue_product(a, channel, cursor, nothing, RIGHT: gl.constexpr = 0, PART: gl.constexpr = 0):
-    """Begin the product of a (keys, columns) and a transposed part of a block, as soon as that has arrived.
-
-    channel, cursor: the place of the block of Q or dO, PART: which of its ``part_of``. nothing (keys, 64) float32:
-    zeros in the layout of the result. RIGHT: ``right_columns``.
-    """
-    block = part_of(channel.tile(cursor).reshape((channel.buffer.shape[3], a.shape[1])), PART)
-    if PART == 0:
-        channel.wait_full(cursor)
-    return issue_over_columns(a, block, nothing, RIGHT)
+    block = channel.tile(cursor).reshape((channel.buffer.shape[3], a.shape[1]))
+    channel.wait_full(cursor)
+    return column_parts.issue_over_columns(a, block, nothing, RIGHT)

@@ -9,30 +9,15 @@ by then the other warpgroup has long stored its half of dS, and neither waits fo
 
 from triton import constexpr_function
 
-from fused_rope_attn.attention.hopper.backward_block import (
-    KeyBlock,
-    allocate_query_channel,
-    init_query_channel,
-    issue_product,
-    part_of,
-    weigh,
-    whole_tile,
+from fused_rope_attn.attention.hopper import (
+    backward_block,
+    backward_epilogue,
+    backward_transfers,
+    channels,
+    masks,
+    shapes,
 )
-from fused_rope_attn.attention.hopper.backward_epilogue import Stages, store_or_pass_on
-from fused_rope_attn.attention.hopper.backward_transfers import stage_rows
-from fused_rope_attn.attention.hopper.channels import Channel, allocate_barriers, channel_of, written_once
-from fused_rope_attn.attention.hopper.columns import (
-    issue_by_columns,
-    part_zeros,
-    right_columns,
-    wait_for_parts,
-    wait_for_parts_and,
-    zero_parts,
-)
-from fused_rope_attn.attention.hopper.masks import mask_offset, needs_mask, with_own_keys
-from fused_rope_attn.attention.hopper.shapes import BACKWARD_BLOCK_M as PART_M
-from fused_rope_attn.attention.hopper.shapes import BACKWARD_BLOCK_N as BLOCK_N
-from fused_rope_attn.attention.hopper.shapes import CONSUMERS, KEYS, WARPGROUP_THREADS
+from fused_rope_attn.attention.hopper import columns as column_parts
 from fused_rope_attn.kernels.records import record
 from fused_rope_attn.runtime.triton_compat import (
     COPIES_OPERANDS,
@@ -58,14 +43,14 @@ class BuffersByKeys:
     slot for each warp that adds them. lse and delta: as in ``Destinations``.
     """
 
-    k: Channel
-    v: Channel
-    ds: Channel
-    q: Channel
-    do: Channel
+    k: channels.Channel
+    v: channels.Channel
+    ds: channels.Channel
+    q: channels.Channel
+    do: channels.Channel
     lse: gl.shared_memory_descriptor
     delta: gl.shared_memory_descriptor
-    dq: Channel
+    dq: channels.Channel
 
 
 @jit
@@ -74,33 +59,39 @@ def allocate_buffers(
     dq_desc,
     Q_STAGES: gl.constexpr,
     DO_STAGES: gl.constexpr,
-    DS_LAYOUT: gl.constexpr,
     ADDERS: gl.constexpr,
 ):
     """Allocate ``BuffersByKeys`` and initialise their barriers.
 
-    DS_LAYOUT: of a tile of dS in shared memory. ADDERS: warps that add dQ by turns.
+    ADDERS: warps that add dQ by turns.
     """
-    q, lse = allocate_query_channel(descriptors.q, descriptors.stats, Q_STAGES)
-    do, delta = allocate_query_channel(descriptors.do, descriptors.stats, DO_STAGES)
+    q, lse = backward_block.allocate_query_channel(descriptors.q, descriptors.stats, Q_STAGES)
+    do, delta = backward_block.allocate_query_channel(descriptors.do, descriptors.stats, DO_STAGES)
     k_smem = gl.allocate_shared_memory(descriptors.k.dtype, [1] + descriptors.k.block_type.shape, descriptors.k.layout)
     v_smem = gl.allocate_shared_memory(descriptors.v.dtype, [1] + descriptors.v.block_type.shape, descriptors.v.layout)
-    BLOCK_M: gl.constexpr = descriptors.q.block_type.shape[2]
-    ds_smem = gl.allocate_shared_memory(descriptors.k.dtype, [DS_STAGES, BLOCK_M, BLOCK_N], DS_LAYOUT)
+    DS_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for(
+        [shapes.BACKWARD_BLOCK_M, shapes.BACKWARD_BLOCK_N], descriptors.k.dtype
+    )
+    ds_smem = gl.allocate_shared_memory(
+        descriptors.k.dtype, [DS_STAGES, shapes.BACKWARD_BLOCK_M, shapes.BACKWARD_BLOCK_N], DS_LAYOUT
+    )
     # With more than 64 columns shared memory does not hold a tile for each adding warp.
     SHARED: gl.constexpr = ADDERS > 1 and descriptors.q.block_type.shape[3] > 64
-    DQ_TILES: gl.constexpr = CONSUMERS if SHARED else CONSUMERS * ADDERS
+    DQ_TILES: gl.constexpr = shapes.CONSUMERS if SHARED else shapes.CONSUMERS * ADDERS
     dq_smem = gl.allocate_shared_memory(gl.float32, [DQ_TILES] + dq_desc.block_type.shape, dq_desc.layout)
-    k = written_once(k_smem)
-    v = written_once(v_smem)
-    ds = channel_of(ds_smem, DS_STAGES)
-    full, empty = allocate_barriers(CONSUMERS * ADDERS), allocate_barriers(CONSUMERS * ADDERS)
-    dq = Channel(dq_smem, full, empty, STAGES=ADDERS, SHARED=SHARED)
+    k = channels.written_once(k_smem)
+    v = channels.written_once(v_smem)
+    ds = channels.channel_of(ds_smem, DS_STAGES)
+    full, empty = (
+        channels.allocate_barriers(shapes.CONSUMERS * ADDERS),
+        channels.allocate_barriers(shapes.CONSUMERS * ADDERS),
+    )
+    dq = channels.Channel(dq_smem, full, empty, STAGES=ADDERS, SHARED=SHARED)
     k.init(FILLS=1, RELEASES=0)
     v.init(FILLS=1, RELEASES=0)
-    ds.init(FILLS=CONSUMERS, RELEASES=CONSUMERS * WARPGROUP_THREADS)
-    init_query_channel(q)
-    init_query_channel(do)
+    ds.init(FILLS=shapes.CONSUMERS, RELEASES=shapes.CONSUMERS * shapes.WARPGROUP_THREADS)
+    backward_block.init_query_channel(q)
+    backward_block.init_query_channel(do)
     dq.init(FILLS=1, RELEASES=1)
     return BuffersByKeys(k=k, v=v, ds=ds, q=q, do=do, lse=lse, delta=delta, dq=dq)
 
@@ -108,264 +99,197 @@ def allocate_buffers(
 @jit
 def own_rows(channel, WARPGROUP: gl.constexpr):
     """Return the rows of K or V that a warpgroup owns, (KEYS, BLOCK_D)."""
-    return whole_tile(channel).slice(WARPGROUP * KEYS, KEYS, dim=0)
+    return backward_block.whole_tile(channel).slice(WARPGROUP * shapes.KEYS, shapes.KEYS, dim=0)
 
 
 @jit
-def own_ds(tile, WARPGROUP: gl.constexpr, PART: gl.constexpr):
-    """Return what a warpgroup writes of a part of the rows of dS in shared memory, (KEYS, PART_M)."""
-    return part_of(tile, PART).slice(WARPGROUP * KEYS, KEYS, dim=1).permute((1, 0))
-
-
-@jit
-def give_ds(WARPGROUP: gl.constexpr, channel, ds, step, PART: gl.constexpr):
-    """Store a warpgroup's ds (KEYS, PART_M) of the step before ``step`` for the product of dQ in ``step``."""
+def give_ds(WARPGROUP: gl.constexpr, channel, ds, step):
+    """Store a warpgroup's ds (KEYS, BLOCK_M) of the step before ``step`` for the product of dQ in ``step``."""
     cursor = channel.at(step)
-    own_ds(channel.tile(cursor), WARPGROUP, PART).store(ds)
-    if PART == channel.buffer.shape[1] // PART_M - 1:
-        fence_async_shared()
-        channel.fill(cursor)
+    channel.tile(cursor).slice(WARPGROUP * shapes.KEYS, shapes.KEYS, dim=1).permute((1, 0)).store(ds)
+    fence_async_shared()
+    channel.fill(cursor)
 
 
 @jit
 def no_ds(DTYPE: gl.constexpr):
-    """Return zeros (KEYS, PART_M) in a layout that stores whole rows of shared memory."""
+    """Return zeros (KEYS, BLOCK_M) in a layout that stores whole rows of shared memory."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, 4], [0, 1])
-    return gl.zeros([KEYS, PART_M], DTYPE, LAYOUT)
+    return gl.zeros([shapes.KEYS, shapes.BACKWARD_BLOCK_M], DTYPE, LAYOUT)
 
 
 @jit
-def issue_dq(WARPGROUP: gl.constexpr, buffers, step, nothing, PART: gl.constexpr):
+def issue_dq(WARPGROUP: gl.constexpr, buffers, step, nothing):
     """Begin the product of dQ in ``step``, of the dS of the step before, which has arrived.
 
-    It makes the warpgroup's columns, as many as ``nothing``, zeros (PART_M, columns), has.
+    It makes the warpgroup's columns, as many as ``nothing``, zeros (BLOCK_M, columns), has.
     """
-    ds_tile = part_of(buffers.ds.tile(buffers.ds.at(step)), PART)
+    ds_tile = buffers.ds.tile(buffers.ds.at(step))
     k_columns = own_columns(buffers.k, WARPGROUP, nothing.shape[1])
     return warpgroup_mma(ds_tile, k_columns, nothing, use_acc=False, is_async=True)
 
 
 @jit
-def issue_scores(
-    held, keys, queries, cursor, nothing, WARPGROUP: gl.constexpr, RIGHT: gl.constexpr, PART: gl.constexpr
-):
+def issue_scores(held, keys, queries, cursor, nothing, WARPGROUP: gl.constexpr, RIGHT: gl.constexpr):
     """Begin ``issue_product`` of ``own_rows`` of K or V, or of those ``held`` in registers if that is not None."""
     if held is None:
-        return issue_product(own_rows(keys, WARPGROUP), queries, cursor, nothing, RIGHT, PART)
+        return backward_block.issue_product(own_rows(keys, WARPGROUP), queries, cursor, nothing, RIGHT)
     else:
-        return issue_product(held, queries, cursor, nothing, 0, PART)
-
-
-@jit
-def issue_next(
-    held, keys, queries, cursor, next_cursor, nothing, WARPGROUP: gl.constexpr, RIGHT: gl.constexpr, PART: gl.constexpr
-):
-    """Begin ``issue_scores`` of the part after PART: of the same block, or the first part of the next block."""
-    if PART == queries.buffer.shape[3] // PART_M - 1:
-        return issue_scores(held, keys, queries, next_cursor, nothing, WARPGROUP, RIGHT, 0)
-    else:
-        return issue_scores(held, keys, queries, cursor, nothing, WARPGROUP, RIGHT, PART + 1)
+        return backward_block.issue_product(held, queries, cursor, nothing)
 
 
 @jit
 def own_columns(channel, WARPGROUP: gl.constexpr, COLUMNS: gl.constexpr):
     """Return the columns of K from which a warpgroup's part of dQ is computed, (BLOCK_N, COLUMNS)."""
-    HALF: gl.constexpr = channel.buffer.shape[4] // CONSUMERS
-    return whole_tile(channel).slice(WARPGROUP * HALF, COLUMNS, dim=1)
+    HALF: gl.constexpr = channel.buffer.shape[4] // shapes.CONSUMERS
+    return backward_block.whole_tile(channel).slice(WARPGROUP * HALF, COLUMNS, dim=1)
 
 
 @constexpr_function
 def own_width(warpgroup, block_d, right):
     """Return how many columns of dQ a warpgroup owns: half of a tile's, or one of its two parts."""
-    return right if warpgroup == 1 and right else block_d // CONSUMERS.value
+    return right if warpgroup == 1 and right else block_d // shapes.CONSUMERS.value
 
 
 @jit
-def send_dq(WARPGROUP: gl.constexpr, dq, channel, step, PART: gl.constexpr):
-    """Pass a warpgroup's columns of a part of a step's dQ, (PART_M, columns) float32, to the warp that adds them."""
-    BLOCK_M: gl.constexpr = channel.buffer.shape[3]
+def send_dq(WARPGROUP: gl.constexpr, dq, channel, step):
+    """Pass a warpgroup's columns of a step's dQ, (BLOCK_M, columns) float32, to the warp that adds them."""
     HALF: gl.constexpr = channel.buffer.shape[4]
     own = channel.of_warpgroup(WARPGROUP)
     cursor = own.at(step)
-    if PART == 0:
-        own.wait_empty(cursor)
-    tile = part_of(own.tile(cursor).reshape((BLOCK_M, HALF)), PART)
+    own.wait_empty(cursor)
+    tile = own.tile(cursor).reshape((shapes.BACKWARD_BLOCK_M, HALF))
     if dq.shape[1] < HALF:
         tile = tile.slice(0, dq.shape[1], dim=1)
-    tile.store(stage_rows(dq))
-    if PART == BLOCK_M // PART_M - 1:
-        fence_async_shared()
-        own.fill(cursor)
+    tile.store(backward_transfers.stage_rows(dq))
+    fence_async_shared()
+    own.fill(cursor)
 
 
 @jit
-def pass_hidden_queries(WARPGROUP: gl.constexpr, buffers, total, RIGHT: gl.constexpr):
-    """Process the first ``total`` query blocks, which see none of the warpgroup's keys.
-
-    It stores zeros for its keys' dS, and makes its columns of dQ. RIGHT: ``right_columns``.
-    """
-    OWN: gl.constexpr = own_width(WARPGROUP, buffers.q.buffer.shape[4], RIGHT)
-    no_dq = part_zeros(PART_M, OWN)
-    for step in range(total):
-        buffers.ds.wait_empty(buffers.ds.at(step + 1))
-        give_ds(WARPGROUP, buffers.ds, no_ds(buffers.q.buffer.dtype), step + 1, 0)
-        buffers.ds.wait_full(buffers.ds.at(step))
-        token = issue_dq(WARPGROUP, buffers, step, no_dq, 0)
-        dq = warpgroup_mma_wait(0, deps=[token])
-        buffers.ds.release_by_threads(buffers.ds.at(step))
-        # The wait for dS above makes sure that the other warpgroup has released the slots of two steps ago. Channels
-        # have at least two slots, so that both warpgroups release the same use of a slot.
-        buffers.do.release_by_threads(buffers.do.at(step))
-        buffers.q.release_by_threads(buffers.q.at(step))
-        send_dq(WARPGROUP, dq, buffers.dq, step, 0)
-
-
-@jit
-def fold_queries(WARPGROUP: gl.constexpr, dk, dv, buffers, first, total, keys, queries, sizes, mask, scale):
-    """Fold query blocks [first, total) of the group's heads into dk and dv, ``ColumnParts`` of (KEYS, BLOCK_D).
-
-    first None: from 0 on. total is more than 0; ``first`` may be equal to it.
+def fold_queries(WARPGROUP: gl.constexpr, dk, dv, buffers, total, keys, queries, sizes, mask, scale):
+    """Fold ``total`` > 0 query blocks of the group's heads into dk and dv, ``ColumnParts`` of (KEYS, BLOCK_D).
 
     The products in the order of their issue: dV of this block, dQ of the previous one, dK of this one, scores and dP of
     the next one, which ``load`` provides after the last block too. EARLY_SCORES issues the scores before dQ, EARLY_DQ
-    issues dQ before both. A block of 128 rows is multiplied part by part, in this order, but loaded, announced and
-    released as a whole.
+    issues dQ before both.
     """
     q_blocks, do_blocks, ds_channel = buffers.q, buffers.do, buffers.ds
-    BLOCK_M: gl.constexpr = q_blocks.buffer.shape[3]
     BLOCK_D: gl.constexpr = q_blocks.buffer.shape[4]
-    PARTS: gl.constexpr = BLOCK_M // PART_M
-    LAST: gl.constexpr = PARTS - 1
     CLAMP: gl.constexpr = queries.num_masked is not None
     # With 128 columns the registers do not hold the next scores in addition to dQ: ptxas makes every product
     # synchronous. With two parts they do, but if Triton copies P and dS for the right part it is faster to issue the
     # scores late.
     EARLY_SCORES: gl.constexpr = BLOCK_D == 64 or (dk.right is not None and not COPIES_OPERANDS)
-    # With more columns the registers do not hold dQ in addition to dP. In a loop of two parts they do not either if
-    # Triton copies the operands.
-    EARLY_DQ: gl.constexpr = BLOCK_D == 64 and (PARTS == 1 or not COPIES_OPERANDS)
+    # With more columns the registers do not hold dQ in addition to dP.
+    EARLY_DQ: gl.constexpr = BLOCK_D == 64
     DTYPE: gl.constexpr = q_blocks.buffer.dtype
-    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PART_M, 16])
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, shapes.BACKWARD_BLOCK_M, 16])
     P: gl.constexpr = gl.DotOperandLayout(0, dk.left.type.layout, 2)
     RIGHT: gl.constexpr = 0 if dk.right is None else dk.right.shape[1]
     # Groups of products in each of dV, dK, the scores and dP.
     GROUPS: gl.constexpr = 1 if dk.right is None else 2
     # Columns of dQ, of all rows of a query block.
     OWN: gl.constexpr = own_width(WARPGROUP, BLOCK_D, RIGHT)
-    no_s = gl.zeros([KEYS, PART_M], gl.float32, S)
+    no_s = gl.zeros([shapes.KEYS, shapes.BACKWARD_BLOCK_M], gl.float32, S)
     k_rows = None
     v_rows = None
     if BLOCK_D == 64:
         # Reading shared memory takes longer than the products. With more columns registers do not suffice for this.
         k_rows = own_rows(buffers.k, WARPGROUP).load(gl.DotOperandLayout(0, S, 2))
         v_rows = own_rows(buffers.v, WARPGROUP).load(gl.DotOperandLayout(0, S, 2))
-    num_hidden = None
-    if queries.num_hidden is not None:
-        num_hidden = sizes.num_heads * queries.num_hidden
-    no_dq = part_zeros(PART_M, OWN)
-    key_rows = gl.arange(0, KEYS, gl.SliceLayout(1, S))
-    columns = gl.arange(0, PART_M, gl.SliceLayout(0, S))
+    no_dq = column_parts.part_zeros(shapes.BACKWARD_BLOCK_M, OWN)
+    key_rows = gl.arange(0, shapes.KEYS, gl.SliceLayout(1, S))
+    columns = gl.arange(0, shapes.BACKWARD_BLOCK_M, gl.SliceLayout(0, S))
 
-    begin = gl.to_tensor(0)
     block = 0
-    if first is not None:
-        begin = first
-        block = queries.num_hidden
     group_head = 0
     if queries.IN_ORDER:
         block = queries.count - 1
-    q_cursor = q_blocks.start_at(begin)
-    s_token = issue_scores(k_rows, buffers.k, q_blocks, q_cursor, no_s, WARPGROUP, RIGHT, 0)
-    dp_token = issue_scores(v_rows, buffers.v, do_blocks, do_blocks.at(begin), no_s, WARPGROUP, RIGHT, 0)
+    q_cursor = q_blocks.start_at(gl.to_tensor(0))
+    s_token = issue_scores(k_rows, buffers.k, q_blocks, q_cursor, no_s, WARPGROUP, RIGHT)
+    dp_token = issue_scores(v_rows, buffers.v, do_blocks, do_blocks.at(gl.to_tensor(0)), no_s, WARPGROUP, RIGHT)
     s = warpgroup_mma_wait(GROUPS, deps=[s_token])
-    for step in range(0 if first is None else first, total):
+    for step in range(total):
         do_cursor = do_blocks.at(step)
         next_q = q_blocks.after(q_cursor)
-        for part in gl.static_range(PARTS):
-            start_m = (queries.first + block) * BLOCK_M + part * PART_M
-            q = part_of(q_blocks.tile(q_cursor).reshape((BLOCK_M, BLOCK_D)), part)
-            do = part_of(do_blocks.tile(do_cursor).reshape((BLOCK_M, BLOCK_D)), part)
-            lse = part_of(buffers.lse.index(q_cursor.slot), part).load(gl.SliceLayout(0, S))
-            diagonal = mask_offset(mask, sizes, keys, start_m)
-            if mask.intervals is None:
-                diagonal -= WARPGROUP * KEYS
-            is_masked = needs_mask(mask, diagonal, block, queries)
-            p, s = weigh(s, lse, is_masked, key_rows, columns, diagonal, mask, scale, DTYPE, CLAMP)
-            p16 = gl.convert_layout(p.to(DTYPE), P)
-            if scale.cap_scale is not None:
-                # The tanh's derivative: dS = P (1 - tanh^2) (dP - delta).
-                p *= 1.0 - s * s
-            dp = warpgroup_mma_wait(0, deps=[dp_token])
-            dv = issue_by_columns(p16, do, dv)
-            if EARLY_DQ:
-                if part == 0:
-                    ds_channel.wait_full(ds_channel.at(step))
-                dq_token = issue_dq(WARPGROUP, buffers, step, no_dq, part)
-            delta = part_of(buffers.delta.index(do_cursor.slot), part).load(gl.SliceLayout(0, S))
-            ds = (p * (dp - delta[None, :])).to(DTYPE)
-            if part == 0:
-                ds_channel.wait_empty(ds_channel.at(step + 1))
-            give_ds(WARPGROUP, buffers.ds, ds, step + 1, part)
-            ds_operand = gl.convert_layout(ds, P)
-            if EARLY_SCORES:
-                s_token = issue_next(k_rows, buffers.k, q_blocks, q_cursor, next_q, no_s, WARPGROUP, RIGHT, part)
-            if part == 0 and not EARLY_DQ:
-                ds_channel.wait_full(ds_channel.at(step))
-            # Without early scores only dV is in flight, and this waits for nothing: the wait for dQ covers dV.
-            dv = wait_for_parts(dv, PENDING=GROUPS + EARLY_DQ)
-            if not EARLY_DQ:
-                dq_token = issue_dq(WARPGROUP, buffers, step, no_dq, part)
-            dk = issue_by_columns(ds_operand, q, dk)
-            if EARLY_SCORES:
-                dq, s = warpgroup_mma_wait(GROUPS, deps=[dq_token, s_token])
-            else:
-                dq = warpgroup_mma_wait(GROUPS, deps=[dq_token])
-            if part == LAST:
-                do_blocks.release_by_threads(do_cursor)
-                ds_channel.release_by_threads(ds_channel.at(step))
-            send_dq(WARPGROUP, dq, buffers.dq, step, part)
-            if not EARLY_SCORES:
-                s_token = issue_next(k_rows, buffers.k, q_blocks, q_cursor, next_q, no_s, WARPGROUP, RIGHT, part)
-            next_do = do_blocks.at(step + 1)
-            dp_token = issue_next(v_rows, buffers.v, do_blocks, do_cursor, next_do, no_s, WARPGROUP, RIGHT, part)
-            # Only dP is in flight at the end of an iteration: ptxas makes every product synchronous if an accumulator
-            # in flight meets another value, as dk and dv would meet their initial zeros.
-            if EARLY_SCORES:
-                dk = wait_for_parts(dk, PENDING=GROUPS)
-            else:
-                dk, s = wait_for_parts_and(dk, s_token, PENDING=GROUPS)
+        start_m = (queries.first + block) * shapes.BACKWARD_BLOCK_M
+        q = q_blocks.tile(q_cursor).reshape((shapes.BACKWARD_BLOCK_M, BLOCK_D))
+        do = do_blocks.tile(do_cursor).reshape((shapes.BACKWARD_BLOCK_M, BLOCK_D))
+        lse = buffers.lse.index(q_cursor.slot).load(gl.SliceLayout(0, S))
+        diagonal = masks.mask_offset(mask, sizes, keys, start_m)
+        if mask.intervals is None:
+            diagonal -= WARPGROUP * shapes.KEYS
+        is_masked = masks.needs_mask(mask, diagonal, block, queries)
+        p, s = backward_block.weigh(s, lse, is_masked, key_rows, columns, diagonal, mask, scale, DTYPE, CLAMP)
+        p16 = gl.convert_layout(p.to(DTYPE), P)
+        if scale.cap_scale is not None:
+            # The tanh's derivative: dS = P (1 - tanh^2) (dP - delta).
+            p *= 1.0 - s * s
+        dp = warpgroup_mma_wait(0, deps=[dp_token])
+        dv = column_parts.issue_by_columns(p16, do, dv)
+        if EARLY_DQ:
+            ds_channel.wait_full(ds_channel.at(step))
+            dq_token = issue_dq(WARPGROUP, buffers, step, no_dq)
+        delta = buffers.delta.index(do_cursor.slot).load(gl.SliceLayout(0, S))
+        ds = (p * (dp - delta[None, :])).to(DTYPE)
+        ds_channel.wait_empty(ds_channel.at(step + 1))
+        give_ds(WARPGROUP, buffers.ds, ds, step + 1)
+        ds_operand = gl.convert_layout(ds, P)
+        if EARLY_SCORES:
+            s_token = issue_scores(k_rows, buffers.k, q_blocks, next_q, no_s, WARPGROUP, RIGHT)
+        if not EARLY_DQ:
+            ds_channel.wait_full(ds_channel.at(step))
+        # Without early scores only dV is in flight, and this waits for nothing: the wait for dQ covers dV.
+        dv = column_parts.wait_for_parts(dv, PENDING=GROUPS + EARLY_DQ)
+        if not EARLY_DQ:
+            dq_token = issue_dq(WARPGROUP, buffers, step, no_dq)
+        dk = column_parts.issue_by_columns(ds_operand, q, dk)
+        if EARLY_SCORES:
+            dq, s = warpgroup_mma_wait(GROUPS, deps=[dq_token, s_token])
+        else:
+            dq = warpgroup_mma_wait(GROUPS, deps=[dq_token])
+        do_blocks.release_by_threads(do_cursor)
+        ds_channel.release_by_threads(ds_channel.at(step))
+        send_dq(WARPGROUP, dq, buffers.dq, step)
+        if not EARLY_SCORES:
+            s_token = issue_scores(k_rows, buffers.k, q_blocks, next_q, no_s, WARPGROUP, RIGHT)
+        next_do = do_blocks.at(step + 1)
+        dp_token = issue_scores(v_rows, buffers.v, do_blocks, next_do, no_s, WARPGROUP, RIGHT)
+        # Only dP is in flight at the end of an iteration: ptxas makes every product synchronous if an accumulator
+        # in flight meets another value, as dk and dv would meet their initial zeros.
+        if EARLY_SCORES:
+            dk = column_parts.wait_for_parts(dk, PENDING=GROUPS)
+        else:
+            dk, s = column_parts.wait_for_parts_and(dk, s_token, PENDING=GROUPS)
         q_blocks.release_by_threads(q_cursor)
         q_cursor = next_q
         if queries.IN_ORDER:
             group_head += 1
             block = gl.where(group_head == sizes.num_heads, block - 1, block)
             group_head = gl.where(group_head == sizes.num_heads, 0, group_head)
-        elif queries.num_hidden is None:
-            block += 1
-            block = gl.where(block == queries.count, 0, block)
         else:
             block += 1
-            block = gl.where(block == queries.count, queries.num_hidden, block)
-            block = gl.where(step + 1 < num_hidden, 0, block)
+            block = gl.where(block == queries.count, 0, block)
     warpgroup_mma_wait(0, deps=[dp_token])
     ds_channel.wait_full(ds_channel.at(total))
-    for part in gl.static_range(PARTS):
-        dq_token = issue_dq(WARPGROUP, buffers, total, no_dq, part)
-        send_dq(WARPGROUP, warpgroup_mma_wait(0, deps=[dq_token]), buffers.dq, total, part)
+    dq_token = issue_dq(WARPGROUP, buffers, total, no_dq)
+    send_dq(WARPGROUP, warpgroup_mma_wait(0, deps=[dq_token]), buffers.dq, total)
     return dk, dv
 
 
 @jit
-def accumulate_by_keys(WARPGROUP: gl.constexpr, buffers, gradients, keys, queries, sizes, mask, scale):
+def accumulate_by_keys(warpgroup, buffers, gradients, keys, queries, sizes, mask, scale):
     """Compute dk and dv of keys [KEYS * WARPGROUP, KEYS * WARPGROUP + KEYS) of the block, and half its dQ's columns.
 
     mask.first_key None: all keys exist, or a window hides those that do not.
     """
+    WARPGROUP: gl.constexpr = warpgroup.INDEX
     BLOCK_D: gl.constexpr = buffers.v.buffer.shape[4]
-    RIGHT: gl.constexpr = right_columns(gradients.format.D, BLOCK_D)
-    mask = with_own_keys(mask, keys.start_n // KEYS + WARPGROUP)
-    dv = zero_parts(KEYS, BLOCK_D, RIGHT)
-    dk = zero_parts(KEYS, BLOCK_D, RIGHT)
+    RIGHT: gl.constexpr = column_parts.right_columns(gradients.format.D, BLOCK_D)
+    mask = masks.with_own_keys(mask, keys.start_n // shapes.KEYS + WARPGROUP)
+    dv = column_parts.zero_parts(shapes.KEYS, BLOCK_D, RIGHT)
+    dk = column_parts.zero_parts(shapes.KEYS, BLOCK_D, RIGHT)
     buffers.k.wait_full(buffers.k.at(0))
     buffers.v.wait_full(buffers.v.at(0))
     total = sizes.num_heads * queries.count
@@ -373,20 +297,16 @@ def accumulate_by_keys(WARPGROUP: gl.constexpr, buffers, gradients, keys, querie
     dq_steps = 0
     if total > 0:
         dq_steps = total + 1
-        first = None
-        for part in gl.static_range(buffers.q.buffer.shape[3] // PART_M):
-            give_ds(WARPGROUP, buffers.ds, no_ds(buffers.k.buffer.dtype), 0, part)
-        if WARPGROUP == 1 and queries.num_hidden is not None:
-            first = sizes.num_heads * queries.num_hidden
-            pass_hidden_queries(WARPGROUP, buffers, first, RIGHT)
-        dk, dv = fold_queries(WARPGROUP, dk, dv, buffers, first, total, keys, queries, sizes, mask, scale)
+        give_ds(WARPGROUP, buffers.ds, no_ds(buffers.k.buffer.dtype), 0)
+        dk, dv = fold_queries(WARPGROUP, dk, dv, buffers, total, keys, queries, sizes, mask, scale)
     # Stage dv in V, because each warpgroup read only its own rows of it, and dk in the memory of dQ as soon as that has
     # been read.
-    own_keys = KeyBlock(batch=keys.batch, head=keys.head, start_n=keys.start_n + WARPGROUP * KEYS)
+    own_keys = backward_block.KeyBlock(batch=keys.batch, head=keys.head, start_n=keys.start_n + WARPGROUP * shapes.KEYS)
     dq = buffers.dq.of_warpgroup(WARPGROUP)
     # ``index`` and not ``slice``: ``store_dk`` reinterprets the stage again, and triton 3.8 refuses this for slices.
-    PARTS: gl.constexpr = buffers.q.buffer.shape[3] // PART_M
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    dk_stage = reinterpret(dq.tile(dq.at(dq_steps)), gl.float32, [PARTS, KEYS, dq.buffer.shape[4]], FLAT).index(0)
-    stages = Stages(dk=dk_stage, dv=own_rows(buffers.v, WARPGROUP), dk_channel=dq)
-    store_or_pass_on(dk, dv, own_keys, sizes.NK, mask, scale, gradients, stages, dq_steps, WARPGROUP, FIRST_COLUMN=0)
+    dk_stage = reinterpret(dq.tile(dq.at(dq_steps)), gl.float32, [1, shapes.KEYS, dq.buffer.shape[4]], FLAT).index(0)
+    stages = backward_epilogue.Stages(dk=dk_stage, dv=own_rows(buffers.v, WARPGROUP), dk_channel=dq)
+    backward_epilogue.store_or_pass_on(
+        dk, dv, own_keys, sizes.NK, mask, scale, gradients, stages, dq_steps, WARPGROUP, FIRST_COLUMN=0
+    )

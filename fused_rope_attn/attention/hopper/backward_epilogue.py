@@ -6,27 +6,13 @@ here: a kernel of its own would read and write dk once more. Up to head dim 128 
 warpgroups own half of each row, and exchange their sums over the columns through shared memory.
 """
 
-from fused_rope_attn.attention.hopper.backward_transfers import announce
-from fused_rope_attn.attention.hopper.channels import ROW_SUMS, TWO_WARPGROUPS, Channel, wait_at_named_barrier
-from fused_rope_attn.attention.hopper.columns import LEFT, ColumnParts, scale_parts, store_parts
-from fused_rope_attn.attention.hopper.shapes import CONSUMERS, KEYS, WARPGROUP_WARPS
-from fused_rope_attn.attention.hopper.shares import load_share, slot_words
-from fused_rope_attn.attention.norm_gradient_kernel import store_weight_sums
-from fused_rope_attn.kernels.norm import unnorm_sums, unnorm_with
+from fused_rope_attn.attention import norm_gradient_kernel
+from fused_rope_attn.attention.hopper import backward_block, backward_transfers, channels, shapes
+from fused_rope_attn.attention.hopper import columns as column_parts
+from fused_rope_attn.kernels import norm as norms
+from fused_rope_attn.kernels import rotation as rotations
+from fused_rope_attn.kernels import schedule, softmax, tiles
 from fused_rope_attn.kernels.records import record, replace
-from fused_rope_attn.kernels.rotation import (
-    PairLayouts,
-    head_rotation,
-    load_angles,
-    load_pairs,
-    pair_norm_weights,
-    rotate,
-    store_pairs,
-    unpack_pairs,
-)
-from fused_rope_attn.kernels.schedule import wait_until
-from fused_rope_attn.kernels.softmax import LN2
-from fused_rope_attn.kernels.tiles import Origin, columns_from, head_rows, store_tile
 from fused_rope_attn.runtime.triton_compat import gl, jit, reinterpret
 
 
@@ -36,22 +22,35 @@ class Stages:
 
     dk: gl.shared_memory_descriptor
     dv: gl.shared_memory_descriptor
-    dk_channel: Channel | None = None
+    dk_channel: channels.Channel | None = None
+
+
+@jit
+def own_norm(key_norm, block, SPLITS_COLUMNS: gl.constexpr):
+    """Return the ``KeyNorm`` of a block of keys."""
+    D: gl.constexpr = key_norm.norm.D
+    exchange = None
+    if SPLITS_COLUMNS:
+        exchange = allocate_exchange()
+    SUMS: gl.constexpr = 1 if SPLITS_COLUMNS else shapes.CONSUMERS
+    return replace(key_norm, sums_ptr=key_norm.sums_ptr + block.to(gl.int64) * (SUMS * D), exchange=exchange)
 
 
 @jit
 def allocate_exchange():
     """Allocate ``KeyNorm.exchange``: three sums of each row, from each of the two warpgroups."""
-    return gl.allocate_shared_memory(gl.float32, [3 * CONSUMERS, KEYS, 1], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+    return gl.allocate_shared_memory(
+        gl.float32, [3 * shapes.CONSUMERS, shapes.KEYS, 1], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    )
 
 
 @jit
 def load_raw_keys(raw, keys, num_rows, pairing, format, layouts, FIRST_PAIR: gl.constexpr):
     """Load pairs of the rows of ``raw``, k as the caller gave it, float32, as ``load_pairs`` does."""
-    origin = Origin(batch=keys.batch.to(gl.int64), head=keys.head.to(gl.int64), row=keys.start_n)
-    rows = head_rows(raw, origin, num_rows, format)
-    offs = gl.arange(0, KEYS, gl.SliceLayout(1, layouts.PAIRS))
-    return load_pairs(rows, offs, pairing, layouts, FIRST_PAIR=FIRST_PAIR)
+    origin = tiles.Origin(batch=keys.batch.to(gl.int64), head=keys.head.to(gl.int64), row=keys.start_n)
+    rows = tiles.head_rows(raw, origin, num_rows, format)
+    offs = gl.arange(0, shapes.KEYS, gl.SliceLayout(1, layouts.PAIRS))
+    return rotations.load_pairs(rows, offs, pairing, layouts, FIRST_PAIR=FIRST_PAIR)
 
 
 @jit
@@ -59,7 +58,7 @@ def whole_row_sums(sums, exchange, WARPGROUP: gl.constexpr, LAYOUT: gl.constexpr
     """Return ``unnorm_sums`` of whole rows, given those of this warpgroup's columns; both warpgroups must call this."""
     for i in gl.static_range(3):
         exchange.index(3 * WARPGROUP + i).store(sums[i])
-    wait_at_named_barrier(ROW_SUMS, TWO_WARPGROUPS)
+    channels.wait_at_named_barrier(channels.ROW_SUMS, channels.TWO_WARPGROUPS)
     theirs = 3 * (1 - WARPGROUP)
     return (
         sums[0] + exchange.index(theirs).load(LAYOUT),
@@ -77,24 +76,24 @@ def unnorm_keys(raw1, raw2, dk1, dk2, num_rows, rotation, key_norm, WARPGROUP: g
     PAIRS: gl.constexpr = dk1.type.layout
     COLUMNS: gl.constexpr = 2 * dk1.shape[1]
     norm = key_norm.norm
-    weight1, weight2 = pair_norm_weights(norm, rotation, COLUMNS, PAIRS, FIRST_PAIR)
-    exists = (gl.arange(0, KEYS, gl.SliceLayout(1, PAIRS)) < num_rows)[:, None]
+    weight1, weight2 = rotations.pair_norm_weights(norm, rotation, COLUMNS, PAIRS, FIRST_PAIR)
+    exists = (gl.arange(0, shapes.KEYS, gl.SliceLayout(1, PAIRS)) < num_rows)[:, None]
     dk1, dk2 = gl.where(exists, dk1, 0.0), gl.where(exists, dk2, 0.0)
-    sums = unnorm_sums(raw1, raw2, dk1, dk2, weight1, weight2)
+    sums = norms.unnorm_sums(raw1, raw2, dk1, dk2, weight1, weight2)
     sums_ptr = key_norm.sums_ptr
     if key_norm.exchange is not None:
         sums = whole_row_sums(sums, key_norm.exchange, WARPGROUP, PAIRS)
     else:
         sums_ptr += WARPGROUP * norm.D
-    dk1, dk2, dweight1, dweight2 = unnorm_with(raw1, raw2, dk1, dk2, weight1, weight2, sums, norm)
-    store_weight_sums(sums_ptr, dweight1, dweight2, norm, rotation, PAIRS, FIRST_PAIR)
+    dk1, dk2, dweight1, dweight2 = norms.unnorm_with(raw1, raw2, dk1, dk2, weight1, weight2, sums, norm)
+    norm_gradient_kernel.store_weight_sums(sums_ptr, dweight1, dweight2, norm, rotation, PAIRS, FIRST_PAIR)
     return dk1, dk2
 
 
 @jit
 def drop_keys(gradient, start_n, mask):
     """Return gradient (KEYS, columns) of the keys from start_n on with zeros for keys that do not exist."""
-    keys = gl.arange(0, KEYS, gl.SliceLayout(1, gradient.type.layout)) + start_n
+    keys = gl.arange(0, shapes.KEYS, gl.SliceLayout(1, gradient.type.layout)) + start_n
     exists = (keys >= mask.first_key) & (keys < mask.num_keys)
     return gl.where(exists[:, None], gradient, 0.0)
 
@@ -103,20 +102,22 @@ def drop_keys(gradient, start_n, mask):
 def drop_keys_of_parts(gradient, start_n, mask):
     """Apply ``drop_keys`` to ``ColumnParts``."""
     if gradient.right is None:
-        return ColumnParts(left=drop_keys(gradient.left, start_n, mask), right=None)
+        return column_parts.ColumnParts(left=drop_keys(gradient.left, start_n, mask), right=None)
     else:
-        return ColumnParts(left=drop_keys(gradient.left, start_n, mask), right=drop_keys(gradient.right, start_n, mask))
+        return column_parts.ColumnParts(
+            left=drop_keys(gradient.left, start_n, mask), right=drop_keys(gradient.right, start_n, mask)
+        )
 
 
 @jit
 def unpack_parts(x):
     """Return the first and the second members of the pairs of ``ColumnParts``, as ``ColumnParts``."""
-    left1, left2 = unpack_pairs(x.left)
+    left1, left2 = rotations.unpack_pairs(x.left)
     if x.right is None:
-        return ColumnParts(left=left1, right=None), ColumnParts(left=left2, right=None)
+        return column_parts.ColumnParts(left=left1, right=None), column_parts.ColumnParts(left=left2, right=None)
     else:
-        right1, right2 = unpack_pairs(x.right)
-        return ColumnParts(left=left1, right=right1), ColumnParts(left=left2, right=right2)
+        right1, right2 = rotations.unpack_pairs(x.right)
+        return column_parts.ColumnParts(left=left1, right=right1), column_parts.ColumnParts(left=left2, right=right2)
 
 
 @jit
@@ -127,9 +128,9 @@ def store_dv(rows, dv, stage):
     """
     COLUMNS: gl.constexpr = stage.shape[1]
     WHOLE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // COLUMNS, COLUMNS // 8], [4, 1], [1, 0])
-    store_parts(stage, dv, LEFT)
+    column_parts.store_parts(stage, dv, column_parts.LEFT)
     tile = stage.load(WHOLE)
-    store_tile(rows, tile, gl.arange(0, KEYS, gl.SliceLayout(1, WHOLE)), WHOLE)
+    tiles.store_tile(rows, tile, gl.arange(0, shapes.KEYS, gl.SliceLayout(1, WHOLE)), WHOLE)
 
 
 @jit
@@ -138,7 +139,7 @@ def store_sums(rows, dv):
     # Four threads of a product's layout write a whole sector of 32 bytes.
     OWN: gl.constexpr = dv.type.layout
     rows = replace(rows, format=replace(rows.format, BLOCK_D=dv.shape[1]))
-    store_tile(rows, dv, gl.arange(0, KEYS, gl.SliceLayout(1, OWN)), OWN)
+    tiles.store_tile(rows, dv, gl.arange(0, shapes.KEYS, gl.SliceLayout(1, OWN)), OWN)
 
 
 @jit
@@ -154,30 +155,30 @@ def store_dk(rows, dk, stage, keys, num_keys, gradients, WARPGROUP: gl.constexpr
     WHOLE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // COLUMNS, COLUMNS // 8], [4, 1], [1, 0])
     PAIRS: gl.constexpr = gl.BlockedLayout([1, 4], [256 // COLUMNS, COLUMNS // 8], [4, 1], [1, 0])
     STAGE: gl.constexpr = gl.SwizzledSharedLayout(4, 1, 8, [1, 0])
-    stage = reinterpret(stage, gl.float32, [KEYS, COLUMNS // 2], STAGE)
-    layouts = PairLayouts(PAIRS, WHOLE)
+    stage = reinterpret(stage, gl.float32, [shapes.KEYS, COLUMNS // 2], STAGE)
+    layouts = rotations.PairLayouts(PAIRS, WHOLE)
     key_norm, tables = gradients.key_norm, gradients.tables
     if key_norm is not None:
         raw1, raw2 = load_raw_keys(key_norm.raw, keys, rows.num_rows, tables, rows.format, layouts, FIRST_PAIR)
     first, second = unpack_parts(dk)
-    store_parts(stage, first, LEFT // 2)
+    column_parts.store_parts(stage, first, column_parts.LEFT // 2)
     first = stage.load(PAIRS)
-    store_parts(stage, second, LEFT // 2)
+    column_parts.store_parts(stage, second, column_parts.LEFT // 2)
     second = stage.load(PAIRS)
-    rotation = head_rotation(tables, keys.batch.to(gl.int64), num_keys)
-    offs = gl.arange(0, KEYS, gl.SliceLayout(1, PAIRS))
+    rotation = rotations.head_rotation(tables, keys.batch.to(gl.int64), num_keys)
+    offs = gl.arange(0, shapes.KEYS, gl.SliceLayout(1, PAIRS))
     pairs = None
     if FIRST_PAIR:
         pairs = gl.arange(0, COLUMNS // 2, gl.SliceLayout(0, PAIRS)) + FIRST_PAIR
-    cos, sin = load_angles(rotation, offs + keys.start_n, COLUMNS, PAIRS, pairs)
-    first, second = rotate(first, second, cos, sin, CONJUGATE=True)
+    cos, sin = rotations.load_angles(rotation, offs + keys.start_n, COLUMNS, PAIRS, pairs)
+    first, second = rotations.rotate(first, second, cos, sin, CONJUGATE=True)
     if key_norm is not None:
         if dk.right is not None:
             # The stage's columns after the two parts are undefined, and a norm sums up rows.
             exists = (gl.arange(0, COLUMNS // 2, gl.SliceLayout(0, PAIRS)) < gradients.format.D // 2)[None, :]
             first, second = gl.where(exists, first, 0.0), gl.where(exists, second, 0.0)
         first, second = unnorm_keys(raw1, raw2, first, second, rows.num_rows, rotation, key_norm, WARPGROUP, FIRST_PAIR)
-    store_pairs(rows, first, second, offs, rotation, layouts, FIRST_PAIR)
+    rotations.store_pairs(rows, first, second, offs, rotation, layouts, FIRST_PAIR)
 
 
 @jit
@@ -188,10 +189,10 @@ def sums_at(ptr, x):
     the 8 columns of a thread's four neighbours, 8 rows, 4 warps, the other 8 rows of a warp, and then more columns.
     """
     LAYOUT: gl.constexpr = x.type.layout
-    rows = gl.arange(0, KEYS, gl.SliceLayout(1, LAYOUT))
+    rows = gl.arange(0, shapes.KEYS, gl.SliceLayout(1, LAYOUT))
     columns = gl.arange(0, x.shape[1], gl.SliceLayout(0, LAYOUT))
     of_rows = rows % 8 * 8 + rows // 16 * 64 + rows // 8 % 2 * 256
-    of_columns = columns // 8 * (8 * KEYS) + columns % 8
+    of_columns = columns // 8 * (8 * shapes.KEYS) + columns % 8
     return ptr + of_rows[:, None] + of_columns[None, :]
 
 
@@ -200,9 +201,11 @@ def load_sums(ptr, parts):
     """Return ``ColumnParts`` plus what ``keep_sums`` has stored."""
     left = parts.left + gl.load(sums_at(ptr, parts.left))
     if parts.right is None:
-        return ColumnParts(left=left, right=None)
+        return column_parts.ColumnParts(left=left, right=None)
     else:
-        return ColumnParts(left=left, right=parts.right + gl.load(sums_at(ptr + KEYS * LEFT, parts.right)))
+        return column_parts.ColumnParts(
+            left=left, right=parts.right + gl.load(sums_at(ptr + shapes.KEYS * column_parts.LEFT, parts.right))
+        )
 
 
 @jit
@@ -210,7 +213,7 @@ def keep_sums(ptr, parts):
     """Store ``ColumnParts`` in float32."""
     gl.store(sums_at(ptr, parts.left), parts.left)
     if parts.right is not None:
-        gl.store(sums_at(ptr + KEYS * LEFT, parts.right), parts.right)
+        gl.store(sums_at(ptr + shapes.KEYS * column_parts.LEFT, parts.right), parts.right)
 
 
 @jit
@@ -231,23 +234,23 @@ def store_or_pass_on(
         share = gradients.share
         if share is None:
             # Loaded again, because the loop has no registers for it.
-            share = load_share(gradients.share_ptr)
-        SUMS: gl.constexpr = KEYS * stages.dv.shape[1]
-        SLOT: gl.constexpr = slot_words(stages.dv.shape[1])
+            share = backward_block.load_share(gradients.share_ptr)
+        SUMS: gl.constexpr = shapes.KEYS * stages.dv.shape[1]
+        SLOT: gl.constexpr = backward_block.slot_words(stages.dv.shape[1])
         slot = share.slot + share.number
-        counter = gradients.counters_ptr + slot * CONSUMERS + WARPGROUP
+        counter = gradients.counters_ptr + slot * shapes.CONSUMERS + WARPGROUP
         dk_ptr = gradients.slots_ptr + slot.to(gl.int64) * SLOT + WARPGROUP * (2 * SUMS)
         dv_ptr = dk_ptr + SUMS
         place = share.count - 1 - share.number
         distance = 1
         while (place % (2 * distance) == 0) & (place + distance < share.count):
-            wait_until(counter - distance * CONSUMERS, WARPGROUP_WARPS)
+            schedule.wait_until(counter - distance * shapes.CONSUMERS, shapes.WARPGROUP_WARPS)
             dk, dv = load_sums(dk_ptr - distance * SLOT, dk), load_sums(dv_ptr - distance * SLOT, dv)
             distance *= 2
         if place > 0:
             keep_sums(dk_ptr, dk)
             keep_sums(dv_ptr, dv)
-            announce(counter)
+            backward_transfers.announce(counter)
         if place == 0:
             store_gradients(dk, dv, keys, NK, mask, scale, gradients, stages, dk_steps, WARPGROUP, FIRST_COLUMN)
 
@@ -265,19 +268,19 @@ def store_gradients(
     if mask.first_key is not None:
         dk, dv = drop_keys_of_parts(dk, keys.start_n, mask), drop_keys_of_parts(dv, keys.start_n, mask)
     row_format = replace(gradients.format, BLOCK_D=stages.dv.shape[1])
-    origin = Origin(batch=keys.batch.to(gl.int64), head=keys.head.to(gl.int64), row=keys.start_n)
-    dv_rows = head_rows(gradients.dv, origin, num_rows, row_format)
-    dk_rows = head_rows(gradients.dk, origin, num_rows, row_format)
+    origin = tiles.Origin(batch=keys.batch.to(gl.int64), head=keys.head.to(gl.int64), row=keys.start_n)
+    dv_rows = tiles.head_rows(gradients.dv, origin, num_rows, row_format)
+    dk_rows = tiles.head_rows(gradients.dk, origin, num_rows, row_format)
     if gradients.dv.ptr.dtype.element_ty == gl.float32:
-        store_sums(columns_from(dv_rows, FIRST_COLUMN), dv.left)
+        store_sums(tiles.columns_from(dv_rows, FIRST_COLUMN), dv.left)
         if dv.right is not None:
-            store_sums(columns_from(dv_rows, LEFT), dv.right)
+            store_sums(tiles.columns_from(dv_rows, column_parts.LEFT), dv.right)
     else:
-        store_dv(columns_from(dv_rows, FIRST_COLUMN), dv, stages.dv)
-    k_scale = scale.qk_scale * LN2
+        store_dv(tiles.columns_from(dv_rows, FIRST_COLUMN), dv, stages.dv)
+    k_scale = scale.qk_scale * softmax.LN2
     if scale.cap_scale is not None:
         k_scale *= scale.cap_scale
     if stages.dk_channel is not None:
         stages.dk_channel.wait_empty(stages.dk_channel.at(dk_steps))
-    dk = scale_parts(dk, k_scale)
+    dk = column_parts.scale_parts(dk, k_scale)
     store_dk(dk_rows, dk, stages.dk, keys, mask.num_keys, gradients, WARPGROUP, FIRST_COLUMN // 2)

@@ -44,6 +44,18 @@ def arrive_at_named_barrier(BARRIER: gl.constexpr, THREADS: gl.constexpr):
     )
 
 
+@jit
+def wait_for_tensor_cores(WARPGROUP: gl.constexpr):
+    """Wait until the previous warpgroup has issued its products, so that one computes while another multiplies."""
+    wait_at_named_barrier(TENSOR_CORES + WARPGROUP, TWO_WARPGROUPS)
+
+
+@jit
+def hand_over_tensor_cores(WARPGROUP: gl.constexpr, COUNT: gl.constexpr):
+    """Let the next of COUNT warpgroups issue its products."""
+    arrive_at_named_barrier(TENSOR_CORES + (WARPGROUP + 1) % COUNT, TWO_WARPGROUPS)
+
+
 @record
 class Cursor:
     """A producer's or consumer's place in a channel: the slot, and a parity that changes each time all slots are used.

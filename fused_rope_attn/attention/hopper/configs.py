@@ -145,7 +145,7 @@ LATENT_PACKED_FORWARD = Row(head_dim=192, least_work=dict.fromkeys(BUCKETS, TWO_
     config=HopperForwardConfig(block_n=128, rotates_queries=False, attend_registers=240, section_bytes=32 * MIB,
         rotate_heads=4))
 LATENT_BACKWARD = Row(head_dim=192, least_work=dict.fromkeys(BUCKETS, TWO_LAUNCHES),
-    config=HopperBackwardConfig(do_stages=3, section_bytes=32 * MIB, rotate_heads=1, skips_masked_half=True))
+    config=HopperBackwardConfig(do_stages=3, section_bytes=32 * MIB, rotate_heads=1))
 
 BACKWARD: tuple[Row, ...] = (
     # Never by itself, because tiles are 64 columns wide at any head dim. Untimed.
@@ -165,29 +165,25 @@ BACKWARD: tuple[Row, ...] = (
     # A post-process of more programs takes 1 to 10 % less time. 3.9.0, 2026-11-23.
     Row(head_dim=64, bucket=("short",), config=_SHORT),
     # A post-process of more programs takes 2 % less time at (4, 8/8, 2048, 64), and the same beyond. H200 and H100,
-    # 3.6.0 and 3.9.0. Blocks of 128 queries take 5 % less time at 16K and 0 to 2 % below with 3.9.0, 4 to 8 % from 4K
-    # on with 3.6.0, and 4 % more at 1K with both. H200. 2026-11-26.
+    # 3.6.0 and 3.9.0, 2026-11-26.
     Row(head_dim=64,
-        config=HopperBackwardConfig(block_m=128, section_bytes=32 * MIB, post_rows=8, post_heads=2)),
-    # A post-process of more programs takes 1 to 10 % less time, leaving out hidden queries 0 to 3 %. 3.9.0, 2026-11-23.
+        config=HopperBackwardConfig(section_bytes=32 * MIB, post_rows=8, post_heads=2)),
+    # A post-process of more programs takes 1 to 10 % less time. 3.9.0, 2026-11-23.
     Row(head_dim=NARROW_HEAD_DIM, causal=True, gqa=False, bucket=("tiny", "short"),
-        config=HopperBackwardConfig(section_bytes=32 * MIB, post_rows=8, skips_masked_half=True)),
-    # Leaving out hidden queries takes 0 to 2 % less time with 3.6.0, 2 to 3 % with 3.9.0, none with GQA. 2026-11-23.
-    Row(head_dim=NARROW_HEAD_DIM, causal=True, gqa=False, bucket=("medium",),
-        config=HopperBackwardConfig(section_bytes=32 * MIB, post_rows=8, post_heads=8, skips_masked_half=True)),
-    # A post-process of more programs takes 1 to 10 % less time, leaving out hidden queries 0 to 3 %. 3.9.0, 2026-11-23.
+        config=HopperBackwardConfig(section_bytes=32 * MIB, post_rows=8)),
+    # A post-process of more programs takes 1 to 10 % less time. 3.9.0, 2026-11-23.
     # 16 MiB take 2 to 4 % less time on an H100, 0 to 4 % on an H200. 2026-11-26.
     Row(head_dim=HEAD_DIM, gqa=False, bucket=("tiny",),
-        config=HopperBackwardConfig(section_bytes=16 * MIB, post_rows=8, post_heads=2, skips_masked_half=True)),
+        config=HopperBackwardConfig(section_bytes=16 * MIB, post_rows=8, post_heads=2)),
     # 16 MiB take 3 to 4 % less time on an H100, 1 % on an H200. 3.9.0, 2026-11-26. 8 to 11 % slower than the portable
     # kernels below the least work. H100, 3.9.0, 2026-11-27.
     Row(head_dim=HEAD_DIM, causal=False, gqa=False, bucket=("short",), least_work={"short": 2**30},
         config=HopperBackwardConfig(section_bytes=16 * MIB, post_rows=8)),
-    # A post-process of more programs takes 1 to 10 % less time, leaving out hidden queries 0 to 3 %. 3.9.0, 2026-11-23.
+    # A post-process of more programs takes 1 to 10 % less time. 3.9.0, 2026-11-23.
     # With a causal mask 16 MiB take 1 to 2 % less time on an H100, and 0 to 1 % more on an H200. 2026-11-26. Below the
     # least work 5 to 8 % slower than the portable kernels. H100, 3.9.0, 2026-11-27.
     Row(head_dim=HEAD_DIM, causal=True, gqa=False, bucket=("short",), least_work={"short": 2**30},
-        config=HopperBackwardConfig(section_bytes=32 * MIB, post_rows=8, skips_masked_half=True)),
+        config=HopperBackwardConfig(section_bytes=32 * MIB, post_rows=8)),
     # A post-process of more programs takes 1 to 10 % less time. 3.9.0, 2026-11-23.
     Row(head_dim=HEAD_DIM, bucket=("tiny",),
         config=HopperBackwardConfig(section_bytes=32 * MIB, post_rows=8, post_heads=2)),
@@ -199,9 +195,6 @@ BACKWARD: tuple[Row, ...] = (
     # With 32 MiB the last section leaves a tail. 3.6.0, 2026-11-21.
     Row(head_dim=HEAD_DIM, gqa=True, bucket=("medium",),
         config=HopperBackwardConfig(section_bytes=64 * MIB, post_rows=8, post_heads=8)),
-    # Leaving out hidden queries takes 0 to 2 % less time with 3.6.0, 2 to 3 % with 3.9.0, none with GQA. 2026-11-23.
-    Row(head_dim=HEAD_DIM, causal=True, gqa=False, bucket=("medium",),
-        config=HopperBackwardConfig(section_bytes=32 * MIB, post_rows=8, post_heads=8, skips_masked_half=True)),
     # 3.6.0, 2026-11-21.
     Row(head_dim=HEAD_DIM,
         config=HopperBackwardConfig(section_bytes=32 * MIB, post_rows=8, post_heads=8)),

@@ -1,3 +1,4 @@
+# mypy: disable-error-code="attr-defined"
 """Launches of the sm_90 forward pass."""
 
 from __future__ import annotations
@@ -6,23 +7,33 @@ import math
 
 import torch
 
-from fused_rope_attn.attention.arguments import result_strides, rotated_shape, shared_arguments, shared_tensors
+from fused_rope_attn.attention import arguments, prepass
 from fused_rope_attn.attention.configs import HopperForwardConfig
-from fused_rope_attn.attention.hopper.forward_kernel import forward_kernel
-from fused_rope_attn.attention.hopper.intervals import NO_VISITS, Visits, without_masks
-from fused_rope_attn.attention.hopper.max_logit_kernel import max_logit_kernel
-from fused_rope_attn.attention.hopper.shapes import ROWS, is_aligned
-from fused_rope_attn.attention.prepass import Rotate
+from fused_rope_attn.attention.hopper import forward_kernel, forward_producers, forward_tiles, intervals
+from fused_rope_attn.attention.hopper.shapes import ROWS
 from fused_rope_attn.attention.prepass_kernel import TILE_WORDS
-from fused_rope_attn.attention.problem import Outputs, Problem, Saving, split_outputs
-from fused_rope_attn.kernels.arguments import heads_per_section, tile_count
-from fused_rope_attn.runtime import device
+from fused_rope_attn.attention.problem import Outputs, Problem, Saving, Tensors, split_outputs
+from fused_rope_attn.kernels import arguments as sizes
+from fused_rope_attn.kernels import norm, rotation, tiles
+from fused_rope_attn.runtime import device, layouts
 from fused_rope_attn.runtime.launch import Launch, Source
-from fused_rope_attn.runtime.layouts import block_d, contiguous_strides, is_long, layout_of_rows, output_strides
 from fused_rope_attn.runtime.triton_compat import gl
 
 # int32 words of the counter of a call without packed sequences.
 COUNTER_WORDS = TILE_WORDS.value
+
+
+def is_aligned(problem: Problem, block_m: int, block_n: int) -> bool:
+    """Return whether the diagonal of each tile is that of one key block, and nothing but causality hides keys.
+
+    The first of two warpgroups then sees half of that block, the second one sees the first half whole, and all other
+    blocks are seen whole. Calls with more queries than keys are excluded, because some of their tiles see nothing.
+    """
+    is_masked = problem.window is not None or problem.is_packed or problem.has_kv_starts or problem.has_kv_lens
+    is_masked = is_masked or problem.has_intervals
+    keys_before = problem.len_k - problem.len_q
+    same_rows = block_m == block_n == 2 * ROWS.value and keys_before >= 0 and keys_before % block_n == 0
+    return problem.causal and same_rows and not is_masked
 
 
 class ForwardCall:
@@ -48,106 +59,91 @@ class ForwardCall:
         # The columns that are not rotated are those of the kernel's main tiles.
         q, k, v = (given.q_nope, given.k_nope, given.v) if latent else (given.q, given.k, given.v)
         columns = problem.nope_dim or problem.head_dim
-        pad_d = max(64, block_d(columns))
+        pad_d = max(64, layouts.block_d(columns))
         block_m = config.consumers * ROWS.value
         reads_rotated = not config.rotates_queries
         self.empty = problem.batch * problem.len_q == 0
         self.o_shape = q.shape
-        self.o_strides = result_strides(outputs, [output_strides(q)])[0]
-        self.lse_layout = layout_of_rows(q.shape)
+        self.o_strides = arguments.result_strides(outputs, [layouts.output_strides(q)])[0]
+        self.lse_layout = layouts.layout_of_rows(q.shape)
         self.packed = problem.is_packed
         self.max_logit_shape = problem.max_logit_shape if problem.return_max_logit else None
         self.saves_rotated = saving is not Saving.NOTHING
         if self.empty:
             return
         block_n = config.block_n
-        shared = shared_arguments(problem, given.cos, given.sin)
+        self.problem, self.config, self.is_long = problem, config, layouts.is_long(given.q.stride(), self.o_strides)
+        self.shared = shared = arguments.shared_arguments(problem, given.cos, given.sin)
         self.visits = None
-        main_shared, num_blocks = shared, None
         if problem.has_intervals:
-            self.visits = Visits(problem, given, shared, block_m, block_n, config.pdl)
-            main_shared, num_blocks = without_masks(shared), self.visits.num_blocks
+            self.visits = intervals.Visits(problem, given, shared, block_m, block_n, config.pdl)
         # The TMA reads q_nope, which has no padding, and the rotated columns are read by the same rows.
         in_tiles = saving is Saving.TILES and not latent
         self.rotate_queries = None
         if reads_rotated:
             overlaps = self.visits is not None
-            self.rotate_queries = Rotate("q", given, problem, shared, config, in_tiles=in_tiles, overlaps=overlaps)
+            self.rotate_queries = prepass.Rotate(
+                "q", given, problem, shared, config, in_tiles=in_tiles, overlaps=overlaps
+            )
         self.rotate_keys = None
         if not keys_are_ready:
-            self.rotate_keys = Rotate(
-                "k",
-                given,
-                problem,
-                shared,
-                config,
-                counter=True,
-                tile_rows=block_m,
-                overlaps=reads_rotated or self.visits is not None,
+            overlaps = reads_rotated or self.visits is not None
+            self.rotate_keys = prepass.Rotate(
+                "k", given, problem, shared, config, counter=True, tile_rows=block_m, overlaps=overlaps
             )
         element = gl.bfloat16 if q.dtype is torch.bfloat16 else gl.float16
-        layout = gl.NVMMASharedLayout.get_default_for
-        # Columns of O in one store.
-        stored = pad_d if pad_d <= 128 and not latent else pad_d // 2
-        keys, rows, store = [1, 1, block_n, pad_d], [1, 1, ROWS.value, pad_d], [1, 1, ROWS.value, stored]
+
+        def source(x: torch.Tensor, rows: int, columns: int) -> Source:
+            block = [1, 1, rows, columns]
+            return Source(x, block, gl.NVMMASharedLayout.get_default_for(block, element))
+
+        # The rotated columns of latent attention have tiles of their own.
+        rot_d = problem.head_dim if latent else pad_d
+        q_shape = arguments.rotated_shape(problem, in_tiles=in_tiles)
+        self.q_rot_layout = q_shape, layouts.contiguous_strides(q_shape)
+        self.q_rot = source(q.new_empty(q_shape), ROWS.value, rot_d)
+        self.k_rot = source(given.k.new_empty(given.k.shape), block_n, rot_d)
+        self.v = source(v, block_n, pad_d)
         o_like = torch.empty_strided(q.shape, self.o_strides, dtype=q.dtype, device=q.device)
-        k_like = k if latent else k.new_empty(k.shape)
-        self.k_source, self.v_source = (Source(x, keys, layout(keys, element)) for x in (k_like, v))
-        self.o_source = Source(o_like, store, layout(store, element))
-        # rotated_source: the rotated queries. nope_source: the other columns of queries in latent attention.
-        self.rotated_source: Source
-        self.nope_source: Source | None = None
-        if latent:
-            blocks = ([1, 1, n, problem.head_dim] for n in (ROWS.value, block_n))
-            self.rotated_source, self.k_rope_source = (
-                Source(x.new_empty(x.shape), block, layout(block, element))
-                for x, block in zip((given.q, given.k), blocks)
-            )
-            self.nope_source = Source(q, rows, layout(rows, element))
-            self.q_rot_layout = given.q.shape, contiguous_strides(given.q.shape)
-        elif reads_rotated or self.saves_rotated:
-            shape = rotated_shape(problem, in_tiles=in_tiles)
-            self.q_rot_layout = shape, contiguous_strides(shape)
-            self.rotated_source = Source(q.new_empty(shape), rows, layout(rows, element))
+        # The buffers of wide heads and latent attention leave shared memory for half of O's columns.
+        self.o = source(o_like, ROWS.value, pad_d if pad_d <= 128 and not latent else pad_d // 2)
+        self.nope = (source(q, ROWS.value, pad_d), source(k, block_n, pad_d)) if latent else None
         num_heads = problem.batch * problem.heads_q
-        tiles_per_head = tile_count(problem.len_q, problem.sequences, block_m)
-        num_tiles = tiles_per_head * num_heads
+        tiles_per_head = sizes.tile_count(problem.len_q, problem.sequences, block_m)
         kv_bytes = 2 * problem.longest(problem.len_k) * columns * k.element_size()
+        window_left, window_right = (None, None) if self.visits is not None else shared["window"]
         self.launch = Launch(
-            forward_kernel,
-            min(num_tiles, device.num_sms(q.device)),
+            forward_kernel.forward_kernel,
+            min(tiles_per_head * num_heads, device.num_sms(q.device)),
             {"num_warps": 4, **({"launch_pdl": True} if config.pdl else {})},
-            main_shared,
-            num_blocks=num_blocks,
-            q_strides=given.q.stride(),
-            o_strides=self.o_strides if self.packed else None,
-            num_tiles=num_tiles,
-            num_heads=num_heads,
-            heads_per_section=heads_per_section(num_heads, problem.group_size, kv_bytes, config.section_bytes),
-            tiles_per_head=tiles_per_head if self.packed else None,
+            NQ=problem.len_q,
+            NK=problem.len_k,
+            GROUP_SIZE=problem.group_size,
+            heads_per_section=sizes.heads_per_section(num_heads, problem.group_size, kv_bytes, config.section_bytes),
+            tiles_per_head=tiles_per_head,
+            window_left=window_left,
+            window_right=window_right,
             # Only such calls have queries past the last row of the tables.
             position_limit=given.cos.shape[-2] if keys_are_ready else None,
-            D=columns,
-            BLOCK_N=block_n,
-            BLOCK_D=pad_d,
-            STAGES=config.stages,
-            CONSUMERS=config.consumers,
-            USE_INT64_OFFSETS=is_long(given.q.stride(), self.o_strides),
-            PDL=config.pdl,
-            ATTEND_REGISTERS=config.attend_registers,
-            ROTATE_REGISTERS=config.rotate_registers,
-            # Pinning takes registers. With a window a tile has few blocks, so they cost more than they save. Packed
-            # calls have no spare registers, and would spill 168 bytes.
-            PIN_SUMS=config.pin and problem.window_left is None and not self.packed,
-            QUERIES_IN_TILES=in_tiles and self.packed,
-            IS_ALIGNED=is_aligned(problem, block_m, block_n),
-            VALUES=config.values,
-            Q_LAYOUT=layout([1, 1, ROWS.value, problem.head_dim] if latent else [ROWS.value, pad_d], element),
+            sizes=forward_kernel.ForwardSizes.host(
+                D=columns,
+                BLOCK_D=pad_d,
+                BLOCK_N=block_n,
+                STAGES=config.stages,
+                CONSUMERS=config.consumers,
+                ATTEND_REGISTERS=config.attend_registers,
+                ROTATE_REGISTERS=config.rotate_registers,
+                IS_PACKED=self.packed,
+                QUERIES_IN_TILES=in_tiles and self.packed,
+                USE_INT64_OFFSETS=self.is_long,
+                PDL=config.pdl,
+            ),
         )
+        self.is_aligned = is_aligned(problem, block_m, block_n)
         self.maximum = None
         if self.max_logit_shape is not None and 0 not in self.max_logit_shape:  # there may be no sequence
             self.maximum = Launch(
-                max_logit_kernel,
+                forward_kernel.max_logit_kernel,
                 math.prod(self.max_logit_shape),
                 {"num_warps": 8},
                 H=problem.heads_q,
@@ -174,42 +170,65 @@ class ForwardCall:
             return Outputs(o, lse, max_logit=None if max_logit is None else max_logit.fill_(float("-inf")))
         stream = device.current_stream(q.device)
         # Before the pre-pass, which overlaps with it.
-        masks = NO_VISITS if self.visits is None else self.visits(stream, tensors)
+        lists = None if self.visits is None else forward_tiles.VisitLists.host(**self.visits(stream, tensors))
         if self.rotate_keys is not None:
             counter = torch.empty(self.rotate_keys.counter_size, dtype=torch.int32, device=q.device)
-        q_rot = q_desc = q_rot_desc = q_rope_desc = k_rope_desc = None
+        q_rot = source = None
         if self.rotate_queries is not None:
-            q_rot, q = self.rotate_queries(stream, tensors), None
-            q_desc = self.rotated_source(q_rot)
-        elif self.saves_rotated:
-            q_rot = torch.empty_strided(*self.q_rot_layout, dtype=q.dtype, device=q.device)
-            q_rot_desc = self.rotated_source(q_rot)
+            q_rot = self.rotate_queries(stream, tensors)
+        else:
+            source = self._source(tensors)
+            if self.saves_rotated:
+                q_rot = torch.empty_strided(*self.q_rot_layout, dtype=q.dtype, device=q.device)
         k = tensors.k if self.rotate_keys is None else self.rotate_keys(stream, tensors, counter)
-        k_columns = k
-        if self.nope_source is not None:
-            q_rope_desc, k_rope_desc = q_desc, self.k_rope_source(k)
-            q_desc, k_columns = self.nope_source(tensors.q_nope), tensors.k_nope
+        shared, problem = self.shared, self.problem
         self.launch(
             stream,
-            shared_tensors(tensors, **masks),
-            q_ptr=q,
-            q_desc=q_desc,
-            q_rot_desc=q_rot_desc,
-            k_desc=self.k_source(k_columns),
-            q_rope_desc=q_rope_desc,
-            k_rope_desc=k_rope_desc,
-            v_desc=self.v_source(tensors.v),
-            o_desc=self.o_source(o),
-            o_ptr=o if self.packed else None,
-            lse_ptr=lse,
+            q_rot_desc=None if q_rot is None else self.q_rot(q_rot),
+            q_nope_desc=None if self.nope is None else self.nope[0](tensors.q_nope),
+            k_rot_desc=self.k_rot(k),
+            k_nope_desc=None if self.nope is None else self.nope[1](tensors.k_nope),
+            v_desc=self.v(tensors.v),
+            o_desc=self.o(o),
+            source=source,
+            call_masks=forward_kernel.ForwardMasks.host(
+                tensors.kv_starts,
+                tensors.kv_lens,
+                lists,
+                READS_LENGTHS=problem.reads_lengths and lists is None,
+                FROM_START=shared["FROM_START"],
+                IS_ALIGNED=self.is_aligned,
+            ),
+            scores=forward_kernel.Softmax.host(
+                shared["qk_scale"],
+                shared["cap_scale"],
+                tensors.sinks,
+                # Pinning takes registers. With a window a tile has few blocks, so they cost more than they save. Packed
+                # calls have no spare registers, and would spill 168 bytes.
+                PIN_SUMS=self.config.pin and problem.window_left is None and not self.packed,
+                VALUES=self.config.values,
+            ),
+            output=forward_kernel.ForwardOutput.host(
+                tiles.TensorView.host(o, self.o_strides) if self.packed else None, lse, highest
+            ),
             counter_ptr=counter,
-            highest_ptr=highest,
-            q_norm_ptr=tensors.q_norm if self.rotate_queries is None else None,
         )
         if self.maximum is not None:
             self.maximum(stream, highest_ptr=highest, max_logit_ptr=max_logit, cu_q_ptr=tensors.cu_seqlens_q)
         if not self.saves_rotated:
             q_rot = k = None
-        elif self.nope_source is not None:
+        elif self.nope is not None:
             k = tensors.k  # backward reads the caller's, see ``LatentBackwardCall``
         return Outputs(o, lse, q_rot, k, max_logit)
+
+    def _source(self, tensors: Tensors) -> tuple:
+        """Return the ``QuerySource`` of a call whose kernel rotates queries."""
+        shared, problem, q, q_norm = self.shared, self.problem, tensors.q, tensors.q_norm
+        if q_norm is not None:
+            q_norm = norm.Norm.host(q_norm, shared["norm_eps"], shared["norm_offset"], problem.head_dim)
+        strides = shared["cos_strides"], shared["sin_strides"]
+        tables = rotation.RotaryTables.host(tensors.cos, tensors.sin, *strides, problem.rotary_dim, problem.interleaved)
+        row_format = tiles.RowFormat.host(problem.head_dim, max(64, layouts.block_d(problem.head_dim)), self.is_long)
+        return forward_producers.QuerySource.host(
+            tiles.TensorView.host(q, q.stride()), tables, q_norm, shared["q_sign"], problem.token_tables, row_format
+        )

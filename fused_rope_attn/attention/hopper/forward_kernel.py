@@ -5,209 +5,536 @@ One block per multiprocessor runs three kinds of warps, which meet only at barri
 
 - ``load`` (forward_producers.py), one warp: takes tiles from a counter and announces them to the other warps
   (forward_tiles.py), and keeps the channels of K and V blocks full through the TMA;
-- ``rotate_queries`` or ``rotate_rope`` (forward_queries.py), four warps: rotate the query rows of the *next* tile
+- ``rotate_queries`` or ``rotate_rope`` (forward_producers.py), four warps: rotate the query rows of the *next* tile
   into shared memory;
-- ``attend`` (forward_attend.py), two warpgroups of 64 query rows each: products and softmax (FlashAttention-3, Shah et
-  al. 2024). The product with the values is delayed by one block, and a tile's first scores are issued before the tile
-  before it ends, so that the tensor cores work through the ends of the tiles.
+- ``attend``, two or three warpgroups of 64 query rows each: products and softmax (FlashAttention-3, Shah et al. 2024).
+  The product with the values is delayed by one block, and a tile's first scores are issued before the tile before it
+  ends, so that the tensor cores work through the ends of the tiles.
 
 Head dims above 128 leave too few registers for warps that rotate, and too little shared memory for a second set of
 query buffers. The pre-pass then rotates Q too, and the loading warp loads each warpgroup's 64 rows as soon as it has
 released its last ones. O is stored in two halves of its columns, through the same memory.
 """
 
-from fused_rope_attn.attention.hopper.channels import Channel, allocate_barriers, channel_of, tiles_of
-from fused_rope_attn.attention.hopper.forward_attend import ForwardOutput, Softmax, attend
-from fused_rope_attn.attention.hopper.forward_producers import Loader, load
-from fused_rope_attn.attention.hopper.forward_queries import QuerySource, rotate_queries, rotate_rope
-from fused_rope_attn.attention.hopper.forward_tiles import (
-    TILE_STAGES,
-    Announcements,
-    Schedule,
-    VisitLists,
-    announced_words,
-    announcement_releases,
+import triton
+import triton.language as tl
+
+from fused_rope_attn.attention.hopper import (
+    channels,
+    columns,
+    forward_producers,
+    forward_tiles,
+    masks,
+    shapes,
+    softmax,
 )
-from fused_rope_attn.attention.hopper.masks import KeyRows, MaskOptions
-from fused_rope_attn.attention.hopper.shapes import LOAD_REGISTERS, ROWS, WARPGROUP_THREADS, WARPGROUP_WARPS
-from fused_rope_attn.kernels.masks import window_of
-from fused_rope_attn.kernels.norm import Norm
-from fused_rope_attn.kernels.rotation import RotaryTables
-from fused_rope_attn.kernels.tiles import RowFormat, TensorView
+from fused_rope_attn.attention.hopper.shapes import ROWS
+from fused_rope_attn.kernels import lengths, ptxas, tiles
+from fused_rope_attn.kernels import softmax as row_softmax
+from fused_rope_attn.kernels.masks import Window
+from fused_rope_attn.kernels.records import record, replace, unpack
+from fused_rope_attn.runtime import triton_compat as compat
 from fused_rope_attn.runtime.triton_compat import gl, jit, mbarrier
 
-_NUMBERS = (
-    "num_tiles num_heads heads_per_section HQ GROUP_SIZE NQ NK tiles_per_head window num_blocks position_limit".split()
-)
+
+@record
+class ForwardMasks:
+    """The masks of a call, but for its window; None: the call has no such mask."""
+
+    starts_ptr: gl.tensor | None  # kv_starts (B,) int32
+    lens_ptr: gl.tensor | None  # kv_lens (B,) int32
+    # With these there is no other mask, and starts and lens say only at which positions the sequence is.
+    lists: forward_tiles.VisitLists | None
+    READS_LENGTHS: gl.constexpr  # as in ``kernels.masks.Mask``
+    FROM_START: gl.constexpr  # as in ``kernels.sequences.MaskArguments``
+    IS_ALIGNED: gl.constexpr  # use ``is_aligned``, which holds
+
+
+@record
+class Softmax:
+    """Scales and choices of the step from scores to weights."""
+
+    qk_scale: gl.tensor  # > 0, includes log2(e), and the cap if there is one
+    cap_scale: gl.tensor | None  # factor of scores before their tanh
+    sinks_ptr: gl.tensor | None  # (HQ,)
+    PIN_SUMS: gl.constexpr  # see ``ptxas.pin``
+    VALUES: gl.constexpr  # when a block's product with the values is awaited, see ``attend``
+
+
+@record
+class ForwardOutput:
+    """The tensors o and lse, and the shared memory that o passes through."""
+
+    view: tiles.TensorView | None  # o in packed calls: the last rows of a sequence are stored without the TMA
+    lse_ptr: gl.tensor  # (B, HQ, NQ) float32, natural logarithm
+    highest_ptr: gl.tensor | None  # (B, HQ, NQ) float32, the largest logit of each row
+    desc: gl.tensor = None  # of o (B, HQ, NQ, D), in blocks of ROWS rows and the columns of one store
+    smem: gl.shared_memory_descriptor = None  # (CONSUMERS, 1, 1, ROWS, columns of one store)
+    format: tiles.RowFormat = None
+
+
+@record
+class ForwardSizes:
+    """The sizes of a launch at which its code is compiled."""
+
+    D: gl.constexpr  # columns of a head that are not split off by latent attention
+    BLOCK_D: gl.constexpr
+    BLOCK_N: gl.constexpr
+    STAGES: gl.constexpr  # of the channels of K and V
+    CONSUMERS: gl.constexpr  # warpgroups that attend
+    ATTEND_REGISTERS: gl.constexpr  # of a thread
+    ROTATE_REGISTERS: gl.constexpr
+    IS_PACKED: gl.constexpr
+    QUERIES_IN_TILES: gl.constexpr  # packed queries in q_rot are stored as in ``Saving.TILES``
+    USE_INT64_OFFSETS: gl.constexpr
+    PDL: gl.constexpr  # programmatic dependent launch
+
+
+_NUMBERS = "NQ NK GROUP_SIZE heads_per_section tiles_per_head window_left window_right position_limit".split()
 
 
 @jit(do_not_specialize=_NUMBERS)
-def forward_kernel(q_ptr, q_desc, q_rot_desc, k_desc, v_desc, o_desc, o_ptr, cos_ptr, sin_ptr, q_norm_ptr, lse_ptr,
-                   counter_ptr, highest_ptr, sinks_ptr, starts_ptr, lens_ptr, q_rope_desc, k_rope_desc, key_rows_ptr,
-                   hidden_ptr, visits_ptr, q_strides, o_strides, cos_strides, sin_strides, qk_scale, q_sign, cap_scale,
-                   norm_eps, norm_offset, window, num_blocks, num_tiles, num_heads, heads_per_section, HQ, GROUP_SIZE,
-                   NQ, NK, tiles_per_head, position_limit,
-                   D: gl.constexpr, R: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr,
-                   STAGES: gl.constexpr, CONSUMERS: gl.constexpr, INTERLEAVED: gl.constexpr,
-                   READS_LENGTHS: gl.constexpr, FROM_START: gl.constexpr, USE_INT64_OFFSETS: gl.constexpr,
-                   TOKEN_TABLES: gl.constexpr, PDL: gl.constexpr,
-                   ATTEND_REGISTERS: gl.constexpr, ROTATE_REGISTERS: gl.constexpr, PIN_SUMS: gl.constexpr,
-                   VALUES: gl.constexpr, IS_ALIGNED: gl.constexpr, QUERIES_IN_TILES: gl.constexpr,
-                   Q_LAYOUT: gl.constexpr):  # fmt: skip
+def forward_kernel(q_rot_desc, q_nope_desc, k_rot_desc, k_nope_desc, v_desc, o_desc, source, call_masks, scores, output,
+                   counter_ptr, NQ, NK, GROUP_SIZE, heads_per_section, tiles_per_head, window_left, window_right,
+                   position_limit, sizes):  # fmt: skip
     """Compute o and lse of a (B, HQ, NQ, D) call. Grid: one block per multiprocessor, or one per tile if fewer.
 
-    k_desc and v_desc (B, HKV, NK, D), in blocks of BLOCK_N rows: keys rotated, in pair order, and values. Queries are
-    either given unrotated, at q_ptr with q_strides, tables and possibly the weights q_norm (D,), and rotated here; or
-    they are given rotated, as q_desc. The arguments of the other way are None. q_rot_desc, in blocks of ROWS rows: the
-    tensor that saves queries rotated here for the backward pass, or None. o_desc as in ``ForwardOutput``. lse (B, HQ,
-    NQ) float32. counter_ptr: int32, zeroed by the pre-pass. Strides are in elements, (B, H, N, D) for tensors and
-    (batch, row, pair) for tables.
+    Arguments that a call does not use are None and cost nothing. Descriptors: k_rot (B, HKV, NK, D) and v, in blocks of
+    BLOCK_N rows: keys rotated, in pair order, and values. q_rot, in blocks of ROWS rows: rotated queries. If there is a
+    ``QuerySource`` they are rotated here and saved in q_rot for the backward pass, or not saved if it is None. Else
+    they are loaded from there. o_desc as in ``ForwardOutput``.
 
-    Arguments that a call does not use are None and cost nothing: highest (B, HQ, NQ) float32, the largest logit of each
-    row, q_norm, sinks (HQ,), kv_starts and kv_lens (B,) int32, cap_scale to window as in the portable kernel. Packed
-    sequences, B = 1, have o itself and its strides in addition to its descriptor, and ``tiles_per_head`` tiles of a
-    head. The table after the counter says which of them hold queries.
+    Multi-head latent attention: q_nope and k_nope hold the columns that are not rotated, and q_rot (B, HQ, NQ, R) and
+    k_rot (B, 1, NK, R) those that are. Their scores are added to those of the first columns.
 
-    key_rows, hidden and visits, of ``visits_kernel`` for num_blocks blocks of keys. With them there is no other mask,
-    and starts and lens say only at which positions the sequence is.
+    counter_ptr: int32, zeroed by the pre-pass. Packed sequences, B = 1: the table after the counter says which of the
+    ``tiles_per_head`` tiles of a head hold queries.
 
-    TOKEN_TABLES: row t of the tables belongs to packed token t, and sequences have as many queries as keys.
-
-    position_limit: queries from this position on are not rotated; None: no query is past the last key.
-
-    Multi-head latent attention: q_desc and k_desc hold the columns that are not rotated. k_rope_desc (B, 1, NK, R)
-    holds the rotated keys. The queries' other columns are at q_ptr before the rotation, or in q_rope_desc (B, HQ, NQ,
-    R) after it. Their scores are added to those of the first columns. In other calls both rope descriptors are None.
-
-    heads_per_section as for ``scheduled_tile``. PIN_SUMS: see ``ptxas.pin``; VALUES: see ``attend``. IS_ALIGNED: use
-    ``shapes.is_aligned``, which holds. QUERIES_IN_TILES: packed queries in q_rot, or in the rotated q, are stored as in
-    ``Saving.TILES``. The REGISTERS are those of a thread of each kind of warps; Q_LAYOUT is the shared memory's of
-    queries that are rotated here.
+    heads_per_section as for ``scheduled_tile``; window as in ``kernels.masks.Window``. position_limit: queries from
+    this position on are not rotated; None: no query is past the last key.
     """
-    NONE: gl.constexpr = None  # a literal None cannot be an element of a tuple here
-    IS_PACKED: gl.constexpr = tiles_per_head is not None
-    HAS_STARTS: gl.constexpr = starts_ptr is not None
+    source, call_masks, scores, output, sizes = unpack((source, call_masks, scores, output, sizes))
+    window = Window(window_left, window_right, HIDES_PAIRS=window_left is not None or window_right is not None)
+    IS_PACKED: gl.constexpr = sizes.IS_PACKED
+    HAS_INTERVALS: gl.constexpr = call_masks.lists is not None
+    HAS_STARTS: gl.constexpr = call_masks.starts_ptr is not None
     # If a tile's keys may begin after key 0 or end before NK, it is announced with its bounds.
-    HAS_BOUNDS: gl.constexpr = IS_PACKED or HAS_STARTS or lens_ptr is not None or window[0] is not None
-    HAS_INTERVALS: gl.constexpr = visits_ptr is not None
-    ROTATES_QUERIES: gl.constexpr = q_ptr is not None
-    IS_LATENT: gl.constexpr = k_rope_desc is not None
-    WORDS: gl.constexpr = announced_words(HAS_BOUNDS, IS_PACKED)
-    # Columns of O in one store. The buffers of wide heads and latent attention leave shared memory for half of them.
-    O_COLUMNS: gl.constexpr = BLOCK_D if BLOCK_D <= 128 and not IS_LATENT else BLOCK_D // 2
-    DTYPE: gl.constexpr = k_desc.dtype
-    if q_desc is None:
-        q_smem = gl.allocate_shared_memory(DTYPE, [2 * CONSUMERS, ROWS, BLOCK_D], Q_LAYOUT)
-    else:
-        q_smem = gl.allocate_shared_memory(DTYPE, [CONSUMERS, 1, 1, ROWS, BLOCK_D], q_desc.layout)
-    o_smem = gl.allocate_shared_memory(DTYPE, [CONSUMERS, 1, 1, ROWS, O_COLUMNS], o_desc.layout)
-    k_smem = gl.allocate_shared_memory(DTYPE, [STAGES, 1, 1, BLOCK_N, BLOCK_D], k_desc.layout)
-    v_smem = gl.allocate_shared_memory(DTYPE, [STAGES, 1, 1, BLOCK_N, BLOCK_D], v_desc.layout)
-    q_rope, k_rope = None, None
-    if IS_LATENT:
-        k_rope = tiles_of(k_rope_desc, STAGES)
-        if ROTATES_QUERIES:
-            q_rope = gl.allocate_shared_memory(DTYPE, [CONSUMERS, 1, 1, ROWS, R], Q_LAYOUT)
-        else:
-            q_rope = tiles_of(q_rope_desc, CONSUMERS)
-    tile_smem = gl.allocate_shared_memory(gl.int32, [TILE_STAGES * WORDS, 1], mbarrier.MBarrierLayout())
-    tile_channel = channel_of(tile_smem, TILE_STAGES)
-    tiles = Announcements(channel=tile_channel, WORDS=WORDS, HAS_BOUNDS=HAS_BOUNDS, IS_PACKED=IS_PACKED)
-    # Rotated here, the queries of all warpgroups share two stages. Otherwise each warpgroup has a channel of one stage.
+    HAS_BOUNDS: gl.constexpr = IS_PACKED or HAS_STARTS or call_masks.lens_ptr is not None or window_left is not None
+    ROTATES_QUERIES: gl.constexpr = source is not None
+    IS_LATENT: gl.constexpr = k_nope_desc is not None
+    CONSUMERS: gl.constexpr = sizes.CONSUMERS
+    STAGES: gl.constexpr = sizes.STAGES
+    BLOCK_D: gl.constexpr = sizes.BLOCK_D
+    BLOCK_N: gl.constexpr = sizes.BLOCK_N
+    DTYPE: gl.constexpr = k_rot_desc.dtype
+
+    # What is loaded. The rotated columns of latent attention have tiles of their own.
+    q_desc = q_nope_desc if IS_LATENT else (None if ROTATES_QUERIES else q_rot_desc)
+    k_desc = k_nope_desc if IS_LATENT else k_rot_desc
+    q_rope_desc = q_rot_desc if IS_LATENT and not ROTATES_QUERIES else None
+    k_rope_desc = k_rot_desc if IS_LATENT else None
+
+    # Shared memory and channels. Rotated here, the queries of all warpgroups share two stages. Otherwise each warpgroup
+    # has a channel of one stage.
     Q_STAGES: gl.constexpr = 2 if q_desc is None else 1
     TILES: gl.constexpr = CONSUMERS if q_desc is None else 1
-    queries = Channel(
-        q_smem, allocate_barriers(CONSUMERS), allocate_barriers(CONSUMERS), Q_STAGES, TILES=TILES, rope=q_rope
+    if q_desc is None:
+        Q_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, BLOCK_D], DTYPE)
+        q_smem = gl.allocate_shared_memory(DTYPE, [2 * CONSUMERS, ROWS, BLOCK_D], Q_LAYOUT)
+    else:
+        q_smem = channels.tiles_of(q_desc, CONSUMERS)
+    o_smem = channels.tiles_of(o_desc, CONSUMERS)
+    k_smem = channels.tiles_of(k_desc, STAGES)
+    v_smem = channels.tiles_of(v_desc, STAGES)
+    q_rope, k_rope = None, None
+    if IS_LATENT:
+        k_rope = channels.tiles_of(k_rope_desc, STAGES)
+        if ROTATES_QUERIES:
+            R: gl.constexpr = source.tables.R
+            ROPE_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([1, 1, ROWS, R], DTYPE)
+            q_rope = gl.allocate_shared_memory(DTYPE, [CONSUMERS, 1, 1, ROWS, R], ROPE_LAYOUT)
+        else:
+            q_rope = channels.tiles_of(q_rope_desc, CONSUMERS)
+    TILE_READERS: gl.constexpr = CONSUMERS + 1 if ROTATES_QUERIES else CONSUMERS
+    # Warpgroups that attend read NK where tiles have no bounds, with intervals only to rotate their first queries.
+    # Numbers that a tile's announcement contains are None here, because Triton 3.6 fails on unused arguments of warps.
+    NO_NK: gl.constexpr = HAS_BOUNDS or (HAS_INTERVALS and not ROTATES_QUERIES)
+    announced = forward_tiles.announcements(
+        HAS_BOUNDS, IS_PACKED, TILE_READERS, NQ=None if IS_PACKED else NQ, NK=None if NO_NK else NK
     )
-    keys = channel_of(k_smem, STAGES, k_rope)
-    values = channel_of(v_smem, STAGES)
+    full, empty = channels.allocate_barriers(CONSUMERS), channels.allocate_barriers(CONSUMERS)
+    queries = channels.Channel(q_smem, full, empty, Q_STAGES, TILES=TILES, rope=q_rope)
+    # In latent attention the loading warp and those that rotate fill a slot.
+    queries.init(FILLS=2 if ROTATES_QUERIES and IS_LATENT else 1, RELEASES=TILES)
+    keys = channels.channel_of(k_smem, STAGES, k_rope)
+    values = channels.channel_of(v_smem, STAGES)
+    for i in gl.static_range(STAGES):
+        keys.init_slot(i, FILLS=1, RELEASES=CONSUMERS * shapes.WARPGROUP_THREADS)
+        values.init_slot(i, FILLS=1, RELEASES=CONSUMERS * shapes.WARPGROUP_THREADS)
     arrival = None
     if HAS_BOUNDS or HAS_INTERVALS:
         arrival = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
         mbarrier.init(arrival, count=1)
-    TILE_READERS: gl.constexpr = CONSUMERS + 1 if ROTATES_QUERIES else CONSUMERS
-    for i in gl.static_range(TILE_STAGES):
-        tile_channel.init_slot(i, FILLS=1, RELEASES=announcement_releases(TILE_READERS, IS_PACKED))
-    # In latent attention the loading warp and those that rotate fill a slot.
-    queries.init(FILLS=2 if ROTATES_QUERIES and IS_LATENT else 1, RELEASES=TILES)
-    for i in gl.static_range(STAGES):
-        keys.init_slot(i, FILLS=1, RELEASES=CONSUMERS * WARPGROUP_THREADS)
-        values.init_slot(i, FILLS=1, RELEASES=CONSUMERS * WARPGROUP_THREADS)
 
-    # Numbers that a tile's announcement contains are None here, because Triton 3.6 fails on unused arguments of warps.
-    key_rows, lists = None, None
+    # Which scores are hidden, which tiles there are, and what the warps read and write.
     if HAS_INTERVALS:
         words = gl.allocate_shared_memory(gl.int32, [2 * STAGES, 1], mbarrier.MBarrierLayout())
-        key_rows = KeyRows(key_rows_ptr, num_blocks * BLOCK_N, words)
-        lists = VisitLists(visits_ptr, hidden_ptr, num_blocks)
-    masks = MaskOptions(window_of(window), READS_LENGTHS, HAS_STARTS and not FROM_START, IS_ALIGNED, key_rows)
-    schedule = Schedule(
+        num_keys = (NK + BLOCK_N - 1) // BLOCK_N * BLOCK_N
+        mask = masks.IntervalMask(call_masks.lists.key_rows_ptr, num_keys, words)
+    elif call_masks.IS_ALIGNED:
+        mask = masks.AlignedMask()
+    else:
+        mask = masks.PositionMask(window, call_masks.READS_LENGTHS, HAS_STARTS and not call_masks.FROM_START)
+    schedule = forward_tiles.Schedule(
         counter_ptr,
-        starts_ptr,
-        lens_ptr,
-        num_tiles,
-        num_heads,
-        heads_per_section,
-        HQ=None if IS_PACKED else HQ,
+        call_masks.starts_ptr,
+        call_masks.lens_ptr,
+        call_masks.lists,
+        window,
+        num_heads=o_desc.shape[0] * o_desc.shape[1],
+        heads_per_section=heads_per_section,
+        tiles_per_head=tiles_per_head,
+        HQ=None if IS_PACKED else o_desc.shape[1],
         GROUP_SIZE=GROUP_SIZE,
         NQ=None if IS_PACKED else NQ,
         NK=None if IS_PACKED else NK,
-        tiles_per_head=tiles_per_head,
         BLOCK_N=BLOCK_N,
         BLOCK_M=CONSUMERS * ROWS,
-        QUERIES_IN_TILES=QUERIES_IN_TILES,
-        FROM_START=FROM_START,
-        intervals=lists,
+        IS_PACKED=IS_PACKED,
+        READS_LENGTHS=call_masks.READS_LENGTHS,
+        FROM_START=call_masks.FROM_START,
+        QUERIES_IN_TILES=sizes.QUERIES_IN_TILES,
     )
-    # Warpgroups that attend read NK where tiles have no bounds, with intervals only to rotate their first queries.
-    NO_NK: gl.constexpr = HAS_BOUNDS or (HAS_INTERVALS and not ROTATES_QUERIES)
-    loader = Loader(q_desc, k_desc, v_desc, arrival, PDL, q_rope_desc, k_rope_desc)
-    softmax = Softmax(qk_scale, cap_scale, sinks_ptr, PIN_SUMS, VALUES)
-    row_format = RowFormat(D, BLOCK_D, USE_INT64_OFFSETS)
-    o = TensorView(o_ptr, o_strides)
-    output = ForwardOutput(o_desc, o, lse_ptr, highest_ptr, o_smem, row_format, TWO_STORES=O_COLUMNS < BLOCK_D)
+    row_format = tiles.RowFormat(sizes.D, BLOCK_D, sizes.USE_INT64_OFFSETS)
+    output = replace(output, desc=o_desc, smem=o_smem, format=row_format)
+    # In latent attention the warps that rotate do so for all tiles, and the loading warp loads the other columns.
+    first_source, loaded = None, queries
     if ROTATES_QUERIES:
-        tables = RotaryTables(cos_ptr, sin_ptr, cos_strides, sin_strides, R, INTERLEAVED)
-        norm = Norm(q_norm_ptr, norm_eps, norm_offset, D) if q_norm_ptr is not None else None
-        q = TensorView(q_ptr, q_strides)
-        starts = starts_ptr if FROM_START else None
-        q_format = RowFormat(R, R, USE_INT64_OFFSETS) if IS_LATENT else row_format
-        source = QuerySource(q, tables, norm, q_sign, position_limit, starts, TOKEN_TABLES, q_rot_desc, q_format)
-        # In latent attention these warps rotate all tiles, and the loading warp loads the other columns.
-        first, loaded = source, NONE
-        if IS_LATENT:
-            first, loaded = NONE, queries
-        gl.warp_specialize(
-            [
-                (attend, (0, tiles, queries, keys, values, output, softmax, masks, first, NQ, NONE if NO_NK else NK)),
-                (attend, (1, tiles, queries, keys, values, output, softmax, masks, first, NQ, NONE if NO_NK else NK)),
-                (
-                    rotate_rope if IS_LATENT else rotate_queries,
-                    (tiles, queries, source, NONE if IS_PACKED else NQ, NONE if HAS_BOUNDS else NK),
-                ),
-                (load, (loader, schedule, masks, tiles, loaded, keys, values)),
-            ],
-            [WARPGROUP_WARPS, WARPGROUP_WARPS, 1],
-            [ATTEND_REGISTERS, ROTATE_REGISTERS, LOAD_REGISTERS],
-        )
-    elif CONSUMERS == 3:
-        gl.warp_specialize(
-            [
-                (attend, (0, tiles, queries, keys, values, output, softmax, masks, NONE, NQ, NONE if NO_NK else NK)),
-                (attend, (1, tiles, queries, keys, values, output, softmax, masks, NONE, NQ, NONE if NO_NK else NK)),
-                (attend, (2, tiles, queries, keys, values, output, softmax, masks, NONE, NQ, NONE if NO_NK else NK)),
-                (load, (loader, schedule, masks, tiles, queries, keys, values)),
-            ],
-            [WARPGROUP_WARPS, WARPGROUP_WARPS, 1],
-            [ATTEND_REGISTERS, ATTEND_REGISTERS, LOAD_REGISTERS],
-        )
+        starts_ptr = call_masks.starts_ptr if call_masks.FROM_START else None
+        source = replace(source, position_limit=position_limit, starts_ptr=starts_ptr, saved_desc=q_rot_desc)
+        if not IS_LATENT:
+            first_source, loaded = source, None
+    intervals = mask if HAS_INTERVALS else None
+    loader = forward_producers.Loader(
+        q_desc, k_desc, v_desc, q_rope_desc, k_rope_desc, loaded, keys, values, arrival, intervals, sizes.PDL
+    )
+
+    ROTATE: gl.constexpr = forward_producers.rotate_rope if IS_LATENT else forward_producers.rotate_queries
+    # One list of tasks: warpgroups that attend, of which the first is the default one, and then the others.
+    first = Attention(0, CONSUMERS, announced, queries, keys, values, mask, scores, first_source, output, NQ)
+    gl.warp_specialize(
+        [(attend, (first,)), (attend, (replace(first, INDEX=1),))]
+        + ([(attend, (replace(first, INDEX=2),))] if CONSUMERS == 3 else [])
+        + ([(ROTATE, (announced, queries, source))] if ROTATES_QUERIES else [])
+        + [(forward_producers.load, (loader, schedule, announced))],
+        [shapes.WARPGROUP_WARPS] * (TILE_READERS - 1) + [1],
+        [sizes.ATTEND_REGISTERS] * (CONSUMERS - 1)
+        + ([sizes.ROTATE_REGISTERS] if ROTATES_QUERIES else [])
+        + [shapes.LOAD_REGISTERS],
+    )
+
+
+@record
+class Attention:
+    """What a warpgroup that attends needs, number INDEX of COUNT. All but the number is the same for each of them."""
+
+    INDEX: gl.constexpr
+    COUNT: gl.constexpr
+    announced: forward_tiles.Announcements
+    queries: channels.Channel
+    keys: channels.Channel
+    values: channels.Channel
+    mask: masks.PositionMask  # or another one
+    scores: Softmax
+    source: forward_producers.QuerySource | None  # if they rotate the queries of the block's first tile
+    output: ForwardOutput
+    NQ: gl.tensor
+
+
+@jit
+def attend(attention):
+    """Attend with a warpgroup's rows of every tile, [ROWS * INDEX, ROWS * INDEX + ROWS).
+
+    ``tile_step`` counts the tiles, ``key_step`` the key blocks of all tiles. One loop serves the blocks that need a
+    mask and those that do not: with two loops ptxas set up the address of q in the first one alone, and jumped past it
+    if that loop had no iterations.
+
+    The first block of an aligned tile is on the diagonal, and the first warpgroup sees half of it: FIRST_COUNT keys.
+    The other keys get weights of zero. Their product with the values costs time, but little energy.
+
+    A block's product with the values runs concurrently with the scores and the maxima of the next block. VALUES says
+    when it is awaited. "before weights" of that block leaves registers free, and the weights may be packed between
+    exponentials; "after weights" hides more of the product. "before scores" overlaps it with nothing, so that weights
+    and scores are never alive together.
+    """
+    INDEX: gl.constexpr = attention.INDEX
+    announced, keys, values = attention.announced, attention.keys, attention.values
+    mask, scores, output = attention.mask, attention.scores, attention.output
+    queries = attention.queries.of_warpgroup(INDEX)
+    BLOCK_N: gl.constexpr = keys.buffer.shape[3]
+    BLOCK_D: gl.constexpr = keys.buffer.shape[4]
+    DTYPE: gl.constexpr = keys.buffer.dtype
+    FIRST_COUNT: gl.constexpr = BLOCK_N // 2 if mask.IS_ALIGNED and INDEX == 0 else BLOCK_N
+    SEEN: gl.constexpr = INDEX * ROWS  # keys of an aligned tile's first block that all rows see
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    FIRST: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, FIRST_COUNT, 16])
+    RIGHT: gl.constexpr = columns.right_columns(output.format.D, BLOCK_D)
+    ROW: gl.constexpr = gl.SliceLayout(1, S)
+    rows = gl.arange(0, ROWS, ROW)
+    key_columns = gl.arange(0, BLOCK_N, gl.SliceLayout(0, S))
+    # The same in the layout of a tile's first scores.
+    first_rows = gl.arange(0, ROWS, gl.SliceLayout(1, FIRST))
+    first_columns = gl.arange(0, FIRST_COUNT, gl.SliceLayout(0, FIRST))
+    nothing = gl.zeros([ROWS, FIRST_COUNT], gl.float32, FIRST)
+
+    tile_step = 0
+    key_step = 0
+    tile = forward_tiles.next_tile(announced, tile_step)
+    start_m = tile.start_m + INDEX * ROWS
+    row_numbers = mask.row_number(tile, start_m) + first_rows
+    exists = True
+    if announced.IS_PACKED:
+        # The block may have no tile at all, because only the device knows how many hold queries.
+        exists = tile.num_blocks > 0
+    at_queries = queries.at(tile_step)
+    at_keys = keys.at(key_step)
+    if attention.source is None:
+        queries.wait_full(at_queries, exists)
     else:
-        gl.warp_specialize(
-            [
-                (attend, (0, tiles, queries, keys, values, output, softmax, masks, NONE, NQ, NONE if NO_NK else NK)),
-                (attend, (1, tiles, queries, keys, values, output, softmax, masks, NONE, NQ, NONE if NO_NK else NK)),
-                (load, (loader, schedule, masks, tiles, queries, keys, values)),
-            ],
-            [WARPGROUP_WARPS, 1],
-            [ATTEND_REGISTERS, LOAD_REGISTERS],
-        )
+        forward_producers.rotate_first_queries(attention.source, tile, queries, start_m)
+    keys.wait_full(at_keys, exists)
+    k = columns.rows_in(keys, at_keys, 0, FIRST_COUNT)
+    q = columns.rows_in(queries, at_queries, 0, ROWS)
+    first_visit = mask.visit(at_keys, 0, exists)
+    tile = mask.counted(tile, first_visit)
+    first = columns.issue_row_scores(q, k, nothing, RIGHT)
+    first = compat.warpgroup_mma_wait(0, deps=[first])
+    keys.release_by_threads(at_keys, exists)
+    compat.barrier()  # see ``multiply``
+    first = softmax.cap_scores(first, scores.cap_scale, DTYPE)
+    first = mask.hide(first, row_numbers, first_columns, first_visit, tile, SEEN)
+    first, state = softmax.weigh_first(first, scores.qk_scale, ROW)
+    p = softmax.whole_weights(softmax.pack_weights(first, DTYPE), S)
+    if INDEX == attention.COUNT - 1:
+        channels.hand_over_tensor_cores(attention.INDEX, attention.COUNT)
+    if attention.source is not None:
+        if attention.source.saved_desc is not None:
+            # Until the TMA has read the first queries, before their slot is released.
+            compat.tma_store_wait(0)
+    while tile.num_blocks > 0:
+        acc = columns.zero_parts(ROWS, BLOCK_D, RIGHT)
+        correction = gl.full([ROWS], 1.0, gl.float32, ROW)
+        running = state
+        if output.highest_ptr is not None:
+            running = replace(state, highest=state.maximum)  # that of one block does not lag
+        at_queries = queries.at(tile_step)
+        q = columns.rows_in(queries, at_queries, 0, ROWS)
+        for step in range(1, tile.num_blocks):
+            key_step += 1
+            s, acc, visit = multiply(attention, q, acc, p, correction, key_step, step, True, BLOCK_N)
+            if queries.STAGES == 1:
+                # Early, so that the next tile's queries arrive while this one's last softmax is computed.
+                if step + 1 == tile.num_blocks:
+                    queries.release(at_queries)
+            s = mask.hide(s, row_numbers, key_columns, visit, tile)
+            running, subtrahend, correction = softmax.follow_maximum(s, running, scores.qk_scale)
+            if scores.VALUES == "before weights":
+                acc = columns.wait_for_parts(acc, PENDING=0)
+                values.release_by_threads(values.at(key_step - 1))
+            p, running = softmax.weigh_scores(s, subtrahend, correction, running, scores.qk_scale)
+            if scores.PIN_SUMS:
+                ptxas.pin(running.sums)
+            if scores.VALUES == "after weights":
+                acc = columns.wait_for_parts(acc, PENDING=0)
+                values.release_by_threads(values.at(key_step - 1))
+            p = softmax.pack_weights(p, DTYPE)
+        if output.highest_ptr is not None:
+            # Before the next tile's first scores, where registers are scarcest.
+            store_statistic(attention, output.highest_ptr, running.highest * row_softmax.LN2, tile, rows)
+        if queries.STAGES == 1:
+            queries.release(at_queries, tile.num_blocks == 1)
+        else:
+            queries.release(at_queries)
+
+        # The next tile's first scores run concurrently with this tile's last product with the values. After the last
+        # tile they are computed from stale buffers and discarded.
+        tile_step += 1
+        key_step += 1
+        finished = tile
+        tile = forward_tiles.next_tile(announced, tile_step)
+        exists = tile.num_blocks > 0
+        row_numbers = mask.row_number(tile, tile.start_m + INDEX * ROWS) + first_rows
+        at_queries = queries.at(tile_step)
+        queries.wait_full(at_queries, exists)
+        q = columns.rows_in(queries, at_queries, 0, ROWS)
+        first, acc, first_visit = multiply(attention, q, acc, p, correction, key_step, 0, exists, FIRST_COUNT)
+        tile = mask.counted(tile, first_visit)
+        first = mask.hide(first, row_numbers, first_columns, first_visit, tile, SEEN)
+        first, state = softmax.weigh_first(first, scores.qk_scale, ROW)
+
+        seen, factor = finish_rows(attention, finished, rows, running)
+        compat.tma_store_wait(0)
+        if scores.PIN_SUMS:
+            ptxas.pin(state.sums)
+        if scores.VALUES != "before scores":
+            acc = columns.wait_for_parts(acc, PENDING=0)
+            values.release_by_threads(values.at(key_step - 1))
+        o = softmax.finish_output(acc, seen, factor, DTYPE)
+        write_output(output, o, finished, INDEX)
+        p = softmax.whole_weights(softmax.pack_weights(first, DTYPE), S)
+    if INDEX == 0:
+        # The last warpgroup hands the tensor cores over once more.
+        channels.wait_for_tensor_cores(attention.INDEX)
+    compat.tma_store_wait(0)
+
+
+@jit
+def multiply(attention, q, acc, p, correction, key_step, step, exists, COUNT: gl.constexpr):
+    """Multiply the queries with key block ``key_step``, and weights p with the values of the block before it.
+
+    q: ``ScoreRows``; p: packed weights; correction (ROWS,): a factor for acc, ``ColumnParts`` of
+    (ROWS, BLOCK_D), before the product is added. Returns the scores (ROWS, COUNT) float32 of the block's first COUNT
+    keys, capped if the call has a cap, and acc, which is still in flight unless VALUES is "before scores", and the
+    ``Visit`` of the block, which is the tile's number ``step``. Unless it ``exists``, the scores are meaningless.
+    """
+    keys, values, scores = attention.keys, attention.values, attention.scores
+    BLOCK_D: gl.constexpr = q.columns.shape[1]
+    BLOCK_N: gl.constexpr = keys.buffer.shape[3]
+    RIGHT: gl.constexpr = 0 if acc.right is None else acc.right.shape[1]
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COUNT, 16])
+    nothing = gl.zeros([ROWS, COUNT], gl.float32, S)
+    at_values = values.at(key_step - 1)
+    weights = softmax.unpack_weights(p, q.columns.dtype, gl.DotOperandLayout(0, acc.left.type.layout, 2))
+    if scores.VALUES == "before scores":
+        acc = softmax.rescale_output(acc, correction)
+        values.wait_full(at_values)
+        v = values.tile(at_values).reshape((BLOCK_N, BLOCK_D))
+        channels.wait_for_tensor_cores(attention.INDEX)
+        acc = columns.issue_by_columns(weights, v, acc)
+        at_keys = keys.at(key_step)
+        keys.wait_full(at_keys, exists)
+        visit = attention.mask.visit(at_keys, step, exists)
+        k = columns.rows_in(keys, at_keys, 0, COUNT)
+        acc = columns.wait_for_parts(acc, PENDING=0)
+        values.release_by_threads(at_values)
+        s = columns.issue_row_scores(q, k, nothing, RIGHT)
+        channels.hand_over_tensor_cores(attention.INDEX, attention.COUNT)
+        s = compat.warpgroup_mma_wait(0, deps=[s])
+    else:
+        at_keys = keys.at(key_step)
+        keys.wait_full(at_keys, exists)
+        visit = attention.mask.visit(at_keys, step, exists)
+        k = columns.rows_in(keys, at_keys, 0, COUNT)
+        channels.wait_for_tensor_cores(attention.INDEX)
+        s = columns.issue_row_scores(q, k, nothing, RIGHT)
+        acc = softmax.rescale_output(acc, correction)
+        # Triton's analysis of shared memory inserts one barrier an iteration. Without this one it would be before the
+        # wait for keys, when this warpgroup has no product in flight.
+        compat.barrier()
+        values.wait_full(at_values)
+        v = values.tile(at_values).reshape((BLOCK_N, BLOCK_D))
+        acc = columns.issue_by_columns(weights, v, acc)
+        channels.hand_over_tensor_cores(attention.INDEX, attention.COUNT)
+        # The groups of the values may stay in flight.
+        s = compat.warpgroup_mma_wait(2 if RIGHT else 1, deps=[s])
+    keys.release_by_threads(at_keys, exists)
+    return softmax.cap_scores(s, scores.cap_scale, q.columns.dtype), acc, visit
+
+
+@jit
+def store_statistic(attention, ptr, x, tile, rows):
+    """Store x (ROWS,) of a warpgroup's rows of a tile, those that exist, in a (B, HQ, NQ) tensor; rows: 0 .. ROWS."""
+    offs_m = tile.start_m + attention.INDEX * ROWS + rows
+    gl.store(ptr + tile.bh.to(gl.int64) * attention.NQ + offs_m, x, mask=offs_m < tile.query_end)
+
+
+@jit
+def finish_rows(attention, tile, rows, state):
+    """Write lse of a warpgroup's rows (ROWS,): 0 .. ROWS; returns (seen, factor) for ``finish_output``.
+
+    factor (ROWS,): the output is acc times this; a row that is not ``seen`` has seen no key, and its output is 0.
+    """
+    ROW: gl.constexpr = state.maximum.type.layout
+    row_sum = gl.convert_layout(gl.sum(state.sums, 1), ROW)  # of the four threads of a quad
+    sink = None
+    if attention.scores.sinks_ptr is not None:
+        sink = gl.load(attention.scores.sinks_ptr + tile.head).to(gl.float32) * row_softmax.LOG2E
+    seen, row_max, divisor, weight = row_softmax.finish_sums(state.maximum, row_sum, sink)
+    lse = row_softmax.log_sum_exp(seen, row_max, divisor)
+    store_statistic(attention, attention.output.lse_ptr, lse, tile, rows)
+    return seen, gl.where(seen, weight / divisor, 0.0)
+
+
+@jit
+def write_output(output, o, tile, INDEX: gl.constexpr):
+    """Write o, 16-bit ``ColumnParts`` of (ROWS, BLOCK_D), to the warpgroup's rows of a tile, those that exist.
+
+    The caller has waited for the TMA to read the warpgroup's last output. It may still be reading this one when the
+    function returns.
+    """
+    COLUMNS: gl.constexpr = output.smem.shape[4]  # of one store
+    row = tile.start_m + INDEX * ROWS
+    o_tile = output.smem.index(INDEX)
+    if output.format.BLOCK_D > COLUMNS:
+        HALF: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
+        # Each thread keeps its values.
+        left, right = gl.split(o.left.reshape((ROWS, 2, COLUMNS)).permute((0, 2, 1)))
+        o_tile.reshape((ROWS, COLUMNS)).store(gl.convert_layout(left, HALF, assert_trivial=True))
+        compat.fence_async_shared()
+        write_columns(output, o_tile, tile, row, COLUMN=0)
+        compat.tma_store_wait(0)
+        o_tile.reshape((ROWS, COLUMNS)).store(gl.convert_layout(right, HALF, assert_trivial=True))
+        compat.fence_async_shared()
+        write_columns(output, o_tile, tile, row, COLUMN=COLUMNS)
+    else:
+        # The TMA does not store the columns after two parts, because the tensor has none there.
+        columns.store_parts(o_tile.reshape((ROWS, COLUMNS)), o, columns.LEFT)
+        compat.fence_async_shared()
+        write_columns(output, o_tile, tile, row, COLUMN=0)
+
+
+@jit
+def write_columns(output, o_tile, tile, row, COLUMN: gl.constexpr):
+    """Store o_tile (1, 1, ROWS, columns), fenced for the TMA, in rows [row, row + ROWS) and columns from COLUMN on.
+
+    The TMA stops at the tensor's end, but not at a packed sequence's, so that the last rows of a sequence are stored
+    from registers.
+    """
+    if output.view is None:
+        compat.tma_store(output.desc, [tile.batch, tile.head, row, COLUMN], o_tile)
+    else:
+        if row + ROWS <= tile.query_end:
+            compat.tma_store(output.desc, [tile.batch, tile.head, row, COLUMN], o_tile)
+        elif row < tile.query_end:
+            BLOCK_D: gl.constexpr = o_tile.shape[3]
+            WHOLE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BLOCK_D, BLOCK_D // 8], [4, 1], [1, 0])
+            strides = output.view.strides
+            base = output.view.ptr + tile.head.to(gl.int64) * strides[1] + row.to(gl.int64) * strides[2]
+            if COLUMN:
+                base += COLUMN * strides[3]
+            o = o_tile.reshape((ROWS, BLOCK_D)).load(WHOLE)
+            row_format = replace(output.format, D=output.format.D - COLUMN, BLOCK_D=BLOCK_D)
+            rows = tiles.rows_at(base, strides, tile.query_end - row, row_format)
+            tiles.store_tile(rows, o, gl.arange(0, ROWS, gl.SliceLayout(1, WHOLE)), WHOLE)
+
+
+@triton.jit(do_not_specialize=["H", "NQ"])
+def max_logit_kernel(highest_ptr, max_logit_ptr, cu_q_ptr, H, NQ, BLOCK: tl.constexpr):
+    """Take the maximum over the rows of one batch entry, or packed sequence, and head; a program for each.
+
+    highest: (B, H, NQ) float32, or (H, NQ) of packed rows with cu_q (sequences + 1,) int32, else None. max_logit:
+    (B | sequences, H) float32, -inf where there are no rows.
+    """
+    entry = tl.program_id(0)
+    first = entry.to(tl.int64) * NQ
+    length = NQ
+    if cu_q_ptr is not None:
+        sequence = entry // H
+        begin, length = lengths.packed_rows(cu_q_ptr, sequence, sequence + 1, NQ)
+        first = (entry % H).to(tl.int64) * NQ + begin
+    highest = tl.full([BLOCK], float("-inf"), tl.float32)
+    for start in range(0, length, BLOCK):
+        offs = start + tl.arange(0, BLOCK)
+        rows = tl.load(highest_ptr + first + offs, mask=offs < length, other=float("-inf"))
+        highest = tl.maximum(highest, rows)
+    tl.store(max_logit_ptr + entry, tl.max(highest, 0))

@@ -1,18 +1,15 @@
 # mypy: ignore-errors
-"""The sm_90 forward's loading warp, which announces tiles and loads what they need through the TMA."""
+"""The sm_90 forward's warps that fill shared memory: one that loads tiles, and four that rotate queries."""
 
-from fused_rope_attn.attention.hopper.channels import load_existing_rows, load_rows, load_seen_rows, rope_part
-from fused_rope_attn.attention.hopper.forward_tiles import (
-    announce_tile,
-    first_visit_of,
-    first_work,
-    next_work,
-    rotated_row,
-)
+from fused_rope_attn.attention.hopper import channels, forward_tiles, masks
 from fused_rope_attn.attention.hopper.shapes import ROWS
-from fused_rope_attn.kernels.records import record
+from fused_rope_attn.kernels import rotation as rotary
+from fused_rope_attn.kernels.norm import Norm
+from fused_rope_attn.kernels.ptxas import opaque
+from fused_rope_attn.kernels.records import record, replace
 from fused_rope_attn.kernels.schedule import wait_for_previous_launch
-from fused_rope_attn.runtime.triton_compat import gl, jit
+from fused_rope_attn.kernels.tiles import RowFormat, Rows, TensorView, prefetch_rows, rows_at, rows_from
+from fused_rope_attn.runtime.triton_compat import barrier, fence_async_shared, gl, jit, tma_store, tma_store_wait
 
 
 @record
@@ -22,124 +19,304 @@ class Loader:
     q_desc: gl.tensor | None  # queries that have been rotated; None: other warps rotate them
     k_desc: gl.tensor  # rotated keys
     v_desc: gl.tensor
-    arrival: gl.tensor | None  # the mbarrier of ``load_existing_rows``; None: keys end where the tensor does
-    PDL: gl.constexpr  # programmatic dependent launch
     # Rotated columns of queries (B, HQ, NQ, R) and keys (B, 1, NK, R) in multi-head latent attention; None in others.
-    q_rope_desc: gl.tensor | None = None
-    k_rope_desc: gl.tensor | None = None
+    q_rope_desc: gl.tensor | None
+    k_rope_desc: gl.tensor | None
+    # Their channels. ``keys`` and ``values`` take a step for each block; queries are None if other warps rotate them.
+    queries: channels.Channel | None
+    keys: channels.Channel
+    values: channels.Channel
+    arrival: gl.tensor | None  # the mbarrier of ``load_existing_rows``; None: keys end where the tensor does
+    intervals: masks.IntervalMask | None
+    PDL: gl.constexpr  # programmatic dependent launch
 
 
 @jit
-def load_queries(loader, queries, tile, tile_step):
+def load_queries(loader, tile, tile_step):
     """Load a tile's rotated queries, for each warpgroup as soon as it has released its last ones."""
-    CONSUMERS: gl.constexpr = queries.full.shape[0]
+    CONSUMERS: gl.constexpr = loader.queries.full.shape[0]
     for warpgroup in gl.static_range(CONSUMERS):
-        own = queries.of_warpgroup(warpgroup)
+        own = loader.queries.of_warpgroup(warpgroup)
         cursor = own.at(tile_step)
         own.wait_empty(cursor)
-        row = rotated_row(tile) + warpgroup * ROWS
-        rope = rope_part(loader.q_rope_desc, tile.head, own, cursor)
-        load_rows(loader.q_desc, tile.batch, tile.head, row, own.tile(cursor), own.full_barrier(cursor), None, rope)
+        row = tile.rotated_row + warpgroup * ROWS
+        rope = channels.rope_part(loader.q_rope_desc, tile.head, own, cursor)
+        full = own.full_barrier(cursor)
+        channels.load_rows(loader.q_desc, tile.batch, tile.head, row, own.tile(cursor), full, None, rope)
 
 
 @jit
-def key_row(work, visit, BLOCK_N: gl.constexpr):
-    """Return the first row of the key block that a tile visits in step ``visit``, counted from its last block down.
-
-    With intervals visit is a word of ``visits_kernel``.
-    """
-    if work.visits_ptr is None:
-        row = (work.tile.bounds.last_block - visit) * BLOCK_N
-    else:
-        row = (visit >> 3) * BLOCK_N
-    if work.first_k is not None:
-        row += work.first_k
-    return row
-
-
-@jit
-def load_keys(loader, work, visit, count, keys, key_step, masks):
+def load_keys(loader, work, visit, num_blocks, key_step):
     """Load the keys of a ``key_row`` as soon as their slot is empty, and with intervals announce the visit.
 
-    count: the blocks that the tile visits.
+    num_blocks: the blocks that the tile visits.
     """
-    row = key_row(work, visit, keys.buffer.shape[3])
+    keys, intervals = loader.keys, loader.intervals
+    row = work.key_row(visit, keys.buffer.shape[3])
     cursor = keys.at(key_step)
     keys.wait_empty(cursor)
-    if masks.key_rows is not None:
-        masks.key_rows.announce(cursor, visit, count)
-    rope = rope_part(loader.k_rope_desc, 0, keys, cursor)
+    if intervals is not None:
+        intervals.announce(cursor, visit, num_blocks)
+    rope = channels.rope_part(loader.k_rope_desc, 0, keys, cursor)
     full = keys.full_barrier(cursor)
-    load_rows(loader.k_desc, work.tile.batch, work.head_kv, row, keys.tile(cursor), full, None, rope)
-    if masks.key_rows is not None:
-        masks.key_rows.prefetch(visit, work.tile.batch, keys.buffer.shape[3])
+    channels.load_rows(loader.k_desc, work.tile.batch, work.head_kv, row, keys.tile(cursor), full, None, rope)
+    if intervals is not None:
+        intervals.prefetch(visit, work.tile.batch, keys.buffer.shape[3])
 
 
 @jit
-def load(loader, schedule, masks, tiles, queries, keys, values):
-    """Announce tiles, and load the key and value blocks that they visit, the last one first; one warp's work.
-
-    keys and values: their channels, which take a step for each block. queries: the channel of rotated queries, or None
-    if other warps rotate them.
-    """
-    IS_PACKED: gl.constexpr = tiles.IS_PACKED
-    if IS_PACKED:
+def load(loader, schedule, tiles):
+    """Announce tiles, and load the key and value blocks that they visit, the last one first; one warp's work."""
+    intervals, values = loader.intervals, loader.values
+    if schedule.IS_PACKED:
         # The pre-pass has described the tiles.
         wait_for_previous_launch(loader.PDL)
-    work = first_work(schedule, masks)
-    announce_tile(tiles, 0, work.tile)
+    work = forward_tiles.first_work(schedule)
+    forward_tiles.announce_tile(tiles, 0, work.tile)
     # The pre-pass writes the counter and the keys. The warps that rotate queries need neither, and have begun.
     wait_for_previous_launch(loader.PDL)
     tile_step = 0  # the tile that was announced last, which is the one after the tile that is being loaded
     key_step = 0
     arrivals = 0
-    first_visit, count = first_visit_of(work)
+    first_visit, following_blocks = work.first_visit()
     while work.tile.num_blocks > 0:
         tile = work.tile
-        first_row, last_row = tile.bounds.first_key, tile.bounds.num_keys
+        first_row, last_row = tile.first_key, tile.num_keys
         if work.first_k is not None:
             first_row += work.first_k
             last_row += work.first_k
         # Before the next tile is announced, because the warps that multiply wait for a tile's first keys and queries,
         # and the announcement takes a round trip to the counter in global memory and divisions.
-        visit, num_blocks = first_visit, count
-        load_keys(loader, work, visit, num_blocks, keys, key_step, masks)
-        if queries is not None:
+        visit, num_blocks = first_visit, following_blocks
+        load_keys(loader, work, visit, num_blocks, key_step)
+        if loader.queries is not None:
             # After the first keys, because their slot is free earlier than the queries' memory.
-            load_queries(loader, queries, tile, tile_step)
+            load_queries(loader, tile, tile_step)
         tile_step += 1
-        following = next_work(schedule, masks, work)
-        announce_tile(tiles, tile_step, following.tile)
+        following = forward_tiles.next_work(schedule, work)
+        forward_tiles.announce_tile(tiles, tile_step, following.tile)
         # Early, because they take a round trip to memory.
-        first_visit, count = first_visit_of(following)
+        first_visit, following_blocks = following.first_visit()
         for step in range(num_blocks):
-            if masks.key_rows is None:
+            if intervals is None:
                 visit = step
             if step > 0:
-                load_keys(loader, work, visit, num_blocks, keys, key_step, masks)
-            if masks.key_rows is not None:
+                load_keys(loader, work, visit, num_blocks, key_step)
+            if intervals is not None:
                 # Early, because a load takes as long as half a block's products.
                 next_visit = gl.load(work.visits_ptr + gl.minimum(step + 1, num_blocks - 1))
-            row = key_row(work, visit, schedule.BLOCK_N)
-            at_values = values.at(key_step)
-            values.wait_empty(at_values)
-            v_tile, v_full = values.tile(at_values), values.full_barrier(at_values)
-            if masks.key_rows is not None:
-                # Zero the V rows of keys that no row sees, for the same reason as below.
+            row = work.key_row(visit, schedule.BLOCK_N)
+            cursor = values.at(key_step)
+            values.wait_empty(cursor)
+            v_tile, v_full = values.tile(cursor), values.full_barrier(cursor)
+            desc, arrival = loader.v_desc, loader.arrival
+            # Zero out-of-range V rows: their weight is 0, but 0 * NaN is NaN. Scores of such keys are masked.
+            if intervals is not None:
                 words_ptr, is_hidden = work.hidden_ptr + (visit >> 3) * (schedule.BLOCK_N // 32), (visit & 4) != 0
-                desc, arrival = loader.v_desc, loader.arrival
-                arrivals = load_seen_rows(
+                arrivals = channels.load_seen_rows(
                     desc, tile.batch, work.head_kv, row, v_tile, v_full, words_ptr, is_hidden, arrival, arrivals
                 )
-            elif tiles.HAS_BOUNDS:
-                # Zero out-of-range V rows: their weight is 0, but 0 * NaN is NaN. Scores of such keys are masked.
-                desc, arrival = loader.v_desc, loader.arrival
-                arrivals = load_existing_rows(
+            elif arrival is not None:
+                arrivals = channels.load_existing_rows(
                     desc, tile.batch, work.head_kv, row, v_tile, v_full, first_row, last_row, arrival, arrivals
                 )
             else:
-                load_rows(loader.v_desc, tile.batch, work.head_kv, row, v_tile, v_full)
+                channels.load_rows(desc, tile.batch, work.head_kv, row, v_tile, v_full)
             key_step += 1
-            if masks.key_rows is not None:
+            if intervals is not None:
                 visit = next_visit
         work = following
+
+
+@record
+class QuerySource:
+    """The queries that the caller gave, (B, HQ, NQ, D), and how they are normed and rotated."""
+
+    view: TensorView
+    tables: rotary.RotaryTables
+    norm: Norm | None
+    sign: gl.tensor  # 1 or -1, the sign of softmax_scale
+    TOKEN_TABLES: gl.constexpr  # row t of the tables belongs to packed token t
+    format: RowFormat
+    position_limit: gl.tensor | None = None  # positions that the tables have; None: at least as many as there are keys
+    starts_ptr: gl.tensor | None = None  # kv_starts (B,) int32 if positions are counted from there
+    saved_desc: gl.tensor | None = None  # the tensor that saves rotated queries, in blocks of ROWS rows
+
+
+@record
+class TileQueries:
+    """The queries of a tile as the caller gave them, and what norms and rotates them."""
+
+    tile: forward_tiles.QueryTile
+    rows: Rows  # of the tile's head
+    rotation: rotary.Rotation
+    sign: gl.tensor
+    weights: gl.tuple | None  # the norm's
+    layouts: rotary.PairLayouts
+    BLOCK_D: gl.constexpr
+
+    @jit
+    def rotated(self, start, COUNT: gl.constexpr):
+        """Return COUNT rows from ``start`` on, normed and rotated, in pair order (COUNT, BLOCK_D)."""
+        PAIRS: gl.constexpr = self.layouts.PAIRS
+        offs = gl.arange(0, COUNT, gl.SliceLayout(1, PAIRS))
+        rows, position = rows_from(self.rows, start), forward_tiles.query_position(self.tile, start)
+        first, second = rotary.load_pairs(rows, offs, self.rotation, self.layouts)
+        cos, sin = rotary.load_angles(self.rotation, offs + position, self.BLOCK_D, PAIRS)
+        first, second = rotary.norm_and_rotate(first, second, cos, sin, self.sign, self.rotation, self.weights, PAIRS)
+        return rotary.pack_pairs(first, second)
+
+
+@jit
+def pair_layouts(BLOCK_D: gl.constexpr):
+    """Return the ``PairLayouts`` in which four warps hold rows: eight pairs a thread."""
+    PAIRS: gl.constexpr = gl.BlockedLayout([1, 8], [512 // BLOCK_D, BLOCK_D // 16], [4, 1], [1, 0])
+    WHOLE: gl.constexpr = gl.BlockedLayout([1, 16], [512 // BLOCK_D, BLOCK_D // 16], [4, 1], [1, 0])
+    return rotary.PairLayouts(PAIRS, WHOLE)
+
+
+@jit
+def tile_queries(source, tile, weights, BLOCK_D: gl.constexpr):
+    """Return the ``TileQueries`` of a tile; weights: the norm's, or None."""
+    batch = tile.batch.to(gl.int64)
+    num_positions = tile.num_keys if source.position_limit is None else source.position_limit
+    rotation = rotary.head_rotation(source.tables, batch, num_positions, source.norm)
+    if source.starts_ptr is not None:
+        start = gl.maximum(0, gl.load(source.starts_ptr + tile.batch))
+        rotation = rotary.rotation_from(rotation, start)
+        if source.position_limit is not None:
+            rotation = replace(rotation, num_positions=num_positions - start)
+    if source.TOKEN_TABLES:
+        # The sequence has as many queries as keys.
+        rotation = rotary.rotation_from(rotation, tile.query_end - num_positions)
+    strides = source.view.strides
+    ptr = source.view.ptr + batch * strides[0] + tile.head.to(gl.int64) * strides[1]
+    rows = rows_at(ptr, strides, tile.query_end, source.format)
+    return TileQueries(tile, rows, rotation, source.sign, weights, pair_layouts(BLOCK_D), BLOCK_D)
+
+
+@jit
+def save_queries(source, tile, row, rotated):
+    """Begin to save the tile's queries from ``row`` on, rotated in shared memory (ROWS, BLOCK_D), fenced for the TMA.
+
+    They are not saved if there are none, because the tile's queries end before.
+    """
+    BLOCK_D: gl.constexpr = rotated.shape[1]
+    # A packed sequence has whole blocks of ROWS to itself, and the next sequence follows.
+    if row < tile.query_end:
+        saved_row = tile.rotated_row + row - tile.start_m
+        tma_store(source.saved_desc, [tile.batch, tile.head, saved_row, 0], rotated.reshape((1, 1, ROWS, BLOCK_D)))
+
+
+@jit
+def rotate_first_queries(source, tile, queries, row):
+    """Rotate the ROWS queries from ``row`` on of a block's first tile, for the warpgroup that calls this and attends.
+
+    It has no other work yet, and registers for all of its rows at once, so that their loads take one round trip to
+    memory. ``rotate_queries`` begins with the second tile. queries: the warpgroup's channel; its first slot gets the
+    rotated queries. If they are saved, the TMA may still read that slot when the function returns.
+    """
+    BLOCK_D: gl.constexpr = queries.buffer.shape[2]
+    weights = None
+    if source.norm is not None:
+        weights = rotary.pair_norm_weights(source.norm, source.tables, BLOCK_D, pair_layouts(BLOCK_D).PAIRS)
+    q = tile_queries(source, tile, weights, BLOCK_D).rotated(row, ROWS)
+    rotated = queries.tile(queries.at(0))
+    rotated.store(q.to(queries.buffer.dtype))
+    fence_async_shared()
+    barrier()
+    if source.saved_desc is not None:
+        save_queries(source, tile, row, rotated)
+
+
+@jit
+def rotate_queries(tiles, queries, source):
+    """Rotate the query rows of each tile into shared memory, and save them if asked to; a warpgroup's work.
+
+    The first tile's are left to ``rotate_first_queries``.
+    """
+    BLOCK_D: gl.constexpr = queries.buffer.shape[2]
+    LINES: gl.constexpr = gl.BlockedLayout([1, BLOCK_D // 64], [32, 1], [4, 1], [1, 0])
+    # Four warps rotate so many rows at a time, eight pairs a thread.
+    CHUNK: gl.constexpr = 2048 // BLOCK_D
+    weights = None
+    if source.norm is not None:
+        weights = rotary.pair_norm_weights(source.norm, source.tables, BLOCK_D, pair_layouts(BLOCK_D).PAIRS)
+    tile_step = 0
+    tile = forward_tiles.next_tile(tiles, tile_step)
+    while tile.num_blocks > 0:
+        at_queries = queries.at(tile_step)
+        if tile_step > 0:
+            given = tile_queries(source, tile, weights, BLOCK_D)
+            # Rotation takes longer than a tile of few key blocks, and waits for memory most of the time.
+            prefetch_rows(given.rows, tile.start_m, tile.query_end, queries.TILES * ROWS, LINES)
+            queries.wait_empty(at_queries)
+            if source.saved_desc is not None:
+                # Until the stores of the last tile, and so those from this buffer, have read it.
+                tma_store_wait(0)
+                barrier()
+            for warpgroup in gl.static_range(queries.TILES):
+                for chunk in gl.static_range(ROWS // CHUNK):
+                    # These warps lack registers for the addresses of all rows at once.
+                    q = given.rotated(opaque(tile.start_m) + warpgroup * ROWS + chunk * CHUNK, CHUNK)
+                    # Do not load further chunks early: registers suffice for one, and with the norm's weights for none.
+                    if warpgroup + chunk > 0 or weights is not None:
+                        barrier()
+                    rotated = queries.of_warpgroup(warpgroup).tile(at_queries).slice(chunk * CHUNK, CHUNK, dim=0)
+                    rotated.store(q.to(queries.buffer.dtype))
+            fence_async_shared()
+            if source.saved_desc is not None:
+                barrier()
+                for warpgroup in gl.static_range(queries.TILES):
+                    rotated = queries.of_warpgroup(warpgroup).tile(at_queries)
+                    save_queries(source, tile, tile.start_m + warpgroup * ROWS, rotated)
+        queries.fill(at_queries)
+        tile_step += 1
+        tile = forward_tiles.next_tile(tiles, tile_step)
+    if source.saved_desc is not None:
+        tma_store_wait(0)
+
+
+@jit
+def rotate_rope(tiles, queries, source):
+    """Rotate q_rope of each tile into shared memory, and save it if asked to; a warpgroup's work.
+
+    Each warpgroup that attends has one slot, ``queries.rope``, next to the columns that the loading warp loads. Its
+    rows are rotated in registers before the slot is empty.
+    """
+    BLOCK_D: gl.constexpr = queries.rope.shape[4]
+    CONSUMERS: gl.constexpr = queries.full.shape[0]
+    LINES: gl.constexpr = gl.BlockedLayout([1, 1], [32, 1], [4, 1], [1, 0])
+    CHUNK: gl.constexpr = 2048 // BLOCK_D
+    tile_step = 0
+    tile = forward_tiles.next_tile(tiles, tile_step)
+    while tile.num_blocks > 0:
+        given = tile_queries(source, tile, None, BLOCK_D)
+        prefetch_rows(given.rows, tile.start_m, tile.query_end, CONSUMERS * ROWS, LINES)
+        for warpgroup in gl.static_range(CONSUMERS):
+            chunks = ()
+            for chunk in gl.static_range(ROWS // CHUNK):
+                # These warps lack registers for the addresses of all rows at once, and for angles of two chunks.
+                if chunk > 0:
+                    barrier()
+                q = given.rotated(opaque(tile.start_m) + warpgroup * ROWS + chunk * CHUNK, CHUNK)
+                chunks = chunks + (q.to(queries.rope.dtype),)
+            own = queries.of_warpgroup(warpgroup)
+            cursor = own.at(tile_step)
+            own.wait_empty(cursor)
+            if source.saved_desc is not None and warpgroup == 0:
+                # Until the stores of the last tile have read the slots.
+                tma_store_wait(0)
+                barrier()
+            rotated = own.rope.index(cursor.slot).reshape((ROWS, BLOCK_D))
+            for chunk in gl.static_range(ROWS // CHUNK):
+                rotated.slice(chunk * CHUNK, CHUNK, dim=0).store(chunks[chunk])
+            fence_async_shared()
+            if source.saved_desc is not None:
+                barrier()
+                save_queries(source, tile, tile.start_m + warpgroup * ROWS, rotated)
+            own.fill(cursor)
+        tile_step += 1
+        tile = forward_tiles.next_tile(tiles, tile_step)
+    if source.saved_desc is not None:
+        tma_store_wait(0)

@@ -1,3 +1,4 @@
+# mypy: disable-error-code="attr-defined, arg-type"
 """Launches of the sm_90 backward pass of multi-head latent attention."""
 
 from __future__ import annotations
@@ -5,26 +6,14 @@ from __future__ import annotations
 import torch
 import triton
 
-from fused_rope_attn.attention.arguments import (
-    padded_rows,
-    result_strides,
-    shared_arguments,
-    shared_tensors,
-)
-from fused_rope_attn.attention.configs import HopperBackwardConfig
-from fused_rope_attn.attention.hopper.backward_kernel import backward_kernel
-from fused_rope_attn.attention.hopper.intervals import NO_VISIBLE_ROWS
-from fused_rope_attn.attention.hopper.latent_queries import latent_dq_kernel
-from fused_rope_attn.attention.hopper.shapes import BACKWARD_BLOCK_M as BLOCK_M
-from fused_rope_attn.attention.hopper.shapes import BACKWARD_BLOCK_N, CONSUMERS, KEYS, ROWS, is_aligned
-from fused_rope_attn.attention.portable.backward_kernels import sum_heads_kernel
-from fused_rope_attn.attention.prepass import Rotate
-from fused_rope_attn.attention.preprocess_kernel import preprocess_kernel
+from fused_rope_attn.attention import arguments as call_arguments
+from fused_rope_attn.attention import configs, prepass, preprocess_kernel
+from fused_rope_attn.attention.hopper import backward_block, backward_kernel, latent_kernels, shapes
+from fused_rope_attn.attention.portable import backward_kernels
 from fused_rope_attn.attention.problem import Gradients, Problem, split_outputs
-from fused_rope_attn.kernels.arguments import heads_per_section, tile_count
-from fused_rope_attn.runtime import device
-from fused_rope_attn.runtime.launch import Launch, Source
-from fused_rope_attn.runtime.layouts import block_d, contiguous_strides, is_long, output_strides
+from fused_rope_attn.kernels import arguments as sizes
+from fused_rope_attn.kernels.tiles import RowFormat
+from fused_rope_attn.runtime import device, launch, layouts
 from fused_rope_attn.runtime.triton_compat import gl
 
 # Keys of a block of the kernel that makes dQ, and blocks of K and V in flight there.
@@ -40,36 +29,41 @@ class LatentBackwardCall:
     launch that rotates its one head also describes tiles, and runs concurrently with the row statistics.
     """
 
-    def __init__(self, problem: Problem, tensors: tuple, config: HopperBackwardConfig, is_rotated: bool = False):
+    def __init__(
+        self, problem: Problem, tensors: tuple, config: configs.HopperBackwardConfig, is_rotated: bool = False
+    ):
         do, o, _, *of_forward = tensors
         given, outputs = split_outputs(of_forward, 3)
         q, k, v, q_nope, k_nope = given.q, given.k, given.v, given.q_nope, given.k_nope
+        self.problem = problem
         batch, heads, len_q, len_k = problem.batch, problem.heads_q, problem.len_q, problem.len_k
         sequences, rope, columns = problem.sequences, problem.head_dim, q_nope.shape[3]
         rows = (q, k, v, q_nope, k_nope)
         # A rotated q is contiguous: dq has the memory order of q_nope.
-        own = [output_strides(q_nope, rope), *(output_strides(x) for x in rows[1:])]
-        self.strides = result_strides((*outputs, None, None), own)
+        own = [layouts.output_strides(q_nope, rope), *(layouts.output_strides(x) for x in rows[1:])]
+        self.strides = call_arguments.result_strides((*outputs, None, None), own)
         dq_strides, dk_strides, dv_strides, dq_nope_strides, dk_nope_strides = self.strides
         self.empty = batch * len_q * len_k == 0
         if self.empty:
             return
-        pitch = padded_rows(len_q, sequences)
+        pitch = call_arguments.padded_rows(len_q, sequences)
         self.stats_size = 2 * batch * heads * pitch
         self.parts_shape = (batch, heads, len_k, rope)
-        parts_strides = contiguous_strides(self.parts_shape)
-        shared = shared_arguments(problem, given.cos, given.sin) | {
+        parts_strides = layouts.contiguous_strides(self.parts_shape)
+        shared = call_arguments.shared_arguments(problem, given.cos, given.sin) | {
             "pitch": pitch,
             "stats_size": self.stats_size // 2,
-            "USE_INT64_OFFSETS": is_long(*(x.stride() for x in (*rows, o, do)), *self.strides, parts_strides),
+            "USE_INT64_OFFSETS": layouts.is_long(*(x.stride() for x in (*rows, o, do)), *self.strides, parts_strides),
             "PDL": config.pdl,
         }
         pdl = {"launch_pdl": True} if config.pdl else {}
-        block_m, block = CONSUMERS.value * ROWS.value, config.rotate_rows
-        self.rotate_queries = None if is_rotated else Rotate("q", given, problem, shared, config)
-        self.rotate_keys = Rotate("k", given, problem, shared, config, counter=True, tile_rows=block_m, overlaps=True)
-        self.preprocess = Launch(
-            preprocess_kernel,
+        block_m, block = shapes.CONSUMERS.value * shapes.ROWS.value, config.rotate_rows
+        self.rotate_queries = None if is_rotated else prepass.Rotate("q", given, problem, shared, config)
+        self.rotate_keys = prepass.Rotate(
+            "k", given, problem, shared, config, counter=True, tile_rows=block_m, overlaps=True
+        )
+        self.preprocess = launch.Launch(
+            preprocess_kernel.preprocess_kernel,
             batch * triton.cdiv(pitch, block) * triton.cdiv(heads, config.rotate_heads),
             {"num_warps": 4},
             shared,
@@ -86,67 +80,65 @@ class LatentBackwardCall:
             ROTATE=False,
             PROGRESS_ROWS=0,
             COLUMNS=0,
-            PAD_TO=BLOCK_M.value if problem.is_packed else 0,
+            PAD_TO=shapes.BACKWARD_BLOCK_M.value if problem.is_packed else 0,
             num_counters=None,
         )
         element = gl.bfloat16 if q.dtype is torch.bfloat16 else gl.float16
 
-        def source(x: torch.Tensor, length: int) -> Source:
+        def source(x: torch.Tensor, length: int) -> launch.Source:
             tile = [1, 1, length, x.shape[3]]
-            return Source(x, tile, gl.NVMMASharedLayout.get_default_for(tile, element))
+            return launch.Source(x, tile, gl.NVMMASharedLayout.get_default_for(tile, element))
 
         q_rot, k_rot = (x.new_empty(x.shape) for x in (q, k))
         # All tiles of queries have 64 rows.
-        self.query_sources = [source(x, BLOCK_M.value) for x in (q_nope, q_rot, do)]
+        self.query_sources = [source(x, shapes.BACKWARD_BLOCK_M.value) for x in (q_nope, q_rot, do)]
         self.key_sources = [
-            [source(x, length) for x in (k_nope, k_rot, v)] for length in (BACKWARD_BLOCK_N.value, DQ_BLOCK_N)
+            [source(x, length) for x in (k_nope, k_rot, v)] for length in (shapes.BACKWARD_BLOCK_N.value, DQ_BLOCK_N)
         ]
         stats = torch.empty(self.stats_size, dtype=torch.float32, device=v.device)
-        self.stats_source = Source(stats, [BLOCK_M.value], gl.NVMMASharedLayout(0, 32, rank=1))
+        self.stats_source = launch.Source(stats, [shapes.BACKWARD_BLOCK_M.value], gl.NVMMASharedLayout(0, 32, rank=1))
         num_heads, row_bytes = batch * heads, q.element_size() * (problem.score_dim + problem.value_dim)
+        window_left, window_right = shared["window"]
         left = problem.window_left
-        self.keys = Launch(
-            backward_kernel,
-            tile_count(len_k, sequences, BACKWARD_BLOCK_N.value) * num_heads,
+        self.has_keys_before_window = left is not None and len_k - len_q > left
+        self.keys = launch.Launch(
+            backward_kernel.backward_kernel,
+            sizes.tile_count(len_k, sequences, shapes.BACKWARD_BLOCK_N.value) * num_heads,
             {"num_warps": 4, **pdl},
-            shared,
-            dk_strides=dk_nope_strides,
-            dv_strides=dv_strides,
-            dk_parts_strides=parts_strides,
-            raw_k_strides=None,
-            num_blocks=None,
-            num_heads=num_heads,
-            heads_per_section=heads_per_section(num_heads, 1, row_bytes * problem.longest(len_q), config.section_bytes),
-            group_parts=None,
-            most_overlapping=None,
-            D=columns,
-            BLOCK_D=block_d(columns),
-            Q_STAGES=config.q_stages,
-            DO_STAGES=config.do_stages,
-            HAS_KEYS_BEFORE_WINDOW=left is not None and len_k - len_q > left,
-            IS_ALIGNED=config.skips_masked_half and is_aligned(problem, block_m, BACKWARD_BLOCK_N.value),
-            DS_LAYOUT=gl.NVMMASharedLayout.get_default_for([KEYS.value, BLOCK_M.value], element),
+            GROUP_SIZE=1,
+            pitch=pitch,
+            stats_size=self.stats_size // 2,
+            num_sequences=sequences,
+            heads_per_section=sizes.heads_per_section(
+                num_heads, 1, row_bytes * problem.longest(len_q), config.section_bytes
+            ),
+            window_left=window_left,
+            window_right=window_right,
+            stages=backward_kernel.BackwardStages.host(config.q_stages, config.do_stages, config.pdl),
         )
-        tiles = tile_count(len_q, sequences, block_m)
-        self.queries = Launch(
-            latent_dq_kernel,
+        self.format = RowFormat.host(columns, layouts.block_d(columns), shared["USE_INT64_OFFSETS"])
+        tiles = sizes.tile_count(len_q, sequences, block_m)
+        self.queries = launch.Launch(
+            latent_kernels.latent_dq_kernel,
             min(tiles * num_heads, device.num_sms(q.device)),
             {"num_warps": 4, **pdl},
             shared,
             dq_strides=dq_strides,
             dq_nope_strides=dq_nope_strides,
-            num_tiles=tiles * num_heads,
             num_heads=num_heads,
-            heads_per_section=heads_per_section(num_heads, 1, row_bytes * problem.longest(len_k), config.section_bytes),
-            tiles_per_head=tiles if problem.is_packed else None,
+            heads_per_section=sizes.heads_per_section(
+                num_heads, 1, row_bytes * problem.longest(len_k), config.section_bytes
+            ),
+            tiles_per_head=tiles,
+            IS_PACKED=problem.is_packed,
             D=columns,
             BLOCK_N=DQ_BLOCK_N,
             K_STAGES=DQ_K_STAGES,
             V_STAGES=DQ_V_STAGES,
         )
-        self.sum_heads = Launch(
-            sum_heads_kernel,
-            tile_count(len_k, sequences, SUM_ROWS) * batch,
+        self.sum_heads = launch.Launch(
+            backward_kernels.sum_heads_kernel,
+            sizes.tile_count(len_k, sequences, SUM_ROWS) * batch,
             {"num_warps": 4},
             shared,
             parts_strides=parts_strides,
@@ -176,14 +168,12 @@ class LatentBackwardCall:
         counter = torch.empty(self.rotate_keys.counter_size, dtype=torch.int32, device=where)
         stream = device.current_stream(where)
         q_rot = tensors.q if self.rotate_queries is None else self.rotate_queries(stream, tensors)
-        given = shared_tensors(
+        given = call_arguments.shared_tensors(
             tensors,
             stats_ptr=stats,
             counter_ptr=counter,
             dq_ptr=dq,
             dq_nope_ptr=dq_nope,
-            dv_ptr=dv,
-            dk_parts_ptr=parts,
         )
         unused = dict.fromkeys(("accumulator_ptr", "progress_ptr", "counters_ptr"))
         unused |= dict.fromkeys(("q_ptr", "q_rot_ptr", "k_ptr", "k_rot_ptr"))
@@ -197,13 +187,32 @@ class LatentBackwardCall:
         )
         self.keys(
             stream,
-            given,
             **of_queries,
             **of_keys,
             stats_desc=self.stats_source(stats),
-            dk_ptr=dk_nope,
-            **dict.fromkeys(("dq_accumulator", "progress_ptr", "raw_k_ptr", "k_sums_ptr")),
-            **NO_VISIBLE_ROWS,
+            dq_accumulator=None,
+            call_masks=backward_kernel.BackwardMasks.host(
+                tensors.kv_starts,
+                tensors.kv_lens,
+                tensors.cu_seqlens_q,
+                tensors.cu_seqlens_k,
+                None,
+                None,
+                None,
+                READS_LENGTHS=self.problem.reads_lengths,
+                HAS_KEYS_BEFORE_WINDOW=self.has_keys_before_window,
+            ),
+            gradients=backward_block.KeyGradients.host(
+                dk=call_arguments.view(dk_nope),
+                dv=call_arguments.view(dv),
+                dk_parts=call_arguments.view(parts),
+                tables=call_arguments.tables_of(self.problem, tensors),
+                key_norm=None,
+                format=self.format,
+                TOKEN_TABLES=self.problem.token_tables,
+            ),
+            programs=backward_kernel.Programs.host(None, None, None),
+            scale=call_arguments.scale_of(self.problem),
         )
         self.queries(stream, given, **of_queries, **of_key_blocks)
         self.sum_heads(stream, given, parts_ptr=parts, dk_ptr=dk)

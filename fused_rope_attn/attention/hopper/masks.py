@@ -2,42 +2,141 @@
 """Masks of the sm_90 kernels in registers, in the layout of a tensor core's results.
 
 ``kernels.masks`` says which blocks a kernel visits and which of them need a mask, as for the portable kernels.
+
+A forward call has one of three masks: ``AlignedMask``, ``PositionMask`` or ``IntervalMask``. Warps that multiply ask
+each of them the same: ``visit`` for the block in a slot of K, ``counted`` for the tile with the number of its blocks,
+``row_number`` for how the mask counts query rows, and ``hide`` for scores with -inf where a row must not see a key.
 """
 
-from fused_rope_attn.attention.hopper.forward_tiles import tile_bounds
-from fused_rope_attn.attention.hopper.shapes import BACKWARD_BLOCK_M, KEYS, WARPGROUP_WARPS
+from fused_rope_attn.attention.hopper import shapes
+from fused_rope_attn.attention.hopper.forward_tiles import query_position
 from fused_rope_attn.kernels.masks import Window, checks_positions
 from fused_rope_attn.kernels.records import record, replace
 from fused_rope_attn.runtime.triton_compat import barrier, gl, jit
 
 
+@jit
+def hide_keys(scores, limit, columns, UPPER: gl.constexpr, SEEN: gl.constexpr = 0):
+    """Return scores with -inf in columns past ``limit`` (rows,), or if not UPPER in columns before it.
+
+    A score costs one comparison, because the limit is counted from the thread's first column, so that its other columns
+    are constants. Columns before SEEN are past no limit and cost none.
+    """
+    thread = columns & 6
+    others = (columns & ~6)[None, :]
+    bound = limit[:, None] - thread[None, :]
+    if UPPER:
+        return gl.where((others < SEEN) | (others <= bound), scores, float("-inf"))
+    else:
+        return gl.where(others >= bound, scores, float("-inf"))
+
+
 @record
 class Visit:
-    """A block of keys that a tile visits, in calls with intervals."""
+    """A block of keys that a tile visits."""
 
-    word: gl.tensor  # as ``visits_kernel`` writes it
-    count: gl.tensor  # the blocks that the tile visits
+    number: gl.tensor  # how many blocks the tile has visited before; with intervals a word of ``visits_kernel``
+    num_blocks: gl.tensor | None  # with intervals: the blocks that the tile visits
 
 
 @record
-class KeyRows:
+class AlignedMask:
+    """The causal mask where ``is_aligned`` holds: it crosses the first block of a tile, and all others are seen whole.
+
+    The first warpgroup sees half of that block, and the second one the first half whole.
+    """
+
+    IS_ALIGNED: gl.constexpr = True
+
+    @jit
+    def visit(self, cursor, step, exists):
+        return Visit(step, num_blocks=None)
+
+    @jit
+    def counted(self, tile, visit):
+        return tile
+
+    @jit
+    def row_number(self, tile, row):
+        return query_position(tile, row)
+
+    @jit
+    def hide(self, scores, rows, columns, visit, tile, SEEN: gl.constexpr = None):
+        """Mask the first block of a tile, or its first half. Every row sees its first SEEN keys; None: other blocks.
+
+        The diagonal also hides the keys that do not exist, because they follow all queries.
+        """
+        if SEEN is None:
+            return scores
+        else:
+            return hide_keys(scores, rows - tile.last_block * (2 * shapes.ROWS), columns, UPPER=True, SEEN=SEEN)
+
+
+@record
+class PositionMask:
+    """The masks that follow from positions, as ``kernels.masks.visible`` defines them."""
+
+    window: Window
+    READS_LENGTHS: gl.constexpr  # as in ``kernels.masks.Mask``
+    HAS_STARTS: gl.constexpr  # whether a tile's first key does not follow from the window alone
+    IS_ALIGNED: gl.constexpr = False
+
+    @jit
+    def visit(self, cursor, step, exists):
+        return Visit(step, num_blocks=None)
+
+    @jit
+    def counted(self, tile, visit):
+        return tile
+
+    @jit
+    def row_number(self, tile, row):
+        return query_position(tile, row)
+
+    @jit
+    def hide(self, scores, rows, columns, visit, tile, SEEN: gl.constexpr = None):
+        """Mask a block. scores (rows, BLOCK_N) float32; rows (rows,) int32: positions; columns: 0 .. BLOCK_N.
+
+        The narrowest bound on each side of a row is found first, so that a score meets one comparison a side. A block
+        that is whole on one side skips that side.
+        """
+        start_n = (tile.last_block - visit.number) * scores.shape[1]
+        if visit.number < tile.upper_masked:
+            last = rows * 0 + (tile.num_keys - 1)
+            if self.window.right is not None:
+                last = gl.minimum(last, rows + self.window.right)
+            if checks_positions(self.READS_LENGTHS, self.window.right):
+                last = gl.where(rows >= 0, last, -1)
+            scores = hide_keys(scores, last - start_n, columns, UPPER=True)
+        if self.window.left is not None or self.HAS_STARTS:
+            if visit.number >= tile.lower_masked_from:
+                if self.window.left is None:
+                    least = rows * 0 + tile.first_key
+                else:
+                    least = rows - self.window.left
+                    if self.HAS_STARTS:
+                        least = gl.maximum(least, tile.first_key)
+                scores = hide_keys(scores, least - start_n, columns, UPPER=False)
+        return scores
+
+
+@record
+class IntervalMask:
     """The interval of query rows of each key, and how warps that multiply learn which block of keys they have."""
 
     ptr: gl.tensor  # (B, 2, num_keys) int32: the first row of each key, and the row after its last
     num_keys: gl.tensor  # whole blocks of keys
     # (2 * STAGES, 1) int32: the visit (``visits_kernel``) of each slot of K, and how many visits the tile has.
     words: gl.shared_memory_descriptor
+    IS_ALIGNED: gl.constexpr = False
 
     @jit
-    def announce(self, cursor, visit, count):
-        """Announce the block that the loading warp is about to load into a slot of K, which is empty.
-
-        visit: a word of ``visits_kernel``; count: the blocks of the tile.
-        """
+    def announce(self, cursor, visit, num_blocks):
+        """Announce the block that the loading warp is about to load into a slot of K, which is empty."""
         ONE_WARP: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
         STAGES: gl.constexpr = self.words.shape[0] // 2
         self.words.index(cursor.slot).store(gl.full([1], visit, gl.int32, ONE_WARP))
-        self.words.index(STAGES + cursor.slot).store(gl.full([1], count, gl.int32, ONE_WARP))
+        self.words.index(STAGES + cursor.slot).store(gl.full([1], num_blocks, gl.int32, ONE_WARP))
         barrier()
 
     @jit
@@ -59,111 +158,33 @@ class KeyRows:
             )
 
     @jit
-    def visit(self, cursor, exists):
+    def visit(self, cursor, step, exists):
         """Return the ``Visit`` of the block in a slot of K that is full; zeros unless it ``exists``."""
-        ONE_WARPGROUP: gl.constexpr = gl.BlockedLayout([1], [32], [WARPGROUP_WARPS], [0])
+        ONE_WARPGROUP: gl.constexpr = gl.BlockedLayout([1], [32], [shapes.WARPGROUP_WARPS], [0])
         STAGES: gl.constexpr = self.words.shape[0] // 2
         word = gl.max(self.words.index(cursor.slot).load(ONE_WARPGROUP), 0)
-        count = gl.max(self.words.index(STAGES + cursor.slot).load(ONE_WARPGROUP), 0)
-        return Visit(gl.where(exists, word, 0), gl.where(exists, count, 0))
+        num_blocks = gl.max(self.words.index(STAGES + cursor.slot).load(ONE_WARPGROUP), 0)
+        return Visit(gl.where(exists, word, 0), gl.where(exists, num_blocks, 0))
 
+    @jit
+    def counted(self, tile, visit):
+        return replace(tile, num_blocks=visit.num_blocks)
 
-@record
-class MaskOptions:
-    """The masks of a forward call, from which the mask of each tile follows."""
+    @jit
+    def row_number(self, tile, row):
+        return row
 
-    window: Window
-    READS_LENGTHS: gl.constexpr  # as in ``kernels.masks.Mask``
-    HAS_STARTS: gl.constexpr  # whether there are kv_starts
-    IS_ALIGNED: gl.constexpr  # as ``shapes.is_aligned``, for a tile and its first key block
-    key_rows: KeyRows | None = None  # in their place if the call has intervals
-
-
-@jit
-def hide_keys(scores, limit, columns, UPPER: gl.constexpr, SEEN: gl.constexpr = 0):
-    """Return scores with -inf in columns past ``limit`` (rows,), or if not UPPER in columns before it.
-
-    A score costs one comparison, because the limit is counted from the thread's first column, so that its other columns
-    are constants. Columns before SEEN are past no limit and cost none.
-    """
-    thread = columns & 6
-    others = (columns & ~6)[None, :]
-    bound = limit[:, None] - thread[None, :]
-    if UPPER:
-        return gl.where((others < SEEN) | (others <= bound), scores, float("-inf"))
-    else:
-        return gl.where(others >= bound, scores, float("-inf"))
-
-
-@jit
-def hide_by_rows(scores, rows, columns, visit, tile, key_rows):
-    """Return scores with -inf where ``rows`` (rows,) of q are outside a key's interval.
-
-    Compare on the sides that the visit names, one comparison a score and side.
-    """
-    if (visit & 3) != 0:
-        ptr = key_rows.ptr + tile.batch.to(gl.int64) * 2 * key_rows.num_keys + (visit >> 3) * scores.shape[1]
-        if (visit & 1) != 0:
-            scores = gl.where(rows[:, None] >= gl.load(ptr + columns)[None, :], scores, float("-inf"))
-        if (visit & 2) != 0:
-            end = gl.load(ptr + key_rows.num_keys + columns)
-            scores = gl.where(rows[:, None] < end[None, :], scores, float("-inf"))
-    return scores
-
-
-@jit
-def mask_diagonal(scores, positions, columns, tile, NK, BLOCK_N: gl.constexpr, SEEN: gl.constexpr):
-    """Mask as ``mask_scores`` does the first block of an aligned tile, or its first half.
-
-    Every row sees its first SEEN keys. The diagonal also hides the keys that do not exist, because they follow all
-    queries.
-    """
-    start_n = tile_bounds(tile, NK).last_block * BLOCK_N
-    return hide_keys(scores, positions - start_n, columns, UPPER=True, SEEN=SEEN)
-
-
-@jit
-def mask_scores(scores, positions, columns, visit, tile, masks, NK):
-    """Return scores with -inf where a query must not see a key, as ``kernels.masks.visible`` defines it.
-
-    scores (rows, BLOCK_N) float32 of the key block that the tile visits in step ``visit``; positions (rows,) int32 of
-    the queries; columns: 0 .. BLOCK_N.
-
-    The narrowest bound on each side of a row is found first, so that a score meets one comparison a side. A block that
-    is whole on one side skips that side. Without HAS_STARTS the tile's first key follows from ``left`` and need not be
-    compared.
-    """
-    bounds = tile_bounds(tile, NK)
-    start_n = (bounds.last_block - visit) * scores.shape[1]
-    if visit < tile.upper_masked:
-        last = positions * 0 + (bounds.num_keys - 1)
-        if masks.window.right is not None:
-            last = gl.minimum(last, positions + masks.window.right)
-        if checks_positions(masks.READS_LENGTHS, masks.window.right):
-            last = gl.where(positions >= 0, last, -1)
-        scores = hide_keys(scores, last - start_n, columns, UPPER=True)
-    if masks.window.left is not None or masks.HAS_STARTS:
-        if visit >= bounds.lower_masked_from:
-            if masks.window.left is None:
-                least = positions * 0 + bounds.first_key
-            else:
-                least = positions - masks.window.left
-                if masks.HAS_STARTS:
-                    least = gl.maximum(least, bounds.first_key)
-            scores = hide_keys(scores, least - start_n, columns, UPPER=False)
-    return scores
-
-
-@jit
-def mask_visit(scores, positions, columns, visit, tile, masks, NK):
-    """Mask a block as ``mask_scores`` does, or as ``hide_by_rows`` if the call has intervals.
-
-    With intervals positions are rows of q, and visit is a ``Visit``.
-    """
-    if masks.key_rows is None:
-        return mask_scores(scores, positions, columns, visit, tile, masks, NK)
-    else:
-        return hide_by_rows(scores, positions, columns, visit.word, tile, masks.key_rows)
+    @jit
+    def hide(self, scores, rows, columns, visit, tile, SEEN: gl.constexpr = None):
+        """Mask a block on the sides that the visit names, one comparison a score and side. rows (rows,) int32: of q."""
+        if (visit.number & 3) != 0:
+            ptr = self.ptr + tile.batch.to(gl.int64) * 2 * self.num_keys + (visit.number >> 3) * scores.shape[1]
+            if (visit.number & 1) != 0:
+                scores = gl.where(rows[:, None] >= gl.load(ptr + columns)[None, :], scores, float("-inf"))
+            if (visit.number & 2) != 0:
+                end = gl.load(ptr + self.num_keys + columns)
+                scores = gl.where(rows[:, None] < end[None, :], scores, float("-inf"))
+        return scores
 
 
 @record
@@ -195,7 +216,7 @@ def with_own_keys(mask, block):
         bounds = intervals.blocks_ptr + block
         all_first = gl.load(bounds + 2 * intervals.num_blocks)
         all_end = gl.load(bounds + 3 * intervals.num_blocks)
-        own = OwnKeys(intervals.rows_ptr + block * KEYS, intervals.num_blocks * KEYS, all_first, all_end)
+        own = OwnKeys(intervals.rows_ptr + block * shapes.KEYS, intervals.num_blocks * shapes.KEYS, all_first, all_end)
         return replace(mask, intervals=own)
 
 
@@ -248,17 +269,15 @@ def needs_mask(mask, diagonal, block, queries):
     diagonal: as in ``hide_pairs``.
     """
     if mask.intervals is not None:
-        return (diagonal < mask.intervals.all_first) | (diagonal + BACKWARD_BLOCK_M > mask.intervals.all_end)
-    elif queries.num_hidden is not None:
-        return (diagonal < KEYS - 1) | (queries.num_masked >= queries.count)
+        return (diagonal < mask.intervals.all_first) | (diagonal + shapes.BACKWARD_BLOCK_M > mask.intervals.all_end)
     elif mask.window.left is None:
         return block < queries.num_masked
     else:
         # With a window few blocks are whole, and each block's position says what these keys need.
-        upper = KEYS - 1
+        upper = shapes.KEYS - 1
         if mask.window.right is not None:
             upper -= mask.window.right
-        lower = mask.window.left - (BACKWARD_BLOCK_M - 1)
+        lower = mask.window.left - (shapes.BACKWARD_BLOCK_M - 1)
         needed = (diagonal > lower) | ((mask.window.right is not None) & (diagonal < upper))
         if queries.num_masked is not None:
             needed = needed | (queries.num_masked >= queries.count)

@@ -4,33 +4,12 @@
 import triton
 import triton.language as tl
 
-from fused_rope_attn.attention.hopper.shapes import BACKWARD_BLOCK_M as BLOCK_M
-from fused_rope_attn.attention.norm_gradient_kernel import (
-    SUMS,
-    WeightSums,
-    add_own_sums,
-    add_sums,
-    store_weight_sums,
-    zeros_like_ranges,
-)
-from fused_rope_attn.kernels.lengths import count_tiles, existing_keys, packed_partner, packed_tile, padded_row
-from fused_rope_attn.kernels.norm import Norm, unnorm_pairs
-from fused_rope_attn.kernels.rotation import (
-    PairLayouts,
-    RotaryTables,
-    head_rotation,
-    load_angles,
-    load_pairs,
-    pair_norm_weights,
-    rotate,
-    rotation_from,
-    store_pairs,
-    unpack_pairs,
-)
-from fused_rope_attn.kernels.schedule import wait_for_previous_launch, wait_until
-from fused_rope_attn.kernels.softmax import sink_gradient
-from fused_rope_attn.kernels.tiles import RowFormat, load_where, rows_at, tile_range
-from fused_rope_attn.runtime.device import is_interpreted
+from fused_rope_attn.attention import norm_gradient_kernel
+from fused_rope_attn.attention.hopper import shapes
+from fused_rope_attn.kernels import lengths, schedule, softmax, tiles
+from fused_rope_attn.kernels import norm as norms
+from fused_rope_attn.kernels import rotation as rotations
+from fused_rope_attn.runtime import device
 from fused_rope_attn.runtime.triton_compat import gl, jit
 
 
@@ -47,8 +26,8 @@ def panel_offsets(rows, columns, BLOCK_D: tl.constexpr):
     It is stored as panels of 8 columns, row after row, because a tensor core's results are 8 rows by 8 columns a
     register pair, two numbers a lane.
     """
-    row = (rows // BLOCK_M) * (BLOCK_M * BLOCK_D) + (rows % BLOCK_M) * 8
-    column = (columns // 8) * (8 * BLOCK_M) + columns % 8
+    row = (rows // shapes.BACKWARD_BLOCK_M) * (shapes.BACKWARD_BLOCK_M * BLOCK_D) + (rows % shapes.BACKWARD_BLOCK_M) * 8
+    column = (columns // 8) * (8 * shapes.BACKWARD_BLOCK_M) + columns % 8
     return row[:, None] + column[None, :]
 
 
@@ -61,20 +40,20 @@ def load_columns(words, mask, columns, COLUMNS: tl.constexpr):
             exists = exists & mask
         return tl.load(words, mask=exists, other=0.0)
     else:
-        return load_where(words, mask, 0.0)
+        return tiles.load_where(words, mask, 0.0)
 
 
 @triton.jit
 def rows_of_block(ptr, strides, batch, head, start, num_rows, format):
     """Return the num_rows ``Rows`` of a head (all int64) of a (B, H, N, D) tensor from row ``start`` on."""
-    return rows_at(ptr + batch * strides[0] + head * strides[1] + start * strides[2], strides, num_rows, format)
+    return tiles.rows_at(ptr + batch * strides[0] + head * strides[1] + start * strides[2], strides, num_rows, format)
 
 
 def postprocess_kernel(accumulator_ptr, progress_ptr, cos_ptr, sin_ptr, dq_ptr, stats_ptr, sinks_ptr, dsinks_ptr,
                        lens_ptr, cu_q_ptr, cu_k_ptr, norm_ptr, raw_q_ptr, sums_ptr, k_sums_ptr, parts_ptr,
                        counters_ptr, dq_norm_ptr, dk_norm_ptr, dq_strides, cos_strides, sin_strides, raw_q_strides,
-                       softmax_scale, norm_eps, norm_offset, HQ, HKV, GROUP_SIZE, NQ, pitch, NK, num_sequences,
-                       stats_size, key_blocks, k_sums, first_counter, HEADS: tl.constexpr, D: tl.constexpr,
+                       softmax_scale, norm_eps, norm_offset, HQ, NQ, pitch, NK, num_sequences,
+                       stats_size, k_sums, first_counter, HEADS: tl.constexpr, D: tl.constexpr,
                        R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, COLUMNS: tl.constexpr,
                        INTERLEAVED: tl.constexpr, USE_INT64_OFFSETS: tl.constexpr, PDL: tl.constexpr,
                        IN_PANELS: tl.constexpr, PAIRS: tl.constexpr, WHOLE: tl.constexpr, KEY_PARTS: tl.constexpr,
@@ -86,8 +65,7 @@ def postprocess_kernel(accumulator_ptr, progress_ptr, cos_ptr, sin_ptr, dq_ptr, 
     Grid: (row blocks * head chunks * B), row blocks as ``count_tiles`` counts them. Packed sequences are padded as for
     ``backward_kernel``.
 
-    With ``progress``, see backward_transfers.py, rows that no program began are zero. With ``key_blocks`` (None: none)
-    rows are written as soon as that many programs of their key head are done, concurrently with those of other heads.
+    With ``progress``, see ``backward_transfers.Progress``, rows that no program began are zero.
 
     With norms dq passes through the norm of q, with weights ``norm`` (D,), to the gradient of raw_q (B, HQ, NQ, D), q
     as the caller gave it. Each program writes its part of the weights' gradient, a row of sums (programs, D) float32,
@@ -100,23 +78,23 @@ def postprocess_kernel(accumulator_ptr, progress_ptr, cos_ptr, sin_ptr, dq_ptr, 
 
     PAIRS and WHOLE: the layouts of tiles of pairs and of whole rows, see ``load_pairs``; None: the compiler's choice.
     """
-    num_blocks = count_tiles(NQ, num_sequences, BLOCK_N)
+    num_blocks = lengths.count_tiles(NQ, num_sequences, BLOCK_N)
     num_chunks = tl.cdiv(HQ, HEADS)
     programs = tl.num_programs(0) - KEY_PARTS
-    num_batches = programs // (num_blocks * num_chunks)
     pid = tl.program_id(0)
     if norm_ptr is not None:
         counters_ptr += first_counter
-        if key_blocks is None:
-            # The last heads first, because the L2 still holds what the main kernel has written last.
-            pid = tl.num_programs(0) - 1 - pid
+        # The last heads first, because the L2 still holds what the main kernel has written last.
+        pid = tl.num_programs(0) - 1 - pid
         if pid >= programs:
-            wait_for_previous_launch(PDL)
-            own_parts = tl.cdiv(programs, SUMS)
+            schedule.wait_for_previous_launch(PDL)
+            own_parts = tl.cdiv(programs, norm_gradient_kernel.SUMS)
             parts_ptr += own_parts * D
             counters_ptr += 1 + own_parts
-            sums = WeightSums(k_sums_ptr, k_sums, parts_ptr, counters_ptr, dk_norm_ptr, D, BLOCK_D, WHOLE)
-            add_sums(sums, pid - programs, KEY_PARTS)
+            sums = norm_gradient_kernel.WeightSums(
+                k_sums_ptr, k_sums, parts_ptr, counters_ptr, dk_norm_ptr, D, BLOCK_D, WHOLE
+            )
+            norm_gradient_kernel.add_sums(sums, pid - programs, KEY_PARTS)
             return
     chunk = (pid // num_blocks) % num_chunks
     batch = (pid // (num_blocks * num_chunks)).to(tl.int64)
@@ -125,30 +103,33 @@ def postprocess_kernel(accumulator_ptr, progress_ptr, cos_ptr, sin_ptr, dq_ptr, 
     padded = 0
     if cu_q_ptr is not None:
         CU: tl.constexpr = None if PAIRS is None else gl.BlockedLayout([8], [32], [4], [0])
-        sequence, first_row, NQ, block = packed_tile(block, cu_q_ptr, cu_k_ptr, num_sequences, NQ, NK, BLOCK_N, CU)
-        first_k, NK = packed_partner(cu_k_ptr, sequence, num_sequences, NK)
-        padded = padded_row(first_row, sequence, BLOCK_M)
+        sequence, first_row, NQ, block = lengths.packed_tile(
+            block, cu_q_ptr, cu_k_ptr, num_sequences, NQ, NK, BLOCK_N, CU
+        )
+        first_k, NK = lengths.packed_partner(cu_k_ptr, sequence, num_sequences, NK)
+        padded = lengths.padded_row(first_row, sequence, shapes.BACKWARD_BLOCK_M)
     start = block * BLOCK_N
     start64 = tl.cast(first_row + start, tl.int64)
-    offs = tile_range(BLOCK_N, 0, PAIRS)
-    whole_offs = tile_range(BLOCK_N, 0, WHOLE)
+    offs = tiles.tile_range(BLOCK_N, 0, PAIRS)
+    whole_offs = tiles.tile_range(BLOCK_N, 0, WHOLE)
     staged = staged_rows(whole_offs)
-    NK = existing_keys(lens_ptr, batch, NK)
-    layouts = None if PAIRS is None else PairLayouts(PAIRS, WHOLE)
-    rotation = head_rotation(RotaryTables(cos_ptr, sin_ptr, cos_strides, sin_strides, R, INTERLEAVED), batch, NK)
+    NK = lengths.existing_keys(lens_ptr, batch, NK)
+    layouts = None if PAIRS is None else rotations.PairLayouts(PAIRS, WHOLE)
+    rotation = rotations.head_rotation(
+        rotations.RotaryTables(cos_ptr, sin_ptr, cos_strides, sin_strides, R, INTERLEAVED), batch, NK
+    )
     if TOKEN_TABLES:
-        rotation = rotation_from(rotation, first_k)
-    cos, sin = load_angles(rotation, offs + (start + NK - NQ), BLOCK_D, PAIRS)
-    columns = tile_range(BLOCK_D, 1, WHOLE)
+        rotation = rotations.rotation_from(rotation, first_k)
+    cos, sin = rotations.load_angles(rotation, offs + (start + NK - NQ), BLOCK_D, PAIRS)
+    columns = tiles.tile_range(BLOCK_D, 1, WHOLE)
     if norm_ptr is not None:
-        norm = Norm(weight_ptr=norm_ptr, eps=norm_eps, offset=norm_offset, D=D)
-        weight1, weight2 = pair_norm_weights(norm, rotation, BLOCK_D, PAIRS)
-        dweight1 = zeros_like_ranges(offs, tile_range(BLOCK_D // 2, 1, PAIRS))
+        norm = norms.Norm(weight_ptr=norm_ptr, eps=norm_eps, offset=norm_offset, D=D)
+        weight1, weight2 = rotations.pair_norm_weights(norm, rotation, BLOCK_D, PAIRS)
+        dweight1 = norm_gradient_kernel.zeros_like_ranges(offs, tiles.tile_range(BLOCK_D // 2, 1, PAIRS))
         dweight2 = dweight1
         # After the last query the accumulator is undefined.
         exists = (offs < NQ - start)[:, None]
-    if key_blocks is None:
-        wait_for_previous_launch(PDL)
+    schedule.wait_for_previous_launch(PDL)
     for head in range(chunk * HEADS, tl.minimum(chunk * HEADS + HEADS, HQ)):
         head64 = tl.cast(head, tl.int64)
         row = (batch * HQ + head64) * pitch + padded + start
@@ -157,51 +138,51 @@ def postprocess_kernel(accumulator_ptr, progress_ptr, cos_ptr, sin_ptr, dq_ptr, 
             words = accumulator_ptr + (row - start) * BLOCK_D + panel_offsets(start + whole_offs, columns, BLOCK_D)
         else:
             words = accumulator_ptr + row * COLUMNS + staged[:, None] * COLUMNS + columns[None, :]
-        row_format = RowFormat(D, BLOCK_D, USE_INT64_OFFSETS)
+        row_format = tiles.RowFormat(D, BLOCK_D, USE_INT64_OFFSETS)
         if norm_ptr is not None:
             raw_rows = rows_of_block(raw_q_ptr, raw_q_strides, batch, head64, start64, NQ - start, row_format)
-            raw1, raw2 = load_pairs(raw_rows, offs, rotation, layouts)
+            raw1, raw2 = rotations.load_pairs(raw_rows, offs, rotation, layouts)
         added = None
         if cu_q_ptr is not None:
             # The block may be past its sequence's end, and past the end of the accumulator.
             added = whole_offs[:, None] < NQ - start
-        if key_blocks is not None:
-            wait_until(progress_ptr + batch * HKV + head // GROUP_SIZE, key_blocks)
         if progress_ptr is not None:
-            word = progress_ptr + (num_batches * HKV + row // BLOCK_M)
+            word = progress_ptr + row // shapes.BACKWARD_BLOCK_M
             if added is None:
                 added = tl.load(word) != 0
             else:
                 added = added & (tl.load(word, mask=start < NQ, other=0) != 0)
         dq = load_columns(words, added, columns, COLUMNS) * softmax_scale
-        first, second = unpack_pairs(dq)
+        first, second = rotations.unpack_pairs(dq)
         if PAIRS is not None:
             first, second = gl.convert_layout(first, PAIRS), gl.convert_layout(second, PAIRS)
-        first, second = rotate(first, second, cos, sin, CONJUGATE=True)
+        first, second = rotations.rotate(first, second, cos, sin, CONJUGATE=True)
         if norm_ptr is not None:
             first, second = tl.where(exists, first, 0.0), tl.where(exists, second, 0.0)
-            first, second, of_rows1, of_rows2 = unnorm_pairs(raw1, raw2, first, second, weight1, weight2, norm)
+            first, second, of_rows1, of_rows2 = norms.unnorm_pairs(raw1, raw2, first, second, weight1, weight2, norm)
             dweight1 += of_rows1
             dweight2 += of_rows2
         dq_rows = rows_of_block(dq_ptr, dq_strides, batch, head64, start64, NQ - start, row_format)
-        store_pairs(dq_rows, first, second, offs, rotation, layouts)
+        rotations.store_pairs(dq_rows, first, second, offs, rotation, layouts)
         if sinks_ptr is not None:
             lse = tl.load(stats_ptr + row + offs, mask=offs < NQ - start, other=float("inf"))
             delta = tl.load(stats_ptr + stats_size + row + offs, mask=offs < NQ - start, other=0.0)
-            part = sink_gradient(tl.load(sinks_ptr + head), lse, delta)
+            part = softmax.sink_gradient(tl.load(sinks_ptr + head), lse, delta)
             tl.store(dsinks_ptr + (batch * num_blocks + pid % num_blocks) * HQ + head, part)
     if norm_ptr is not None:
-        store_weight_sums(sums_ptr + tl.cast(pid, tl.int64) * D, dweight1, dweight2, norm, rotation, PAIRS)
-        sums = WeightSums(sums_ptr, programs, parts_ptr, counters_ptr, dq_norm_ptr, D, BLOCK_D, WHOLE)
-        add_own_sums(sums, pid)
-    if key_blocks is not None:
-        # So that dk and dv are complete for the next launch too. With norms the programs of KEY_PARTS have waited.
-        if pid == tl.num_programs(0) - 1:
-            wait_for_previous_launch(PDL)
+        norm_gradient_kernel.store_weight_sums(
+            sums_ptr + tl.cast(pid, tl.int64) * D, dweight1, dweight2, norm, rotation, PAIRS
+        )
+        sums = norm_gradient_kernel.WeightSums(
+            sums_ptr, programs, parts_ptr, counters_ptr, dq_norm_ptr, D, BLOCK_D, WHOLE
+        )
+        norm_gradient_kernel.add_own_sums(sums, pid)
 
 
-_NUMBERS = "HQ HKV GROUP_SIZE NQ pitch NK num_sequences stats_size key_blocks k_sums first_counter".split()
+_NUMBERS = "HQ NQ pitch NK num_sequences stats_size k_sums first_counter".split()
 # Triton picks a layout for each load, and rows pass through shared memory from one to the next. With a norm there is
 # more to read and rows are summed, so Gluon names layouts in which each thread takes the same pairs of all tensors.
-norm_postprocess_kernel = (triton.jit if is_interpreted() else jit)(postprocess_kernel, do_not_specialize=_NUMBERS)
+norm_postprocess_kernel = (triton.jit if device.is_interpreted() else jit)(
+    postprocess_kernel, do_not_specialize=_NUMBERS
+)
 postprocess_kernel = triton.jit(postprocess_kernel, do_not_specialize=_NUMBERS)

@@ -1,9 +1,6 @@
-"""Sizes that the sm_90 kernels share, and in which calls the causal diagonal is aligned with them."""
+"""Sizes that the sm_90 kernels share."""
 
-from __future__ import annotations
-
-from fused_rope_attn.attention.arguments import PADDED_TILE_ROWS
-from fused_rope_attn.attention.problem import Problem
+from fused_rope_attn.kernels.lengths import PADDED_TILE_ROWS
 from fused_rope_attn.runtime.triton_compat import gl
 
 # All warps but the loading one are in warpgroups of four.
@@ -16,34 +13,10 @@ CONSUMERS = gl.constexpr(2)
 ROWS = gl.constexpr(64)
 KEYS = gl.constexpr(64)
 
-# Query rows that the backward multiplies at a time, and key rows of its tile, which both warpgroups share. A block of
-# queries, which is loaded at a time, has as many rows, or twice as many (``query_block_rows``).
-BACKWARD_BLOCK_M = gl.constexpr(PADDED_TILE_ROWS)
+# Query rows that the backward loads and multiplies at a time, and key rows of its tile, which both warpgroups share.
+BACKWARD_BLOCK_M = gl.constexpr(PADDED_TILE_ROWS.value)
 BACKWARD_BLOCK_N = gl.constexpr(128)
 # Registers of a thread of the backward's two warpgroups that multiply, and of the warps that load or add in all
 # kernels. A multiprocessor has 65,536: two warpgroups with 240 and one with 24 take 64,512.
 MULTIPLY_REGISTERS = gl.constexpr(240)
 LOAD_REGISTERS = gl.constexpr(24)
-
-
-def query_block_rows(problem: Problem, block_m: int) -> int:
-    """Return the rows of a block of queries in the backward: block_m if the call has no mask but a causal one, else 64.
-
-    The order in which dQ is added, and the rows that other masks leave out, count blocks of 64.
-    """
-    is_masked = problem.window is not None or problem.is_packed or problem.has_kv_starts or problem.has_kv_lens
-    is_masked = is_masked or problem.has_intervals or problem.softcap != 0.0
-    return BACKWARD_BLOCK_M.value if is_masked or problem.is_deterministic or problem.head_dim > 64 else block_m
-
-
-def is_aligned(problem: Problem, block_m: int, block_n: int) -> bool:
-    """Return whether the diagonal of each tile is that of one key block, and nothing but causality hides keys.
-
-    The first of two warpgroups then sees half of that block, the second one sees the first half whole, and all other
-    blocks are seen whole. Calls with more queries than keys are excluded, because some of their tiles see nothing.
-    """
-    is_masked = problem.window is not None or problem.is_packed or problem.has_kv_starts or problem.has_kv_lens
-    is_masked = is_masked or problem.has_intervals
-    keys_before = problem.len_k - problem.len_q
-    same_rows = block_m == block_n == 2 * ROWS.value and keys_before >= 0 and keys_before % block_n == 0
-    return problem.causal and same_rows and not is_masked

@@ -15,6 +15,7 @@ from triton import constexpr_function
 
 from fused_rope_attn.attention.hopper.columns import ColumnParts
 from fused_rope_attn.kernels.products import approximate_tanh, tanh
+from fused_rope_attn.kernels.records import record
 from fused_rope_attn.runtime.triton_compat import gl, jit
 
 # A row's largest weight is at most 2**LAG. 16-bit floats keep their relative precision there, and sums are float32.
@@ -98,34 +99,28 @@ def cap_scores(scores, cap_scale, DTYPE: gl.constexpr):
         return tanh(scores * cap_scale, PRECISE=False)
 
 
-@jit
-def no_sums():
-    """Return the sums of 64 rows that have seen nothing, (64, 4): one for each thread of a quad."""
-    QUADS: gl.constexpr = gl.DistributedLinearLayout(
-        [[8, 0]], [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [64, 4]
-    )
-    return gl.zeros([64, 4], gl.float32, QUADS)
+@record
+class RowState:
+    """The softmax of 64 rows after some blocks, float32, in base 2."""
+
+    maximum: gl.tensor  # (64,), may be less than the largest score times qk_scale by LAG; -inf: nothing is seen
+    sums: gl.tensor  # (64, 4), one for each thread of a quad
+    highest: gl.tensor | None  # (64,), the largest score times qk_scale, if the call wants it
 
 
 @jit
-def whole_sums(row_sum, LAYOUT: gl.constexpr):
-    """Add up sums (64, 4) in the threads of a quad to the sums of the rows, (64,) in LAYOUT."""
-    return gl.convert_layout(gl.sum(row_sum, 1), LAYOUT)
+def follow_maximum(scores, rows, qk_scale):
+    """Begin a step of the running softmax: (the ``RowState`` with new maxima, subtrahend, correction), each (64,).
 
-
-@jit
-def follow_maximum(scores, row_max, highest, qk_scale):
-    """Compute the first half of ``fold_scores``: (row_max, highest, subtrahend, correction), each (64,).
-
-    A row that has seen nothing has the maximum -inf. Its subtrahend is 0, so that exp2 gives 0 and not NaN. ``row_max``
-    may be less than the maximum by LAG. highest: ``row_max``; or the largest of all scores so far, times qk_scale,
-    which then is a result and changes no other. It takes registers, but no instruction.
+    A row that has seen nothing has the maximum -inf. Its subtrahend is 0, so that exp2 gives 0 and not NaN. To follow
+    the highest score takes registers, but no instruction, and changes no other result.
     """
     ROW: gl.constexpr = gl.SliceLayout(1, scores.type.layout)
     of_block = gl.max(gl.max(scores.reshape((scores.shape[0], scores.shape[1] // 8, 8)), 1), 1)
-    highest = gl.maximum(highest, gl.convert_layout(of_block, ROW, assert_trivial=True) * qk_scale)
-    row_max, subtrahend, correction = lag(row_max, highest)
-    return row_max, highest, subtrahend, correction
+    before = rows.maximum if rows.highest is None else rows.highest
+    highest = gl.maximum(before, gl.convert_layout(of_block, ROW, assert_trivial=True) * qk_scale)
+    maximum, subtrahend, correction = lag(rows.maximum, highest)
+    return RowState(maximum, rows.sums, None if rows.highest is None else highest), subtrahend, correction
 
 
 @jit
@@ -149,24 +144,25 @@ def sum_quads(p):
 
 
 @jit
-def weigh_scores(scores, subtrahend, correction, row_sum, qk_scale):
-    """Compute the second half of ``fold_scores``: (weights, row_sum)."""
+def weigh_scores(scores, subtrahend, correction, rows, qk_scale):
+    """End the step that ``follow_maximum`` began: (weights (64, BLOCK_N), ``RowState``)."""
     p = tl.math.exp2(scores * qk_scale - subtrahend[:, None])
-    part = gl.convert_layout(sum_quads(p), row_sum.type.layout, assert_trivial=True)
-    factor = gl.convert_layout(correction, gl.SliceLayout(1, row_sum.type.layout))
-    return p, row_sum * factor[:, None] + part
+    part = gl.convert_layout(sum_quads(p), rows.sums.type.layout, assert_trivial=True)
+    factor = gl.convert_layout(correction, gl.SliceLayout(1, rows.sums.type.layout))
+    return p, RowState(rows.maximum, rows.sums * factor[:, None] + part, rows.highest)
 
 
 @jit
-def fold_scores(scores, row_max, row_sum, qk_scale):
-    """Make one step of the running softmax in base 2: (weights, correction, row_max, row_sum). qk_scale > 0.
-
-    scores and weights (64, BLOCK_N), row_max (64,), row_sum (64, 4) as in ``no_sums``, correction (64,), a factor for
-    the output so far; all float32.
-    """
-    row_max, _, subtrahend, correction = follow_maximum(scores, row_max, row_max, qk_scale)
-    p, row_sum = weigh_scores(scores, subtrahend, correction, row_sum, qk_scale)
-    return p, correction, row_max, row_sum
+def weigh_first(scores, qk_scale, ROW: gl.constexpr):
+    """Weigh the scores (64, keys) of a tile's first block: (weights, ``RowState`` with its maxima in layout ROW)."""
+    QUADS: gl.constexpr = gl.DistributedLinearLayout(
+        [[8, 0]], [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [64, 4]
+    )
+    unseen = gl.full([64], float("-inf"), gl.float32, gl.SliceLayout(1, scores.type.layout))
+    no_sums = gl.zeros([64, 4], gl.float32, QUADS)
+    rows, subtrahend, correction = follow_maximum(scores, RowState(unseen, no_sums, None), qk_scale)
+    p, rows = weigh_scores(scores, subtrahend, correction, rows, qk_scale)
+    return p, RowState(gl.convert_layout(rows.maximum, ROW, assert_trivial=True), rows.sums, None)
 
 
 @jit

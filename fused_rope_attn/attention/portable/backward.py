@@ -1,3 +1,4 @@
+# mypy: disable-error-code="attr-defined, arg-type"
 """Launches of the portable backward pass."""
 
 from __future__ import annotations
@@ -235,5 +236,5 @@ class BackwardCall:
             )
         if dsinks_parts is not None:
             dsinks = dsinks_parts.sum(0).to(tensors.sinks.dtype)
-        of_norms = (None, None) if self.norms is None else self.norms(stream, tensors, dq, dk)
-        return Gradients(dq, dk, dv, dsinks, *of_norms, dq_nope, dk_nope)
+        dq_norm, dk_norm = (None, None) if self.norms is None else self.norms(stream, tensors, dq, dk)
+        return Gradients(dq, dk, dv, dsinks, dq_norm, dk_norm, dq_nope, dk_nope)

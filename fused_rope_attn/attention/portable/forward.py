@@ -1,3 +1,4 @@
+# mypy: disable-error-code="attr-defined, arg-type"
 """Launches of the portable forward pass."""
 
 from __future__ import annotations

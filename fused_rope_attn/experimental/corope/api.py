@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 
 import torch
@@ -10,13 +9,15 @@ from torch import Tensor
 
 from fused_rope_attn.experimental.corope import reference
 from fused_rope_attn.experimental.corope.configs import HEAD_DIMS
-from fused_rope_attn.runtime import device
+from fused_rope_attn.runtime import checks, device
 from fused_rope_attn.runtime.autocast import is_autocast_on
-from fused_rope_attn.runtime.checks import check_kinds, check_queries_and_keys, check_softmax_scale, is_real, kind_of
 from fused_rope_attn.runtime.differentiation import differentiable, last_gradients
+from fused_rope_attn.runtime.forms import Forms
 
 if device.has_triton():  # elsewhere every call takes the reference
     from fused_rope_attn.experimental.corope.launch import corope_backward, corope_forward
+
+_FORMS = Forms(q="B HQ N D", k="B HKV N D", v="B HKV N D")
 
 
 def corope_attention(
@@ -102,12 +103,7 @@ def _refuse_determinism() -> None:
 
 
 def _check(q, k, v, base, softmax_scale) -> None:
-    check_kinds(q=q, k=k, v=v)
-    check_queries_and_keys(q, k, v, q, q)  # there are no tables
-    if k.shape[2] != q.shape[2]:
-        raise ValueError(f"k must have q's {q.shape[2]} positions, but has {k.shape[2]}")
-    if not is_real(base):
-        raise TypeError(f"base must be a float, but is {kind_of(base)}")
-    if not 0.0 < base < math.inf:
-        raise ValueError(f"base must be finite and positive, but is {base}")
-    check_softmax_scale("softmax_scale", softmax_scale, None)
+    _, heads_q, _, head_dim, heads_kv = _FORMS.check("bhsd", (q, k, v))
+    checks.check_heads(heads_q, heads_kv, head_dim)
+    checks.check_positive("base", base)
+    checks.check_softmax_scale("softmax_scale", softmax_scale, None)

@@ -16,14 +16,13 @@ from fused_rope_attn import (
     rope_attention_varlen,
     rope_attention_with_kvcache,
 )
-from fused_rope_attn.distributed.api import rope_attention_cp, rope_attention_varlen_cp
-from fused_rope_attn.distributed.shards import cp_unshard
+from fused_rope_attn.distributed.api import cp_unshard, rope_attention_cp, rope_attention_varlen_cp
 from fused_rope_attn.generation import planning
 from fused_rope_attn.integrations.transformers import buffers, caches
 from fused_rope_attn.integrations.transformers.batch import Batch, describe_layer, kept_of, type_of
 from fused_rope_attn.integrations.transformers.conventions import AttentionModule, Convention, Latent
 from fused_rope_attn.integrations.transformers.norms import HeadNorms, head_norms, unfit_for
-from fused_rope_attn.integrations.transformers.obstacles import layer_of
+from fused_rope_attn.integrations.transformers.obstacles import layer_of, uses_flash
 from fused_rope_attn.integrations.transformers.paged import attend_paged
 from fused_rope_attn.integrations.transformers.rotations import Tokens, identity_row, identity_tables, tables_for
 from fused_rope_attn.integrations.transformers.shards import Shared
@@ -59,6 +58,8 @@ def forward(module: AttentionModule, hidden_states: Tensor, *args: Any, **kwargs
             return patch.previous(hidden_states, *args, **kwargs)
         return type(module).forward(module, hidden_states, *args, **kwargs)
 
+    if batch.otherwise is not None and not _shows_sequences(module, past, kwargs):
+        batch = batch.otherwise
     if batch.by_type is not None:
         batch = batch.by_type.get(type_of(module) or "", batch)
     convention = patch.convention
@@ -87,11 +88,11 @@ def forward(module: AttentionModule, hidden_states: Tensor, *args: Any, **kwargs
     elif batch.paged is not None:
         o = attend_paged(layer_of(module), tokens, batch, features)
     elif past is None:
-        o = _attend(tokens, batch, trained, packed=batch.cu_seqlens is not None)
+        o = _attend(tokens, batch, trained)
     elif caches.tokens_seen(past, module.layer_idx) == 0:
         # The cache needs rotated keys, but attention rotates them again, because that costs less than to write rotated
         # queries and read them back.
-        o = _attend(tokens, batch, trained, packed=batch.declared)
+        o = _attend(tokens, batch, trained)
         if latent is not None:
             k_rope = cast(Any, convention.latent)(tokens.rotated_keys(), tables.options["interleaved"])
             rows = caches.latent_rows(module, latent, k_rope, v)
@@ -101,6 +102,17 @@ def forward(module: AttentionModule, hidden_states: Tensor, *args: Any, **kwargs
     else:
         o = _attend_cache(module.layer_idx, tokens, past, batch, features, caches.update_options(kwargs))
     return convention.finish(module, o.transpose(1, 2).flatten(2), *gate), None
+
+
+def _shows_sequences(module: AttentionModule, past: Any, kwargs: dict[str, Any]) -> bool:
+    """Return whether a module's own attention would separate the sequences that position ids tell.
+
+    flash-attention reads the positions that it is handed. Masks show no sequences once the decoder has a cache, even an
+    empty one that it has made itself.
+    """
+    if uses_flash(module.config):
+        return getattr(module, PATCH).hands_positions_on and kwargs.get("position_ids") is not None
+    return past is None
 
 
 def _normed(
@@ -149,16 +161,16 @@ def _window(keys: int, batch: Batch) -> tuple[int, int]:
     return reach, reach
 
 
-def _attend(tokens: Tokens, batch: Batch, options: dict[str, Any], packed: bool) -> Tensor:
+def _attend(tokens: Tokens, batch: Batch, options: dict[str, Any]) -> Tensor:
     """Attend in a batch whose keys are its own tokens: o (B, HQ, N, D)."""
     attend: Any = rope_attention if tokens.latent is None else rope_attention_mla
     attend_packed: Any = rope_attention_varlen if tokens.latent is None else rope_attention_mla_varlen
-    if not packed:
+    if batch.cu_seqlens is None:
         options |= tokens.options
         if batch.intervals is not None:
             options["query_starts"], options["query_ends"] = batch.intervals
         return attend(*tokens.rows, *tokens.tables.arrays, kv_starts=batch.kv_starts, **options)
-    cu_seqlens, longest = cast(Tensor, batch.cu_seqlens), batch.max_seqlen
+    cu_seqlens, longest = batch.cu_seqlens, batch.max_seqlen
     size, _, length, _ = tokens.q.shape
     if batch.own_tables and tokens.latent is not None:
         tokens = tokens.rotated(identity_row(tokens.q.device, batch))

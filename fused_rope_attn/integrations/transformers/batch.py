@@ -11,10 +11,11 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 from transformers import masking_utils
 from transformers.cache_utils import Cache, DynamicLayer, StaticLayer
 
-from fused_rope_attn import cu_seqlens_from_position_ids
+from fused_rope_attn.attention.api import bounds_of_sequences
 from fused_rope_attn.integrations.transformers import caches
 from fused_rope_attn.integrations.transformers.conventions import Convention
 from fused_rope_attn.integrations.transformers.dense import Intervals, dense_masks, intervals_by_type
@@ -32,7 +33,6 @@ from fused_rope_attn.integrations.transformers.obstacles import (
 from fused_rope_attn.integrations.transformers.pages import PagedPass, obstacle_to_pages
 from fused_rope_attn.integrations.transformers.shards import Shared
 from fused_rope_attn.integrations.transformers.state import PATCH, state_of
-from fused_rope_attn.masks import chunks
 from fused_rope_attn.runtime.device import is_capturing
 
 # transformers 5.23 and later count the chunks of packed documents from each document's first token.
@@ -68,7 +68,8 @@ class Batch(NamedTuple):
     cu_seqlens: (sequences + 1,) int32 of packed sequences, through all rows of the batch; None if nothing is packed.
     max_seqlen: an upper bound of their lengths.
     longest: (max_seqlen,) int64: the tokens of the longest sequence; all sequences use their table rows.
-    declared: cu_seqlens also hold in passes with a cache. If they were found from position ids, they do not.
+    otherwise: the batch for layers whose own attention would not separate the sequences of cu_seqlens, which were found
+        from position ids. ``attention.forward`` chooses by the arguments of each layer. None if cu_seqlens always hold.
     kept: None if the layers share nothing.
     causal: False for bidirectional attention, and with intervals.
     intervals: query_starts and query_ends (1|B, N) int32 in place of causality and of the modules' windows, or None.
@@ -87,7 +88,7 @@ class Batch(NamedTuple):
     cu_seqlens: Tensor | None = None
     max_seqlen: int = 0
     longest: Tensor | None = None
-    declared: bool = False
+    otherwise: Any = None
     kept: Kept | None = None
     causal: bool = True
     inclusive_window: bool = False
@@ -106,12 +107,16 @@ def kept_of(batch: Batch) -> Kept | None:
     return None if torch.compiler.is_compiling() else batch.kept
 
 
-def describe(attentions: list[nn.Module], config: Any, given: dict[str, Any]) -> Batch:
+def describe(attentions: list[nn.Module], config: Any, given: dict[str, Any], made: bool = False) -> Batch:
     """Return the Batch of a forward pass. given: the arguments of the decoder's forward by name.
 
     Synchronise with the device at most once, and not at all in a decoding step after a described prompt, under
-    torch.compile, or without mask and positions. Under torch.compile a padding mask must have no holes, because nothing
-    can check it.
+    torch.compile, or without mask and positions. Under flash-attention, which reads positions too, synchronise at most
+    four times before a first step.
+    Under torch.compile a padding mask must have no holes, because nothing can check it.
+
+    made: the masks are made outside of the decoder, with the cache that is given. Else the decoder makes them, perhaps
+        after a cache.
     """
     refuse_wrong_calls(attentions, given)
     causal = is_causal(attentions, config, given)
@@ -136,13 +141,20 @@ def describe(attentions: list[nn.Module], config: Any, given: dict[str, Any]) ->
         return Batch("bidirectional attention with a cache that holds tokens, or is static,")
     if convention.latent is not None and (seen != 0 or caches.reused(past)):
         return Batch("a step of latent attention onto a cache, whose format is the module's own,")
+
+    def completed(batch: Batch) -> Batch:
+        if batch.original:
+            return batch
+        if not causal:
+            batch = _bidirectional(batch, config, given)
+        batch = _with_cache(batch, past, given, seen, tokens)
+        return _in_chunks(batch, attentions, past, given, tokens)
+
     batch = _masked(given, tokens, seen, bool(causal), config, convention)
-    if batch.original:
-        return batch
-    if not causal:
-        batch = _bidirectional(batch, config, given)
-    batch = _with_cache(batch, past, given, 0 if batch.declared else seen, tokens)
-    return _in_chunks(batch, attentions, past, given, tokens)
+    otherwise = None if batch.otherwise is None or made and not uses_flash(config) else completed(batch.otherwise)
+    batch = completed(batch)._replace(otherwise=otherwise)
+    # If only one of the two is served, take the modules' own forward: the choice comes after the masks are made.
+    return otherwise if otherwise is not None and otherwise.original else batch
 
 
 def describe_layer(module: nn.Module, given: dict[str, Any], more: bool) -> Batch:
@@ -156,6 +168,9 @@ def describe_layer(module: nn.Module, given: dict[str, Any], more: bool) -> Batc
         return Batch("a layer called with masks or caches and without its model")
     causal = is_causal([module], module.config, given)
     reason = obstacle([module], module.config, given, causal)
+    named = any(given.get(name) is not None for name in ("position_ids", *_PACKED_NAMES))
+    if not reason and uses_flash(module.config) and named:
+        reason = "a layer called without its model, and with positions from which flash-attention finds sequences,"
     if not reason and not uses_masks_by_default(module.config):
         reason = "a layer called without a mask, which hides no key from eager attention,"
     window = state_of(module, PATCH).convention.window(module)
@@ -202,23 +217,29 @@ def _in_chunks(
         return batch
     chunk, seen = cast(int, chunk_of([layer])), 0 if past is None else caches.tokens_seen(past, layer_of(layer))
     size, length = tokens.shape[:2]
-    # A graph that is run again must not keep the host's count of a static cache.
-    if seen is not None and (seen == 0 or not caches.reused(past)) and seen + length <= chunk:
+    # A graph must not keep the host's count of a static cache, nor a condition on a length that has a name.
+    if seen == 0:
+        is_one_chunk = statically_known_true(length <= chunk)
+    else:
+        is_one_chunk = seen is not None and not caches.reused(past) and seen + length <= chunk
+    if is_one_chunk:
         return batch
     if not batch.causal:
         return Batch("bidirectional attention in chunks")
     first = torch.zeros(size, dtype=torch.int32, device=tokens.device) if batch.kv_starts is None else batch.kv_starts
     if seen == 0:
         token = torch.arange(length, dtype=torch.int32, device=tokens.device).expand(size, -1)
-        begins, limit = first[:, None], torch.full_like(token, length)
+        places, limit = token - first[:, None], torch.full_like(token, length)
         if batch.cu_seqlens is not None:
             if not _COUNTS_CHUNKS_BY_DOCUMENT:
                 return Batch("packed sequences in chunks that are counted through all of them")
             rows = length * torch.arange(size, dtype=torch.int32, device=tokens.device)[:, None]
             begins, limit = (x - rows for x in _documents_of(batch.cu_seqlens, token + rows))
-        ends = chunks(chunk, length, device=tokens.device)[1][0][(token - begins).clamp(min=0)] + begins
+            # Masks count chunks by positions, which may begin with another number than 0.
+            places = token - begins if given.get("position_ids") is None else given["position_ids"].to(tokens.device)
+        ends = token + (chunk - places.remainder(chunk)).ceil().int()
         intervals = token, torch.minimum(ends, limit)
-        in_chunks = batch._replace(causal=False, intervals=intervals, cu_seqlens=None, declared=False)
+        in_chunks = batch._replace(causal=False, intervals=intervals, cu_seqlens=None)
     elif length > 1:
         return Batch("several tokens in chunks with a cache that holds others")
     elif given.get("cache_position") is None and all(
@@ -254,21 +275,24 @@ def _masked(
             return Batch("cu_seq_lens with a cache that holds tokens")
         batch = _packed(given["cu_seq_lens_q"].flatten().int(), int(given["max_length_q"]), tokens)
         return batch if position_ids is None else _with_positions(batch, position_ids)
+    places = None if position_ids is None or length == 1 else convention.text_positions(position_ids)
+    by_flash = uses_flash(config) and size == 1 and seen == 0 and not caches.reused(past)
     if mask is not None:
         if seen is not None and mask.shape[1] != seen + length:
             return Batch("an attention_mask without exactly one column for every key")
         mask = mask.to(tokens.device)
-        return _padded(mask, past, length) if causal else _padded_both_ways(mask)
-    # flash-attention separates documents by the position ids of a single row, other attention by its mask. Masks do not
-    # separate them with `is_causal=False`, or in models that make masks without positions.
-    in_masks = convention.documents_in_masks and asked_is_causal(config, given) is not False
-    separates = size == 1 if uses_flash(config) else in_masks
-    places = None if position_ids is None else convention.text_positions(position_ids)
-    if not separates or places is None or past is not None or length == 1:
+        batch = _padded(mask, past, length) if causal else _padded_both_ways(mask)
+        # flash-attention reads the positions of a single row if its mask hides nothing.
+        if batch is not PLAIN or not by_flash or places is None or not bool((mask != 0).all()):
+            return batch
+    # Other attention separates documents by its mask: not with `is_causal=False`, in models that make masks without
+    # positions, or with a cache.
+    in_masks = convention.documents_in_masks and asked_is_causal(config, given) is not False and past is None
+    if places is None or not (by_flash if uses_flash(config) else in_masks):
         return PLAIN
-    batch = _packed_by_position(places.expand(size, -1), tokens)
+    batch = _packed_by_position(places.expand(size, -1), tokens, by_flash)
     # Image tokens are rotated by other positions than their places in the text.
-    return batch if places is position_ids else batch._replace(own_tables=True)
+    return batch if places is position_ids or batch.cu_seqlens is None else batch._replace(own_tables=True)
 
 
 def _with_cache(batch: Batch, past: Cache | None, given: dict[str, Any], seen: int | None, tokens: Tensor) -> Batch:
@@ -282,7 +306,7 @@ def _with_cache(batch: Batch, past: Cache | None, given: dict[str, Any], seen: i
     may_write = caches.may_be_written(past)
     if may_write and not alone and any(type(layer) is DynamicLayer for layer in past.layers):
         batch = batch._replace(rows=seen)
-    if seen == 0 and not caches.reused(past) or batch.declared:
+    if seen == 0 and not caches.reused(past) or batch.cu_seqlens is not None:
         return batch
     size, length = tokens.shape[:2]
     kv_lens = _lengths(past, given, seen, size, length, tokens.device)
@@ -340,7 +364,7 @@ def _padded_both_ways(mask: Tensor) -> Batch:
     rows = torch.arange(size, dtype=torch.int32, device=mask.device)[:, None] * length
     limits = (torch.stack((starts, ends), 1) + rows).flatten()
     cu_seqlens = torch.nn.functional.pad(torch.nn.functional.pad(limits, (1, 0)), (0, 1), value=size * length)
-    return Batch(cu_seqlens=cu_seqlens, max_seqlen=2 * length, declared=True, own_tables=True)
+    return Batch(cu_seqlens=cu_seqlens, max_seqlen=2 * length, own_tables=True)
 
 
 def _starts(present: Tensor) -> Tensor:
@@ -349,13 +373,30 @@ def _starts(present: Tensor) -> Tensor:
     return torch.where(present.any(1), first, present.shape[1]).int()
 
 
-def _packed_by_position(position_ids: Tensor, tokens: Tensor) -> Batch:
-    total = tokens.shape[0] * tokens.shape[1]
-    blind = is_blind(position_ids)
-    cu_seqlens, longest = cu_seqlens_from_position_ids(position_ids, max(total, 1) if blind else None)
+def _packed_by_position(places: Tensor, tokens: Tensor, by_flash: bool) -> Batch:
+    """Return the Batch of the sequences in places (B, N) of any dtype. by_flash: those of flash-attention, B = 1.
+
+    A mask separates tokens whose places do not count up by one. flash-attention begins a sequence at each place 0.
+    """
+    blind, own_tables = is_blind(places), False
+    begins = torch.ones_like(places, dtype=torch.bool)
+    begins[:, 1:] = places.diff(dim=1) != 1
+    if by_flash:
+        first, zeros = begins[:, :1], places == 0
+        as_masks = torch.cat((first, zeros[:, 1:]), 1) == begins
+        if blind:
+            torch._assert_async(as_masks.all(), "position_ids must count up by one from 0 in every packed sequence")
+        else:
+            one, zero, same = torch.stack((~begins[:, 1:].any(), zeros[:, 0].any(), as_masks.all())).tolist()
+            if one:
+                return PLAIN
+            if not zero:
+                return Batch("packed sequences whose first position is not 0, with flash-attention,")
+            begins, own_tables = zeros, not same
+    cu_seqlens, longest = bounds_of_sequences(begins, max(begins.numel(), 1) if blind else None)
     if cu_seqlens.shape[0] <= tokens.shape[0] + 1:
         return PLAIN  # one sequence in every row
-    return _packed(cu_seqlens, longest, tokens)._replace(declared=False)
+    return _packed(cu_seqlens, longest, tokens)._replace(own_tables=own_tables, otherwise=PLAIN)
 
 
 def _with_positions(batch: Batch, position_ids: Tensor) -> Batch:
@@ -380,7 +421,7 @@ def _packed(cu_seqlens: Tensor, max_seqlen: int, tokens: Tensor) -> Batch:
     max_seqlen = min(max_seqlen, total)
     first = cu_seqlens[(cu_seqlens[1:] - cu_seqlens[:-1]).argmax()].long()
     longest = (first + torch.arange(max_seqlen, device=tokens.device)).clamp(max=total - 1)
-    return Batch(cu_seqlens=cu_seqlens, max_seqlen=max_seqlen, longest=longest, declared=True)
+    return Batch(cu_seqlens=cu_seqlens, max_seqlen=max_seqlen, longest=longest)
 
 
 def _lengths(

@@ -294,3 +294,13 @@ def hands_padding_on(decoder: nn.Module) -> bool:
         if "attention_mask" in inspect.signature(type(module).forward).parameters:
             return True
     return False
+
+
+def hands_positions_on(cls: type[nn.Module]) -> bool:
+    """Return whether a class of attention modules passes ``position_ids`` on to its attention function.
+
+    Keywords are passed on, but a parameter of that name is lost unless a call in the forward names it (Persimmon).
+    """
+    code = inspect.unwrap(cls.forward).__code__
+    names = (x if isinstance(x, tuple) else (x,) for x in code.co_consts)
+    return "position_ids" not in code.co_varnames[: code.co_argcount] or any("position_ids" in x for x in names)

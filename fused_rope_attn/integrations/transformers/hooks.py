@@ -118,7 +118,7 @@ def _describe_before_masks(decoder: nn.Module, given: dict[str, Any]) -> Batch:
     attentions = getattr(decoder, DECODER).attentions
     if not is_causal(attentions, decoder.config, given):
         return Batch("bidirectional attention with masks that are made outside of the decoder")
-    return describe(attentions, decoder.config, given)
+    return describe(attentions, decoder.config, given, made=True)
 
 
 def _no_mask(given: dict[str, Any]) -> torch.Tensor:

@@ -21,6 +21,7 @@ from fused_rope_attn.integrations.transformers.families import (
     convention_of,
     described,
     hands_padding_on,
+    hands_positions_on,
     looks_like_attention,
     refusal,
 )
@@ -228,9 +229,9 @@ def _refusal(model: nn.Module, found: dict[str, nn.Module], supported: dict[str,
         if path not in supported:
             others.setdefault(type(module), []).append(path or "(model)")
     reasons = [f"{_first(paths)} ({cls.__name__}: {refusal(cls)})" for cls, paths in others.items()]
-    text = f"model must have no attention but what patch_model can replace, but has {_first(reasons)}"
     if not supported:
-        return text
+        return f"model must have an attention module that patch_model can replace, but has only {_first(reasons)}"
+    text = f"model must have no attention but what patch_model can replace, but has {_first(reasons)}"
     # Name the text decoders of a multimodal model.
     decoders = {id(decoder): decoder for path in supported if (decoder := _decoder_around(model, path)) is not None}
     paths = [path for path, module in model.named_modules() if id(module) in decoders]
@@ -257,6 +258,7 @@ def _patch_module(
     elif not _is_fused(present):  # the forward was replaced after the last patch
         patch.previous = present
     patch.own_forward = _foreign_forward(module, patch.previous)
+    patch.hands_positions_on = hands_positions_on(type(module))
     patch.deterministic, patch.batch_invariant, patch.shards = deterministic, batch_invariant, shards
     if not _is_fused(present):
         # A partial function, because pickle stores a method in an instance's dict as its class's own.

@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fused_rope_attn.distributed.cuts import SHARDINGS, check_sharding
+from fused_rope_attn.distributed.api import cp_unshard
 from fused_rope_attn.distributed.documents import DocumentPlan, plan_varlen_cp
 from fused_rope_attn.distributed.groups import Group, group_named, group_of
-from fused_rope_attn.distributed.shards import cp_unshard
+from fused_rope_attn.distributed.layout import SHARDINGS, check_sharding
 from fused_rope_attn.integrations.transformers.caches import cache_of
 from fused_rope_attn.integrations.transformers.obstacles import chunk_of, is_causal, obstacle, refuse_wrong_calls
 from fused_rope_attn.integrations.transformers.state import names_of_parameters

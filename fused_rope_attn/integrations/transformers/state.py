@@ -38,6 +38,7 @@ class Patch:
     own_norms: the reason why its own norms of heads ran in the last call that fused attention served, or "". None
         before such a call, and without norms of heads.
     own_forward: the reason why ``previous`` may compute something else than the class's forward, or "".
+    hands_positions_on: its own attention function would get the ``position_ids`` of a call.
 
     Calls within a graph of torch.compile are not counted, because the graph would be compiled again for each of them.
     """
@@ -51,6 +52,7 @@ class Patch:
     own: Counter[str] = field(default_factory=Counter)
     own_norms: str | None = None
     own_forward: str = ""
+    hands_positions_on: bool = True
 
     def count(self, reason: str) -> None:
         """Count a call. reason: why the module's own forward takes it; "" if fused attention serves it."""

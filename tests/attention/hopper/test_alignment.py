@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from fused_rope_attn.attention.hopper.shapes import is_aligned
+from fused_rope_attn.attention.hopper.forward import is_aligned
 from tests.support.internals import described_for_launch
 from verification.testing import Case, make_inputs
 

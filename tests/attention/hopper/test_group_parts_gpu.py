@@ -1,11 +1,10 @@
-"""The sm_90 backward with the heads of a group, or their query blocks, divided among programs that add up dk and dv."""
+"""The sm_90 backward with the heads of a group divided among programs that add up dk and dv."""
 
 from dataclasses import replace
 
 import pytest
 
 from fused_rope_attn.attention.hopper import backward
-from fused_rope_attn.attention.hopper.balance import Balance
 from tests.support.attention import assert_matches_float64
 from tests.support.dtypes import BF16, F16
 from tests.support.gpu import MANY_TILES, ODD_LENGTHS, assert_same_but_dq
@@ -19,17 +18,17 @@ pytestmark = needs_sm_90
 SEVEN = replace(ODD_LENGTHS, heads_q=14, heads_kv=2)
 
 
-@pytest.fixture(params=["chosen", "two", "heads", "thirds of heads"], autouse=True)
+@pytest.fixture(params=["chosen", "two", "heads"], autouse=True)
 def parts(request, monkeypatch):
-    """Divide groups in the way that the package chooses, into two parts, and into one or three for each query head."""
+    """Divide groups in the way that the package chooses, into two parts, and into one for each query head."""
 
     def divided(problem, *sizes):
         group = problem.group_size
-        parts = {"two": min(2, group), "heads": group, "thirds of heads": 3 * group}[request.param]
-        return Balance(1 if problem.has_intervals or problem.is_deterministic else parts, section=3)
+        parts = {"two": min(2, group), "heads": group}[request.param]
+        return 1 if problem.has_intervals or problem.is_deterministic else parts
 
     if request.param != "chosen":
-        monkeypatch.setattr(backward, "balance", divided)
+        monkeypatch.setattr(backward, "parts_of_group", divided)
     forget_calls()
     yield
     forget_calls()

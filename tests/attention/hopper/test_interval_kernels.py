@@ -6,8 +6,8 @@ import pytest
 import torch
 import triton.language as tl
 
-from fused_rope_attn.attention.hopper import interval_kernels
-from fused_rope_attn.attention.hopper.interval_kernels import (
+from fused_rope_attn.attention.hopper import intervals
+from fused_rope_attn.attention.hopper.intervals import (
     BLOCKS,
     backward_rows_kernel,
     key_rows_kernel,
@@ -66,8 +66,8 @@ def visible_pairs(num_rows, num_keys, window, kv_starts, kv_lens, from_start, st
 @pytest.mark.parametrize(("block_m", "tiles_of_program", "blocks_at_once"), [(64, 8, 32), (48, 2, 2)])
 @pytest.mark.parametrize("seed", range(30))
 def test_rows_and_visits(seed, block_m, tiles_of_program, blocks_at_once, monkeypatch):
-    monkeypatch.setattr(interval_kernels, "TILES", tl.constexpr(tiles_of_program))
-    monkeypatch.setattr(interval_kernels, "VISIT_BLOCKS", tl.constexpr(blocks_at_once))
+    monkeypatch.setattr(intervals, "TILES", tl.constexpr(tiles_of_program))
+    monkeypatch.setattr(intervals, "VISIT_BLOCKS", tl.constexpr(blocks_at_once))
     case = num_rows, num_keys, window, kv_starts, kv_lens, from_start, starts, ends = drawn(seed)
     blocks, tiles, words = -(-num_keys // BLOCK_N), -(-num_rows // block_m), BLOCK_N // 32
     key_rows = torch.full((2, 2, blocks * BLOCK_N), -9, dtype=torch.int32)

@@ -7,7 +7,6 @@ import torch
 
 from fused_rope_attn.attention.configs import HopperBackwardConfig
 from fused_rope_attn.attention.hopper import backward
-from fused_rope_attn.attention.hopper.balance import Balance
 from fused_rope_attn.runtime import device
 from tests.support.attention import assert_equal
 from tests.support.cases import TWO_BATCHES
@@ -21,7 +20,7 @@ pytestmark = interpreted
 def run(case, parts, monkeypatch):
     """Return the gradients of a call with groups in so many parts. Its main kernel leaves random sums, of a seed."""
     monkeypatch.setattr(device, "num_sms", lambda where: 132)
-    monkeypatch.setattr(backward, "balance", lambda *given: Balance(parts, section=1))
+    monkeypatch.setattr(backward, "parts_of_group", lambda *given: parts)
     inputs = make_inputs(case)
     problem, tensors = described(inputs, case)
     o, do = (torch.randn(inputs.do.shape).to(inputs.do.dtype) for _ in range(2))
@@ -30,16 +29,16 @@ def run(case, parts, monkeypatch):
     call = backward.BackwardCall(problem.for_launch(), given, HopperBackwardConfig(pdl=False))
     heads = case.batch * case.heads_kv * -(-case.len_k // 128)
 
-    def main(stream, given, dq_accumulator, **more):
+    def main(stream, gradients, dq_accumulator, **more):
         assert call.main_programs == heads * parts
         if parts > 1:
-            counters = given["slot_counters_ptr"][: 2 * given["slots_ptr"].shape[0]]
-            assert given["slots_ptr"].shape[0] == heads * (parts - 1) and (counters == 0).all()
+            counters = gradients.counters_ptr[: 2 * gradients.slots_ptr.shape[0]]
+            assert gradients.slots_ptr.shape[0] == heads * (parts - 1) and (counters == 0).all()
             counters.fill_(4)
         torch.manual_seed(1)
-        for x in (dq_accumulator[0], given["dk_ptr"], given["dv_ptr"], given["k_sums_ptr"]):
-            if x is not None:
-                x.normal_()
+        sums = [] if gradients.key_norm is None else [gradients.key_norm.sums_ptr]
+        for x in (dq_accumulator[0], gradients.dk.ptr, gradients.dv.ptr, *sums):
+            x.normal_()
 
     call.main_programs, call.main = call.main.grid[0], main
     return call(given)

@@ -2,12 +2,10 @@
 
 import pytest
 import torch
-import triton
-import triton.language as tl
 
-from fused_rope_attn.attention.hopper.interval_kernels import backward_rows_kernel
+from fused_rope_attn.attention.hopper.backward_block import SHARE_WORDS
+from fused_rope_attn.attention.hopper.intervals import backward_rows_kernel
 from fused_rope_attn.attention.hopper.shapes import BACKWARD_BLOCK_M, CONSUMERS
-from fused_rope_attn.attention.hopper.shares import SHARE_WORDS, heads_of_last_section
 from fused_rope_attn.kernels.intervals import NO_ROW
 from tests.support.marks import interpreted
 
@@ -33,22 +31,12 @@ def share_of(mean, longest, least):
     return max(mean, least)
 
 
-def last_section_of(longest, mean, section, heads, starts_late):
-    """Return the heads of the last section: all, if their work is not more than the longest share, or a power of 2."""
-    if not starts_late:
-        return section
-    if longest >= mean:
-        return heads
-    return max(section, max(2**i for i in range(10) if i == 0 or 2**i * mean <= longest * heads))
-
-
-def order_of(shares, lengths, is_uneven, section, last_section, heads):
+def order_of(shares, lengths, is_uneven, section):
     """Return (tile, key head, number) of each of ``shares`` in the order in which they are to start."""
 
     def rank(share):
         tile, head, number = share
-        first = head // section * section if head < heads - last_section else heads
-        return first, -lengths[tile] if is_uneven else 0, tile, number, head
+        return head // section, -lengths[tile] if is_uneven else 0, tile, number, head
 
     return sorted(shares, key=rank)
 
@@ -96,13 +84,10 @@ def test_shares(batch, num_blocks, halves, heads, multiprocessors, root_blocks, 
         assert (count > 1) == (4 * visits[tile] > 5 * limit)
         assert count == 1 or 8 * visits[tile] <= 9.001 * count * limit
     lengths = {tile: visits[tile] // count for tile, count in counts.items()}
-    longest = max(visits) // max(counts[visits.index(max(visits))], 1)
-    before = (heads - 1) // section * section * num_tiles
-    last_section = last_section_of(longest, mean, section, heads, before > multiprocessors)
-    is_uneven = 4 * max(visits) > 5 * limit or last_section > section
+    is_uneven = 4 * max(visits) > 5 * limit
     expected = [(tile, head, i) for tile, count in counts.items() for head in range(heads) for i in range(count)]
     found = [(head // heads * tiles + tile, head % heads, number) for tile, head, number, _, _ in dealt]
-    assert found == order_of(expected, lengths, is_uneven, section, last_section, heads)
+    assert found == order_of(expected, lengths, is_uneven, section)
 
     # The slots of tiles follow one another: each tile has one slot less than shares.
     places = {(tile, head, count - 1, first) for tile, head, _, count, first in dealt if count > 1}
@@ -113,34 +98,3 @@ def test_shares(batch, num_blocks, halves, heads, multiprocessors, root_blocks, 
         used += count
     assert used <= num_slots
     assert (counters[:used] == 0).all() and (counters[used:] == UNTOUCHED).all()
-
-
-@triton.jit
-def write_last_section(out_ptr, longest, mean, num_tiles, section, num_heads, heads_per_multiprocessor):
-    longest = tl.full((), longest, tl.int32)
-    last = heads_of_last_section(longest, mean, num_tiles, section, num_heads, heads_per_multiprocessor)
-    tl.store(out_ptr, last)
-
-
-@pytest.mark.parametrize(
-    ("longest", "mean", "num_tiles", "section", "heads", "expected"),
-    [
-        (192, 347.0, 96, 1, 8, 4),  # 4.4 of 8 heads have as much work as the longest share
-        (53, 64.0, 80, 1, 8, 4),  # 6.6
-        (110, 1308.0, 256, 1, 32, 2),  # 2.7
-        (20, 347.0, 96, 1, 8, 1),  # .5
-        (64, 256.0, 64, 1, 8, 2),  # 2 exactly
-        (20, 347.0, 96, 3, 8, 3),  # never fewer than in another section
-        (70, 66.0, 96, 1, 6, 6),  # more than all
-        (60, 66.0, 96, 1, 6, 4),
-        (64, 64.0, 32, 4, 8, 4),  # 128 tiles before the last section start at once on 132 multiprocessors
-        (64, 64.0, 34, 4, 8, 8),
-        (64, 64.0, 16, 8, 8, 8),
-        (64, 64.0, 150, 8, 8, 8),  # one section, and no tile before it
-        (0, 0.0, 96, 1, 8, 8),  # no work
-    ],
-)
-def test_heads_of_the_last_section(longest, mean, num_tiles, section, heads, expected):
-    out = torch.zeros(1, dtype=torch.int32)
-    write_last_section[(1,)](out, longest, mean, num_tiles, section, heads, heads / 132)
-    assert out.item() == expected

@@ -31,12 +31,14 @@ def mistral():
 def described(model, size=2, length=5, **given):
     """The Batch of a pass of (size, length) tokens, as tensors' numbers, without what the layers keep."""
     tokens = torch.zeros((size, length), dtype=torch.int64)
-    batch = describe(attentions_of(model), model.config, {"input_ids": tokens} | given)
-    return {
-        name: value.tolist() if isinstance(value, torch.Tensor) else value
-        for name, value in batch._replace(kept=None)._asdict().items()
-        if name != "kept" and getattr(PLAIN, name) is not value
-    }
+    return numbers_of(describe(attentions_of(model), model.config, {"input_ids": tokens} | given))
+
+
+def numbers_of(value):
+    if not isinstance(value, Batch):
+        return value.tolist() if isinstance(value, torch.Tensor) else value
+    fields = value._replace(kept=None)._asdict()
+    return {name: numbers_of(field) for name, field in fields.items() if getattr(PLAIN, name) is not field}
 
 
 def dynamic(model, tokens):
@@ -101,7 +103,10 @@ def test_padding(llama, given, expected):
 )  # fmt: skip
 def test_sequences_that_positions_tell_apart(llama, size, ids, expected):
     ids = torch.tensor(ids)
-    assert described(llama, size, position_ids=ids) == expected
+    if expected:
+        expected = expected | {"otherwise": {}}
+    for dtype in (torch.int32, torch.int64, torch.float32, torch.float16):
+        assert described(llama, size, position_ids=ids.to(dtype)) == expected
     # A padding mask takes precedence, and so does a cache; one token cannot be two sequences.
     assert described(llama, size, position_ids=ids, attention_mask=torch.ones(size, 5)) == {}
     assert "cu_seqlens" not in described(llama, size, position_ids=ids, past_key_values=dynamic(llama, 0))
@@ -110,10 +115,10 @@ def test_sequences_that_positions_tell_apart(llama, size, ids, expected):
 
 
 def test_two_tokens_may_be_two_sequences(llama, monkeypatch):
-    expected = {"cu_seqlens": [0, 1, 2], "max_seqlen": 1, "longest": [0]}
+    expected = {"cu_seqlens": [0, 1, 2], "max_seqlen": 1, "longest": [0], "otherwise": {}}
     assert described(llama, 1, 2, position_ids=torch.tensor([[0, 0]])) == expected
     # One token cannot: the host does not wait for the device's answer.
-    monkeypatch.setattr(batches, "cu_seqlens_from_position_ids", None)
+    monkeypatch.setattr(batches, "bounds_of_sequences", None)
     assert described(llama, 1, 1, position_ids=torch.tensor([[0]])) == {}
 
 
@@ -138,7 +143,7 @@ def packed(ends, longest, **given):
 
 
 def test_cu_seqlens_that_are_given(llama):
-    expected = {"cu_seqlens": [0, 1, 4, 5], "max_seqlen": 3, "longest": [1, 2, 3], "declared": True}
+    expected = {"cu_seqlens": [0, 1, 4, 5], "max_seqlen": 3, "longest": [1, 2, 3]}
     assert described(llama, 1, **packed([0, 1, 4, 5], 3)) == expected
     assert described(llama, 1, **packed([[0, 1, 4, 5]], 3)) == expected
     # A bound that is too large is cut to the keys that exist.
@@ -168,12 +173,12 @@ def test_sequences_in_a_graph(llama, monkeypatch):
     ids = torch.tensor([[0, 1, 0, 1, 2], [0, 1, 2, 3, 4], [0, 0, 0, 0, 0]])
     batch = described(llama, 3, position_ids=ids)
     assert batch["cu_seqlens"] == [0, 2, 5, 10, 11, 12, 13, 14, *[15] * 8]
-    assert 5 <= batch["max_seqlen"] <= 15 and not batch.get("declared")
+    assert 5 <= batch["max_seqlen"] <= 15
 
 
 def test_positions_beside_cu_seqlens(llama):
     given = packed([0, 2, 5], 3)
-    expected = {"cu_seqlens": [0, 2, 5], "max_seqlen": 3, "longest": [2, 3, 4], "declared": True}
+    expected = {"cu_seqlens": [0, 2, 5], "max_seqlen": 3, "longest": [2, 3, 4]}
     for ids in ([0, 1, 0, 1, 2], [7, 8, 3, 4, 5], [0, 1, 2, 3, 4]):
         assert described(llama, 1, **given, position_ids=torch.tensor([ids])) == expected
     for ids in ([0, 2, 0, 1, 2], [0, 1, 0, 1, 3], [0, 1, 0, 0, 1], [1, 0, 0, 1, 2]):
@@ -183,9 +188,9 @@ def test_positions_beside_cu_seqlens(llama):
         described(llama, 1, 2, **packed([0, 2], 2), position_ids=torch.tensor([[0, 2]]))
     of_images = torch.zeros(3, 1, 5, dtype=torch.int64)
     assert described(llama, 1, **given, position_ids=of_images) == expected | {"own_tables": True}
-    one = {"cu_seqlens": [0, 1], "max_seqlen": 1, "longest": [0], "declared": True}
+    one = {"cu_seqlens": [0, 1], "max_seqlen": 1, "longest": [0]}
     assert described(llama, 1, 1, **packed([0, 1], 1), position_ids=torch.tensor([[4]])) == one
-    none = {"cu_seqlens": [0, 0], "longest": [], "declared": True}
+    none = {"cu_seqlens": [0, 0], "longest": []}
     assert described(llama, 1, 0, **packed([0, 0], 0), position_ids=torch.zeros(1, 0, dtype=torch.int64)) == none
 
 
@@ -205,7 +210,7 @@ def test_positions_beside_cu_seqlens(llama):
 def test_padding_of_bidirectional_attention(llama, given, expected):
     """The tokens of every row are a sequence, and the padding between two rows another."""
     if "cu_seqlens" in expected:
-        expected |= {"max_seqlen": 10, "declared": True, "own_tables": True}
+        expected |= {"max_seqlen": 10, "own_tables": True}
     if "original" not in expected:
         expected |= {"causal": False, "inclusive_window": True}
     assert described(llama, attention_mask=mask(*given), is_causal=False) == expected
@@ -231,9 +236,12 @@ def test_positions_of_bidirectional_attention(llama, monkeypatch):
     ids = torch.tensor([[0, 1, 0, 1, 2]])
     assert described(llama, 1, position_ids=ids, is_causal=False) == {"causal": False, "inclusive_window": True}
     monkeypatch.setattr(llama.config, "_attn_implementation", "flash_attention_2")
-    sequences = {"cu_seqlens": [0, 2, 5], "max_seqlen": 3, "longest": [2, 3, 4]}
+    sequences = {"cu_seqlens": [0, 2, 5], "max_seqlen": 3, "longest": [2, 3, 4], "otherwise": {"causal": False}}
     assert described(llama, 1, position_ids=ids, is_causal=False) == sequences | {"causal": False}
     assert described(llama, 2, position_ids=ids, is_causal=False) == {"causal": False}
+    # Releases disagree about sequences that do not begin with 0, or leave tokens out.
+    assert "first position is not 0" in described(llama, 1, position_ids=ids + 3)["original"]
+    assert described(llama, 1, position_ids=torch.arange(5)[None] + 3) == {}
 
 
 @pytest.mark.parametrize("length", [1, 2])

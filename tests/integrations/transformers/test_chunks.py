@@ -103,6 +103,17 @@ def test_packed_documents(calls):
             assert torch.equal(run(patch_model(model), ids, position_ids=rows, use_cache=False)[0], expected)
 
 
+@pytest.mark.skipif(Version(transformers.__version__) < Version("5.23"), reason="chunks are not counted by document")
+@pytest.mark.parametrize("use_cache", [None, False])
+def test_chunks_of_documents_are_counted_by_positions(use_cache, calls):
+    """A document that begins with position 3 has five tokens in its first chunk of 8. A cache hides the documents."""
+    model, ids = make_model("llama4"), make_ids(1, LENGTH)
+    for first, second in ((0, 3), (5, 3), (0, 14), (0.5, 3.5)):
+        position_ids = torch.cat((torch.arange(12) + first, torch.arange(LENGTH - 12) + second))[None]
+        assert_same(model, ids, position_ids=position_ids, use_cache=use_cache)
+    assert calls == ({"rope_attention": 8} if use_cache is None else {"rope_attention": 4, "rope_attention_varlen": 4})
+
+
 @torch.no_grad()
 def test_static_caches_of_chunks_alone():
     """Such a cache stops counting on the device when a chunk is full."""

@@ -58,9 +58,11 @@ def test_text_is_served(implementation, types, calls):
     assert calls == {"rope_attention": 6}
 
 
-def test_packed_text(calls):
+@pytest.mark.parametrize("use_cache", [None, True, False])
+def test_packed_text(use_cache, calls):
+    """The masks are made before the decoder makes its cache, and so show the documents with one, too."""
     positions = torch.cat([torch.arange(length) for length in (7, 1, 9)])[None]
-    inputs = {"position_ids": positions, "use_cache": False}
+    inputs = {"position_ids": positions, "use_cache": use_cache}
     assert_same(make_vision_model("gemma3"), make_ids(1, 17), grad=True, unsupported="skip", **inputs)
     assert calls == {"rope_attention_varlen": 2}
 

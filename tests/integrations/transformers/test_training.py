@@ -30,6 +30,28 @@ def test_gradient_checkpointing(name, reentrant, calls):
     assert calls == {"rope_attention": 4}  # forward, and again in backward
 
 
+def test_left_padding_predicts_the_first_real_token():
+    """Its label must be -100, because outputs of padding are unspecified: the loss depends on them otherwise."""
+    model, ids = make_model("llama"), make_ids(2, LENGTH)
+    mask = torch.ones_like(ids)
+    mask[1, :6] = 0
+    labels = ids.masked_fill(mask == 0, -100)
+    losses = []
+    for first_token in (True, False):
+        if not first_token:
+            labels[:, 1:][mask[:, :-1] == 0] = -100
+        for patch in (unpatch_model, patch_model):
+            model.zero_grad()
+            loss = patch(model)(input_ids=ids, attention_mask=mask, labels=labels, use_cache=False).loss
+            loss.backward()
+            losses.append((loss.detach(), model.model.embed_tokens.weight.grad.clone()))
+    (plain, plain_grad), (patched, patched_grad), *pairs = losses
+    assert abs(patched - plain) > 1e-3 * plain and (patched_grad - plain_grad).norm() > 1e-2 * plain_grad.norm()
+    (plain, plain_grad), (patched, patched_grad) = pairs
+    assert_close(patched, plain, 1e-5)
+    assert_close(patched_grad, plain_grad, 1e-4)
+
+
 @pytest.mark.unpoisoned
 def test_compiled():
     model, ids = make_model("llama"), make_ids(2, LENGTH)

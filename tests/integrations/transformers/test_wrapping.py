@@ -1,4 +1,4 @@
-"""Wrappers around a model that was patched before: adapters, exported programs, devices without data."""
+"""Wrappers around a model that was patched before: adapters, traces, devices without data."""
 
 import pytest
 import torch
@@ -30,20 +30,6 @@ def test_adapters_around_a_patched_model(calls):
     merged = patch_model(model).merge_and_unload()
     assert_close(run(merged, ids)[0], expected, 1e-4)
     assert calls == {"rope_attention": 4} and len(patch_report(merged)) == 2
-
-
-@pytest.mark.unpoisoned
-@pytest.mark.parametrize("padded", [False, True])
-def test_exported(padded):
-    model, ids = make_model("mistral"), make_ids(2, LENGTH)
-    inputs = {"use_cache": False}
-    mask = torch.ones(2, LENGTH, dtype=torch.int64)
-    if padded:
-        mask[0, :5] = 0
-        inputs["attention_mask"] = mask
-    expected = model(ids, **inputs).logits
-    program = torch.export.export(patch_model(model), (ids,), kwargs=inputs, strict=False).module()
-    assert_close(program(ids, **inputs).logits[mask != 0], expected[mask != 0], 1e-5)
 
 
 class Logits(torch.nn.Module):

@@ -1,0 +1,506 @@
+# mypy: ignore-errors
+"""Device code of the sm_90 backward of multi-head latent attention: dk and dv, then a kernel for dq.
+
+*dk and dv*: two warpgroups of ``backward_kernel`` own 64 keys each. 192 columns of dK and 128 of dV are 160 registers a
+thread, so that there are none for dQ. P is held in 16 bits, in shared memory while dP needs the registers. The
+warpgroups take turns at the tensor cores, twice in each block: one issues dP and dV, or dK and the next scores, while
+the other computes P or dS.
+
+*dq*: ``latent_dq_kernel`` has the tiles and the order of the forward. A block takes tiles of 128 query rows of a head,
+and two warpgroups of 64 rows each go through the key blocks that they see: dQ = scale * dS K, with dS = P * (dO V^T -
+delta) and P = exp2(scores - lse). 192 columns of dQ are 96 registers a thread, and dS is an operand in the registers in
+which it was computed, so that the warpgroups exchange nothing and no sum depends on the order of blocks. The product
+with K is delayed by one block, as that with V in the forward.
+"""
+
+from fused_rope_attn.attention.hopper import backward_block, backward_epilogue, channels, forward_tiles, shapes
+from fused_rope_attn.attention.hopper import columns as column_parts
+from fused_rope_attn.attention.hopper import masks as hopper_masks
+from fused_rope_attn.attention.hopper.softmax import pack_weights, unpack_weights
+from fused_rope_attn.kernels import masks, ptxas, softmax
+from fused_rope_attn.kernels import rotation as rotations
+from fused_rope_attn.kernels import tiles as views
+from fused_rope_attn.kernels.records import record
+from fused_rope_attn.kernels.schedule import wait_for_previous_launch
+from fused_rope_attn.runtime.triton_compat import gl, jit, mbarrier, warpgroup_mma, warpgroup_mma_wait
+
+
+@record
+class LatentBuffers:
+    """Shared memory of these warpgroups. k and q hold rotated columns too (``Channel.rope``), q also lse, do delta."""
+
+    k: channels.Channel
+    v: channels.Channel
+    q: channels.Channel
+    do: channels.Channel
+    lse: gl.shared_memory_descriptor
+    delta: gl.shared_memory_descriptor
+    p: gl.shared_memory_descriptor
+
+
+@record
+class LatentGradients:
+    """``KeyGradients`` without what latent attention does not use: Triton 3.6 fails on unused arguments of warps."""
+
+    dk: views.TensorView
+    dv: views.TensorView
+    dk_parts: views.TensorView
+    format: views.RowFormat  # of dk and dv
+    rope_format: views.RowFormat
+
+
+@jit
+def gradients_of(gradients):
+    """Return the ``LatentGradients`` of ``KeyGradients``."""
+    R: gl.constexpr = gradients.tables.R
+    rope_format = views.RowFormat(R, R, gradients.format.USE_INT64_OFFSETS)
+    return LatentGradients(gradients.dk, gradients.dv, gradients.dk_parts, gradients.format, rope_format)
+
+
+@jit
+def allocate_buffers(descriptors, Q_STAGES: gl.constexpr, DO_STAGES: gl.constexpr):
+    """Allocate ``LatentBuffers`` and initialise their barriers."""
+    q, lse = backward_block.allocate_query_channel(descriptors.q, descriptors.stats, Q_STAGES, descriptors.q_rope)
+    do, delta = backward_block.allocate_query_channel(descriptors.do, descriptors.stats, DO_STAGES)
+    k = channels.written_once(channels.tiles_of(descriptors.k, 1), channels.tiles_of(descriptors.k_rope, 1))
+    v = channels.written_once(channels.tiles_of(descriptors.v, 1))
+    k.init(FILLS=1, RELEASES=0)
+    v.init(FILLS=1, RELEASES=0)
+    backward_block.init_query_channel(q)
+    backward_block.init_query_channel(do)
+    P_TILE: gl.constexpr = [shapes.CONSUMERS, shapes.KEYS, shapes.BACKWARD_BLOCK_M]
+    P_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for(
+        [shapes.KEYS, shapes.BACKWARD_BLOCK_M], descriptors.q.dtype
+    )
+    p = gl.allocate_shared_memory(descriptors.q.dtype, P_TILE, P_LAYOUT)
+    return LatentBuffers(k=k, v=v, q=q, do=do, lse=lse, delta=delta, p=p)
+
+
+@jit
+def own_rows(channel, WARPGROUP: gl.constexpr):
+    """Return a warpgroup's ``ScoreRows`` of K or V, at an ``opaque`` address, see ``backward_block.whole_tile``."""
+    return column_parts.rows_in(
+        channel, channels.Cursor(slot=ptxas.opaque(0), step=None, parity=None), WARPGROUP * shapes.KEYS, shapes.KEYS
+    )
+
+
+@jit
+def issue_scores(buffers, cursor, nothing, WARPGROUP: gl.constexpr):
+    """Begin the scores of the warpgroup's keys and a query block as soon as that has arrived."""
+    buffers.q.wait_full(cursor)
+    return column_parts.issue_row_scores(
+        own_rows(buffers.k, WARPGROUP), column_parts.rows_in(buffers.q, cursor, 0, shapes.BACKWARD_BLOCK_M), nothing, 0
+    )
+
+
+@jit
+def fold_queries(WARPGROUP: gl.constexpr, dk, dk_rope, dv, buffers, total, keys, queries, sizes, mask, scale):
+    """Fold ``total`` > 0 query blocks into dk, dk_rope and dv, each (KEYS, columns) float32; return the three."""
+    q_blocks, do_blocks = buffers.q, buffers.do
+    DTYPE: gl.constexpr = q_blocks.buffer.dtype
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, shapes.BACKWARD_BLOCK_M, 16])
+    P: gl.constexpr = gl.DotOperandLayout(0, dv.type.layout, 2)
+    P_ROPE: gl.constexpr = gl.DotOperandLayout(0, dk_rope.type.layout, 2)
+    no_s = gl.zeros([shapes.KEYS, shapes.BACKWARD_BLOCK_M], gl.float32, S)
+    key_rows = gl.arange(0, shapes.KEYS, gl.SliceLayout(1, S))
+    columns = gl.arange(0, shapes.BACKWARD_BLOCK_M, gl.SliceLayout(0, S))
+    q_cursor = q_blocks.start_at(gl.to_tensor(0))
+    s_token = issue_scores(buffers, q_cursor, no_s, WARPGROUP)
+    if WARPGROUP == shapes.CONSUMERS - 1:
+        channels.hand_over_tensor_cores(WARPGROUP, shapes.CONSUMERS)
+    for step in range(total):
+        do_cursor = do_blocks.at(step)
+        s = warpgroup_mma_wait(0, deps=[s_token])
+        lse = buffers.lse.index(q_cursor.slot).load(gl.SliceLayout(0, S))
+        start_m = (queries.first + step) * shapes.BACKWARD_BLOCK_M
+        diagonal = start_m + mask.num_keys - sizes.NQ - keys.start_n - WARPGROUP * shapes.KEYS
+        is_masked = hopper_masks.needs_mask(mask, diagonal, step, queries)
+        p, _ = backward_block.weigh(
+            s, lse, is_masked, key_rows, columns, diagonal, mask, scale, DTYPE, CLAMP=queries.num_masked is not None
+        )
+        p16 = p.to(DTYPE)
+        p_tile = buffers.p.index(WARPGROUP)
+        p_tile.store(p16)
+        do_blocks.wait_full(do_cursor)
+        channels.wait_for_tensor_cores(WARPGROUP)
+        dp_token = backward_block.issue_product(own_rows(buffers.v, WARPGROUP).columns, do_blocks, do_cursor, no_s)
+        do = column_parts.rows_in(do_blocks, do_cursor, 0, shapes.BACKWARD_BLOCK_M).columns
+        dv = warpgroup_mma(gl.convert_layout(p16, P), do, dv, is_async=True)
+        channels.hand_over_tensor_cores(WARPGROUP, shapes.CONSUMERS)
+        dv, dp = warpgroup_mma_wait(0, deps=[dv, dp_token])
+        delta = buffers.delta.index(do_cursor.slot).load(gl.SliceLayout(0, S))
+        # P as dV takes it: 16 registers less than in float32.
+        ds = (p_tile.load(S).to(gl.float32) * (dp - delta[None, :])).to(DTYPE)
+        q = column_parts.rows_in(q_blocks, q_cursor, 0, shapes.BACKWARD_BLOCK_M)
+        channels.wait_for_tensor_cores(WARPGROUP)
+        dk = warpgroup_mma(gl.convert_layout(ds, P), q.columns, dk, is_async=True)
+        dk_rope = warpgroup_mma(gl.convert_layout(ds, P_ROPE), q.rope, dk_rope, is_async=True)
+        do_blocks.release_by_threads(do_cursor)
+        next_q = q_blocks.after(q_cursor)
+        s_token = issue_scores(buffers, next_q, no_s, WARPGROUP)
+        channels.hand_over_tensor_cores(WARPGROUP, shapes.CONSUMERS)
+        # Only scores are in flight at the end of an iteration, see ``backward_by_keys.fold_queries``.
+        dk, dk_rope = warpgroup_mma_wait(2, deps=[dk, dk_rope])
+        q_blocks.release_by_threads(q_cursor)
+        q_cursor = next_q
+    warpgroup_mma_wait(0, deps=[s_token])
+    if WARPGROUP == 0:
+        # The last warpgroup hands the tensor cores over once more.
+        channels.wait_for_tensor_cores(WARPGROUP)
+    return dk, dk_rope, dv
+
+
+@jit
+def store_latent_gradients(dk, dk_rope, dv, buffers, keys, NK, mask, scale, gradients, WARPGROUP: gl.constexpr):
+    """Write dv, and dk and dk_rope scaled, of the KEYS keys from keys.start_n on; keys that do not exist get zeros.
+
+    dv and dk pass through the memory of the warpgroup's rows of V and K, which no other warps read.
+    """
+    k_scale = scale.qk_scale * softmax.LN2
+    dk, dk_rope = dk * k_scale, dk_rope * k_scale
+    if mask.first_key is not None:
+        dk, dv = (
+            backward_epilogue.drop_keys(dk, keys.start_n, mask),
+            backward_epilogue.drop_keys(dv, keys.start_n, mask),
+        )
+        dk_rope = backward_epilogue.drop_keys(dk_rope, keys.start_n, mask)
+    origin = views.Origin(batch=keys.batch.to(gl.int64), head=keys.head.to(gl.int64), row=keys.start_n)
+    num_rows = NK - keys.start_n
+    dv_rows = views.head_rows(gradients.dv, origin, num_rows, gradients.format)
+    dk_rows = views.head_rows(gradients.dk, origin, num_rows, gradients.format)
+    backward_epilogue.store_dv(
+        dv_rows, column_parts.ColumnParts(left=dv, right=None), own_rows(buffers.v, WARPGROUP).columns
+    )
+    backward_epilogue.store_dv(
+        dk_rows, column_parts.ColumnParts(left=dk, right=None), own_rows(buffers.k, WARPGROUP).columns
+    )
+    backward_epilogue.store_sums(views.head_rows(gradients.dk_parts, origin, num_rows, gradients.rope_format), dk_rope)
+
+
+@jit
+def accumulate_latent(warpgroup, buffers, gradients, keys, queries, sizes, mask, scale):
+    """Compute dk, dk_rope and dv of keys [KEYS * WARPGROUP, KEYS * WARPGROUP + KEYS) of the block.
+
+    mask.first_key None: all keys exist, or a window hides those that do not.
+    """
+    WARPGROUP: gl.constexpr = warpgroup.INDEX
+    dv = column_parts.part_zeros(shapes.KEYS, buffers.v.buffer.shape[4])
+    dk = column_parts.part_zeros(shapes.KEYS, buffers.k.buffer.shape[4])
+    dk_rope = column_parts.part_zeros(shapes.KEYS, buffers.k.rope.shape[4])
+    buffers.k.wait_full(buffers.k.at(0))
+    buffers.v.wait_full(buffers.v.at(0))
+    if queries.count > 0:
+        dk, dk_rope, dv = fold_queries(
+            WARPGROUP, dk, dk_rope, dv, buffers, queries.count, keys, queries, sizes, mask, scale
+        )
+    own = backward_block.KeyBlock(batch=keys.batch, head=keys.head, start_n=keys.start_n + WARPGROUP * shapes.KEYS)
+    store_latent_gradients(dk, dk_rope, dv, buffers, own, sizes.NK, mask, scale, gradients, WARPGROUP)
+
+
+_NUMBERS = "num_heads heads_per_section HQ GROUP_SIZE NQ NK pitch stats_size tiles_per_head window".split()
+
+
+@record
+class QueryGradientLoads:
+    """The tensors that the loading warp reads, as ``latent_dq_kernel`` takes them, and its mbarrier."""
+
+    q: gl.tensor
+    q_rope: gl.tensor
+    k: gl.tensor
+    k_rope: gl.tensor
+    v: gl.tensor
+    do: gl.tensor
+    arrival: gl.tensor | None  # of ``load_existing_rows``; None: keys end where the tensor does
+    PDL: gl.constexpr
+
+
+@record
+class QueryGradients:
+    """The gradients of queries, not yet rotated back, and what they follow from.
+
+    stats: as for ``latent_dq_kernel``, float32, base-2 lse of rows of pitch a head, and delta ``size`` further on.
+    """
+
+    dq: views.TensorView  # (B, HQ, NQ, R)
+    dq_nope: views.TensorView  # (B, HQ, NQ, D)
+    tables: rotations.RotaryTables
+    stats_ptr: gl.tensor
+    pitch: gl.tensor
+    size: gl.tensor
+    qk_scale: gl.tensor
+    softmax_scale: gl.tensor
+    format: views.RowFormat  # of dq_nope
+    rope_format: views.RowFormat
+
+
+@jit
+def load_block(loads, desc, rope_desc, head_rope, work, row, channel, step, arrivals):
+    """Load the block of K or V from ``row`` on as soon as its slot is empty, with zeros for keys that do not exist.
+
+    rope_desc, head_rope: of the rotated columns, or None. Returns ``arrivals``, see ``load_existing_rows``.
+    """
+    cursor = channel.at(step)
+    channel.wait_empty(cursor)
+    tile, full = channel.tile(cursor), channel.full_barrier(cursor)
+    rope = channels.rope_part(rope_desc, head_rope, channel, cursor)
+    batch, head = work.tile.batch, work.head_kv
+    if loads.arrival is None:
+        channels.load_rows(desc, batch, head, row, tile, full, None, rope)
+    else:
+        first, last = work.tile.first_key, work.tile.num_keys
+        if work.first_k is not None:
+            first += work.first_k
+            last += work.first_k
+        arrivals = channels.load_existing_rows(
+            desc, batch, head, row, tile, full, first, last, loads.arrival, arrivals, None, rope
+        )
+    return arrivals
+
+
+@jit
+def load_tile_queries(loads, tile, tile_step, queries, dos):
+    """Load a tile's rows of Q and dO, for each warpgroup as soon as it has released its last ones."""
+    for warpgroup in gl.static_range(shapes.CONSUMERS):
+        row = tile.start_m + warpgroup * shapes.ROWS
+        own, own_do = queries.of_warpgroup(warpgroup), dos.of_warpgroup(warpgroup)
+        cursor = own.at(tile_step)
+        own.wait_empty(cursor)
+        rope = channels.rope_part(loads.q_rope, tile.head, own, cursor)
+        channels.load_rows(loads.q, tile.batch, tile.head, row, own.tile(cursor), own.full_barrier(cursor), None, rope)
+        own_do.wait_empty(cursor)
+        channels.load_rows(loads.do, tile.batch, tile.head, row, own_do.tile(cursor), own_do.full_barrier(cursor))
+
+
+@jit
+def load_for_dq(loads, schedule, tiles, queries, dos, keys, values):
+    """Announce tiles, and load their queries and the key and value blocks that they visit; one warp's work.
+
+    The order is that of ``forward_producers.load``. The launch before, of dk and dv, lets this one start when the
+    pre-process has finished. So this one fills multiprocessors that have no more key blocks, and ends after that one.
+    """
+    work = forward_tiles.first_work(schedule)
+    forward_tiles.announce_tile(tiles, 0, work.tile)
+    tile_step = 0
+    key_step = 0
+    arrivals = 0
+    while work.tile.num_blocks > 0:
+        tile = work.tile
+        row = work.key_row(0, schedule.BLOCK_N)
+        arrivals = load_block(loads, loads.k, loads.k_rope, 0, work, row, keys, key_step, arrivals)
+        load_tile_queries(loads, tile, tile_step, queries, dos)
+        tile_step += 1
+        following = forward_tiles.next_work(schedule, work)
+        forward_tiles.announce_tile(tiles, tile_step, following.tile)
+        for visit in range(tile.num_blocks):
+            row = work.key_row(visit, schedule.BLOCK_N)
+            if visit > 0:
+                arrivals = load_block(loads, loads.k, loads.k_rope, 0, work, row, keys, key_step, arrivals)
+            arrivals = load_block(loads, loads.v, None, None, work, row, values, key_step, arrivals)
+            key_step += 1
+        work = following
+    wait_for_previous_launch(loads.PDL)
+
+
+@jit
+def issue_scores_and_dp(q, do, keys, values, step, nothing):
+    """Begin the scores and dP of key block ``step`` as soon as it has arrived: (scores, dP), two groups and one."""
+    BLOCK_N: gl.constexpr = keys.buffer.shape[3]
+    at_keys, at_values = keys.at(step), values.at(step)
+    keys.wait_full(at_keys)
+    s_token = column_parts.issue_row_scores(q, column_parts.rows_in(keys, at_keys, 0, BLOCK_N), nothing, 0)
+    values.wait_full(at_values)
+    dp_token = column_parts.issue_over_columns(
+        do, column_parts.rows_in(values, at_values, 0, BLOCK_N).columns, nothing, 0
+    )
+    return s_token, dp_token
+
+
+@jit
+def issue_dq(ds, keys, step, dq, dq_rope):
+    """Add dS of key block ``step``, packed words, times its keys to dq and dq_rope: both in flight, two groups."""
+    BLOCK_N: gl.constexpr = keys.buffer.shape[3]
+    k = column_parts.rows_in(keys, keys.at(step), 0, BLOCK_N)
+    operand = unpack_weights(ds, k.columns.dtype, gl.DotOperandLayout(0, dq.type.layout, 2))
+    of_rope = gl.convert_layout(operand, gl.DotOperandLayout(0, dq_rope.type.layout, 2), assert_trivial=True)
+    dq = warpgroup_mma(operand, k.columns, dq, is_async=True)
+    dq_rope = warpgroup_mma(of_rope, k.rope, dq_rope, is_async=True)
+    return dq, dq_rope
+
+
+@jit
+def store_dq(dq, dq_rope, out, tile, start_m, position):
+    """Scale dq and dq_rope (ROWS, columns) of the rows from start_m on, rotate the latter back, and write both.
+
+    position: of row start_m.
+    """
+    OWN: gl.constexpr = dq.type.layout
+    origin = views.Origin(batch=tile.batch.to(gl.int64), head=tile.head.to(gl.int64), row=start_m)
+    num_rows = tile.query_end - start_m
+    rows = views.head_rows(out.dq_nope, origin, num_rows, out.format)
+    views.store_tile(rows, dq * out.softmax_scale, gl.arange(0, shapes.ROWS, gl.SliceLayout(1, OWN)), OWN)
+    first, second = rotations.unpack_pairs(dq_rope * out.softmax_scale)
+    PAIRS: gl.constexpr = first.type.layout
+    offs = gl.arange(0, shapes.ROWS, gl.SliceLayout(1, PAIRS))
+    rotation = rotations.head_rotation(out.tables, tile.batch.to(gl.int64), tile.num_keys)
+    # Otherwise the addresses of the angles of all pairs are kept for the next tile, on the stack.
+    pairs = gl.arange(0, out.rope_format.BLOCK_D // 2, gl.SliceLayout(0, PAIRS)) + ptxas.opaque(0)
+    cos, sin = rotations.load_angles(rotation, offs + position, out.rope_format.BLOCK_D, PAIRS, pairs)
+    first, second = rotations.rotate(first, second, cos, sin, CONJUGATE=True)
+    rope_rows = views.head_rows(out.dq, origin, num_rows, out.rope_format)
+    rotations.store_pairs(rope_rows, first, second, offs, rotation, rotations.PairLayouts(PAIRS, dq_rope.type.layout))
+
+
+@jit
+def accumulate_dq(WARPGROUP: gl.constexpr, tiles, queries, dos, keys, values, out, mask):
+    """Make dQ of rows [ROWS * WARPGROUP, ROWS * WARPGROUP + ROWS) of every tile.
+
+    ``tile_step`` counts the tiles, ``key_step`` the key blocks of all tiles.
+    """
+    BLOCK_N: gl.constexpr = keys.buffer.shape[3]
+    DTYPE: gl.constexpr = keys.buffer.dtype
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    rows = gl.arange(0, shapes.ROWS, gl.SliceLayout(1, S))
+    columns = gl.arange(0, BLOCK_N, gl.SliceLayout(0, S))
+    no_s = gl.zeros([shapes.ROWS, BLOCK_N], gl.float32, S)
+    queries, dos = queries.of_warpgroup(WARPGROUP), dos.of_warpgroup(WARPGROUP)
+    tile_step = 0
+    key_step = 0
+    tile = forward_tiles.next_tile(tiles, tile_step)
+    while tile.num_blocks > 0:
+        start_m = tile.start_m + WARPGROUP * shapes.ROWS
+        position = forward_tiles.query_position(tile, start_m)
+        stats = out.stats_ptr + tile.bh.to(gl.int64) * out.pitch + tile.rotated_row + WARPGROUP * shapes.ROWS
+        exists = rows < tile.query_end - start_m
+        lse = gl.load(stats + rows, mask=exists, other=float("inf"))
+        delta = gl.load(stats + out.size + rows, mask=exists, other=0.0)
+        at_tile = queries.at(tile_step)
+        queries.wait_full(at_tile)
+        dos.wait_full(at_tile)
+        q = column_parts.rows_in(queries, at_tile, 0, shapes.ROWS)
+        do = column_parts.rows_in(dos, at_tile, 0, shapes.ROWS).columns
+        dq = column_parts.part_zeros(shapes.ROWS, keys.buffer.shape[4])
+        dq_rope = column_parts.part_zeros(shapes.ROWS, keys.rope.shape[4])
+        first = gl.to_tensor(0)
+        if WARPGROUP == 0 and mask.window.right is not None:
+            # The last keys of a tile may be hidden from its first half.
+            last_block = tile.last_block
+            hidden = last_block * BLOCK_N > position + shapes.ROWS - 1 + mask.window.right
+            if hidden & (tile.num_blocks > 1):
+                keys.wait_full(keys.at(key_step))
+                keys.release_by_threads(keys.at(key_step))
+                values.wait_full(values.at(key_step))
+                values.release_by_threads(values.at(key_step))
+                first += 1
+        key_step += first
+        s_token, dp_token = issue_scores_and_dp(q, do, keys, values, key_step, no_s)
+        s = warpgroup_mma_wait(1, deps=[s_token])
+        s = mask.hide(s, position + rows, columns, hopper_masks.Visit(first, None), tile)
+        p = gl.exp2(s * out.qk_scale - lse[:, None])
+        dp = warpgroup_mma_wait(0, deps=[dp_token])
+        values.release_by_threads(values.at(key_step))
+        ds = pack_weights(p * (dp - delta[:, None]), DTYPE)
+        for visit in range(first + 1, tile.num_blocks):
+            key_step += 1
+            s_token, dp_token = issue_scores_and_dp(q, do, keys, values, key_step, no_s)
+            dq, dq_rope = issue_dq(ds, keys, key_step - 1, dq, dq_rope)
+            s = warpgroup_mma_wait(3, deps=[s_token])
+            s = mask.hide(s, position + rows, columns, hopper_masks.Visit(visit, None), tile)
+            p = gl.exp2(s * out.qk_scale - lse[:, None])
+            dp = warpgroup_mma_wait(2, deps=[dp_token])
+            values.release_by_threads(values.at(key_step))
+            ds = p * (dp - delta[:, None])
+            dq, dq_rope = warpgroup_mma_wait(0, deps=[dq, dq_rope])
+            keys.release_by_threads(keys.at(key_step - 1))
+            ds = pack_weights(ds, DTYPE)
+        queries.release(at_tile)
+        dos.release(at_tile)
+        dq, dq_rope = issue_dq(ds, keys, key_step, dq, dq_rope)
+        finished = tile
+        tile_step += 1
+        tile = forward_tiles.next_tile(tiles, tile_step)
+        dq, dq_rope = warpgroup_mma_wait(0, deps=[dq, dq_rope])
+        keys.release_by_threads(keys.at(key_step))
+        key_step += 1
+        store_dq(dq, dq_rope, out, finished, start_m, position)
+
+
+@jit(do_not_specialize=_NUMBERS)
+def latent_dq_kernel(q_desc, q_rope_desc, k_desc, k_rope_desc, v_desc, do_desc, stats_ptr, dq_ptr, dq_nope_ptr, cos_ptr,
+                     sin_ptr, counter_ptr, starts_ptr, lens_ptr, dq_strides, dq_nope_strides, cos_strides, sin_strides,
+                     qk_scale, softmax_scale, window, num_heads, heads_per_section, HQ, GROUP_SIZE, NQ, NK,
+                     pitch, stats_size, tiles_per_head, D: gl.constexpr, R: gl.constexpr, BLOCK_N: gl.constexpr,
+                     K_STAGES: gl.constexpr, V_STAGES: gl.constexpr, INTERLEAVED: gl.constexpr,
+                     READS_LENGTHS: gl.constexpr, USE_INT64_OFFSETS: gl.constexpr, IS_PACKED: gl.constexpr,
+                     PDL: gl.constexpr):  # fmt: skip
+    """Write dq (B, HQ, NQ, R) and dq_nope (B, HQ, NQ, D). Grid: one block per multiprocessor, or one per tile if fewer.
+
+    q_desc, do_desc (B, HQ, NQ, D) and q_rope_desc (B, HQ, NQ, R) in blocks of ROWS rows; k_desc, v_desc (B, HQ, NK, D)
+    and k_rope_desc (B, 1, NK, R) in blocks of BLOCK_N; rotated columns in pair order. stats: the pre-process's, (2 * B
+    * HQ * pitch,) float32. counter_ptr, tiles_per_head, heads_per_section, and the masks: as for ``forward_kernel``.
+    """
+    HAS_STARTS: gl.constexpr = starts_ptr is not None
+    HAS_BOUNDS: gl.constexpr = IS_PACKED or HAS_STARTS or lens_ptr is not None or window[0] is not None
+    # Numbers that a tile's announcement contains are None here, because Triton 3.6 fails on unused arguments of warps.
+    tiles = forward_tiles.announcements(
+        HAS_BOUNDS, IS_PACKED, shapes.CONSUMERS, NQ=None if IS_PACKED else NQ, NK=None if HAS_BOUNDS else NK
+    )
+    # Each warpgroup has a channel of one stage for its rows of Q, and one for those of dO.
+    full, empty = channels.allocate_barriers(shapes.CONSUMERS), channels.allocate_barriers(shapes.CONSUMERS)
+    queries = channels.Channel(
+        channels.tiles_of(q_desc, shapes.CONSUMERS),
+        full,
+        empty,
+        STAGES=1,
+        rope=channels.tiles_of(q_rope_desc, shapes.CONSUMERS),
+    )
+    full, empty = channels.allocate_barriers(shapes.CONSUMERS), channels.allocate_barriers(shapes.CONSUMERS)
+    dos = channels.Channel(channels.tiles_of(do_desc, shapes.CONSUMERS), full, empty, STAGES=1)
+    queries.init(FILLS=1, RELEASES=1)
+    dos.init(FILLS=1, RELEASES=1)
+    keys = channels.channel_of(channels.tiles_of(k_desc, K_STAGES), K_STAGES, channels.tiles_of(k_rope_desc, K_STAGES))
+    values = channels.channel_of(channels.tiles_of(v_desc, V_STAGES), V_STAGES)
+    keys.init(FILLS=1, RELEASES=shapes.CONSUMERS * shapes.WARPGROUP_THREADS)
+    values.init(FILLS=1, RELEASES=shapes.CONSUMERS * shapes.WARPGROUP_THREADS)
+    arrival = None
+    if HAS_BOUNDS:
+        arrival = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+        mbarrier.init(arrival, count=1)
+
+    window = masks.window_of(window)
+    mask = hopper_masks.PositionMask(window, READS_LENGTHS, HAS_STARTS)
+    schedule = forward_tiles.Schedule(
+        counter_ptr,
+        starts_ptr,
+        lens_ptr,
+        None,
+        window,
+        num_heads,
+        heads_per_section,
+        tiles_per_head,
+        HQ=None if IS_PACKED else HQ,
+        GROUP_SIZE=GROUP_SIZE,
+        NQ=None if IS_PACKED else NQ,
+        NK=None if IS_PACKED else NK,
+        BLOCK_N=BLOCK_N,
+        BLOCK_M=shapes.CONSUMERS * shapes.ROWS,
+        IS_PACKED=IS_PACKED,
+        READS_LENGTHS=READS_LENGTHS,
+        FROM_START=False,
+        QUERIES_IN_TILES=IS_PACKED,
+    )
+    loads = QueryGradientLoads(q_desc, q_rope_desc, k_desc, k_rope_desc, v_desc, do_desc, arrival, PDL)
+    tables = rotations.RotaryTables(cos_ptr, sin_ptr, cos_strides, sin_strides, R, INTERLEAVED)
+    dq, dq_nope = views.TensorView(dq_ptr, dq_strides), views.TensorView(dq_nope_ptr, dq_nope_strides)
+    row_format, rope_format = views.RowFormat(D, D, USE_INT64_OFFSETS), views.RowFormat(R, R, USE_INT64_OFFSETS)
+    out = QueryGradients(
+        dq, dq_nope, tables, stats_ptr, pitch, stats_size, qk_scale, softmax_scale, row_format, rope_format
+    )
+    gl.warp_specialize(
+        [
+            (accumulate_dq, (0, tiles, queries, dos, keys, values, out, mask)),
+            (accumulate_dq, (1, tiles, queries, dos, keys, values, out, mask)),
+            (load_for_dq, (loads, schedule, tiles, queries, dos, keys, values)),
+        ],
+        [shapes.WARPGROUP_WARPS, 1],
+        [shapes.MULTIPLY_REGISTERS, shapes.LOAD_REGISTERS],
+    )

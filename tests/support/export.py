@@ -1,0 +1,55 @@
+"""torch.export with a batch and a length that change: exported, saved, loaded, and run at other sizes."""
+
+import io
+
+import pytest
+import torch
+from torch.export import Dim
+
+
+def for_each(first, *others):
+    """Repeat a test for these functions, the first with every kind of dimension."""
+    rows = [(first, kind) for kind in ("named", "AUTO", "DYNAMIC")] + [(function, "named") for function in others]
+    return pytest.mark.parametrize(
+        ("function", "kind"), [pytest.param(*row, id=f"{row[0].__name__}-{row[1]}") for row in rows]
+    )
+
+
+def dimension(kind, name, least=2):
+    """Return an axis's entry of ``dynamic_shapes``.
+
+    The least size that a name may have is 2, because torch.export makes a size of 1 a constant. For ``cu_seqlens`` it is
+    3, because two of them are one sequence.
+    """
+    return Dim(name, min=least, max=64) if kind == "named" else getattr(Dim, kind)
+
+
+class Module(torch.nn.Module):
+    """A function as a module, because torch.export takes nothing else."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, *args):
+        return self.function(*args)
+
+
+def exported(module, args, dynamic_shapes, **kwargs):
+    """Return the module that a program becomes after it was saved and loaded."""
+    program = torch.export.export(module, args, kwargs, dynamic_shapes=dynamic_shapes)
+    file = io.BytesIO()
+    torch.export.save(program, file)
+    file.seek(0)
+    return torch.export.load(file).module()
+
+
+def check_export(function, make, axes, sizes=((3, 9), (2, 7), (5, 40))):
+    """Export a function at the first size, and compare with it at every size.
+
+    make(batch, length) returns its arguments; axes has an entry for each of them, as in ``dynamic_shapes``.
+    """
+    program = exported(Module(function), make(*sizes[0]), (axes,))
+    for size in sizes:
+        args = make(*size)
+        torch.testing.assert_close(program(*args), function(*args))
