@@ -62,7 +62,7 @@ def check_kvcache(tensors: StepTensors, options: Any, cache_is_rotated: bool, la
     else:
         capacity = check_new_kind_of_cache(tensors, layout)
         of_rows = of_rows if block_table is None else "block_table"
-    check_apart(k_cache, v_cache)
+    check_apart(k_cache, v_cache, paged=block_table is not None)
     batch, _, len_q, head_dim = q.shape
     heads_kv = k_cache.shape[1]
     if k is not None and v is not None:
@@ -147,8 +147,12 @@ def check_pool_shape(k_cache: Tensor, v_cache: Tensor, layout: str, *, paged: bo
         raise ValueError(f"k_cache must have pages of at least {MIN_PAGE_SIZE} rows, but has {k_cache.shape[2]}")
 
 
-def check_apart(k_cache: Tensor, v_cache: Tensor) -> None:
-    """Check that caches of one shape and dtype have no element in common. They may be views of one allocation."""
+def check_apart(k_cache: Tensor, v_cache: Tensor, paged: bool = False) -> None:
+    """Check that caches of one shape and dtype have no element in common. They may be views of one allocation.
+
+    Pages with one number must be apart. Pages with other numbers need not be, because only the device knows which are
+    in use: transformers stores the values of a page one page after its keys, and uses every second number.
+    """
     found = "is k_cache"
     if k_cache is not v_cache:
         # A tracer would make conditions of addresses and sizes.
@@ -156,7 +160,8 @@ def check_apart(k_cache: Tensor, v_cache: Tensor) -> None:
             return
         distance = v_cache.storage_offset() - k_cache.storage_offset()
         layouts = k_cache.stride(), v_cache.stride()
-        if not is_plain(k_cache, v_cache) or not share_elements(k_cache.shape, *layouts, distance):
+        sizes = (1, *k_cache.shape[1:]) if paged else k_cache.shape
+        if not is_plain(k_cache, v_cache) or not share_elements(sizes, *layouts, distance):
             return
         found = f"begins {distance} elements after it in one allocation, with strides {layouts[1]} and {layouts[0]}"
     raise ValueError(f"v_cache must not overlap k_cache in memory, but {found}")
@@ -278,7 +283,7 @@ def check_write(tensors: Written, *, cache_is_rotated: Any, rotary_dim: Any, int
         if bounds is not None:
             check_bounds(name, bounds, device, batch)
     check_cache_scales(k_cache, k_scale, v_scale)
-    check_apart(k_cache, v_cache)
+    check_apart(k_cache, v_cache, paged=block_table is not None)
     check_written(k, v, dtype, k_cache, v_cache, layout)
     rotary_dim = check_tables(cos, sin, dtype, batch, rows, head_dim, rotary_dim, "k", of_rows)
     refuse_gradients("write_kvcache", k=k, v=v, k_cache=k_cache, v_cache=v_cache, k_scale=k_scale, v_scale=v_scale)
