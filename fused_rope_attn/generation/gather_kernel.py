@@ -56,7 +56,7 @@ def gather_kernel(
     pages = None
     entries = None
     if block_table_ptr is not None:
-        table = BlockTable(block_table_ptr, table_strides, num_pages, PAGE_SIZE)
+        table = BlockTable(block_table_ptr, table_strides, PAGE_SIZE, num_pages)
         pages = sequence_pages(table, sequence64, k_cache.strides[0], v_cache.strides[0])
         entries = page_entries(pages, positions, end)
         assert_in_pool(entries, pages)
