@@ -372,7 +372,7 @@ def accumulate_dq(WARPGROUP: gl.constexpr, tiles, queries, dos, keys, values, ou
         first = gl.to_tensor(0)
         if WARPGROUP == 0 and mask.window.right is not None:
             # The last keys of a tile may be hidden from its first half.
-            last_block = tile.last_block
+            last_block = forward_tiles.last_block(tile)
             hidden = last_block * BLOCK_N > position + shapes.ROWS - 1 + mask.window.right
             if hidden & (tile.num_blocks > 1):
                 keys.wait_full(keys.at(key_step))
