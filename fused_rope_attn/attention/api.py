@@ -373,8 +373,8 @@ def describe_call(
     if in_context_parallel():
         refuse_context_parallel(function if longest is None else f"{function}_varlen")
     given = tensors.q, tensors.k, tensors.v, tensors.q_nope, tensors.k_nope
-    rows = autocast(*given)
-    if any(x is not y for x, y in zip(rows, given)):
+    rows = autocast(given)
+    if rows is not given:
         tensors = tensors._replace(**dict(zip(_ROWS, rows)))
     rotary_dim = check(tensors, options, layout, longest)
     if longest is not None:
@@ -382,7 +382,8 @@ def describe_call(
     if layout != "bhsd":
         views = [None if x is None else axes.heads_first(x, layout) for x in rows]
         tensors = tensors._replace(**dict(zip(_ROWS, views)))
-    return problem_of(tensors, options, rotary_dim, max(longest or (0,)), token_tables=token_tables), tensors
+    max_seqlen = 0 if longest is None else max(longest)
+    return problem_of(tensors, options, rotary_dim, max_seqlen, token_tables=token_tables), tensors
 
 
 def attend(

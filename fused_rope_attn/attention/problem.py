@@ -330,31 +330,28 @@ def problem_of(
         getattr(options, name) if normalise is None else normalise(getattr(options, name), tensors)
         for name, normalise in _NORMALISE
     ]
-    return Problem(*_sizes(tensors, rotary_dim, max_seqlen, cache, token_tables), *values)
+    return describe(tensors, rotary_dim, max_seqlen, cache, token_tables, values)
 
 
 def describe(
     tensors: Tensors,
-    *,
     rotary_dim: int,
     max_seqlen: int = 0,
     cache: Cache | None = None,
     token_tables: bool = False,
+    values: Iterable[Any] = (),
     **options: Any,
 ) -> Problem:
-    """Return the ``Problem`` of these tensors with options by name, each as a ``Problem`` holds it."""
-    return Problem(*_sizes(tensors, rotary_dim, max_seqlen, cache, token_tables), **options)
+    """Return the ``Problem`` of these tensors.
 
-
-def _sizes(
-    tensors: Tensors, rotary_dim: int, max_seqlen: int, cache: Cache | None = None, token_tables: bool = False
-) -> tuple:
-    """Return the fields of ``Problem`` before its options. By position: this is on the path of every eager call."""
+    values, options: the options as a ``Problem`` holds them, in the order of ``DESCRIBED`` or by name.
+    """
     q, k, v, _, _, sinks, kv_starts, kv_lens, cu_seqlens = tensors[:9]
-    q_nope = getattr(tensors, "q_nope", None)  # a generation step lacks the field
+    q_nope = tensors.q_nope
     batch, heads_q, len_q, head_dim = q.shape
     _, heads_kv, len_k, value_dim = v.shape
-    return (
+    # By position: this is on the path of every eager call.
+    return Problem(
         q.dtype,
         q.device,
         batch,
@@ -376,6 +373,8 @@ def _sizes(
         "ieee",
         False,
         token_tables,
+        *values,
+        **options,
     )
 
 
@@ -414,7 +413,7 @@ def rebuild(*arguments: Any) -> tuple[Problem, Tensors]:
     """Undo ``flatten``."""
     tensors = Tensors(*arguments[: len(Tensors._fields)])
     rotary_dim, max_seqlen, token_tables, *values = arguments[len(Tensors._fields) :]
-    return Problem(*_sizes(tensors, rotary_dim, max_seqlen, None, token_tables), *from_operator(values)), tensors
+    return describe(tensors, rotary_dim, max_seqlen, None, token_tables, from_operator(values)), tensors
 
 
 def from_operator(values: Iterable[Any]) -> list[Any]:

@@ -14,13 +14,13 @@ from torch import Tensor
 from fused_rope_attn.attention.problem import Tensors, check_options
 from fused_rope_attn.runtime import checks
 from fused_rope_attn.runtime.axes import AXES
-from fused_rope_attn.runtime.checks import named, shown
+from fused_rope_attn.runtime.checks import shown
 from fused_rope_attn.runtime.forms import Form, Forms
 from fused_rope_attn.runtime.registration import is_plain
 
 ATTENTION = Forms(q="B HQ NQ D", k="B HKV NK D", v="B HKV NK D")
 LATENT = Forms(q_rope="B H NQ R", q_nope="B H NQ DN", k_rope="B 1 NK R", k_nope="B H NK DN", v="B H NK DV")
-_ENDS = Form("sequences+1", torch.int32)
+_ENDS, _IDS = Form("sequences+1", torch.int32), Form("N | B N", torch.int32, torch.int64)
 
 
 def check_attention(
@@ -136,15 +136,11 @@ def check_token_tables(token_tables: bool, tensors: Tensors) -> None:
 
 def check_position_ids(position_ids: Tensor, max_sequences: int | None) -> None:
     """Check the arguments of `cu_seqlens_from_position_ids`."""
-    checks.check_kinds(position_ids=position_ids)
-    if position_ids.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"position_ids must be int32 or int64, but is {named(position_ids.dtype)}")
+    _IDS.check("position_ids", position_ids, "position_ids", position_ids, {})
     if position_ids.device.type == "meta" and max_sequences is None:
         raise NotImplementedError(
             "max_sequences must be given for position_ids on the device meta, which have no data to count sequences in"
         )
-    if position_ids.ndim not in (1, 2):
-        raise ValueError(f"position_ids must have shape (N,) or (B, N), but has {shown(position_ids.shape)}")
     if max_sequences is not None:
         if checks.check_int("max_sequences", max_sequences, "an int or None") < 1:
             raise ValueError(f"max_sequences must be 1 or more, but is {max_sequences}")

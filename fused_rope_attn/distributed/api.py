@@ -218,7 +218,7 @@ def _describe(tensors: Tensors, options: Any, members: Group, sharding, total_le
     check_sharding("sharding", sharding, members.size)
     _check_method("method", method, None)
     axes.check_layout(layout)
-    q, k, v = autocast(*tensors[:3])
+    q, k, v = autocast(tensors[:3])
     cos, tensors = tensors.cos, tensors._replace(q=q, k=k, v=v)
     parts, size = len(chunks_of(0, members.size, sharding)), members.size
     local = _LOCAL.check(layout, (q, k, v))[2]
@@ -243,7 +243,7 @@ def _describe(tensors: Tensors, options: Any, members: Group, sharding, total_le
 def _describe_packed(tensors: Tensors, options: Any, plan: DocumentPlan, method) -> _Described:
     """Check the records of a call of ``rope_attention_varlen_cp`` and describe it."""
     _check_method("method", method, None)
-    q, k, v = autocast(*tensors[:3])
+    q, k, v = autocast(tensors[:3])
     local = _LOCAL.check("thd", (q, k, v))[2]
     if local != plan.local:
         raise ValueError(f"q must have the {plan.local} tokens that the plan gives a rank, but has {local}")

@@ -256,9 +256,9 @@ def _describe(tensors: StepTensors, options: Any, cache_is_rotated: bool, layout
         refuse_context_parallel("rope_attention_with_kvcache")
     axes.check_layout(layout)
     given = tensors.q, tensors.k, tensors.v
-    q, k, v = autocast(*given)
-    if not (q is given[0] and k is given[1] and v is given[2]):
-        tensors = tensors._replace(q=q, k=k, v=v)
+    rows = autocast(given)
+    if rows is not given:
+        tensors = tensors._replace(**dict(zip("qkv", rows)))
     rotary_dim = check_kvcache(tensors, options, cache_is_rotated, layout)
     tensors = _heads_first(tensors, layout, "q", "k_cache", "v_cache", "k", "v")
     return step_of(tensors, options, rotary_dim, cache_is_rotated), tensors

@@ -10,11 +10,8 @@ from fused_rope_attn.runtime.checks import shown
 from fused_rope_attn.runtime.forms import Form, Forms
 
 # The axes B, H, N and D of a tensor in each layout; packed tokens have no batch.
-LAYOUTS: dict[str, tuple[int | None, int, int, int]] = {
-    "bhsd": (0, 1, 2, 3),
-    "bshd": (0, 2, 1, 3),
-    "sbhd": (1, 2, 0, 3),
-    "thd": (None, 1, 0, 2),
+LAYOUTS: dict[str, Any] = {
+    layout: tuple(order.index(i) if i in order else None for i in range(4)) for layout, order in axes.AXES.items()
 }
 _LAYOUTS = tuple(LAYOUTS)
 _ONE = Forms(x="B H N D")

@@ -9,10 +9,10 @@ import torch
 from fused_rope_attn.runtime.dry_run import is_dry_run
 
 
-def autocast(*rows: Any) -> tuple[Any, ...]:
-    """Return q, k and v in autocast's dtype if it is on, as scaled_dot_product_attention does; None stays None.
+def autocast(rows: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return q, k and v in autocast's dtype, as scaled_dot_product_attention does, or ``rows`` itself if it is off.
 
-    Tables are not cast, because float32 tables are more accurate. In a dry run the results have no data.
+    None stays None. Tables are not cast, because float32 tables are more accurate. Results of a dry run have no data.
     """
     if not torch.is_autocast_enabled() and not torch.is_autocast_enabled("cpu"):
         return rows

@@ -19,7 +19,7 @@ from fused_rope_attn.runtime.registration import is_plain
 
 
 def check_heads(heads_q: int, heads_kv: int, head_dim: int, of_k: str = "k") -> None:
-    """Check the numbers of heads and of columns of q and of the keys, whose argument is ``of_k``."""
+    """Check the numbers of heads and columns. of_k: the argument that holds the keys."""
     if heads_kv < 1 or heads_q % heads_kv:
         raise ValueError(f"{of_k} has {heads_kv} heads, but q's {heads_q} heads must be a multiple of it")
     if heads_q < 1 or head_dim < 2 or head_dim % 2:

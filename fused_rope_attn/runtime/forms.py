@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, strided
+from torch.compiler import is_compiling
 
 from fused_rope_attn.runtime.axes import AXES, in_layout
 from fused_rope_attn.runtime.checks import check_kinds, named, refuse_device, shown
@@ -51,7 +52,7 @@ class Forms:
         Raise TypeError or ValueError with the argument, the expectation and the given value.
         """
         # Most calls are right: compare them at once. ``_examine`` says the same, more slowly, and names the fault.
-        if torch.compiler.is_compiling():
+        if is_compiling():
             return self._examine(layout, tensors)
         first = tensors[0]
         rank, same, found = self._places[layout, len(tensors)]
@@ -106,7 +107,7 @@ class Form:
     """The forms of one further tensor, on the device of a call's first one.
 
     Args:
-        forms: alternatives, for example "B NK | 1 NK". A symbol whose size a call does not know may have any.
+        forms: alternatives, for example "B NK | 1 NK". A symbol without a known size may have any.
         dtypes: that it may have; None is the first tensor's.
     """
 

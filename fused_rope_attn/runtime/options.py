@@ -97,7 +97,7 @@ class CommonOptions(TypedDict, total=False):
 
 
 class PaddedOptions(TypedDict, total=False):
-    """Options of functions whose tensors have a batch axis."""
+    """Options of functions with a batch axis."""
 
     kv_starts: Annotated[torch.Tensor | None, _BOUNDS]
     kv_lens: Annotated[torch.Tensor | None, _BOUNDS]

@@ -13,6 +13,8 @@ which it was computed, so that the warpgroups exchange nothing and no sum depend
 with K is delayed by one block, as that with V in the forward.
 """
 
+import triton.language as tl
+
 from fused_rope_attn.attention.hopper import backward_block, backward_epilogue, channels, forward_tiles, shapes
 from fused_rope_attn.attention.hopper import columns as column_parts
 from fused_rope_attn.attention.hopper import masks as hopper_masks
@@ -20,7 +22,7 @@ from fused_rope_attn.attention.hopper.softmax import pack_weights, unpack_weight
 from fused_rope_attn.kernels import masks, ptxas, softmax
 from fused_rope_attn.kernels import rotation as rotations
 from fused_rope_attn.kernels import tiles as views
-from fused_rope_attn.kernels.records import record
+from fused_rope_attn.kernels.records import record, replace, unpack
 from fused_rope_attn.kernels.schedule import wait_for_previous_launch
 from fused_rope_attn.runtime.triton_compat import gl, jit, mbarrier, warpgroup_mma, warpgroup_mma_wait
 
@@ -40,7 +42,7 @@ class LatentBuffers:
 
 @record
 class LatentGradients:
-    """The gradients of a key block: dk and dv (B, H, NK, columns), and dk_parts (B, H, NK, R) float32, rotated."""
+    """``KeyGradients`` without what latent attention does not use: Triton 3.6 fails on unused arguments of warps."""
 
     dk: views.TensorView
     dv: views.TensorView
@@ -50,7 +52,15 @@ class LatentGradients:
 
 
 @jit
-def allocate_buffers(descriptors, Q_STAGES: gl.constexpr, DO_STAGES: gl.constexpr, P_LAYOUT: gl.constexpr):
+def gradients_of(gradients):
+    """Return the ``LatentGradients`` of ``KeyGradients``."""
+    R: gl.constexpr = gradients.tables.R
+    rope_format = views.RowFormat(R, R, gradients.format.USE_INT64_OFFSETS)
+    return LatentGradients(gradients.dk, gradients.dv, gradients.dk_parts, gradients.format, rope_format)
+
+
+@jit
+def allocate_buffers(descriptors, Q_STAGES: gl.constexpr, DO_STAGES: gl.constexpr):
     """Allocate ``LatentBuffers`` and initialise their barriers."""
     q, lse = backward_block.allocate_query_channel(descriptors.q, descriptors.stats, Q_STAGES, descriptors.q_rope)
     do, delta = backward_block.allocate_query_channel(descriptors.do, descriptors.stats, DO_STAGES)
@@ -60,9 +70,11 @@ def allocate_buffers(descriptors, Q_STAGES: gl.constexpr, DO_STAGES: gl.constexp
     v.init(FILLS=1, RELEASES=0)
     backward_block.init_query_channel(q)
     backward_block.init_query_channel(do)
-    p = gl.allocate_shared_memory(
-        descriptors.q.dtype, [shapes.CONSUMERS, shapes.KEYS, shapes.BACKWARD_BLOCK_M], P_LAYOUT
+    P_TILE: gl.constexpr = [shapes.CONSUMERS, shapes.KEYS, shapes.BACKWARD_BLOCK_M]
+    P_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for(
+        [shapes.KEYS, shapes.BACKWARD_BLOCK_M], descriptors.q.dtype
     )
+    p = gl.allocate_shared_memory(descriptors.q.dtype, P_TILE, P_LAYOUT)
     return LatentBuffers(k=k, v=v, q=q, do=do, lse=lse, delta=delta, p=p)
 
 
@@ -168,11 +180,12 @@ def store_latent_gradients(dk, dk_rope, dv, buffers, keys, NK, mask, scale, grad
 
 
 @jit
-def accumulate_latent(WARPGROUP: gl.constexpr, buffers, gradients, keys, queries, sizes, mask, scale):
+def accumulate_latent(warpgroup, buffers, gradients, keys, queries, sizes, mask, scale):
     """Compute dk, dk_rope and dv of keys [KEYS * WARPGROUP, KEYS * WARPGROUP + KEYS) of the block.
 
     mask.first_key None: all keys exist, or a window hides those that do not.
     """
+    WARPGROUP: gl.constexpr = warpgroup.INDEX
     dv = column_parts.part_zeros(shapes.KEYS, buffers.v.buffer.shape[4])
     dk = column_parts.part_zeros(shapes.KEYS, buffers.k.buffer.shape[4])
     dk_rope = column_parts.part_zeros(shapes.KEYS, buffers.k.rope.shape[4])
@@ -186,7 +199,7 @@ def accumulate_latent(WARPGROUP: gl.constexpr, buffers, gradients, keys, queries
     store_latent_gradients(dk, dk_rope, dv, buffers, own, sizes.NK, mask, scale, gradients, WARPGROUP)
 
 
-_NUMBERS = "num_heads heads_per_section HQ GROUP_SIZE NQ NK pitch stats_size tiles_per_head window".split()
+_NUMBERS = "num_heads NQ NK pitch stats_size tiles_per_head heads_per_section window_left window_right".split()
 
 
 @record
@@ -207,19 +220,32 @@ class QueryGradientLoads:
 class QueryGradients:
     """The gradients of queries, not yet rotated back, and what they follow from.
 
-    stats: as for ``latent_dq_kernel``, float32, base-2 lse of rows of pitch a head, and delta ``size`` further on.
+    stats: the pre-process's, (2 * B * HQ * pitch,) float32: base-2 lse of rows of pitch a head, and delta ``size``
+    further on.
     """
 
     dq: views.TensorView  # (B, HQ, NQ, R)
     dq_nope: views.TensorView  # (B, HQ, NQ, D)
     tables: rotations.RotaryTables
     stats_ptr: gl.tensor
-    pitch: gl.tensor
-    size: gl.tensor
     qk_scale: gl.tensor
     softmax_scale: gl.tensor
     format: views.RowFormat  # of dq_nope
     rope_format: views.RowFormat
+    pitch: gl.tensor | None = None  # the kernel sets these two
+    size: gl.tensor | None = None
+
+
+@record
+class QueryGradientSizes:
+    """Tiles of ``latent_dq_kernel``."""
+
+    BLOCK_N: tl.constexpr
+    K_STAGES: tl.constexpr
+    V_STAGES: tl.constexpr
+    IS_PACKED: tl.constexpr
+    READS_LENGTHS: tl.constexpr
+    PDL: tl.constexpr
 
 
 @jit
@@ -414,21 +440,23 @@ def accumulate_dq(WARPGROUP: gl.constexpr, tiles, queries, dos, keys, values, ou
 
 
 @jit(do_not_specialize=_NUMBERS)
-def latent_dq_kernel(q_desc, q_rope_desc, k_desc, k_rope_desc, v_desc, do_desc, stats_ptr, dq_ptr, dq_nope_ptr, cos_ptr,
-                     sin_ptr, counter_ptr, starts_ptr, lens_ptr, dq_strides, dq_nope_strides, cos_strides, sin_strides,
-                     qk_scale, softmax_scale, window, num_heads, heads_per_section, HQ, GROUP_SIZE, NQ, NK,
-                     pitch, stats_size, tiles_per_head, D: gl.constexpr, R: gl.constexpr, BLOCK_N: gl.constexpr,
-                     K_STAGES: gl.constexpr, V_STAGES: gl.constexpr, INTERLEAVED: gl.constexpr,
-                     READS_LENGTHS: gl.constexpr, USE_INT64_OFFSETS: gl.constexpr, IS_PACKED: gl.constexpr,
-                     PDL: gl.constexpr):  # fmt: skip
+def latent_dq_kernel(q_desc, q_rope_desc, k_desc, k_rope_desc, v_desc, do_desc, counter_ptr, starts_ptr, lens_ptr,
+                     gradients, num_heads, NQ, NK, pitch, stats_size, tiles_per_head, heads_per_section, window_left,
+                     window_right, sizes):  # fmt: skip
     """Write dq (B, HQ, NQ, R) and dq_nope (B, HQ, NQ, D). Grid: one block per multiprocessor, or one per tile if fewer.
 
     q_desc, do_desc (B, HQ, NQ, D) and q_rope_desc (B, HQ, NQ, R) in blocks of ROWS rows; k_desc, v_desc (B, HQ, NK, D)
-    and k_rope_desc (B, 1, NK, R) in blocks of BLOCK_N; rotated columns in pair order. stats: the pre-process's, (2 * B
-    * HQ * pitch,) float32. counter_ptr, tiles_per_head, heads_per_section, and the masks: as for ``forward_kernel``.
+    and k_rope_desc (B, 1, NK, R) in blocks of BLOCK_N; rotated columns in pair order. gradients: ``QueryGradients``;
+    sizes: ``QueryGradientSizes``. counter_ptr, tiles_per_head, heads_per_section, and the masks: as for
+    ``forward_kernel``.
     """
+    gradients, sizes = unpack((gradients, sizes))
+    IS_PACKED: gl.constexpr = sizes.IS_PACKED
+    K_STAGES: gl.constexpr = sizes.K_STAGES
+    V_STAGES: gl.constexpr = sizes.V_STAGES
     HAS_STARTS: gl.constexpr = starts_ptr is not None
-    HAS_BOUNDS: gl.constexpr = IS_PACKED or HAS_STARTS or lens_ptr is not None or window[0] is not None
+    HAS_BOUNDS: gl.constexpr = IS_PACKED or HAS_STARTS or lens_ptr is not None or window_left is not None
+    HQ = do_desc.shape[1]
     # Numbers that a tile's announcement contains are None here, because Triton 3.6 fails on unused arguments of warps.
     tiles = forward_tiles.announcements(
         HAS_BOUNDS, IS_PACKED, shapes.CONSUMERS, NQ=None if IS_PACKED else NQ, NK=None if HAS_BOUNDS else NK
@@ -455,8 +483,8 @@ def latent_dq_kernel(q_desc, q_rope_desc, k_desc, k_rope_desc, v_desc, do_desc, 
         arrival = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
         mbarrier.init(arrival, count=1)
 
-    window = masks.window_of(window)
-    mask = hopper_masks.PositionMask(window, READS_LENGTHS, HAS_STARTS)
+    window = masks.Window(window_left, window_right, HIDES_PAIRS=window_left is not None or window_right is not None)
+    mask = hopper_masks.PositionMask(window, sizes.READS_LENGTHS, HAS_STARTS)
     schedule = forward_tiles.Schedule(
         counter_ptr,
         starts_ptr,
@@ -467,23 +495,18 @@ def latent_dq_kernel(q_desc, q_rope_desc, k_desc, k_rope_desc, v_desc, do_desc, 
         heads_per_section,
         tiles_per_head,
         HQ=None if IS_PACKED else HQ,
-        GROUP_SIZE=GROUP_SIZE,
+        GROUP_SIZE=1,
         NQ=None if IS_PACKED else NQ,
         NK=None if IS_PACKED else NK,
-        BLOCK_N=BLOCK_N,
+        BLOCK_N=sizes.BLOCK_N,
         BLOCK_M=shapes.CONSUMERS * shapes.ROWS,
         IS_PACKED=IS_PACKED,
-        READS_LENGTHS=READS_LENGTHS,
+        READS_LENGTHS=sizes.READS_LENGTHS,
         FROM_START=False,
         QUERIES_IN_TILES=IS_PACKED,
     )
-    loads = QueryGradientLoads(q_desc, q_rope_desc, k_desc, k_rope_desc, v_desc, do_desc, arrival, PDL)
-    tables = rotations.RotaryTables(cos_ptr, sin_ptr, cos_strides, sin_strides, R, INTERLEAVED)
-    dq, dq_nope = views.TensorView(dq_ptr, dq_strides), views.TensorView(dq_nope_ptr, dq_nope_strides)
-    row_format, rope_format = views.RowFormat(D, D, USE_INT64_OFFSETS), views.RowFormat(R, R, USE_INT64_OFFSETS)
-    out = QueryGradients(
-        dq, dq_nope, tables, stats_ptr, pitch, stats_size, qk_scale, softmax_scale, row_format, rope_format
-    )
+    loads = QueryGradientLoads(q_desc, q_rope_desc, k_desc, k_rope_desc, v_desc, do_desc, arrival, sizes.PDL)
+    out = replace(gradients, pitch=pitch, size=stats_size)
     gl.warp_specialize(
         [
             (accumulate_dq, (0, tiles, queries, dos, keys, values, out, mask)),
