@@ -1,3 +1,4 @@
+# mypy: disable-error-code="attr-defined, arg-type"
 """Arguments that several kernels take, and shapes and strides that the backends share."""
 
 from __future__ import annotations
@@ -9,11 +10,36 @@ import torch
 import triton.language as tl
 
 from fused_rope_attn.attention.problem import Problem, Tensors
-from fused_rope_attn.kernels import lengths
+from fused_rope_attn.kernels import lengths, norm, products, rotation, tiles
 from fused_rope_attn.kernels.arguments import scale_and_sign, tile_count
 from fused_rope_attn.runtime.layouts import block_d, output_strides, table_strides
 
 PADDED_TILE_ROWS = lengths.PADDED_TILE_ROWS.value
+
+
+def view(x: torch.Tensor | None, strides: tuple[int, ...] | None = None) -> Any:
+    """Return the ``TensorView`` of a tensor (B, H, N, D); None for None. strides: to read it with, if not its own."""
+    return None if x is None else tiles.TensorView.host(x, strides or x.stride())
+
+
+def tables_of(problem: Problem, tensors: Tensors) -> Any:
+    """Return the ``RotaryTables`` of a call."""
+    cos, sin = tensors.cos, tensors.sin
+    strides = table_strides(cos, sin, problem.rotary_dim, problem.interleaved)
+    return rotation.RotaryTables.host(cos, sin, *strides, problem.rotary_dim, problem.interleaved)
+
+
+def norm_of(problem: Problem, weight: torch.Tensor | None) -> Any:
+    """Return the ``Norm`` with this weight; None for None."""
+    if weight is None:
+        return None
+    return norm.Norm.host(weight, float(problem.norm_eps), float(problem.norm_offset), problem.head_dim)
+
+
+def scale_of(problem: Problem) -> Any:
+    """Return the ``ScoreScale`` of a call."""
+    qk_scale, _, cap_scale = scale_and_sign(problem.softmax_scale, problem.softcap)
+    return products.ScoreScale.host(qk_scale, cap_scale, problem.precision)
 
 
 def shared_arguments(problem: Problem, cos: Any, sin: Any) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-# mypy: allow-untyped-defs, allow-incomplete-defs
+# mypy: allow-untyped-defs, allow-incomplete-defs, disable-error-code="attr-defined"
 """Launches of the sm_90 backward pass."""
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from fused_rope_attn.attention.hopper import (
     shapes,
 )
 from fused_rope_attn.attention.hopper import columns as column_parts
-from fused_rope_attn.attention.problem import Gradients, Problem, split_outputs
+from fused_rope_attn.attention.problem import Gradients, Problem, Tensors, split_outputs
 from fused_rope_attn.kernels import arguments as sizes
+from fused_rope_attn.kernels.tiles import RowFormat
 from fused_rope_attn.runtime import device, launch, layouts
 from fused_rope_attn.runtime.device import is_interpreted
 from fused_rope_attn.runtime.triton_compat import gl
@@ -74,6 +75,7 @@ class BackwardCall:
         q, k, v = given.q, given.k, given.v
         batch, heads_q, len_q, len_k = problem.batch, problem.heads_q, problem.len_q, problem.len_k
         sequences = problem.sequences
+        self.problem = problem
         self.is_rotated = is_rotated
         self.strides = dq_strides, dk_strides, dv_strides = call_arguments.result_strides(
             outputs, call_arguments.gradient_strides(given, o, is_rotated)
@@ -101,7 +103,7 @@ class BackwardCall:
         self.accumulator_layout = self.accumulator_shape, layouts.contiguous_strides(self.accumulator_shape)
         self.q_rot_layout = self.q_rot_shape, layouts.contiguous_strides(self.q_rot_shape)
         self.k_rot_layout = tuple(k.shape), layouts.contiguous_strides(k.shape)
-        left, ordered = problem.window_left, problem.is_deterministic
+        ordered = problem.is_deterministic
         self.progress_size = batch * heads_q * pitch // shapes.BACKWARD_BLOCK_M.value if ordered else None
         # In a fixed order the first key block of a query block stores its dQ, if the order says which one that is.
         self.clears = not ordered or self.wide or problem.has_intervals
@@ -129,9 +131,10 @@ class BackwardCall:
         # The slots' counters first, and then those of the sums.
         self.slot_counters = num_slots * shapes.CONSUMERS.value
         self.num_counters = self.slot_counters + (0 if self.sums is None else self.sums.num_counters)
-        raw_strides: tuple = (None, None)
+        raw_q_strides = None
         if self.sums is not None:
             raw_strides = tuple(x.stride() for x in norm_gradient.raw(given, is_rotated))
+            raw_q_strides = raw_strides[0]
             shared["USE_INT64_OFFSETS"] |= layouts.is_long(*raw_strides)
         pdl = {"launch_pdl": True} if config.pdl else {}
         chunk, block = config.rotate_heads, config.rotate_rows
@@ -159,12 +162,11 @@ class BackwardCall:
         )
         element = gl.bfloat16 if q.dtype is torch.bfloat16 else gl.float16
         self._describe(q_rot, k_rot, v, do, element, block_n, pad_d)
-        ds_tile = [block_n, shapes.BACKWARD_BLOCK_M.value] if self.wide else [shapes.BACKWARD_BLOCK_M.value, block_n]
         # A head's programs follow one another where dQ is added in a fixed order, so that few heads keep too few busy.
         if ordered and heads <= 2 * section:
             section = heads
         self.visible_rows = None
-        main_shared, num_blocks, main_programs = shared, None, key_programs * parts
+        main_programs = key_programs * parts
         if problem.has_intervals:
             # One or two for each key block, also if the last one has fewer keys.
             num_blocks = triton.cdiv(len_k, block_n) * (block_n // shapes.KEYS.value)
@@ -172,29 +174,26 @@ class BackwardCall:
             self.visible_rows = intervals.VisibleRows(
                 problem, given, shared, num_blocks, halves, pitch, own_columns, section
             )
-            main_shared = intervals.without_masks(shared)
             if self.visible_rows.programs is not None:
                 main_programs = self.visible_rows.programs
+        window_left, window_right = (None, None) if problem.has_intervals else shared["window"]
         self.main = launch.Launch(
             backward_kernel.backward_kernel,
             main_programs,
             {"num_warps": 4, **pdl},
-            main_shared,
-            num_blocks=num_blocks,
-            dk_strides=dk_strides,
-            dv_strides=dv_strides,
-            dk_parts_strides=None,
-            raw_k_strides=raw_strides[1],
-            num_heads=heads,
-            group_parts=None if parts == 1 else parts,
+            GROUP_SIZE=problem.group_size,
+            pitch=pitch,
+            stats_size=self.stats_size // 2,
+            num_sequences=sequences,
             heads_per_section=section,
-            # With more, the programs of a long sequence use more of Q, dO and dQ at once than the L2 holds.
-            most_overlapping=device.num_sms(problem.device) // 2 if ordered else None,
-            Q_STAGES=config.q_stages,
-            DO_STAGES=config.do_stages,
-            HAS_KEYS_BEFORE_WINDOW=left is not None and len_k - len_q > left and not problem.has_intervals,
-            DS_LAYOUT=gl.NVMMASharedLayout.get_default_for(ds_tile, element),
+            window_left=window_left,
+            window_right=window_right,
+            stages=backward_kernel.BackwardStages.host(config.q_stages, config.do_stages, config.pdl),
         )
+        self.format = RowFormat.host(problem.head_dim, pad_d, shared["USE_INT64_OFFSETS"])
+        self.group_parts = None if parts == 1 else parts
+        # With more, the programs of a long sequence use more of Q, dO and dQ at once than the L2 holds.
+        self.most_overlapping = device.num_sms(problem.device) // 2 if ordered else None
         kernel, pairs, whole = postprocess_kernel.postprocess_kernel, None, None
         if self.sums is not None:
             kernel = postprocess_kernel.norm_postprocess_kernel
@@ -208,7 +207,7 @@ class BackwardCall:
             {"num_warps": 4, **pdl},
             shared,
             dq_strides=dq_strides,
-            raw_q_strides=raw_strides[0],
+            raw_q_strides=raw_q_strides,
             k_sums=None if self.sums is None else key_sums,
             first_counter=None if self.sums is None else self.slot_counters,
             HEADS=post_heads,
@@ -279,29 +278,45 @@ class BackwardCall:
             accumulator_ptr=accumulator,
             progress_ptr=progress,
             dq_ptr=dq,
-            dk_ptr=dk,
-            dv_ptr=dv,
             k_sums_ptr=sums.k,
-            **dict.fromkeys(("q_rope_desc", "k_rope_desc", "dk_parts_ptr")),  # of latent attention
         )
         # Before the pre-process: the main kernel reads these before it waits for that.
-        masks = intervals.NO_VISIBLE_ROWS if self.visible_rows is None else self.visible_rows(stream, tensors, lse)
+        rows = {} if self.visible_rows is None else self.visible_rows(stream, tensors, lse)
         rotated = {"q_ptr": q, "q_rot_ptr": q_rot, "k_ptr": k, "k_rot_ptr": k_rot}
         zeros = {"accumulator_ptr": cleared, "counters_ptr": counters}
         self.preprocess(stream, given, o_ptr=o, do_ptr=do, lse_ptr=lse, **zeros, **rotated)
+        slots, slot_counters = rows.get("slots_ptr"), rows.get("slot_counters_ptr")
         if self.slot_counters:
-            slots = torch.empty(self.slots_shape, dtype=torch.float32, device=where)
-            masks = masks | {"slots_ptr": slots, "slot_counters_ptr": counters}
+            slots, slot_counters = torch.empty(self.slots_shape, dtype=torch.float32, device=where), counters
+        key_norm = None
+        if k_norm is not None:
+            weights = call_arguments.norm_of(self.problem, k_norm)
+            key_norm = backward_block.KeyNorm.host(weights, call_arguments.view(raw_k), sums.k)
         self.main(
             stream,
-            given | masks,
             q_desc=self.q_source(q_rot),
             k_desc=self.k_source(k_rot),
             v_desc=self.v_source(v),
             do_desc=self.do_source(do),
             stats_desc=self.stats_source(stats),
             dq_accumulator=accumulator if self.wide else self.dq_source(accumulator),
-            raw_k_ptr=raw_k,
+            q_rope_desc=None,
+            k_rope_desc=None,
+            call_masks=self._masks(tensors, rows),
+            gradients=backward_block.KeyGradients.host(
+                dk=call_arguments.view(dk),
+                dv=call_arguments.view(dv),
+                dk_parts=None,
+                tables=call_arguments.tables_of(self.problem, tensors),
+                key_norm=key_norm,
+                format=self.format,
+                TOKEN_TABLES=self.problem.token_tables,
+                share_ptr=rows.get("shares_ptr"),
+                slots_ptr=slots,
+                counters_ptr=slot_counters,
+            ),
+            programs=backward_kernel.Programs.host(self.group_parts, self.most_overlapping, progress),
+            scale=call_arguments.scale_of(self.problem),
         )
         self.postprocess(
             stream,
@@ -319,6 +334,21 @@ class BackwardCall:
         )
         dsinks = None if parts is None else parts.sum(0).to(sinks.dtype)
         return Gradients(dq, dk, dv, dsinks, dq_norm, dk_norm)
+
+    def _masks(self, tensors: Tensors, rows: dict[str, torch.Tensor]) -> Any:
+        """Return the ``BackwardMasks``. rows: of ``VisibleRows``; empty without intervals."""
+        problem, left = self.problem, self.problem.window_left
+        return backward_kernel.BackwardMasks.host(
+            starts_ptr=None if rows else tensors.kv_starts,
+            lens_ptr=tensors.kv_lens,
+            cu_q_ptr=tensors.cu_seqlens_q,
+            cu_k_ptr=tensors.cu_seqlens_k,
+            key_rows_ptr=rows.get("key_rows_ptr"),
+            blocks_ptr=rows.get("blocks_ptr"),
+            blind_ptr=rows.get("blind_ptr"),
+            READS_LENGTHS=problem.reads_lengths and not rows,
+            HAS_KEYS_BEFORE_WINDOW=left is not None and problem.len_k - problem.len_q > left and not rows,
+        )
 
 
 def backward_call(

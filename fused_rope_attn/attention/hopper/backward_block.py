@@ -14,7 +14,7 @@ from fused_rope_attn.attention.hopper import columns as column_parts
 from fused_rope_attn.attention.hopper import masks as hopper_masks
 from fused_rope_attn.kernels import masks, ptxas, rotation, tiles
 from fused_rope_attn.kernels import norm as norms
-from fused_rope_attn.kernels.records import record
+from fused_rope_attn.kernels.records import record, replace
 from fused_rope_attn.runtime.triton_compat import gl, jit
 
 # Numbers of a share, in the order of ``Share``.
@@ -68,6 +68,13 @@ def load_share(ptr):
 
 # A capped score is from -1 to 1; this one gives p = 0 under any cap, also times the tanh's derivative.
 HIDDEN = gl.constexpr(-1e18)
+
+
+@record
+class Member:
+    """The number of a warpgroup that multiplies, or of a warp that adds dQ, among those with the same work."""
+
+    INDEX: gl.constexpr
 
 
 @record
@@ -129,34 +136,60 @@ def first_query_head(keys, sizes):
 class KeyNorm:
     """The norm of the keys; the gradient passes through it after it has been rotated back.
 
-    raw: the caller's k (B, HKV, NK, D). sums_ptr: float32, this block's part of the weights' gradient: rows of D
-    columns, one for each warpgroup that owns whole rows, or one for both. exchange (3 * CONSUMERS, KEYS, 1) float32:
-    sums that warpgroups exchange if they own parts of rows, else None.
+    raw: the caller's k (B, HKV, NK, D). sums_ptr: float32, the parts of the weights' gradient: for each block of keys
+    rows of D columns, one for each warpgroup that owns whole rows, or one for both. exchange (3 * CONSUMERS, KEYS, 1)
+    float32: sums that warpgroups exchange if they own parts of rows, else None.
     """
 
     norm: norms.Norm
     raw: tiles.TensorView
     sums_ptr: gl.tensor
-    exchange: gl.shared_memory_descriptor | None
+    exchange: gl.shared_memory_descriptor | None = None
 
 
 @record
 class KeyGradients:
     """The gradients dk and dv (B, HKV, NK, D), and the tables by which dk is rotated back.
 
-    share: the program's ``Share`` if groups are divided. share_ptr: to it if the device has dealt it. slots_ptr,
-    counters_ptr: to slot 0 and its counters in both cases.
+    dk_parts (B, HKV, NK, R) float32: each head's part of the rotated gradient of the one head of latent attention, else
+    None. TOKEN_TABLES: row t of the tables belongs to packed key t.
+
+    Where several programs add up dk and dv of the same keys there are slots (slots, ``slot_words``) float32, and
+    counters (slots, CONSUMERS) int32, zero before the first block. share: the program's ``Share`` if groups are
+    divided. share_ptr: to it, or from the host to that of program 0, if the device has dealt it (``deal_shares``).
     """
 
     dk: tiles.TensorView
     dv: tiles.TensorView
+    dk_parts: tiles.TensorView | None
     tables: rotation.RotaryTables
     key_norm: KeyNorm | None
     format: tiles.RowFormat
-    share: Share | None = None
+    TOKEN_TABLES: tl.constexpr
     share_ptr: gl.tensor | None = None
     slots_ptr: gl.tensor | None = None
     counters_ptr: gl.tensor | None = None
+    share: Share | None = None
+
+
+@jit
+def rows_from(view, row):
+    """Return the ``TensorView`` that begins with a row."""
+    return replace(view, ptr=view.ptr + row.to(gl.int64) * view.strides[2])
+
+
+@jit
+def gradients_from(gradients, row):
+    """Return the ``KeyGradients`` of a packed sequence, whose first key is ``row``."""
+    key_norm, tables, dk_parts = gradients.key_norm, gradients.tables, gradients.dk_parts
+    if key_norm is not None:
+        key_norm = replace(key_norm, raw=rows_from(key_norm.raw, row))
+    if gradients.TOKEN_TABLES:
+        tables = rotation.tables_from(tables, row)
+    if dk_parts is not None:
+        dk_parts = rows_from(dk_parts, row)
+    dk, dv = rows_from(gradients.dk, row), rows_from(gradients.dv, row)
+    return replace(gradients, dk=dk, dv=dv, dk_parts=dk_parts, tables=tables, key_norm=key_norm)
 
 
 @jit

@@ -58,19 +58,19 @@ def allocate_buffers(
     descriptors,
     Q_STAGES: gl.constexpr,
     DO_STAGES: gl.constexpr,
-    DS_LAYOUT: gl.constexpr,
     HAS_CAP: gl.constexpr,
     IS_ORDERED: gl.constexpr,
 ):
     """Allocate ``BuffersByColumns`` and initialise their barriers.
 
-    DS_LAYOUT: of a tile of P or dS; HAS_CAP: whether there is a softcap; IS_ORDERED: there are ``permits``.
+    HAS_CAP: whether there is a softcap; IS_ORDERED: there are ``permits``.
     """
     q, lse = backward_block.allocate_query_channel(descriptors.q, descriptors.stats, Q_STAGES)
     do, delta = backward_block.allocate_query_channel(descriptors.do, descriptors.stats, DO_STAGES)
     DTYPE: gl.constexpr = descriptors.k.dtype
     k_smem = gl.allocate_shared_memory(DTYPE, [1] + descriptors.k.block_type.shape, descriptors.k.layout)
     v_smem = gl.allocate_shared_memory(DTYPE, [1] + descriptors.v.block_type.shape, descriptors.v.layout)
+    DS_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([shapes.KEYS, shapes.BACKWARD_BLOCK_M], DTYPE)
     p_smem = gl.allocate_shared_memory(DTYPE, [1, shapes.KEYS, shapes.BACKWARD_BLOCK_M], DS_LAYOUT)
     ds_smem = gl.allocate_shared_memory(DTYPE, [1, shapes.KEYS, shapes.BACKWARD_BLOCK_M], DS_LAYOUT)
     ds_factor = p_smem.index(0)
@@ -234,11 +234,12 @@ def fold_queries(WARPGROUP: gl.constexpr, dk, dv, buffers, dq_ptr, total, keys, 
 
 
 @jit
-def accumulate_by_columns(WARPGROUP: gl.constexpr, buffers, dq_ptr, gradients, keys, queries, sizes, mask, scale):
+def accumulate_by_columns(warpgroup, buffers, dq_ptr, gradients, keys, queries, sizes, mask, scale):
     """Compute half of the columns of dk and dv of the block's KEYS keys, and of their share of dQ.
 
     dq_ptr: the accumulator. mask.first_key None: all keys exist, or a window hides those that do not.
     """
+    WARPGROUP: gl.constexpr = warpgroup.INDEX
     k_smem, v_smem = buffers.k.buffer, buffers.v.buffer
     BLOCK_D: gl.constexpr = k_smem.shape[4]
     OWN: gl.constexpr = BLOCK_D // shapes.CONSUMERS

@@ -59,32 +59,34 @@ def allocate_buffers(
     dq_desc,
     Q_STAGES: gl.constexpr,
     DO_STAGES: gl.constexpr,
-    DS_LAYOUT: gl.constexpr,
     ADDERS: gl.constexpr,
 ):
     """Allocate ``BuffersByKeys`` and initialise their barriers.
 
-    DS_LAYOUT: of a tile of dS in shared memory. ADDERS: warps that add dQ by turns.
+    ADDERS: warps that add dQ by turns.
     """
     q, lse = backward_block.allocate_query_channel(descriptors.q, descriptors.stats, Q_STAGES)
     do, delta = backward_block.allocate_query_channel(descriptors.do, descriptors.stats, DO_STAGES)
     k_smem = gl.allocate_shared_memory(descriptors.k.dtype, [1] + descriptors.k.block_type.shape, descriptors.k.layout)
     v_smem = gl.allocate_shared_memory(descriptors.v.dtype, [1] + descriptors.v.block_type.shape, descriptors.v.layout)
+    DS_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for(
+        [shapes.BACKWARD_BLOCK_M, shapes.BACKWARD_BLOCK_N], descriptors.k.dtype
+    )
     ds_smem = gl.allocate_shared_memory(
         descriptors.k.dtype, [DS_STAGES, shapes.BACKWARD_BLOCK_M, shapes.BACKWARD_BLOCK_N], DS_LAYOUT
     )
     # With more than 64 columns shared memory does not hold a tile for each adding warp.
-    SHARED: gl.constexpr = backward_transfers.ADDERS > 1 and descriptors.q.block_type.shape[3] > 64
-    DQ_TILES: gl.constexpr = shapes.CONSUMERS if SHARED else shapes.CONSUMERS * backward_transfers.ADDERS
+    SHARED: gl.constexpr = ADDERS > 1 and descriptors.q.block_type.shape[3] > 64
+    DQ_TILES: gl.constexpr = shapes.CONSUMERS if SHARED else shapes.CONSUMERS * ADDERS
     dq_smem = gl.allocate_shared_memory(gl.float32, [DQ_TILES] + dq_desc.block_type.shape, dq_desc.layout)
     k = channels.written_once(k_smem)
     v = channels.written_once(v_smem)
     ds = channels.channel_of(ds_smem, DS_STAGES)
     full, empty = (
-        channels.allocate_barriers(shapes.CONSUMERS * backward_transfers.ADDERS),
-        channels.allocate_barriers(shapes.CONSUMERS * backward_transfers.ADDERS),
+        channels.allocate_barriers(shapes.CONSUMERS * ADDERS),
+        channels.allocate_barriers(shapes.CONSUMERS * ADDERS),
     )
-    dq = channels.Channel(dq_smem, full, empty, STAGES=backward_transfers.ADDERS, SHARED=SHARED)
+    dq = channels.Channel(dq_smem, full, empty, STAGES=ADDERS, SHARED=SHARED)
     k.init(FILLS=1, RELEASES=0)
     v.init(FILLS=1, RELEASES=0)
     ds.init(FILLS=shapes.CONSUMERS, RELEASES=shapes.CONSUMERS * shapes.WARPGROUP_THREADS)
@@ -277,11 +279,12 @@ def fold_queries(WARPGROUP: gl.constexpr, dk, dv, buffers, total, keys, queries,
 
 
 @jit
-def accumulate_by_keys(WARPGROUP: gl.constexpr, buffers, gradients, keys, queries, sizes, mask, scale):
+def accumulate_by_keys(warpgroup, buffers, gradients, keys, queries, sizes, mask, scale):
     """Compute dk and dv of keys [KEYS * WARPGROUP, KEYS * WARPGROUP + KEYS) of the block, and half its dQ's columns.
 
     mask.first_key None: all keys exist, or a window hides those that do not.
     """
+    WARPGROUP: gl.constexpr = warpgroup.INDEX
     BLOCK_D: gl.constexpr = buffers.v.buffer.shape[4]
     RIGHT: gl.constexpr = column_parts.right_columns(gradients.format.D, BLOCK_D)
     mask = masks.with_own_keys(mask, keys.start_n // shapes.KEYS + WARPGROUP)

@@ -26,6 +26,17 @@ class Stages:
 
 
 @jit
+def own_norm(key_norm, block, SPLITS_COLUMNS: gl.constexpr):
+    """Return the ``KeyNorm`` of a block of keys."""
+    D: gl.constexpr = key_norm.norm.D
+    exchange = None
+    if SPLITS_COLUMNS:
+        exchange = allocate_exchange()
+    SUMS: gl.constexpr = 1 if SPLITS_COLUMNS else shapes.CONSUMERS
+    return replace(key_norm, sums_ptr=key_norm.sums_ptr + block.to(gl.int64) * (SUMS * D), exchange=exchange)
+
+
+@jit
 def allocate_exchange():
     """Allocate ``KeyNorm.exchange``: three sums of each row, from each of the two warpgroups."""
     return gl.allocate_shared_memory(

@@ -36,6 +36,14 @@ class Descriptors:
 
 
 @record
+class LaunchOrder:
+    """How a launch overlaps with others."""
+
+    PDL: gl.constexpr
+    IS_LATE: gl.constexpr  # the loading warp lets the next launch start, once the pre-process has finished
+
+
+@record
 class Destinations:
     """The channels that the loading warp fills.
 
@@ -214,24 +222,21 @@ def load_queries(loads, head_q, count, arrivals, IN_ORDER: gl.constexpr):
 
 
 @jit
-def load(
-    descriptors, destinations, keys, queries, existing, sizes, stats_size, PDL: gl.constexpr, IS_LATE: gl.constexpr
-):
+def load(descriptors, destinations, keys, queries, existing, sizes, stats_size, launch):
     """Load K and V once, and every query block with its statistics; one warp's work. Rows that do not exist are zero.
 
     keys and queries count rows and blocks of the tensors as the TMA addresses them. The statistics are
-    (2 * stats_size,) float32: the base-2 lse of every row of (B, HQ, pitch), then their delta. IS_LATE: this warp lets
-    the next launch start once the pre-process has finished.
+    (2 * stats_size,) float32: the base-2 lse of every row of (B, HQ, pitch), then their delta. launch: ``LaunchOrder``.
     """
     batch = keys.batch
     arrival = destinations.arrival
     arrivals = 0
     arrivals = load_keys(descriptors.v, destinations.v, keys, existing, arrival, arrivals)
     # The pre-process writes everything but V. All other warps wait for a tile of this one.
-    schedule.wait_for_previous_launch(PDL)
-    if IS_LATE:
+    schedule.wait_for_previous_launch(launch.PDL)
+    if launch.IS_LATE:
         # Not earlier: the next launch relies on all that the pre-process has written.
-        schedule.let_next_launch_start(PDL)
+        schedule.let_next_launch_start(launch.PDL)
     arrivals = load_keys(descriptors.k, destinations.k, keys, existing, arrival, arrivals, descriptors.k_rope)
     head_q = backward_block.first_query_head(keys, sizes)
     loads = QueryLoads(descriptors, destinations, existing, sizes, stats_size, batch, queries.first)
@@ -345,6 +350,7 @@ class Progress:
     tile: gl.tensor  # the number of the key block in its sequence
     num_begun: gl.tensor
     intervals: masks.KeyIntervals | None  # if the call has intervals
+    PDL: gl.constexpr
 
 
 @jit
@@ -375,17 +381,18 @@ def words_of_group(progress, queries, sizes):
 
 
 @jit
-def reduce_in_order(ADDER: gl.constexpr, dq_desc, dq, progress, keys, queries, sizes, PDL: gl.constexpr):
+def reduce_in_order(adder, dq_desc, dq, progress, keys, queries, sizes):
     """Add every ADDERSth dQ block in the order of ``QueryBlocks.IN_ORDER``, the ADDERth first; one warp's work.
 
     The rest is as in ``reduce``. Several warps, because one addition takes longer to complete than a step.
     """
+    ADDER: gl.constexpr = adder.INDEX
     total = sizes.num_heads * queries.count
     # dQ is delayed by one step; discard the first, empty block. The next one is the first warp's.
     if ADDER == ADDERS - 1:
         if total > 0:
             drop_block(dq, 0)
-    schedule.wait_for_previous_launch(PDL)
+    schedule.wait_for_previous_launch(progress.PDL)
     words, pitch = words_of_group(progress, queries, sizes)
     head_q = backward_block.first_query_head(keys, sizes)
     num_begun = sizes.num_heads * progress.num_begun
@@ -412,12 +419,12 @@ def reduce_in_order(ADDER: gl.constexpr, dq_desc, dq, progress, keys, queries, s
 
 
 @jit
-def permit_additions(permits, progress, queries, sizes, PDL: gl.constexpr):
+def permit_additions(permits, progress, queries, sizes):
     """Let the multiplying warpgroups add each block's dQ after the key blocks before it have; one warp's work.
 
     permits: the channel that this warp fills, see ``BuffersByColumns``.
     """
-    schedule.wait_for_previous_launch(PDL)
+    schedule.wait_for_previous_launch(progress.PDL)
     words, pitch = words_of_group(progress, queries, sizes)
     step = 0
     for i in range(queries.count):
@@ -433,9 +440,9 @@ def permit_additions(permits, progress, queries, sizes, PDL: gl.constexpr):
 
 
 @jit
-def announce_additions(permits, additions, progress, queries, sizes, PDL: gl.constexpr):
+def announce_additions(additions, permits, progress, queries, sizes):
     """Announce each block's dQ as soon as both warpgroups have added it, to the next key block; one warp's work."""
-    schedule.wait_for_previous_launch(PDL)
+    schedule.wait_for_previous_launch(progress.PDL)
     words, pitch = words_of_group(progress, queries, sizes)
     step = 0
     for i in range(queries.count):

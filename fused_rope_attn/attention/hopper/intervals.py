@@ -338,17 +338,8 @@ def backward_rows_kernel(
 
 # The tensors of ``Visits`` in calls without intervals.
 NO_VISITS: dict[str, Any] = {"visits_ptr": None, "key_rows_ptr": None, "hidden_ptr": None}
-# Those of ``VisibleRows``.
-NO_VISIBLE_ROWS: dict[str, Any] = dict.fromkeys(
-    ("key_rows_ptr", "blocks_ptr", "blind_ptr", "shares_ptr", "slots_ptr", "slot_counters_ptr")
-)
 # Words of a program of ``write_blind_rows``.
 BLIND_WORDS = 32
-
-
-def without_masks(shared: dict[str, Any]) -> dict[str, Any]:
-    """Return ``shared`` for a main kernel that reads the masks as the rows of each key."""
-    return shared | {"window": (None, None), "READS_LENGTHS": False}
 
 
 class KeyRows:
@@ -465,12 +456,12 @@ class VisibleRows:
 
     def __call__(self, stream: int, tensors: Tensors, lse: torch.Tensor) -> dict[str, Any]:
         """Launch, and return the results by the names of the main kernel's arguments. lse ``(B, HQ, NQ)``."""
-        found = NO_VISIBLE_ROWS | self.key_rows(stream, tensors) | {"starts_ptr": None}
+        found = self.key_rows(stream, tensors)
         found["blind_ptr"] = torch.empty(self.shape, dtype=torch.int32, device=lse.device)
         if self.programs is not None:
             found["shares_ptr"] = torch.empty(self.shares_size, dtype=torch.int32, device=lse.device)
             found["slots_ptr"] = torch.empty(self.slots_shape, dtype=torch.float32, device=lse.device)
             found["slot_counters_ptr"] = torch.empty(self.counters_shape, dtype=torch.int32, device=lse.device)
-        of_launch = {name: found[name] for name in ("blind_ptr", "shares_ptr", "slot_counters_ptr", "blocks_ptr")}
+        of_launch = {name: found.get(name) for name in ("blind_ptr", "shares_ptr", "slot_counters_ptr", "blocks_ptr")}
         self.launch(stream, of_launch, lse_ptr=lse)
         return found

@@ -1,3 +1,4 @@
+# mypy: disable-error-code="attr-defined, arg-type"
 """Launches of the sm_90 backward pass of multi-head latent attention."""
 
 from __future__ import annotations
@@ -7,10 +8,11 @@ import triton
 
 from fused_rope_attn.attention import arguments as call_arguments
 from fused_rope_attn.attention import configs, prepass, preprocess_kernel
-from fused_rope_attn.attention.hopper import backward_kernel, intervals, latent_kernels, shapes
+from fused_rope_attn.attention.hopper import backward_block, backward_kernel, latent_kernels, shapes
 from fused_rope_attn.attention.portable import backward_kernels
 from fused_rope_attn.attention.problem import Gradients, Problem, split_outputs
 from fused_rope_attn.kernels import arguments as sizes
+from fused_rope_attn.kernels.tiles import RowFormat
 from fused_rope_attn.runtime import device, launch, layouts
 from fused_rope_attn.runtime.triton_compat import gl
 
@@ -33,6 +35,7 @@ class LatentBackwardCall:
         do, o, _, *of_forward = tensors
         given, outputs = split_outputs(of_forward, 3)
         q, k, v, q_nope, k_nope = given.q, given.k, given.v, given.q_nope, given.k_nope
+        self.problem = problem
         batch, heads, len_q, len_k = problem.batch, problem.heads_q, problem.len_q, problem.len_k
         sequences, rope, columns = problem.sequences, problem.head_dim, q_nope.shape[3]
         rows = (q, k, v, q_nope, k_nope)
@@ -95,30 +98,25 @@ class LatentBackwardCall:
         stats = torch.empty(self.stats_size, dtype=torch.float32, device=v.device)
         self.stats_source = launch.Source(stats, [shapes.BACKWARD_BLOCK_M.value], gl.NVMMASharedLayout(0, 32, rank=1))
         num_heads, row_bytes = batch * heads, q.element_size() * (problem.score_dim + problem.value_dim)
+        window_left, window_right = shared["window"]
         left = problem.window_left
+        self.has_keys_before_window = left is not None and len_k - len_q > left
         self.keys = launch.Launch(
             backward_kernel.backward_kernel,
             sizes.tile_count(len_k, sequences, shapes.BACKWARD_BLOCK_N.value) * num_heads,
             {"num_warps": 4, **pdl},
-            shared,
-            dk_strides=dk_nope_strides,
-            dv_strides=dv_strides,
-            dk_parts_strides=parts_strides,
-            raw_k_strides=None,
-            num_blocks=None,
-            num_heads=num_heads,
+            GROUP_SIZE=1,
+            pitch=pitch,
+            stats_size=self.stats_size // 2,
+            num_sequences=sequences,
             heads_per_section=sizes.heads_per_section(
                 num_heads, 1, row_bytes * problem.longest(len_q), config.section_bytes
             ),
-            group_parts=None,
-            most_overlapping=None,
-            D=columns,
-            BLOCK_D=layouts.block_d(columns),
-            Q_STAGES=config.q_stages,
-            DO_STAGES=config.do_stages,
-            HAS_KEYS_BEFORE_WINDOW=left is not None and len_k - len_q > left,
-            DS_LAYOUT=gl.NVMMASharedLayout.get_default_for([shapes.KEYS.value, shapes.BACKWARD_BLOCK_M.value], element),
+            window_left=window_left,
+            window_right=window_right,
+            stages=backward_kernel.BackwardStages.host(config.q_stages, config.do_stages, config.pdl),
         )
+        self.format = RowFormat.host(columns, layouts.block_d(columns), shared["USE_INT64_OFFSETS"])
         tiles = sizes.tile_count(len_q, sequences, block_m)
         self.queries = launch.Launch(
             latent_kernels.latent_dq_kernel,
@@ -176,8 +174,6 @@ class LatentBackwardCall:
             counter_ptr=counter,
             dq_ptr=dq,
             dq_nope_ptr=dq_nope,
-            dv_ptr=dv,
-            dk_parts_ptr=parts,
         )
         unused = dict.fromkeys(("accumulator_ptr", "progress_ptr", "counters_ptr"))
         unused |= dict.fromkeys(("q_ptr", "q_rot_ptr", "k_ptr", "k_rot_ptr"))
@@ -191,13 +187,32 @@ class LatentBackwardCall:
         )
         self.keys(
             stream,
-            given,
             **of_queries,
             **of_keys,
             stats_desc=self.stats_source(stats),
-            dk_ptr=dk_nope,
-            **dict.fromkeys(("dq_accumulator", "progress_ptr", "raw_k_ptr", "k_sums_ptr")),
-            **intervals.NO_VISIBLE_ROWS,
+            dq_accumulator=None,
+            call_masks=backward_kernel.BackwardMasks.host(
+                tensors.kv_starts,
+                tensors.kv_lens,
+                tensors.cu_seqlens_q,
+                tensors.cu_seqlens_k,
+                None,
+                None,
+                None,
+                READS_LENGTHS=self.problem.reads_lengths,
+                HAS_KEYS_BEFORE_WINDOW=self.has_keys_before_window,
+            ),
+            gradients=backward_block.KeyGradients.host(
+                dk=call_arguments.view(dk_nope),
+                dv=call_arguments.view(dv),
+                dk_parts=call_arguments.view(parts),
+                tables=call_arguments.tables_of(self.problem, tensors),
+                key_norm=None,
+                format=self.format,
+                TOKEN_TABLES=self.problem.token_tables,
+            ),
+            programs=backward_kernel.Programs.host(None, None, None),
+            scale=call_arguments.scale_of(self.problem),
         )
         self.queries(stream, given, **of_queries, **of_key_blocks)
         self.sum_heads(stream, given, parts_ptr=parts, dk_ptr=dk)

@@ -40,7 +40,7 @@ class LatentBuffers:
 
 @record
 class LatentGradients:
-    """The gradients of a key block: dk and dv (B, H, NK, columns), and dk_parts (B, H, NK, R) float32, rotated."""
+    """``KeyGradients`` without what latent attention does not use: Triton 3.6 fails on unused arguments of warps."""
 
     dk: views.TensorView
     dv: views.TensorView
@@ -50,7 +50,15 @@ class LatentGradients:
 
 
 @jit
-def allocate_buffers(descriptors, Q_STAGES: gl.constexpr, DO_STAGES: gl.constexpr, P_LAYOUT: gl.constexpr):
+def gradients_of(gradients):
+    """Return the ``LatentGradients`` of ``KeyGradients``."""
+    R: gl.constexpr = gradients.tables.R
+    rope_format = views.RowFormat(R, R, gradients.format.USE_INT64_OFFSETS)
+    return LatentGradients(gradients.dk, gradients.dv, gradients.dk_parts, gradients.format, rope_format)
+
+
+@jit
+def allocate_buffers(descriptors, Q_STAGES: gl.constexpr, DO_STAGES: gl.constexpr):
     """Allocate ``LatentBuffers`` and initialise their barriers."""
     q, lse = backward_block.allocate_query_channel(descriptors.q, descriptors.stats, Q_STAGES, descriptors.q_rope)
     do, delta = backward_block.allocate_query_channel(descriptors.do, descriptors.stats, DO_STAGES)
@@ -60,9 +68,11 @@ def allocate_buffers(descriptors, Q_STAGES: gl.constexpr, DO_STAGES: gl.constexp
     v.init(FILLS=1, RELEASES=0)
     backward_block.init_query_channel(q)
     backward_block.init_query_channel(do)
-    p = gl.allocate_shared_memory(
-        descriptors.q.dtype, [shapes.CONSUMERS, shapes.KEYS, shapes.BACKWARD_BLOCK_M], P_LAYOUT
+    P_TILE: gl.constexpr = [shapes.CONSUMERS, shapes.KEYS, shapes.BACKWARD_BLOCK_M]
+    P_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for(
+        [shapes.KEYS, shapes.BACKWARD_BLOCK_M], descriptors.q.dtype
     )
+    p = gl.allocate_shared_memory(descriptors.q.dtype, P_TILE, P_LAYOUT)
     return LatentBuffers(k=k, v=v, q=q, do=do, lse=lse, delta=delta, p=p)
 
 
@@ -168,11 +178,12 @@ def store_latent_gradients(dk, dk_rope, dv, buffers, keys, NK, mask, scale, grad
 
 
 @jit
-def accumulate_latent(WARPGROUP: gl.constexpr, buffers, gradients, keys, queries, sizes, mask, scale):
+def accumulate_latent(warpgroup, buffers, gradients, keys, queries, sizes, mask, scale):
     """Compute dk, dk_rope and dv of keys [KEYS * WARPGROUP, KEYS * WARPGROUP + KEYS) of the block.
 
     mask.first_key None: all keys exist, or a window hides those that do not.
     """
+    WARPGROUP: gl.constexpr = warpgroup.INDEX
     dv = column_parts.part_zeros(shapes.KEYS, buffers.v.buffer.shape[4])
     dk = column_parts.part_zeros(shapes.KEYS, buffers.k.buffer.shape[4])
     dk_rope = column_parts.part_zeros(shapes.KEYS, buffers.k.rope.shape[4])

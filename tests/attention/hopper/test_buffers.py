@@ -120,14 +120,15 @@ def words_of_dq(rows, accumulator, head_dim):
     return (rows // 8 * 8 + rows % 4 * 2 + rows // 4 % 2) * width + columns
 
 
-def write_dk(dk, shared, raw_k, case):
+def write_dk(dk, gradients, case):
     """Do the main kernel's epilogue: dk through the norm of k, if there is one, and sums of its weights' gradients."""
-    if shared["k_norm_ptr"] is not None:
-        leaves = [x.clone().requires_grad_() for x in (raw_k, shared["k_norm_ptr"])]
+    key_norm = gradients.key_norm
+    if key_norm is not None:
+        leaves = [x.clone().requires_grad_() for x in (key_norm.raw.ptr, key_norm.norm.weight_ptr)]
         dk, dweight = torch.autograd.grad(norm(*leaves, case.norm_eps, case.norms), leaves, dk.float())
-        shared["k_sums_ptr"].zero_()
-        shared["k_sums_ptr"][-1] = dweight
-    shared["dk_ptr"].copy_(dk)
+        key_norm.sums_ptr.zero_()
+        key_norm.sums_ptr[-1] = dweight
+    gradients.dk.ptr.copy_(dk)
 
 
 def assert_gradients(found, case, exact, eager):
@@ -163,12 +164,12 @@ def test_the_padded_buffers_of_packed_sequences(case):
     run = BackwardCall(problem, (do, o, lse, *tensors), configs.HopperBackwardConfig(pdl=False))
     group = case.heads_q // case.heads_kv
 
-    def main(_, shared, q_desc, k_desc, v_desc, do_desc, stats_desc, dq_accumulator, raw_k_ptr):
+    def main(_, q_desc, k_desc, v_desc, do_desc, stats_desc, dq_accumulator, gradients, **others):
         q_rot, k_rot, v, do, stats = (x for x, _ in (q_desc, k_desc, v_desc, do_desc, stats_desc))
         dq = dq_accumulator if case.head_dim > 128 else dq_accumulator[0]
         added = dq.view(case.heads_q, -1)
         lse, delta = stats.reshape(2, case.heads_q, -1)
-        whole_dk = torch.zeros(shared["dk_ptr"].shape)
+        whole_dk = torch.zeros(gradients.dk.ptr.shape)
         for s, (first_q, len_q, first_k, len_k) in enumerate(sequences_of(case)):
             first, size = first_tile(first_q, s), -(-len_q // 64) * 64
             rows, keys = slice(first, first + size), slice(first_k, first_k + len_k)
@@ -189,7 +190,7 @@ def test_the_padded_buffers_of_packed_sequences(case):
                 added[h, words] += ds @ k_rows
                 dk = unrotated(case.scale * ds.T @ q_rot[0, h, rows].float(), inputs, case)
                 whole_dk[0, h // group, keys] += dk
-        write_dk(whole_dk, shared, raw_k_ptr, case)
+        write_dk(whole_dk, gradients, case)
 
     run.main = main
     assert_gradients(run((do, o, lse, *tensors)), case, exact, run_reference(inputs, case))
@@ -216,7 +217,7 @@ def test_the_buffers_of_whole_tensors(case):
     problem, tensors, _ = described_for_launch(inputs, case)
     run = BackwardCall(problem, (do, o, lse, *tensors), configs.HopperBackwardConfig(pdl=False))
 
-    def main(_, shared, q_desc, k_desc, v_desc, do_desc, stats_desc, dq_accumulator, raw_k_ptr):
+    def main(_, q_desc, k_desc, v_desc, do_desc, stats_desc, dq_accumulator, gradients, **others):
         dq = dq_accumulator if case.head_dim > 128 else dq_accumulator[0]
         q_rot, k_rot, v, do = (x.float() for x, _ in (q_desc, k_desc, v_desc, do_desc))
         stats = stats_desc[0].reshape(2, case.batch, case.heads_q, -1, 1)
@@ -233,7 +234,7 @@ def test_the_buffers_of_whole_tensors(case):
         ds = p * (do @ v.mT - delta)
         dq.view(case.batch, case.heads_q, -1)[:, :, words] = ds @ k_rot
         dk = unrotated(case.scale * ds.mT @ q_rot, inputs, case)
-        write_dk(dk.unflatten(1, (case.heads_kv, -1)).sum(2), shared, raw_k_ptr, case)
+        write_dk(dk.unflatten(1, (case.heads_kv, -1)).sum(2), gradients, case)
 
     run.main = main
     assert_gradients(run((do, o, lse, *tensors)), case, exact, eager)

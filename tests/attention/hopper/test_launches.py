@@ -29,16 +29,16 @@ def run(case, parts, monkeypatch):
     call = backward.BackwardCall(problem.for_launch(), given, HopperBackwardConfig(pdl=False))
     heads = case.batch * case.heads_kv * -(-case.len_k // 128)
 
-    def main(stream, given, dq_accumulator, **more):
+    def main(stream, gradients, dq_accumulator, **more):
         assert call.main_programs == heads * parts
         if parts > 1:
-            counters = given["slot_counters_ptr"][: 2 * given["slots_ptr"].shape[0]]
-            assert given["slots_ptr"].shape[0] == heads * (parts - 1) and (counters == 0).all()
+            counters = gradients.counters_ptr[: 2 * gradients.slots_ptr.shape[0]]
+            assert gradients.slots_ptr.shape[0] == heads * (parts - 1) and (counters == 0).all()
             counters.fill_(4)
         torch.manual_seed(1)
-        for x in (dq_accumulator[0], given["dk_ptr"], given["dv_ptr"], given["k_sums_ptr"]):
-            if x is not None:
-                x.normal_()
+        sums = [] if gradients.key_norm is None else [gradients.key_norm.sums_ptr]
+        for x in (dq_accumulator[0], gradients.dk.ptr, gradients.dv.ptr, *sums):
+            x.normal_()
 
     call.main_programs, call.main = call.main.grid[0], main
     return call(given)
