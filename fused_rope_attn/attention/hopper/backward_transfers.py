@@ -37,7 +37,7 @@ class Descriptors:
 
 @record
 class LaunchOrder:
-    """How a launch overlaps with others."""
+    """The overlap of a launch with others."""
 
     PDL: gl.constexpr
     IS_LATE: gl.constexpr  # the loading warp lets the next launch start, once the pre-process has finished
