@@ -123,19 +123,19 @@ class LatentBackwardCall:
             latent_kernels.latent_dq_kernel,
             min(tiles * num_heads, device.num_sms(q.device)),
             {"num_warps": 4, **pdl},
-            num_heads=num_heads,
+            num_tiles=tiles * num_heads,
             NQ=len_q,
             NK=len_k,
             pitch=pitch,
             stats_size=self.stats_size // 2,
-            tiles_per_head=tiles,
+            tiles_per_head=tiles if problem.is_packed else None,
             heads_per_section=sizes.heads_per_section(
                 num_heads, 1, row_bytes * problem.longest(len_k), config.section_bytes
             ),
             window_left=window_left,
             window_right=window_right,
             sizes=latent_kernels.QueryGradientSizes.host(
-                DQ_BLOCK_N, DQ_K_STAGES, DQ_V_STAGES, problem.is_packed, problem.reads_lengths, config.pdl
+                DQ_BLOCK_N, DQ_K_STAGES, DQ_V_STAGES, problem.reads_lengths, config.pdl
             ),
         )
         self.sum_heads = launch.Launch(

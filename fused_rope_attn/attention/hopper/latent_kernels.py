@@ -199,7 +199,7 @@ def accumulate_latent(warpgroup, buffers, gradients, keys, queries, sizes, mask,
     store_latent_gradients(dk, dk_rope, dv, buffers, own, sizes.NK, mask, scale, gradients, WARPGROUP)
 
 
-_NUMBERS = "num_heads NQ NK pitch stats_size tiles_per_head heads_per_section window_left window_right".split()
+_NUMBERS = "num_tiles NQ NK pitch stats_size tiles_per_head heads_per_section window_left window_right".split()
 
 
 @record
@@ -243,7 +243,6 @@ class QueryGradientSizes:
     BLOCK_N: tl.constexpr
     K_STAGES: tl.constexpr
     V_STAGES: tl.constexpr
-    IS_PACKED: tl.constexpr
     READS_LENGTHS: tl.constexpr
     PDL: tl.constexpr
 
@@ -398,7 +397,7 @@ def accumulate_dq(WARPGROUP: gl.constexpr, tiles, queries, dos, keys, values, ou
         first = gl.to_tensor(0)
         if WARPGROUP == 0 and mask.window.right is not None:
             # The last keys of a tile may be hidden from its first half.
-            last_block = tile.last_block
+            last_block = forward_tiles.last_block(tile)
             hidden = last_block * BLOCK_N > position + shapes.ROWS - 1 + mask.window.right
             if hidden & (tile.num_blocks > 1):
                 keys.wait_full(keys.at(key_step))
@@ -441,17 +440,17 @@ def accumulate_dq(WARPGROUP: gl.constexpr, tiles, queries, dos, keys, values, ou
 
 @jit(do_not_specialize=_NUMBERS)
 def latent_dq_kernel(q_desc, q_rope_desc, k_desc, k_rope_desc, v_desc, do_desc, counter_ptr, starts_ptr, lens_ptr,
-                     gradients, num_heads, NQ, NK, pitch, stats_size, tiles_per_head, heads_per_section, window_left,
+                     gradients, num_tiles, NQ, NK, pitch, stats_size, tiles_per_head, heads_per_section, window_left,
                      window_right, sizes):  # fmt: skip
     """Write dq (B, HQ, NQ, R) and dq_nope (B, HQ, NQ, D). Grid: one block per multiprocessor, or one per tile if fewer.
 
     q_desc, do_desc (B, HQ, NQ, D) and q_rope_desc (B, HQ, NQ, R) in blocks of ROWS rows; k_desc, v_desc (B, HQ, NK, D)
     and k_rope_desc (B, 1, NK, R) in blocks of BLOCK_N; rotated columns in pair order. gradients: ``QueryGradients``;
-    sizes: ``QueryGradientSizes``. counter_ptr, tiles_per_head, heads_per_section, and the masks: as for
+    sizes: ``QueryGradientSizes``. counter_ptr, num_tiles, tiles_per_head, heads_per_section, and the masks: as for
     ``forward_kernel``.
     """
     gradients, sizes = unpack((gradients, sizes))
-    IS_PACKED: gl.constexpr = sizes.IS_PACKED
+    IS_PACKED: gl.constexpr = tiles_per_head is not None
     K_STAGES: gl.constexpr = sizes.K_STAGES
     V_STAGES: gl.constexpr = sizes.V_STAGES
     HAS_STARTS: gl.constexpr = starts_ptr is not None
@@ -491,7 +490,8 @@ def latent_dq_kernel(q_desc, q_rope_desc, k_desc, k_rope_desc, v_desc, do_desc, 
         lens_ptr,
         None,
         window,
-        num_heads,
+        num_tiles,
+        do_desc.shape[0] * do_desc.shape[1],
         heads_per_section,
         tiles_per_head,
         HQ=None if IS_PACKED else HQ,
@@ -500,7 +500,6 @@ def latent_dq_kernel(q_desc, q_rope_desc, k_desc, k_rope_desc, v_desc, do_desc, 
         NK=None if IS_PACKED else NK,
         BLOCK_N=sizes.BLOCK_N,
         BLOCK_M=shapes.CONSUMERS * shapes.ROWS,
-        IS_PACKED=IS_PACKED,
         READS_LENGTHS=sizes.READS_LENGTHS,
         FROM_START=False,
         QUERIES_IN_TILES=IS_PACKED,
