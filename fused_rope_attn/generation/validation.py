@@ -56,7 +56,7 @@ def check_kvcache(tensors: StepTensors, options: Any, cache_is_rotated: bool, la
     of_rows = "k_cache"
     if not (block_table is k_scale is v_scale is None) or FLOAT8 in (k_cache.dtype, v_cache.dtype):
         capacity, of_rows = check_new_kind_of_cache(tensors, "q", q, batch, sizes[-3:])
-    check_apart(k_cache, v_cache)
+    check_apart(k_cache, v_cache, paged=block_table is not None)
     if k is not None:
         check_written(k_cache, v_cache)
         if len_q > capacity:
@@ -95,8 +95,12 @@ def check_new_kind_of_cache(
     return tensors.block_table.shape[1] * rows, "block_table"
 
 
-def check_apart(k_cache: Tensor, v_cache: Tensor) -> None:
-    """Check that caches of one shape and dtype have no element in common. They may be views of one allocation."""
+def check_apart(k_cache: Tensor, v_cache: Tensor, paged: bool = False) -> None:
+    """Check that caches of one shape and dtype have no element in common. They may be views of one allocation.
+
+    Pages with one number must be apart. Pages with other numbers need not be, because only the device knows which are
+    in use: transformers stores the values of a page one page after its keys, and uses every second number.
+    """
     found = "is k_cache"
     if k_cache is not v_cache:
         # A tracer would make conditions of addresses and sizes.
@@ -104,7 +108,8 @@ def check_apart(k_cache: Tensor, v_cache: Tensor) -> None:
             return
         distance = v_cache.storage_offset() - k_cache.storage_offset()
         layouts = k_cache.stride(), v_cache.stride()
-        if not is_plain(k_cache, v_cache) or not share_elements(k_cache.shape, *layouts, distance):
+        sizes = (1, *k_cache.shape[1:]) if paged else k_cache.shape
+        if not is_plain(k_cache, v_cache) or not share_elements(sizes, *layouts, distance):
             return
         found = f"begins {distance} elements after it in one allocation, with strides {layouts[1]} and {layouts[0]}"
     raise ValueError(f"v_cache must not overlap k_cache in memory, but {found}")
@@ -188,7 +193,7 @@ def check_write(tensors: Written, *, cache_is_rotated: Any, rotary_dim: Any, int
     for name, bounds in (("cache_seqlens", cache_seqlens), ("new_lens", new_lens)):
         if bounds is not None:
             _LENGTHS.check(name, bounds, "k", k, {"B": batch})
-    check_apart(k_cache, v_cache)
+    check_apart(k_cache, v_cache, paged=block_table is not None)
     check_written(k_cache, v_cache)
     rotary_dim = checks.check_tables(cos, sin, k, batch, rows, head_dim, rotary_dim, "k", of_rows)
     refuse_gradients("write_kvcache", k=k, v=v, k_cache=k_cache, v_cache=v_cache, k_scale=k_scale, v_scale=v_scale)

@@ -127,6 +127,7 @@ def empty(*shape, dtype=F32):
 
 
 POOL = empty(10, 2, 16, 16)
+HALF_A_PAGE_LATER = POOL.as_strided((9, 2, 16, 16), POOL.stride(), 256)
 
 
 @pytest.mark.parametrize("axis", [0, 1, 4])
@@ -162,7 +163,7 @@ def test_one_pool_for_both_caches(axis):
          "k_cache must have shape (num_pages, HKV, page_size, D) with D = 16 of q, but has (9, 2, 16, 24)"),
         (PAGED, {"k_cache": empty(9, 2, 16, 16, dtype=F16)}, TypeError, "k_cache must have q's dtype float32 or"),
         (PAGED, {"k_cache": POOL, "v_cache": POOL}, ValueError, "v_cache must not overlap k_cache in memory, but is"),
-        (PAGED, {"k_cache": POOL[:9], "v_cache": POOL[1:]}, ValueError, "but begins 512 elements after it in one"),
+        (PAGED, {"k_cache": POOL[:9], "v_cache": HALF_A_PAGE_LATER}, ValueError, "but begins 256 elements after it in"),
         (PAGED, {"k_scale": torch.ones(1)}, ValueError, "k_scale must be None unless the caches are float8"),
         (FLOAT8, {"v_cache": empty(2, 2, 40, 16)}, TypeError, "v_cache must have k_cache's dtype float8_e4m3fn"),
         (FLOAT8, {"k_scale": 0.5}, TypeError, "k_scale must be a torch.Tensor, but is float 0.5"),
@@ -206,7 +207,7 @@ def test_refusals(check, changes, error, message):
         ({"block_table": None}, ValueError, "k_cache must have one entry for each of 2 sequences, but has 9"),
         ({"k": empty(2, 2, 2, 16).requires_grad_()}, ValueError, "k must not require a gradient"),
         ({"k_cache": POOL, "v_cache": POOL}, ValueError, "v_cache must not overlap k_cache in memory, but is k_cache"),
-        ({"k_cache": POOL[1:], "v_cache": POOL[:9]}, ValueError, "but begins -512 elements after it in one allocation"),
+        ({"k_cache": HALF_A_PAGE_LATER, "v_cache": POOL[:9]}, ValueError, "but begins -256 elements after it in one"),
         ({"layout": "sbhd"}, ValueError, "layout must be 'bhsd' or 'bshd', but is 'sbhd'"),
     ],
     ids=lambda x: "-".join(x) if isinstance(x, dict) else None,
@@ -217,3 +218,16 @@ def test_refusals_of_write_kvcache(changes, error, message):
     with pytest.raises(error) as caught:
         write_kvcache(**given)
     assert message in str(caught.value)
+
+
+def test_pages_of_keys_and_values_take_turns():
+    """transformers stores the values of a page one page after its keys, and uses every second number."""
+    pool = torch.zeros(9, 2, 16, 16)
+    keys, values = pool[:8], pool[1:]
+    q = new = torch.ones(1, 2, 1, 16)
+    table = torch.tensor([[4, 2]], dtype=torch.int32)
+    cos, sin, ends = torch.ones(32, 8), torch.zeros(32, 8), torch.tensor([17], dtype=torch.int32)
+    o = rope_attention_with_kvcache(q, keys, values, cos, sin, new, 2 * new, cache_seqlens=ends, block_table=table)
+    expected = 2 / (1 + 17 / math.exp(4.0))  # 17 keys of zeros with values of zeros, and the new one
+    torch.testing.assert_close(o, torch.full_like(o, expected))
+    assert torch.equal(pool.nonzero()[:, [0, 2]].unique(dim=0), torch.tensor([[2, 1], [3, 1]]))

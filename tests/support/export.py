@@ -18,8 +18,8 @@ def for_each(first, *others):
 def dimension(kind, name, least=2):
     """Return an axis's entry of ``dynamic_shapes``.
 
-    The least size that a name may have is 2, because torch.export makes a size of 1 a constant. For ``cu_seqlens`` it is
-    3, because two of them are one sequence.
+    The least size that a name may have is 2, because torch.export makes a size of 1 a constant. For ``cu_seqlens`` it
+    is 3, because two of them are one sequence.
     """
     return Dim(name, min=least, max=64) if kind == "named" else getattr(Dim, kind)
 

@@ -18,7 +18,7 @@ from fused_rope_attn.integrations.transformers import patch_model
 from tests.support import hf_models, hf_vision_models
 
 LENGTH = 21
-TOLERANCE = 2e-4  # of the root mean square; unpatched eager attention and unpatched SDPA differ by less than that
+TOLERANCE = 2e-4  # of the root mean square
 # (rows, LENGTH) position ids by name.
 POSITIONS = {
     "restart": torch.cat((torch.arange(9), torch.arange(12)))[None],

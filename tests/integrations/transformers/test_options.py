@@ -97,7 +97,9 @@ def test_three_modules_are_named(count, more):
 
     """Of each class, with one reason for all of them."""
     named = ", ".join(map(str, range(min(count, 3))))
-    with pytest.raises(NotImplementedError, match=rf", but has {named}{more} \(OddAttention: it is none of [^(]*\)$"):
+    with pytest.raises(
+        NotImplementedError, match=rf", but has only {named}{more} \(OddAttention: it is none of [^(]*\)$"
+    ):
         patch_model(torch.nn.Sequential(*(OddAttention() for _ in range(count))))
 
 
