@@ -17,7 +17,7 @@ from fused_rope_attn.generation.kernel import combine_kernel, decode_kernel
 from fused_rope_attn.generation.pages import BlockTable
 from fused_rope_attn.generation.problem import StepTensors, Written, cache_of
 from fused_rope_attn.generation.shares import Caches
-from fused_rope_attn.generation.write_kernel import write_kernel
+from fused_rope_attn.generation.write_kernel import WriteInputs, write_kernel
 from fused_rope_attn.kernels.arguments import tile_count
 from fused_rope_attn.kernels.tiles import RowFormat
 from fused_rope_attn.runtime import device
@@ -192,30 +192,38 @@ class WriteCall:
     def __init__(self, problem: Problem, tensors: tuple, pdl: bool = False):
         """pdl: the next launch may begin early, and waits for this one."""
         given = Written(*tensors)
-        small = 16 if device.is_interpreted() else 32
-        block_t, heads = small, min(4, problem.heads_kv)
+        block_t, heads = 16 if device.is_interpreted() else 32, min(4, problem.heads_kv)
         tiles = tile_count(problem.len_q, problem.sequences, block_t)
-        strides = [x.stride() for x in (given.k, given.v, given.k_cache, given.v_cache)]
+        is_wide = is_long(*[x.stride() for x in (given.k, given.v, given.k_cache, given.v_cache)])
+        self.problem, self.columns = problem, (block_d(problem.head_dim), is_wide)
         self.launch = Launch(
             write_kernel,
             -(-problem.heads_kv // heads) * tiles * given.k.shape[0],
             {"num_warps": 4, **({} if given.block_table is None else {"debug": True})},
-            arguments.shared_arguments(problem, given.cos, given.sin) | cache_arguments(given),
-            k_strides=strides[0],
-            v_strides=strides[1],
+            arguments.numbers_of(problem),
             N=problem.len_q,
             S=problem.len_k,
-            tiles=tiles,
+            num_pages=None if given.block_table is None else given.k_cache.shape[0],
+            position_limit=given.cos.shape[-2],
+            num_tiles=tiles,
             BLOCK_T=block_t,
-            BLOCK_D=block_d(problem.head_dim),
             HEADS=heads,
-            CACHE_IS_ROTATED=cache_of(problem).is_rotated,
-            IS_FLOAT8=cache_of(problem).is_float8,
-            USE_INT64_OFFSETS=is_long(*strides),
             PDL=pdl,
         )
 
-    def __call__(self, tensors: tuple, k_norm: torch.Tensor | None = None, sums: torch.Tensor | None = None) -> None:
+    def __call__(self, flat: tuple, k_norm: torch.Tensor | None = None, sums: torch.Tensor | None = None) -> None:
         """k_norm (D,): the weights of a norm of k, if the problem has one; sums as ``write_kernel`` writes them."""
-        given = pointers(Written(*tensors), k_norm_ptr=k_norm, sums_ptr=sums)
-        self.launch(device.current_stream(tensors[0].device), given)
+        tensors, problem = Written(*flat), self.problem
+        inputs = WriteInputs.host(
+            k=arguments.view(tensors.k),
+            v=arguments.view(tensors.v),
+            cache=cache_inputs(problem, tensors, *self.columns),
+            tables=arguments.tables_of(problem, tensors),
+            k_norm=arguments.norm_of(problem, k_norm),
+            seqlens_ptr=tensors.cache_seqlens,
+            new_lens_ptr=tensors.new_lens,
+            cu_seqlens_ptr=tensors.cu_seqlens,
+            sums_ptr=sums,
+            format=RowFormat.host(problem.head_dim, *self.columns),
+        )
+        self.launch(device.current_stream(tensors.k.device), inputs=inputs)
