@@ -22,8 +22,7 @@ def check_heads(heads_q: int, heads_kv: int, head_dim: int, of_k: str = "k") -> 
     """Check the numbers of heads and columns. of_k: the argument that holds the keys."""
     if heads_kv < 1 or heads_q % heads_kv:
         raise ValueError(f"{of_k} has {heads_kv} heads, but q's {heads_q} heads must be a multiple of it")
-    if heads_q < 1 or head_dim < 2 or head_dim % 2:
-        check_columns("q", heads_q, head_dim)
+    check_columns("q", heads_q, head_dim)
 
 
 def check_columns(name: str, heads: int, head_dim: int) -> None:

@@ -131,10 +131,8 @@ class BackwardCall:
         # The slots' counters first, and then those of the sums.
         self.slot_counters = num_slots * shapes.CONSUMERS.value
         self.num_counters = self.slot_counters + (0 if self.sums is None else self.sums.num_counters)
-        raw_q_strides = None
         if self.sums is not None:
             raw_strides = tuple(x.stride() for x in norm_gradient.raw(given, is_rotated))
-            raw_q_strides = raw_strides[0]
             shared["USE_INT64_OFFSETS"] |= layouts.is_long(*raw_strides)
         pdl = {"launch_pdl": True} if config.pdl else {}
         chunk, block = config.rotate_heads, config.rotate_rows
@@ -205,18 +203,27 @@ class BackwardCall:
             kernel,
             query_programs + key_parts,
             {"num_warps": 4, **pdl},
-            shared,
-            dq_strides=dq_strides,
-            raw_q_strides=raw_q_strides,
+            softmax_scale=problem.softmax_scale,
+            HQ=heads_q,
+            NQ=len_q,
+            pitch=pitch,
+            NK=len_k,
+            num_sequences=sequences,
+            stats_size=self.stats_size // 2,
             k_sums=None if self.sums is None else key_sums,
             first_counter=None if self.sums is None else self.slot_counters,
-            HEADS=post_heads,
-            BLOCK_N=post_rows,
-            COLUMNS=columns,
-            IN_PANELS=self.wide,
-            PAIRS=pairs,
-            WHOLE=whole,
-            KEY_PARTS=key_parts,
+            sizes=postprocess_kernel.PostprocessSizes.host(
+                format=self.format,
+                HEADS=post_heads,
+                BLOCK_N=post_rows,
+                COLUMNS=columns,
+                IN_PANELS=self.wide,
+                PAIRS=pairs,
+                WHOLE=whole,
+                KEY_PARTS=key_parts,
+                TOKEN_TABLES=problem.token_tables,
+                PDL=config.pdl,
+            ),
         )
 
     def _describe(self, q_rot, k_rot, v, do, element, block_n: int, pad_d: int) -> None:
@@ -277,8 +284,6 @@ class BackwardCall:
             stats_ptr=stats,
             accumulator_ptr=accumulator,
             progress_ptr=progress,
-            dq_ptr=dq,
-            k_sums_ptr=sums.k,
         )
         # Before the pre-process: the main kernel reads these before it waits for that.
         rows = {} if self.visible_rows is None else self.visible_rows(stream, tensors, lse)
@@ -288,7 +293,7 @@ class BackwardCall:
         slots, slot_counters = rows.get("slots_ptr"), rows.get("slot_counters_ptr")
         if self.slot_counters:
             slots, slot_counters = torch.empty(self.slots_shape, dtype=torch.float32, device=where), counters
-        key_norm = None
+        tables, key_norm = call_arguments.tables_of(self.problem, tensors), None
         if k_norm is not None:
             weights = call_arguments.norm_of(self.problem, k_norm)
             key_norm = backward_block.KeyNorm.host(weights, call_arguments.view(raw_k), sums.k)
@@ -307,7 +312,7 @@ class BackwardCall:
                 dk=call_arguments.view(dk),
                 dv=call_arguments.view(dv),
                 dk_parts=None,
-                tables=call_arguments.tables_of(self.problem, tensors),
+                tables=tables,
                 key_norm=key_norm,
                 format=self.format,
                 TOKEN_TABLES=self.problem.token_tables,
@@ -318,19 +323,29 @@ class BackwardCall:
             programs=backward_kernel.Programs.host(self.group_parts, self.most_overlapping, progress),
             scale=call_arguments.scale_of(self.problem),
         )
+        norm_sums = None
+        if q_norm is not None:
+            norm_sums = postprocess_kernel.NormSums.host(
+                norm=call_arguments.norm_of(self.problem, q_norm),
+                raw=call_arguments.view(raw_q),
+                q_sums_ptr=sums.q,
+                k_sums_ptr=sums.k,
+                sum_parts_ptr=sums.parts,
+                sum_counters_ptr=sums.counters,
+                dq_norm_ptr=dq_norm,
+                dk_norm_ptr=dk_norm,
+            )
         self.postprocess(
             stream,
-            given,
+            accumulator_ptr=accumulator,
             progress_ptr=None if self.wide else progress,
-            stats_ptr=None if sinks is None else stats,
-            dsinks_ptr=parts,
-            norm_ptr=q_norm,
-            raw_q_ptr=raw_q,
-            sums_ptr=sums.q,
-            counters_ptr=sums.counters,
-            parts_ptr=sums.parts,
-            dq_norm_ptr=dq_norm,
-            dk_norm_ptr=dk_norm,
+            dq_out=call_arguments.view(dq),
+            tables=tables,
+            sinks=None if sinks is None else postprocess_kernel.SinkParts.host(sinks, parts, stats),
+            sums=norm_sums,
+            lens_ptr=tensors.kv_lens,
+            cu_q_ptr=tensors.cu_seqlens_q,
+            cu_k_ptr=tensors.cu_seqlens_k,
         )
         dsinks = None if parts is None else parts.sum(0).to(sinks.dtype)
         return Gradients(dq, dk, dv, dsinks, dq_norm, dk_norm)

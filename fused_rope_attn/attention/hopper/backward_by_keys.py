@@ -7,8 +7,6 @@ dS is stored there as queries by keys, so that no product reads a transposed fir
 by then the other warpgroup has long stored its half of dS, and neither waits for the other.
 """
 
-from triton import constexpr_function
-
 from fused_rope_attn.attention.hopper import (
     backward_block,
     backward_epilogue,
@@ -112,20 +110,14 @@ def give_ds(WARPGROUP: gl.constexpr, channel, ds, step):
 
 
 @jit
-def no_ds(DTYPE: gl.constexpr):
-    """Return zeros (KEYS, BLOCK_M) in a layout that stores whole rows of shared memory."""
-    LAYOUT: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, 4], [0, 1])
-    return gl.zeros([shapes.KEYS, shapes.BACKWARD_BLOCK_M], DTYPE, LAYOUT)
-
-
-@jit
 def issue_dq(WARPGROUP: gl.constexpr, buffers, step, nothing):
     """Begin the product of dQ in ``step``, of the dS of the step before, which has arrived.
 
     It makes the warpgroup's columns, as many as ``nothing``, zeros (BLOCK_M, columns), has.
     """
     ds_tile = buffers.ds.tile(buffers.ds.at(step))
-    k_columns = own_columns(buffers.k, WARPGROUP, nothing.shape[1])
+    HALF: gl.constexpr = buffers.k.buffer.shape[4] // shapes.CONSUMERS
+    k_columns = backward_block.whole_tile(buffers.k).slice(WARPGROUP * HALF, nothing.shape[1], dim=1)
     return warpgroup_mma(ds_tile, k_columns, nothing, use_acc=False, is_async=True)
 
 
@@ -136,19 +128,6 @@ def issue_scores(held, keys, queries, cursor, nothing, WARPGROUP: gl.constexpr, 
         return backward_block.issue_product(own_rows(keys, WARPGROUP), queries, cursor, nothing, RIGHT)
     else:
         return backward_block.issue_product(held, queries, cursor, nothing)
-
-
-@jit
-def own_columns(channel, WARPGROUP: gl.constexpr, COLUMNS: gl.constexpr):
-    """Return the columns of K from which a warpgroup's part of dQ is computed, (BLOCK_N, COLUMNS)."""
-    HALF: gl.constexpr = channel.buffer.shape[4] // shapes.CONSUMERS
-    return backward_block.whole_tile(channel).slice(WARPGROUP * HALF, COLUMNS, dim=1)
-
-
-@constexpr_function
-def own_width(warpgroup, block_d, right):
-    """Return how many columns of dQ a warpgroup owns: half of a tile's, or one of its two parts."""
-    return right if warpgroup == 1 and right else block_d // shapes.CONSUMERS.value
 
 
 @jit
@@ -189,8 +168,8 @@ def fold_queries(WARPGROUP: gl.constexpr, dk, dv, buffers, total, keys, queries,
     RIGHT: gl.constexpr = 0 if dk.right is None else dk.right.shape[1]
     # Groups of products in each of dV, dK, the scores and dP.
     GROUPS: gl.constexpr = 1 if dk.right is None else 2
-    # Columns of dQ, of all rows of a query block.
-    OWN: gl.constexpr = own_width(WARPGROUP, BLOCK_D, RIGHT)
+    # Columns of dQ, of all rows of a query block: half of a tile's, or one of its two parts.
+    OWN: gl.constexpr = RIGHT if WARPGROUP == 1 and RIGHT else BLOCK_D // shapes.CONSUMERS
     no_s = gl.zeros([shapes.KEYS, shapes.BACKWARD_BLOCK_M], gl.float32, S)
     k_rows = None
     v_rows = None
@@ -297,7 +276,10 @@ def accumulate_by_keys(warpgroup, buffers, gradients, keys, queries, sizes, mask
     dq_steps = 0
     if total > 0:
         dq_steps = total + 1
-        give_ds(WARPGROUP, buffers.ds, no_ds(buffers.k.buffer.dtype), 0)
+        # Of no block, in a layout that stores whole rows of shared memory.
+        ROWS: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, 4], [0, 1])
+        no_ds = gl.zeros([shapes.KEYS, shapes.BACKWARD_BLOCK_M], buffers.k.buffer.dtype, ROWS)
+        give_ds(WARPGROUP, buffers.ds, no_ds, 0)
         dk, dv = fold_queries(WARPGROUP, dk, dv, buffers, total, keys, queries, sizes, mask, scale)
     # Stage dv in V, because each warpgroup read only its own rows of it, and dk in the memory of dQ as soon as that has
     # been read.

@@ -31,26 +31,10 @@ def own_norm(key_norm, block, SPLITS_COLUMNS: gl.constexpr):
     D: gl.constexpr = key_norm.norm.D
     exchange = None
     if SPLITS_COLUMNS:
-        exchange = allocate_exchange()
+        EXCHANGE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+        exchange = gl.allocate_shared_memory(gl.float32, [3 * shapes.CONSUMERS, shapes.KEYS, 1], EXCHANGE)
     SUMS: gl.constexpr = 1 if SPLITS_COLUMNS else shapes.CONSUMERS
     return replace(key_norm, sums_ptr=key_norm.sums_ptr + block.to(gl.int64) * (SUMS * D), exchange=exchange)
-
-
-@jit
-def allocate_exchange():
-    """Allocate ``KeyNorm.exchange``: three sums of each row, from each of the two warpgroups."""
-    return gl.allocate_shared_memory(
-        gl.float32, [3 * shapes.CONSUMERS, shapes.KEYS, 1], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    )
-
-
-@jit
-def load_raw_keys(raw, keys, num_rows, pairing, format, layouts, FIRST_PAIR: gl.constexpr):
-    """Load pairs of the rows of ``raw``, k as the caller gave it, float32, as ``load_pairs`` does."""
-    origin = tiles.Origin(batch=keys.batch.to(gl.int64), head=keys.head.to(gl.int64), row=keys.start_n)
-    rows = tiles.head_rows(raw, origin, num_rows, format)
-    offs = gl.arange(0, shapes.KEYS, gl.SliceLayout(1, layouts.PAIRS))
-    return rotations.load_pairs(rows, offs, pairing, layouts, FIRST_PAIR=FIRST_PAIR)
 
 
 @jit
@@ -159,7 +143,10 @@ def store_dk(rows, dk, stage, keys, num_keys, gradients, WARPGROUP: gl.constexpr
     layouts = rotations.PairLayouts(PAIRS, WHOLE)
     key_norm, tables = gradients.key_norm, gradients.tables
     if key_norm is not None:
-        raw1, raw2 = load_raw_keys(key_norm.raw, keys, rows.num_rows, tables, rows.format, layouts, FIRST_PAIR)
+        origin = tiles.Origin(batch=keys.batch.to(gl.int64), head=keys.head.to(gl.int64), row=keys.start_n)
+        raw_rows = tiles.head_rows(key_norm.raw, origin, rows.num_rows, rows.format)
+        raw_offs = gl.arange(0, shapes.KEYS, gl.SliceLayout(1, PAIRS))
+        raw1, raw2 = rotations.load_pairs(raw_rows, raw_offs, tables, layouts, FIRST_PAIR=FIRST_PAIR)
     first, second = unpack_parts(dk)
     column_parts.store_parts(stage, first, column_parts.LEFT // 2)
     first = stage.load(PAIRS)

@@ -65,7 +65,7 @@ class BackwardMasks:
 
 @record
 class Programs:
-    """Which work the programs have, and in which order they add to dQ."""
+    """The division of work among programs, and the order in which they add to dQ."""
 
     group_parts: gl.tensor | None  # programs for each tile of a group, which divide its query heads; None: one
     most_overlapping: gl.tensor | None  # for ``overlapped_tile``; None: dQ is added in any order
@@ -74,7 +74,7 @@ class Programs:
 
 @record
 class BackwardStages:
-    """How many blocks of Q and of dO are in flight, and whether launches overlap."""
+    """Blocks of Q and of dO in flight; PDL: launches overlap."""
 
     Q_STAGES: tl.constexpr
     DO_STAGES: tl.constexpr

@@ -37,7 +37,7 @@ class Descriptors:
 
 @record
 class LaunchOrder:
-    """How a launch overlaps with others."""
+    """The overlap of a launch with others."""
 
     PDL: gl.constexpr
     IS_LATE: gl.constexpr  # the loading warp lets the next launch start, once the pre-process has finished
@@ -249,12 +249,6 @@ def load(descriptors, destinations, keys, queries, existing, sizes, stats_size, 
 
 
 @jit
-def fence_proxies():
-    """Order this thread's accesses to memory before its next operations of the TMA."""
-    gl.inline_asm_elementwise("fence.proxy.async; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@jit
 def announce(pointer, number=1, RAISE: gl.constexpr = False):
     """Add ``number`` to the word at ``pointer`` once this warp's stores and additions through the TMA are complete.
 
@@ -413,7 +407,8 @@ def reduce_in_order(adder, dq_desc, dq, progress, keys, queries, sizes):
             schedule.wait_until(
                 word, previous_tile(progress.intervals, progress.tile, queries.first + block, shapes.CONSUMERS)
             )
-        fence_proxies()
+        # Order this thread's accesses to memory before its next operations of the TMA.
+        gl.inline_asm_elementwise("fence.proxy.async; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
         send_block(dq_desc, dq, keys.batch, head_q + group_head, queries.first + block, i + 1, ADD=True)
         announce(word, progress.tile + 1, RAISE=True)
 

@@ -110,17 +110,19 @@ class ForwardCall:
         self.nope = (source(q, ROWS.value, pad_d), source(k, block_n, pad_d)) if latent else None
         num_heads = problem.batch * problem.heads_q
         tiles_per_head = sizes.tile_count(problem.len_q, problem.sequences, block_m)
+        num_tiles = tiles_per_head * num_heads
         kv_bytes = 2 * problem.longest(problem.len_k) * columns * k.element_size()
         window_left, window_right = (None, None) if self.visits is not None else shared["window"]
         self.launch = Launch(
             forward_kernel.forward_kernel,
-            min(tiles_per_head * num_heads, device.num_sms(q.device)),
+            min(num_tiles, device.num_sms(q.device)),
             {"num_warps": 4, **({"launch_pdl": True} if config.pdl else {})},
             NQ=problem.len_q,
             NK=problem.len_k,
             GROUP_SIZE=problem.group_size,
+            num_tiles=num_tiles,
             heads_per_section=sizes.heads_per_section(num_heads, problem.group_size, kv_bytes, config.section_bytes),
-            tiles_per_head=tiles_per_head,
+            tiles_per_head=tiles_per_head if self.packed else None,
             window_left=window_left,
             window_right=window_right,
             # Only such calls have queries past the last row of the tables.
@@ -133,7 +135,6 @@ class ForwardCall:
                 CONSUMERS=config.consumers,
                 ATTEND_REGISTERS=config.attend_registers,
                 ROTATE_REGISTERS=config.rotate_registers,
-                IS_PACKED=self.packed,
                 QUERIES_IN_TILES=in_tiles and self.packed,
                 USE_INT64_OFFSETS=self.is_long,
                 PDL=config.pdl,
@@ -191,7 +192,8 @@ class ForwardCall:
             v_desc=self.v(tensors.v),
             o_desc=self.o(o),
             source=source,
-            call_masks=forward_kernel.ForwardMasks.host(
+            tile_source=forward_kernel.TileSource.host(
+                counter,
                 tensors.kv_starts,
                 tensors.kv_lens,
                 lists,
@@ -211,7 +213,6 @@ class ForwardCall:
             output=forward_kernel.ForwardOutput.host(
                 tiles.TensorView.host(o, self.o_strides) if self.packed else None, lse, highest
             ),
-            counter_ptr=counter,
         )
         if self.maximum is not None:
             self.maximum(stream, highest_ptr=highest, max_logit_ptr=max_logit, cu_q_ptr=tensors.cu_seqlens_q)

@@ -38,9 +38,10 @@ from fused_rope_attn.runtime.triton_compat import gl, jit, mbarrier
 
 
 @record
-class ForwardMasks:
-    """The masks of a call, but for its window; None: the call has no such mask."""
+class TileSource:
+    """From what the tiles of a call and their masks follow, but for its numbers; None: the call has no such mask."""
 
+    counter_ptr: gl.tensor  # as in ``Schedule``, zeroed by the pre-pass
     starts_ptr: gl.tensor | None  # kv_starts (B,) int32
     lens_ptr: gl.tensor | None  # kv_lens (B,) int32
     # With these there is no other mask, and starts and lens say only at which positions the sequence is.
@@ -84,18 +85,17 @@ class ForwardSizes:
     CONSUMERS: gl.constexpr  # warpgroups that attend
     ATTEND_REGISTERS: gl.constexpr  # of a thread
     ROTATE_REGISTERS: gl.constexpr
-    IS_PACKED: gl.constexpr
     QUERIES_IN_TILES: gl.constexpr  # packed queries in q_rot are stored as in ``Saving.TILES``
     USE_INT64_OFFSETS: gl.constexpr
     PDL: gl.constexpr  # programmatic dependent launch
 
 
-_NUMBERS = "NQ NK GROUP_SIZE heads_per_section tiles_per_head window_left window_right position_limit".split()
+_NUMBERS = "NQ NK GROUP_SIZE num_tiles heads_per_section tiles_per_head window_left window_right position_limit".split()
 
 
 @jit(do_not_specialize=_NUMBERS)
-def forward_kernel(q_rot_desc, q_nope_desc, k_rot_desc, k_nope_desc, v_desc, o_desc, source, call_masks, scores, output,
-                   counter_ptr, NQ, NK, GROUP_SIZE, heads_per_section, tiles_per_head, window_left, window_right,
+def forward_kernel(q_rot_desc, q_nope_desc, k_rot_desc, k_nope_desc, v_desc, o_desc, source, tile_source, scores,
+                   output, NQ, NK, GROUP_SIZE, num_tiles, heads_per_section, tiles_per_head, window_left, window_right,
                    position_limit, sizes):  # fmt: skip
     """Compute o and lse of a (B, HQ, NQ, D) call. Grid: one block per multiprocessor, or one per tile if fewer.
 
@@ -107,19 +107,19 @@ def forward_kernel(q_rot_desc, q_nope_desc, k_rot_desc, k_nope_desc, v_desc, o_d
     Multi-head latent attention: q_nope and k_nope hold the columns that are not rotated, and q_rot (B, HQ, NQ, R) and
     k_rot (B, 1, NK, R) those that are. Their scores are added to those of the first columns.
 
-    counter_ptr: int32, zeroed by the pre-pass. Packed sequences, B = 1: the table after the counter says which of the
-    ``tiles_per_head`` tiles of a head hold queries.
+    num_tiles: of all heads. Packed sequences, B = 1: the table after the counter says which of the ``tiles_per_head``
+    tiles of a head hold queries; None in other calls.
 
     heads_per_section as for ``scheduled_tile``; window as in ``kernels.masks.Window``. position_limit: queries from
     this position on are not rotated; None: no query is past the last key.
     """
-    source, call_masks, scores, output, sizes = unpack((source, call_masks, scores, output, sizes))
+    source, tile_source, scores, output, sizes = unpack((source, tile_source, scores, output, sizes))
     window = Window(window_left, window_right, HIDES_PAIRS=window_left is not None or window_right is not None)
-    IS_PACKED: gl.constexpr = sizes.IS_PACKED
-    HAS_INTERVALS: gl.constexpr = call_masks.lists is not None
-    HAS_STARTS: gl.constexpr = call_masks.starts_ptr is not None
+    IS_PACKED: gl.constexpr = tiles_per_head is not None
+    HAS_INTERVALS: gl.constexpr = tile_source.lists is not None
+    HAS_STARTS: gl.constexpr = tile_source.starts_ptr is not None
     # If a tile's keys may begin after key 0 or end before NK, it is announced with its bounds.
-    HAS_BOUNDS: gl.constexpr = IS_PACKED or HAS_STARTS or call_masks.lens_ptr is not None or window_left is not None
+    HAS_BOUNDS: gl.constexpr = IS_PACKED or HAS_STARTS or tile_source.lens_ptr is not None or window_left is not None
     ROTATES_QUERIES: gl.constexpr = source is not None
     IS_LATENT: gl.constexpr = k_nope_desc is not None
     CONSUMERS: gl.constexpr = sizes.CONSUMERS
@@ -180,17 +180,18 @@ def forward_kernel(q_rot_desc, q_nope_desc, k_rot_desc, k_nope_desc, v_desc, o_d
     if HAS_INTERVALS:
         words = gl.allocate_shared_memory(gl.int32, [2 * STAGES, 1], mbarrier.MBarrierLayout())
         num_keys = (NK + BLOCK_N - 1) // BLOCK_N * BLOCK_N
-        mask = masks.IntervalMask(call_masks.lists.key_rows_ptr, num_keys, words)
-    elif call_masks.IS_ALIGNED:
+        mask = masks.IntervalMask(tile_source.lists.key_rows_ptr, num_keys, words)
+    elif tile_source.IS_ALIGNED:
         mask = masks.AlignedMask()
     else:
-        mask = masks.PositionMask(window, call_masks.READS_LENGTHS, HAS_STARTS and not call_masks.FROM_START)
+        mask = masks.PositionMask(window, tile_source.READS_LENGTHS, HAS_STARTS and not tile_source.FROM_START)
     schedule = forward_tiles.Schedule(
-        counter_ptr,
-        call_masks.starts_ptr,
-        call_masks.lens_ptr,
-        call_masks.lists,
+        tile_source.counter_ptr,
+        tile_source.starts_ptr,
+        tile_source.lens_ptr,
+        tile_source.lists,
         window,
+        num_tiles=num_tiles,
         num_heads=o_desc.shape[0] * o_desc.shape[1],
         heads_per_section=heads_per_section,
         tiles_per_head=tiles_per_head,
@@ -200,9 +201,8 @@ def forward_kernel(q_rot_desc, q_nope_desc, k_rot_desc, k_nope_desc, v_desc, o_d
         NK=None if IS_PACKED else NK,
         BLOCK_N=BLOCK_N,
         BLOCK_M=CONSUMERS * ROWS,
-        IS_PACKED=IS_PACKED,
-        READS_LENGTHS=call_masks.READS_LENGTHS,
-        FROM_START=call_masks.FROM_START,
+        READS_LENGTHS=tile_source.READS_LENGTHS,
+        FROM_START=tile_source.FROM_START,
         QUERIES_IN_TILES=sizes.QUERIES_IN_TILES,
     )
     row_format = tiles.RowFormat(sizes.D, BLOCK_D, sizes.USE_INT64_OFFSETS)
@@ -210,7 +210,7 @@ def forward_kernel(q_rot_desc, q_nope_desc, k_rot_desc, k_nope_desc, v_desc, o_d
     # In latent attention the warps that rotate do so for all tiles, and the loading warp loads the other columns.
     first_source, loaded = None, queries
     if ROTATES_QUERIES:
-        starts_ptr = call_masks.starts_ptr if call_masks.FROM_START else None
+        starts_ptr = tile_source.starts_ptr if tile_source.FROM_START else None
         source = replace(source, position_limit=position_limit, starts_ptr=starts_ptr, saved_desc=q_rot_desc)
         if not IS_LATENT:
             first_source, loaded = source, None

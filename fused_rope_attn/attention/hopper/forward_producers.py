@@ -68,7 +68,7 @@ def load_keys(loader, work, visit, num_blocks, key_step):
 def load(loader, schedule, tiles):
     """Announce tiles, and load the key and value blocks that they visit, the last one first; one warp's work."""
     intervals, values = loader.intervals, loader.values
-    if schedule.IS_PACKED:
+    if tiles.IS_PACKED:
         # The pre-pass has described the tiles.
         wait_for_previous_launch(loader.PDL)
     work = forward_tiles.first_work(schedule)

@@ -32,12 +32,24 @@ class QueryTile:
     head: gl.tensor
     num_blocks: gl.tensor  # key blocks to visit; 0 ends the work: there is no such tile, and none after it
     upper_masked: gl.tensor  # visited blocks before this number hold keys after some row's last visible one
-    last_block: gl.tensor  # the last key block that some row sees, counted from the sequence's first key
+    last_block: gl.tensor | None  # see the function ``last_block``
     lower_masked_from: gl.tensor  # visited blocks from this number on hold keys before some row's first visible one
     first_key: gl.tensor  # no row sees a key before this one
     num_keys: gl.tensor  # keys from this one on do not exist
     query_end: gl.tensor  # the row at which queries end: NQ, or in packed calls the end of the tile's sequence
     rotated_row: gl.tensor  # the tile's first row among rotated queries, saved or loaded
+
+
+@jit
+def last_block(tile):
+    """Return the last key block that some row sees, counted from the sequence's first key.
+
+    If it is not announced it is not kept either, because wide heads have no register for it.
+    """
+    if tile.last_block is None:
+        return tile.num_blocks - 1
+    else:
+        return tile.last_block
 
 
 @jit
@@ -148,7 +160,7 @@ def next_tile(tiles, step):
         head,
         num_blocks,
         upper_masked=tiles.read(cursor, "upper_masked"),
-        last_block=tiles.read(cursor, "last_block", num_blocks - 1),
+        last_block=tiles.read(cursor, "last_block"),
         lower_masked_from=tiles.read(cursor, "lower_masked_from", num_blocks),
         first_key=tiles.read(cursor, "first_key", 0),
         num_keys=tiles.read(cursor, "num_keys", tiles.NK),
@@ -186,26 +198,27 @@ class Schedule:
     lens_ptr: gl.tensor | None  # kv_lens (B,) int32
     intervals: VisitLists | None
     window: masks.Window
+    num_tiles: gl.tensor  # of all heads
     num_heads: gl.tensor  # B * HQ
     heads_per_section: gl.tensor  # heads that share the L2 for their keys and values, as for ``scheduled_tile``
-    tiles_per_head: gl.tensor  # in packed calls entries of the table, of which some hold no queries
+    tiles_per_head: gl.tensor | None  # packed calls: entries of the table; some hold no queries
     HQ: gl.tensor | None  # None in packed calls, as NQ and NK: the table replaces them
     GROUP_SIZE: gl.tensor
     NQ: gl.tensor | None
     NK: gl.tensor | None
     BLOCK_N: gl.constexpr
     BLOCK_M: gl.constexpr  # query rows of a tile
-    IS_PACKED: gl.constexpr
     READS_LENGTHS: gl.constexpr  # as in ``kernels.masks.Mask``
     FROM_START: gl.constexpr  # whether keys are counted from kv_starts, as in ``kernels.sequences.MaskArguments``
     QUERIES_IN_TILES: gl.constexpr  # whether rotated packed queries, saved or loaded, have whole tiles to a sequence
 
     @jit
-    def num_tiles(self):
-        return self.tiles_per_head * self.num_heads
+    def query_blocks(self):
+        """Return the tiles of a head of a call without packed sequences."""
+        return (self.NQ + self.BLOCK_M - 1) // self.BLOCK_M
 
     @jit
-    def num_blocks(self):
+    def key_blocks(self):
         """Return the key blocks of a call with intervals."""
         return (self.NK + self.BLOCK_N - 1) // self.BLOCK_N
 
@@ -280,10 +293,10 @@ def make_tile(schedule, mask, start_m, bh, batch, head, q_offset, query_end, rot
 def listed_work(schedule, index, start_m, bh, batch, head, num_keys, head_kv, first_k):
     """Return the ``Work`` of a head's queries from row ``start_m`` on, tile number ``index``, by the ``VisitLists``."""
     lists = schedule.intervals
-    tile_number = batch * schedule.tiles_per_head + start_m // schedule.BLOCK_M
-    visits_ptr = lists.visits_ptr + tile_number.to(gl.int64) * (1 + schedule.num_blocks())
+    tile_number = batch * schedule.query_blocks() + start_m // schedule.BLOCK_M
+    visits_ptr = lists.visits_ptr + tile_number.to(gl.int64) * (1 + schedule.key_blocks())
     WORDS: gl.constexpr = schedule.BLOCK_N // 32
-    hidden_ptr = lists.hidden_ptr + batch.to(gl.int64) * WORDS * schedule.num_blocks()
+    hidden_ptr = lists.hidden_ptr + batch.to(gl.int64) * WORDS * schedule.key_blocks()
     # The number of blocks is announced with each of them, so that warps that rotate queries need not wait for the
     # launch that counts them. The tile's last block and what needs a mask are not read.
     no = num_keys * 0
@@ -297,7 +310,7 @@ def tile_work(schedule, index):
     # With intervals too, because the last rows of a prefix or a tree see the most keys.
     LAST_FIRST: gl.constexpr = masks.is_causal(schedule.window.right) or schedule.intervals is not None
     block, bh = scheduled_tile(
-        index, schedule.tiles_per_head, schedule.num_heads, schedule.heads_per_section, LAST_FIRST
+        index, schedule.query_blocks(), schedule.num_heads, schedule.heads_per_section, LAST_FIRST
     )
     start_m = block * schedule.BLOCK_M
     batch = bh // schedule.HQ
@@ -328,7 +341,7 @@ def take_index(schedule, index):
     """
     blocks = gl.num_programs(0)
     # With more than 9/4 for each block a simulation gains nothing. With four, calls take 6 to 8 % more time.
-    are_few = 4 * schedule.num_tiles() <= 9 * blocks
+    are_few = 4 * schedule.num_tiles <= 9 * blocks
     is_fixed = are_few & (index < blocks)
     # With Triton 3.6 a branch around the counter takes 1 to 4 % more time than adding 0.
     taken = gl.atomic_add(schedule.counter_ptr, gl.where(is_fixed, 0, 1))
@@ -341,7 +354,7 @@ def table_entry(schedule, index):
 
     ``describe_tiles`` of the pre-pass has written the table. A tile past the last one is read as the last one.
     """
-    index, section = gl.minimum(index, schedule.num_tiles() - 1), schedule.heads_per_section
+    index, section = gl.minimum(index, schedule.num_tiles - 1), schedule.heads_per_section
     slot, head = scheduled_tile(
         index, schedule.tiles_per_head, schedule.num_heads, section, masks.is_causal(schedule.window.right)
     )
@@ -358,7 +371,7 @@ def packed_work(schedule, index):
     of NQ. Positions depend on the difference alone, and are the sequence's own.
     """
     head, row, end, first_k, len_k, len_q, sequence = table_entry(schedule, index)
-    while (row >= end) & (index < schedule.num_tiles()):
+    while (row >= end) & (index < schedule.num_tiles):
         index = take_index(schedule, index)
         head, row, end, first_k, len_k, len_q, sequence = table_entry(schedule, index)
     mask = masks.sequence_mask(None, 0, len_k - len_q, len_k, schedule.window, schedule.READS_LENGTHS)
@@ -367,14 +380,14 @@ def packed_work(schedule, index):
         first_q = end - len_q
         rotated_row = lengths.padded_row(first_q, sequence, shapes.BACKWARD_BLOCK_M) + row - first_q
     tile = make_tile(schedule, mask, row, head, head * 0, head, len_k - end, end, rotated_row)
-    tile = replace(tile, num_blocks=gl.where(index < schedule.num_tiles(), tile.num_blocks, 0))
+    tile = replace(tile, num_blocks=gl.where(index < schedule.num_tiles, tile.num_blocks, 0))
     return Work(tile, index, head // schedule.GROUP_SIZE, first_k)
 
 
 @jit
 def first_work(schedule):
     """Return the ``Work`` that this block of the grid begins with."""
-    if schedule.IS_PACKED:
+    if schedule.tiles_per_head is not None:
         return packed_work(schedule, gl.program_id(0))
     else:
         return tile_work(schedule, gl.program_id(0))
@@ -384,13 +397,13 @@ def first_work(schedule):
 def next_work(schedule, work):
     """Return the ``Work`` that follows this block's ``work``, or one of no blocks if no tile is left for it."""
     index = take_index(schedule, work.index)
-    if schedule.IS_PACKED:
+    if schedule.tiles_per_head is not None:
         return packed_work(schedule, index)
     else:
-        exists = index < schedule.num_tiles()
+        exists = index < schedule.num_tiles
         if schedule.lens_ptr is not None or schedule.starts_ptr is not None or schedule.intervals is not None:
             # A tile past the last one has no lengths and no visits to read.
-            index = gl.minimum(index, schedule.num_tiles() - 1)
+            index = gl.minimum(index, schedule.num_tiles - 1)
         work = tile_work(schedule, index)
         tile = replace(work.tile, num_blocks=gl.where(exists, work.tile.num_blocks, 0))
         return replace(work, tile=tile)

@@ -193,11 +193,6 @@ LEAST_STEPS = 8
 LANES = tl.constexpr(128)
 
 
-def least_share(group_size: int) -> int:
-    """Return the query blocks, each of group_size query heads, that are worth a share of their own."""
-    return max(1, LEAST_STEPS // group_size)
-
-
 @triton.jit
 def count_visits(blocks_ptr, batch_stride, num_blocks, tile, num_tiles, HALVES: tl.constexpr):
     """Return how many query blocks each of some tiles visits; 0 from tile num_tiles on."""
@@ -446,7 +441,7 @@ class VisibleRows:
             num_blocks=num_blocks,
             num_tiles=tiles,
             num_shares=shares,
-            least_share=least_share(problem.group_size),
+            least_share=max(1, LEAST_STEPS // problem.group_size),
             heads_per_section=min(section, heads),
             heads_per_multiprocessor=heads / multiprocessors,
             BLOCK=BLIND_WORDS,

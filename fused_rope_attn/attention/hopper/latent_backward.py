@@ -118,23 +118,25 @@ class LatentBackwardCall:
         )
         self.format = RowFormat.host(columns, layouts.block_d(columns), shared["USE_INT64_OFFSETS"])
         tiles = sizes.tile_count(len_q, sequences, block_m)
+        self.rope_format = RowFormat.host(rope, rope, shared["USE_INT64_OFFSETS"])
         self.queries = launch.Launch(
             latent_kernels.latent_dq_kernel,
             min(tiles * num_heads, device.num_sms(q.device)),
             {"num_warps": 4, **pdl},
-            shared,
-            dq_strides=dq_strides,
-            dq_nope_strides=dq_nope_strides,
-            num_heads=num_heads,
+            num_tiles=tiles * num_heads,
+            NQ=len_q,
+            NK=len_k,
+            pitch=pitch,
+            stats_size=self.stats_size // 2,
+            tiles_per_head=tiles if problem.is_packed else None,
             heads_per_section=sizes.heads_per_section(
                 num_heads, 1, row_bytes * problem.longest(len_k), config.section_bytes
             ),
-            tiles_per_head=tiles,
-            IS_PACKED=problem.is_packed,
-            D=columns,
-            BLOCK_N=DQ_BLOCK_N,
-            K_STAGES=DQ_K_STAGES,
-            V_STAGES=DQ_V_STAGES,
+            window_left=window_left,
+            window_right=window_right,
+            sizes=latent_kernels.QueryGradientSizes.host(
+                DQ_BLOCK_N, DQ_K_STAGES, DQ_V_STAGES, problem.reads_lengths, config.pdl
+            ),
         )
         self.sum_heads = launch.Launch(
             backward_kernels.sum_heads_kernel,
@@ -171,9 +173,6 @@ class LatentBackwardCall:
         given = call_arguments.shared_tensors(
             tensors,
             stats_ptr=stats,
-            counter_ptr=counter,
-            dq_ptr=dq,
-            dq_nope_ptr=dq_nope,
         )
         unused = dict.fromkeys(("accumulator_ptr", "progress_ptr", "counters_ptr"))
         unused |= dict.fromkeys(("q_ptr", "q_rot_ptr", "k_ptr", "k_rot_ptr"))
@@ -185,6 +184,8 @@ class LatentBackwardCall:
             {name: make(x) for name, make, x in zip(names[1], sources, (tensors.k_nope, k_rot, tensors.v))}
             for sources in self.key_sources
         )
+        problem = self.problem
+        scale, tables = call_arguments.scale_of(problem), call_arguments.tables_of(problem, tensors)
         self.keys(
             stream,
             **of_queries,
@@ -199,21 +200,38 @@ class LatentBackwardCall:
                 None,
                 None,
                 None,
-                READS_LENGTHS=self.problem.reads_lengths,
+                READS_LENGTHS=problem.reads_lengths,
                 HAS_KEYS_BEFORE_WINDOW=self.has_keys_before_window,
             ),
             gradients=backward_block.KeyGradients.host(
                 dk=call_arguments.view(dk_nope),
                 dv=call_arguments.view(dv),
                 dk_parts=call_arguments.view(parts),
-                tables=call_arguments.tables_of(self.problem, tensors),
+                tables=tables,
                 key_norm=None,
                 format=self.format,
-                TOKEN_TABLES=self.problem.token_tables,
+                TOKEN_TABLES=problem.token_tables,
             ),
             programs=backward_kernel.Programs.host(None, None, None),
-            scale=call_arguments.scale_of(self.problem),
+            scale=scale,
         )
-        self.queries(stream, given, **of_queries, **of_key_blocks)
+        self.queries(
+            stream,
+            **of_queries,
+            **of_key_blocks,
+            counter_ptr=counter,
+            starts_ptr=tensors.kv_starts,
+            lens_ptr=tensors.kv_lens,
+            gradients=latent_kernels.QueryGradients.host(
+                dq=call_arguments.view(dq),
+                dq_nope=call_arguments.view(dq_nope),
+                tables=tables,
+                stats_ptr=stats,
+                qk_scale=scale.qk_scale,
+                softmax_scale=problem.softmax_scale,
+                format=self.format,
+                rope_format=self.rope_format,
+            ),
+        )
         self.sum_heads(stream, given, parts_ptr=parts, dk_ptr=dk)
         return Gradients(dq, dk, dv, dq_nope=dq_nope, dk_nope=dk_nope)

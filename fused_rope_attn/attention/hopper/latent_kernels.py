@@ -13,6 +13,8 @@ which it was computed, so that the warpgroups exchange nothing and no sum depend
 with K is delayed by one block, as that with V in the forward.
 """
 
+import triton.language as tl
+
 from fused_rope_attn.attention.hopper import backward_block, backward_epilogue, channels, forward_tiles, shapes
 from fused_rope_attn.attention.hopper import columns as column_parts
 from fused_rope_attn.attention.hopper import masks as hopper_masks
@@ -20,7 +22,7 @@ from fused_rope_attn.attention.hopper.softmax import pack_weights, unpack_weight
 from fused_rope_attn.kernels import masks, ptxas, softmax
 from fused_rope_attn.kernels import rotation as rotations
 from fused_rope_attn.kernels import tiles as views
-from fused_rope_attn.kernels.records import record
+from fused_rope_attn.kernels.records import record, replace, unpack
 from fused_rope_attn.kernels.schedule import wait_for_previous_launch
 from fused_rope_attn.runtime.triton_compat import gl, jit, mbarrier, warpgroup_mma, warpgroup_mma_wait
 
@@ -197,7 +199,7 @@ def accumulate_latent(warpgroup, buffers, gradients, keys, queries, sizes, mask,
     store_latent_gradients(dk, dk_rope, dv, buffers, own, sizes.NK, mask, scale, gradients, WARPGROUP)
 
 
-_NUMBERS = "num_heads heads_per_section HQ GROUP_SIZE NQ NK pitch stats_size tiles_per_head window".split()
+_NUMBERS = "num_tiles NQ NK pitch stats_size tiles_per_head heads_per_section window_left window_right".split()
 
 
 @record
@@ -218,19 +220,31 @@ class QueryGradientLoads:
 class QueryGradients:
     """The gradients of queries, not yet rotated back, and what they follow from.
 
-    stats: as for ``latent_dq_kernel``, float32, base-2 lse of rows of pitch a head, and delta ``size`` further on.
+    stats: the pre-process's, (2 * B * HQ * pitch,) float32: base-2 lse of rows of pitch a head, and delta ``size``
+    further on.
     """
 
     dq: views.TensorView  # (B, HQ, NQ, R)
     dq_nope: views.TensorView  # (B, HQ, NQ, D)
     tables: rotations.RotaryTables
     stats_ptr: gl.tensor
-    pitch: gl.tensor
-    size: gl.tensor
     qk_scale: gl.tensor
     softmax_scale: gl.tensor
     format: views.RowFormat  # of dq_nope
     rope_format: views.RowFormat
+    pitch: gl.tensor | None = None  # the kernel sets these two
+    size: gl.tensor | None = None
+
+
+@record
+class QueryGradientSizes:
+    """Tiles of ``latent_dq_kernel``."""
+
+    BLOCK_N: tl.constexpr
+    K_STAGES: tl.constexpr
+    V_STAGES: tl.constexpr
+    READS_LENGTHS: tl.constexpr
+    PDL: tl.constexpr
 
 
 @jit
@@ -383,7 +397,7 @@ def accumulate_dq(WARPGROUP: gl.constexpr, tiles, queries, dos, keys, values, ou
         first = gl.to_tensor(0)
         if WARPGROUP == 0 and mask.window.right is not None:
             # The last keys of a tile may be hidden from its first half.
-            last_block = tile.last_block
+            last_block = forward_tiles.last_block(tile)
             hidden = last_block * BLOCK_N > position + shapes.ROWS - 1 + mask.window.right
             if hidden & (tile.num_blocks > 1):
                 keys.wait_full(keys.at(key_step))
@@ -425,21 +439,23 @@ def accumulate_dq(WARPGROUP: gl.constexpr, tiles, queries, dos, keys, values, ou
 
 
 @jit(do_not_specialize=_NUMBERS)
-def latent_dq_kernel(q_desc, q_rope_desc, k_desc, k_rope_desc, v_desc, do_desc, stats_ptr, dq_ptr, dq_nope_ptr, cos_ptr,
-                     sin_ptr, counter_ptr, starts_ptr, lens_ptr, dq_strides, dq_nope_strides, cos_strides, sin_strides,
-                     qk_scale, softmax_scale, window, num_heads, heads_per_section, HQ, GROUP_SIZE, NQ, NK,
-                     pitch, stats_size, tiles_per_head, D: gl.constexpr, R: gl.constexpr, BLOCK_N: gl.constexpr,
-                     K_STAGES: gl.constexpr, V_STAGES: gl.constexpr, INTERLEAVED: gl.constexpr,
-                     READS_LENGTHS: gl.constexpr, USE_INT64_OFFSETS: gl.constexpr, IS_PACKED: gl.constexpr,
-                     PDL: gl.constexpr):  # fmt: skip
+def latent_dq_kernel(q_desc, q_rope_desc, k_desc, k_rope_desc, v_desc, do_desc, counter_ptr, starts_ptr, lens_ptr,
+                     gradients, num_tiles, NQ, NK, pitch, stats_size, tiles_per_head, heads_per_section, window_left,
+                     window_right, sizes):  # fmt: skip
     """Write dq (B, HQ, NQ, R) and dq_nope (B, HQ, NQ, D). Grid: one block per multiprocessor, or one per tile if fewer.
 
     q_desc, do_desc (B, HQ, NQ, D) and q_rope_desc (B, HQ, NQ, R) in blocks of ROWS rows; k_desc, v_desc (B, HQ, NK, D)
-    and k_rope_desc (B, 1, NK, R) in blocks of BLOCK_N; rotated columns in pair order. stats: the pre-process's, (2 * B
-    * HQ * pitch,) float32. counter_ptr, tiles_per_head, heads_per_section, and the masks: as for ``forward_kernel``.
+    and k_rope_desc (B, 1, NK, R) in blocks of BLOCK_N; rotated columns in pair order. gradients: ``QueryGradients``;
+    sizes: ``QueryGradientSizes``. counter_ptr, num_tiles, tiles_per_head, heads_per_section, and the masks: as for
+    ``forward_kernel``.
     """
+    gradients, sizes = unpack((gradients, sizes))
+    IS_PACKED: gl.constexpr = tiles_per_head is not None
+    K_STAGES: gl.constexpr = sizes.K_STAGES
+    V_STAGES: gl.constexpr = sizes.V_STAGES
     HAS_STARTS: gl.constexpr = starts_ptr is not None
-    HAS_BOUNDS: gl.constexpr = IS_PACKED or HAS_STARTS or lens_ptr is not None or window[0] is not None
+    HAS_BOUNDS: gl.constexpr = IS_PACKED or HAS_STARTS or lens_ptr is not None or window_left is not None
+    HQ = do_desc.shape[1]
     # Numbers that a tile's announcement contains are None here, because Triton 3.6 fails on unused arguments of warps.
     tiles = forward_tiles.announcements(
         HAS_BOUNDS, IS_PACKED, shapes.CONSUMERS, NQ=None if IS_PACKED else NQ, NK=None if HAS_BOUNDS else NK
@@ -466,35 +482,30 @@ def latent_dq_kernel(q_desc, q_rope_desc, k_desc, k_rope_desc, v_desc, do_desc, 
         arrival = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
         mbarrier.init(arrival, count=1)
 
-    window = masks.window_of(window)
-    mask = hopper_masks.PositionMask(window, READS_LENGTHS, HAS_STARTS)
+    window = masks.Window(window_left, window_right, HIDES_PAIRS=window_left is not None or window_right is not None)
+    mask = hopper_masks.PositionMask(window, sizes.READS_LENGTHS, HAS_STARTS)
     schedule = forward_tiles.Schedule(
         counter_ptr,
         starts_ptr,
         lens_ptr,
         None,
         window,
-        num_heads,
+        num_tiles,
+        do_desc.shape[0] * do_desc.shape[1],
         heads_per_section,
         tiles_per_head,
         HQ=None if IS_PACKED else HQ,
-        GROUP_SIZE=GROUP_SIZE,
+        GROUP_SIZE=1,
         NQ=None if IS_PACKED else NQ,
         NK=None if IS_PACKED else NK,
-        BLOCK_N=BLOCK_N,
+        BLOCK_N=sizes.BLOCK_N,
         BLOCK_M=shapes.CONSUMERS * shapes.ROWS,
-        IS_PACKED=IS_PACKED,
-        READS_LENGTHS=READS_LENGTHS,
+        READS_LENGTHS=sizes.READS_LENGTHS,
         FROM_START=False,
         QUERIES_IN_TILES=IS_PACKED,
     )
-    loads = QueryGradientLoads(q_desc, q_rope_desc, k_desc, k_rope_desc, v_desc, do_desc, arrival, PDL)
-    tables = rotations.RotaryTables(cos_ptr, sin_ptr, cos_strides, sin_strides, R, INTERLEAVED)
-    dq, dq_nope = views.TensorView(dq_ptr, dq_strides), views.TensorView(dq_nope_ptr, dq_nope_strides)
-    row_format, rope_format = views.RowFormat(D, D, USE_INT64_OFFSETS), views.RowFormat(R, R, USE_INT64_OFFSETS)
-    out = QueryGradients(
-        dq, dq_nope, tables, stats_ptr, pitch, stats_size, qk_scale, softmax_scale, row_format, rope_format
-    )
+    loads = QueryGradientLoads(q_desc, q_rope_desc, k_desc, k_rope_desc, v_desc, do_desc, arrival, sizes.PDL)
+    out = replace(gradients, pitch=pitch, size=stats_size)
     gl.warp_specialize(
         [
             (accumulate_dq, (0, tiles, queries, dos, keys, values, out, mask)),

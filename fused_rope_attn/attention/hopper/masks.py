@@ -9,7 +9,7 @@ each of them the same: ``visit`` for the block in a slot of K, ``counted`` for t
 """
 
 from fused_rope_attn.attention.hopper import shapes
-from fused_rope_attn.attention.hopper.forward_tiles import query_position
+from fused_rope_attn.attention.hopper.forward_tiles import last_block, query_position
 from fused_rope_attn.kernels.masks import Window, checks_positions
 from fused_rope_attn.kernels.records import record, replace
 from fused_rope_attn.runtime.triton_compat import barrier, gl, jit
@@ -69,7 +69,7 @@ class AlignedMask:
         if SEEN is None:
             return scores
         else:
-            return hide_keys(scores, rows - tile.last_block * (2 * shapes.ROWS), columns, UPPER=True, SEEN=SEEN)
+            return hide_keys(scores, rows - last_block(tile) * (2 * shapes.ROWS), columns, UPPER=True, SEEN=SEEN)
 
 
 @record
@@ -100,7 +100,7 @@ class PositionMask:
         The narrowest bound on each side of a row is found first, so that a score meets one comparison a side. A block
         that is whole on one side skips that side.
         """
-        start_n = (tile.last_block - visit.number) * scores.shape[1]
+        start_n = (last_block(tile) - visit.number) * scores.shape[1]
         if visit.number < tile.upper_masked:
             last = rows * 0 + (tile.num_keys - 1)
             if self.window.right is not None:

@@ -9,6 +9,7 @@ from fused_rope_attn.attention.hopper import shapes
 from fused_rope_attn.kernels import lengths, schedule, softmax, tiles
 from fused_rope_attn.kernels import norm as norms
 from fused_rope_attn.kernels import rotation as rotations
+from fused_rope_attn.kernels.records import record, unpack
 from fused_rope_attn.runtime import device
 from fused_rope_attn.runtime.triton_compat import gl, jit
 
@@ -44,57 +45,102 @@ def load_columns(words, mask, columns, COLUMNS: tl.constexpr):
 
 
 @triton.jit
-def rows_of_block(ptr, strides, batch, head, start, num_rows, format):
-    """Return the num_rows ``Rows`` of a head (all int64) of a (B, H, N, D) tensor from row ``start`` on."""
-    return tiles.rows_at(ptr + batch * strides[0] + head * strides[1] + start * strides[2], strides, num_rows, format)
+def rows_of_block(view, batch, head, start, num_rows, format):
+    """Return the num_rows ``Rows`` of a head (all int64) of a ``TensorView`` from row ``start`` on."""
+    strides = view.strides
+    ptr = view.ptr + batch * strides[0] + head * strides[1] + start * strides[2]
+    return tiles.rows_at(ptr, strides, num_rows, format)
 
 
-def postprocess_kernel(accumulator_ptr, progress_ptr, cos_ptr, sin_ptr, dq_ptr, stats_ptr, sinks_ptr, dsinks_ptr,
-                       lens_ptr, cu_q_ptr, cu_k_ptr, norm_ptr, raw_q_ptr, sums_ptr, k_sums_ptr, parts_ptr,
-                       counters_ptr, dq_norm_ptr, dk_norm_ptr, dq_strides, cos_strides, sin_strides, raw_q_strides,
-                       softmax_scale, norm_eps, norm_offset, HQ, NQ, pitch, NK, num_sequences,
-                       stats_size, k_sums, first_counter, HEADS: tl.constexpr, D: tl.constexpr,
-                       R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, COLUMNS: tl.constexpr,
-                       INTERLEAVED: tl.constexpr, USE_INT64_OFFSETS: tl.constexpr, PDL: tl.constexpr,
-                       IN_PANELS: tl.constexpr, PAIRS: tl.constexpr, WHOLE: tl.constexpr, KEY_PARTS: tl.constexpr,
-                       TOKEN_TABLES: tl.constexpr):  # fmt: skip
+@record
+class SinkParts:
+    """The sinks (HQ,), and each program's part of their gradient, (B * row blocks, HQ) float32."""
+
+    sinks_ptr: tl.tensor
+    dsinks_ptr: tl.tensor
+    stats_ptr: tl.tensor  # the pre-process's
+
+
+@record
+class NormSums:
+    """The norm of q, and sums of the gradients of both norms' weights; all float32 but the counters and gradients.
+
+    raw: q as the caller gave it, (B, HQ, NQ, D). Each program writes its part of the gradient of q's weights, a row of
+    sums (programs, D), and the last programs add the parts up, into dq_norm (D,). KEY_PARTS further programs add up the
+    rows of k_sums that the main kernel has written, into dk_norm. parts: workspace, a row of D for each SUMS programs
+    and each of KEY_PARTS. counters: zeros, int32; those of the sums begin at number first_counter, one for each of the
+    former rows and two more.
+    """
+
+    norm: norms.Norm
+    raw: tiles.TensorView
+    q_sums_ptr: tl.tensor
+    k_sums_ptr: tl.tensor
+    sum_parts_ptr: tl.tensor
+    sum_counters_ptr: tl.tensor
+    dq_norm_ptr: tl.tensor
+    dk_norm_ptr: tl.tensor
+
+
+@record
+class PostprocessSizes:
+    """Tiles of the post-process.
+
+    IN_PANELS: the accumulator is in the order of ``panel_offsets`` instead of ``staged_rows``. TOKEN_TABLES: row t of
+    the tables belongs to packed token t, and sequences have as many queries as keys. PAIRS and WHOLE: the layouts of
+    tiles of pairs and of whole rows, see ``load_pairs``; None: the compiler's choice.
+    """
+
+    format: tiles.RowFormat
+    HEADS: tl.constexpr
+    BLOCK_N: tl.constexpr
+    COLUMNS: tl.constexpr
+    IN_PANELS: tl.constexpr
+    PAIRS: tl.constexpr
+    WHOLE: tl.constexpr
+    KEY_PARTS: tl.constexpr
+    TOKEN_TABLES: tl.constexpr
+    PDL: tl.constexpr
+
+
+def postprocess_kernel(accumulator_ptr, progress_ptr, dq_out, tables, sinks, sums, lens_ptr, cu_q_ptr, cu_k_ptr,
+                       softmax_scale, HQ, NQ, pitch, NK, num_sequences, stats_size, k_sums, first_counter,
+                       sizes):  # fmt: skip
     """Read dq from the accumulator (B, HQ, pitch, COLUMNS) float32, scale it, rotate it back, and round it once.
 
-    With sinks also write each program's part of their gradient, dsinks (B * row blocks, HQ) float32, from the
-    pre-process's stats. IN_PANELS: the accumulator is in the order of ``panel_offsets`` instead of ``staged_rows``.
-    Grid: (row blocks * head chunks * B), row blocks as ``count_tiles`` counts them. Packed sequences are padded as for
-    ``backward_kernel``.
-
-    With ``progress``, see ``backward_transfers.Progress``, rows that no program began are zero.
-
-    With norms dq passes through the norm of q, with weights ``norm`` (D,), to the gradient of raw_q (B, HQ, NQ, D), q
-    as the caller gave it. Each program writes its part of the weights' gradient, a row of sums (programs, D) float32,
-    and the last programs add the parts up, into dq_norm (D,). KEY_PARTS further programs add up the ``k_sums`` rows
-    that the main kernel has written, into dk_norm. parts: workspace, a row of D float32 for each SUMS programs and each
-    of KEY_PARTS; counters: zeros, int32; those of the sums begin at number first_counter, one for each of the former
-    rows and two more. Without norms all these are None.
-
-    TOKEN_TABLES: row t of the tables belongs to packed token t, and sequences have as many queries as keys.
-
-    PAIRS and WHOLE: the layouts of tiles of pairs and of whole rows, see ``load_pairs``; None: the compiler's choice.
+    dq_out: ``TensorView``; sinks: ``SinkParts`` or None, sums: ``NormSums`` or None; sizes: ``PostprocessSizes``. Grid:
+    (row blocks * head chunks * B), row blocks as ``count_tiles`` counts them, and KEY_PARTS more with norms. k_sums:
+    the rows of k_sums_ptr. Packed sequences are padded as for ``backward_kernel``. With ``progress``, see
+    ``backward_transfers.Progress``, rows that no program began are zero.
     """
+    dq_out, tables, sinks, sums, sizes = unpack((dq_out, tables, sinks, sums, sizes))
+    row_format = sizes.format
+    D: tl.constexpr = row_format.D
+    BLOCK_D: tl.constexpr = row_format.BLOCK_D
+    HEADS: tl.constexpr = sizes.HEADS
+    BLOCK_N: tl.constexpr = sizes.BLOCK_N
+    COLUMNS: tl.constexpr = sizes.COLUMNS
+    PAIRS: tl.constexpr = sizes.PAIRS
+    WHOLE: tl.constexpr = sizes.WHOLE
+    KEY_PARTS: tl.constexpr = sizes.KEY_PARTS
     num_blocks = lengths.count_tiles(NQ, num_sequences, BLOCK_N)
     num_chunks = tl.cdiv(HQ, HEADS)
     programs = tl.num_programs(0) - KEY_PARTS
     pid = tl.program_id(0)
-    if norm_ptr is not None:
-        counters_ptr += first_counter
+    if sums is not None:
+        norm = sums.norm
+        parts_ptr, counters_ptr = sums.sum_parts_ptr, sums.sum_counters_ptr + first_counter
         # The last heads first, because the L2 still holds what the main kernel has written last.
         pid = tl.num_programs(0) - 1 - pid
         if pid >= programs:
-            schedule.wait_for_previous_launch(PDL)
+            schedule.wait_for_previous_launch(sizes.PDL)
             own_parts = tl.cdiv(programs, norm_gradient_kernel.SUMS)
             parts_ptr += own_parts * D
             counters_ptr += 1 + own_parts
-            sums = norm_gradient_kernel.WeightSums(
-                k_sums_ptr, k_sums, parts_ptr, counters_ptr, dk_norm_ptr, D, BLOCK_D, WHOLE
+            of_keys = norm_gradient_kernel.WeightSums(
+                sums.k_sums_ptr, k_sums, parts_ptr, counters_ptr, sums.dk_norm_ptr, D, BLOCK_D, WHOLE
             )
-            norm_gradient_kernel.add_sums(sums, pid - programs, KEY_PARTS)
+            norm_gradient_kernel.add_sums(of_keys, pid - programs, KEY_PARTS)
             return
     chunk = (pid // num_blocks) % num_chunks
     batch = (pid // (num_blocks * num_chunks)).to(tl.int64)
@@ -115,32 +161,28 @@ def postprocess_kernel(accumulator_ptr, progress_ptr, cos_ptr, sin_ptr, dq_ptr, 
     staged = staged_rows(whole_offs)
     NK = lengths.existing_keys(lens_ptr, batch, NK)
     layouts = None if PAIRS is None else rotations.PairLayouts(PAIRS, WHOLE)
-    rotation = rotations.head_rotation(
-        rotations.RotaryTables(cos_ptr, sin_ptr, cos_strides, sin_strides, R, INTERLEAVED), batch, NK
-    )
-    if TOKEN_TABLES:
+    rotation = rotations.head_rotation(tables, batch, NK)
+    if sizes.TOKEN_TABLES:
         rotation = rotations.rotation_from(rotation, first_k)
     cos, sin = rotations.load_angles(rotation, offs + (start + NK - NQ), BLOCK_D, PAIRS)
     columns = tiles.tile_range(BLOCK_D, 1, WHOLE)
-    if norm_ptr is not None:
-        norm = norms.Norm(weight_ptr=norm_ptr, eps=norm_eps, offset=norm_offset, D=D)
+    if sums is not None:
         weight1, weight2 = rotations.pair_norm_weights(norm, rotation, BLOCK_D, PAIRS)
         dweight1 = norm_gradient_kernel.zeros_like_ranges(offs, tiles.tile_range(BLOCK_D // 2, 1, PAIRS))
         dweight2 = dweight1
         # After the last query the accumulator is undefined.
         exists = (offs < NQ - start)[:, None]
-    schedule.wait_for_previous_launch(PDL)
+    schedule.wait_for_previous_launch(sizes.PDL)
     for head in range(chunk * HEADS, tl.minimum(chunk * HEADS + HEADS, HQ)):
         head64 = tl.cast(head, tl.int64)
         row = (batch * HQ + head64) * pitch + padded + start
-        if IN_PANELS:
+        if sizes.IN_PANELS:
             # row - start is a multiple of BLOCK_M, and ``start`` need not be.
             words = accumulator_ptr + (row - start) * BLOCK_D + panel_offsets(start + whole_offs, columns, BLOCK_D)
         else:
             words = accumulator_ptr + row * COLUMNS + staged[:, None] * COLUMNS + columns[None, :]
-        row_format = tiles.RowFormat(D, BLOCK_D, USE_INT64_OFFSETS)
-        if norm_ptr is not None:
-            raw_rows = rows_of_block(raw_q_ptr, raw_q_strides, batch, head64, start64, NQ - start, row_format)
+        if sums is not None:
+            raw_rows = rows_of_block(sums.raw, batch, head64, start64, NQ - start, row_format)
             raw1, raw2 = rotations.load_pairs(raw_rows, offs, rotation, layouts)
         added = None
         if cu_q_ptr is not None:
@@ -157,26 +199,25 @@ def postprocess_kernel(accumulator_ptr, progress_ptr, cos_ptr, sin_ptr, dq_ptr, 
         if PAIRS is not None:
             first, second = gl.convert_layout(first, PAIRS), gl.convert_layout(second, PAIRS)
         first, second = rotations.rotate(first, second, cos, sin, CONJUGATE=True)
-        if norm_ptr is not None:
+        if sums is not None:
             first, second = tl.where(exists, first, 0.0), tl.where(exists, second, 0.0)
             first, second, of_rows1, of_rows2 = norms.unnorm_pairs(raw1, raw2, first, second, weight1, weight2, norm)
             dweight1 += of_rows1
             dweight2 += of_rows2
-        dq_rows = rows_of_block(dq_ptr, dq_strides, batch, head64, start64, NQ - start, row_format)
+        dq_rows = rows_of_block(dq_out, batch, head64, start64, NQ - start, row_format)
         rotations.store_pairs(dq_rows, first, second, offs, rotation, layouts)
-        if sinks_ptr is not None:
-            lse = tl.load(stats_ptr + row + offs, mask=offs < NQ - start, other=float("inf"))
-            delta = tl.load(stats_ptr + stats_size + row + offs, mask=offs < NQ - start, other=0.0)
-            part = softmax.sink_gradient(tl.load(sinks_ptr + head), lse, delta)
-            tl.store(dsinks_ptr + (batch * num_blocks + pid % num_blocks) * HQ + head, part)
-    if norm_ptr is not None:
-        norm_gradient_kernel.store_weight_sums(
-            sums_ptr + tl.cast(pid, tl.int64) * D, dweight1, dweight2, norm, rotation, PAIRS
+        if sinks is not None:
+            lse = tl.load(sinks.stats_ptr + row + offs, mask=offs < NQ - start, other=float("inf"))
+            delta = tl.load(sinks.stats_ptr + stats_size + row + offs, mask=offs < NQ - start, other=0.0)
+            part = softmax.sink_gradient(tl.load(sinks.sinks_ptr + head), lse, delta)
+            tl.store(sinks.dsinks_ptr + (batch * num_blocks + pid % num_blocks) * HQ + head, part)
+    if sums is not None:
+        own_ptr = sums.q_sums_ptr + tl.cast(pid, tl.int64) * D
+        norm_gradient_kernel.store_weight_sums(own_ptr, dweight1, dweight2, norm, rotation, PAIRS)
+        of_queries = norm_gradient_kernel.WeightSums(
+            sums.q_sums_ptr, programs, parts_ptr, counters_ptr, sums.dq_norm_ptr, D, BLOCK_D, WHOLE
         )
-        sums = norm_gradient_kernel.WeightSums(
-            sums_ptr, programs, parts_ptr, counters_ptr, dq_norm_ptr, D, BLOCK_D, WHOLE
-        )
-        norm_gradient_kernel.add_own_sums(sums, pid)
+        norm_gradient_kernel.add_own_sums(of_queries, pid)
 
 
 _NUMBERS = "HQ NQ pitch NK num_sequences stats_size k_sums first_counter".split()
