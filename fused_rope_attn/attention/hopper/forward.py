@@ -14,7 +14,7 @@ from fused_rope_attn.attention.hopper.shapes import ROWS
 from fused_rope_attn.attention.prepass_kernel import TILE_WORDS
 from fused_rope_attn.attention.problem import Outputs, Problem, Saving, Tensors, split_outputs
 from fused_rope_attn.kernels import arguments as sizes
-from fused_rope_attn.kernels import norm, rotation, tiles
+from fused_rope_attn.kernels import tiles
 from fused_rope_attn.runtime import device, layouts
 from fused_rope_attn.runtime.launch import Launch, Source
 from fused_rope_attn.runtime.triton_compat import gl
@@ -211,7 +211,7 @@ class ForwardCall:
                 VALUES=self.config.values,
             ),
             output=forward_kernel.ForwardOutput.host(
-                tiles.TensorView.host(o, self.o_strides) if self.packed else None, lse, highest
+                arguments.view(o, self.o_strides) if self.packed else None, lse, highest
             ),
         )
         if self.maximum is not None:
@@ -223,13 +223,13 @@ class ForwardCall:
         return Outputs(o, lse, q_rot, k, max_logit)
 
     def _source(self, tensors: Tensors) -> tuple:
-        """Return the ``QuerySource`` of a call whose kernel rotates queries."""
-        shared, problem, q, q_norm = self.shared, self.problem, tensors.q, tensors.q_norm
-        if q_norm is not None:
-            q_norm = norm.Norm.host(q_norm, shared["norm_eps"], shared["norm_offset"], problem.head_dim)
-        strides = shared["cos_strides"], shared["sin_strides"]
-        tables = rotation.RotaryTables.host(tensors.cos, tensors.sin, *strides, problem.rotary_dim, problem.interleaved)
-        row_format = tiles.RowFormat.host(problem.head_dim, max(64, layouts.block_d(problem.head_dim)), self.is_long)
+        """Return the ``QuerySource`` for a kernel that rotates queries."""
+        problem, block = self.problem, max(64, layouts.block_d(self.problem.head_dim))
         return forward_producers.QuerySource.host(
-            tiles.TensorView.host(q, q.stride()), tables, q_norm, shared["q_sign"], problem.token_tables, row_format
+            view=arguments.view(tensors.q),
+            tables=arguments.tables_of(problem, tensors),
+            norm=arguments.norm_of(problem, tensors.q_norm),
+            sign=self.shared["q_sign"],
+            TOKEN_TABLES=problem.token_tables,
+            format=tiles.RowFormat.host(problem.head_dim, block, self.is_long),
         )

@@ -128,7 +128,7 @@ def forward_kernel(q_rot_desc, q_nope_desc, k_rot_desc, k_nope_desc, v_desc, o_d
     BLOCK_N: gl.constexpr = sizes.BLOCK_N
     DTYPE: gl.constexpr = k_rot_desc.dtype
 
-    # What is loaded. The rotated columns of latent attention have tiles of their own.
+    # The loader's descriptors. The rotated columns of latent attention have tiles of their own.
     q_desc = q_nope_desc if IS_LATENT else (None if ROTATES_QUERIES else q_rot_desc)
     k_desc = k_nope_desc if IS_LATENT else k_rot_desc
     q_rope_desc = q_rot_desc if IS_LATENT and not ROTATES_QUERIES else None
@@ -176,7 +176,7 @@ def forward_kernel(q_rot_desc, q_nope_desc, k_rot_desc, k_nope_desc, v_desc, o_d
         arrival = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
         mbarrier.init(arrival, count=1)
 
-    # Which scores are hidden, which tiles there are, and what the warps read and write.
+    # The records that the warps take.
     if HAS_INTERVALS:
         words = gl.allocate_shared_memory(gl.int32, [2 * STAGES, 1], mbarrier.MBarrierLayout())
         num_keys = (NK + BLOCK_N - 1) // BLOCK_N * BLOCK_N
@@ -220,7 +220,7 @@ def forward_kernel(q_rot_desc, q_nope_desc, k_rot_desc, k_nope_desc, v_desc, o_d
     )
 
     ROTATE: gl.constexpr = forward_producers.rotate_rope if IS_LATENT else forward_producers.rotate_queries
-    # One list of tasks: warpgroups that attend, of which the first is the default one, and then the others.
+    # The list of tasks. Triton runs the first one in the warps that have run this function so far.
     first = Attention(0, CONSUMERS, announced, queries, keys, values, mask, scores, first_source, output, NQ)
     gl.warp_specialize(
         [(attend, (first,)), (attend, (replace(first, INDEX=1),))]
@@ -236,7 +236,7 @@ def forward_kernel(q_rot_desc, q_nope_desc, k_rot_desc, k_nope_desc, v_desc, o_d
 
 @record
 class Attention:
-    """What a warpgroup that attends needs, number INDEX of COUNT. All but the number is the same for each of them."""
+    """A warpgroup that attends, number INDEX of COUNT. All other fields are the same for each of them."""
 
     INDEX: gl.constexpr
     COUNT: gl.constexpr
@@ -487,7 +487,7 @@ def write_output(output, o, tile, INDEX: gl.constexpr):
         compat.fence_async_shared()
         write_columns(output, o_tile, tile, row, COLUMN=COLUMNS)
     else:
-        # The TMA does not store the columns after two parts, because the tensor has none there.
+        # The TMA does not store the columns after two parts, because the tensor lacks them.
         columns.store_parts(o_tile.reshape((ROWS, COLUMNS)), o, columns.LEFT)
         compat.fence_async_shared()
         write_columns(output, o_tile, tile, row, COLUMN=0)
