@@ -90,7 +90,7 @@ class Announcements:
     channel: channels.Channel
     NUMBERS: gl.constexpr  # ``announced_numbers``
     IS_PACKED: gl.constexpr
-    NQ: gl.tensor | None  # None if no reader needs it, because Triton 3.6 fails on unused arguments of warps
+    NQ: gl.tensor | None  # None if no reader needs it, as with NK: Triton 3.6 fails on unused arguments of warps
     NK: gl.tensor | None
 
     @jit
@@ -106,7 +106,7 @@ class Announcements:
             self.number(cursor, NAME).store(gl.full([1], value, gl.int32, ONE_WARP))
 
     @jit
-    def read(self, cursor, NAME: gl.constexpr, default=None):
+    def read(self, cursor, NAME: gl.constexpr, default=0):
         ONE_WARPGROUP: gl.constexpr = gl.BlockedLayout([1], [32], [shapes.WARPGROUP_WARPS], [0])
         if number_index(self.NUMBERS, NAME) is None:
             return default
@@ -153,6 +153,9 @@ def next_tile(tiles, step):
     start_m = tiles.read(cursor, "start_m")
     bh, batch, head = tiles.read(cursor, "bh"), tiles.read(cursor, "batch"), tiles.read(cursor, "head")
     num_blocks = tiles.read(cursor, "num_blocks")
+    last_block = None
+    if number_index(tiles.NUMBERS, "last_block") is not None:
+        last_block = tiles.read(cursor, "last_block")
     tile = QueryTile(
         start_m,
         bh,
@@ -160,11 +163,11 @@ def next_tile(tiles, step):
         head,
         num_blocks,
         upper_masked=tiles.read(cursor, "upper_masked"),
-        last_block=tiles.read(cursor, "last_block"),
+        last_block=last_block,
         lower_masked_from=tiles.read(cursor, "lower_masked_from", num_blocks),
         first_key=tiles.read(cursor, "first_key", 0),
-        num_keys=tiles.read(cursor, "num_keys", tiles.NK),
-        query_end=tiles.read(cursor, "query_end", tiles.NQ),
+        num_keys=tiles.read(cursor, "num_keys", 0 if tiles.NK is None else tiles.NK),
+        query_end=tiles.read(cursor, "query_end", 0 if tiles.NQ is None else tiles.NQ),
         rotated_row=tiles.read(cursor, "rotated_row", start_m),
     )
     if tiles.IS_PACKED:
