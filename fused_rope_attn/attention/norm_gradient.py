@@ -1,3 +1,4 @@
+# mypy: disable-error-code="attr-defined, arg-type"
 """Launchers of the gradient of the norms of q and k, and of the weights' gradients."""
 
 from __future__ import annotations
@@ -7,8 +8,10 @@ from typing import Any, NamedTuple
 import torch
 import triton
 
-from fused_rope_attn.attention.norm_gradient_kernel import SUMS, norm_gradient_kernel, weight_gradient_kernel
+from fused_rope_attn.attention import arguments
+from fused_rope_attn.attention import norm_gradient_kernel as kernels
 from fused_rope_attn.attention.problem import Problem, Tensors
+from fused_rope_attn.kernels import tiles
 from fused_rope_attn.runtime.device import is_interpreted
 from fused_rope_attn.runtime.launch import Launch
 from fused_rope_attn.runtime.layouts import block_d, is_long
@@ -46,7 +49,7 @@ class SumsOfLaunches:
     KEY_PARTS = 16
 
     def __init__(self, problem: Problem, query_programs: int, key_sums: int):
-        parts = triton.cdiv(query_programs, SUMS.value)
+        parts = triton.cdiv(query_programs, kernels.SUMS.value)
         self.num_counters = parts + 2
         self.shapes = tuple((rows, problem.head_dim) for rows in (query_programs, key_sums, parts + self.KEY_PARTS))
 
@@ -63,17 +66,9 @@ class WeightGradients:
         self.shapes = (q_blocks, problem.head_dim), (k_blocks, problem.head_dim)
         parts = 2 if is_interpreted() else _PARTS
         self.parts_shape = (2, parts, problem.head_dim)
-        self.launch = Launch(
-            weight_gradient_kernel,
-            2 * parts,
-            {"num_warps": 8, **({"launch_pdl": True} if pdl else {})},
-            q_blocks=q_blocks,
-            k_blocks=k_blocks,
-            D=problem.head_dim,
-            BLOCK_D=block_d(problem.head_dim),
-            PARTS=parts,
-            PDL=pdl,
-        )
+        options = {"num_warps": 8, **({"launch_pdl": True} if pdl else {})}
+        numbers = {"q_blocks": q_blocks, "k_blocks": k_blocks, "PARTS": parts, "PDL": pdl}
+        self.launch = Launch(kernels.weight_gradient_kernel, 2 * parts, options, numbers)
 
     def allocate(self, where: torch.device) -> Sums:
         """Return uninitialised ``Sums``."""
@@ -83,15 +78,10 @@ class WeightGradients:
 
     def __call__(self, stream: int, tensors: Tensors, sums: Sums) -> tuple[torch.Tensor, torch.Tensor]:
         dq_norm, dk_norm = torch.empty_like(tensors.q_norm), torch.empty_like(tensors.k_norm)
-        self.launch(
-            stream,
-            q_sums_ptr=sums.q,
-            k_sums_ptr=sums.k,
-            parts_ptr=sums.parts,
-            counters_ptr=sums.counters,
-            dq_norm_ptr=dq_norm,
-            dk_norm_ptr=dk_norm,
-        )
+        columns = tensors.q.shape[3], block_d(tensors.q.shape[3])
+        queries = kernels.WeightSums.host(sums.q, None, sums.parts, sums.counters, dq_norm, *columns)
+        keys = kernels.WeightSums.host(sums.k, None, sums.parts, sums.counters, dk_norm, *columns)
+        self.launch(stream, queries=queries, keys=keys)
         return dq_norm, dk_norm
 
 
@@ -101,35 +91,22 @@ class NormGradients:
     is_rotated: as for the backward passes. strides: of dq, dk and dv.
     """
 
-    def __init__(
-        self, problem: Problem, tensors: Tensors, shared: dict[str, Any], strides: tuple, is_rotated: bool, pdl: bool
-    ):
-        q, k = raw(tensors, is_rotated)
-        batch = problem.batch
+    def __init__(self, problem: Problem, tensors: Tensors, strides: tuple, is_rotated: bool, pdl: bool):
+        rows = raw(tensors, is_rotated)
         q_blocks, k_blocks = (
-            batch * triton.cdiv(length, ROWS) * triton.cdiv(heads, HEADS)
+            problem.batch * triton.cdiv(length, ROWS) * triton.cdiv(heads, HEADS)
             for length, heads in ((problem.len_q, problem.heads_q), (problem.len_k, problem.heads_kv))
         )
-        self.is_rotated = is_rotated
+        self.problem, self.is_rotated = problem, is_rotated
         self.weights = WeightGradients(problem, q_blocks, k_blocks, pdl)
+        is_wide = is_long(*(x.stride() for x in rows), *strides[:2])
+        self.format = tiles.RowFormat.host(problem.head_dim, block_d(problem.head_dim), is_wide)
         self.launch = None
         if q_blocks + k_blocks:
-            self.launch = Launch(
-                norm_gradient_kernel,
-                q_blocks + k_blocks,
-                {"num_warps": 4, **({"launch_pdl": True} if pdl else {})},
-                shared,
-                raw_q_strides=q.stride(),
-                dq_strides=strides[0],
-                raw_k_strides=k.stride(),
-                dk_strides=strides[1],
-                B=batch,
-                HEADS=HEADS,
-                BLOCK_N=ROWS,
-                BLOCK_D=block_d(problem.head_dim),
-                USE_INT64_OFFSETS=is_long(q.stride(), k.stride(), *strides[:2]),
-                PDL=pdl,
-            )
+            options = {"num_warps": 4, **({"launch_pdl": True} if pdl else {})}
+            own = {"B": problem.batch, "HEADS": HEADS, "BLOCK_N": ROWS, "PDL": pdl}
+            numbers = arguments.numbers_of(problem) | own
+            self.launch = Launch(kernels.norm_gradient_kernel, q_blocks + k_blocks, options, numbers)
 
     def __call__(
         self, stream: int, tensors: Tensors, dq: torch.Tensor, dk: torch.Tensor
@@ -137,18 +114,13 @@ class NormGradients:
         """Launch, and return the gradients of both weights in the weights' dtypes."""
         if self.launch is None:
             return torch.zeros_like(tensors.q_norm), torch.zeros_like(tensors.k_norm)
-        q, k = raw(tensors, self.is_rotated)
         sums = self.weights.allocate(dq.device)
-        self.launch(
-            stream,
-            q_ptr=q,
-            dq_ptr=dq,
-            k_ptr=k,
-            dk_ptr=dk,
-            q_norm_ptr=tensors.q_norm,
-            k_norm_ptr=tensors.k_norm,
-            q_sums_ptr=sums.q,
-            k_sums_ptr=sums.k,
-            counters_ptr=sums.counters,
-        )
+        q, k = raw(tensors, self.is_rotated)
+
+        def rows(x: torch.Tensor, dx: torch.Tensor, weight: torch.Tensor, of_blocks: torch.Tensor) -> Any:
+            norm = arguments.norm_of(self.problem, weight)
+            return kernels.NormedRows.host(arguments.view(x), arguments.view(dx), norm, of_blocks, self.format)
+
+        queries, keys = rows(q, dq, tensors.q_norm, sums.q), rows(k, dk, tensors.k_norm, sums.k)
+        self.launch(stream, queries=queries, keys=keys, counters_ptr=sums.counters)
         return self.weights(stream, tensors, sums)

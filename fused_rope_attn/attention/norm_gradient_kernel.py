@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from fused_rope_attn.kernels.norm import Norm, unnorm_pairs
-from fused_rope_attn.kernels.records import record
+from fused_rope_attn.kernels.records import record, replace, unpack
 from fused_rope_attn.kernels.rotation import (
     Pairing,
     load_pairs,
@@ -25,6 +25,17 @@ from fused_rope_attn.runtime.triton_compat import barrier
 
 # Rows of sums that are added up at a time; the last of so many programs adds up their sums.
 SUMS = tl.constexpr(32)
+
+
+@record
+class NormedRows:
+    """Rows (B, H, N, D) as the caller gave them, and the gradient of the normed ones, which becomes theirs in place."""
+
+    x: TensorView
+    dx: TensorView
+    norm: Norm
+    sums_ptr: tl.tensor  # (blocks, D) float32: each block's part of the weight's gradient
+    format: RowFormat
 
 
 @record
@@ -85,14 +96,14 @@ def unnorm_rows(x, dx, norm, sums_ptr, start, first_head, last_head, BLOCK_N: tl
 
 
 @triton.jit
-def unnorm_block(pid, x, dx, norm, sums_ptr, H, N, row_format, HEADS: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Apply ``unnorm_rows`` to block ``pid`` of x and dx, ``TensorView``s: BLOCK_N rows of HEADS heads, row ``pid`` of
-    sums."""
+def unnorm_block(pid, rows, H, N, HEADS: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Apply ``unnorm_rows`` to block ``pid`` of ``NormedRows``: BLOCK_N rows of HEADS heads, row ``pid`` of sums."""
     block, chunk, batch = block_of_heads(pid, tl.cdiv(N, BLOCK_N), tl.cdiv(H, HEADS))
-    x, dx = sequence_heads(x, batch, 0, N, row_format), sequence_heads(dx, batch, 0, N, row_format)
-    sums_ptr += tl.cast(pid, tl.int64) * norm.D
+    x = sequence_heads(rows.x, batch, 0, N, rows.format)
+    dx = sequence_heads(rows.dx, batch, 0, N, rows.format)
+    sums_ptr = rows.sums_ptr + tl.cast(pid, tl.int64) * rows.norm.D
     last_head = tl.minimum(chunk * HEADS + HEADS, H)
-    unnorm_rows(x, dx, norm, sums_ptr, block * BLOCK_N, chunk * HEADS, last_head, BLOCK_N)
+    unnorm_rows(x, dx, rows.norm, sums_ptr, block * BLOCK_N, chunk * HEADS, last_head, BLOCK_N)
 
 
 @triton.jit
@@ -105,28 +116,21 @@ def clear_counters(counters_ptr):
 
 @triton.jit(do_not_specialize=["HQ", "HKV", "NQ", "NK", "B"])
 def norm_gradient_kernel(
-    q_ptr, dq_ptr, k_ptr, dk_ptr, q_norm_ptr, k_norm_ptr, q_sums_ptr, k_sums_ptr, counters_ptr, raw_q_strides,
-    dq_strides, raw_k_strides, dk_strides, norm_eps, norm_offset, HQ, HKV, NQ, NK, B, HEADS: tl.constexpr,
-    D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, USE_INT64_OFFSETS: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """Turn dq and dk (B, H, N, D) of normed rows into those of q and k, in place. Grid: blocks of q, then blocks of k.
+    queries, keys, counters_ptr, HQ, HKV, NQ, NK, B, HEADS: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr
+):
+    """Turn dq and dk of normed rows into those of q and k, in place. Grid: blocks of q, then blocks of k.
 
-    q and k are the caller's; q_norm and k_norm (D,) the weights; q_sums and k_sums (blocks, D) float32: each block's
-    part of their gradients. Packed sequences are rows like any others.
+    queries and keys are ``NormedRows``. Packed sequences are rows like any others.
     """
+    queries, keys = unpack((queries, keys))
     wait_for_previous_launch(PDL)
     clear_counters(counters_ptr)
-    row_format = RowFormat(D, BLOCK_D, USE_INT64_OFFSETS)
     pid = tl.program_id(0)
     q_blocks = tl.cdiv(NQ, BLOCK_N) * tl.cdiv(HQ, HEADS) * B
     if pid < q_blocks:
-        q, dq = TensorView(q_ptr, raw_q_strides), TensorView(dq_ptr, dq_strides)
-        norm = Norm(q_norm_ptr, norm_eps, norm_offset, D)
-        unnorm_block(pid, q, dq, norm, q_sums_ptr, HQ, NQ, row_format, HEADS, BLOCK_N)
+        unnorm_block(pid, queries, HQ, NQ, HEADS, BLOCK_N)
     else:
-        k, dk = TensorView(k_ptr, raw_k_strides), TensorView(dk_ptr, dk_strides)
-        norm = Norm(k_norm_ptr, norm_eps, norm_offset, D)
-        unnorm_block(pid - q_blocks, k, dk, norm, k_sums_ptr, HKV, NK, row_format, HEADS, BLOCK_N)
+        unnorm_block(pid - q_blocks, keys, HKV, NK, HEADS, BLOCK_N)
 
 
 @triton.jit
@@ -194,29 +198,18 @@ def add_own_sums(sums, pid):
 
 
 @triton.jit(do_not_specialize=["q_blocks", "k_blocks"])
-def weight_gradient_kernel(
-    q_sums_ptr,
-    k_sums_ptr,
-    parts_ptr,
-    counters_ptr,
-    dq_norm_ptr,
-    dk_norm_ptr,
-    q_blocks,
-    k_blocks,
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    PARTS: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """Write dq_norm and dk_norm (D,) from q_sums (q_blocks, D) and k_sums (k_blocks, D), float32. Grid: (2 * PARTS,).
+def weight_gradient_kernel(queries, keys, q_blocks, k_blocks, PARTS: tl.constexpr, PDL: tl.constexpr):
+    """Write the gradients of both weights from q_blocks and k_blocks rows of sums. Grid: (2 * PARTS,).
 
-    parts (2, PARTS, D) float32: workspace. counters (2,) int32: zeros, see ``clear_counters``.
+    queries and keys are ``WeightSums`` without counts, with one workspace (2, PARTS, D) and its counters (2,): zeros,
+    see ``clear_counters``.
     """
+    queries, keys = unpack((queries, keys))
     wait_for_previous_launch(PDL)
     pid = tl.program_id(0)
     if pid < PARTS:
-        sums = WeightSums(q_sums_ptr, q_blocks, parts_ptr, counters_ptr, dq_norm_ptr, D, BLOCK_D)
-        add_sums(sums, pid, PARTS)
+        add_sums(replace(queries, count=q_blocks), pid, PARTS)
     else:
-        sums = WeightSums(k_sums_ptr, k_blocks, parts_ptr + PARTS * D, counters_ptr + 1, dk_norm_ptr, D, BLOCK_D)
+        parts_ptr, counters_ptr = keys.parts_ptr + PARTS * keys.D, keys.counters_ptr + 1
+        sums = replace(keys, count=k_blocks, parts_ptr=parts_ptr, counters_ptr=counters_ptr)
         add_sums(sums, pid - PARTS, PARTS)

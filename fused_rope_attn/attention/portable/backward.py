@@ -102,7 +102,7 @@ class BackwardCall:
                 num_counters=None,
             )
         if problem.has_norms:
-            self.norms = NormGradients(problem, given, shared, self.strides, is_rotated, pdl)
+            self.norms = NormGradients(problem, given, self.strides, is_rotated, pdl)
         if problem.has_intervals:
             self.find_blocks = IntervalBlocks(problem, config.dq.block_n)
         head_bytes = (problem.score_dim + problem.value_dim) * q.element_size()
