@@ -132,7 +132,8 @@ class Job(LaunchJob):
             if "softcap" in self.masks:  # such calls have a gradient of lse, too
                 tensors = tensors._replace(dlse=lse)
             given = (do, o, lse, *tensors)
-            backward.backward_call(problem, given, self.config, self.rotated)(given)
+            prepare = backward.backward_call if self.is_hopper else backward.BackwardCall
+            prepare(problem, given, self.config, self.rotated)(given)
 
 
 def table_jobs(arch: str, full: bool = False) -> list[Job]:

@@ -1,3 +1,4 @@
+# mypy: disable-error-code="attr-defined, arg-type"
 """Steps by the kernels of attention, on a contiguous copy of the cached keys that they see.
 
 Chunks of prompts run so on sm_90, and all steps that are to give the bits of attention to the whole sequence. Attention
@@ -12,14 +13,14 @@ from typing import Any
 
 import torch
 
-from fused_rope_attn.attention.arguments import shared_arguments
+from fused_rope_attn.attention import arguments
 from fused_rope_attn.attention.configs import ForwardConfig, HopperForwardConfig
 from fused_rope_attn.attention.hopper.forward import COUNTER_WORDS
 from fused_rope_attn.attention.hopper.forward import ForwardCall as HopperForwardCall
 from fused_rope_attn.attention.portable.forward import ForwardCall as PortableForwardCall
 from fused_rope_attn.attention.problem import Problem, Tensors
 from fused_rope_attn.generation.gather_kernel import clear_kernel, gather_kernel
-from fused_rope_attn.generation.launch import WriteCall, cache_arguments, pointers
+from fused_rope_attn.generation.launch import WriteCall, cache_inputs
 from fused_rope_attn.generation.planning import attention_problem
 from fused_rope_attn.generation.problem import StepTensors, Written, cache_of
 from fused_rope_attn.runtime import device
@@ -56,33 +57,27 @@ class GatheredCall:
         block_t, heads = 32, min(4, problem.heads_kv)
         tiles = -(-problem.len_k // block_t)
         paged = given.block_table is not None
-        strides = contiguous_strides(self.shape)
+        is_wide = is_long(k_cache.stride(), v_cache.stride(), contiguous_strides(self.shape))
+        self.problem, self.columns = problem, (block_d(problem.head_dim), is_wide)
         self.gather = Launch(
             gather_kernel,
             -(-problem.heads_kv // heads) * tiles * problem.batch,
             {"num_warps": 4, **({"debug": True} if paged else {})},
-            shared_arguments(attention, given.cos, given.sin) | cache_arguments(given),
-            k_strides=strides,
-            v_strides=strides if self.gathers_values else None,
-            left=problem.window_left,
+            arguments.numbers_of(attention),
             S=problem.len_k,
-            tiles=tiles,
+            num_pages=k_cache.shape[0] if paged else None,
+            position_limit=given.cos.shape[-2],
+            num_tiles=tiles,
             BLOCK_T=block_t,
-            BLOCK_D=block_d(problem.head_dim),
             HEADS=heads,
-            CACHE_IS_ROTATED=cache.is_rotated,
-            IS_FLOAT8=cache.is_float8,
-            USE_INT64_OFFSETS=is_long(k_cache.stride(), v_cache.stride(), strides),
             PDL=config.pdl,
         )
         self.clear = Launch(
             clear_kernel,
             problem.batch * problem.heads_q,
             {"num_warps": 1},
-            o_strides=self.attend.o_strides,
-            NQ=problem.len_q,
+            arguments.numbers_of(problem),
             S=problem.len_k,
-            HQ=problem.heads_q,
             D=problem.head_dim,
             BLOCK_D=block_d(problem.head_dim),
         )
@@ -109,9 +104,18 @@ class GatheredCall:
         if values is not None and self.capacity < self.shape[2]:
             values[:, :, self.capacity :].zero_()
         counter = torch.empty(COUNTER_WORDS, dtype=torch.int32, device=q.device)
-        self.gather(stream, pointers(tensors, k_ptr=keys, v_ptr=values, lens_ptr=lens, counter_ptr=counter))
+        self.gather(
+            stream,
+            cache=cache_inputs(self.problem, tensors, *self.columns),
+            k=arguments.view(keys),
+            v=arguments.view(values),
+            tables=arguments.tables_of(self.problem, tensors),
+            lens_ptr=lens,
+            kv_starts_ptr=tensors.kv_starts,
+            counter_ptr=counter,
+        )
         seen = self._seen(tensors, keys, tensors.v_cache if values is None else values, lens)
         o, lse, *_ = self.attend(seen, counter=counter) if self.is_hopper else self.attend(seen)
         if self.appends:
-            self.clear(stream, lens_ptr=lens, o_ptr=o, lse_ptr=lse)
+            self.clear(stream, lens_ptr=lens, o=arguments.view(o), lse_ptr=lse)
         return o, lse

@@ -1,3 +1,4 @@
+# mypy: disable-error-code="attr-defined, arg-type"
 """Launches of the generation step, and of writes into a cache."""
 
 from __future__ import annotations
@@ -7,13 +8,18 @@ from typing import Any
 import torch
 import triton.language as tl
 
-from fused_rope_attn.attention.arguments import shared_arguments
+from fused_rope_attn.attention import arguments
 from fused_rope_attn.attention.problem import Problem
 from fused_rope_attn.generation.configs import DECODE_ROWS, DecodeConfig
+from fused_rope_attn.generation.float8 import HeadScales
+from fused_rope_attn.generation.inputs import CacheInputs, StepInputs, StepOutputs
 from fused_rope_attn.generation.kernel import combine_kernel, decode_kernel
+from fused_rope_attn.generation.pages import BlockTable
 from fused_rope_attn.generation.problem import StepTensors, Written, cache_of
-from fused_rope_attn.generation.write_kernel import write_kernel
+from fused_rope_attn.generation.shares import Caches
+from fused_rope_attn.generation.write_kernel import WriteInputs, write_kernel
 from fused_rope_attn.kernels.arguments import tile_count
+from fused_rope_attn.kernels.tiles import RowFormat
 from fused_rope_attn.runtime import device
 from fused_rope_attn.runtime.launch import Launch
 from fused_rope_attn.runtime.layouts import block_d, is_long, output_strides
@@ -64,6 +70,23 @@ def cache_arguments(given: Any) -> dict[str, Any]:
     }
 
 
+def cache_inputs(problem: Problem, tensors: StepTensors | Written, pad_d: int, is_wide: bool) -> Any:
+    """Return the ``CacheInputs`` of a call. is_wide: offsets within a tile need 64 bits."""
+    k_cache, v_cache, table = tensors.k_cache, tensors.v_cache, tensors.block_table
+    is_aligned = min(common_unit(k_cache), common_unit(v_cache)) > 1
+    return CacheInputs.host(
+        k=arguments.view(k_cache),
+        v=arguments.view(v_cache),
+        table=None if table is None else BlockTable.host(table, table.stride(), PAGE_SIZE=k_cache.shape[2]),
+        k_scales=HeadScales.host(tensors.k_scale, scale_stride(tensors.k_scale)),
+        v_scales=HeadScales.host(tensors.v_scale, scale_stride(tensors.v_scale)),
+        IS_ROTATED=cache_of(problem).is_rotated,
+        FLOAT8_DTYPE=product_dtype(problem),
+        IS_ALIGNED=is_aligned and k_cache.stride(3) == 1 and v_cache.stride(3) == 1,
+        format=RowFormat.host(problem.head_dim, pad_d, is_wide, ALIGNED=is_aligned),
+    )
+
+
 def tile_alignment(page_size: int | None, block_n: int, by_page: bool) -> int:
     """Return ALIGNMENT of tiles of ``block_n`` keys in pages: 1 if a tile may begin within a page and end outside."""
     if page_size is None:
@@ -105,53 +128,59 @@ class StepCall:
         # No more programs than there can be shares.
         most = heads * max(1, -(-problem.len_k // block_n))
         programs = min(at_once * device.num_sms(q.device), most)
+        self.problem = problem
         self.o_strides = output_strides(q)
         whole_parts = heads if new_with_parts else 0
         self.workspace = (2 * programs + whole_parts) * block_m * (problem.head_dim + 2)
-        of_cache = cache_arguments(given)
         page_size = cache_of(problem).page_size
-        if page_size is not None:  # keeps the assertion that a page is in the pool, and no others
-            options |= {"debug": True}
+        self.tiles = {
+            "HAS_NEW_KEYS": appends,
+            "BLOCK_N": block_n,
+            "BLOCK_B": 32 if problem.batch <= 32 else 256,
+            "ALIGNMENT": tile_alignment(page_size, block_n, config.by_page),
+            "ONE_PASS": problem.batch <= 32,
+        }
         new_strides = [x.stride() for x in (given.k, given.v)] if appends else []
-        shared = shared_arguments(problem, given.cos, given.sin) | {
-            "o_strides": self.o_strides,
+        is_wide = is_long(q.stride(), k_cache.stride(), v_cache.stride(), self.o_strides, *new_strides)
+        self.columns = pad_d, is_wide
+        # Only the assertion that a page is in the pool is kept, and no others.
+        asserts = {} if page_size is None else {"debug": True}
+        shared = arguments.numbers_of(problem) | {
             "programs": programs,
             "B": problem.batch,
             "S": problem.len_k,
+            "num_pages": None if page_size is None else k_cache.shape[0],
+            "position_limit": given.cos.shape[-2],
             "BLOCK_M": block_m,
-            "BLOCK_N": block_n,
-            "BLOCK_D": pad_d,
-            "BLOCK_B": 32 if problem.batch <= 32 else 256,
-            "ALIGNMENT": tile_alignment(page_size, block_n, config.by_page),
-            "HAS_NEW_KEYS": appends,
-            "PDL": config.pdl,
-            "ONE_PASS": problem.batch <= 32,
-            "NEW_WITH_PARTS": new_with_parts,
-            "CACHE_IS_ROTATED": cache_of(problem).is_rotated,
-            "FLOAT8_DTYPE": product_dtype(problem),
-            "IS_ALIGNED": of_cache["STRIDE_UNIT"] > 1 and k_cache.stride(3) == 1 and v_cache.stride(3) == 1,
             "BLOCK_NEW": min(64, block_n) if is_chunk else 16,
-            "q_strides": q.stride(),
-            "k_strides": new_strides[0] if appends else None,
-            "v_strides": new_strides[1] if appends else None,
-            "USE_INT64_OFFSETS": is_long(q.stride(), k_cache.stride(), v_cache.stride(), self.o_strides, *new_strides),
+            "NEW_WITH_PARTS": new_with_parts,
+            "PDL": config.pdl,
         }
-        self.attend = Launch(decode_kernel, programs, options, shared | of_cache, IS_CHUNK=is_chunk)
-        combine_options: dict[str, int] = {"num_warps": 4}
-        if config.pdl:
-            combine_options["launch_pdl"] = True
-        if page_size is not None:
-            combine_options |= {"debug": True}
-        shared |= of_cache
+        self.attend = Launch(decode_kernel, programs, options | asserts, shared, IS_CHUNK=is_chunk)
+        overlaps = {"launch_pdl": True} if config.pdl else {}
+        combine_options = {"num_warps": 4, **overlaps, **asserts}
         self.combine = Launch(combine_kernel, all_rows, combine_options, shared, BLOCK_PARTS=config.combine_parts)
 
-    def __call__(self, tensors: tuple) -> tuple[torch.Tensor, torch.Tensor]:
-        q = tensors[0]
+    def __call__(self, flat: tuple) -> tuple[torch.Tensor, torch.Tensor]:
+        tensors, problem = StepTensors(*flat), self.problem
+        q = tensors.q
         o = torch.empty_strided(q.shape, self.o_strides, dtype=q.dtype, device=q.device)
         lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
-        parts = torch.empty(self.workspace, dtype=torch.float32, device=q.device)
+        given = {
+            "inputs": StepInputs.host(
+                q=arguments.view(q),
+                k=arguments.view(tensors.k),
+                v=arguments.view(tensors.v),
+                cache=cache_inputs(problem, tensors, *self.columns),
+                lengths=Caches.host(tensors.cache_seqlens, tensors.kv_starts, **self.tiles),
+                rotations=arguments.rotation_of(problem, tensors, inline=True),
+                scale=arguments.scale_of(problem),
+                format=RowFormat.host(problem.head_dim, *self.columns),
+            ),
+            "outputs": StepOutputs.host(arguments.view(o), lse, tensors.sinks),
+            "parts_ptr": torch.empty(self.workspace, dtype=torch.float32, device=q.device),
+        }
         stream = device.current_stream(q.device)
-        given = pointers(StepTensors(*tensors), o_ptr=o, lse_ptr=lse, parts_ptr=parts)
         self.attend(stream, given)
         self.combine(stream, given)
         return o, lse
@@ -163,30 +192,38 @@ class WriteCall:
     def __init__(self, problem: Problem, tensors: tuple, pdl: bool = False):
         """pdl: the next launch may begin early, and waits for this one."""
         given = Written(*tensors)
-        small = 16 if device.is_interpreted() else 32
-        block_t, heads = small, min(4, problem.heads_kv)
+        block_t, heads = 16 if device.is_interpreted() else 32, min(4, problem.heads_kv)
         tiles = tile_count(problem.len_q, problem.sequences, block_t)
-        strides = [x.stride() for x in (given.k, given.v, given.k_cache, given.v_cache)]
+        is_wide = is_long(*[x.stride() for x in (given.k, given.v, given.k_cache, given.v_cache)])
+        self.problem, self.columns = problem, (block_d(problem.head_dim), is_wide)
         self.launch = Launch(
             write_kernel,
             -(-problem.heads_kv // heads) * tiles * given.k.shape[0],
             {"num_warps": 4, **({} if given.block_table is None else {"debug": True})},
-            shared_arguments(problem, given.cos, given.sin) | cache_arguments(given),
-            k_strides=strides[0],
-            v_strides=strides[1],
+            arguments.numbers_of(problem),
             N=problem.len_q,
             S=problem.len_k,
-            tiles=tiles,
+            num_pages=None if given.block_table is None else given.k_cache.shape[0],
+            position_limit=given.cos.shape[-2],
+            num_tiles=tiles,
             BLOCK_T=block_t,
-            BLOCK_D=block_d(problem.head_dim),
             HEADS=heads,
-            CACHE_IS_ROTATED=cache_of(problem).is_rotated,
-            IS_FLOAT8=cache_of(problem).is_float8,
-            USE_INT64_OFFSETS=is_long(*strides),
             PDL=pdl,
         )
 
-    def __call__(self, tensors: tuple, k_norm: torch.Tensor | None = None, sums: torch.Tensor | None = None) -> None:
+    def __call__(self, flat: tuple, k_norm: torch.Tensor | None = None, sums: torch.Tensor | None = None) -> None:
         """k_norm (D,): the weights of a norm of k, if the problem has one; sums as ``write_kernel`` writes them."""
-        given = pointers(Written(*tensors), k_norm_ptr=k_norm, sums_ptr=sums)
-        self.launch(device.current_stream(tensors[0].device), given)
+        tensors, problem = Written(*flat), self.problem
+        inputs = WriteInputs.host(
+            k=arguments.view(tensors.k),
+            v=arguments.view(tensors.v),
+            cache=cache_inputs(problem, tensors, *self.columns),
+            tables=arguments.tables_of(problem, tensors),
+            k_norm=arguments.norm_of(problem, k_norm),
+            seqlens_ptr=tensors.cache_seqlens,
+            new_lens_ptr=tensors.new_lens,
+            cu_seqlens_ptr=tensors.cu_seqlens,
+            sums_ptr=sums,
+            format=RowFormat.host(problem.head_dim, *self.columns),
+        )
+        self.launch(device.current_stream(tensors.k.device), inputs=inputs)

@@ -164,7 +164,7 @@ def attend_kernel(
     DTYPE: gl.constexpr = o_ptr.dtype.element_ty
     caches = Caches(cache_seqlens_ptr, kv_starts_ptr, B, NQ, S, window[0], APPENDS, BLOCK_N, 1, 1, True, IN_ORDER=True)
     row_format = RowFormat(D, BLOCK_D, USE_INT64_OFFSETS)
-    table = BlockTable(block_table_ptr, table_strides, num_pages, PAGE_SIZE)
+    table = BlockTable(block_table_ptr, table_strides, PAGE_SIZE, num_pages)
     walk = walk_of(gl.program_id(0), caches, table, window_of(window), HKV, GROUP_SIZE, 0, BLOCK_R)
     k_view = cache_view(k_cache_ptr, k_cache_strides, STRIDE_UNIT, USE_INT64_OFFSETS)
     v_view = cache_view(v_cache_ptr, v_cache_strides, STRIDE_UNIT, USE_INT64_OFFSETS)

@@ -152,7 +152,7 @@ def score_kernel(
     """
     DTYPE: gl.constexpr = rotated_ptr.dtype.element_ty
     caches = Caches(cache_seqlens_ptr, kv_starts_ptr, B, NQ, S, window[0], APPENDS, BLOCK_N, 1, 1, True, IN_ORDER=True)
-    table = BlockTable(block_table_ptr, table_strides, num_pages, PAGE_SIZE)
+    table = BlockTable(block_table_ptr, table_strides, PAGE_SIZE, num_pages)
     number, first = gl.program_id(0) // programs, gl.program_id(0) % programs
     walk = walk_of(number, caches, table, window_of(window), HKV, GROUP_SIZE, most_tiles, BLOCK_R)
     part = Part(first, programs, (walk.tiles - first + programs - 1) // programs)

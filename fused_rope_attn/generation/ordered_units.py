@@ -172,7 +172,7 @@ def query_kernel(
     positions = query_positions(keys, unit, q_rows.offs_m, GROUP_SIZE, S)
     if block_table_ptr is not None:
         # The units of a sequence share its pages.
-        table = BlockTable(block_table_ptr, table_strides, num_pages, PAGE_SIZE)
+        table = BlockTable(block_table_ptr, table_strides, PAGE_SIZE, num_pages)
         pages = sequence_pages(table, q_rows.batch, 0, 0)
         PAGES: tl.constexpr = 512
         first_page = keys.first_key // PAGE_SIZE + number % units * PAGES

@@ -268,7 +268,7 @@ def value_kernel(
     TILE_COLUMNS: gl.constexpr = max(64, COLUMNS)  # of a tensor core's tile
     SLOTS: gl.constexpr = 2
     caches = Caches(cache_seqlens_ptr, kv_starts_ptr, B, NQ, S, window[0], APPENDS, BLOCK_N, 1, 1, True, IN_ORDER=True)
-    table = BlockTable(block_table_ptr, table_strides, num_pages, PAGE_SIZE)
+    table = BlockTable(block_table_ptr, table_strides, PAGE_SIZE, num_pages)
     parts = (D + COLUMNS - 1) // COLUMNS
     number, first_column = gl.program_id(0) // parts, gl.program_id(0) % parts * COLUMNS
     walk = walk_of(number, caches, table, window_of(window), HKV, GROUP_SIZE, most_tiles, BLOCK_R)

@@ -17,12 +17,13 @@ from fused_rope_attn.runtime.device import is_interpreted
 
 @record
 class BlockTable:
-    """A block table (B, pages) int32 and its strides, and the pool's number of pages and their rows."""
+    """A block table (B, pages) int32 and its strides, and the pool's pages: their rows, and their number, which the
+    kernel adds."""
 
     ptr: tl.tensor
     strides: tl.tuple
-    num_pages: tl.tensor
     PAGE_SIZE: tl.constexpr
+    num_pages: tl.tensor = None
 
 
 @record

@@ -19,19 +19,20 @@ from fused_rope_attn.kernels.tiles import TensorView
 
 @record
 class Caches:
-    """The number of keys of every sequence in its cache, and their tiles."""
+    """The number of keys of every sequence in its cache, and their tiles. The kernel adds those with a default None."""
 
     seqlens_ptr: tl.tensor  # (B,) int32: keys before this call
     starts_ptr: tl.tensor | None  # (B,) int32: keys before this one do not exist
-    B: tl.tensor
-    NQ: tl.tensor  # queries of each sequence, and new keys
-    S: tl.tensor  # rows of the cache
-    left: tl.tensor | None  # number of keys before its own position that a query sees
+    B: tl.tensor = None
+    NQ: tl.tensor = None  # queries of each sequence, and new keys
+    S: tl.tensor = None  # rows of the cache
+    left: tl.tensor | None = None  # number of keys before its own position that a query sees
     HAS_NEW_KEYS: tl.constexpr
     BLOCK_N: tl.constexpr
-    BLOCK_B: tl.constexpr  # sequences that are read together
-    ALIGNMENT: tl.constexpr  # tiles begin at multiples of so many keys
-    ONE_PASS: tl.constexpr  # there are no more than BLOCK_B sequences: no loop over them
+    BLOCK_B: tl.constexpr = 1  # sequences that are read together
+    # Tiles begin at multiples of so many keys, if they are within a page or begin with one; else 1.
+    ALIGNMENT: tl.constexpr = 1
+    ONE_PASS: tl.constexpr = True  # there are no more than BLOCK_B sequences: no loop over them
     # The new tokens are in the cache, and tiles are counted from kv_starts, or from 0, by BLOCK_N.
     IN_ORDER: tl.constexpr = False
 

@@ -16,7 +16,6 @@ from tools.compile_kernels import Job, find_jobs
 CALLS = (
     forward.ForwardCall,
     backward.BackwardCall,
-    backward.OneLaunchCall,
     hopper_forward.ForwardCall,
     hopper_backward.BackwardCall,
     latent_backward.LatentBackwardCall,

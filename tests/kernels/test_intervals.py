@@ -19,6 +19,7 @@ from fused_rope_attn.kernels.intervals import (
     sequence_intervals,
 )
 from fused_rope_attn.kernels.masks import key_range, query_range, sequence_mask, visible, window_of
+from fused_rope_attn.kernels.sequences import MaskArguments
 from tests.support.marks import interpreted
 
 pytestmark = interpreted
@@ -93,6 +94,15 @@ def write_visits(
             tl.store(out_ptr + 64 * 64 + tile * 4 + j, bounds[j])
 
 
+def write_bounds(bounds, first, end, num_rows, block_n):
+    """Launch the kernel for intervals [first, end) of each key, both (B, NK) int32."""
+    batch, num_keys = first.shape
+    intervals = IntervalArguments.host(first, end, bounds, (num_keys, num_keys))
+    masks = MaskArguments.host(None, None, None, None, None, None, True, FROM_START=False, intervals=intervals)
+    programs = batch * -(-bounds.shape[2] // BLOCKS.value)
+    interval_blocks_kernel[(programs,)](masks, num_rows, num_keys, block_n)
+
+
 @pytest.mark.parametrize("blocks", [(4, 8), (8, 4), (16, 2)], ids=str)
 @pytest.mark.parametrize("seed", range(40))
 def test_the_blocks_that_tiles_visit(seed, blocks):
@@ -102,9 +112,7 @@ def test_the_blocks_that_tiles_visit(seed, blocks):
     first, end = (torch.tensor([[7] * case.num_keys, x], dtype=torch.int32) for x in (case.first, case.end))
     count = -(-case.num_keys // block_n)
     bounds = torch.full((2, 4, count), -1, dtype=torch.int32)
-    interval_blocks_kernel[(2 * -(-count // BLOCKS.value),)](
-        bounds, first, end, None, None, (case.num_keys, case.num_keys), case.num_rows, case.num_keys, False, block_n
-    )
+    write_bounds(bounds, first, end, case.num_rows, block_n)
     out, pairs = torch.zeros(64 * 64 + 256, dtype=torch.int32), torch.zeros((64, 64), dtype=torch.int32)
     kv_starts = torch.tensor([0, case.start], dtype=torch.int32) if case.start else None
     right = tl.constexpr(0) if case.right == 0 else case.right
@@ -153,7 +161,7 @@ def test_bounds_of_blocks():
     first = torch.tensor([[3, 5, 4, 4, 9, 9, 9, 9, 1, 2, 7, 1, 0, 2]], dtype=torch.int32)
     end = torch.tensor([[8, 6, 9, 8, 9, 3, 0, 9, 5, 2, 10, 20, 4, 6]], dtype=torch.int32)
     bounds = torch.zeros((1, 4, 4), dtype=torch.int32)
-    interval_blocks_kernel[(1,)](bounds, first, end, None, None, (0, 0), 10, 14, False, 4)
+    write_bounds(bounds, first, end, 10, 4)
     none = NO_ROW.value
     assert bounds[0].T.tolist() == [[3, 9, 5, 6], [none, 0, none, 0], [1, 10, none, 2], [0, 6, 2, 4]]
 
@@ -166,7 +174,7 @@ def test_runs_longer_than_a_chunk(blocks):
     first = torch.tensor([[{0: 9, 1: j % 2, 2: 0}[kind[j // 4]] for j in range(keys)]], dtype=torch.int32)
     end = torch.full((1, keys), 16, dtype=torch.int32)
     bounds = torch.zeros((1, 4, blocks), dtype=torch.int32)
-    interval_blocks_kernel[(-(-blocks // BLOCKS.value),)](bounds, first, end, None, None, (0, 0), 16, keys, False, 4)
+    write_bounds(bounds, first, end, 16, 4)
     out = torch.zeros(blocks, dtype=torch.int32)
     write_kinds[(1,)](out, bounds, first, end, 16, keys, BLOCK_M=8, BLOCK_N=4)
     assert out.tolist() == kind

@@ -143,8 +143,6 @@ class LatentBackwardCall:
             sizes.tile_count(len_k, sequences, SUM_ROWS) * batch,
             {"num_warps": 4},
             shared,
-            parts_strides=parts_strides,
-            dk_strides=dk_strides,
             num_heads=heads,
             num_batches=batch,
             BLOCK_N=SUM_ROWS,
@@ -233,5 +231,11 @@ class LatentBackwardCall:
                 rope_format=self.rope_format,
             ),
         )
-        self.sum_heads(stream, given, parts_ptr=parts, dk_ptr=dk)
+        self.sum_heads(
+            stream,
+            parts=call_arguments.view(parts),
+            dk=call_arguments.view(dk),
+            masks=call_arguments.masks_of(problem, tensors),
+            tables=tables,
+        )
         return Gradients(dq, dk, dv, dq_nope=dq_nope, dk_nope=dk_nope)
