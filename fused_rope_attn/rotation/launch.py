@@ -1,18 +1,22 @@
-# mypy: allow-untyped-defs, allow-incomplete-defs
+# mypy: allow-untyped-defs, allow-incomplete-defs, disable-error-code="attr-defined, arg-type"
 """Launchers of the rotation alone, of norm and rotation in one pass, and of its gradient."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 import triton
 
+from fused_rope_attn.kernels.norm import Norm
+from fused_rope_attn.kernels.rotation import RotaryTables
+from fused_rope_attn.kernels.tiles import TensorView
 from fused_rope_attn.rotation.configs import RotationConfig, rotation
 from fused_rope_attn.rotation.kernel import rotation_kernel
 from fused_rope_attn.rotation.problem import RotationOptions, RotationTensors
-from fused_rope_attn.rotation.tile import IDS, INDEX, PACKED
+from fused_rope_attn.rotation.tile import Angles, RotatedTensor, TileShape
 from fused_rope_attn.rotation.validation import LAYOUTS
 from fused_rope_attn.runtime import device
 from fused_rope_attn.runtime.calls import Calls
@@ -31,88 +35,21 @@ def tile_shape(config: RotationConfig, row_bytes: int, heads: int, heads_inner: 
     return total // block_heads, block_heads
 
 
-def kernel_call(
-    options: RotationOptions, tensors: RotationTensors, config: RotationConfig, normed: Sequence[torch.Tensor] = ()
-) -> tuple[list[int], dict[str, Any]]:
-    """Return (how many tiles each tensor has, the kernel's arguments by name). A program works on one tile.
-
-    An out that is None is not written. normed: the inputs of the norms in a backward call, of the first xs' shapes.
-    """
-    xs, outs, cos, sin, position_ids, cu_seqlens, weights = tensors
-    rotary_dim, interleaved, conjugate, layout, in_place, eps, offset = options
-    axes = LAYOUTS[layout]
-    shapes = [_canonical(x.shape, axes, 1) for x in xs]
-    batch, _, length, head_dim = shapes[0]
-    heads = [shape[1] for shape in shapes]
-    x_strides = [_canonical(x.stride(), axes, 0) for x in xs]
-    out_strides = [_canonical((x if out is None else out).stride(), axes, 0) for x, out in zip(xs, outs)]
-    normed_strides = [_canonical(x.stride(), axes, 0) for x in normed]
-    sections = 1 if position_ids is None else position_ids.shape[1]
-    width = rotary_dim // sections
-    block_p = triton.next_power_of_2(width // 2)
-    cos_strides, sin_strides = table_strides(cos, sin, width, interleaved)
-    position_strides = (0, 0, 0)
-    if position_ids is not None:
-        position_strides = position_ids.stride()
-        position_strides = (position_strides[0] if position_ids.shape[0] > 1 else 0, *position_strides[1:])
-    num_sequences = 0 if cu_seqlens is None else cu_seqlens.shape[0] - 1
-
-    # One token (a step of decoding) is all heads, in any order.
-    heads_inner = x_strides[0][1] < x_strides[0][2] or length == 1
-    # A tile also holds what passes through, which is much where few columns of many rotate.
-    block_tail = triton.next_power_of_2(head_dim - rotary_dim) if head_dim > rotary_dim else 1
-    columns = max(2 * block_p, block_tail // _MOST_TAIL)
-    if weights:  # and with a norm all sections at once
-        columns = triton.next_power_of_2(head_dim)
-    rows, block_heads = tile_shape(config, columns * xs[0].element_size(), min(heads), heads_inner)
-    chunks = [triton.cdiv(h, block_heads) for h in heads]
-    row_blocks = triton.cdiv(length, rows) * batch
-    missing = 3 - len(xs)
-    # Absent tensors have the strides of the first one.
-    strides = {
-        f"{name}{i}_strides": given[i] if i < len(given) else x_strides[0]
-        for name, given, most in (("x", x_strides, 3), ("out", out_strides, 3), ("normed", normed_strides, 2))
-        for i in range(most)
-    }
-    arguments = dict(
-        strides,
-        cos_strides=cos_strides,
-        sin_strides=sin_strides,
-        position_strides=position_strides,
-        eps=0.0 if eps is None else float(eps),
-        offset=0.0 if offset is None else float(offset),
-        **{f"H{i}": h for i, h in enumerate([*heads, *[0] * missing])},
-        N=length,
-        S=cos.shape[-2],
-        num_sequences=num_sequences,
-        search_steps=num_sequences.bit_length(),
-        NUM_TENSORS=len(xs),
-        D=head_dim,
-        R=width,
-        SECTIONS=sections,
-        BLOCK_TOKENS=rows,
-        BLOCK_HEADS=block_heads,
-        BLOCK_PAIRS=block_p,
-        BLOCK_TAIL=block_tail,
-        INTERLEAVED=interleaved,
-        CONJUGATE=conjugate,
-        FULL_WIDTH=cos.shape[-1] == width,
-        POSITIONS=IDS if position_ids is not None else PACKED if cu_seqlens is not None else INDEX,
-        HEADS_INNER=heads_inner,
-        # A norm changes the tail too, which a call in place without norms leaves as it is.
-        COPY_TAIL=head_dim > rotary_dim and not (in_place and not weights),
-        USE_INT64_OFFSETS=_is_long(x_strides + out_strides + normed_strides, rows, block_heads, head_dim),
-    )
-    return [row_blocks * n for n in chunks], arguments
-
-
 def _canonical(sizes, axes, absent) -> tuple[int, ...]:
     return tuple(absent if axis is None else sizes[axis] for axis in axes)
 
 
-def _is_long(strides, rows: int, heads: int, head_dim: int) -> bool:
-    """True when an offset between two elements of one tile can pass 2**31."""
-    return any(rows * row + heads * head + head_dim * column >= 2**31 for _, head, row, column in strides)
+def _angles(options: RotationOptions, tensors: RotationTensors) -> Any:
+    """Return the ``Angles`` of a call, without their numbers."""
+    cos, sin, ids = tensors.cos, tensors.sin, tensors.position_ids
+    width, id_strides = options.rotary_dim, None
+    if ids is not None:
+        width //= ids.shape[1]
+        id_strides = (ids.stride(0) if ids.shape[0] > 1 else 0, *ids.stride()[1:])
+    strides = table_strides(cos, sin, width, options.interleaved)
+    tables = RotaryTables.host(cos, sin, *strides, width, options.interleaved)
+    is_full = cos.shape[-1] == width
+    return Angles.host(tables, ids, id_strides, tensors.cu_seqlens, None, None, is_full, options.inverse)
 
 
 def _prepare(key, flat: tuple, *config: RotationConfig):
@@ -121,29 +58,79 @@ def _prepare(key, flat: tuple, *config: RotationConfig):
     key: the device, the options, the number of xs and of weights, and for each weight whether its gradient is wanted.
     """
     where, options, count, norms, wanted = key
+    axes = LAYOUTS[options.layout]
 
     def unpack(flat: tuple) -> tuple[RotationTensors, tuple]:
         xs, outs = flat[:count], flat[count : 2 * count]
         cos, sin, position_ids, cu_seqlens, *rest = flat[2 * count :]
         return RotationTensors(xs, outs, cos, sin, position_ids, cu_seqlens, rest[:norms]), tuple(rest[norms:])
 
+    def strides(x: torch.Tensor) -> tuple[int, ...]:
+        return _canonical(x.stride(), axes, 0)
+
+    def view(x: torch.Tensor | None) -> Any:
+        return None if x is None else TensorView.host(x, strides(x))
+
     tensors, normed = unpack(flat)
-    most_bytes = max(x.numel() * x.element_size() for x in tensors.xs)
+    (xs, outs, cos, _, position_ids, cu_seqlens, _), x = tensors, tensors.xs[0]
+    most_bytes = max(x.numel() * x.element_size() for x in xs)
     chosen = config[0] if config else rotation(device.arch(where), most_bytes, norms > 0)
-    tiles, arguments = kernel_call(options, tensors, chosen, normed)
-    launch = Launch(rotation_kernel, sum(tiles), {"num_warps": chosen.num_warps}, arguments)
+    heads = [_canonical(x.shape, axes, 1)[1] for x in xs]
+    batch, _, length, head_dim = _canonical(x.shape, axes, 1)
+    sections = 1 if position_ids is None else position_ids.shape[1]
+    block_pairs = triton.next_power_of_2(options.rotary_dim // sections // 2)
+    tail = head_dim - options.rotary_dim
+    block_tail = triton.next_power_of_2(tail) if tail else 1
+    # A tile also holds what passes through, which is much where few columns of many rotate.
+    columns = max(triton.next_power_of_2(2 * block_pairs * sections), block_tail // _MOST_TAIL)
+    if norms:  # or is normed
+        columns = triton.next_power_of_2(head_dim)
+    # One token (a step of decoding) is all heads, in any order.
+    heads_inner = strides(x)[1] < strides(x)[2] or length == 1
+    rows, block_heads = tile_shape(chosen, columns * x.element_size(), min(heads), heads_inner)
+    # True where an offset between two elements of one tile can pass 2**31.
+    is_wide = any(
+        rows * row + block_heads * head + head_dim * column >= 2**31
+        for _, head, row, column in (strides(x) for x in (*xs, *outs, *normed) if x is not None)
+    )
+    shape = TileShape.host(
+        BLOCK_TOKENS=rows,
+        BLOCK_HEADS=block_heads,
+        HEADS_INNER=heads_inner,
+        USE_INT64_OFFSETS=is_wide,
+        D=head_dim,
+        SECTIONS=sections,
+        BLOCK_PAIRS=block_pairs,
+        BLOCK_TAIL=block_tail,
+        # A norm changes the tail too, which a call in place without norms leaves as it is.
+        COPY_TAIL=tail > 0 and not (options.in_place and not norms),
+    )
+    tiles = [triton.cdiv(length, rows) * batch * triton.cdiv(h, block_heads) for h in heads]
+    sequences = None if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    numbers = {
+        **dict(itertools.zip_longest(("H0", "H1", "H2"), heads)),
+        "N": length,
+        "num_positions": cos.shape[-2],
+        "num_sequences": sequences,
+        "search_steps": None if sequences is None else sequences.bit_length(),
+        "shape": shape,
+    }
+    launch = Launch(rotation_kernel, sum(tiles), {"num_warps": chosen.num_warps}, numbers)
     # A program writes one partial sum of its weight's gradient.
-    shapes = [(tiles_of_x, arguments["D"]) if is_wanted else None for tiles_of_x, is_wanted in zip(tiles, wanted)]
+    shapes = [(tiles_of_x, head_dim) if is_wanted else None for tiles_of_x, is_wanted in zip(tiles, wanted)]
 
     def run(flat: tuple) -> tuple[torch.Tensor | None, ...]:
-        (xs, outs, cos, sin, position_ids, cu_seqlens, weights), normed = unpack(flat)
+        tensors, normed = unpack(flat)
+        where = tensors.cos.device
         partials = [
-            None if shape is None else torch.empty(shape, dtype=torch.float32, device=cos.device) for shape in shapes
+            None if shape is None else torch.empty(shape, dtype=torch.float32, device=where) for shape in shapes
         ]
-        given = {"cos_ptr": cos, "sin_ptr": sin, "positions_ptr": position_ids, "cu_seqlens_ptr": cu_seqlens}
-        several = {"x": xs, "out": outs, "weight": weights, "normed": normed, "partial": partials}
-        given |= {f"{name}{i}_ptr": x for name, some in several.items() for i, x in enumerate((*some, *[None] * 3)[:3])}
-        launch(device.current_stream(cos.device), given)
+        of_norm = float(options.norm_eps or 0.0), float(options.norm_offset or 0.0), head_dim
+        weights = [Norm.host(weight, *of_norm) for weight in tensors.weights]
+        several = itertools.zip_longest(tensors.xs, tensors.outs, weights, normed, partials)
+        operands = [RotatedTensor.host(view(x), view(out), norm, view(y), sums) for x, out, norm, y, sums in several]
+        given = dict(itertools.zip_longest(("tensor0", "tensor1", "tensor2"), operands))
+        launch(device.current_stream(where), given, angles=_angles(options, tensors))
         return tuple(partials)
 
     return run
