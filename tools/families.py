@@ -13,9 +13,8 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-from fused_rope_attn.integrations.transformers import conventions as on
-from fused_rope_attn.integrations.transformers.conventions import Convention
-from fused_rope_attn.integrations.transformers.families import SINCE_5, SUPPORTED, UNSUPPORTED, path_of
+from fused_rope_attn.integrations.transformers import families as on
+from fused_rope_attn.integrations.transformers.families import SINCE_5, SUPPORTED, UNSUPPORTED, Convention, path_of
 
 PAGE = Path(__file__).parents[1] / "docs" / "reference" / "families.md"
 # The meaning of each value of a field of Convention, other than the default, for a reader who knows Llama's attention.

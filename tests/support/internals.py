@@ -24,7 +24,7 @@ GUARDS = {"chosen": guards.guard, "in Python": guards._python_guard}
 with_kvcache = functools.partial(rope_attention_with_kvcache, return_lse=True)
 write = run_write
 share_elements = generation_validation.share_elements
-# The names by which a patched model calls the package, in integrations.transformers.attention and .paged.
+# The names by which a patched model calls the package, in integrations.transformers.attention.
 OPERATORS_OF_A_PATCHED_MODEL = (
     "rope_attention",
     "rope_attention_mla",

@@ -3,7 +3,7 @@
 import pytest
 import transformers
 
-from fused_rope_attn.integrations.transformers.conventions import Convention, adjacent, gate_proj, gated_o_proj
+from fused_rope_attn.integrations.transformers.families import Convention, adjacent, gate_proj, gated_o_proj
 from tools import families
 
 needs_transformers_5 = pytest.mark.skipif(transformers.__version__ < "5", reason="classes are left out before it")

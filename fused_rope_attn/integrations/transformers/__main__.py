@@ -18,14 +18,10 @@ import transformers
 from torch import Tensor, nn
 
 from fused_rope_attn import plan, plan_mla, plan_with_kvcache
-from fused_rope_attn.integrations.transformers.attention import features_of
+from fused_rope_attn.integrations.transformers import attention, families, obstacles, rotations
 from fused_rope_attn.integrations.transformers.batch import Batch
-from fused_rope_attn.integrations.transformers.conventions import Convention
-from fused_rope_attn.integrations.transformers.families import convention_of
-from fused_rope_attn.integrations.transformers.norms import HeadNorms, head_norms
-from fused_rope_attn.integrations.transformers.obstacles import is_causal, obstacle_of_any_kind
-from fused_rope_attn.integrations.transformers.patch import patch_model
-from fused_rope_attn.integrations.transformers.report import PatchReport, patch_report
+from fused_rope_attn.integrations.transformers.families import Convention
+from fused_rope_attn.integrations.transformers.patch import PatchReport, patch_model, patch_report
 from fused_rope_attn.integrations.transformers.tables import rope_tables_from_config
 from fused_rope_attn.masks import chunks
 
@@ -114,11 +110,11 @@ def kernels(model: nn.Module, report: PatchReport, calls: Calls) -> list[str]:
 
 def _lines_of(module: Any, name: str, calls: Calls) -> list[str]:
     """Return a line on the heads and masks of a module, and lines on the kernels of its calls."""
-    convention = cast(Convention, convention_of(module))
+    convention = cast(Convention, families.convention_of(module))
     latent = convention.latent is not None
     rows, options = call_of(module, calls)
     lines = [", ".join((name, _heads(rows, latent), *_masks(module, convention, options)))]
-    obstacle = obstacle_of_any_kind([module.train()], module.config, {}, options["causal"])
+    obstacle = obstacles.obstacle_of_any_kind([module.train()], module.config, {}, options["causal"])
     if obstacle:
         lines.append(f"  training: its own forward, because of {obstacle.rstrip(',')}")
     chosen = (plan_mla if latent else plan)(*rows, **options)
@@ -136,12 +132,14 @@ def _lines_of(module: Any, name: str, calls: Calls) -> list[str]:
 
 def call_of(module: Any, calls: Calls) -> tuple[list[Tensor], dict[str, Any]]:
     """Return the tensors and options that a module's attention would have in training, uninitialised, on the card."""
-    convention = cast(Convention, convention_of(module))
+    convention = cast(Convention, families.convention_of(module))
     hidden = torch.empty(calls.batch, calls.length, module.config.hidden_size, dtype=calls.dtype, device="meta")
     with torch.no_grad():
         q, k, v, *more = convention.project(module, hidden)
     rows, columns = [q, k, v], q.shape[-1]
-    options = features_of(module, convention, q, Batch(causal=bool(is_causal([module], module.config, {}))))
+    options = attention.features_of(
+        module, convention, q, Batch(causal=bool(obstacles.is_causal([module], module.config, {})))
+    )
     # transformers gives no tables to models without a base of the angles (OLMo hybrid).
     base = (getattr(module.config, "rope_parameters", None) or {}).get("rope_theta", 0.0)
     rotates = convention.rotates(module, None if base is None else (hidden, hidden))
@@ -152,8 +150,8 @@ def call_of(module: Any, calls: Calls) -> tuple[list[Tensor], dict[str, Any]]:
     else:
         columns = options["rotary_dim"] = _rotary_dim(module) if rotates else 2
         pair = convention.norms(module)
-        norms = None if pair is None else head_norms(*pair)
-        options |= norms.options if isinstance(norms, HeadNorms) else {}
+        norms = None if pair is None else rotations.head_norms(*pair)
+        options |= norms.options if isinstance(norms, rotations.HeadNorms) else {}
     chunk = convention.chunk(module)
     if chunk:
         options["query_starts"], options["query_ends"] = chunks(chunk, calls.length)

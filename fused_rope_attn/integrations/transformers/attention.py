@@ -15,21 +15,17 @@ from fused_rope_attn import (
     rope_attention_mla_varlen,
     rope_attention_varlen,
     rope_attention_with_kvcache,
+    write_kvcache,
 )
 from fused_rope_attn.distributed.api import cp_unshard, rope_attention_cp, rope_attention_varlen_cp
 from fused_rope_attn.generation import planning
-from fused_rope_attn.integrations.transformers import buffers, caches
-from fused_rope_attn.integrations.transformers.batch import Batch, describe_layer, kept_of, type_of
-from fused_rope_attn.integrations.transformers.conventions import AttentionModule, Convention, Latent
-from fused_rope_attn.integrations.transformers.norms import HeadNorms, head_norms, unfit_for
-from fused_rope_attn.integrations.transformers.obstacles import layer_of, uses_flash
-from fused_rope_attn.integrations.transformers.paged import attend_paged
-from fused_rope_attn.integrations.transformers.rotations import Tokens, identity_row, identity_tables, tables_for
+from fused_rope_attn.integrations.transformers import caches, obstacles, paged, rotations
+from fused_rope_attn.integrations.transformers.batch import BATCH, Batch, describe_layer, kept_of, type_of
+from fused_rope_attn.integrations.transformers.families import AttentionModule, Convention, Latent
+from fused_rope_attn.integrations.transformers.rotations import HeadNorms, Tokens
 from fused_rope_attn.integrations.transformers.shards import Shared
 from fused_rope_attn.integrations.transformers.state import PATCH, Patch, warn_of
 
-# The keyword by which a decoder's Batch reaches its attention modules: transformers passes unknown keywords on.
-BATCH = "fused_rope_batch"
 # Calls of attention modules without their decoder that ran the module's own forward: their number by reason.
 _passes_of_layers: Counter[str] = Counter()
 
@@ -72,11 +68,11 @@ def forward(module: AttentionModule, hidden_states: Tensor, *args: Any, **kwargs
         q = convention.query_scale(module, q, kwargs, past)
         if latent is not None:
             latent = latent._replace(q_nope=convention.query_scale(module, latent.q_nope, kwargs, past))
-    tables = tables_for(module, convention, kwargs.get("position_embeddings"), q, kept_of(batch))
+    tables = rotations.tables_for(module, convention, kwargs.get("position_embeddings"), q, kept_of(batch))
     tokens = Tokens(q, k, v, tables, norms, latent)
     after = convention.after_rotation(module)
     if after is not None:
-        tokens = tokens.rotated(identity_tables(q.shape[2], q.device))
+        tokens = tokens.rotated(rotations.identity_tables(q.shape[2], q.device))
         q, k = (norm(x) for norm, x in zip(after, tokens[:2]))
         tokens = tokens._replace(q=q, k=k)
     features = features_of(module, convention, q, batch)
@@ -86,7 +82,7 @@ def forward(module: AttentionModule, hidden_states: Tensor, *args: Any, **kwargs
     if batch.shared is not None:
         o = _attend_shard(tokens, batch, trained)
     elif batch.paged is not None:
-        o = attend_paged(layer_of(module), tokens, batch, features)
+        o = attend_paged(obstacles.layer_of(module), tokens, batch, features)
     elif past is None:
         o = _attend(tokens, batch, trained)
     elif caches.tokens_seen(past, module.layer_idx) == 0:
@@ -110,7 +106,7 @@ def _shows_sequences(module: AttentionModule, past: Any, kwargs: dict[str, Any])
     flash-attention reads the positions that it is handed. Masks show no sequences once the decoder has a cache, even an
     empty one that it has made itself.
     """
-    if uses_flash(module.config):
+    if obstacles.uses_flash(module.config):
         return getattr(module, PATCH).hands_positions_on and kwargs.get("position_ids") is not None
     return past is None
 
@@ -125,8 +121,8 @@ def _normed(
     pair = convention.norms(module)
     if pair is None:
         return q, k, None
-    norms = head_norms(*pair)
-    reason = norms if isinstance(norms, str) else unfit_for(norms, q, cached)
+    norms = rotations.head_norms(*pair)
+    reason = norms if isinstance(norms, str) else rotations.unfit_for(norms, q, cached)
     if not torch.compiler.is_compiling():
         getattr(module, PATCH).own_norms = reason
     if not reason:
@@ -173,7 +169,7 @@ def _attend(tokens: Tokens, batch: Batch, options: dict[str, Any]) -> Tensor:
     cu_seqlens, longest = batch.cu_seqlens, batch.max_seqlen
     size, _, length, _ = tokens.q.shape
     if batch.own_tables and tokens.latent is not None:
-        tokens = tokens.rotated(identity_row(tokens.q.device, batch))
+        tokens = tokens.rotated(rotations.identity_row(tokens.q.device, batch))
         cos, sin = tokens.tables.long(longest)
     else:
         cos, sin = (table.expand(size, length, -1).flatten(0, 1) for table in tokens.tables.arrays)
@@ -193,7 +189,7 @@ def _attend_shard(tokens: Tokens, batch: Batch, options: dict[str, Any]) -> Tens
     shared = cast(Shared, batch.shared)
     if shared.plan is not None:
         # A document's rows have different tables on each rank, so rotate them before attention.
-        tokens = tokens.rotated(identity_tables(shared.plan.max_seqlen, tokens.q.device))
+        tokens = tokens.rotated(rotations.identity_tables(shared.plan.max_seqlen, tokens.q.device))
         q, k, v = (x[0].transpose(0, 1) for x in tokens[:3])
         o = rope_attention_varlen_cp(q, k, v, *tokens.tables.arrays, shared.plan, **options | tokens.options)
         return o.transpose(0, 1).unsqueeze(0)
@@ -219,11 +215,11 @@ def _begin_cache(tokens: Tokens, past: Cache, layer_idx: int, in_place: bool, ca
         past.update(tokens.rotated_keys(), tokens.v, layer_idx, *cache_options)
         return
     length = tokens.k.shape[2]
-    kv_buffers = [buffers.new_buffer(x, length) for x in (tokens.k, tokens.v)]
-    keys, values = (buffers.first_rows(cache, length) for cache in kv_buffers)
+    kv_buffers = [caches.new_buffer(x, length) for x in (tokens.k, tokens.v)]
+    keys, values = (caches.first_rows(cache, length) for cache in kv_buffers)
     tokens.rotated_keys(out=keys)
     values.copy_(tokens.v)
-    buffers.begin(layer, keys, values, kv_buffers[0])
+    caches.begin(layer, keys, values, kv_buffers[0])
 
 
 def _attend_cache(
@@ -240,14 +236,14 @@ def _attend_cache(
     # can serve all places. Several tokens are normed and rotated before, and attention rotates by the angle 0.
     single = step and length == 1
     if not single:
-        tokens = tokens.rotated(identity_row(tokens.q.device, batch))
+        tokens = tokens.rotated(rotations.identity_row(tokens.q.device, batch))
     tables, options = tokens.tables, options | tokens.options
     if step and batch.cached is not None:
         static, kv_caches = type(layer) is StaticLayer, None
         if static:
             kv_caches = layer.keys, layer.values
         elif type(layer) is DynamicLayer and not torch.compiler.is_compiling() and layer.keys.shape[2] == batch.rows:
-            kv_caches = buffers.buffers_of(layer, length)
+            kv_caches = caches.buffers_of(layer, length)
         if kv_caches is not None:
             options |= {"kv_starts": batch.kv_starts, "cache_seqlens": batch.cached}
             arrays = tables.long(kv_caches[0].shape[2])
@@ -256,8 +252,8 @@ def _attend_cache(
                 caches.count_written(layer, length)
             else:
                 rows = cast(int, batch.rows) + length
-                keys, values = (buffers.first_rows(cache, rows) for cache in kv_caches)
-                buffers.store(layer, keys, values, kv_caches[0])
+                keys, values = (caches.first_rows(cache, rows) for cache in kv_caches)
+                caches.store(layer, keys, values, kv_caches[0])
             return cast(Tensor, o)
     k = tokens.rotated_keys() if single else tokens.k
     keys, values = past.update(k, tokens.v, layer_idx, *cache_options)
@@ -291,3 +287,58 @@ def _starts_among(keys: Tensor, past: Cache, layer_idx: int, batch: Batch) -> Te
         return batch.kv_starts
     dropped = cast(int, caches.tokens_seen(past, layer_idx)) - keys.shape[2]  # sliding layers count on the host
     return batch.kv_starts - dropped if dropped > 0 else batch.kv_starts
+
+
+def attend_paged(layer: int, tokens: Tokens, batch: Batch, features: dict[str, Any]) -> Tensor:
+    """Attend with the new tokens of many requests, each over its own pages: o (1, HQ, N, D).
+
+    layer: the layer's index in the cache. tokens: q (1, HQ, N, D), k and v (1, HKV, N, D). features: the options of
+    attention. Keys are written normed and rotated, as transformers' own attention writes them.
+
+    If every request has one new token, the generation step writes it and reads the pages in place. Otherwise the cache
+    gathers all keys of the pass, as it does for the model's own attention, and packed attention reads them.
+    """
+    requests = cast(paged.PagedPass, batch.paged)
+    pool = requests.pool(layer)
+    pages = requests.pages(pool)
+    if pages is not None:
+        q, k, v = (x.transpose(0, 2) for x in tokens[:3])
+        tokens = Tokens(q, k, v, tokens.tables.by_token(), tokens.norms)
+        return _step_in_pages(tokens, pool, pages, features, batch).transpose(0, 2)
+    tokens = tokens.rotated(rotations.identity_row(tokens.q.device, batch))
+    keys, values = requests.update(tokens.k, tokens.v, layer)
+    cu_seqlens_k, longest = requests.keys_of(pool.kind)
+    q, (cos, sin) = tokens.q[0].transpose(0, 1), tokens.tables.long(longest)
+    sizes = requests.cu_seqlens_q, cu_seqlens_k, requests.max_seqlen_q, longest
+    o = rope_attention_varlen(q, keys, values, cos, sin, *sizes, **features | tokens.options)
+    return cast(Tensor, o).transpose(0, 1).unsqueeze(0)
+
+
+def _step_in_pages(
+    tokens: Tokens, pool: paged.Pool, pages: paged.Pages, features: dict[str, Any], batch: Batch
+) -> Tensor:
+    """Return o (B, HQ, 1, D) of q (B, HQ, 1, D), k and v (B, HKV, 1, D), and tables (B, 1, R/2)."""
+    kv_caches = pool.keys.transpose(1, 2), pool.values.transpose(1, 2)
+    rows = pages.table.shape[1] * pool.page_size
+    arrays, options = tokens.tables.long(rows), features | tokens.options | {"block_table": pages.table}
+    lengths, new = pages.lengths, cast(tuple, tokens[1:3])
+    if pool.window is not None:
+        # The pages hold the last ``window`` keys, and the new token replaces the oldest. The query sees all of them in
+        # any order, because they are rotated.
+        _write_to_ring(tokens, kv_caches, pages, pool.window, batch)
+        new, lengths, options["window"] = (None, None), (lengths + 1).clamp(max=pool.window), None
+    return cast(
+        Tensor, rope_attention_with_kvcache(tokens.q, *kv_caches, *arrays, *new, cache_seqlens=lengths, **options)
+    )
+
+
+def _write_to_ring(
+    tokens: Tokens, kv_caches: tuple[Tensor, Tensor], pages: paged.Pages, window: int, batch: Batch
+) -> None:
+    """Write the new tokens at their positions modulo the window."""
+    k, tables = tokens.k, tokens.tables
+    if tokens.norms is not None:  # write_kvcache has no norms
+        k, tables = tokens.rotated_keys(), rotations.identity_row(k.device, batch)
+    arrays = tables.long(pages.table.shape[1] * kv_caches[0].shape[2])
+    options = tables.options | {"cache_seqlens": pages.lengths % window, "block_table": pages.table}
+    write_kvcache(k, tokens.v, *kv_caches, *arrays, **options)

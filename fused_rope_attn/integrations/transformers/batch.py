@@ -16,27 +16,17 @@ from transformers import masking_utils
 from transformers.cache_utils import Cache, DynamicLayer, StaticLayer
 
 from fused_rope_attn.attention.api import bounds_of_sequences
-from fused_rope_attn.integrations.transformers import caches
-from fused_rope_attn.integrations.transformers.conventions import Convention
-from fused_rope_attn.integrations.transformers.dense import Intervals, dense_masks, intervals_by_type
-from fused_rope_attn.integrations.transformers.obstacles import (
-    asked_is_causal,
-    chunk_of,
-    is_blind,
-    is_causal,
-    layer_of,
-    obstacle,
-    refuse_wrong_calls,
-    uses_flash,
-    uses_masks_by_default,
-)
-from fused_rope_attn.integrations.transformers.pages import PagedPass, obstacle_to_pages
+from fused_rope_attn.integrations.transformers import caches, obstacles, paged
+from fused_rope_attn.integrations.transformers.families import Convention
 from fused_rope_attn.integrations.transformers.shards import Shared
 from fused_rope_attn.integrations.transformers.state import PATCH, state_of
+from fused_rope_attn.masks import intervals_of_dense
 from fused_rope_attn.runtime.device import is_capturing
 
 # transformers 5.23 and later count the chunks of packed documents from each document's first token.
 _COUNTS_CHUNKS_BY_DOCUMENT = hasattr(masking_utils, "remap_positions_for_packed_sequence")
+# The keyword by which a decoder's Batch reaches its attention modules: transformers passes unknown keywords on.
+BATCH = "fused_rope_batch"
 _PACKED_NAMES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 
 
@@ -94,7 +84,7 @@ class Batch(NamedTuple):
     inclusive_window: bool = False
     own_tables: bool = False
     shared: Shared | None = None
-    paged: PagedPass | None = None
+    paged: paged.PagedPass | None = None
     intervals: Intervals | None = None
     by_type: dict[str, Any] | None = None
 
@@ -118,22 +108,24 @@ def describe(attentions: list[nn.Module], config: Any, given: dict[str, Any], ma
     made: the masks are made outside of the decoder, with the cache that is given. Else the decoder makes them, perhaps
         after a cache.
     """
-    refuse_wrong_calls(attentions, given)
-    causal = is_causal(attentions, config, given)
+    obstacles.refuse_wrong_calls(attentions, given)
+    causal = obstacles.is_causal(attentions, config, given)
     past = caches.cache_of(given)
     if caches.is_paged(past):
-        reason = obstacle_to_pages(attentions, config, given, causal)
-        return Batch(reason) if reason else Batch(paged=PagedPass(given), kept=Kept())
+        reason = paged.obstacle_to_pages(attentions, config, given, causal)
+        return Batch(reason) if reason else Batch(paged=paged.PagedPass(given), kept=Kept())
     tokens = given.get("input_ids")
     tokens = given["inputs_embeds"] if tokens is None else tokens
     convention = state_of(attentions[0], PATCH).convention
     # Latent attention takes no intervals.
     masks = dense_masks(attentions[0].config, given, tokens.shape[1]) if convention.latent is None else None
-    reason = obstacle(attentions, config, given if masks is None else given | {"attention_mask": None}, causal)
+    reason = obstacles.obstacle(
+        attentions, config, given if masks is None else given | {"attention_mask": None}, causal
+    )
     if reason:
         return Batch(reason)
     # Not the cache's first layer, which in hybrid models may be of another kind.
-    seen = 0 if past is None else caches.tokens_seen(past, layer_of(attentions[0]))
+    seen = 0 if past is None else caches.tokens_seen(past, obstacles.layer_of(attentions[0]))
     if masks is not None:
         return _by_masks(masks, attentions, past, given, seen, tokens)
     # A bidirectional model would also attend to unwritten rows of a static cache.
@@ -151,7 +143,9 @@ def describe(attentions: list[nn.Module], config: Any, given: dict[str, Any], ma
         return _in_chunks(batch, attentions, past, given, tokens)
 
     batch = _masked(given, tokens, seen, bool(causal), config, convention)
-    otherwise = None if batch.otherwise is None or made and not uses_flash(config) else completed(batch.otherwise)
+    otherwise = (
+        None if batch.otherwise is None or made and not obstacles.uses_flash(config) else completed(batch.otherwise)
+    )
     batch = completed(batch)._replace(otherwise=otherwise)
     # If only one of the two is served, take the modules' own forward: the choice comes after the masks are made.
     return otherwise if otherwise is not None and otherwise.original else batch
@@ -163,18 +157,18 @@ def describe_layer(module: nn.Module, given: dict[str, Any], more: bool) -> Batc
     more: there is a cache, or arguments without a name. Calls with a mask or a cache take the module's own forward,
     because the mask's form depends on the implementation, and the padding of cached keys is unknown.
     """
-    refuse_wrong_calls([module], given)
+    obstacles.refuse_wrong_calls([module], given)
     if more or given.get("attention_mask") is not None:
         return Batch("a layer called with masks or caches and without its model")
-    causal = is_causal([module], module.config, given)
-    reason = obstacle([module], module.config, given, causal)
+    causal = obstacles.is_causal([module], module.config, given)
+    reason = obstacles.obstacle([module], module.config, given, causal)
     named = any(given.get(name) is not None for name in ("position_ids", *_PACKED_NAMES))
-    if not reason and uses_flash(module.config) and named:
+    if not reason and obstacles.uses_flash(module.config) and named:
         reason = "a layer called without its model, and with positions from which flash-attention finds sequences,"
-    if not reason and not uses_masks_by_default(module.config):
+    if not reason and not obstacles.uses_masks_by_default(module.config):
         reason = "a layer called without a mask, which hides no key from eager attention,"
     window = state_of(module, PATCH).convention.window(module)
-    if not reason and (window or chunk_of([module])) is not None and not uses_flash(module.config):
+    if not reason and (window or obstacles.chunk_of([module])) is not None and not obstacles.uses_flash(module.config):
         reason = "a layer with a window or chunks called without a mask, which alone shows them to SDPA,"
     if reason:
         return Batch(reason)
@@ -183,7 +177,7 @@ def describe_layer(module: nn.Module, given: dict[str, Any], more: bool) -> Batc
 
 def _bidirectional(batch: Batch, config: Any, given: dict[str, Any]) -> Batch:
     # transformers' masks reach one key further if the call or the config sets `is_causal`.
-    inclusive = asked_is_causal(config, given) is False and not uses_flash(config)
+    inclusive = obstacles.asked_is_causal(config, given) is False and not obstacles.uses_flash(config)
     return batch._replace(causal=False, inclusive_window=inclusive)
 
 
@@ -212,10 +206,13 @@ def _in_chunks(
     batch: Batch, attentions: list[nn.Module], past: Cache | None, given: dict[str, Any], tokens: Tensor
 ) -> Batch:
     """Return a batch with that of layers which attend within chunks of a row's tokens, counted from its first one."""
-    layer = next((module for module in attentions if chunk_of([module]) is not None), None)
+    layer = next((module for module in attentions if obstacles.chunk_of([module]) is not None), None)
     if layer is None:
         return batch
-    chunk, seen = cast(int, chunk_of([layer])), 0 if past is None else caches.tokens_seen(past, layer_of(layer))
+    chunk, seen = (
+        cast(int, obstacles.chunk_of([layer])),
+        0 if past is None else caches.tokens_seen(past, obstacles.layer_of(layer)),
+    )
     size, length = tokens.shape[:2]
     # A graph must not keep the host's count of a static cache, nor a condition on a length that has a name.
     if seen == 0:
@@ -261,7 +258,7 @@ def _documents_of(cu_seqlens: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
 def type_of(module: nn.Module) -> str | None:
     """Return the type of a module's layer in its config, or None."""
     types = getattr(module.config, "layer_types", None)
-    return None if types is None else types[layer_of(module)]
+    return None if types is None else types[obstacles.layer_of(module)]
 
 
 def _masked(
@@ -276,7 +273,7 @@ def _masked(
         batch = _packed(given["cu_seq_lens_q"].flatten().int(), int(given["max_length_q"]), tokens)
         return batch if position_ids is None else _with_positions(batch, position_ids)
     places = None if position_ids is None or length == 1 else convention.text_positions(position_ids)
-    by_flash = uses_flash(config) and size == 1 and seen == 0 and not caches.reused(past)
+    by_flash = obstacles.uses_flash(config) and size == 1 and seen == 0 and not caches.reused(past)
     if mask is not None:
         if seen is not None and mask.shape[1] != seen + length:
             return Batch("an attention_mask without exactly one column for every key")
@@ -287,8 +284,8 @@ def _masked(
             return batch
     # Other attention separates documents by its mask: not with `is_causal=False`, in models that make masks without
     # positions, or with a cache.
-    in_masks = convention.documents_in_masks and asked_is_causal(config, given) is not False and past is None
-    if places is None or not (by_flash if uses_flash(config) else in_masks):
+    in_masks = convention.documents_in_masks and obstacles.asked_is_causal(config, given) is not False and past is None
+    if places is None or not (by_flash if obstacles.uses_flash(config) else in_masks):
         return PLAIN
     batch = _packed_by_position(places.expand(size, -1), tokens, by_flash)
     # Image tokens are rotated by other positions than their places in the text.
@@ -326,7 +323,7 @@ def _padded(mask: Tensor, past: Cache | None, length: int) -> Batch:
     Padding after a row's last token needs no mask, because causal attention hides it from all tokens.
     """
     present = mask != 0
-    if is_blind(mask):
+    if obstacles.is_blind(mask):
         return Batch(kv_starts=_starts(present))
     shape, left = _described.get(past, (None, None)) if past is not None else (None, None)
     if length != 1 or shape != (mask.shape[0], mask.shape[1] - 1):
@@ -355,7 +352,7 @@ def _padded_both_ways(mask: Tensor) -> Batch:
     size, length = present.shape
     starts = _starts(present)
     ends = torch.where(present.any(1), length - present.flip(1).int().argmax(1), length).int()
-    if not is_blind(mask):
+    if not obstacles.is_blind(mask):
         holes, full = torch.stack(((present.sum(1) != ends - starts).any(), present.all())).tolist()
         if holes:
             return Batch("an attention_mask with holes")
@@ -378,7 +375,7 @@ def _packed_by_position(places: Tensor, tokens: Tensor, by_flash: bool) -> Batch
 
     A mask separates tokens whose places do not count up by one. flash-attention begins a sequence at each place 0.
     """
-    blind, own_tables = is_blind(places), False
+    blind, own_tables = obstacles.is_blind(places), False
     begins = torch.ones_like(places, dtype=torch.bool)
     begins[:, 1:] = places.diff(dim=1) != 1
     if by_flash:
@@ -450,3 +447,50 @@ def _lengths(
         # StaticLayer.update would raise, but the kernel that replaces it skips tokens without a row.
         torch._assert_async(total <= whole.max_cache_len, f"a static cache of {whole.max_cache_len} tokens is full")
     return total.to(device, torch.int32).reshape(1).repeat(size)
+
+
+Intervals = tuple[Tensor, Tensor]
+
+
+def dense_masks(config: Any, given: dict[str, Any], length: int) -> dict[str, Tensor] | None:
+    """Return the masks of four dimensions of a call by type of layer, "" for all; None if one can be no intervals.
+
+    Users give such masks, and models like PaliGemma and Gemma 3 make them for tokens that see later ones. What masks
+    hide differs between models and releases, so it is read from the masks themselves.
+
+    Masks have a row for each of the pass's tokens, a column for each, and perhaps more columns for the empty rows of a
+    static cache. Eager attention adds them to scores, and SDPA adds them or takes True for visible.
+    """
+    mask: Any = given.get("attention_mask")
+    masks: dict[str, Any] = mask if isinstance(mask, dict) else {"": mask}
+    implementation = obstacles.implementation_of(config)
+    if implementation not in ("eager", "sdpa"):
+        return None
+    for one in masks.values():
+        if not isinstance(one, Tensor) or one.ndim != 4 or one.requires_grad:
+            return None
+        if one.shape[2] != length or one.shape[3] < length:
+            return None
+        if obstacles.is_blind(one) or not (
+            one.is_floating_point() or one.dtype == torch.bool and implementation == "sdpa"
+        ):
+            return None
+    return masks
+
+
+def intervals_by_type(masks: dict[str, Tensor], device: torch.device) -> dict[str, Intervals] | None:
+    """Return query_starts and query_ends (1|B, N) int32 of each mask (1|B, 1|HQ, N, K); None if they are not exact.
+
+    Synchronise with the device once. Rows that see no key are padding, which no row may see.
+    """
+    found: dict[str, Intervals] = {}
+    exact = []
+    for name, mask in masks.items():
+        sees = mask if mask.dtype == torch.bool else mask == 0
+        if mask.dtype != torch.bool:
+            exact.append((sees | (mask <= torch.finfo(mask.dtype).min)).all())
+        sees, later = sees.tensor_split([sees.shape[2]], 3)
+        starts, ends, is_exact = intervals_of_dense(sees)
+        exact += [is_exact, ~later.any(), (sees[:, 0].any(2) | (starts == ends)).all()]
+        found[name] = starts.to(device), ends.to(device)
+    return found if bool(torch.stack(exact).all()) else None

@@ -15,14 +15,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from transformers import masking_utils, modeling_utils
 
 from fused_rope_attn.attention.planning import LATENT_DIM_STEP, MAX_LATENT_DIM, MAX_ROPE_DIM
-from fused_rope_attn.integrations.transformers.caches import cache_of, foreign_cache, is_paged
-from fused_rope_attn.integrations.transformers.conventions import (
-    attention_dropout,
-    none,
-    window_of_layer,
-    window_of_sliding_layer,
-)
-from fused_rope_attn.integrations.transformers.families import convention_of_class, described, modeling_of, refusal
+from fused_rope_attn.integrations.transformers import caches, families
 from fused_rope_attn.integrations.transformers.state import PATCH, state_of
 from fused_rope_attn.runtime.context_parallel import in_context_parallel
 from fused_rope_attn.runtime.device import is_capturing
@@ -116,7 +109,9 @@ def obstacle(attentions: list[nn.Module], config: Any, given: dict[str, Any], ca
         return "a mask for each type of layer, made outside of the patched model,"
     if mask is not None and not (isinstance(mask, Tensor) and mask.ndim == 2):
         return "an attention_mask that is not (B, keys)"
-    return _changed_window(attentions, config) or foreign_cache(cache_of(given), list(map(layer_of, attentions)))
+    return _changed_window(attentions, config) or caches.foreign_cache(
+        caches.cache_of(given), list(map(layer_of, attentions))
+    )
 
 
 def obstacle_of_any_kind(attentions: list[nn.Module], config: Any, given: dict[str, Any], causal: bool | None) -> str:
@@ -129,7 +124,7 @@ def obstacle_of_any_kind(attentions: list[nn.Module], config: Any, given: dict[s
     wanted = given.get("output_attentions")
     if getattr(config, "output_attentions", False) if wanted is None else wanted:
         return "output_attentions=True"
-    if any(module.training and attention_dropout(module) for module in attentions):
+    if any(module.training and families.attention_dropout(module) for module in attentions):
         return "attention dropout in training"
     widths = _latent_widths(attentions[0])
     if widths:
@@ -187,7 +182,7 @@ def asked_is_causal(config: Any, given: dict[str, Any]) -> bool | None:
     """Return the ``is_causal`` of a call, or else of its config; None if neither has one."""
     wanted = getattr(config, "is_causal", None)
     # In continuous batching the call's value only tells whether the mask contains the causal mask.
-    return wanted if is_paged(cache_of(given)) else given.get("is_causal", wanted)
+    return wanted if caches.is_paged(caches.cache_of(given)) else given.get("is_causal", wanted)
 
 
 def is_causal(attentions: list[nn.Module], config: Any, given: dict[str, Any]) -> bool | None:
@@ -219,8 +214,8 @@ def _gets_a_mask(config: Any, given: dict[str, Any], is_causal: bool) -> bool | 
     """
     tokens = given.get("input_ids")
     tokens = given.get("inputs_embeds") if tokens is None else tokens
-    mask, positions, past = given.get("attention_mask"), given.get("position_ids"), cache_of(given)
-    if is_paged(past):  # continuous batching always makes one
+    mask, positions, past = given.get("attention_mask"), given.get("position_ids"), caches.cache_of(given)
+    if caches.is_paged(past):  # continuous batching always makes one
         return True
     if tokens is None:  # a layer was called without its decoder
         return mask is not None
@@ -251,14 +246,14 @@ def _foreign_function(module: nn.Module, name: str) -> str:
     if function is not None:
         origin = str(getattr(function, "__module__", ""))
         if not origin.startswith("transformers.") or getattr(function, "__name__", "") not in _ATTENTION:
-            return f"the attention function {described(function)}, registered as {name!r},"
+            return f"the attention function {families.described(function)}, registered as {name!r},"
         # verl replaces the function that it calls by one that exchanges shards of a sequence.
         inner = getattr(function, "__globals__", {}).get(_INNER)
         if inner is not None and not str(getattr(inner, "__module__", "")).startswith("transformers."):
-            return f"{_INNER} of {origin}, which was replaced by {described(inner)},"
+            return f"{_INNER} of {origin}, which was replaced by {families.described(inner)},"
     function = _unwrapped(masking_utils.ALL_MASK_ATTENTION_FUNCTIONS.get(name))
     if function is not None and getattr(function, "__module__", "") != masking_utils.__name__:
-        return f"the mask function {described(function)}, registered as {name!r},"
+        return f"the mask function {families.described(function)}, registered as {name!r},"
     return ""
 
 
@@ -286,10 +281,10 @@ def _foreign_code(attentions: list[nn.Module]) -> str:
 @torch.compiler.assume_constant_result
 def _foreign_code_of(cls: type[nn.Module], eager: bool) -> str:
     """Return ``_foreign_code`` of one class. eager: its own forward would call the functions of eager attention."""
-    convention = convention_of_class(cls)
+    convention = families.convention_of_class(cls)
     if convention is None:
-        return f"{cls.__name__} ({refusal(cls)})"
-    modeling = modeling_of(cls)
+        return f"{cls.__name__} ({families.refusal(cls)})"
+    modeling = families.modeling_of(cls)
     for name in (*ROTATIONS, *EAGER) if eager else ROTATIONS:
         function = modeling.get(name)
         if function is None or getattr(function, "__globals__", None) is modeling:
@@ -297,8 +292,8 @@ def _foreign_code_of(cls: type[nn.Module], eager: bool) -> str:
         # The package ``kernels`` replaces functions by modules if its hub has kernels for them.
         if type(function).__module__.partition(".")[0] == "kernels":
             continue
-        if not (described(function) in _LIGER and convention.interleaved is none):
-            return f"{name} of {modeling['__name__']}, which was replaced by {described(function)},"
+        if not (families.described(function) in _LIGER and convention.interleaved is families.none):
+            return f"{name} of {modeling['__name__']}, which was replaced by {families.described(function)},"
     return ""
 
 
@@ -312,7 +307,7 @@ def _changed_window(attentions: list[nn.Module], config: Any) -> str:
     size, types = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
     for module in attentions:
         patch = state_of(module, PATCH)
-        if patch is None or patch.convention.window not in (window_of_layer, window_of_sliding_layer):
+        if patch is None or patch.convention.window not in (families.window_of_layer, families.window_of_sliding_layer):
             continue
         masked = size if types is None or types[layer_of(module)] == "sliding_attention" else None
         own = patch.convention.window(module)

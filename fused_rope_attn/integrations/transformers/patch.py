@@ -1,55 +1,29 @@
-"""``patch_model`` and ``unpatch_model``: instance attributes and hooks, nothing global, nothing in a state dict."""
+"""``patch_model``, ``unpatch_model`` and ``patch_report``: instance attributes and hooks, nothing global or saved."""
 
 from __future__ import annotations
 
 import functools
+import inspect
+import itertools
+import re
 import warnings
 from collections.abc import Callable
 from types import MethodType
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, Literal, NamedTuple, TypeVar, cast
 
+import torch
 import transformers
 from packaging.version import Version
 from torch import nn
 from transformers import PreTrainedModel
 
-from fused_rope_attn.integrations.transformers import attention
-from fused_rope_attn.integrations.transformers.caches import CACHE_NAMES, own_cache_of
-from fused_rope_attn.integrations.transformers.conventions import Convention
-from fused_rope_attn.integrations.transformers.families import (
-    NEWEST,
-    convention_of,
-    described,
-    hands_padding_on,
-    hands_positions_on,
-    looks_like_attention,
-    refusal,
-)
-from fused_rope_attn.integrations.transformers.hooks import (
-    Preparation,
-    decoder_in,
-    describe_batch,
-    describe_before_masks,
-    makes_masks,
-)
-from fused_rope_attn.integrations.transformers.serving import Serving, forget_kept_manager
-from fused_rope_attn.integrations.transformers.shards import Shards, check_labels, shards_of
-from fused_rope_attn.integrations.transformers.state import (
-    DECODER,
-    MASK_MAKER,
-    PATCH,
-    Decoder,
-    MaskMaker,
-    Method,
-    Patch,
-    check_model,
-    names_of_parameters,
-    state_of,
-)
+from fused_rope_attn.integrations.transformers import attention, caches, families, obstacles, paged, rotations, state
+from fused_rope_attn.integrations.transformers.batch import BATCH, Batch, Kept, describe
+from fused_rope_attn.integrations.transformers.families import Convention
+from fused_rope_attn.integrations.transformers.shards import PLAN, check_labels, describe_shard, shards_of
 
 Model = TypeVar("Model", bound=nn.Module)
 
-_METHODS: tuple[type[Method], ...] = (Preparation, Serving)
 # Types of layers (`config.layer_types`) that are attention and read no other mask than attention does.
 _ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
 
@@ -118,7 +92,7 @@ def patch_model(
             transformers has a new name for the argument of a cache, or batch_invariant or cp_group is given for
             multi-head latent attention; nothing has been changed then.
     """
-    check_model(model)
+    state.check_model(model)
     if unsupported not in ("raise", "skip"):
         raise ValueError(f"unsupported must be 'raise' or 'skip', but is {unsupported!r}")
     if not (deterministic is None or isinstance(deterministic, bool)):
@@ -126,8 +100,8 @@ def patch_model(
     if not isinstance(batch_invariant, bool):
         raise TypeError(f"batch_invariant must be a bool, but is {type(batch_invariant).__name__}")
     shards = shards_of(cp_group, cp_sharding)
-    found = {path: module for path, module in model.named_modules() if looks_like_attention(module)}
-    conventions = {path: convention_of(module) for path, module in found.items()}
+    found = {path: module for path, module in model.named_modules() if families.looks_like_attention(module)}
+    conventions = {path: families.convention_of(module) for path, module in found.items()}
     supported = {path: found[path] for path, convention in conventions.items() if convention is not None}
     if not supported or unsupported == "raise" and len(supported) < len(found):
         raise NotImplementedError(_refusal(model, found, supported))
@@ -144,23 +118,27 @@ def patch_model(
         if decoder is not None:
             decoders.setdefault(decoder, []).append(module)
     for decoder, modules in decoders.items():
-        if state_of(decoder, DECODER) is None:
+        if state.state_of(decoder, state.DECODER) is None:
             decoder.register_forward_pre_hook(describe_batch, with_kwargs=True)
-        others = sum(looks_like_attention(module) for module in decoder.modules()) > len(modules)
+        others = sum(families.looks_like_attention(module) for module in decoder.modules()) > len(modules)
         kinds = set(getattr(decoder.config, "layer_types", None) or ())
-        others = others or not kinds <= _ATTENTION_LAYERS or hands_padding_on(decoder)
-        setattr(decoder, DECODER, Decoder(names_of_parameters(decoder), modules, others, shards, own_cache_of(decoder)))
+        others = others or not kinds <= _ATTENTION_LAYERS or families.hands_padding_on(decoder)
+        setattr(
+            decoder,
+            state.DECODER,
+            state.Decoder(state.names_of_parameters(decoder), modules, others, shards, caches.own_cache_of(decoder)),
+        )
     for module in list(model.modules()):
         _remove_hooks(module, check_labels)
         if not isinstance(module, PreTrainedModel) or (decoder := decoder_in(module)[0]) is None:
             continue
         if makes_masks(module):
-            if state_of(module, MASK_MAKER) is None:
+            if state.state_of(module, state.MASK_MAKER) is None:
                 module.register_forward_pre_hook(describe_before_masks, with_kwargs=True)
-            setattr(module, MASK_MAKER, MaskMaker(names_of_parameters(module), decoder))
-        for method in _METHODS:
+            setattr(module, state.MASK_MAKER, state.MaskMaker(state.names_of_parameters(module), decoder))
+        for method in (Preparation, paged.Serving):
             method.install(module)
-        if shards is not None and "labels" in names_of_parameters(module):
+        if shards is not None and "labels" in state.names_of_parameters(module):
             module.register_forward_pre_hook(check_labels, with_kwargs=True)
     return model
 
@@ -174,21 +152,21 @@ def unpatch_model(model: Model) -> Model:
     Raises:
         TypeError: model is not a module.
     """
-    check_model(model)
+    state.check_model(model)
     for module in model.modules():
-        patch = state_of(module, PATCH)
+        patch = state.state_of(module, state.PATCH)
         if patch is not None:
             slot = _slot(module)
             if _is_fused(module.__dict__.get(slot)):
                 _restore(module, slot, patch.previous)
-            delattr(module, PATCH)
-        for method in _METHODS:
+            delattr(module, state.PATCH)
+        for method in (Preparation, paged.Serving):
             current = module.__dict__.get(method.name)
             if isinstance(current, method):
                 _restore(module, method.name, current.previous)
-        forget_kept_manager(module)
-        for kind, ours in ((DECODER, describe_batch), (MASK_MAKER, describe_before_masks)):
-            if state_of(module, kind) is not None:
+        paged.forget_kept_manager(module)
+        for kind, ours in ((state.DECODER, describe_batch), (state.MASK_MAKER, describe_before_masks)):
+            if state.state_of(module, kind) is not None:
                 delattr(module, kind)
                 _remove_hooks(module, ours)
         _remove_hooks(module, check_labels)
@@ -207,16 +185,16 @@ def is_patched(model: nn.Module) -> bool:
     Raises:
         TypeError: model is not a module.
     """
-    check_model(model)
-    return any(state_of(module, PATCH) is not None for module in model.modules())
+    state.check_model(model)
+    return any(state.state_of(module, state.PATCH) is not None for module in model.modules())
 
 
 def _check_release(attentions: list[nn.Module]) -> None:
     """Warn if transformers is newer than the releases that were read. Raise if it has another name for caches."""
-    knows = f"patch_model knows transformers 4.57 to {NEWEST}, but transformers {transformers.__version__}"
-    if not all(set(CACHE_NAMES).intersection(names_of_parameters(module)) for module in attentions):
-        raise NotImplementedError(f"{knows} passes caches by another name than {', '.join(CACHE_NAMES)}")
-    if Version(transformers.__version__).release[:2] > Version(NEWEST).release:
+    knows = f"patch_model knows transformers 4.57 to {families.NEWEST}, but transformers {transformers.__version__}"
+    if not all(set(caches.CACHE_NAMES).intersection(state.names_of_parameters(module)) for module in attentions):
+        raise NotImplementedError(f"{knows} passes caches by another name than {', '.join(caches.CACHE_NAMES)}")
+    if Version(transformers.__version__).release[:2] > Version(families.NEWEST).release:
         warnings.warn(f"{knows} is installed: compare a pass with one of the unpatched model", stacklevel=3)
 
 
@@ -228,7 +206,7 @@ def _refusal(model: nn.Module, found: dict[str, nn.Module], supported: dict[str,
     for path, module in found.items():
         if path not in supported:
             others.setdefault(type(module), []).append(path or "(model)")
-    reasons = [f"{_first(paths)} ({cls.__name__}: {refusal(cls)})" for cls, paths in others.items()]
+    reasons = [f"{_first(paths)} ({cls.__name__}: {families.refusal(cls)})" for cls, paths in others.items()]
     if not supported:
         return f"model must have an attention module that patch_model can replace, but has only {_first(reasons)}"
     text = f"model must have no attention but what patch_model can replace, but has {_first(reasons)}"
@@ -248,17 +226,21 @@ def _first(texts: list[str]) -> str:
 
 
 def _patch_module(
-    module: nn.Module, convention: Convention, deterministic: bool, batch_invariant: bool, shards: Shards | None
+    module: nn.Module,
+    convention: Convention,
+    deterministic: bool,
+    batch_invariant: bool,
+    shards: state.Shards | None,
 ) -> None:
     slot = _slot(module)
-    present, patch = module.__dict__.get(slot), state_of(module, PATCH)
+    present, patch = module.__dict__.get(slot), state.state_of(module, state.PATCH)
     if patch is None:
-        patch = Patch(convention, present, deterministic, batch_invariant)
-        setattr(module, PATCH, patch)
+        patch = state.Patch(convention, present, deterministic, batch_invariant)
+        setattr(module, state.PATCH, patch)
     elif not _is_fused(present):  # the forward was replaced after the last patch
         patch.previous = present
     patch.own_forward = _foreign_forward(module, patch.previous)
-    patch.hands_positions_on = hands_positions_on(type(module))
+    patch.hands_positions_on = families.hands_positions_on(type(module))
     patch.deterministic, patch.batch_invariant, patch.shards = deterministic, batch_invariant, shards
     if not _is_fused(present):
         # A partial function, because pickle stores a method in an instance's dict as its class's own.
@@ -274,7 +256,7 @@ def _foreign_forward(module: nn.Module, previous: Any) -> str:
         function = function.__func__
     if previous is None or function is type(module).forward:
         return ""
-    return f"an attention module whose forward was replaced by {described(previous)} before it was patched"
+    return f"an attention module whose forward was replaced by {families.described(previous)} before it was patched"
 
 
 def _is_fused(forward: Any) -> bool:
@@ -302,3 +284,253 @@ def _decoder_around(model: nn.Module, path: str) -> nn.Module | None:
         module = getattr(module, name)
         nearest = module if isinstance(module, PreTrainedModel) else nearest
     return nearest
+
+
+# Models that make the masks of their decoder, and functions that return whether these may be other than causal.
+_MASK_MAKERS: dict[str, Callable[[nn.Module, dict[str, Any]], bool]] = {
+    "gemma3.modeling_gemma3.Gemma3Model": obstacles.may_have_images,
+    "paligemma.modeling_paligemma.PaliGemmaModel": obstacles.may_have_a_prefix,
+}
+
+
+def describe_batch(decoder: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    """Add the Batch to a decoder's keywords, for its attention modules. A forward pre-hook."""
+    if getattr(decoder, "_is_replica", False):
+        raise NotImplementedError(
+            "a patched model was called by torch.nn.DataParallel, but all of its replicas would compute with the "
+            "attention modules of the first: use torch.nn.parallel.DistributedDataParallel"
+        )
+    known: state.Decoder = getattr(decoder, state.DECODER)
+    given = dict(zip(known.names, args)) | kwargs
+    batch = given.get(BATCH)
+    if known.shards is not None:
+        if batch is None:
+            shared = describe_shard(known.attentions, decoder.config, given, known.shards)
+            kept = None if torch.compiler.is_compiling() else Kept()
+            batch = Batch(shared=shared, causal=shared.causal, kept=kept)
+        given.pop(PLAN, None)
+        # A cache would hold this rank's shard only, so make none.
+        return (), given | {BATCH: batch, "attention_mask": _no_mask(given), "use_cache": False}
+    if given.get(PLAN) is not None:
+        raise ValueError(f"{PLAN} must be given to a model whose ranks patch_model knows, but this one has no cp_group")
+    if batch is None:
+        batch = describe(known.attentions, decoder.config, given)
+        if not batch.original and known.own_cache and _makes_cache(decoder, given):
+            batch = Batch(f"a cache of type {known.own_cache}, which the decoder makes,")
+    if batch.original:
+        paged.refuse_what_lacks_masks(decoder.config, given, batch.original)
+        state.warn_of(known.passes, batch.original)
+        return args, kwargs | {BATCH: batch}
+    if known.reads_masks:
+        return args, kwargs | {BATCH: batch}
+    return (), given | {BATCH: batch, "attention_mask": _no_mask(given)}
+
+
+def _makes_cache(decoder: nn.Module, given: dict[str, Any]) -> bool:
+    """Return whether a decoder makes a cache in a call, because it is given none and asked to use one."""
+    wanted = given.get("use_cache")
+    config: Any = decoder.config
+    return caches.cache_of(given) is None and bool(getattr(config, "use_cache", False) if wanted is None else wanted)
+
+
+def describe_before_masks(model: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    """Add the decoder's Batch to a model's keywords. A forward pre-hook of models that make their decoder's masks.
+
+    Such a decoder gets the masks only. If they may be other than causal, leave them to its own hook.
+    """
+    maker: state.MaskMaker = getattr(model, state.MASK_MAKER)
+    given = dict(zip(maker.names, args)) | kwargs
+    if given.get(BATCH) is not None or _sees_later_tokens(model, given):
+        return args, kwargs
+    decoder = maker.decoder
+    wanted = given.get("output_attentions")
+    if wanted is None:  # with transformers 4.57 the model's config decides, with 5 the decoder's
+        wanted = any(getattr(config, "output_attentions", False) for config in (model.config, decoder.config))
+    batch = _describe_before_masks(decoder, given | {"output_attentions": wanted})
+    if batch.original or getattr(decoder, state.DECODER).reads_masks:
+        return args, kwargs | {BATCH: batch}
+    return (), given | {BATCH: batch, "attention_mask": _no_mask(given)}
+
+
+def makes_masks(model: nn.Module) -> bool:
+    """Return whether a model makes its decoder's masks in a way that ``describe_before_masks`` knows."""
+    return _rule_of(model) is not None
+
+
+def _rule_of(model: nn.Module) -> Callable[[nn.Module, dict[str, Any]], bool] | None:
+    """Return a model's entry of _MASK_MAKERS; None if its class lacks one, or has another forward."""
+    own = type(model).forward
+    bases = (
+        base for base in type(model).__mro__ if families.name_of(base) in _MASK_MAKERS and vars(base)["forward"] is own
+    )
+    return next((_MASK_MAKERS[families.name_of(base)] for base in bases), None)
+
+
+def _sees_later_tokens(model: nn.Module, given: dict[str, Any]) -> bool:
+    """Return whether the masks that a model makes of its inputs may be other than causal."""
+    rule = _rule_of(model)
+    return rule is None or rule(model, given)
+
+
+def _describe_before_masks(decoder: nn.Module, given: dict[str, Any]) -> Batch:
+    """Return a decoder's Batch from the inputs from which ``generate``, or a model like Gemma 3's, makes its masks.
+
+    Those masks are causal even if the modules are not.
+    """
+    attentions = getattr(decoder, state.DECODER).attentions
+    if not obstacles.is_causal(attentions, decoder.config, given):
+        return Batch("bidirectional attention with masks that are made outside of the decoder")
+    return describe(attentions, decoder.config, given, made=True)
+
+
+def _no_mask(given: dict[str, Any]) -> torch.Tensor:
+    """Return (B, 1, 0, 0). transformers passes on a mask of four dimensions, and then builds no other."""
+    tokens = given.get("input_ids")
+    tokens = given["inputs_embeds"] if tokens is None else tokens
+    return torch.empty((tokens.shape[0], 1, 0, 0), dtype=torch.bool, device=tokens.device)
+
+
+class Preparation(state.Method):
+    """``prepare_inputs_for_generation`` of a patched model: it adds the Batch of the step to the method's result."""
+
+    name = "prepare_inputs_for_generation"
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        """The method's own signature, which ``generate`` reads to check its arguments."""
+        return inspect.signature(self.own)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        inputs = self.own(*args, **kwargs)
+        given, mask = kwargs.get("attention_mask"), inputs.get("attention_mask")
+        decoder, maker = decoder_in(self.model)
+        # With a static cache the method replaces the 2-D mask by one of four dimensions, which cannot be described.
+        made = mask is not given and (given is None or getattr(given, "ndim", 0) == 2)
+        if decoder is None or caches.cache_of(inputs) is None or not made:
+            return inputs
+        if inputs.get("token_type_ids") is not None and (maker is None or _sees_later_tokens(maker, inputs)):
+            return inputs
+        return inputs | {BATCH: _describe_before_masks(decoder, inputs | {"attention_mask": given})}
+
+
+def decoder_in(model: nn.Module) -> tuple[nn.Module | None, nn.Module | None]:
+    """Return (the patched decoder in a model, the model around it that makes its masks); None for an absent one.
+
+    The decoder is None too if there are several.
+    """
+    decoders, maker = [], None
+    for module in model.modules():
+        if state.state_of(module, state.DECODER) is not None:
+            decoders.append(module)
+        elif state.state_of(module, state.MASK_MAKER) is not None:
+            maker = module
+    return decoders[0] if len(decoders) == 1 else None, maker
+
+
+_HEADER = ("module", "class", "patched", "norms", "calls served here", "calls of its own forward")
+
+
+class ModuleReport(NamedTuple):
+    """The report of one attention module.
+
+    Attributes:
+        path: within the model; "" if the model is the module.
+        name: of its class.
+        patched: whether ``rope_attention`` replaces its attention.
+        reason: why it is not patched, or "".
+        served: number of calls that ``rope_attention`` served since it was patched.
+        own: number of calls that took the module's own forward since then, by reason.
+        norms: of a patched module that norms each head of q and k before the rotation: ``"fused"`` if the kernels did
+            so in the last served call, ``"its own"`` and the reason if the module's norms ran. Before the first call,
+            the choice for the norms as they are now. "" without such norms.
+    """
+
+    path: str
+    name: str
+    patched: bool
+    reason: str
+    served: int
+    own: dict[str, int]
+    norms: str = ""
+
+
+class PatchReport(tuple[ModuleReport, ...]):
+    """A ModuleReport for every attention module of a model, in the model's order. It prints as a table.
+
+    The table has one line for equal layers, for example ``model.layers.{0-31}.self_attn``, and a column of norms if a
+    module has any.
+    """
+
+    def __str__(self) -> str:
+        if not self:
+            return "the model has no attention modules"
+        alike: dict[tuple, list[ModuleReport]] = {}
+        for row in self:
+            # Layers are counted by the last number in a path.
+            key = (re.sub(r"\d+(?=\D*$)", "{}", row.path), *row[1:5], row.norms, tuple(sorted(row.own.items())))
+            alike.setdefault(key, []).append(row)
+        table = [_HEADER, *(_line(rows) for rows in alike.values())]
+        if not any(row.norms for row in self):
+            table = [(*line[:3], *line[4:]) for line in table]
+        widths = [max(len(line[i]) for line in table) for i in range(len(table[0]))]
+        lines = ["  ".join(text.ljust(width) for text, width in zip(line, widths)).rstrip() for line in table]
+        lines.insert(1, "  ".join("-" * width for width in widths))
+        lines.append("Calls in graphs of torch.compile and replays of CUDA graphs are not counted.")
+        return "\n".join(lines)
+
+
+def patch_report(model: nn.Module) -> PatchReport:
+    """Report for every attention module of a model whether it is patched, which forward its calls took, and why.
+
+    Args:
+        model: patched or not.
+
+    Returns:
+        a tuple of ``ModuleReport``, which prints as a table.
+
+    Raises:
+        TypeError: model is not a module.
+    """
+    state.check_model(model)
+    return PatchReport(_report(path, m) for path, m in model.named_modules() if families.looks_like_attention(m))
+
+
+def _report(path: str, module: nn.Module) -> ModuleReport:
+    patch: state.Patch | None = state.state_of(module, state.PATCH)
+    if patch is not None:
+        return ModuleReport(path, type(module).__name__, True, "", patch.served, dict(patch.own), _norms(module, patch))
+    reason = "patch_model has not been called since the module came into the model"
+    if families.convention_of(module) is None:
+        reason = families.refusal(type(module))
+    return ModuleReport(path, type(module).__name__, False, reason, 0, {})
+
+
+def _norms(module: nn.Module, patch: state.Patch) -> str:
+    """Return ``ModuleReport.norms``."""
+    pair = patch.convention.norms(module)
+    if pair is None:
+        return ""
+    # Prefer the last call's answer, because weights may look different then: FSDP2 gathers them for it.
+    reason = patch.own_norms
+    if reason is None:
+        found = rotations.head_norms(*pair)
+        reason = found if isinstance(found, str) else ""
+    return f"its own: {reason}" if reason else "fused"
+
+
+def _line(rows: list[ModuleReport]) -> tuple[str, ...]:
+    """Return the line for modules that differ only in the last number of their paths."""
+    row, path = rows[0], rows[0].path or "(model)"
+    if len(rows) > 1:
+        numbers = [int(re.findall(r"\d+(?=\D*$)", row.path)[0]) for row in rows]
+        path = re.sub(r"\d+(?=\D*$)", "{" + _ranges(numbers) + "}", row.path)
+    own = "; ".join(f"{count}: {reason}" for reason, count in row.own.items())
+    patched = "yes" if row.patched else f"no: {row.reason}"
+    return path, row.name, patched, row.norms or "none", str(row.served), own or "0"
+
+
+def _ranges(numbers: list[int]) -> str:
+    """Return sorted numbers as ranges, for example "0-3, 5"."""
+    groups = itertools.groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])
+    runs = [[number for _, number in group] for _, group in groups]
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)

@@ -1,18 +1,183 @@
-"""Rotation of a module's heads: the tables of a pass's tokens, and launches that norm and rotate queries and keys."""
+"""Norms and rotation of a module's heads: the norms that kernels compute, the tables of a pass, and their launches.
+
+Norms can be hooked, wrapped or replaced after patching, so each call checks them again. A norm that is not known to be
+exactly ``x * rsqrt(mean(x**2) + eps) * (offset + weight)`` runs as in an unpatched model.
+"""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+import weakref
+from collections.abc import Callable
+from types import FunctionType, MethodType
+from typing import Any, NamedTuple, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
 
 from fused_rope_attn import apply_rope_qk
+from fused_rope_attn.integrations.transformers import families
 from fused_rope_attn.integrations.transformers.batch import Batch, Kept, kept_of
-from fused_rope_attn.integrations.transformers.conventions import AttentionModule, Convention, Latent, by_section
-from fused_rope_attn.integrations.transformers.norms import HeadNorms
+from fused_rope_attn.integrations.transformers.families import AttentionModule, Convention, Latent
 from fused_rope_attn.rotation.api import rotate_checked
 from fused_rope_attn.rotation.problem import RotationOptions, RotationTensors
+from fused_rope_attn.runtime.checks import named
+
+
+class RmsNorm(NamedTuple):
+    """The attributes and dtypes of a class of norms.
+
+    eps: the attribute with its epsilon.
+    offset: a number to add to its weight, or the name of the attribute with the number.
+    keeps_dtype: its result has its input's dtype; otherwise the dtype to which PyTorch promotes input and weight.
+    autocast: its result is float32 under autocast.
+    """
+
+    eps: str = "variance_epsilon"
+    offset: float | str = 0.0
+    keeps_dtype: bool = False
+    autocast: bool = False
+
+
+_TORCH = RmsNorm("eps", autocast=True)
+_LIGER = RmsNorm(offset="offset", keeps_dtype=True)
+_GROUPS: tuple[tuple[RmsNorm, str], ...] = (
+    (RmsNorm(),
+        "apertus.ApertusRMSNorm dots1.Dots1RMSNorm exaone4.Exaone4RMSNorm exaone_moe.ExaoneMoeRMSNorm "
+        "glm4_moe.Glm4MoeRMSNorm hy_v3.HYV3RMSNorm kolibri1.Kolibri1RMSNorm laguna.LagunaRMSNorm lfm2.Lfm2RMSNorm "
+        "lfm2_moe.Lfm2MoeRMSNorm mellum.MellumRMSNorm qwen3.Qwen3RMSNorm qwen3_moe.Qwen3MoeRMSNorm "
+        "qwen3_vl.Qwen3VLTextRMSNorm qwen3_vl_moe.Qwen3VLMoeTextRMSNorm"),
+    (RmsNorm(keeps_dtype=True), "afmoe.AfmoeRMSNorm flint.FlintRMSNorm"),
+    (RmsNorm('eps', offset=1.0, keeps_dtype=True),
+        "gemma3.Gemma3RMSNorm qwen3_5.Qwen3_5RMSNorm qwen3_5_moe.Qwen3_5MoeRMSNorm qwen3_next.Qwen3NextRMSNorm"),
+)  # fmt: skip
+# By name as `families.name_of` gives it.
+RMS_NORMS = {families.path_of(row): norm for norm, rows in _GROUPS for row in rows.split()} | {
+    "torch.nn.modules.normalization.RMSNorm": _TORCH,
+    "liger_kernel.transformers.rms_norm.LigerRMSNorm": _LIGER,
+}
+# Liger's other ways of casting compute in the input's dtype.
+_CASTING_MODES = ("llama", "gemma")
+_PLAIN_TENSORS = (nn.Parameter, Tensor)
+
+
+class HeadNorms(NamedTuple):
+    """The norms of a module's heads, as the operators take them.
+
+    q_norm, k_norm: weights (D,).
+    keeps_dtype, autocast: of the module's own norms, as in ``RmsNorm``.
+    """
+
+    q_norm: Tensor
+    k_norm: Tensor
+    norm_eps: float
+    norm_offset: float
+    keeps_dtype: bool
+    autocast: bool
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The norms as keywords of the operators."""
+        return {
+            "q_norm": self.q_norm,
+            "k_norm": self.k_norm,
+            "norm_eps": self.norm_eps,
+            "norm_offset": self.norm_offset,
+        }
+
+
+def head_norms(q_norm: nn.Module, k_norm: nn.Module) -> HeadNorms | str:
+    """Return the norms of a module's heads, or the reason why the kernels cannot compute them."""
+    if _has_any_global_hook():
+        return "hooks on all modules"
+    found = []
+    for name, norm in (("q_norm", q_norm), ("k_norm", k_norm)):
+        entry = _described(norm)
+        if isinstance(entry, str):
+            return f"{name} {entry}"
+        found.append(entry)
+    if found[0] != found[1]:
+        return "q_norm and k_norm differ in more than their weights"
+    return HeadNorms(cast(Tensor, q_norm.weight), cast(Tensor, k_norm.weight), *found[0])
+
+
+def unfit_for(norms: HeadNorms, q: Tensor, cached: bool) -> str:
+    """Return why norms that the kernels could compute do not fit queries (B, HQ, N, D), or "".
+
+    cached: the keys go into a cache, which must get the result dtype of the module's own norms.
+    """
+    weights = norms.q_norm, norms.k_norm
+    for weight in weights:
+        if weight.shape != q.shape[3:]:
+            return f"weights of shape {tuple(weight.shape)} for heads of {q.shape[3]} columns"
+        if weight.device != q.device:
+            return f"weights on {weight.device} for heads on {q.device}"
+        if weight.dtype not in (q.dtype, torch.float32):
+            return f"weights in {named(weight.dtype)} for heads in {named(q.dtype)}"
+    if norms.keeps_dtype:
+        return ""
+    autocast = torch.is_autocast_enabled(q.device.type)
+    promoted = not (weights[0].dtype is weights[1].dtype is q.dtype) or (norms.autocast and autocast)
+    # The module's own norms then return float32. Autocast casts it to q's dtype for attention, but not for a cache.
+    if promoted and (cached or not autocast):
+        return f"norms that make {named(q.dtype)} heads float32"
+    return ""
+
+
+def _described(norm: nn.Module) -> tuple[float, float, bool, bool] | str:
+    """Return (eps, offset, keeps_dtype, autocast) of a norm, or the reason why the kernels cannot compute it."""
+    if norm._forward_hooks or norm._forward_pre_hooks or norm._backward_hooks or norm._backward_pre_hooks:
+        return "has hooks"
+    if "forward" in norm.__dict__:
+        form = _form_of_instance(norm)
+        if form is None:
+            return "has a forward of its own"
+    else:
+        form = form_of(type(norm))
+        if form is None:
+            return f"is {type(norm).__name__}, or a changed form of it"
+    weight, eps = norm.weight, getattr(norm, form.eps)
+    if type(weight) not in _PLAIN_TENSORS:
+        return f"has a weight of type {type(weight).__name__}"
+    if not isinstance(eps, float):  # PyTorch's default is the dtype's own
+        return f"has an eps of {eps}"
+    if form is _LIGER and norm.casting_mode not in _CASTING_MODES:
+        return f"has the casting mode {norm.casting_mode}"
+    offset = getattr(norm, form.offset) if isinstance(form.offset, str) else form.offset
+    return eps, float(cast(float, offset)), form.keeps_dtype, form.autocast
+
+
+# Class to (its forward when it was looked up, the result).
+_found: weakref.WeakKeyDictionary[type[nn.Module], tuple[Callable[..., Any], RmsNorm | None]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+# Graphs of torch.compile assume that the methods of a class never change, and so may assume this result.
+@torch.compiler.assume_constant_result
+def form_of(cls: type[nn.Module]) -> RmsNorm | None:
+    """Return the ``RmsNorm`` of a class; None if it is another kind of norm, or none."""
+    entry = _found.get(cls)
+    if entry is None or entry[0] is not cls.forward:
+        # The kernels replace the norm's call, so refuse a class that does something else in ``__call__``.
+        base = families.unchanged_base(cls, RMS_NORMS) if cls.__call__ is nn.Module.__call__ else None
+        entry = _found[cls] = (cls.forward, None if base is None else RMS_NORMS[families.name_of(base)])
+    return entry[1]
+
+
+def _form_of_instance(norm: nn.Module) -> RmsNorm | None:
+    """Return the ``RmsNorm`` of an instance by its own forward, because Liger replaces the forward of instances."""
+    forward = norm.__dict__["forward"]
+    if torch.compiler.is_compiling() or not isinstance(forward, MethodType) or forward.__self__ is not norm:
+        return None
+    if type(norm).__call__ is not nn.Module.__call__:
+        return None
+    function = forward.__func__
+    name, _, method = f"{function.__module__}.{function.__qualname__}".rpartition(".")
+    # A wrapper has the wrapped function's names, but not its globals.
+    own = isinstance(function, FunctionType) and function.__globals__.get("__name__") == function.__module__
+    return _LIGER if own and method == "forward" and RMS_NORMS.get(name) is _LIGER else None
+
 
 # Tables of a pass that are kept at a time: two kinds of layers, on a few devices.
 _MOST_TABLES = 8
@@ -137,7 +302,7 @@ def _tables_of(
     # A token has three positions, each with a table. The rotary embedding combines them in transformers 5, and each
     # attention module in 4.57.
     if sections is not None and cos.ndim == 4:
-        cos, sin = by_section(cos, sections), by_section(sin, sections)
+        cos, sin = families.by_section(cos, sections), families.by_section(sin, sections)
     if cos.dtype not in (torch.float32, dtype):  # autocast may have given q another dtype than the model's
         cos, sin = cos.float(), sin.float()
     return Tables(cos, sin, interleaved)

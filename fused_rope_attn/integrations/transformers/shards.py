@@ -9,11 +9,10 @@ from torch import Tensor, nn
 
 from fused_rope_attn.distributed.api import cp_unshard
 from fused_rope_attn.distributed.documents import DocumentPlan, plan_varlen_cp
-from fused_rope_attn.distributed.groups import Group, group_named, group_of
+from fused_rope_attn.distributed.groups import group_of
 from fused_rope_attn.distributed.layout import SHARDINGS, check_sharding
-from fused_rope_attn.integrations.transformers.caches import cache_of
-from fused_rope_attn.integrations.transformers.obstacles import chunk_of, is_causal, obstacle, refuse_wrong_calls
-from fused_rope_attn.integrations.transformers.state import names_of_parameters
+from fused_rope_attn.integrations.transformers import caches, obstacles
+from fused_rope_attn.integrations.transformers.state import Shards, names_of_parameters
 from fused_rope_attn.runtime.checks import kind_of, refuse_choice
 from fused_rope_attn.runtime.context_parallel import in_context_parallel
 
@@ -21,18 +20,6 @@ from fused_rope_attn.runtime.context_parallel import in_context_parallel
 PLAN = "cp_plan"
 _ON_SHARDS = "is not served by a model that patch_model has given a cp_group"
 _SEVERAL_ROWS = f"a batch of several rows of packed documents {_ON_SHARDS}: pack them into one row"
-
-
-class Shards(NamedTuple):
-    """The ranks that share the sequences of a model. The group is stored by name, to be copied and pickled."""
-
-    group: Group
-    sharding: str
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """The arguments for functions of ``fused_rope_attn.distributed``."""
-        return {"group": group_named(self.group.name).processes, "sharding": self.sharding}
 
 
 def shards_of(cp_group: Any, cp_sharding: Any) -> Shards | None:
@@ -64,14 +51,14 @@ def describe_shard(attentions: list[nn.Module], config: Any, given: dict[str, An
     may have a plan of its documents, which makes this unnecessary and tells how the batch is cut. Raise if the pass
     cannot be computed on shards, because the modules' own forward cannot either.
     """
-    refuse_wrong_calls(attentions, given, on_shards=True)
-    causal = is_causal(attentions, config, given)
-    reason = obstacle(attentions, config, given, causal)
+    obstacles.refuse_wrong_calls(attentions, given, on_shards=True)
+    causal = obstacles.is_causal(attentions, config, given)
+    reason = obstacles.obstacle(attentions, config, given, causal)
     if reason:
         raise NotImplementedError(f"{reason} {_ON_SHARDS}")
-    if chunk_of(attentions) is not None:
+    if obstacles.chunk_of(attentions) is not None:
         raise NotImplementedError(f"attention in chunks {_ON_SHARDS}")
-    if cache_of(given) is not None:
+    if caches.cache_of(given) is not None:
         raise NotImplementedError(f"a cache {_ON_SHARDS}: generate with the model unpatched, or whole")
     if given.get("cu_seq_lens_q") is not None:
         raise NotImplementedError(f"cu_seq_lens_q {_ON_SHARDS}: leave it out, position_ids say where documents begin")

@@ -7,15 +7,13 @@ import warnings
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from fused_rope_attn.integrations.transformers.conventions import Convention
-
-if TYPE_CHECKING:  # shards asks `obstacles`, which reads what is here
-    from fused_rope_attn.integrations.transformers.shards import Shards
+from fused_rope_attn.distributed.groups import Group, group_named
+from fused_rope_attn.integrations.transformers.families import Convention
 
 # Attributes: the Patch of an attention module, the Decoder of a decoder with such modules, and the MaskMaker of a model
 # that makes its decoder's masks itself.
@@ -24,6 +22,18 @@ DECODER = "_fused_rope_decoder"
 MASK_MAKER = "_fused_rope_mask_maker"
 # Warn of a reason at its first forward pass, and again at every power of ten from this one on.
 _WARN_AGAIN = 100
+
+
+class Shards(NamedTuple):
+    """The ranks that share the sequences of a model. The group is stored by name, to be copied and pickled."""
+
+    group: Group
+    sharding: str
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The arguments for functions of ``fused_rope_attn.distributed``."""
+        return {"group": group_named(self.group.name).processes, "sharding": self.sharding}
 
 
 @dataclass(eq=False)

@@ -6,7 +6,7 @@ import transformers
 from packaging.version import Version
 
 from fused_rope_attn.integrations.transformers import batch as batches
-from fused_rope_attn.integrations.transformers import patch_model
+from fused_rope_attn.integrations.transformers import obstacles, patch_model
 from fused_rope_attn.integrations.transformers.batch import PLAIN, Batch, describe
 from fused_rope_attn.integrations.transformers.caches import tokens_seen
 from tests.support.hf_models import attentions_of, make_model
@@ -169,7 +169,7 @@ def test_rows_of_one_sequence_each_are_not_packed(llama, size):
 
 def test_sequences_in_a_graph(llama, monkeypatch):
     """Nobody can count them there: there is room for as many as there are tokens, of all rows."""
-    monkeypatch.setattr(batches, "is_blind", lambda x: True)
+    monkeypatch.setattr(obstacles, "is_blind", lambda x: True)
     ids = torch.tensor([[0, 1, 0, 1, 2], [0, 1, 2, 3, 4], [0, 0, 0, 0, 0]])
     batch = described(llama, 3, position_ids=ids)
     assert batch["cu_seqlens"] == [0, 2, 5, 10, 11, 12, 13, 14, *[15] * 8]

@@ -11,10 +11,10 @@ from transformers.generation.continuous_batching import continuous_api
 
 from fused_rope_attn.integrations.transformers import (
     attention,
-    batch,
+    obstacles,
+    paged,
     patch_model,
     patch_report,
-    serving,
     unpatch_model,
 )
 from fused_rope_attn.integrations.transformers.state import DECODER, state_of
@@ -121,7 +121,7 @@ def test_managers_of_patched_models(monkeypatch):
     assert model.config._attn_implementation == "eager"
     found = {facts for facts in made if facts[1]}
     # 23 + 14 tokens in pages of 16, and one more.
-    assert found == {(serving.PAGES, True, 4), (serving.PAGES, True, 0)}
+    assert found == {(obstacles.PAGES, True, 4), (obstacles.PAGES, True, 0)}
     assert made[0][1] is False
     # Something else in the model reads masks, or has attention that is not patched.
     state_of(model.model, DECODER).reads_masks = True
@@ -143,14 +143,14 @@ def test_other_calls_beside_a_manager():
     config = options_of()
     patch_model(model)
     with model.continuous_batching_context_manager(greedy, continuous_batching_config=config) as first:
-        assert model.config._attn_implementation == serving.PAGES
+        assert model.config._attn_implementation == obstacles.PAGES
         assert_close(model(tokens).logits, expected, 1e-5)
         second = model.init_continuous_batching(greedy, config)
         second.start()
         first.stop(block=True)
         assert model.config._attn_implementation == "eager"
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(batch, "obstacle_to_pages", lambda *args: "such a thing")
+            patch.setattr(paged, "obstacle_to_pages", lambda *args: "such a thing")
             second.add_requests([[1, 2, 3]])
             assert "such a thing is not served" in second.get_result(timeout=10).error
         second.destroy()
@@ -238,7 +238,7 @@ def test_what_takes_the_models_own_attention(name, change, reason, calls):
 def test_what_nobody_computes(monkeypatch):
     """Without masks the model's own attention is no way out: requests fail with the reason."""
     model, given = patch_model(make_model("llama")), prompts((5, 20))
-    monkeypatch.setattr(batch, "obstacle_to_pages", lambda *args: "such a thing")
+    monkeypatch.setattr(paged, "obstacle_to_pages", lambda *args: "such a thing")
     outputs = model.generate_batch(
         given, transformers.GenerationConfig(max_new_tokens=3, do_sample=False, eos_token_id=-1), options_of()
     )
@@ -260,9 +260,9 @@ def test_models_that_graphs_cannot_capture():
     """The pass has been computed before it is captured; nothing is captured from then on."""
     runner, seen = Runner(), []
     with pytest.warns(UserWarning, match="cannot be captured .a copy during capture.; it runs without"):
-        serving.Capture(runner)(seen.append, None, 1)
+        paged.Capture(runner)(seen.append, None, 1)
     assert seen == [1] and not runner.use_cuda_graph_varlen and not runner.use_cuda_graph_decode
     runner = Runner()
     with pytest.raises(ZeroDivisionError):
-        serving.Capture(runner)(lambda x: 1 // x, None, 0)
+        paged.Capture(runner)(lambda x: 1 // x, None, 0)
     assert runner.use_cuda_graph_decode

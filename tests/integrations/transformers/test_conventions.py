@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fused_rope_attn.integrations.transformers import conventions as on
+from fused_rope_attn.integrations.transformers import families as on
 
 
 @pytest.mark.parametrize(

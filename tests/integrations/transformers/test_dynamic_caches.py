@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers
 
-from fused_rope_attn.integrations.transformers import buffers, patch_model, rotations
+from fused_rope_attn.integrations.transformers import caches, patch_model, rotations
 from tests.support.hf_caches import make_cache, steps
 from tests.support.hf_models import make_ids, make_model
 from tests.support.hf_runs import assert_close
@@ -133,41 +133,41 @@ def test_nothing_outlives_its_pass(monkeypatch):
     assert all(x() is None for pair in tables for x in pair)
     layer = past.layers[1]
     # Only the layer has tensors in the buffers, so dropping them frees the memory.
-    assert not any(isinstance(x, torch.Tensor) for x in buffers._known[layer])
+    assert not any(isinstance(x, torch.Tensor) for x in caches._known[layer])
     keys = weakref.ref(layer.keys)
     layer.keys = layer.values = None
     gc.collect()
     assert keys() is None
-    known = len(buffers._known)
+    known = len(caches._known)
     del past, layer
     gc.collect()
-    assert len(buffers._known) < known
+    assert len(caches._known) < known
 
 
 def test_buffers_grow_by_a_fraction_of_their_rows():
     """By 16 rows at first, by an eighth at most twice over, and never by more than 256."""
     x = torch.zeros(2, 3, 1, 4, dtype=torch.float16)
     lengths = (0, 15, 16, 127, 128, 255, 256, 400, 1000, 1024, 3000, 5000)
-    shapes = [buffers.new_buffer(x, length).shape for length in lengths]
+    shapes = [caches.new_buffer(x, length).shape for length in lengths]
     assert [shape[2] for shape in shapes] == [16, 16, 32, 128, 160, 256, 320, 448, 1024, 1280, 3072, 5120]
     assert {(*shape[:2], shape[3]) for shape in shapes} == {(2, 3, 4)}
-    buffer = buffers.new_buffer(x, 20)
+    buffer = caches.new_buffer(x, 20)
     assert buffer.dtype is torch.float16 and buffer.is_contiguous()
-    first = buffers.first_rows(buffer, 20)
+    first = caches.first_rows(buffer, 20)
     assert first.shape == (2, 3, 20, 4) and first.stride() == buffer.stride() and first.data_ptr() == buffer.data_ptr()
 
 
 def test_a_room_is_used_to_its_last_row():
     layer = transformers.cache_utils.DynamicLayer()
     buffer, values = (torch.zeros(1, 1, 16, 2) for _ in range(2))
-    buffers.begin(layer, buffers.first_rows(buffer, 12), buffers.first_rows(values, 12), buffer)
+    caches.begin(layer, caches.first_rows(buffer, 12), caches.first_rows(values, 12), buffer)
     assert layer.is_initialized and layer.dtype is torch.float32 and layer.device == buffer.device
     for tokens, kept in ((1, True), (4, True), (5, False)):
-        keys, others = buffers.buffers_of(layer, tokens)
+        keys, others = caches.buffers_of(layer, tokens)
         assert (keys.data_ptr() == buffer.data_ptr()) is (others.data_ptr() == values.data_ptr()) is kept
         assert keys.shape == others.shape == ((1, 1, 16, 2) if kept else (1, 1, 32, 2))
     layer.values = layer.values.clone()  # one of the two is another's
-    keys, others = buffers.buffers_of(layer, 1)
+    keys, others = caches.buffers_of(layer, 1)
     assert keys.data_ptr() != buffer.data_ptr() and torch.equal(others[:, :, :12], layer.values)
 
 

@@ -6,7 +6,7 @@ import transformers
 
 from fused_rope_attn.integrations.transformers import patch_model
 from fused_rope_attn.integrations.transformers.attention import BATCH
-from fused_rope_attn.integrations.transformers.hooks import Preparation
+from fused_rope_attn.integrations.transformers.patch import Preparation
 from tests.support.hf_models import make_ids, make_model
 
 PADDING = torch.ones(2, 5, dtype=torch.int64)

@@ -11,7 +11,7 @@ from torch import nn
 
 from fused_rope_attn import apply_rope_qk
 from fused_rope_attn.integrations.transformers import patch_model, patch_report, unpatch_model
-from fused_rope_attn.integrations.transformers.norms import RMS_NORMS, head_norms, unfit_for
+from fused_rope_attn.integrations.transformers.rotations import RMS_NORMS, head_norms, unfit_for
 from tests.support.hf_models import MODELS, attentions_of, make_ids, make_model
 from tests.support.hf_runs import LENGTH, assert_close, assert_same, run
 from tests.support.internals import count_tables_that_turn_nothing

@@ -4,7 +4,7 @@ import pytest
 import torch
 import transformers
 
-from fused_rope_attn.integrations.transformers import dense, obstacles, patch_model, patch_report, unpatch_model
+from fused_rope_attn.integrations.transformers import obstacles, patch_model, patch_report, unpatch_model
 from tests.support.hf_models import make_ids
 from tests.support.hf_runs import assert_close, assert_same, run
 from tests.support.hf_vision_models import make_inputs, make_vision_model
@@ -36,8 +36,7 @@ def test_images_in_a_graph_take_the_own_forward(calls, monkeypatch):
     model, inputs = make_vision_model("gemma3"), make_inputs("gemma3")
     expected = model(**inputs).logits
     patch_model(model, unsupported="skip")
-    for module in (obstacles, dense):
-        monkeypatch.setattr(module, "is_blind", lambda x: True)
+    monkeypatch.setattr(obstacles, "is_blind", lambda x: True)
     with pytest.warns(UserWarning, match="made outside of the patched model"):
         assert_close(model(**inputs).logits, expected, 1e-6)
     assert not calls
