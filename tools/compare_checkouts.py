@@ -79,7 +79,8 @@ def parts_of(case: Call, package: ModuleType, backend: str = "auto", device: Any
 
     if "o" not in made.upstream:
         return {"forward": forward}
-    leaves = {name: given[name].detach().requires_grad_() for name in ("q", "k", "v")}
+    rows = [name for name in ("q", "k", "v", "q_nope", "q_rope", "k_nope", "k_rope") if name in given]
+    leaves = {name: given[name].detach().requires_grad_() for name in rows}
 
     def saving() -> tuple[torch.Tensor, ...]:
         return (outputs(call(**leaves))[0].detach(),)
