@@ -36,12 +36,6 @@ def common_unit(x: torch.Tensor) -> int:
     return unit if x.data_ptr() % 16 == 0 and all(stride % unit == 0 for stride in x.stride()[:3]) else 1
 
 
-def in_units(x: torch.Tensor, unit: int) -> tuple[int, int, int, int]:
-    """Return the strides that ``cache_view`` takes."""
-    batch, head, row, column = x.stride()
-    return batch // unit, head // unit, row // unit, column
-
-
 def scale_stride(scale: torch.Tensor | None) -> int | None:
     """Return the stride from one key head's scale to the next; 0 for one scale of all heads, None without scales."""
     return None if scale is None else 0 if scale.numel() == 1 else scale.stride(0)
@@ -52,22 +46,6 @@ def product_dtype(problem: Problem) -> tl.dtype | None:
     if not cache_of(problem).is_float8:
         return None
     return tl.float32 if problem.dtype is torch.float32 else tl.float16
-
-
-def cache_arguments(given: Any) -> dict[str, Any]:
-    """Return the kernels' arguments for the caches, their block table and their scales, for ``Launch``'s ``shared``."""
-    k_cache, v_cache, table = given.k_cache, given.v_cache, given.block_table
-    unit = min(common_unit(k_cache), common_unit(v_cache))
-    return {
-        "k_cache_strides": in_units(k_cache, unit),
-        "v_cache_strides": in_units(v_cache, unit),
-        "table_strides": None if table is None else table.stride(),
-        "k_scale_stride": scale_stride(given.k_scale),
-        "v_scale_stride": scale_stride(given.v_scale),
-        "num_pages": None if table is None else k_cache.shape[0],
-        "PAGE_SIZE": None if table is None else k_cache.shape[2],
-        "STRIDE_UNIT": unit,
-    }
 
 
 def cache_inputs(problem: Problem, tensors: StepTensors | Written, pad_d: int, is_wide: bool) -> Any:
@@ -96,9 +74,18 @@ def tile_alignment(page_size: int | None, block_n: int, by_page: bool) -> int:
     return page_size if by_page and block_n % page_size == 0 else 1
 
 
-def pointers(tensors: StepTensors | Written, **own: Any) -> dict[str, Any]:
-    """Return the tensors of a call by the kernels' names, and ``own``, for the ``shared`` of launches."""
-    return {f"{name}_ptr": x for name, x in tensors._asdict().items()} | own
+def step_inputs(problem: Problem, tensors: StepTensors, lengths: dict[str, Any], columns: tuple[int, bool]) -> Any:
+    """Return the ``StepInputs`` of a call. lengths: compile-time fields of ``Caches``; columns as ``cache_inputs``."""
+    return StepInputs.host(
+        q=arguments.view(tensors.q),
+        k=arguments.view(tensors.k),
+        v=arguments.view(tensors.v),
+        cache=cache_inputs(problem, tensors, *columns),
+        lengths=Caches.host(tensors.cache_seqlens, tensors.kv_starts, **lengths),
+        rotations=arguments.rotation_of(problem, tensors, inline=True),
+        scale=arguments.scale_of(problem),
+        format=RowFormat.host(problem.head_dim, *columns),
+    )
 
 
 class StepCall:
@@ -167,16 +154,7 @@ class StepCall:
         o = torch.empty_strided(q.shape, self.o_strides, dtype=q.dtype, device=q.device)
         lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
         given = {
-            "inputs": StepInputs.host(
-                q=arguments.view(q),
-                k=arguments.view(tensors.k),
-                v=arguments.view(tensors.v),
-                cache=cache_inputs(problem, tensors, *self.columns),
-                lengths=Caches.host(tensors.cache_seqlens, tensors.kv_starts, **self.tiles),
-                rotations=arguments.rotation_of(problem, tensors, inline=True),
-                scale=arguments.scale_of(problem),
-                format=RowFormat.host(problem.head_dim, *self.columns),
-            ),
+            "inputs": step_inputs(problem, tensors, self.tiles, self.columns),
             "outputs": StepOutputs.host(arguments.view(o), lse, tensors.sinks),
             "parts_ptr": torch.empty(self.workspace, dtype=torch.float32, device=q.device),
         }

@@ -10,6 +10,7 @@ import triton.language as tl
 
 from fused_rope_attn.attention.hopper.channels import channel_of, written_once
 from fused_rope_attn.attention.hopper.softmax import lagging_maximum, sum_quads
+from fused_rope_attn.generation.inputs import complete_step
 from fused_rope_attn.generation.ordered_scores import Part, copy_keys
 from fused_rope_attn.generation.ordered_tiles import (
     COPY_WARPS,
@@ -22,12 +23,9 @@ from fused_rope_attn.generation.ordered_tiles import (
 )
 from fused_rope_attn.generation.ordered_units import NUMBERS, quad_layout, query_positions, sums_layout
 from fused_rope_attn.generation.ordered_values import copy_values
-from fused_rope_attn.generation.pages import BlockTable
-from fused_rope_attn.generation.shares import Caches, cache_view
-from fused_rope_attn.kernels.masks import Window, window_of
-from fused_rope_attn.kernels.records import record
+from fused_rope_attn.kernels.masks import Window
+from fused_rope_attn.kernels.records import record, unpack
 from fused_rope_attn.kernels.schedule import let_next_launch_start, wait_for_previous_launch
-from fused_rope_attn.kernels.tiles import RowFormat
 from fused_rope_attn.runtime.triton_compat import (
     fence_async_shared,
     gl,
@@ -39,10 +37,10 @@ from fused_rope_attn.runtime.triton_compat import (
 
 
 @jit
-def copy_values_of_unit(walk, view, table, row_format, values, PDL: gl.constexpr):
+def copy_values_of_unit(walk, view, row_format, values, PDL: gl.constexpr):
     """Copy the values of a unit; the work of warps of their own."""
     wait_for_previous_launch(PDL)
-    copy_values(walk, view, table, row_format, 0, values, STEP=1)
+    copy_values(walk, view, row_format, 0, values, STEP=1)
 
 
 @jit
@@ -83,11 +81,11 @@ class Scoring:
 
 
 @jit
-def attend(walk, scoring, queries, keys, values, p_smem, weights, factors, total, o, sinks_ptr, HQ, NQ):
+def attend(walk, scoring, queries, keys, values, p_smem, weights, factors, total, outputs, HQ, NQ, D: gl.constexpr):
     """Multiply, weigh and add up all tiles of a unit, and write its output.
 
-    queries: a ``Channel`` of one (BLOCK_R, BLOCK_D); p_smem (2, BLOCK_R, BLOCK_N): the weights as operands; o: the
-    output's pointers and strides. A tile's scores are computed while the tile before it is weighed.
+    queries: a ``Channel`` of one (BLOCK_R, BLOCK_D); p_smem (2, BLOCK_R, BLOCK_N): the weights as operands; outputs:
+    ``StepOutputs``. A tile's scores are computed while the tile before it is weighed.
     """
     BLOCK_N: gl.constexpr = keys.buffer.shape[1]
     BLOCK_D: gl.constexpr = keys.buffer.shape[2]
@@ -143,31 +141,27 @@ def attend(walk, scoring, queries, keys, values, p_smem, weights, factors, total
     at_total = total.at(0)
     total.wait_full(at_total)
     row_sum = total.tile(at_total).load(ROW)
-    store_unit(walk, acc, row_max, row_sum, sinks_ptr, o[0], o[1], o[2], NQ, HQ, scoring.GROUP_SIZE, 0, o[3])
+    store_unit(walk, acc, row_max, row_sum, outputs, NQ, HQ, scoring.GROUP_SIZE, 0, D)
 
 
 @jit(do_not_specialize=NUMBERS)
 def attend_kernel(
-    rotated_ptr, k_cache_ptr, v_cache_ptr, cache_seqlens_ptr, kv_starts_ptr, sinks_ptr, block_table_ptr, o_ptr, lse_ptr,
-    k_cache_strides, v_cache_strides, table_strides, o_strides, qk_scale, cap_scale, window, B, HKV, HQ, GROUP_SIZE, NQ,
-    S, num_pages, D: gl.constexpr, R: gl.constexpr, BLOCK_R: gl.constexpr, BLOCK_N: gl.constexpr,
-    BLOCK_D: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr, INTERLEAVED: gl.constexpr,
-    APPENDS: gl.constexpr, STRIDE_UNIT: gl.constexpr, PAGE_SIZE: gl.constexpr, USE_INT64_OFFSETS: gl.constexpr,
-    PDL: gl.constexpr,
+    inputs, outputs, workspaces, B, HKV, GROUP_SIZE, NQ, S, num_pages, window_left, window_right,
+    BLOCK_R: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """Attend with one unit to all tiles of a cache of rotated keys. Grid: (units,).
 
-    rotated: of ``query_kernel``. o (B, HQ, NQ, D), lse (B, HQ, NQ) float32, and the others as in ``decode_kernel``.
-    WARPS: those that multiply.
+    The arguments are those of ``query_kernel``, and outputs: ``StepOutputs``. WARPS: those that multiply.
     """
     let_next_launch_start(PDL)
-    DTYPE: gl.constexpr = o_ptr.dtype.element_ty
-    caches = Caches(cache_seqlens_ptr, kv_starts_ptr, B, NQ, S, window[0], APPENDS, BLOCK_N, 1, 1, True, IN_ORDER=True)
-    row_format = RowFormat(D, BLOCK_D, USE_INT64_OFFSETS)
-    table = BlockTable(block_table_ptr, table_strides, PAGE_SIZE, num_pages)
-    walk = walk_of(gl.program_id(0), caches, table, window_of(window), HKV, GROUP_SIZE, 0, BLOCK_R)
-    k_view = cache_view(k_cache_ptr, k_cache_strides, STRIDE_UNIT, USE_INT64_OFFSETS)
-    v_view = cache_view(v_cache_ptr, v_cache_strides, STRIDE_UNIT, USE_INT64_OFFSETS)
+    inputs, outputs, workspaces = unpack((inputs, outputs, workspaces))
+    inputs = complete_step(inputs, B, NQ, S, num_pages, None, window_left, window_right)
+    DTYPE: gl.constexpr = inputs.q.ptr.dtype.element_ty
+    D: gl.constexpr = inputs.format.D
+    BLOCK_D: gl.constexpr = inputs.format.BLOCK_D
+    BLOCK_N: gl.constexpr = inputs.lengths.BLOCK_N
+    tables, scale, row_format = inputs.rotations.tables, inputs.scale, inputs.cache.format
+    walk = walk_of(gl.program_id(0), inputs, HKV, GROUP_SIZE, 0, BLOCK_R)
     TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, BLOCK_D], DTYPE)
     ROWS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_R, BLOCK_D], DTYPE)
     OPERAND: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_R, BLOCK_N], DTYPE)
@@ -186,18 +180,18 @@ def attend_kernel(
     queries.init(FILLS=32 * COPY_WARPS, RELEASES=1)
     weights.init(FILLS=1, RELEASES=32 * SUM_WARPS)
     total.init(FILLS=1, RELEASES=1)
-    scoring = Scoring(qk_scale, cap_scale, window_of(window), S, GROUP_SIZE, INTERLEAVED, WARPS)
-    o = (o_ptr, lse_ptr, o_strides, D)
+    scoring = Scoring(scale.qk_scale, scale.cap_scale, inputs.window, S, GROUP_SIZE, tables.INTERLEAVED, WARPS)
     # Copies from pages need the most. More query rows need the registers for products.
     ADD_REGISTERS: gl.constexpr = 56 if BLOCK_R <= 16 else 48
     ROW_REGISTERS: gl.constexpr = 104 if BLOCK_R <= 16 else 80
     gl.warp_specialize(
         [
-            (attend, (walk, scoring, queries, keys, values, p_smem, weights, factors, total, o, sinks_ptr, HQ, NQ)),
+            (attend, (walk, scoring, queries, keys, values, p_smem, weights, factors, total, outputs, HKV * GROUP_SIZE,
+                      NQ, D)),
             (add_up_weights, (walk, weights, factors, total)),
-            (copy_keys, (walk, Part(0, 1, walk.tiles), k_view, table, rotated_ptr, queries, keys, row_format, R,
-                         INTERLEAVED, PDL)),
-            (copy_values_of_unit, (walk, v_view, table, row_format, values, PDL)),
+            (copy_keys, (walk, Part(0, 1, walk.tiles), inputs.cache.k, workspaces.rotated_ptr, queries, keys,
+                         row_format, tables.R, tables.INTERLEAVED, PDL)),
+            (copy_values_of_unit, (walk, inputs.cache.v, row_format, values, PDL)),
         ],
         [SUM_WARPS, COPY_WARPS, COPY_WARPS],
         [ADD_REGISTERS, ROW_REGISTERS, ROW_REGISTERS],

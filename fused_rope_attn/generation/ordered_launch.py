@@ -1,16 +1,18 @@
+# mypy: disable-error-code="attr-defined, arg-type"
 """Launches of a generation step that gives the bits of the sm_90 forward; the kernels say how."""
 
 from __future__ import annotations
 
 import torch
 
-from fused_rope_attn.attention.arguments import shared_arguments
+from fused_rope_attn.attention import arguments
 from fused_rope_attn.attention.problem import Problem
 from fused_rope_attn.generation.configs import DECODE_ROWS, OrderedConfig
-from fused_rope_attn.generation.launch import WriteCall, cache_arguments, common_unit, pointers
+from fused_rope_attn.generation.inputs import StepOutputs
+from fused_rope_attn.generation.launch import WriteCall, common_unit, step_inputs
 from fused_rope_attn.generation.ordered_attend import attend_kernel
 from fused_rope_attn.generation.ordered_scores import score_kernel
-from fused_rope_attn.generation.ordered_units import query_kernel
+from fused_rope_attn.generation.ordered_units import Workspaces, query_kernel
 from fused_rope_attn.generation.ordered_values import value_kernel
 from fused_rope_attn.generation.problem import StepTensors, Written, cache_of
 from fused_rope_attn.runtime import device
@@ -48,29 +50,28 @@ class OrderedCall:
         self.write = WriteCall(problem, fill(Written, given._asdict()), pdl=True) if cache.appends else None
         # With more rows the sums of wide heads take more registers than a thread has.
         self.is_whole = units >= config.least_units and block_r <= 32
-        of_cache = cache_arguments(given)
-        shared = shared_arguments(problem, given.cos, given.sin) | of_cache
-        shared |= {
+        self.problem = problem
+        self.lengths = {"HAS_NEW_KEYS": cache.appends, "BLOCK_N": block_n, "IN_ORDER": True}
+        is_wide = is_long(q.stride(), given.k_cache.stride(), v_cache.stride(), self.o_strides)
+        self.columns = pad_d, is_wide
+        # Those of a unit's scores, and as many of its values if there are enough columns.
+        self.most_programs = config.programs
+        programs = min(max(1, config.programs // units), config.programs_of_head, most_tiles)
+        shared = arguments.numbers_of(problem) | {
             "B": problem.batch,
             "S": problem.len_k,
+            "num_pages": None if given.block_table is None else given.k_cache.shape[0],
+            "position_limit": given.cos.shape[-2],
             "most_tiles": most_tiles,
+            "programs": programs,
             "BLOCK_R": block_r,
-            "BLOCK_N": block_n,
-            "BLOCK_D": pad_d,
-            "APPENDS": cache.appends,
             "PDL": True,
-            "o_strides": self.o_strides,
-            "USE_INT64_OFFSETS": is_long(q.stride(), given.k_cache.stride(), v_cache.stride(), self.o_strides),
         }
         asserts = {} if given.block_table is None else {"debug": True}
         overlaps = {"launch_pdl": True}
         # It may overlap with the write alone: other launches before it may have made its inputs.
         options = {"num_warps": 4, **asserts, **(overlaps if cache.appends else {})}
-        # Those of a unit's scores, and as many of its values if there are enough columns.
-        self.most_programs = config.programs
-        programs = min(max(1, config.programs // units), config.programs_of_head, most_tiles)
-        shared |= {"programs": programs, "MOST_PROGRAMS": config.programs}
-        queries = Launch(query_kernel, units, options, shared, q_strides=q.stride())
+        queries = Launch(query_kernel, units, options, shared)
         if self.is_whole:
             stage = 2 * block_n * pad_d * q.element_size()
             stages = min(config.most_stages, (220 * 1024 - 12 * block_r * block_n - 2 * block_r * pad_d) // stage)
@@ -101,7 +102,7 @@ class OrderedCall:
         self.launches = (queries, score, add)
 
     def __call__(self, flat: tuple) -> tuple[torch.Tensor, torch.Tensor]:
-        tensors = StepTensors(*flat)
+        tensors, problem = StepTensors(*flat), self.problem
         q = tensors.q
         stream = device.current_stream(q.device)
         if self.write is not None:
@@ -112,14 +113,15 @@ class OrderedCall:
         def workspace(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
             return torch.empty(shape, dtype=dtype, device=q.device)
 
-        given = pointers(tensors, o_ptr=o, lse_ptr=lse, rotated_ptr=workspace(*self.rotated_shape, dtype=q.dtype))
-        given["progress_ptr"] = None
+        rotated, scores, maxima, progress = workspace(*self.rotated_shape, dtype=q.dtype), None, None, None
         if not self.is_whole:
-            given |= {
-                "scores_ptr": workspace(*self.tiles_shape, self.block_n),
-                "maxima_ptr": workspace(*self.tiles_shape),
-                "progress_ptr": workspace(self.tiles_shape[0], self.most_programs, dtype=torch.int32),
-            }
+            scores, maxima = workspace(*self.tiles_shape, self.block_n), workspace(*self.tiles_shape)
+            progress = workspace(self.tiles_shape[0], self.most_programs, dtype=torch.int32)
+        given = {
+            "inputs": step_inputs(problem, tensors, self.lengths, self.columns),
+            "outputs": StepOutputs.host(arguments.view(o), lse, tensors.sinks),
+            "workspaces": Workspaces.host(rotated, scores, maxima, progress, MOST_PROGRAMS=self.most_programs),
+        }
         for launch in self.launches:
             launch(stream, given)
         return o, lse

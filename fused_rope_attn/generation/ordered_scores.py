@@ -6,6 +6,7 @@ finished, so that ``ordered_values`` can follow.
 """
 
 from fused_rope_attn.attention.hopper.channels import channel_of, written_once
+from fused_rope_attn.generation.inputs import complete_step
 from fused_rope_attn.generation.ordered_tiles import (
     COPY_REGISTERS,
     COPY_WARPS,
@@ -22,12 +23,8 @@ from fused_rope_attn.generation.ordered_tiles import (
     walk_of,
 )
 from fused_rope_attn.generation.ordered_units import NUMBERS, query_positions
-from fused_rope_attn.generation.pages import BlockTable
-from fused_rope_attn.generation.shares import Caches, cache_view
-from fused_rope_attn.kernels.masks import window_of
-from fused_rope_attn.kernels.records import record
+from fused_rope_attn.kernels.records import record, unpack
 from fused_rope_attn.kernels.schedule import let_next_launch_start, wait_for_previous_launch
-from fused_rope_attn.kernels.tiles import RowFormat
 from fused_rope_attn.runtime.triton_compat import (
     async_copy,
     barrier,
@@ -53,11 +50,11 @@ class Part:
 
 @jit
 def copy_keys(
-    walk, part, view, table, rotated_ptr, queries, keys, row_format, R: gl.constexpr, INTERLEAVED: gl.constexpr,
+    walk, part, view, rotated_ptr, queries, keys, row_format, R: gl.constexpr, INTERLEAVED: gl.constexpr,
     PDL: gl.constexpr,
 ):  # fmt: skip
     """Copy the queries of a unit and the keys of a part; the work of warps of their own."""
-    source = key_source(view, table, walk, row_format, R, INTERLEAVED)
+    source = key_source(view, walk, row_format, R, INTERLEAVED)
     wait_for_previous_launch(PDL)
     # The next launch reads what the previous one has cleared.
     let_next_launch_start(PDL)
@@ -138,26 +135,23 @@ def multiply_keys(
 
 @jit(do_not_specialize=NUMBERS)
 def score_kernel(
-    rotated_ptr, k_cache_ptr, cache_seqlens_ptr, kv_starts_ptr, block_table_ptr, scores_ptr, maxima_ptr, progress_ptr,
-    k_cache_strides, table_strides, cap_scale, window, B, HKV, GROUP_SIZE, NQ, S, num_pages, most_tiles, programs,
-    D: gl.constexpr, R: gl.constexpr, BLOCK_R: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr,
-    STAGES: gl.constexpr, MOST_PROGRAMS: gl.constexpr, INTERLEAVED: gl.constexpr, APPENDS: gl.constexpr,
-    STRIDE_UNIT: gl.constexpr, PAGE_SIZE: gl.constexpr, USE_INT64_OFFSETS: gl.constexpr, PDL: gl.constexpr,
+    inputs, workspaces, B, HKV, GROUP_SIZE, NQ, S, num_pages, window_left, window_right, most_tiles, programs,
+    BLOCK_R: gl.constexpr, STAGES: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """Compute the scores of every ``programs``-th tile of one unit, and their maxima. Grid: (units * programs,).
 
-    scores (units, most_tiles, rows, BLOCK_N) and maxima (units, most_tiles, rows) float32: capped, -inf where a query
-    does not see the key; rows is NQ * GROUP_SIZE, or BLOCK_R if this is less. progress (units, MOST_PROGRAMS) int32,
-    zeros: counts the finished tiles of each program. The others as in ``attend_kernel``.
+    The arguments are those of ``query_kernel``. Scores are capped, and -inf where a query does not see the key; a tile
+    has NQ * GROUP_SIZE rows, or BLOCK_R if this is less. progress counts the finished tiles of each program.
     """
-    DTYPE: gl.constexpr = rotated_ptr.dtype.element_ty
-    caches = Caches(cache_seqlens_ptr, kv_starts_ptr, B, NQ, S, window[0], APPENDS, BLOCK_N, 1, 1, True, IN_ORDER=True)
-    table = BlockTable(block_table_ptr, table_strides, PAGE_SIZE, num_pages)
+    inputs, workspaces = unpack((inputs, workspaces))
+    inputs = complete_step(inputs, B, NQ, S, num_pages, None, window_left, window_right)
+    DTYPE: gl.constexpr = inputs.q.ptr.dtype.element_ty
+    BLOCK_N: gl.constexpr = inputs.lengths.BLOCK_N
+    BLOCK_D: gl.constexpr = inputs.format.BLOCK_D
+    tables, cap_scale = inputs.rotations.tables, inputs.scale.cap_scale
     number, first = gl.program_id(0) // programs, gl.program_id(0) % programs
-    walk = walk_of(number, caches, table, window_of(window), HKV, GROUP_SIZE, most_tiles, BLOCK_R)
+    walk = walk_of(number, inputs, HKV, GROUP_SIZE, most_tiles, BLOCK_R)
     part = Part(first, programs, (walk.tiles - first + programs - 1) // programs)
-    view = cache_view(k_cache_ptr, k_cache_strides, STRIDE_UNIT, USE_INT64_OFFSETS)
-    row_format = RowFormat(D, BLOCK_D, USE_INT64_OFFSETS)
     TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, BLOCK_D], DTYPE)
     ROWS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_R, BLOCK_D], DTYPE)
     keys = channel_of(gl.allocate_shared_memory(DTYPE, [STAGES, BLOCK_N, BLOCK_D], TILE), STAGES)
@@ -167,13 +161,14 @@ def score_kernel(
     keys.init(FILLS=32 * COPY_WARPS, RELEASES=128)
     queries.init(FILLS=32 * COPY_WARPS, RELEASES=1)
     partials.init(FILLS=1, RELEASES=32)
-    progress = progress_ptr + number * MOST_PROGRAMS + first
+    progress = workspaces.progress_ptr + number * workspaces.MOST_PROGRAMS + first
     gl.warp_specialize(
         [
-            (multiply_keys, (walk, part, queries, keys, partials, scores_ptr, cap_scale, window_of(window), GROUP_SIZE,
-                             S, INTERLEAVED)),
-            (copy_keys, (walk, part, view, table, rotated_ptr, queries, keys, row_format, R, INTERLEAVED, PDL)),
-            (announce_scores, (walk, part, maxima_ptr, progress, partials)),
+            (multiply_keys, (walk, part, queries, keys, partials, workspaces.scores_ptr, cap_scale, inputs.window,
+                             GROUP_SIZE, S, tables.INTERLEAVED)),
+            (copy_keys, (walk, part, inputs.cache.k, workspaces.rotated_ptr, queries, keys, inputs.cache.format,
+                         tables.R, tables.INTERLEAVED, PDL)),
+            (announce_scores, (walk, part, workspaces.maxima_ptr, progress, partials)),
         ],
         [COPY_WARPS, 1],
         [COPY_REGISTERS, SUM_REGISTERS],

@@ -138,28 +138,29 @@ class Walk:
 
 
 @jit
-def walk_of(number, caches, table, window, HKV, GROUP_SIZE, most_tiles, BLOCK_R: gl.constexpr):
-    """Return the ``Walk`` of unit ``number``."""
-    rows = caches.NQ * GROUP_SIZE
+def walk_of(number, inputs, HKV, GROUP_SIZE, most_tiles, BLOCK_R: gl.constexpr):
+    """Return the ``Walk`` of unit ``number`` of complete ``StepInputs``."""
+    lengths, window, table = inputs.lengths, inputs.window, inputs.cache.table
+    rows = lengths.NQ * GROUP_SIZE
     row_blocks = (rows + BLOCK_R - 1) // BLOCK_R
     units = HKV * row_blocks
     unit = unit_of(number // units, number % units, row_blocks, HKV, rows, BLOCK_R)
-    keys = cached_keys(caches, unit.sequence)
-    tiles = count_key_tiles(keys, caches.BLOCK_N)
+    keys = cached_keys(lengths, unit.sequence)
+    tiles = count_key_tiles(keys, lengths.BLOCK_N)
     pages = None
-    if table.ptr is not None:
+    if table is not None:
         pages = sequence_pages(table, gl.to_tensor(unit.sequence).to(gl.int64), 0, 0)
     first_tile = gl.to_tensor(number).to(gl.int64) * most_tiles + tiles - 1
-    last = keys.first_tile + (tiles - 1) * caches.BLOCK_N
-    first_position, last_position = keys.q_offset, keys.q_offset + caches.NQ - 1
+    last = keys.first_tile + (tiles - 1) * lengths.BLOCK_N
+    first_position, last_position = keys.q_offset, keys.q_offset + lengths.NQ - 1
     seen_from, seen_until = keys.first_key, keys.num_keys
     if window.left is not None:
         seen_from = gl.maximum(seen_from, last_position - window.left)
     if window.right is not None:
         seen_until = gl.minimum(seen_until, first_position + window.right + 1)
-    seen_until = gl.where((first_position >= 0) & (last_position < caches.S), seen_until, 0)
+    seen_until = gl.where((first_position >= 0) & (last_position < lengths.S), seen_until, 0)
     stored = gl.minimum(rows, BLOCK_R)
-    return Walk(unit, keys, tiles, pages, first_tile, stored, last, seen_from, seen_until, caches.BLOCK_N)
+    return Walk(unit, keys, tiles, pages, first_tile, stored, last, seen_from, seen_until, lengths.BLOCK_N)
 
 
 @record
@@ -182,9 +183,9 @@ def rows_in_pages(walk, start, offs):
 
 
 @jit
-def source_of(view, table, walk, row_format, columns, exists, LAYOUT: gl.constexpr, IS_WHOLE: gl.constexpr):
+def source_of(view, walk, row_format, columns, exists, LAYOUT: gl.constexpr, IS_WHOLE: gl.constexpr):
     """Return the ``Source`` of a walk's unit."""
-    cached = rows_of_cache(view, table, walk.unit, walk.keys, row_format)
+    cached = rows_of_cache(view, walk, row_format)
     offs = gl.arange(0, walk.BLOCK_N, gl.SliceLayout(1, LAYOUT))
     if walk.pages is not None:
         offs = rows_in_pages(walk, walk.last, offs)
@@ -193,27 +194,27 @@ def source_of(view, table, walk, row_format, columns, exists, LAYOUT: gl.constex
 
 
 @jit
-def key_source(view, table, walk, row_format, R: gl.constexpr, INTERLEAVED: gl.constexpr):
+def key_source(view, walk, row_format, R: gl.constexpr, INTERLEAVED: gl.constexpr):
     """Return the ``Source`` of rotated keys for ``key_operand``."""
     D: gl.constexpr = row_format.D
     BLOCK_D: gl.constexpr = row_format.BLOCK_D
     COPY: gl.constexpr = copy_layout(walk.BLOCK_N, BLOCK_D, COPY_WARPS)
     if INTERLEAVED:
         columns = gl.arange(0, BLOCK_D, gl.SliceLayout(0, COPY))
-        return source_of(view, table, walk, row_format, columns, columns < D, COPY, D == BLOCK_D)
+        return source_of(view, walk, row_format, columns, columns < D, COPY, D == BLOCK_D)
     else:
         columns, exists = member_columns(BLOCK_D, D, R, COPY)
-        return source_of(view, table, walk, row_format, columns, exists, COPY, D == BLOCK_D)
+        return source_of(view, walk, row_format, columns, exists, COPY, D == BLOCK_D)
 
 
 @jit
-def value_source(view, table, walk, row_format, first):
+def value_source(view, walk, row_format, first):
     """Return the ``Source`` of values, of as many columns as the format's BLOCK_D from ``first`` on."""
     D: gl.constexpr = row_format.D
     BLOCK_D: gl.constexpr = row_format.BLOCK_D
     COPY: gl.constexpr = copy_layout(walk.BLOCK_N, BLOCK_D, COPY_WARPS)
     columns = first + gl.arange(0, BLOCK_D, gl.SliceLayout(0, COPY))
-    return source_of(view, table, walk, row_format, columns, columns < D, COPY, D % BLOCK_D == 0)
+    return source_of(view, walk, row_format, columns, columns < D, COPY, D % BLOCK_D == 0)
 
 
 @jit
@@ -281,10 +282,10 @@ def copy_queries(rotated_ptr, number, q_smem, WARPS: gl.constexpr):
 
 
 @jit
-def store_unit(walk, acc, row_max, row_sum, sinks_ptr, o_ptr, lse_ptr, o_strides, NQ, HQ, GROUP_SIZE, column, end):
+def store_unit(walk, acc, row_max, row_sum, outputs, NQ, HQ, GROUP_SIZE, column, end):
     """Write the output of a unit, acc (columns, BLOCK_R) of columns from ``column`` on before ``end``, and its lse.
 
-    row_max, in base 2, and row_sum (BLOCK_R,): as the sm_90 forward leaves them.
+    outputs: ``StepOutputs``. row_max, in base 2, and row_sum (BLOCK_R,): as the sm_90 forward leaves them.
     """
     LAYOUT: gl.constexpr = acc.type.layout
     ROW: gl.constexpr = gl.SliceLayout(0, LAYOUT)
@@ -295,18 +296,19 @@ def store_unit(walk, acc, row_max, row_sum, sinks_ptr, o_ptr, lse_ptr, o_strides
     tokens, heads = row // GROUP_SIZE, unit.head_kv * GROUP_SIZE + row % GROUP_SIZE
     exists = offs < unit.num_rows
     sink = None
-    if sinks_ptr is not None:
-        sink = gl.load(sinks_ptr + heads, mask=exists, other=0.0).to(gl.float32) * LOG2E
+    if outputs.sinks_ptr is not None:
+        sink = gl.load(outputs.sinks_ptr + heads, mask=exists, other=0.0).to(gl.float32) * LOG2E
     seen, row_max, divisor, weight = finish_sums(row_max, row_sum, sink)
     factor = gl.where(seen, weight / divisor, 0.0)
-    o = gl.where(seen[None, :], acc * factor[None, :], 0.0).to(o_ptr.dtype.element_ty)
+    o = gl.where(seen[None, :], acc * factor[None, :], 0.0).to(outputs.o.ptr.dtype.element_ty)
     columns = column + gl.arange(0, acc.shape[0], gl.SliceLayout(1, LAYOUT))
     batch = gl.to_tensor(unit.sequence).to(gl.int64)
+    o_strides = outputs.o.strides
     rows = batch * o_strides[0] + heads.to(gl.int64) * o_strides[1] + tokens.to(gl.int64) * o_strides[2]
-    at = o_ptr + rows[None, :] + columns[:, None] * o_strides[3]
+    at = outputs.o.ptr + rows[None, :] + columns[:, None] * o_strides[3]
     gl.store(at, o, mask=exists[None, :] & (columns < end)[:, None])
     if column == 0:
-        gl.store(lse_ptr + (batch * HQ + heads) * NQ + tokens, log_sum_exp(seen, row_max, divisor), mask=exists)
+        gl.store(outputs.lse_ptr + (batch * HQ + heads) * NQ + tokens, log_sum_exp(seen, row_max, divisor), mask=exists)
 
 
 @jit

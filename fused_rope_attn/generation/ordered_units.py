@@ -21,18 +21,15 @@ import triton
 import triton.language as tl
 from triton import constexpr_function
 
-from fused_rope_attn.generation.inputs import QueryRows, rows_of_queries
-from fused_rope_attn.generation.pages import BlockTable, assert_in_pool, page_entries, sequence_pages
-from fused_rope_attn.generation.shares import Caches, cached_keys
-from fused_rope_attn.kernels.norm import Norm
-from fused_rope_attn.kernels.records import record
-from fused_rope_attn.kernels.rotation import RotaryTables, head_rotation, load_rotated, pair_columns
-from fused_rope_attn.kernels.schedule import let_next_launch_start, wait_for_previous_launch
-from fused_rope_attn.kernels.tiles import Origin, RowFormat, Rows, TensorView, head_rows, tile_range
+from fused_rope_attn.generation import pages as paging
+from fused_rope_attn.generation.inputs import QueryRows, complete_step, rows_of_queries
+from fused_rope_attn.generation.shares import cached_keys
+from fused_rope_attn.kernels import rotation, schedule, tiles
+from fused_rope_attn.kernels.records import record, unpack
 from fused_rope_attn.runtime.triton_compat import gl
 
 # The parameters that Triton must not specialise on.
-NUMBERS = "window programs B HKV GROUP_SIZE NQ S num_pages position_limit most_tiles".split()
+NUMBERS = "window_left window_right programs B HKV GROUP_SIZE NQ S num_pages position_limit most_tiles".split()
 
 
 @constexpr_function
@@ -64,9 +61,8 @@ def sums_layout(rows, warps):
 class CachedRows:
     """The cached rows of one key head of one sequence, keys or values; in pages, those of page 0 of the pool."""
 
-    rows: Rows
+    rows: tiles.Rows
     page_stride: tl.tensor
-    table: BlockTable
 
 
 @record
@@ -98,15 +94,30 @@ def query_rows(unit, GROUP_SIZE):
     return QueryRows(tl.cast(unit.sequence, tl.int64), heads, row // GROUP_SIZE, offs, unit.num_rows)
 
 
+@record
+class Workspaces:
+    """Buffers of an ordered step; the last three are None if ``attend_kernel`` does the rest.
+
+    rotated (units, BLOCK_R, BLOCK_D): of ``query_kernel``. scores (units, most_tiles, rows, BLOCK_N) and maxima (units,
+    most_tiles, rows) float32, and progress (units, MOST_PROGRAMS) int32: of ``score_kernel``.
+    """
+
+    rotated_ptr: tl.tensor
+    scores_ptr: tl.tensor | None
+    maxima_ptr: tl.tensor | None
+    progress_ptr: tl.tensor | None
+    MOST_PROGRAMS: tl.constexpr
+
+
 @triton.jit
-def rows_of_cache(view, table, unit, keys, format):
-    """Return the ``CachedRows`` of a unit's key head; keys: ``CachedKeys`` of its sequence."""
-    batch = tl.cast(unit.sequence, tl.int64)
-    if table.ptr is not None:
+def rows_of_cache(view, walk, format):
+    """Return the ``CachedRows`` of the key head of a ``Walk``'s unit in a ``TensorView``."""
+    batch = tl.cast(walk.unit.sequence, tl.int64)
+    if walk.pages is not None:
         batch *= 0  # the pool
-    origin = Origin(batch=batch, head=tl.cast(unit.head_kv, tl.int64), row=0)
-    rows = head_rows(view, origin, keys.num_keys, format, keys.first_key)
-    return CachedRows(rows, view.strides[0], table)
+    origin = tiles.Origin(batch=batch, head=tl.cast(walk.unit.head_kv, tl.int64), row=0)
+    rows = tiles.head_rows(view, origin, walk.keys.num_keys, format, walk.keys.first_key)
+    return CachedRows(rows, tiles.row_stride(view.strides[0], view.ptr, format.ALIGNED))
 
 
 @triton.jit
@@ -114,7 +125,7 @@ def look_up(pages, keys, start, offs):
     """Return ``page_entries`` of the tile ``start + offs``; for rows before the first key that is seen, where pages may
     be gone, that of this key's page. They are in the pool, even if an assertion is about to stop the call."""
     positions = tl.cast(tl.maximum(start + offs, keys.first_key), tl.uint32, bitcast=True)
-    entries = page_entries(pages, positions, tl.cast(keys.num_keys, tl.uint32, bitcast=True))
+    entries = paging.page_entries(pages, positions, tl.cast(keys.num_keys, tl.uint32, bitcast=True))
     return tl.minimum(entries, tl.cast(pages.num_pages - 1, tl.uint32, bitcast=True))
 
 
@@ -128,12 +139,12 @@ def group_pairs(x):
 @triton.jit
 def member_columns(BLOCK_D: tl.constexpr, D: tl.constexpr, R: tl.constexpr, LAYOUT: tl.constexpr):
     """Return the columns in memory of the half layout, all first members before the second ones, and which exist."""
-    offs = tile_range(BLOCK_D, 1, LAYOUT)
+    offs = tiles.tile_range(BLOCK_D, 1, LAYOUT)
     if D == BLOCK_D and R == D:
         return offs, offs < D
     else:
         pairs = offs % (BLOCK_D // 2)
-        first, second = pair_columns(pairs, D, R)
+        first, second = rotation.pair_columns(pairs, D, R)
         RUN: tl.constexpr = min(8, ((R // 2) | (D // 2)) & -((R // 2) | (D // 2)))
         columns = tl.where(offs < BLOCK_D // 2, first, second)
         return tl.max_contiguous(tl.multiple_of(columns, RUN), RUN), pairs < D // 2
@@ -148,50 +159,50 @@ def query_positions(keys, unit, offs, GROUP_SIZE, S):
 
 @triton.jit(do_not_specialize=NUMBERS)
 def query_kernel(
-    q_ptr, cos_ptr, sin_ptr, cache_seqlens_ptr, kv_starts_ptr, block_table_ptr, q_norm_ptr, rotated_ptr, progress_ptr,
-    q_strides, cos_strides, sin_strides, table_strides, q_sign, norm_eps, norm_offset, window, B, HKV, GROUP_SIZE, NQ,
-    S, num_pages, position_limit, D: tl.constexpr, R: tl.constexpr, BLOCK_R: tl.constexpr, MOST_PROGRAMS: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, INTERLEAVED: tl.constexpr, APPENDS: tl.constexpr,
-    PAGE_SIZE: tl.constexpr, USE_INT64_OFFSETS: tl.constexpr, PDL: tl.constexpr,
+    inputs, workspaces, B, HKV, GROUP_SIZE, NQ, S, num_pages, position_limit, window_left, window_right,
+    BLOCK_R: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Norm and rotate the queries of one unit, and check that its pages are in the pool. Grid: (units,).
 
-    rotated (units, BLOCK_R, BLOCK_D) in q's dtype, in the order of ``group_pairs``, or interleaved ones in that of
-    memory; rows that do not exist are 0. progress (units, MOST_PROGRAMS) int32, or None: becomes zeros
-    (``score_kernel``).
+    inputs: ``StepInputs``, with lengths IN_ORDER; workspaces: ``Workspaces``. rotated gets q's dtype, in the order of
+    ``group_pairs``, or interleaved ones in that of memory; rows that do not exist are 0. progress becomes zeros.
     """
-    let_next_launch_start(PDL)
-    caches = Caches(cache_seqlens_ptr, kv_starts_ptr, B, NQ, S, window[0], APPENDS, BLOCK_N, 1, 1, True, IN_ORDER=True)
+    schedule.let_next_launch_start(PDL)
+    inputs, workspaces = unpack((inputs, workspaces))
+    inputs = complete_step(inputs, B, NQ, S, num_pages, position_limit, window_left, window_right)
+    BLOCK_D: tl.constexpr = inputs.format.BLOCK_D
     rows = NQ * GROUP_SIZE
     row_blocks = tl.cdiv(rows, BLOCK_R)
     units = HKV * row_blocks
     number = tl.program_id(0)
     unit = unit_of(number // units, number % units, row_blocks, HKV, rows, BLOCK_R)
-    keys = cached_keys(caches, unit.sequence)
+    keys = cached_keys(inputs.lengths, unit.sequence)
     q_rows = query_rows(unit, GROUP_SIZE)
     positions = query_positions(keys, unit, q_rows.offs_m, GROUP_SIZE, S)
-    if block_table_ptr is not None:
+    table = inputs.cache.table
+    if table is not None:
         # The units of a sequence share its pages.
-        table = BlockTable(block_table_ptr, table_strides, PAGE_SIZE, num_pages)
-        pages = sequence_pages(table, q_rows.batch, 0, 0)
+        pages = paging.sequence_pages(table, q_rows.batch, 0, 0)
+        PAGE_SIZE: tl.constexpr = table.PAGE_SIZE
         PAGES: tl.constexpr = 512
         first_page = keys.first_key // PAGE_SIZE + number % units * PAGES
         highest = tl.zeros((PAGES,), tl.uint32)
         for start in range(first_page * PAGE_SIZE, keys.num_keys, units * PAGES * PAGE_SIZE):
             first_rows = start + tl.arange(0, PAGES) * PAGE_SIZE
-            highest = tl.maximum(highest, page_entries(pages, first_rows, keys.num_keys))
-        assert_in_pool(highest, pages)
-    if progress_ptr is not None:
+            highest = tl.maximum(highest, paging.page_entries(pages, first_rows, keys.num_keys))
+        paging.assert_in_pool(highest, pages)
+    if workspaces.progress_ptr is not None:
+        MOST_PROGRAMS: tl.constexpr = workspaces.MOST_PROGRAMS
         program = tl.arange(0, MOST_PROGRAMS)
-        tl.store(progress_ptr + number * MOST_PROGRAMS + program, tl.zeros((MOST_PROGRAMS,), tl.int32))
-    q_norm = Norm(q_norm_ptr, norm_eps, norm_offset, D) if q_norm_ptr is not None else None
-    tables = RotaryTables(cos_ptr, sin_ptr, cos_strides, sin_strides, R, INTERLEAVED)
-    rotation = head_rotation(tables, q_rows.batch, position_limit, q_norm)
-    rows = rows_of_queries(TensorView(q_ptr, q_strides), q_rows, RowFormat(D, BLOCK_D, USE_INT64_OFFSETS))
-    q = load_rotated(rows, q_rows.offs_m, rotation, positions - q_rows.offs_m, q_sign)
-    if not INTERLEAVED:
+        zeros = tl.zeros((MOST_PROGRAMS,), tl.int32)
+        tl.store(workspaces.progress_ptr + number * MOST_PROGRAMS + program, zeros)
+    rotations = inputs.rotations
+    of_sequence = rotation.head_rotation(rotations.tables, q_rows.batch, position_limit, rotations.q_norm)
+    rows = rows_of_queries(inputs.q, q_rows, inputs.format)
+    q = rotation.load_rotated(rows, q_rows.offs_m, of_sequence, positions - q_rows.offs_m, rotations.q_sign)
+    if not rotations.tables.INTERLEAVED:
         q = group_pairs(q)
-    at = rotated_ptr + (tl.cast(number, tl.int64) * BLOCK_R + q_rows.offs_m)[:, None] * BLOCK_D
+    at = workspaces.rotated_ptr + (tl.cast(number, tl.int64) * BLOCK_R + q_rows.offs_m)[:, None] * BLOCK_D
     tl.store(at + tl.arange(0, BLOCK_D)[None, :], q)
     # The next launch waits for this one, and so for the new tokens, which are being written.
-    wait_for_previous_launch(PDL)
+    schedule.wait_for_previous_launch(PDL)

@@ -9,6 +9,7 @@ little else.
 
 from fused_rope_attn.attention.hopper.channels import channel_of, written_once
 from fused_rope_attn.attention.hopper.softmax import lagging_maximum, sum_quads
+from fused_rope_attn.generation.inputs import complete_step
 from fused_rope_attn.generation.ordered_tiles import (
     COPY_REGISTERS,
     COPY_WARPS,
@@ -23,12 +24,8 @@ from fused_rope_attn.generation.ordered_tiles import (
     walk_of,
 )
 from fused_rope_attn.generation.ordered_units import NUMBERS, quad_layout, sums_layout
-from fused_rope_attn.generation.pages import BlockTable
-from fused_rope_attn.generation.shares import Caches, cache_view
-from fused_rope_attn.kernels.masks import window_of
-from fused_rope_attn.kernels.records import record
+from fused_rope_attn.kernels.records import record, replace, unpack
 from fused_rope_attn.kernels.schedule import let_next_launch_start, load_acquired, pause, wait_for_previous_launch
-from fused_rope_attn.kernels.tiles import RowFormat
 from fused_rope_attn.runtime.triton_compat import (
     async_copy,
     async_load,
@@ -180,9 +177,9 @@ def entries_of_step(source, walk, step, STEP: gl.constexpr):
 
 
 @jit
-def copy_values(walk, v_view, table, row_format, first_column, values, STEP: gl.constexpr):
+def copy_values(walk, v_view, row_format, first_column, values, STEP: gl.constexpr):
     """Copy the values of all tiles, zeros for those after the last one; the work of warps of their own."""
-    source = value_source(v_view, table, walk, row_format, first_column)
+    source = value_source(v_view, walk, row_format, first_column)
     entries = entries_of_step(source, walk, 0, STEP)
     for step in range(steps_of(walk, STEP)):
         following = entries_of_step(source, walk, step + 1, STEP)
@@ -199,7 +196,7 @@ def copy_values(walk, v_view, table, row_format, first_column, values, STEP: gl.
 
 
 @jit
-def add_up_values(walk, weighed, values, first_column, end_column, o, sinks_ptr, HQ, NQ, GROUP_SIZE, PDL: gl.constexpr):
+def add_up_values(walk, weighed, values, first_column, end_column, outputs, HQ, NQ, GROUP_SIZE, PDL: gl.constexpr):
     """Add up the values of all tiles of a unit, and write its output."""
     STEP: gl.constexpr = weighed.STEP
     BLOCK_N: gl.constexpr = walk.BLOCK_N
@@ -245,35 +242,33 @@ def add_up_values(walk, weighed, values, first_column, end_column, o, sinks_ptr,
     row_sum = gl.convert_layout(gl.sum(row_sum, 1), ROW)
     # Whatever waits for this launch waits for the previous one too.
     wait_for_previous_launch(PDL)
-    store_unit(walk, acc, row_max, row_sum, sinks_ptr, o[0], o[1], o[2], NQ, HQ, GROUP_SIZE, first_column, end_column)
+    store_unit(walk, acc, row_max, row_sum, outputs, NQ, HQ, GROUP_SIZE, first_column, end_column)
 
 
 @jit(do_not_specialize=NUMBERS)
 def value_kernel(
-    v_cache_ptr, cache_seqlens_ptr, kv_starts_ptr, sinks_ptr, block_table_ptr, scores_ptr, maxima_ptr, progress_ptr,
-    o_ptr, lse_ptr, v_cache_strides, table_strides, o_strides, qk_scale, window, B, HKV, HQ, GROUP_SIZE, NQ, S,
-    num_pages, most_tiles, programs, D: gl.constexpr, BLOCK_R: gl.constexpr, BLOCK_N: gl.constexpr,
-    COLUMNS: gl.constexpr, STEP: gl.constexpr, SCORE_SLOTS: gl.constexpr, STAGES: gl.constexpr,
-    MOST_PROGRAMS: gl.constexpr, APPENDS: gl.constexpr, STRIDE_UNIT: gl.constexpr, PAGE_SIZE: gl.constexpr,
-    USE_INT64_OFFSETS: gl.constexpr, PDL: gl.constexpr,
+    inputs, outputs, workspaces, B, HKV, GROUP_SIZE, NQ, S, num_pages, window_left, window_right, most_tiles, programs,
+    BLOCK_R: gl.constexpr, COLUMNS: gl.constexpr, STEP: gl.constexpr, SCORE_SLOTS: gl.constexpr, STAGES: gl.constexpr,
+    PDL: gl.constexpr,
 ):  # fmt: skip
     """Add up COLUMNS columns of the values of one unit. Grid: (units * cdiv(D, COLUMNS),).
 
-    scores, maxima and progress: of ``score_kernel``. All of its programs run or have finished when this launch starts,
-    because each of them allows it, so that no program here waits for one that cannot start. STEP tiles are weighed at a
-    time. o (B, HQ, NQ, D), lse (B, HQ, NQ) float32, and the others as in ``decode_kernel``.
+    All programs of ``score_kernel`` run or have finished when this launch starts, because each of them allows it, so
+    that no program here waits for one that cannot start. STEP tiles are weighed at a time. The arguments are those of
+    ``score_kernel``, and outputs: ``StepOutputs``.
     """
     let_next_launch_start(PDL)
-    DTYPE: gl.constexpr = o_ptr.dtype.element_ty
+    inputs, outputs, workspaces = unpack((inputs, outputs, workspaces))
+    inputs = complete_step(inputs, B, NQ, S, num_pages, None, window_left, window_right)
+    DTYPE: gl.constexpr = inputs.q.ptr.dtype.element_ty
+    D: gl.constexpr = inputs.format.D
+    BLOCK_N: gl.constexpr = inputs.lengths.BLOCK_N
     TILE_COLUMNS: gl.constexpr = max(64, COLUMNS)  # of a tensor core's tile
     SLOTS: gl.constexpr = 2
-    caches = Caches(cache_seqlens_ptr, kv_starts_ptr, B, NQ, S, window[0], APPENDS, BLOCK_N, 1, 1, True, IN_ORDER=True)
-    table = BlockTable(block_table_ptr, table_strides, PAGE_SIZE, num_pages)
     parts = (D + COLUMNS - 1) // COLUMNS
     number, first_column = gl.program_id(0) // parts, gl.program_id(0) % parts * COLUMNS
-    walk = walk_of(number, caches, table, window_of(window), HKV, GROUP_SIZE, most_tiles, BLOCK_R)
-    v_view = cache_view(v_cache_ptr, v_cache_strides, STRIDE_UNIT, USE_INT64_OFFSETS)
-    row_format = RowFormat(D, COLUMNS, USE_INT64_OFFSETS)
+    walk = walk_of(number, inputs, HKV, GROUP_SIZE, most_tiles, BLOCK_R)
+    row_format = replace(inputs.cache.format, BLOCK_D=COLUMNS)
     end_column = gl.minimum(D, first_column + COLUMNS)
     TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, TILE_COLUMNS], DTYPE)
     OPERAND: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_R, STEP * BLOCK_N], DTYPE)
@@ -294,13 +289,15 @@ def value_kernel(
     weights.init(FILLS=1, RELEASES=128)
     last.init(FILLS=1, RELEASES=1)
     weighed = Weighed(weights, sums, factors, moves, last, STEP)
-    scored = Scored(scores_ptr, maxima_ptr, progress_ptr + number * MOST_PROGRAMS, programs, MOST_PROGRAMS)
-    o = (o_ptr, lse_ptr, o_strides)
+    MOST_PROGRAMS: gl.constexpr = workspaces.MOST_PROGRAMS
+    progress = workspaces.progress_ptr + number * MOST_PROGRAMS
+    scored = Scored(workspaces.scores_ptr, workspaces.maxima_ptr, progress, programs, MOST_PROGRAMS)
     gl.warp_specialize(
         [
-            (add_up_values, (walk, weighed, values, first_column, end_column, o, sinks_ptr, HQ, NQ, GROUP_SIZE, PDL)),
-            (weigh_all, (walk, qk_scale, scores, maxima, weighed)),
-            (copy_values, (walk, v_view, table, row_format, first_column, values, STEP)),
+            (add_up_values, (walk, weighed, values, first_column, end_column, outputs, HKV * GROUP_SIZE, NQ, GROUP_SIZE,
+                             PDL)),
+            (weigh_all, (walk, inputs.scale.qk_scale, scores, maxima, weighed)),
+            (copy_values, (walk, inputs.cache.v, row_format, first_column, values, STEP)),
             (copy_scores, (walk, scored, scores, maxima, STEP)),
         ],
         [SUM_WARPS, COPY_WARPS, COPY_WARPS],

@@ -14,7 +14,6 @@ import triton.language as tl
 from fused_rope_attn.kernels.lengths import existing_keys
 from fused_rope_attn.kernels.masks import first_key
 from fused_rope_attn.kernels.records import record
-from fused_rope_attn.kernels.tiles import TensorView
 
 
 @record
@@ -146,17 +145,3 @@ def whole_part_pointers(parts, block):
     SIZE: tl.constexpr = parts.BLOCK_M * parts.D
     part = parts.ptr + tl.cast(2 * parts.num_programs + block, tl.int64) * (SIZE + 2 * parts.BLOCK_M)
     return part, part + SIZE
-
-
-@triton.jit
-def cache_view(ptr, strides, UNIT: tl.constexpr, USE_INT64_OFFSETS: tl.constexpr):
-    """Return the ``TensorView`` of a cache with strides (batch, head, row) in units of UNIT elements.
-
-    The compiler then knows a divisor of the strides. By itself it looks for multiples of 16 elements only, and would
-    load rows of 72 or 120 columns element by element.
-    """
-    row = strides[2]
-    if USE_INT64_OFFSETS:
-        row = tl.cast(row, tl.int64)
-    batch, head = tl.cast(strides[0], tl.int64) * UNIT, tl.cast(strides[1], tl.int64) * UNIT
-    return TensorView(ptr, (batch, head, row * UNIT, strides[3]))

@@ -19,7 +19,7 @@ from fused_rope_attn.experimental.corope.distances import (
     steps,
     sum_steps,
 )
-from fused_rope_attn.kernels.records import record
+from fused_rope_attn.kernels.records import record, unpack
 from fused_rope_attn.kernels.rotation import rotate
 from fused_rope_attn.kernels.schedule import scheduled_tile
 from fused_rope_attn.kernels.softmax import online_softmax
@@ -36,6 +36,18 @@ from fused_rope_attn.kernels.tiles import (
 
 _NUMBERS = ["num_groups", "head_chunks", "HKV", "GROUP_SIZE", "N"]
 BLOCK_PAIRS = tl.constexpr(16)  # columns of one product: the smallest inner side of one in 16 bits
+
+
+@record
+class CoRopeInputs:
+    """Queries (B, HQ, N, D), keys and values (B, HKV, N, D), and ``launch.frequency_tables``."""
+
+    q: TensorView
+    k: TensorView
+    v: TensorView
+    frequencies: Frequencies
+    qk_scale: tl.tensor
+    format: RowFormat
 
 
 @record
@@ -198,42 +210,41 @@ def find_program(num_groups, head_chunks, shape):
 
 
 @triton.jit
-def program_inputs(q, k, v, num_groups, head_chunks, shape):
+def program_inputs(inputs, num_groups, head_chunks, shape):
     """Return this ``Program``, its ``GroupQueries``, its group's number in the batch (int64), and the ``Rows`` of its
-    keys and values. q, k and v are ``TensorView``s."""
+    keys and values."""
     program = find_program(num_groups, head_chunks, shape)
     rows = tl.arange(0, shape.BLOCK_M)
     offs_m = program.start_m + rows
     heads = program.chunk * shape.HEADS + tl.arange(0, shape.HEADS)
-    leader = leader_rows(q, program, shape)
+    leader = leader_rows(inputs.q, program, shape)
     exists = (offs_m < shape.N)[:, None] & (heads < shape.GROUP_SIZE)[None, :]
     IS_LONG: tl.constexpr = shape.format.USE_INT64_OFFSETS
-    pointers = tile_pointers(leader.ptr, offs_m, heads, leader.stride_row, q.strides[1], IS_LONG)
+    pointers = tile_pointers(leader.ptr, offs_m, heads, leader.stride_row, inputs.q.strides[1], IS_LONG)
     leader_tile = load_tile(leader, offs_m, CHECK_ROWS=True)
     queries = GroupQueries(leader, offs_m, heads, exists, pointers, leader_tile)
     group = program.batch * shape.HKV + program.head_kv
     origin = Origin(batch=program.batch, head=program.head_kv, row=0)
-    k_rows, v_rows = head_rows(k, origin, shape.N, shape.format), head_rows(v, origin, shape.N, shape.format)
-    return program, queries, group, k_rows, v_rows
+    k_rows = head_rows(inputs.k, origin, shape.N, shape.format)
+    return program, queries, group, k_rows, head_rows(inputs.v, origin, shape.N, shape.format)
 
 
 @triton.jit(do_not_specialize=_NUMBERS)
 def forward_kernel(
-    q_ptr, k_ptr, v_ptr, multiples_ptr, revolutions_ptr, o_ptr, lse_ptr, mileage_ptr, q_strides, k_strides, v_strides,
-    o_strides, qk_scale, num_groups, head_chunks, HKV, GROUP_SIZE, N, D: tl.constexpr, HEADS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
-    USE_INT64_OFFSETS: tl.constexpr,
+    inputs, o_view, lse_ptr, mileage_ptr, num_groups, head_chunks, HKV, GROUP_SIZE, N, HEADS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Write o, lse (B, HQ, N) in base 2 and mileage (B, HKV, N) of BLOCK_M query rows of up to HEADS heads of a group.
 
     Grid: (query blocks * num_groups * head_chunks,). Keys are visited from the diagonal backwards, so that a row's
     distances need only its running sum.
     """
-    row_format = RowFormat(D, BLOCK_D, USE_INT64_OFFSETS)
-    shape = Shape(N, HKV, GROUP_SIZE, HEADS=HEADS, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, format=row_format)
-    frequencies = Frequencies(multiples_ptr, revolutions_ptr)
-    q, k, v = TensorView(q_ptr, q_strides), TensorView(k_ptr, k_strides), TensorView(v_ptr, v_strides)
-    program, queries, group, k_rows, v_rows = program_inputs(q, k, v, num_groups, head_chunks, shape)
+    inputs, o_view = unpack((inputs, o_view))
+    shape = Shape(N, HKV, GROUP_SIZE, HEADS=HEADS, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, format=inputs.format)
+    frequencies, qk_scale = inputs.frequencies, inputs.qk_scale
+    D: tl.constexpr = inputs.format.D
+    BLOCK_D: tl.constexpr = inputs.format.BLOCK_D
+    program, queries, group, k_rows, v_rows = program_inputs(inputs, num_groups, head_chunks, shape)
     offs_m = queries.offs_m
 
     mileage = tl.zeros((BLOCK_M,), tl.int64)
@@ -249,7 +260,7 @@ def forward_kernel(
         z, fixed = steps(queries.leader_tile, k_tile, offs_m, offs_n, N, qk_scale, PRECISION)
         whole, rest = split_mileage(mileage)
         total, local = sum_steps(fixed)
-        keys = TileKeys(k_pointers, k_strides[3], exists=offs_n < N, format=row_format)
+        keys = TileKeys(k_pointers, k_rows.stride_column, exists=offs_n < N, format=shape.format)
         scores = tile_scores(queries, keys, Distances(whole, rest, local), frequencies, shape, PRECISION)
         mileage += total
         exists = causal_pairs(offs_m, offs_n, N)
@@ -260,11 +271,11 @@ def forward_kernel(
         acc = tl.dot(p.to(v_tile.dtype), v_tile, acc * correction[:, None], input_precision=PRECISION)
 
     # Every stored row has seen itself. Rows past the end have seen all keys and are not stored.
-    o_leader = leader_rows(TensorView(o_ptr, o_strides), program, shape)
-    o_rows = tl.reshape(group_pointers(o_leader, o_strides[1], queries), (BLOCK_M * HEADS,))
+    o_leader = leader_rows(o_view, program, shape)
+    o_rows = tl.reshape(group_pointers(o_leader, o_view.strides[1], queries), (BLOCK_M * HEADS,))
     columns = tl.arange(0, BLOCK_D)
     mask = tl.reshape(queries.exists, (BLOCK_M * HEADS,))
-    o = (acc / row_sum[:, None]).to(o_ptr.dtype.element_ty)
+    o = (acc / row_sum[:, None]).to(o_view.ptr.dtype.element_ty)
     tl.store(o_rows[:, None] + columns[None, :], o, mask=mask[:, None] & (columns[None, :] < D))
     lse_base = lse_ptr + group * GROUP_SIZE * N
     lse_rows = tl.reshape(
@@ -280,22 +291,22 @@ def forward_kernel(
 
 @triton.jit(do_not_specialize=_NUMBERS)
 def backward_kernel(
-    q_ptr, k_ptr, v_ptr, multiples_ptr, revolutions_ptr, do_ptr, o_ptr, lse_ptr, mileage_ptr, dq_ptr, dk_ptr, dv_ptr,
-    q_strides, k_strides, v_strides, do_strides, o_strides, qk_scale, softmax_scale, num_groups, head_chunks, HKV,
-    GROUP_SIZE, N, D: tl.constexpr, HEADS: tl.constexpr, HEAD_SLOTS: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr, DISTANCE_PRECISION: tl.constexpr,
-    USE_INT64_OFFSETS: tl.constexpr,
+    inputs, do_view, o_view, lse_ptr, mileage_ptr, dq_ptr, dk_ptr, dv_ptr, softmax_scale, num_groups, head_chunks, HKV,
+    GROUP_SIZE, N, HEADS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
+    HEAD_SLOTS: tl.constexpr, DISTANCE_PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Add gradients from the rows of up to HEADS heads of one group to float32 sums (B, H, N, D). Grid: as forward.
 
     Keys are visited from the first to the diagonal: step m of a row collects the distance gradients of all keys before
     it, a running sum, and distances are the rest of the row's whole mileage.
     """
-    row_format = RowFormat(D, BLOCK_D, USE_INT64_OFFSETS)
-    shape = Shape(N, HKV, GROUP_SIZE, HEADS=HEADS, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, format=row_format)
-    frequencies = Frequencies(multiples_ptr, revolutions_ptr)
-    q, k, v = TensorView(q_ptr, q_strides), TensorView(k_ptr, k_strides), TensorView(v_ptr, v_strides)
-    program, queries, group, k_rows, v_rows = program_inputs(q, k, v, num_groups, head_chunks, shape)
+    inputs, do_view, o_view = unpack((inputs, do_view, o_view))
+    shape = Shape(N, HKV, GROUP_SIZE, HEADS=HEADS, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, format=inputs.format)
+    frequencies, qk_scale = inputs.frequencies, inputs.qk_scale
+    D: tl.constexpr = inputs.format.D
+    BLOCK_D: tl.constexpr = inputs.format.BLOCK_D
+    IS_LONG: tl.constexpr = inputs.format.USE_INT64_OFFSETS
+    program, queries, group, k_rows, v_rows = program_inputs(inputs, num_groups, head_chunks, shape)
     offs_m, heads = queries.offs_m, queries.heads
     dq_base = dq_ptr + group * GROUP_SIZE * D * N
     dk_base = dk_ptr + group * D * N
@@ -305,14 +316,14 @@ def backward_kernel(
     # The queries once more, their heads spread over the smallest inner side of a product.
     slots = tl.arange(0, HEAD_SLOTS)
     slot_heads = program.chunk * HEADS + slots // (HEAD_SLOTS // HEADS)
-    q_slots = tile_pointers(queries.leader.ptr, offs_m, slot_heads, q_strides[2], q_strides[1], USE_INT64_OFFSETS)
+    q_slots = tile_pointers(
+        queries.leader.ptr, offs_m, slot_heads, queries.leader.stride_row, inputs.q.strides[1], IS_LONG
+    )
     slot_exists = (slots % (HEAD_SLOTS // HEADS) == 0) & (slot_heads < GROUP_SIZE)
     q_slots_exist = (offs_m < N)[:, None] & slot_exists[None, :]
 
-    do_leader = leader_rows(TensorView(do_ptr, do_strides), program, shape)
-    o_leader = leader_rows(TensorView(o_ptr, o_strides), program, shape)
-    do = load_group(do_leader, do_strides[1], queries)
-    o = load_group(o_leader, o_strides[1], queries)
+    do = load_group(leader_rows(do_view, program, shape), do_view.strides[1], queries)
+    o = load_group(leader_rows(o_view, program, shape), o_view.strides[1], queries)
     delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
     # Rows and heads that do not exist get p = 0 by their lse.
     lse_rows = tile_pointers(lse_ptr + group * GROUP_SIZE * N, offs_m, heads, 1, N, USE_INT64_OFFSETS=True)
@@ -326,7 +337,7 @@ def backward_kernel(
         key_exists = offs_n < N
         k_tile = load_tile(k_rows, offs_n, CHECK_ROWS=True)
         k_pointers = first_columns(k_rows, offs_n)
-        keys = TileKeys(k_pointers, k_strides[3], exists=key_exists, format=row_format)
+        keys = TileKeys(k_pointers, k_rows.stride_column, exists=key_exists, format=shape.format)
         z, fixed = steps(queries.leader_tile, k_tile, offs_m, offs_n, N, qk_scale, PRECISION)
         total, local = sum_steps(fixed)
         remaining_mileage -= total
@@ -339,7 +350,7 @@ def backward_kernel(
         v_tile = load_tile(v_rows, offs_n, CHECK_ROWS=True)
         dv = tl.dot(tl.trans(p.to(do.dtype)), do, input_precision=PRECISION)
         key_mask = key_exists[:, None] & (columns[None, :] < D)
-        dv_rows = tile_pointers(dv_base, offs_n, columns, D, 1, USE_INT64_OFFSETS)
+        dv_rows = tile_pointers(dv_base, offs_n, columns, D, 1, IS_LONG)
         tl.atomic_add(dv_rows, dv, mask=key_mask, sem="relaxed")
         dp = tl.dot(do, tl.trans(v_tile), input_precision=PRECISION)
         # The scale is applied last, because it would turn small ones into subnormal float16.
@@ -362,15 +373,19 @@ def backward_kernel(
             # The sum of the group's queries weighted by ds is the gradient of the rotated key. Rotated back, it is the
             # key's gradient; its product with the key rotated by 90 degrees, the derivative, is the distance's.
             q1, q2 = load_halves(
-                q_slots[:, :, None], pairs[None, None, :], q_strides[3], q_slots_exist[:, :, None], row_format
+                q_slots[:, :, None],
+                pairs[None, None, :],
+                queries.leader.stride_column,
+                q_slots_exist[:, :, None],
+                shape.format,
             )
             zeros = tl.zeros((BLOCK_M, BLOCK_PAIRS, BLOCK_N), tl.float32)
             dk1_rot = split_dot(tl.permute(q1, (0, 2, 1)), ds_by_key, zeros, PRECISION)
             dk2_rot = split_dot(tl.permute(q2, (0, 2, 1)), ds_by_key, zeros, PRECISION)
             dk1, dk2 = rotate(dk1_rot, dk2_rot, cos, sin, CONJUGATE=False)
-            frequency = revolutions_per_step(pairs, revolutions_ptr, D)[:, None]
+            frequency = revolutions_per_step(pairs, frequencies.revolutions_ptr, D)[:, None]
             ddistance += tl.sum(dk1 * (k2 * frequency)[None, :, :] - dk2 * (k1 * frequency)[None, :, :], 1)
-            dk_pairs = tile_pointers(dk_base, pairs, offs_n, 1, D, USE_INT64_OFFSETS)
+            dk_pairs = tile_pointers(dk_base, pairs, offs_n, 1, D, IS_LONG)
             dk_mask = (pairs < D // 2)[:, None] & key_exists[None, :]
             tl.atomic_add(dk_pairs, tl.sum(dk1, 0) * softmax_scale, mask=dk_mask, sem="relaxed")
             tl.atomic_add(dk_pairs + D // 2, tl.sum(dk2, 0) * softmax_scale, mask=dk_mask, sem="relaxed")
@@ -382,9 +397,9 @@ def backward_kernel(
         # Not rounded to the input dtype: dz is a sum of up to N terms, and its rounding would reach every key.
         dq_leader = tl.dot(dx, k_tile.to(tl.float32), dq_leader, input_precision=DISTANCE_PRECISION)
         dk = tl.dot(tl.trans(dx), queries.leader_tile.to(tl.float32), input_precision=DISTANCE_PRECISION)
-        dk_rows = tile_pointers(dk_base, offs_n, columns, D, 1, USE_INT64_OFFSETS)
+        dk_rows = tile_pointers(dk_base, offs_n, columns, D, 1, IS_LONG)
         tl.atomic_add(dk_rows, dk, mask=key_mask, sem="relaxed")
 
-    dq_leader_rows = tile_pointers(dq_base, offs_m, columns, D, 1, USE_INT64_OFFSETS)
+    dq_leader_rows = tile_pointers(dq_base, offs_m, columns, D, 1, IS_LONG)
     leader_mask = (offs_m[:, None] < N) & (columns[None, :] < D)
     tl.atomic_add(dq_leader_rows, dq_leader, mask=leader_mask, sem="relaxed")

@@ -1,4 +1,4 @@
-# mypy: allow-untyped-defs, allow-incomplete-defs
+# mypy: allow-untyped-defs, allow-incomplete-defs, disable-error-code="attr-defined, arg-type"
 """Launchers of Co-RoPE's kernels."""
 
 from __future__ import annotations
@@ -10,9 +10,11 @@ from typing import Any, NamedTuple
 import torch
 import triton
 
+from fused_rope_attn.experimental.corope import kernels
 from fused_rope_attn.experimental.corope.configs import CoRopeConfig, backward_config, forward_config
-from fused_rope_attn.experimental.corope.kernels import backward_kernel, forward_kernel
+from fused_rope_attn.experimental.corope.distances import Frequencies
 from fused_rope_attn.kernels.arguments import LOG2E, dot_precision
+from fused_rope_attn.kernels.tiles import RowFormat, TensorView
 from fused_rope_attn.runtime import device
 from fused_rope_attn.runtime.calls import Calls
 from fused_rope_attn.runtime.launch import Launch
@@ -43,49 +45,47 @@ def frequency_tables(base: float, head_dim: int, where: torch.device) -> tuple[t
     return wrapped.to(where), revolutions.float().to(where)
 
 
-def _shared_arguments(
-    options: Options, tensors: dict[str, torch.Tensor], config: CoRopeConfig
-) -> tuple[int, dict[str, Any]]:
-    """(programs, arguments by name) of both kernels, for tensors (B, H, N, D) by name."""
-    q, k = tensors["q"], tensors["k"]
+def _programs_and_numbers(options: Options, config: CoRopeConfig, q, k) -> tuple[int, dict[str, Any]]:
+    """Return (programs, arguments that each call has) of both kernels."""
     batch, heads_q, length, head_dim = q.shape
     heads_kv = k.shape[1]
     group_size = heads_q // heads_kv
     head_chunks = triton.cdiv(group_size, config.heads)
     num_groups = batch * heads_kv
-    strides = {f"{name}_strides": x.stride() for name, x in tensors.items()}
-    # Offsets within a group, in addition to those within a tile.
-    long = is_long(*strides.values()) or any(
-        s[1] * group_size + s[2] * length + s[3] * 256 >= 2**31 for s in strides.values()
-    )
     return triton.cdiv(length, config.block_m) * num_groups * head_chunks, {
-        **strides,
-        "qk_scale": options.softmax_scale * LOG2E,
-        "softmax_scale": options.softmax_scale,
         "num_groups": num_groups,
         "head_chunks": head_chunks,
         "HKV": heads_kv,
         "GROUP_SIZE": group_size,
         "N": length,
-        "D": head_dim,
         "HEADS": config.heads,
         "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n,
-        "BLOCK_D": block_d(head_dim),
         "PRECISION": options.precision,
-        "USE_INT64_OFFSETS": long,
     }
 
 
-_INPUTS = "q_ptr k_ptr v_ptr multiples_ptr revolutions_ptr".split()
+def _view(x: torch.Tensor) -> Any:
+    return TensorView.host(x, x.stride())
+
+
+def _inputs(options: Options, tensors: tuple, *others: torch.Tensor) -> Any:
+    """Return the ``CoRopeInputs`` of a call, which also reads or writes others (B, H, N, D)."""
+    q, k, v, *tables = tensors
+    strides = [x.stride() for x in (q, k, v, *others)]
+    group_size, length, head_dim = q.shape[1] // k.shape[1], q.shape[2], q.shape[3]
+    # Offsets within a group, in addition to those within a tile.
+    is_wide = is_long(*strides) or any(s[1] * group_size + s[2] * length + s[3] * 256 >= 2**31 for s in strides)
+    row_format = RowFormat.host(head_dim, block_d(head_dim), is_wide)
+    qk_scale = options.softmax_scale * LOG2E
+    return kernels.CoRopeInputs.host(_view(q), _view(k), _view(v), Frequencies.host(*tables), qk_scale, row_format)
 
 
 def _prepare_forward(options: Options, tensors: tuple, config: CoRopeConfig):
-    q, k, v, *_ = tensors
+    q, k, *_ = tensors
     shape, strides = q.shape, output_strides(q)
-    o = torch.empty_strided(shape, strides, dtype=q.dtype, device="meta")
-    programs, shared = _shared_arguments(options, {"q": q, "k": k, "v": v, "o": o}, config)
-    launch = Launch(forward_kernel, programs, config.launch_options, shared)
+    programs, numbers = _programs_and_numbers(options, config, q, k)
+    launch = Launch(kernels.forward_kernel, programs, config.launch_options, numbers)
 
     def run(tensors: tuple) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         q, k, *_ = tensors
@@ -93,24 +93,26 @@ def _prepare_forward(options: Options, tensors: tuple, config: CoRopeConfig):
         lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
         mileage = torch.empty(k.shape[:3], dtype=torch.int64, device=q.device)
         if q.numel():
-            inputs = dict(zip(_INPUTS, tensors))
-            launch(device.current_stream(q.device), **inputs, o_ptr=o, lse_ptr=lse, mileage_ptr=mileage)
+            inputs = _inputs(options, tensors, o)
+            launch(device.current_stream(q.device), inputs=inputs, o_view=_view(o), lse_ptr=lse, mileage_ptr=mileage)
         return o, lse, mileage
 
     return run
 
 
 def _prepare_backward(options: Options, tensors: tuple, config: CoRopeConfig):
-    q, k, v, _, _, do, o, *_ = tensors
-    programs, shared = _shared_arguments(options, {"q": q, "k": k, "v": v, "do": do, "o": o}, config)
+    q, k, *_ = tensors
+    programs, numbers = _programs_and_numbers(options, config, q, k)
     # Three tf32 products are as exact as one in float32 if an operand has 16 bits, and need no FMA loop.
     exact = "ieee" if q.dtype is torch.float32 or torch.version.hip else "tf32x3"
-    own = {"HEAD_SLOTS": max(16, config.heads), "DISTANCE_PRECISION": exact}
-    launch = Launch(backward_kernel, programs, config.launch_options, shared, **own)
-    pointers = [*_INPUTS, *"do_ptr o_ptr lse_ptr mileage_ptr dq_ptr dk_ptr dv_ptr".split()]
+    own = {"HEAD_SLOTS": max(16, config.heads), "DISTANCE_PRECISION": exact, "softmax_scale": options.softmax_scale}
+    launch = Launch(kernels.backward_kernel, programs, config.launch_options, numbers, **own)
 
     def run(tensors: tuple) -> None:
-        launch(device.current_stream(tensors[0].device), **dict(zip(pointers, tensors)))
+        do, o, *others = tensors[5:]
+        given = dict(zip("lse_ptr mileage_ptr dq_ptr dk_ptr dv_ptr".split(), others))
+        inputs = _inputs(options, tensors[:5], do, o)
+        launch(device.current_stream(do.device), given, inputs=inputs, do_view=_view(do), o_view=_view(o))
 
     return run
 
