@@ -208,16 +208,6 @@ def key_source(view, walk, row_format, R: gl.constexpr, INTERLEAVED: gl.constexp
 
 
 @jit
-def value_source(view, walk, row_format, first):
-    """Return the ``Source`` of values, of as many columns as the format's BLOCK_D from ``first`` on."""
-    D: gl.constexpr = row_format.D
-    BLOCK_D: gl.constexpr = row_format.BLOCK_D
-    COPY: gl.constexpr = copy_layout(walk.BLOCK_N, BLOCK_D, COPY_WARPS)
-    columns = first + gl.arange(0, BLOCK_D, gl.SliceLayout(0, COPY))
-    return source_of(view, walk, row_format, columns, columns < D, COPY, D % BLOCK_D == 0)
-
-
-@jit
 def entries_of(source, walk, visit):
     """Load the entries of the block table for the rows of the walk's tile ``visit``; a zero if there are no pages.
 
@@ -269,16 +259,6 @@ def copy_rows(source, walk, visit, first, tile):
     else:
         mask = (start + offs >= walk.keys.first_key) & (start + offs < walk.keys.num_keys)
         async_load(tile, pointers, mask[:, None] & source.exists[None, :])
-
-
-@jit
-def copy_queries(rotated_ptr, number, q_smem, WARPS: gl.constexpr):
-    """Begin to copy the queries of unit ``number``, of ``query_kernel``."""
-    COPY: gl.constexpr = copy_layout(q_smem.shape[0], q_smem.shape[1], WARPS)
-    rows = gl.arange(0, q_smem.shape[0], gl.SliceLayout(1, COPY))
-    columns = gl.arange(0, q_smem.shape[1], gl.SliceLayout(0, COPY))
-    first_row = gl.to_tensor(number).to(gl.int64) * q_smem.shape[0]
-    async_load(q_smem, rotated_ptr + (first_row + rows)[:, None] * q_smem.shape[1] + columns[None, :])
 
 
 @jit
