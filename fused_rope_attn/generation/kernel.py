@@ -27,20 +27,6 @@ _NUMBERS = "programs B HKV GROUP_SIZE NQ S num_pages position_limit window_left 
 ROWS = tl.constexpr(16)
 
 
-@triton.jit
-def keys_seen_by_all(keys, first_token, last_position, right, S):
-    """Return the first cached key that some query of a block does not see.
-
-    The block's queries are those from ``first_token`` to the one at ``last_position``; a query before position 0, or
-    from S on, sees nothing.
-    """
-    first_position = keys.q_offset + first_token
-    end = keys.num_keys
-    if right is not None:
-        end = tl.minimum(end, first_position + right + 1)
-    return tl.where((first_position >= 0) & (last_position < S), end, 0)
-
-
 @triton.jit(do_not_specialize=_NUMBERS)
 def decode_kernel(
     inputs, outputs, parts_ptr, programs, B, HKV, GROUP_SIZE, NQ, S, num_pages, position_limit, window_left,
@@ -110,8 +96,13 @@ def decode_kernel(
             end = tl.minimum(end, keys.q_offset + last_token + 1)
         seen_by_all = None
         if IS_CHUNK and window_left is None and first_row is None:
+            # All queries of the block see the keys before this one; before position 0, or from S on, they see none.
+            first_position = keys.q_offset + start_m // GROUP_SIZE
             last_position = keys.q_offset + tl.minimum(last_token, NQ - 1)
-            seen_by_all = keys_seen_by_all(keys, start_m // GROUP_SIZE, last_position, window_right, S)
+            seen_by_all = keys.num_keys
+            if window_right is not None:
+                seen_by_all = tl.minimum(seen_by_all, first_position + window_right + 1)
+            seen_by_all = tl.where((first_position >= 0) & (last_position < S), seen_by_all, 0)
         sums = running.attend_cached(sums, queries, cache, first, seen_by_all, end, offs_n)
 
         if lengths.HAS_NEW_KEYS and not NEW_WITH_PARTS:

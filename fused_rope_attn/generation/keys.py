@@ -5,24 +5,8 @@ the new ones are appended to the cache."""
 import triton
 import triton.language as tl
 
-from fused_rope_attn.generation.float8 import (
-    Float8,
-    Halves,
-    load_halves,
-    load_rotated_halves,
-    quantised,
-    score_halves,
-    split_columns,
-)
-from fused_rope_attn.generation.pages import (
-    SequencePages,
-    assert_in_pool,
-    first_lookup,
-    next_lookup,
-    page_entries,
-    rows_in_pages,
-    tile_in_pages,
-)
+from fused_rope_attn.generation import float8 as eight_bits
+from fused_rope_attn.generation import pages as paging
 from fused_rope_attn.kernels.masks import Mask, Window, visible
 from fused_rope_attn.kernels.norm import load_norm_weights, pair_inverse_rms
 from fused_rope_attn.kernels.products import ScoreScale, score_product
@@ -54,8 +38,8 @@ class KeyRows:
     k: Rows
     v: Rows
     rotation: Rotation | None
-    pages: SequencePages | None
-    float8: Float8 | None
+    pages: paging.SequencePages | None
+    float8: eight_bits.Float8 | None
 
 
 @record
@@ -105,7 +89,7 @@ def attend_tile(sums, queries, k, v, positions_k, num_keys, first_key):
     if queries.q_scale is None:
         scores = score_product(queries.q, k, queries.scale)
     else:
-        scores = score_halves(queries.q, queries.q_scale, k, queries.scale)
+        scores = eight_bits.score_halves(queries.q, queries.q_scale, k, queries.scale)
     if positions_k is not None:
         mask = Mask(num_keys, first_key, queries.window, READS_LENGTHS=True)
         sees = visible(mask, queries.positions[:, None], positions_k[None, :])
@@ -117,7 +101,7 @@ def attend_tile(sums, queries, k, v, positions_k, num_keys, first_key):
         acc = add_values(sums.acc, p, v, correction, queries.scale.PRECISION)
     else:
         even = add_values(sums.acc.even, p, v.even, correction, queries.scale.PRECISION)
-        acc = Halves(even, add_values(sums.acc.odd, p, v.odd, correction, queries.scale.PRECISION))
+        acc = eight_bits.Halves(even, add_values(sums.acc.odd, p, v.odd, correction, queries.scale.PRECISION))
     return RunningSums(acc=acc, row_max=row_max, row_sum=row_sum)
 
 
@@ -130,7 +114,7 @@ def load_cached_keys(cache, rows, offs_n, start_n, CHECK_ROWS: tl.constexpr):
         if cache.float8 is None:
             return load_rotated(rows, offs_n, cache.rotation, start_n)
         else:
-            return load_rotated_halves(rows, offs_n, cache.rotation, start_n, cache.float8, QUANTISE=False)
+            return eight_bits.load_rotated_halves(rows, offs_n, cache.rotation, start_n, cache.float8, QUANTISE=False)
 
 
 @triton.jit
@@ -139,7 +123,7 @@ def load_cached(cache, rows, offs_n, CHECK_ROWS: tl.constexpr):
     if cache.float8 is None:
         return load_tile(rows, offs_n, CHECK_ROWS)
     else:
-        return load_halves(rows, offs_n, cache.float8, CHECK_ROWS)
+        return eight_bits.load_halves(rows, offs_n, cache.float8, CHECK_ROWS)
 
 
 @triton.jit
@@ -148,7 +132,7 @@ def cached_tile(cache, rows, page_stride, lookup, start_n, offs_n, last, ALL_EXI
     if cache.pages is None:
         return rows_from(rows, start_n)
     else:
-        return tile_in_pages(rows, page_stride, cache.pages, lookup.entries, start_n, offs_n, last, ALL_EXIST)
+        return paging.tile_in_pages(rows, page_stride, cache.pages, lookup.entries, start_n, offs_n, last, ALL_EXIST)
 
 
 @triton.jit
@@ -164,7 +148,10 @@ def attend_tiles(sums, queries, cache, lookup, first, end, last, offs_n, SEEN_BY
         here = lookup
         if cache.pages is not None:
             # Look up the next tile, so that its loads of keys do not wait for entries.
-            lookup = next_lookup(lookup, cache.pages, start_n + offs_n.shape[0], offs_n, last)
+            lookup = paging.Lookup(
+                paging.tile_entries(cache.pages, start_n + offs_n.shape[0], offs_n, last),
+                paging.highest_entry(lookup, cache.pages),
+            )
         k_rows = cached_tile(cache, cache.k, k_stride, here, start_n, offs_n, last, SEEN_BY_ALL)
         k = load_cached_keys(cache, k_rows, offs_n, start_n, CHECK_ROWS=not SEEN_BY_ALL)
         v_rows = cached_tile(cache, cache.v, v_stride, here, start_n, offs_n, last, SEEN_BY_ALL)
@@ -182,7 +169,7 @@ def attend_cached(sums, queries, cache, first, seen_by_all, last, offs_n):
 
     seen_by_all: every query sees the keys before this one; None: tiles that need no mask get no loop of their own.
     """
-    lookup = first_lookup(cache.pages, first, offs_n, last)
+    lookup = paging.first_lookup(cache.pages, first, offs_n, last)
     if seen_by_all is not None:
         BLOCK_N: tl.constexpr = offs_n.shape[0]
         middle = first + tl.maximum(0, tl.minimum(seen_by_all, last) - first) // BLOCK_N * BLOCK_N
@@ -190,7 +177,7 @@ def attend_cached(sums, queries, cache, first, seen_by_all, last, offs_n):
         first = middle
     sums, lookup = attend_tiles(sums, queries, cache, lookup, first, last, last, offs_n, SEEN_BY_ALL=False)
     if cache.pages is not None:
-        assert_in_pool(lookup.highest, cache.pages)
+        paging.assert_in_pool(lookup.highest, cache.pages)
     return sums
 
 
@@ -229,11 +216,11 @@ def load_new_keys(new, rows, offs, position, float8, CACHE_IS_ROTATED: tl.conste
     else:
         if CACHE_IS_ROTATED:
             k = load_new(rows, offs, new.rotation, position, 1.0, CACHE_IS_ROTATED, DTYPE=tl.float32)
-            k_kept = quantised(k, float8.k_scale)
-            return split_columns(k_kept.to(float8.DTYPE), float8.DTYPE), k_kept
+            k_kept = eight_bits.quantised(k, float8.k_scale)
+            return eight_bits.split_columns(k_kept.to(float8.DTYPE), float8.DTYPE), k_kept
         else:
-            k_kept = quantised(load_raw(rows, offs, new.rotation), float8.k_scale)
-            return load_rotated_halves(rows, offs, new.rotation, position, float8, QUANTISE=True), k_kept
+            k_kept = eight_bits.quantised(load_raw(rows, offs, new.rotation), float8.k_scale)
+            return eight_bits.load_rotated_halves(rows, offs, new.rotation, position, float8, QUANTISE=True), k_kept
 
 
 @triton.jit
@@ -254,18 +241,18 @@ def attend_new(sums, queries, cache, new, num_seen, first_key, writes_cache, BLO
         v = load_tile(from_row(new.v, start64, limit), offs_new, CHECK_ROWS=True)
         v_kept = v
         if cache.float8 is not None:
-            v_kept = quantised(v, cache.float8.v_scale)
-            v = split_columns(v_kept.to(cache.float8.DTYPE), cache.float8.DTYPE)
+            v_kept = eight_bits.quantised(v, cache.float8.v_scale)
+            v = eight_bits.split_columns(v_kept.to(cache.float8.DTYPE), cache.float8.DTYPE)
         if writes_cache:
             if cache.pages is None:
                 k_slots = from_row(cache.k, slot64, limit)
                 v_slots = from_row(cache.v, slot64, limit)
             else:
                 pages, slots, end = cache.pages, position + offs_new, num_cached + num_new
-                entries = page_entries(pages, slots, end)
-                k_slots = rows_in_pages(cache.k, pages.k_stride, pages, entries, slots, end)
-                v_slots = rows_in_pages(cache.v, pages.v_stride, pages, entries, slots, end)
-                assert_in_pool(entries, pages)
+                entries = paging.page_entries(pages, slots, end)
+                k_slots = paging.rows_in_pages(cache.k, pages.k_stride, pages, entries, slots, end)
+                v_slots = paging.rows_in_pages(cache.v, pages.v_stride, pages, entries, slots, end)
+                paging.assert_in_pool(entries, pages)
             store_tile(k_slots, k_kept, offs_new)
             store_tile(v_slots, v_kept, offs_new)
         sums = attend_tile(sums, queries, k, v, position + offs_new, num_cached + num_new, first_key)
@@ -277,7 +264,7 @@ def no_sums(BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, IS_FLOAT8: tl.constexp
     """Return the ``RunningSums`` before the first key."""
     if IS_FLOAT8:
         zeros = tl.zeros((BLOCK_M, BLOCK_D // 2), tl.float32)
-        acc = Halves(even=zeros, odd=zeros)
+        acc = eight_bits.Halves(even=zeros, odd=zeros)
     else:
         acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     row_max = tl.full((BLOCK_M,), float("-inf"), tl.float32)

@@ -41,16 +41,10 @@ def scale_stride(scale: torch.Tensor | None) -> int | None:
     return None if scale is None else 0 if scale.numel() == 1 else scale.stride(0)
 
 
-def product_dtype(problem: Problem) -> tl.dtype | None:
-    """Return the dtype of products with float8 caches, None for others."""
-    if not cache_of(problem).is_float8:
-        return None
-    return tl.float32 if problem.dtype is torch.float32 else tl.float16
-
-
 def cache_inputs(problem: Problem, tensors: StepTensors | Written, pad_d: int, is_wide: bool) -> Any:
     """Return the ``CacheInputs`` of a call. is_wide: offsets within a tile need 64 bits."""
     k_cache, v_cache, table = tensors.k_cache, tensors.v_cache, tensors.block_table
+    product_dtype = tl.float32 if problem.dtype is torch.float32 else tl.float16
     is_aligned = min(common_unit(k_cache), common_unit(v_cache)) > 1
     return CacheInputs.host(
         k=arguments.view(k_cache),
@@ -59,7 +53,7 @@ def cache_inputs(problem: Problem, tensors: StepTensors | Written, pad_d: int, i
         k_scales=HeadScales.host(tensors.k_scale, scale_stride(tensors.k_scale)),
         v_scales=HeadScales.host(tensors.v_scale, scale_stride(tensors.v_scale)),
         IS_ROTATED=cache_of(problem).is_rotated,
-        FLOAT8_DTYPE=product_dtype(problem),
+        FLOAT8_DTYPE=product_dtype if cache_of(problem).is_float8 else None,
         IS_ALIGNED=is_aligned and k_cache.stride(3) == 1 and v_cache.stride(3) == 1,
         format=RowFormat.host(problem.head_dim, pad_d, is_wide, ALIGNED=is_aligned),
     )

@@ -10,18 +10,10 @@ import triton.language as tl
 
 from fused_rope_attn.attention.hopper.channels import channel_of, written_once
 from fused_rope_attn.attention.hopper.softmax import lagging_maximum, sum_quads
+from fused_rope_attn.generation import ordered_tiles as tiling
+from fused_rope_attn.generation import ordered_units as units
 from fused_rope_attn.generation.inputs import complete_step
 from fused_rope_attn.generation.ordered_scores import Part, copy_keys
-from fused_rope_attn.generation.ordered_tiles import (
-    COPY_WARPS,
-    SUM_WARPS,
-    highest_scores,
-    key_operand,
-    mask_and_cap,
-    store_unit,
-    walk_of,
-)
-from fused_rope_attn.generation.ordered_units import NUMBERS, quad_layout, query_positions, sums_layout
 from fused_rope_attn.generation.ordered_values import copy_values
 from fused_rope_attn.kernels.masks import Window
 from fused_rope_attn.kernels.records import record, unpack
@@ -52,8 +44,8 @@ def add_up_weights(walk, weights, factors, total):
     """
     BLOCK_R: gl.constexpr = weights.buffer.shape[1]
     BLOCK_N: gl.constexpr = weights.buffer.shape[2]
-    QUADS: gl.constexpr = quad_layout(BLOCK_R, BLOCK_N, SUM_WARPS)
-    SUMS: gl.constexpr = sums_layout(BLOCK_R, SUM_WARPS)
+    QUADS: gl.constexpr = units.quad_layout(BLOCK_R, BLOCK_N, tiling.SUM_WARPS)
+    SUMS: gl.constexpr = units.sums_layout(BLOCK_R, tiling.SUM_WARPS)
     row_sum = gl.zeros([BLOCK_R, 4], gl.float32, SUMS)
     for visit in range(walk.tiles):
         cursor = weights.at(visit)
@@ -94,7 +86,7 @@ def attend(walk, scoring, queries, keys, values, p_smem, weights, factors, total
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [scoring.WARPS, 1], [16, BLOCK_R, 16])
     ROW: gl.constexpr = gl.SliceLayout(0, SCORES)
     offs = gl.arange(0, BLOCK_R, ROW)
-    positions = query_positions(walk.keys, walk.unit, offs, scoring.GROUP_SIZE, scoring.S)
+    positions = units.query_positions(walk.keys, walk.unit, offs, scoring.GROUP_SIZE, scoring.S)
     nothing = gl.zeros([BLOCK_N, BLOCK_R], gl.float32, SCORES)
     acc = warpgroup_mma_init(gl.zeros([BLOCK_D, BLOCK_R], gl.float32, SCORES))
     row_max = gl.full([BLOCK_R], float("-inf"), gl.float32, ROW)
@@ -104,7 +96,7 @@ def attend(walk, scoring, queries, keys, values, p_smem, weights, factors, total
     keys.wait_full(at_first)
     fence_async_shared()
     q = queries.tile(at_queries).permute((1, 0))
-    first_k = key_operand(keys.tile(at_first), scoring.INTERLEAVED, SCORES, scoring.WARPS)
+    first_k = tiling.key_operand(keys.tile(at_first), scoring.INTERLEAVED, SCORES, scoring.WARPS)
     scores = warpgroup_mma(first_k, q, nothing, use_acc=False, is_async=True)
     scores = warpgroup_mma_wait(0, deps=[scores])
     keys.release_by_threads(at_first)
@@ -114,10 +106,10 @@ def attend(walk, scoring, queries, keys, values, p_smem, weights, factors, total
         keys.wait_full(at_keys, more)
         if scoring.INTERLEAVED:
             fence_async_shared()
-        k = key_operand(keys.tile(at_keys), scoring.INTERLEAVED, SCORES, scoring.WARPS)
+        k = tiling.key_operand(keys.tile(at_keys), scoring.INTERLEAVED, SCORES, scoring.WARPS)
         start = walk.last - visit * BLOCK_N
-        scores = mask_and_cap(scores, scoring.cap_scale, walk, positions, start, scoring.window, DTYPE)
-        highest = highest_scores(scores, scoring.WARPS)  # while the keys are on their way to the registers
+        scores = tiling.mask_and_cap(scores, scoring.cap_scale, walk, positions, start, scoring.window, DTYPE)
+        highest = tiling.highest_scores(scores, scoring.WARPS)  # while the keys are on their way to the registers
         following = warpgroup_mma(k, q, nothing, use_acc=False, is_async=True)
         row_max, subtrahend, factor = lagging_maximum(row_max, highest, scoring.qk_scale)
         p = tl.math.exp2(scores * scoring.qk_scale - subtrahend[None, :])
@@ -141,10 +133,10 @@ def attend(walk, scoring, queries, keys, values, p_smem, weights, factors, total
     at_total = total.at(0)
     total.wait_full(at_total)
     row_sum = total.tile(at_total).load(ROW)
-    store_unit(walk, acc, row_max, row_sum, outputs, NQ, HQ, scoring.GROUP_SIZE, 0, D)
+    tiling.store_unit(walk, acc, row_max, row_sum, outputs, NQ, HQ, scoring.GROUP_SIZE, 0, D)
 
 
-@jit(do_not_specialize=NUMBERS)
+@jit(do_not_specialize=units.NUMBERS)
 def attend_kernel(
     inputs, outputs, workspaces, B, HKV, GROUP_SIZE, NQ, S, num_pages, window_left, window_right,
     BLOCK_R: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr, PDL: gl.constexpr,
@@ -161,7 +153,7 @@ def attend_kernel(
     BLOCK_D: gl.constexpr = inputs.format.BLOCK_D
     BLOCK_N: gl.constexpr = inputs.lengths.BLOCK_N
     tables, scale, row_format = inputs.rotations.tables, inputs.scale, inputs.cache.format
-    walk = walk_of(gl.program_id(0), inputs, HKV, GROUP_SIZE, 0, BLOCK_R)
+    walk = tiling.walk_of(gl.program_id(0), inputs, HKV, GROUP_SIZE, 0, BLOCK_R)
     TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, BLOCK_D], DTYPE)
     ROWS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_R, BLOCK_D], DTYPE)
     OPERAND: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_R, BLOCK_N], DTYPE)
@@ -175,10 +167,10 @@ def attend_kernel(
     weights = channel_of(gl.allocate_shared_memory(gl.float32, [2, BLOCK_R, BLOCK_N], WEIGHTS), 2)
     factors = gl.allocate_shared_memory(gl.float32, [2, BLOCK_R], FLAT)
     total = written_once(gl.allocate_shared_memory(gl.float32, [1, BLOCK_R], FLAT))
-    keys.init(FILLS=32 * COPY_WARPS, RELEASES=32 * WARPS)
-    values.init(FILLS=32 * COPY_WARPS, RELEASES=32 * WARPS)
-    queries.init(FILLS=32 * COPY_WARPS, RELEASES=1)
-    weights.init(FILLS=1, RELEASES=32 * SUM_WARPS)
+    keys.init(FILLS=32 * tiling.COPY_WARPS, RELEASES=32 * WARPS)
+    values.init(FILLS=32 * tiling.COPY_WARPS, RELEASES=32 * WARPS)
+    queries.init(FILLS=32 * tiling.COPY_WARPS, RELEASES=1)
+    weights.init(FILLS=1, RELEASES=32 * tiling.SUM_WARPS)
     total.init(FILLS=1, RELEASES=1)
     scoring = Scoring(scale.qk_scale, scale.cap_scale, inputs.window, S, GROUP_SIZE, tables.INTERLEAVED, WARPS)
     # Copies from pages need the most. More query rows need the registers for products.
@@ -193,6 +185,6 @@ def attend_kernel(
                          row_format, tables.R, tables.INTERLEAVED, PDL)),
             (copy_values_of_unit, (walk, inputs.cache.v, row_format, values, PDL)),
         ],
-        [SUM_WARPS, COPY_WARPS, COPY_WARPS],
+        [tiling.SUM_WARPS, tiling.COPY_WARPS, tiling.COPY_WARPS],
         [ADD_REGISTERS, ROW_REGISTERS, ROW_REGISTERS],
     )  # fmt: skip

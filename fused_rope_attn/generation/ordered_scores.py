@@ -6,27 +6,14 @@ finished, so that ``ordered_values`` can follow.
 """
 
 from fused_rope_attn.attention.hopper.channels import channel_of, written_once
+from fused_rope_attn.generation import ordered_tiles as tiling
+from fused_rope_attn.generation import ordered_units as units
 from fused_rope_attn.generation.inputs import complete_step
-from fused_rope_attn.generation.ordered_tiles import (
-    COPY_REGISTERS,
-    COPY_WARPS,
-    SUM_REGISTERS,
-    copy_queries,
-    copy_rows,
-    entries_of,
-    fill_by_copies,
-    first_elements,
-    key_operand,
-    key_source,
-    mask_and_cap,
-    partial_maxima,
-    walk_of,
-)
-from fused_rope_attn.generation.ordered_units import NUMBERS, query_positions
 from fused_rope_attn.kernels.records import record, unpack
 from fused_rope_attn.kernels.schedule import let_next_launch_start, wait_for_previous_launch
 from fused_rope_attn.runtime.triton_compat import (
     async_copy,
+    async_load,
     barrier,
     fence_async_shared,
     gl,
@@ -54,22 +41,27 @@ def copy_keys(
     PDL: gl.constexpr,
 ):  # fmt: skip
     """Copy the queries of a unit and the keys of a part; the work of warps of their own."""
-    source = key_source(view, walk, row_format, R, INTERLEAVED)
+    source = tiling.key_source(view, walk, row_format, R, INTERLEAVED)
     wait_for_previous_launch(PDL)
     # The next launch reads what the previous one has cleared.
     let_next_launch_start(PDL)
     at_queries = queries.at(0)
-    copy_queries(rotated_ptr, walk.unit.number, queries.tile(at_queries), COPY_WARPS)
-    fill_by_copies(queries, at_queries)
-    entries = entries_of(source, walk, part.first)
+    q_smem = queries.tile(at_queries)
+    COPY: gl.constexpr = tiling.copy_layout(q_smem.shape[0], q_smem.shape[1], tiling.COPY_WARPS)
+    rows = gl.to_tensor(walk.unit.number).to(gl.int64) * q_smem.shape[0]
+    rows = rows + gl.arange(0, q_smem.shape[0], gl.SliceLayout(1, COPY))
+    columns = gl.arange(0, q_smem.shape[1], gl.SliceLayout(0, COPY))
+    async_load(q_smem, rotated_ptr + rows[:, None] * q_smem.shape[1] + columns[None, :])
+    tiling.fill_by_copies(queries, at_queries)
+    entries = tiling.entries_of(source, walk, part.first)
     for i in range(part.tiles):
         visit = part.first + i * part.programs
-        following = entries_of(source, walk, visit + part.programs)
-        first = first_elements(source, walk, visit, entries)
+        following = tiling.entries_of(source, walk, visit + part.programs)
+        first = tiling.first_elements(source, walk, visit, entries)
         cursor = keys.at(i)
         keys.wait_empty(cursor)
-        copy_rows(source, walk, visit, first, keys.tile(cursor))
-        fill_by_copies(keys, cursor)
+        tiling.copy_rows(source, walk, visit, first, keys.tile(cursor))
+        tiling.fill_by_copies(keys, cursor)
         entries = following
     async_copy.wait_group(0)
 
@@ -106,7 +98,7 @@ def multiply_keys(
     offs = gl.arange(0, BLOCK_R, gl.SliceLayout(0, SCORES))
     offs_n = gl.arange(0, BLOCK_N, gl.SliceLayout(1, SCORES))
     exists = offs < walk.unit.num_rows
-    positions = query_positions(walk.keys, walk.unit, offs, GROUP_SIZE, S)
+    positions = units.query_positions(walk.keys, walk.unit, offs, GROUP_SIZE, S)
     nothing = gl.zeros([BLOCK_N, BLOCK_R], gl.float32, SCORES)
     at_queries = queries.at(0)
     queries.wait_full(at_queries)
@@ -118,22 +110,22 @@ def multiply_keys(
         keys.wait_full(cursor)
         if INTERLEAVED:
             fence_async_shared()
-        k = key_operand(keys.tile(cursor), INTERLEAVED, SCORES, 4)
+        k = tiling.key_operand(keys.tile(cursor), INTERLEAVED, SCORES, 4)
         scores = warpgroup_mma(k, q, nothing, use_acc=False, is_async=True)
         scores = warpgroup_mma_wait(0, deps=[scores])
         keys.release_by_threads(cursor)
-        scores = mask_and_cap(
+        scores = tiling.mask_and_cap(
             scores, cap_scale, walk, positions, walk.last - visit * BLOCK_N, window, keys.buffer.dtype
         )
         row = (walk.first_tile - visit) * walk.rows + offs
         gl.store(scores_ptr + row[None, :] * BLOCK_N + offs_n[:, None], scores, mask=exists[None, :])
         at_partials = partials.at(i)
         partials.wait_empty(at_partials)
-        partials.tile(at_partials).store(partial_maxima(scores, 4))
+        partials.tile(at_partials).store(tiling.partial_maxima(scores, 4))
         partials.fill(at_partials)
 
 
-@jit(do_not_specialize=NUMBERS)
+@jit(do_not_specialize=units.NUMBERS)
 def score_kernel(
     inputs, workspaces, B, HKV, GROUP_SIZE, NQ, S, num_pages, window_left, window_right, most_tiles, programs,
     BLOCK_R: gl.constexpr, STAGES: gl.constexpr, PDL: gl.constexpr,
@@ -150,7 +142,7 @@ def score_kernel(
     BLOCK_D: gl.constexpr = inputs.format.BLOCK_D
     tables, cap_scale = inputs.rotations.tables, inputs.scale.cap_scale
     number, first = gl.program_id(0) // programs, gl.program_id(0) % programs
-    walk = walk_of(number, inputs, HKV, GROUP_SIZE, most_tiles, BLOCK_R)
+    walk = tiling.walk_of(number, inputs, HKV, GROUP_SIZE, most_tiles, BLOCK_R)
     part = Part(first, programs, (walk.tiles - first + programs - 1) // programs)
     TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, BLOCK_D], DTYPE)
     ROWS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_R, BLOCK_D], DTYPE)
@@ -158,8 +150,8 @@ def score_kernel(
     queries = written_once(gl.allocate_shared_memory(DTYPE, [1, BLOCK_R, BLOCK_D], ROWS))
     PARTIALS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     partials = channel_of(gl.allocate_shared_memory(gl.float32, [4, 4, BLOCK_R], PARTIALS), 4)
-    keys.init(FILLS=32 * COPY_WARPS, RELEASES=128)
-    queries.init(FILLS=32 * COPY_WARPS, RELEASES=1)
+    keys.init(FILLS=32 * tiling.COPY_WARPS, RELEASES=128)
+    queries.init(FILLS=32 * tiling.COPY_WARPS, RELEASES=1)
     partials.init(FILLS=1, RELEASES=32)
     progress = workspaces.progress_ptr + number * workspaces.MOST_PROGRAMS + first
     gl.warp_specialize(
@@ -170,6 +162,6 @@ def score_kernel(
                          tables.R, tables.INTERLEAVED, PDL)),
             (announce_scores, (walk, part, workspaces.maxima_ptr, progress, partials)),
         ],
-        [COPY_WARPS, 1],
-        [COPY_REGISTERS, SUM_REGISTERS],
+        [tiling.COPY_WARPS, 1],
+        [tiling.COPY_REGISTERS, tiling.SUM_REGISTERS],
     )  # fmt: skip

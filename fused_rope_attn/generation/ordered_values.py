@@ -9,21 +9,9 @@ little else.
 
 from fused_rope_attn.attention.hopper.channels import channel_of, written_once
 from fused_rope_attn.attention.hopper.softmax import lagging_maximum, sum_quads
+from fused_rope_attn.generation import ordered_tiles as tiling
+from fused_rope_attn.generation import ordered_units as units
 from fused_rope_attn.generation.inputs import complete_step
-from fused_rope_attn.generation.ordered_tiles import (
-    COPY_REGISTERS,
-    COPY_WARPS,
-    SUM_REGISTERS,
-    SUM_WARPS,
-    copy_rows,
-    entries_of,
-    fill_by_copies,
-    first_elements,
-    store_unit,
-    value_source,
-    walk_of,
-)
-from fused_rope_attn.generation.ordered_units import NUMBERS, quad_layout, sums_layout
 from fused_rope_attn.kernels.records import record, replace, unpack
 from fused_rope_attn.kernels.schedule import let_next_launch_start, load_acquired, pause, wait_for_previous_launch
 from fused_rope_attn.runtime.triton_compat import (
@@ -61,10 +49,10 @@ def copy_scores(walk, scored, scores, maxima, STEP: gl.constexpr):
     """Copy the scores and maxima of all tiles as soon as they are written; the work of warps of their own."""
     ROWS: gl.constexpr = scores.buffer.shape[1]
     BLOCK_R: gl.constexpr = ROWS // STEP
-    TILE: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [COPY_WARPS, 1], [1, 0])
-    LINE: gl.constexpr = gl.BlockedLayout([1], [32], [COPY_WARPS], [0])
+    TILE: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [tiling.COPY_WARPS, 1], [1, 0])
+    LINE: gl.constexpr = gl.BlockedLayout([1], [32], [tiling.COPY_WARPS], [0])
     # Each warp reads all numbers.
-    PROGRAMS: gl.constexpr = gl.BlockedLayout([max(1, scored.MOST_PROGRAMS // 32)], [32], [COPY_WARPS], [0])
+    PROGRAMS: gl.constexpr = gl.BlockedLayout([max(1, scored.MOST_PROGRAMS // 32)], [32], [tiling.COPY_WARPS], [0])
     rows = gl.arange(0, ROWS, gl.SliceLayout(1, TILE))
     keys = gl.arange(0, walk.BLOCK_N, gl.SliceLayout(0, TILE))
     line = gl.arange(0, ROWS, LINE)
@@ -87,7 +75,7 @@ def copy_scores(walk, scored, scores, maxima, STEP: gl.constexpr):
         at = (walk.first_tile - first - line // BLOCK_R) * walk.rows + line % BLOCK_R
         mask = (first + line // BLOCK_R < walk.tiles) & (line % BLOCK_R < num_rows)
         async_load(maxima.index(cursor.slot), scored.maxima_ptr + at, mask)
-        fill_by_copies(scores, cursor)
+        tiling.fill_by_copies(scores, cursor)
     async_copy.wait_group(0)
 
 
@@ -123,10 +111,10 @@ def weigh_all(walk, qk_scale, scores, maxima, weighed):
     SLOTS: gl.constexpr = weights.STAGES
     DTYPE: gl.constexpr = weights.buffer.dtype
     FLAT: gl.constexpr = weighed.factors.layout
-    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [SUM_WARPS], [0])
+    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [tiling.SUM_WARPS], [0])
     # A warp has eight rows, and each of its threads two neighbours of every eight keys, as in the sm_90 forward.
-    QUADS: gl.constexpr = quad_layout(ROWS, BLOCK_N, SUM_WARPS)
-    SUMS: gl.constexpr = sums_layout(ROWS, SUM_WARPS)
+    QUADS: gl.constexpr = units.quad_layout(ROWS, BLOCK_N, tiling.SUM_WARPS)
+    SUMS: gl.constexpr = units.sums_layout(ROWS, tiling.SUM_WARPS)
     tile = (gl.arange(0, ROWS, gl.SliceLayout(1, QUADS)) // BLOCK_R).reshape((STEP, BLOCK_R))
     PAIRS: gl.constexpr = tile.type.layout
     ROW: gl.constexpr = gl.SliceLayout(0, PAIRS)
@@ -172,25 +160,29 @@ def entries_of_step(source, walk, step, STEP: gl.constexpr):
     """Return a tuple of ``entries_of`` the tiles of a step."""
     entries = ()
     for i in gl.static_range(STEP):
-        entries = entries + (entries_of(source, walk, step * STEP + i),)
+        entries = entries + (tiling.entries_of(source, walk, step * STEP + i),)
     return entries
 
 
 @jit
 def copy_values(walk, v_view, row_format, first_column, values, STEP: gl.constexpr):
     """Copy the values of all tiles, zeros for those after the last one; the work of warps of their own."""
-    source = value_source(v_view, walk, row_format, first_column)
+    COLUMNS: gl.constexpr = row_format.BLOCK_D
+    COPY: gl.constexpr = tiling.copy_layout(walk.BLOCK_N, COLUMNS, tiling.COPY_WARPS)
+    columns = first_column + gl.arange(0, COLUMNS, gl.SliceLayout(0, COPY))
+    IS_WHOLE: gl.constexpr = row_format.D % COLUMNS == 0
+    source = tiling.source_of(v_view, walk, row_format, columns, columns < row_format.D, COPY, IS_WHOLE)
     entries = entries_of_step(source, walk, 0, STEP)
     for step in range(steps_of(walk, STEP)):
         following = entries_of_step(source, walk, step + 1, STEP)
         for i in gl.static_range(STEP):
             visit = step * STEP + i
-            first = first_elements(source, walk, visit, entries[i])
+            first = tiling.first_elements(source, walk, visit, entries[i])
             cursor = values.at(visit)
             values.wait_empty(cursor)
             # A tensor core's tile may have more columns; they are not stored.
-            copy_rows(source, walk, visit, first, values.tile(cursor).slice(0, row_format.BLOCK_D, dim=1))
-            fill_by_copies(values, cursor)
+            tiling.copy_rows(source, walk, visit, first, values.tile(cursor).slice(0, COLUMNS, dim=1))
+            tiling.fill_by_copies(values, cursor)
         entries = following
     async_copy.wait_group(0)
 
@@ -204,7 +196,7 @@ def add_up_values(walk, weighed, values, first_column, end_column, outputs, HQ, 
     BLOCK_R: gl.constexpr = weights.buffer.shape[1]
     COLUMNS: gl.constexpr = values.buffer.shape[2]
     OUTPUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_R, 16])
-    SUMS: gl.constexpr = sums_layout(BLOCK_R, 4)
+    SUMS: gl.constexpr = units.sums_layout(BLOCK_R, 4)
     ROW: gl.constexpr = gl.SliceLayout(0, OUTPUT)
     ONE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     acc = warpgroup_mma_init(gl.zeros([COLUMNS, BLOCK_R], gl.float32, OUTPUT))
@@ -242,10 +234,10 @@ def add_up_values(walk, weighed, values, first_column, end_column, outputs, HQ, 
     row_sum = gl.convert_layout(gl.sum(row_sum, 1), ROW)
     # Whatever waits for this launch waits for the previous one too.
     wait_for_previous_launch(PDL)
-    store_unit(walk, acc, row_max, row_sum, outputs, NQ, HQ, GROUP_SIZE, first_column, end_column)
+    tiling.store_unit(walk, acc, row_max, row_sum, outputs, NQ, HQ, GROUP_SIZE, first_column, end_column)
 
 
-@jit(do_not_specialize=NUMBERS)
+@jit(do_not_specialize=units.NUMBERS)
 def value_kernel(
     inputs, outputs, workspaces, B, HKV, GROUP_SIZE, NQ, S, num_pages, window_left, window_right, most_tiles, programs,
     BLOCK_R: gl.constexpr, COLUMNS: gl.constexpr, STEP: gl.constexpr, SCORE_SLOTS: gl.constexpr, STAGES: gl.constexpr,
@@ -267,7 +259,7 @@ def value_kernel(
     SLOTS: gl.constexpr = 2
     parts = (D + COLUMNS - 1) // COLUMNS
     number, first_column = gl.program_id(0) // parts, gl.program_id(0) % parts * COLUMNS
-    walk = walk_of(number, inputs, HKV, GROUP_SIZE, most_tiles, BLOCK_R)
+    walk = tiling.walk_of(number, inputs, HKV, GROUP_SIZE, most_tiles, BLOCK_R)
     row_format = replace(inputs.cache.format, BLOCK_D=COLUMNS)
     end_column = gl.minimum(D, first_column + COLUMNS)
     TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, TILE_COLUMNS], DTYPE)
@@ -284,8 +276,8 @@ def value_kernel(
     sums = gl.allocate_shared_memory(gl.float32, [SLOTS * STEP, BLOCK_R, 4], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
     moves = gl.allocate_shared_memory(gl.int32, [SLOTS, 1], FLAT)
     last = written_once(gl.allocate_shared_memory(gl.float32, [1, BLOCK_R], FLAT))
-    values.init(FILLS=32 * COPY_WARPS, RELEASES=128)
-    scores.init(FILLS=32 * COPY_WARPS, RELEASES=32 * SUM_WARPS)
+    values.init(FILLS=32 * tiling.COPY_WARPS, RELEASES=128)
+    scores.init(FILLS=32 * tiling.COPY_WARPS, RELEASES=32 * tiling.SUM_WARPS)
     weights.init(FILLS=1, RELEASES=128)
     last.init(FILLS=1, RELEASES=1)
     weighed = Weighed(weights, sums, factors, moves, last, STEP)
@@ -300,6 +292,6 @@ def value_kernel(
             (copy_values, (walk, inputs.cache.v, row_format, first_column, values, STEP)),
             (copy_scores, (walk, scored, scores, maxima, STEP)),
         ],
-        [SUM_WARPS, COPY_WARPS, COPY_WARPS],
-        [COPY_REGISTERS, SUM_REGISTERS, SUM_REGISTERS],
+        [tiling.SUM_WARPS, tiling.COPY_WARPS, tiling.COPY_WARPS],
+        [tiling.COPY_REGISTERS, tiling.SUM_REGISTERS, tiling.SUM_REGISTERS],
     )  # fmt: skip

@@ -108,12 +108,6 @@ def first_lookup(pages, start, offs, end):
 
 
 @triton.jit
-def next_lookup(lookup, pages, start, offs, end):
-    """Return the ``Lookup`` before the tile ``start + offs``, the one after that of ``lookup``."""
-    return Lookup(entries=tile_entries(pages, start, offs, end), highest=highest_entry(lookup, pages))
-
-
-@triton.jit
 def tile_in_pages(rows, page_stride, pages, entries, start, offs, end, ALL_EXIST: tl.constexpr):
     """Return the ``Rows`` of the tile ``start + offs``, counted from ``start``, with ``entries`` of ``tile_entries``.
 
