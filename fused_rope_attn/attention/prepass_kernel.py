@@ -13,7 +13,7 @@ from fused_rope_attn.kernels.lengths import (
     padded_row,
 )
 from fused_rope_attn.kernels.norm import Norm
-from fused_rope_attn.kernels.records import record
+from fused_rope_attn.kernels.records import record, unpack
 from fused_rope_attn.kernels.rotation import (
     RotaryTables,
     head_rotation,
@@ -91,43 +91,66 @@ def fill_minus_infinity(ptr, length, BLOCK: tl.constexpr):
         tl.store(ptr + offs, float("-inf"), mask=offs < length)
 
 
+@record
+class PrepassInputs:
+    """The tensors of a pre-pass: x (B, H, N, D) and out, which is in pair order and times ``sign``.
+
+    lens (B,) int32: the keys that exist; those past them are left alone, queries end with them. cu (sequences + 1,)
+    int32: positions restart, and for queries cu_k holds the ends of their keys. Each may be None.
+    """
+
+    x: TensorView
+    out: TensorView
+    tables: RotaryTables
+    norm: Norm | None  # before the rotation
+    sign: tl.tensor | None  # None: 1
+    lens_ptr: tl.tensor | None
+    cu_ptr: tl.tensor | None
+    cu_k_ptr: tl.tensor | None
+    format: RowFormat
+    TOKEN_TABLES: tl.constexpr  # row t of the tables belongs to packed key t
+
+
+@record
+class NextLaunch:
+    """Buffers that a pre-pass prepares for the next launch; each may be None.
+
+    counter: an int32 word that becomes zero. With cu_q, those of the queries, a table of the queries' tiles of
+    TILE_ROWS rows (``describe_tiles``) follows TILE_WORDS words later. max_logit: float32 that become -inf.
+    """
+
+    counter_ptr: tl.tensor | None
+    cu_q_ptr: tl.tensor | None
+    max_logit_ptr: tl.tensor | None
+    TILE_ROWS: tl.constexpr
+
+
 @triton.jit(do_not_specialize=["H", "N", "num_sequences", "position_limit", "NQ", "NK", "num_maxima"])
 def rotate_kernel(
-    x_ptr, out_ptr, cos_ptr, sin_ptr, norm_ptr, counter_ptr, max_logit_ptr, lens_ptr, cu_ptr, cu_q_ptr, cu_k_ptr,
-    x_strides, out_strides, cos_strides, sin_strides, sign, norm_eps, norm_offset, H, N, num_sequences, position_limit,
-    NQ, NK, num_maxima,
-    ZERO_COUNTER: tl.constexpr, TILE_ROWS: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, R: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, INTERLEAVED: tl.constexpr, USE_INT64_OFFSETS: tl.constexpr,
-    TOKEN_TABLES: tl.constexpr, END_AFTER_PREVIOUS_LAUNCH: tl.constexpr, PAD_TO: tl.constexpr, PDL: tl.constexpr,
+    inputs, following, H, N, num_sequences, position_limit, NQ, NK, num_maxima, HEADS: tl.constexpr,
+    BLOCK_N: tl.constexpr, END_AFTER_PREVIOUS_LAUNCH: tl.constexpr, PAD_TO: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Write x (B, H, N, D) rotated to out, in pair order. Grid: (row blocks * head chunks * batch).
+    """Write x of ``PrepassInputs`` rotated to out. Grid: (row blocks * head chunks * batch).
 
-    norm (D,): weights of a norm before the rotation, or None.
-
-    The rows are N keys, or with NK, queries of as many keys, times ``sign``; sign and NK are None for keys. lens (B,)
-    int32: the keys that exist; those past them are left alone, queries end with them. cu (sequences + 1,) int32:
-    positions restart, and for queries cu_k holds the ends of their keys. Either may be None.
-
-    ZERO_COUNTER: set the word at ``counter`` to zero, because the next launch counts in it. With cu_q, the same as cu
-    for NQ queries, a table of the queries' tiles of TILE_ROWS rows (``describe_tiles``) follows TILE_WORDS words later.
-
-    max_logit: num_maxima float32 that become -inf, because the next launch raises them; or both are None.
-
-    TOKEN_TABLES: row t of the tables belongs to packed key t.
+    The rows are N keys, or with NK, queries of as many keys. following: ``NextLaunch``, with tiles of NQ queries and
+    num_maxima numbers.
 
     PAD_TO: packed rows of out are padded as ``sequence_rows`` says, with zeros.
 
     END_AFTER_PREVIOUS_LAUNCH: the launch overlaps with another pre-pass and ends after it, so that a kernel that waits
     for this launch finds both complete.
     """
+    inputs, following = unpack((inputs, following))
+    lens_ptr, cu_ptr, cu_k_ptr = inputs.lens_ptr, inputs.cu_ptr, inputs.cu_k_ptr
     let_next_launch_start(PDL)
-    if ZERO_COUNTER:
+    if following.counter_ptr is not None:
         if tl.program_id(0) == 0:
-            tl.store(counter_ptr, 0)
-    if max_logit_ptr is not None:
-        fill_minus_infinity(max_logit_ptr, num_maxima, BLOCK=128)
-    if cu_q_ptr is not None:
-        describe_tiles(counter_ptr + TILE_WORDS, cu_q_ptr, cu_ptr, num_sequences, NQ, N, TILE_ROWS, TILE_WORDS)
+            tl.store(following.counter_ptr, 0)
+    if following.max_logit_ptr is not None:
+        fill_minus_infinity(following.max_logit_ptr, num_maxima, BLOCK=128)
+    if following.cu_q_ptr is not None:
+        table_ptr = following.counter_ptr + TILE_WORDS
+        describe_tiles(table_ptr, following.cu_q_ptr, cu_ptr, num_sequences, NQ, N, following.TILE_ROWS, TILE_WORDS)
     # Last head first, because the attention kernel begins with the first ones: their keys are then still in the L2.
     pid = tl.num_programs(0) - 1 - tl.program_id(0)
     if PAD_TO:
@@ -144,22 +167,18 @@ def rotate_kernel(
     if cu_ptr is not None:
         if NK is not None:
             _, NK = packed_partner(cu_k_ptr, sequence, num_sequences, NK)
-    row_format = RowFormat(D, BLOCK_D, USE_INT64_OFFSETS)
-    x, out = TensorView(x_ptr, x_strides), TensorView(out_ptr, out_strides)
-    tables = RotaryTables(cos_ptr, sin_ptr, cos_strides, sin_strides, R, INTERLEAVED)
-    norm = Norm(norm_ptr, norm_eps, norm_offset, D) if norm_ptr is not None else None
-    if TOKEN_TABLES:
+    if inputs.TOKEN_TABLES:
         position_limit -= rows.first_row
-    rotation = head_rotation(tables, batch, position_limit, norm)
-    if TOKEN_TABLES:
+    rotation = head_rotation(inputs.tables, batch, position_limit, inputs.norm)
+    if inputs.TOKEN_TABLES:
         rotation = rotation_from(rotation, rows.first_row)
     rotate_heads(
-        sequence_heads(x, batch, rows.first_row, rows.num_rows, row_format),
-        sequence_heads(out, batch, rows.first_padded, rows.num_padded, row_format),
+        sequence_heads(inputs.x, batch, rows.first_row, rows.num_rows, inputs.format),
+        sequence_heads(inputs.out, batch, rows.first_padded, rows.num_padded, inputs.format),
         rotation,
         start=block * BLOCK_N,
         q_offset=0 if NK is None else NK - rows.num_rows,
-        sign=1.0 if sign is None else sign,
+        sign=1.0 if inputs.sign is None else inputs.sign,
         first_head=chunk * HEADS,
         last_head=tl.minimum(chunk * HEADS + HEADS, H),
         BLOCK_N=BLOCK_N,

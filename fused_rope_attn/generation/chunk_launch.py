@@ -46,7 +46,7 @@ class GatheredCall:
         rows = problem.len_k if self.is_hopper else attention.len_k
         self.shape = (problem.batch, problem.heads_kv, rows, problem.head_dim)
         self.batch = problem.batch
-        self.write = WriteCall(problem, self._written(given)) if self.appends else None
+        self.write = WriteCall(problem, fill(Written, given._asdict())) if self.appends else None
         like = q.new_empty(self.shape, device="meta") if q.device.type == "meta" else q.new_empty(self.shape)
         seen = self._seen(given, like, like if self.gathers_values else v_cache, given.cache_seqlens)
         self.attend: Any
@@ -83,10 +83,6 @@ class GatheredCall:
         )
 
     @staticmethod
-    def _written(given: StepTensors) -> Written:
-        return fill(Written, given._asdict())
-
-    @staticmethod
     def _seen(given: StepTensors, k: torch.Tensor, v: torch.Tensor, lens: torch.Tensor) -> Tensors:
         weights = {"q_norm": given.q_norm, "k_norm": given.k_norm}
         return Tensors(given.q, k, v, given.cos, given.sin, given.sinks, given.kv_starts, lens, **weights)
@@ -98,7 +94,7 @@ class GatheredCall:
         lens = tensors.cache_seqlens
         if self.write is not None:
             lens = torch.empty(self.batch, dtype=torch.int32, device=q.device)
-            self.write(self._written(tensors), k_norm=tensors.k_norm, sums=lens)
+            self.write(fill(Written, tensors._asdict()), k_norm=tensors.k_norm, sums=lens)
         keys = torch.empty(self.shape, dtype=q.dtype, device=q.device)
         values = torch.empty(self.shape, dtype=q.dtype, device=q.device) if self.gathers_values else None
         if values is not None and self.capacity < self.shape[2]:

@@ -8,19 +8,17 @@ from triton import constexpr_function
 
 from fused_rope_attn.attention.hopper.softmax import cap_scores
 from fused_rope_attn.generation.ordered_units import (
-    CachedRows,
     Unit,
     look_up,
     member_columns,
-    rows_of_cache,
     unit_of,
 )
 from fused_rope_attn.generation.pages import SequencePages, sequence_pages
 from fused_rope_attn.generation.shares import CachedKeys, cached_keys, count_key_tiles
+from fused_rope_attn.kernels import tiles
 from fused_rope_attn.kernels.masks import Mask, visible
 from fused_rope_attn.kernels.records import record, replace
 from fused_rope_attn.kernels.softmax import LOG2E, finish_sums, log_sum_exp
-from fused_rope_attn.kernels.tiles import row_pointers
 from fused_rope_attn.runtime.triton_compat import async_copy, async_load, gl, jit
 
 # Warps that copy, in partitions of their own, and those that add up sums of weights.
@@ -146,12 +144,12 @@ def walk_of(number, inputs, HKV, GROUP_SIZE, most_tiles, BLOCK_R: gl.constexpr):
     units = HKV * row_blocks
     unit = unit_of(number // units, number % units, row_blocks, HKV, rows, BLOCK_R)
     keys = cached_keys(lengths, unit.sequence)
-    tiles = count_key_tiles(keys, lengths.BLOCK_N)
+    num_tiles = count_key_tiles(keys, lengths.BLOCK_N)
     pages = None
     if table is not None:
         pages = sequence_pages(table, gl.to_tensor(unit.sequence).to(gl.int64), 0, 0)
-    first_tile = gl.to_tensor(number).to(gl.int64) * most_tiles + tiles - 1
-    last = keys.first_tile + (tiles - 1) * lengths.BLOCK_N
+    first_tile = gl.to_tensor(number).to(gl.int64) * most_tiles + num_tiles - 1
+    last = keys.first_tile + (num_tiles - 1) * lengths.BLOCK_N
     first_position, last_position = keys.q_offset, keys.q_offset + lengths.NQ - 1
     seen_from, seen_until = keys.first_key, keys.num_keys
     if window.left is not None:
@@ -160,14 +158,15 @@ def walk_of(number, inputs, HKV, GROUP_SIZE, most_tiles, BLOCK_R: gl.constexpr):
         seen_until = gl.minimum(seen_until, first_position + window.right + 1)
     seen_until = gl.where((first_position >= 0) & (last_position < lengths.S), seen_until, 0)
     stored = gl.minimum(rows, BLOCK_R)
-    return Walk(unit, keys, tiles, pages, first_tile, stored, last, seen_from, seen_until, lengths.BLOCK_N)
+    return Walk(unit, keys, num_tiles, pages, first_tile, stored, last, seen_from, seen_until, lengths.BLOCK_N)
 
 
 @record
 class Source:
-    """The cached rows of a unit, keys or values, and how tiles of them are copied."""
+    """The cached rows of a unit's key head, keys or values, and how tiles of them are copied."""
 
-    cached: CachedRows
+    rows: tiles.Rows  # in pages, those of page 0 of the pool
+    page_stride: gl.tensor
     columns: gl.tensor  # in memory
     exists: gl.tensor  # which of the columns do
     offsets: gl.tensor  # of a tile's elements from its first row, or each from the first row of its page
@@ -185,12 +184,17 @@ def rows_in_pages(walk, start, offs):
 @jit
 def source_of(view, walk, row_format, columns, exists, LAYOUT: gl.constexpr, IS_WHOLE: gl.constexpr):
     """Return the ``Source`` of a walk's unit."""
-    cached = rows_of_cache(view, walk, row_format)
+    batch = gl.to_tensor(walk.unit.sequence).to(gl.int64)
+    if walk.pages is not None:
+        batch *= 0  # the pool
+    origin = tiles.Origin(batch=batch, head=gl.to_tensor(walk.unit.head_kv).to(gl.int64), row=0)
+    rows = tiles.head_rows(view, origin, walk.keys.num_keys, row_format, walk.keys.first_key)
+    page_stride = tiles.row_stride(view.strides[0], view.ptr, row_format.ALIGNED)
     offs = gl.arange(0, walk.BLOCK_N, gl.SliceLayout(1, LAYOUT))
     if walk.pages is not None:
         offs = rows_in_pages(walk, walk.last, offs)
-    offsets = row_pointers(replace(cached.rows, ptr=0), offs, columns)
-    return Source(cached, columns, exists, offsets, LAYOUT, IS_WHOLE)
+    offsets = tiles.row_pointers(replace(rows, ptr=0), offs, columns)
+    return Source(rows, page_stride, columns, exists, offsets, LAYOUT, IS_WHOLE)
 
 
 @jit
@@ -227,10 +231,10 @@ def first_elements(source, walk, visit, entries):
     That is the tile's first row, or for each row the first one of its page, (BLOCK_N, 1). entries: of ``entries_of``.
     They are computed before a wait for the slot, so that the copies begin at once after it.
     """
-    rows = source.cached.rows
+    rows = source.rows
     if walk.pages is not None:
         pages = gl.convert_layout(entries, gl.SliceLayout(1, source.LAYOUT)).to(gl.int64)
-        return (rows.ptr + pages * source.cached.page_stride)[:, None]
+        return (rows.ptr + pages * source.page_stride)[:, None]
     else:
         return rows.ptr + gl.to_tensor(walk.last - visit * walk.BLOCK_N).to(gl.int64) * rows.stride_row
 
@@ -247,8 +251,8 @@ def copy_rows(source, walk, visit, first, tile):
     offsets = source.offsets
     if walk.pages is not None:
         if walk.BLOCK_N % walk.pages.SIZE != 0:
-            rows = replace(source.cached.rows, ptr=0)
-            offsets = row_pointers(rows, rows_in_pages(walk, start, offs), source.columns)
+            rows = replace(source.rows, ptr=0)
+            offsets = tiles.row_pointers(rows, rows_in_pages(walk, start, offs), source.columns)
     pointers = first + offsets
     if source.IS_WHOLE:
         if (start >= walk.keys.first_key) & (start + walk.BLOCK_N <= walk.keys.num_keys):

@@ -58,14 +58,6 @@ def sums_layout(rows, warps):
 
 
 @record
-class CachedRows:
-    """The cached rows of one key head of one sequence, keys or values; in pages, those of page 0 of the pool."""
-
-    rows: tiles.Rows
-    page_stride: tl.tensor
-
-
-@record
 class Unit:
     """Up to BLOCK_R query rows of one key head of one sequence: row r belongs to token ``r // GROUP_SIZE``."""
 
@@ -107,17 +99,6 @@ class Workspaces:
     maxima_ptr: tl.tensor | None
     progress_ptr: tl.tensor | None
     MOST_PROGRAMS: tl.constexpr
-
-
-@triton.jit
-def rows_of_cache(view, walk, format):
-    """Return the ``CachedRows`` of the key head of a ``Walk``'s unit in a ``TensorView``."""
-    batch = tl.cast(walk.unit.sequence, tl.int64)
-    if walk.pages is not None:
-        batch *= 0  # the pool
-    origin = tiles.Origin(batch=batch, head=tl.cast(walk.unit.head_kv, tl.int64), row=0)
-    rows = tiles.head_rows(view, origin, walk.keys.num_keys, format, walk.keys.first_key)
-    return CachedRows(rows, tiles.row_stride(view.strides[0], view.ptr, format.ALIGNED))
 
 
 @triton.jit

@@ -88,9 +88,7 @@ class ForwardCall:
         self.rotate_keys = None
         if not keys_are_ready:
             overlaps = reads_rotated or self.visits is not None
-            self.rotate_keys = prepass.Rotate(
-                "k", given, problem, shared, config, counter=True, tile_rows=block_m, overlaps=overlaps
-            )
+            self.rotate_keys = prepass.Rotate("k", given, problem, shared, config, tile_rows=block_m, overlaps=overlaps)
         element = gl.bfloat16 if q.dtype is torch.bfloat16 else gl.float16
 
         def source(x: torch.Tensor, rows: int, columns: int) -> Source:

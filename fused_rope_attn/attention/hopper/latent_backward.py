@@ -59,9 +59,7 @@ class LatentBackwardCall:
         pdl = {"launch_pdl": True} if config.pdl else {}
         block_m, block = shapes.CONSUMERS.value * shapes.ROWS.value, config.rotate_rows
         self.rotate_queries = None if is_rotated else prepass.Rotate("q", given, problem, shared, config)
-        self.rotate_keys = prepass.Rotate(
-            "k", given, problem, shared, config, counter=True, tile_rows=block_m, overlaps=True
-        )
+        self.rotate_keys = prepass.Rotate("k", given, problem, shared, config, tile_rows=block_m, overlaps=True)
         self.preprocess = launch.Launch(
             preprocess_kernel.preprocess_kernel,
             batch * triton.cdiv(pitch, block) * triton.cdiv(heads, config.rotate_heads),

@@ -137,18 +137,22 @@ def call_of(module: Any, calls: Calls) -> tuple[list[Tensor], dict[str, Any]]:
     with torch.no_grad():
         q, k, v, *more = convention.project(module, hidden)
     rows, columns = [q, k, v], q.shape[-1]
-    options = attention.features_of(
-        module, convention, q, Batch(causal=bool(obstacles.is_causal([module], module.config, {})))
-    )
+    causal = bool(obstacles.is_causal([module], module.config, {}))
+    options = attention.features_of(module, convention, q, Batch(causal=causal))
+    parameters = getattr(module.config, "rope_parameters", None) or {}
     # transformers gives no tables to models without a base of the angles (OLMo hybrid).
-    base = (getattr(module.config, "rope_parameters", None) or {}).get("rope_theta", 0.0)
-    rotates = convention.rotates(module, None if base is None else (hidden, hidden))
+    rotates = convention.rotates(module, None if parameters.get("rope_theta", 0.0) is None else (hidden, hidden))
     rotates = rotates and convention.after_rotation(module) is None  # else q and k are rotated before
     options["interleaved"] = rotates and bool(convention.interleaved(module))
     if convention.latent is not None:
         rows = [more[0].q_nope, q, more[0].k_nope, k, v]
     else:
-        columns = options["rotary_dim"] = _rotary_dim(module) if rotates else 2
+        columns = 2
+        if rotates:
+            by_type = any(isinstance(value, dict) for value in parameters.values())
+            layer_type = module.config.layer_types[module.layer_idx] if by_type else None
+            columns *= rope_tables_from_config(module.config, 1, layer_type=layer_type, device="cpu")[0].shape[-1]
+        options["rotary_dim"] = columns
         pair = convention.norms(module)
         norms = None if pair is None else rotations.head_norms(*pair)
         options |= norms.options if isinstance(norms, rotations.HeadNorms) else {}
@@ -163,15 +167,6 @@ def call_of(module: Any, calls: Calls) -> tuple[list[Tensor], dict[str, Any]]:
 
 def _on(card: torch.device, x: Tensor) -> Tensor:
     return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=card)
-
-
-def _rotary_dim(module: Any) -> int:
-    """Return the number of rotated columns of a module's heads."""
-    config = module.config
-    parameters = getattr(config, "rope_parameters", None) or {}
-    nested = any(isinstance(value, dict) for value in parameters.values())
-    layer_type = config.layer_types[module.layer_idx] if nested else None
-    return 2 * rope_tables_from_config(config, 1, layer_type=layer_type, device="cpu")[0].shape[-1]
 
 
 def _heads(rows: list[Tensor], latent: bool) -> str:

@@ -114,10 +114,7 @@ def _shows_sequences(module: AttentionModule, past: Any, kwargs: dict[str, Any])
 def _normed(
     module: AttentionModule, convention: Convention, q: Tensor, k: Tensor, cached: bool
 ) -> tuple[Tensor, Tensor, HeadNorms | None]:
-    """Return q, k (B, H, N, D) as the rotation takes them, and the norms that the kernels still have to compute.
-
-    Run the module's norms if the kernels cannot compute them. cached: the keys go into a cache.
-    """
+    """Return q, k (B, H, N, D), and the norms that the kernels compute. Run the module's own if they cannot."""
     pair = convention.norms(module)
     if pair is None:
         return q, k, None
@@ -134,12 +131,11 @@ def _normed(
 
 def features_of(module: AttentionModule, convention: Convention, q: Tensor, batch: Batch) -> dict[str, Any]:
     """Return the options that all operators of this module's attention take."""
-    window = convention.window(module) if batch.intervals is None else None
-    features = {
-        "causal": batch.causal,
-        "softmax_scale": float(module.scaling),
-        "window": None if window is None else _window(window, batch),
-    }
+    keys, window = convention.window(module) if batch.intervals is None else None, None
+    if keys is not None:  # a number that includes the query's own
+        reach = keys if batch.inclusive_window else keys - 1
+        window = (keys - 1, 0) if batch.causal else (reach, reach)
+    features = {"causal": batch.causal, "softmax_scale": float(module.scaling), "window": window}
     if convention.latent is not None:
         return features
     sinks = module.sinks if convention.sinks else None
@@ -147,14 +143,6 @@ def features_of(module: AttentionModule, convention: Convention, q: Tensor, batc
         sinks = sinks.float()
     softcap = float(module.attn_logit_softcapping or 0.0) if convention.softcap else 0.0
     return features | {"softcap": softcap, "sinks": sinks}
-
-
-def _window(keys: int, batch: Batch) -> tuple[int, int]:
-    """Return (left, right). keys: transformers' window, a number of keys that includes the query's own."""
-    if batch.causal:
-        return keys - 1, 0
-    reach = keys if batch.inclusive_window else keys - 1
-    return reach, reach
 
 
 def _attend(tokens: Tokens, batch: Batch, options: dict[str, Any]) -> Tensor:
@@ -257,7 +245,11 @@ def _attend_cache(
             return cast(Tensor, o)
     k = tokens.rotated_keys() if single else tokens.k
     keys, values = past.update(k, tokens.v, layer_idx, *cache_options)
-    options["kv_starts"], arrays = _starts_among(keys, past, layer_idx, batch), tables.long(keys.shape[2])
+    options["kv_starts"], arrays = batch.kv_starts, tables.long(keys.shape[2])
+    if batch.kv_starts is not None and layer.is_sliding:  # it has dropped its first tokens, and counts on the host
+        dropped = cast(int, caches.tokens_seen(past, layer_idx)) - keys.shape[2]
+        if dropped > 0:
+            options["kv_starts"] = batch.kv_starts - dropped
     if step:
         options["cache_seqlens"] = batch.kv_lens
         return cast(Tensor, rope_attention_with_kvcache(tokens.q, keys, values, *arrays, **options))
@@ -279,14 +271,6 @@ def _is_step(tokens: Tokens, layer: CacheLayerMixin, sinks: Tensor | None) -> bo
     if not torch.is_grad_enabled():
         return True
     return not any(x is not None and x.requires_grad for x in (q, k, v, keys, values, sinks, *tokens.weights))
-
-
-def _starts_among(keys: Tensor, past: Cache, layer_idx: int, batch: Batch) -> Tensor | None:
-    """Return ``batch.kv_starts`` as rows of keys (B, HKV, rows, D): a sliding layer has dropped its first tokens."""
-    if batch.kv_starts is None or not past.layers[layer_idx].is_sliding:
-        return batch.kv_starts
-    dropped = cast(int, caches.tokens_seen(past, layer_idx)) - keys.shape[2]  # sliding layers count on the host
-    return batch.kv_starts - dropped if dropped > 0 else batch.kv_starts
 
 
 def attend_paged(layer: int, tokens: Tokens, batch: Batch, features: dict[str, Any]) -> Tensor:
@@ -325,20 +309,11 @@ def _step_in_pages(
     if pool.window is not None:
         # The pages hold the last ``window`` keys, and the new token replaces the oldest. The query sees all of them in
         # any order, because they are rotated.
-        _write_to_ring(tokens, kv_caches, pages, pool.window, batch)
+        k, tables = tokens.k, tokens.tables
+        if tokens.norms is not None:  # write_kvcache has no norms
+            k, tables = tokens.rotated_keys(), rotations.identity_row(k.device, batch)
+        places = tables.options | {"cache_seqlens": lengths % pool.window, "block_table": pages.table}
+        write_kvcache(k, tokens.v, *kv_caches, *tables.long(rows), **places)
         new, lengths, options["window"] = (None, None), (lengths + 1).clamp(max=pool.window), None
-    return cast(
-        Tensor, rope_attention_with_kvcache(tokens.q, *kv_caches, *arrays, *new, cache_seqlens=lengths, **options)
-    )
-
-
-def _write_to_ring(
-    tokens: Tokens, kv_caches: tuple[Tensor, Tensor], pages: paged.Pages, window: int, batch: Batch
-) -> None:
-    """Write the new tokens at their positions modulo the window."""
-    k, tables = tokens.k, tokens.tables
-    if tokens.norms is not None:  # write_kvcache has no norms
-        k, tables = tokens.rotated_keys(), rotations.identity_row(k.device, batch)
-    arrays = tables.long(pages.table.shape[1] * kv_caches[0].shape[2])
-    options = tables.options | {"cache_seqlens": pages.lengths % window, "block_table": pages.table}
-    write_kvcache(k, tokens.v, *kv_caches, *arrays, **options)
+    options["cache_seqlens"] = lengths
+    return cast(Tensor, rope_attention_with_kvcache(tokens.q, *kv_caches, *arrays, *new, **options))

@@ -114,8 +114,7 @@ def describe(attentions: list[nn.Module], config: Any, given: dict[str, Any], ma
     if caches.is_paged(past):
         reason = paged.obstacle_to_pages(attentions, config, given, causal)
         return Batch(reason) if reason else Batch(paged=paged.PagedPass(given), kept=Kept())
-    tokens = given.get("input_ids")
-    tokens = given["inputs_embeds"] if tokens is None else tokens
+    tokens = obstacles.tokens_of(given)
     convention = state_of(attentions[0], PATCH).convention
     # Latent attention takes no intervals.
     masks = dense_masks(attentions[0].config, given, tokens.shape[1]) if convention.latent is None else None
@@ -165,7 +164,8 @@ def describe_layer(module: nn.Module, given: dict[str, Any], more: bool) -> Batc
     named = any(given.get(name) is not None for name in ("position_ids", *_PACKED_NAMES))
     if not reason and obstacles.uses_flash(module.config) and named:
         reason = "a layer called without its model, and with positions from which flash-attention finds sequences,"
-    if not reason and not obstacles.uses_masks_by_default(module.config):
+    # Flash-attention and SDPA are causal without a mask.
+    if not reason and obstacles.implementation_of(module.config) in ("eager", "flex_attention"):
         reason = "a layer called without a mask, which hides no key from eager attention,"
     window = state_of(module, PATCH).convention.window(module)
     if not reason and (window or obstacles.chunk_of([module])) is not None and not obstacles.uses_flash(module.config):
@@ -209,10 +209,8 @@ def _in_chunks(
     layer = next((module for module in attentions if obstacles.chunk_of([module]) is not None), None)
     if layer is None:
         return batch
-    chunk, seen = (
-        cast(int, obstacles.chunk_of([layer])),
-        0 if past is None else caches.tokens_seen(past, obstacles.layer_of(layer)),
-    )
+    chunk = cast(int, obstacles.chunk_of([layer]))
+    seen = 0 if past is None else caches.tokens_seen(past, obstacles.layer_of(layer))
     size, length = tokens.shape[:2]
     # A graph must not keep the host's count of a static cache, nor a condition on a length that has a name.
     if seen == 0:
@@ -231,7 +229,9 @@ def _in_chunks(
             if not _COUNTS_CHUNKS_BY_DOCUMENT:
                 return Batch("packed sequences in chunks that are counted through all of them")
             rows = length * torch.arange(size, dtype=torch.int32, device=tokens.device)[:, None]
-            begins, limit = (x - rows for x in _documents_of(batch.cu_seqlens, token + rows))
+            after = batch.cu_seqlens[1:].contiguous()
+            document = torch.searchsorted(after, token + rows, right=True).clamp(max=after.shape[0] - 1)
+            begins, limit = batch.cu_seqlens[document] - rows, after[document] - rows
             # Masks count chunks by positions, which may begin with another number than 0.
             places = token - begins if given.get("position_ids") is None else given["position_ids"].to(tokens.device)
         ends = token + (chunk - places.remainder(chunk)).ceil().int()
@@ -247,12 +247,6 @@ def _in_chunks(
         last = cast(Tensor, batch.kv_lens) - 1
         in_chunks = batch._replace(kv_starts=first + (last - first) // chunk * chunk)
     return batch._replace(by_type={cast(str, type_of(layer)): in_chunks})
-
-
-def _documents_of(cu_seqlens: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the first token of each token's document, and the one after its last, as tokens is: (B, N) int32."""
-    after = torch.searchsorted(cu_seqlens[1:].contiguous(), tokens, right=True).clamp(max=cu_seqlens.shape[0] - 2)
-    return cu_seqlens[after], cu_seqlens[after + 1]
 
 
 def type_of(module: nn.Module) -> str | None:
@@ -455,8 +449,8 @@ Intervals = tuple[Tensor, Tensor]
 def dense_masks(config: Any, given: dict[str, Any], length: int) -> dict[str, Tensor] | None:
     """Return the masks of four dimensions of a call by type of layer, "" for all; None if one can be no intervals.
 
-    Users give such masks, and models like PaliGemma and Gemma 3 make them for tokens that see later ones. What masks
-    hide differs between models and releases, so it is read from the masks themselves.
+    Users give such masks, and models like PaliGemma and Gemma 3 make them for tokens that see later ones. The hidden
+    keys differ between models and releases, so they are read from the masks themselves.
 
     Masks have a row for each of the pass's tokens, a column for each, and perhaps more columns for the empty rows of a
     static cache. Eager attention adds them to scores, and SDPA adds them or takes True for visible.

@@ -616,18 +616,12 @@ def _changed_method(cls: type, base: type) -> str:
     """Return the name of a method that a class overrides, or that was replaced in ``base``, its base class; else ""."""
     for name, member in vars(base).items():
         if isinstance(member, FunctionType) and name != "__init__":
-            if not _is_of(member, base.__module__) or getattr(cls, name) is not member:
+            # A wrapper has the wrapped function's name, but its own globals. Decorators of the same library are fine.
+            library = member.__globals__.get("__name__", "").partition(".")[0]
+            is_own = member.__module__ == base.__module__ and library == base.__module__.partition(".")[0]
+            if not is_own or getattr(cls, name) is not member:
                 return name
     return ""
-
-
-def _is_of(function: FunctionType, module: str) -> bool:
-    """Return True if a module defines the function, perhaps with a decorator of its own library.
-
-    A wrapper has the name of the wrapped function, but its own globals.
-    """
-    library = function.__globals__.get("__name__", "").partition(".")[0]
-    return function.__module__ == module and library == module.partition(".")[0]
 
 
 def modeling_of(cls: type) -> dict[str, Any]:
@@ -639,21 +633,16 @@ def modeling_of(cls: type) -> dict[str, Any]:
 def refusal(cls: type) -> str:
     """Return why a class of attention modules is not supported, as a sentence about it."""
     base = _base(cls, SUPPORTED.keys() | UNSUPPORTED.keys())
+    if base is None and not cls.__module__.startswith(_PREFIX):
+        return "it is none of transformers' own classes, so that patch_model cannot know what it computes"
+    if base is None and not any("rotary" in name.lower() for name in vars(sys.modules[cls.__module__])):
+        return "its model has no rotary embedding, and these kernels are for attention that rotates queries and keys"
     if base is None:
-        return _refusal_of_an_unknown(cls)
+        return "it is not in the table of supported classes, docs/howto/model-family.md says how to add one"
     changed = _changed_method(cls, base)
     if changed:
         return f"its {changed} was replaced by {described(getattr(cls, changed))}, which may compute anything else"
     return UNSUPPORTED[name_of(base)]
-
-
-def _refusal_of_an_unknown(cls: type) -> str:
-    if not cls.__module__.startswith(_PREFIX):
-        return "it is none of transformers' own classes, so that patch_model cannot know what it computes"
-    names = vars(sys.modules[cls.__module__])
-    if not any("rotary" in name.lower() for name in names):
-        return "its model has no rotary embedding, and these kernels are for attention that rotates queries and keys"
-    return "it is not in the table of supported classes, docs/howto/model-family.md says how to add one"
 
 
 def described(function: Any) -> str:

@@ -165,10 +165,8 @@ def may_have_a_prefix(model: nn.Module, given: dict[str, Any]) -> bool:
     That is known of single tokens. transformers 4.57 ignores the windows of PaliGemma 2, and so may only be followed by
     the masks that it makes.
     """
-    tokens = given.get("input_ids")
-    tokens = given["inputs_embeds"] if tokens is None else tokens
     config: Any = model.config
-    return tokens.shape[1] > 1 or getattr(config.get_text_config(), "sliding_window", None) is not None
+    return tokens_of(given).shape[1] > 1 or getattr(config.get_text_config(), "sliding_window", None) is not None
 
 
 def chunk_of(attentions: list[nn.Module]) -> int | None:
@@ -212,8 +210,7 @@ def _gets_a_mask(config: Any, given: dict[str, Any], is_causal: bool) -> bool | 
 
     Synchronise with the device if a padding mask or positions are given. is_causal: of the masks that are made.
     """
-    tokens = given.get("input_ids")
-    tokens = given.get("inputs_embeds") if tokens is None else tokens
+    tokens = tokens_of(given)
     mask, positions, past = given.get("attention_mask"), given.get("position_ids"), caches.cache_of(given)
     if caches.is_paged(past):  # continuous batching always makes one
         return True
@@ -329,15 +326,16 @@ def uses_flash(config: Any) -> bool:
     return "flash" in implementation_of(config)
 
 
-def uses_masks_by_default(config: Any) -> bool:
-    """Return whether the modules' own attention is causal without a mask. Flash-attention and SDPA are."""
-    return implementation_of(config) not in ("eager", "flex_attention")
-
-
 def _unwrapped(function: Any) -> Any:
     while isinstance(function, functools.partial):
         function = function.func
     return function
+
+
+def tokens_of(given: dict[str, Any]) -> Any:
+    """Return the token ids (B, N) of a call of a decoder, or its embeddings (B, N, width); None without either."""
+    tokens = given.get("input_ids")
+    return given.get("inputs_embeds") if tokens is None else tokens
 
 
 def implementation_of(config: Any) -> str:

@@ -155,14 +155,11 @@ def obstacle_to_pages(attentions: list[nn.Module], config: Any, given: dict[str,
     missing = [name for name in ("cu_seq_lens_q", "cu_seq_lens_k", "read_index", "write_index") if name not in given]
     if missing:
         return f"continuous batching without {', '.join(missing)}"
-    for module in attentions:
-        window, pool = window_of(module), pool_of(cache, obstacles.layer_of(module))
+    pools = [pool_of(cache, obstacles.layer_of(module)) for module in attentions]
+    for window, pool in zip(map(window_of, attentions), pools):
         if window != pool.window:
             return f"a layer with a window of {window} tokens, but the paged cache holds {pool.window or 'all'},"
-    if (
-        given.get("block_table") is not None
-        and pool_of(cache, obstacles.layer_of(attentions[0])).page_size < FEWEST_ROWS
-    ):
+    if given.get("block_table") is not None and pools[0].page_size < FEWEST_ROWS:
         return f"a block table of pages of fewer than {FEWEST_ROWS} tokens"
     return ""
 
@@ -190,11 +187,13 @@ def _obstacle_to_any_pass(attentions: list[nn.Module], config: Any, given: dict[
 def _left_out(attentions: list[nn.Module]) -> str:
     """Return a feature of the model that transformers' or this attention ignores over a paged cache, or ""."""
     implementation = obstacles.implementation_of(attentions[0].config)
-    if any(state_of(module, PATCH).convention.latent is not None for module in attentions):
+    conventions = [state_of(module, PATCH).convention for module in attentions]
+    if any(convention.latent is not None for convention in conventions):
         return "continuous batching of multi-head latent attention"
-    if any(map(_softcap, attentions)) and not (obstacles.uses_flash(attentions[0].config) and _FLASH_GETS_THE_SOFTCAP):
+    capped = any(c.softcap and m.attn_logit_softcapping for c, m in zip(conventions, cast(Any, attentions)))
+    if capped and not (obstacles.uses_flash(attentions[0].config) and _FLASH_GETS_THE_SOFTCAP):
         return f"continuous batching of soft-capped scores, which transformers' {implementation!r} leaves uncapped,"
-    if "sdpa" in implementation and any(state_of(module, PATCH).convention.sinks for module in attentions):
+    if "sdpa" in implementation and any(convention.sinks for convention in conventions):
         return f"continuous batching with sinks, which transformers' {implementation!r} leaves out,"
     if obstacles.chunk_of(attentions) is not None:
         return "continuous batching of attention in chunks"
@@ -206,11 +205,6 @@ def _is_known(cache: Any) -> bool:
     if hasattr(cache, "layer_to_allocator"):
         return own and all(hasattr(pool, "_kv_token_views") for pool in cache.layer_to_allocator.values())
     return own and hasattr(cache, "layer_index_to_group_indices")
-
-
-def _softcap(module: nn.Module) -> bool:
-    convention = state_of(module, PATCH).convention
-    return bool(convention.softcap and module.attn_logit_softcapping)
 
 
 def window_of(module: nn.Module) -> int | None:
@@ -293,7 +287,9 @@ class Serving(Method):
             config._attn_implementation = before
             raise
         # The model's own attention runs in compiled passes.
-        if _compiles(manager) or not all(hasattr(manager, name) for name in _ATTRIBUTES):
+        options = manager.continuous_batching_config
+        compiles = options.varlen_compile_config is not None or options.decode_compile_config is not None
+        if compiles or not all(hasattr(manager, name) for name in _ATTRIBUTES):
             config._attn_implementation = before
             return own(*args, **kwargs)
         manager._original_attn_impl = before  # the manager restores it when it stops
@@ -403,11 +399,6 @@ def refuse_what_lacks_masks(config: Any, given: dict[str, Any], reason: str) -> 
 
 def _kept_manager(model: nn.Module) -> Any:
     return getattr(model, "_cached_continuous_batching_manager", None)
-
-
-def _compiles(manager: Any) -> bool:
-    config = manager.continuous_batching_config
-    return config.varlen_compile_config is not None or config.decode_compile_config is not None
 
 
 def _is_ours(manager: Any) -> bool:

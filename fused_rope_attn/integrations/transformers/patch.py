@@ -123,16 +123,13 @@ def patch_model(
         others = sum(families.looks_like_attention(module) for module in decoder.modules()) > len(modules)
         kinds = set(getattr(decoder.config, "layer_types", None) or ())
         others = others or not kinds <= _ATTENTION_LAYERS or families.hands_padding_on(decoder)
-        setattr(
-            decoder,
-            state.DECODER,
-            state.Decoder(state.names_of_parameters(decoder), modules, others, shards, caches.own_cache_of(decoder)),
-        )
+        names, own_cache = state.names_of_parameters(decoder), caches.own_cache_of(decoder)
+        setattr(decoder, state.DECODER, state.Decoder(names, modules, others, shards, own_cache))
     for module in list(model.modules()):
         _remove_hooks(module, check_labels)
         if not isinstance(module, PreTrainedModel) or (decoder := decoder_in(module)[0]) is None:
             continue
-        if makes_masks(module):
+        if _rule_of(module) is not None:
             if state.state_of(module, state.MASK_MAKER) is None:
                 module.register_forward_pre_hook(describe_before_masks, with_kwargs=True)
             setattr(module, state.MASK_MAKER, state.MaskMaker(state.names_of_parameters(module), decoder))
@@ -226,11 +223,7 @@ def _first(texts: list[str]) -> str:
 
 
 def _patch_module(
-    module: nn.Module,
-    convention: Convention,
-    deterministic: bool,
-    batch_invariant: bool,
-    shards: state.Shards | None,
+    module: nn.Module, convention: Convention, deterministic: bool, batch_invariant: bool, shards: state.Shards | None
 ) -> None:
     slot = _slot(module)
     present, patch = module.__dict__.get(slot), state.state_of(module, state.PATCH)
@@ -352,18 +345,11 @@ def describe_before_masks(model: nn.Module, args: tuple, kwargs: dict) -> tuple[
     return (), given | {BATCH: batch, "attention_mask": _no_mask(given)}
 
 
-def makes_masks(model: nn.Module) -> bool:
-    """Return whether a model makes its decoder's masks in a way that ``describe_before_masks`` knows."""
-    return _rule_of(model) is not None
-
-
 def _rule_of(model: nn.Module) -> Callable[[nn.Module, dict[str, Any]], bool] | None:
     """Return a model's entry of _MASK_MAKERS; None if its class lacks one, or has another forward."""
     own = type(model).forward
-    bases = (
-        base for base in type(model).__mro__ if families.name_of(base) in _MASK_MAKERS and vars(base)["forward"] is own
-    )
-    return next((_MASK_MAKERS[families.name_of(base)] for base in bases), None)
+    names = (families.name_of(base) for base in type(model).__mro__ if vars(base).get("forward") is own)
+    return next((_MASK_MAKERS[name] for name in names if name in _MASK_MAKERS), None)
 
 
 def _sees_later_tokens(model: nn.Module, given: dict[str, Any]) -> bool:
@@ -385,8 +371,7 @@ def _describe_before_masks(decoder: nn.Module, given: dict[str, Any]) -> Batch:
 
 def _no_mask(given: dict[str, Any]) -> torch.Tensor:
     """Return (B, 1, 0, 0). transformers passes on a mask of four dimensions, and then builds no other."""
-    tokens = given.get("input_ids")
-    tokens = given["inputs_embeds"] if tokens is None else tokens
+    tokens = obstacles.tokens_of(given)
     return torch.empty((tokens.shape[0], 1, 0, 0), dtype=torch.bool, device=tokens.device)
 
 

@@ -203,11 +203,6 @@ class Tables:
             self._long = cos.expand(-1, rows, -1), sin.expand(-1, rows, -1)
         return self._long
 
-    def wide(self, columns: int) -> Tables:
-        """Expand identity tables of one column to (1, rows, columns)."""
-        cos, sin = self.arrays
-        return Tables(cos.expand(-1, -1, columns), sin.expand(-1, -1, columns), False)
-
     def by_token(self) -> Tables:
         """Return tables (N, 1, R/2) of a batch of one row: each token becomes a sequence of its own."""
         if self._by_token is None:
@@ -251,8 +246,9 @@ class Tokens(NamedTuple):
     def rotated(self, identity: Tables) -> Tokens:
         """Norm and rotate q and k, by one launch. identity: the result's tables, which rotate by the angle 0."""
         q, k = apply_rope_qk(self.q, self.k, *self.tables.arrays, **self.options)
-        if self.latent is not None:
-            identity = identity.wide(q.shape[-1] // 2)
+        if self.latent is not None:  # all columns are rotated, but the tables have one pair
+            cos, sin = (table.expand(-1, -1, q.shape[-1] // 2) for table in identity.arrays)
+            identity = Tables(cos, sin, False)
         return Tokens(q, k, self.v, identity, latent=self.latent)
 
     def rotated_keys(self, out: Tensor | None = None) -> Tensor:

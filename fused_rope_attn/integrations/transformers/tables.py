@@ -180,7 +180,8 @@ def _own_rotary_class(config_class: type) -> Any:
         rotary = {name for name, parameters in named.items() if "config" in parameters}
         built: set[str] = set()
         for x in classes.values():
-            if kind.__name__ in _config_of(x):
+            config = getattr(x.__init__, "__annotations__", {}).get("config", "")
+            if kind.__name__ in re.findall(r"\w+", getattr(config, "__name__", str(config))):
                 built.update(inspect.unwrap(x.__init__).__code__.co_names)
         for found in (built & rotary, rotary):
             if len(found) == 1:
@@ -203,12 +204,6 @@ def _model_file(config_class: type) -> ModuleType:
     if importlib.util.find_spec(name) is None:  # the model is that of another family, for example of Llama
         name = transformers.MODEL_MAPPING[config_class].__module__
     return importlib.import_module(name)
-
-
-def _config_of(cls: Any) -> list[str]:
-    """Return the names in the annotation of the config that a class is made of."""
-    annotation = getattr(cls.__init__, "__annotations__", {}).get("config", "")
-    return re.findall(r"\w+", getattr(annotation, "__name__", str(annotation)))
 
 
 def _refuse_unread(reader: _Reader, parameters: dict[str, Any], rotary: type, own: bool) -> None:

@@ -35,7 +35,7 @@ def test_the_table_of_packed_tiles(case):
 
     problem, tensors, shared = described_for_launch(make_inputs(case), case)
     config = configs.HopperForwardConfig(128, rotate_rows=64, pdl=False)
-    rotate = Rotate("k", tensors, problem, shared, config, counter=True, tile_rows=32)
+    rotate = Rotate("k", tensors, problem, shared, config, tile_rows=32)
     counter = torch.full((rotate.counter_size,), -7, dtype=torch.int32)
     rotate(0, tensors, counter)
     table = [tuple(row[:6]) for row in counter.reshape(-1, TILE_WORDS.value)[1:].tolist()]
