@@ -80,7 +80,10 @@ def _host_form(cls: type, names: tuple[str, ...], defaults: dict) -> Callable[..
     """Return the function that makes the NamedTuple of a record. It wraps the values of compile-time fields."""
     # A NamedTuple of its own, with no code: Triton makes others of its type, from the types of its values.
     make = namedtuple(cls.__name__, names, defaults=None)._make
-    compile_time = frozenset(i for i, name in enumerate(names) if cls.__annotations__[name] is core.constexpr)
+    # An annotation is a string in a module that postpones annotations, as copies for Python 3.9 do.
+    compile_time = frozenset(
+        i for i, name in enumerate(names) if cls.__annotations__[name] in (core.constexpr, "tl.constexpr")
+    )
 
     def host(*values, **named):
         if named or len(values) < len(names):
