@@ -15,7 +15,8 @@ from bench.report import Row
 from bench.rope.providers import COPY, NORM_EPS, PROVIDERS, RopeProvider
 from bench.suite import Entry, Options, Suite, Times, Trial, forward_or_backward, normal
 from bench.timing import bandwidths
-from fused_rope_attn import rope_tables, testing
+from fused_rope_attn import rope_tables
+from verification import testing
 
 
 @dataclass(frozen=True)

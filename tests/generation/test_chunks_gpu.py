@@ -5,12 +5,13 @@ import math
 import pytest
 import torch
 
-from fused_rope_attn import plan_with_kvcache, rope_attention_with_kvcache, rope_tables, testing
+from fused_rope_attn import plan_with_kvcache, rope_attention_with_kvcache, rope_tables
 from fused_rope_attn.generation import reference
 from fused_rope_attn.generation.reference import quantise, stored
 from tests.support.dtypes import BF16
 from tests.support.internals import generation_planning
 from tests.support.paged import pages_of
+from verification import testing
 
 pytestmark = pytest.mark.gpu
 

@@ -111,7 +111,7 @@ def test_attention_is_refused_in_it(context):
             packed, packed, packed, cos, sin, ends, ends, 4, 4, True
         ),
         "rope_attention_with_kvcache": lambda: package.rope_attention_with_kvcache(
-            q, q, q, cos, sin, cache_seqlens=ends[1:]
+            q, q, q.clone(), cos, sin, cache_seqlens=ends[1:]
         ),
     }
     for name, call in calls.items():

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fused_rope_attn import rope_attention, testing
+from fused_rope_attn import rope_attention
 from fused_rope_attn.distributed import cp_shard, plan_varlen_cp, rope_attention_cp, rope_attention_varlen_cp
+from verification import testing
 from verification.ranks import group_of
 from verification.testing import Case
 
