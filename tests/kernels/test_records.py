@@ -106,7 +106,7 @@ def passed_kernel(window, out, count, D: tl.constexpr):
 
 @record
 class Out:
-    """Where a kernel writes."""
+    """The output of a kernel."""
 
     ptr: tl.tensor
     strides: tl.tuple

@@ -86,7 +86,7 @@ class BackwardSizes:
 
 @record
 class KeyOutputs:
-    """dk (B, HKV, NK, D) and dv (B, HKV, NK, DV); with ``nope``, whose gradient is there, as ``write_dkdv`` says."""
+    """dk (B, HKV, NK, D) and dv (B, HKV, NK, DV); ``write_dkdv`` says what they hold with ``nope``."""
 
     dk: TensorView
     dv: TensorView
