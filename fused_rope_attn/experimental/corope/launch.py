@@ -16,7 +16,7 @@ from fused_rope_attn.experimental.corope.distances import Frequencies
 from fused_rope_attn.kernels.arguments import LOG2E, dot_precision
 from fused_rope_attn.kernels.tiles import RowFormat, TensorView
 from fused_rope_attn.runtime import device
-from fused_rope_attn.runtime.calls import Calls
+from fused_rope_attn.runtime.calls import call_of
 from fused_rope_attn.runtime.launch import Launch
 from fused_rope_attn.runtime.layouts import block_d, is_long, output_strides
 
@@ -117,10 +117,6 @@ def _prepare_backward(options: Options, tensors: tuple, config: CoRopeConfig):
     return run
 
 
-_forward_calls = Calls(_prepare_forward)
-_backward_calls = Calls(_prepare_backward)
-
-
 def corope_forward(q, k, v, *, base, softmax_scale, config=None):
     """Run the forward pass.
 
@@ -131,7 +127,7 @@ def corope_forward(q, k, v, *, base, softmax_scale, config=None):
     config = config or forward_config(q.dtype, q.shape[1] // k.shape[1])
     options = Options(q.device, softmax_scale, dot_precision(q.dtype))
     tensors = (q, k, v, *frequency_tables(base, q.shape[3], q.device))
-    return _forward_calls(options, tensors, config)(tensors)
+    return call_of(_prepare_forward, options, tensors, config)(tensors)
 
 
 def corope_backward(do, q, k, v, o, lse, mileage, *, base, softmax_scale, config=None):
@@ -144,7 +140,7 @@ def corope_backward(do, q, k, v, o, lse, mileage, *, base, softmax_scale, config
     if q.numel():
         options = Options(q.device, softmax_scale, dot_precision(q.dtype))
         tensors = (q, k, v, *frequency_tables(base, q.shape[3], q.device), do, o, lse, mileage, *sums)
-        _backward_calls(options, tensors, config)(tensors)
+        call_of(_prepare_backward, options, tensors, config)(tensors)
     results = [torch.empty_strided(x.shape, output_strides(x), dtype=x.dtype, device=x.device) for x in (q, k, v)]
     for result, total in zip(results, sums):
         result.copy_(total)
