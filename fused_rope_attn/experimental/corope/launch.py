@@ -18,7 +18,7 @@ import triton
 from fused_rope_attn.experimental.corope import kernels
 from fused_rope_attn.kernels import arguments, tiles
 from fused_rope_attn.runtime import device, layouts
-from fused_rope_attn.runtime.calls import Calls
+from fused_rope_attn.runtime.calls import call_of
 from fused_rope_attn.runtime.launch import Launch
 from fused_rope_attn.runtime.rows import find_row
 
@@ -80,7 +80,6 @@ def _config(rows: tuple[CoRopeRow, ...], q: torch.Tensor, k: torch.Tensor) -> Co
 class Options(NamedTuple):
     """The key of a prepared launch, in addition to its tensors' signatures and its configuration."""
 
-    device: torch.device
     softmax_scale: float
     precision: str  # of products of float32
 
@@ -156,10 +155,6 @@ def _prepare_backward(options: Options, tensors: tuple, config: CoRopeConfig | N
     return run
 
 
-_forward_calls = Calls(_prepare_forward)
-_backward_calls = Calls(_prepare_backward)
-
-
 def corope_forward(q, k, v, *, base, softmax_scale, config=None):
     """Run the forward pass.
 
@@ -167,9 +162,9 @@ def corope_forward(q, k, v, *, base, softmax_scale, config=None):
     or None. Returns o (shape of q, its memory order), lse ``(B, HQ, N)`` float32 in base 2, and every row's whole
     mileage ``(B, HKV, N)`` int64, in units of 2**-23.
     """
-    options = Options(q.device, softmax_scale, arguments.dot_precision(q.dtype))
+    options = Options(softmax_scale, arguments.dot_precision(q.dtype))
     tensors = (q, k, v, *frequency_tables(base, q.shape[3], q.device))
-    return _forward_calls(options, tensors, config)(tensors)
+    return call_of(_prepare_forward, options, tensors, config)(tensors)
 
 
 def corope_backward(do, q, k, v, o, lse, mileage, *, base, softmax_scale, config=None):
@@ -179,7 +174,7 @@ def corope_backward(do, q, k, v, o, lse, mileage, *, base, softmax_scale, config
     """
     sums = tuple(torch.zeros(x.shape, dtype=torch.float32, device=q.device) for x in (q, k, v))
     if q.numel():
-        options = Options(q.device, softmax_scale, arguments.dot_precision(q.dtype))
+        options = Options(softmax_scale, arguments.dot_precision(q.dtype))
         tensors = (q, k, v, *frequency_tables(base, q.shape[3], q.device), do, o, lse, mileage, *sums)
-        _backward_calls(options, tensors, config)(tensors)
+        call_of(_prepare_backward, options, tensors, config)(tensors)
     return tuple(layouts.like_input(x).copy_(total) for x, total in zip((q, k, v), sums))
