@@ -14,12 +14,8 @@ from fused_rope_attn.kernels import intervals, lengths, norm, products, rotation
 from fused_rope_attn.kernels.arguments import scale_and_sign, tile_count
 from fused_rope_attn.runtime.layouts import block_d, output_strides, table_strides
 
+view = tiles.view
 PADDED_TILE_ROWS = lengths.PADDED_TILE_ROWS.value
-
-
-def view(x: torch.Tensor | None, strides: tuple[int, ...] | None = None) -> Any:
-    """Return the ``TensorView`` of a tensor (B, H, N, D); None for None. strides: to read it with, if not its own."""
-    return None if x is None else tiles.TensorView.host(x, strides or x.stride())
 
 
 def tables_of(problem: Problem, tensors: Tensors) -> Any:

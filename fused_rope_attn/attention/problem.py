@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import enum
 from collections import namedtuple
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, get_type_hints
 
 import torch
@@ -198,6 +198,11 @@ class Problem(NamedTuple):
         return self.heads_q // self.heads_kv
 
     @property
+    def cache_is_rotated(self) -> bool:
+        """True in a generation step whose cache holds rotated keys."""
+        return self.cache is not None and self.cache.is_rotated
+
+    @property
     def is_packed(self) -> bool:
         return self.sequences is not None
 
@@ -326,11 +331,11 @@ def problem_of(
     token_tables: bool = False,
 ) -> Problem:
     """Return the ``Problem`` of checked ``Options`` and the rotary dim that the check has found."""
-    values = [
-        getattr(options, name) if normalise is None else normalise(getattr(options, name), tensors)
+    values = {
+        name: getattr(options, name) if normalise is None else normalise(getattr(options, name), tensors)
         for name, normalise in _NORMALISE
-    ]
-    return describe(tensors, rotary_dim, max_seqlen, cache, token_tables, values)
+    }
+    return describe(tensors, rotary_dim, max_seqlen, cache, token_tables, **values)
 
 
 def describe(
@@ -339,13 +344,9 @@ def describe(
     max_seqlen: int = 0,
     cache: Cache | None = None,
     token_tables: bool = False,
-    values: Iterable[Any] = (),
     **options: Any,
 ) -> Problem:
-    """Return the ``Problem`` of these tensors.
-
-    values, options: the options as a ``Problem`` holds them, in the order of ``DESCRIBED`` or by name.
-    """
+    """Return the ``Problem`` of these tensors, and of options as a ``Problem`` holds them."""
     q, k, v, _, _, sinks, kv_starts, kv_lens, cu_seqlens = tensors[:9]
     q_nope = tensors.q_nope
     batch, heads_q, len_q, head_dim = q.shape
@@ -373,7 +374,6 @@ def describe(
         "ieee",
         False,
         token_tables,
-        *values,
         **options,
     )
 
@@ -387,35 +387,38 @@ def arguments_by_name(names: Iterable[str], problem: Problem, tensors: Any) -> d
     }
 
 
-def schema_of(tensors: Iterable[str], options: Iterable[str]) -> str:
-    """Return an operator's schema. tensors: declarations as PyTorch writes them. options: names of rows."""
-    return ", ".join([*tensors, *(f"{_OPERATOR_TYPES[name]} {name}" for name in options)])
+class OperatorArguments:
+    """The arguments of an operator: every field of a record of tensors, then fields of ``Problem``.
+
+    Args:
+        tensors: the record's class; a field with a default may be None.
+        options: names of the other arguments. ``describe(tensors, **options)`` returns the ``Problem``.
+        written: tensors that the operator changes.
+    """
+
+    def __init__(
+        self, tensors: Any, options: Iterable[str], describe: Callable[..., Problem], written: Sequence[str] = ()
+    ):
+        self._tensors, self._options, self._describe = tensors, tuple(options), describe
+        types = {name: "Tensor?" if name in tensors._field_defaults else "Tensor" for name in tensors._fields}
+        types |= {name: f"Tensor({alias}!)" for name, alias in zip(written, "ab")}
+        types |= {name: _OPERATOR_TYPES[name] for name in self._options}
+        self.schema: str = ", ".join(f"{kind} {name}" for name, kind in types.items())
+
+    def flatten(self, problem: Problem, tensors: Any) -> tuple:
+        """Return the arguments in the order of the schema."""
+        return (*tensors, *[getattr(problem, name) for name in self._options])
+
+    def rebuild(self, *arguments: Any) -> tuple[Problem, Any]:
+        """Undo ``flatten``. The dispatcher makes lists of tuples."""
+        count = len(self._tensors._fields)
+        tensors = self._tensors(*arguments[:count])
+        values = [tuple(x) if isinstance(x, list) else x for x in arguments[count:]]
+        return self._describe(tensors, **dict(zip(self._options, values))), tensors
 
 
-# Types of an operator's arguments other than tensors: those of fields of ``Problem``.
-_OPERATOR_TYPES = {
-    name: "SymInt" if name == "max_seqlen" else OPERATOR_TYPES.get(kind)
-    for name, kind in get_type_hints(Problem).items()
-}
-_ARGUMENTS = ("rotary_dim", "max_seqlen", "token_tables", *DESCRIBED)
-# The arguments of the operators in the order of ``flatten``.
-SCHEMA = schema_of(
-    [f"{'Tensor?' if name in Tensors._field_defaults else 'Tensor'} {name}" for name in Tensors._fields], _ARGUMENTS
-)
-
-
-def flatten(problem: Problem, tensors: Tensors) -> tuple:
-    """Return the operators' arguments in the order of ``SCHEMA``."""
-    return (*tensors, *[getattr(problem, name) for name in _ARGUMENTS])
-
-
-def rebuild(*arguments: Any) -> tuple[Problem, Tensors]:
-    """Undo ``flatten``."""
-    tensors = Tensors(*arguments[: len(Tensors._fields)])
-    rotary_dim, max_seqlen, token_tables, *values = arguments[len(Tensors._fields) :]
-    return describe(tensors, rotary_dim, max_seqlen, None, token_tables, from_operator(values)), tensors
-
-
-def from_operator(values: Iterable[Any]) -> list[Any]:
-    """Return options as a ``Problem`` holds them, with tuples in place of the dispatcher's lists."""
-    return [tuple(x) if isinstance(x, list) else x for x in values]
+_HINTS = get_type_hints(Problem) | {"cache_is_rotated": bool}
+_OPERATOR_TYPES = {name: OPERATOR_TYPES[kind] for name, kind in _HINTS.items() if kind in OPERATOR_TYPES}
+_OPERATOR_TYPES["max_seqlen"] = "SymInt"
+_ARGUMENTS = OperatorArguments(Tensors, ("rotary_dim", "max_seqlen", "token_tables", *DESCRIBED), describe)
+SCHEMA, flatten, rebuild = _ARGUMENTS.schema, _ARGUMENTS.flatten, _ARGUMENTS.rebuild

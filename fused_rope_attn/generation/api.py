@@ -10,7 +10,7 @@ import torch
 from fused_rope_attn.attention.planning import Plan
 from fused_rope_attn.attention.problem import Options, Problem, arguments_by_name
 from fused_rope_attn.generation import planning, reference
-from fused_rope_attn.generation.problem import StepTensors, Written, cache_of, describe_write, step_of
+from fused_rope_attn.generation.problem import StepTensors, Written, describe_write, step_of
 from fused_rope_attn.generation.validation import check_kvcache, check_write
 from fused_rope_attn.runtime import axes
 from fused_rope_attn.runtime.autocast import autocast
@@ -280,7 +280,5 @@ def _attend(problem: Problem, tensors: StepTensors, layout: str) -> tuple[torch.
     if chosen != "reference":
         o, lse = ops.attention_with_kvcache(problem, tensors)
         return from_heads_first(o, layout), lse
-    o, lse = reference.attention_with_kvcache(
-        **arguments_by_name(_OF_STEP, problem, tensors), cache_is_rotated=cache_of(problem).is_rotated
-    )
+    o, lse = reference.attention_with_kvcache(**arguments_by_name(_OF_STEP, problem, tensors))
     return from_heads_first(o, layout, contiguous=True), lse

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -10,12 +9,11 @@ import torch
 from fused_rope_attn.attention.problem import (
     DESCRIBED,
     Cache,
+    OperatorArguments,
     Problem,
     Tensors,
     describe,
-    from_operator,
     problem_of,
-    schema_of,
 )
 from fused_rope_attn.runtime.options import StepOptions
 
@@ -79,30 +77,15 @@ def _with_capacity(problem: Problem, cache: Cache, tensors: StepTensors) -> Prob
     return problem._replace(len_k=tensors.block_table.shape[1] * cache.page_size)
 
 
-def schema_of_caches(tensors: Any, options: Iterable[str]) -> str:
-    """Return the arguments of an operator that writes k_cache and v_cache, of this record of tensors and options."""
-    written = {"k_cache": "Tensor(a!)", "v_cache": "Tensor(b!)"}
-    types = {name: "Tensor?" if name in tensors._field_defaults else "Tensor" for name in tensors._fields}
-    return schema_of([f"{kind} {name}" for name, kind in (types | written).items()], options)
-
-
-# The options of the operator: ``StepOptions`` names them, among tensors.
-_OPTIONS = ("rotary_dim", *(name for name in DESCRIBED if name in StepOptions.__annotations__))
-# The operator's arguments in the order of ``flatten``.
-SCHEMA = f"{schema_of_caches(StepTensors, _OPTIONS)}, bool cache_is_rotated"
-
-
-def flatten(problem: Problem, tensors: StepTensors) -> tuple:
-    """The operator's arguments, as ``SCHEMA`` names them."""
-    return (*tensors, *[getattr(problem, name) for name in _OPTIONS], cache_of(problem).is_rotated)
-
-
-def rebuild(*arguments: Any) -> tuple[Problem, StepTensors]:
-    """Inverse of ``flatten``."""
-    tensors = StepTensors(*arguments[: len(StepTensors._fields)])
-    *values, cache_is_rotated = arguments[len(StepTensors._fields) :]
-    options = dict(zip(_OPTIONS, from_operator(values)))
-    return describe_step(tensors, cache_is_rotated=cache_is_rotated, **options), tensors
+_WRITTEN = ("k_cache", "v_cache")
+# ``StepOptions`` names the options of the operator, among tensors.
+_STEP = OperatorArguments(
+    StepTensors,
+    ("rotary_dim", *(name for name in DESCRIBED if name in StepOptions.__annotations__), "cache_is_rotated"),
+    describe_step,
+    _WRITTEN,
+)
+SCHEMA, flatten, rebuild = _STEP.schema, _STEP.flatten, _STEP.rebuild
 
 
 class Written(NamedTuple):
@@ -123,11 +106,6 @@ class Written(NamedTuple):
     v_scale: Any = None
 
 
-_WRITE_OPTIONS = ("rotary_dim", "interleaved")
-# The arguments of the operator ``write_kvcache`` in the order of ``flatten_write``.
-WRITE_SCHEMA = f"{schema_of_caches(Written, _WRITE_OPTIONS)}, bool cache_is_rotated"
-
-
 def describe_write(
     tensors: Written, *, cache_is_rotated: bool, rotary_dim: int, interleaved: bool, backend: str = "auto"
 ) -> Problem:
@@ -144,14 +122,5 @@ def describe_write(
     return problem if cu_seqlens is None else problem._replace(sequences=cu_seqlens.shape[0] - 1)
 
 
-def flatten_write(problem: Problem, tensors: Written) -> tuple:
-    """The operator's arguments, as ``WRITE_SCHEMA`` names them."""
-    return (*tensors, *[getattr(problem, name) for name in _WRITE_OPTIONS], cache_of(problem).is_rotated)
-
-
-def rebuild_write(*arguments: Any) -> tuple[Problem, Written]:
-    """Inverse of ``flatten_write``."""
-    tensors = Written(*arguments[: len(Written._fields)])
-    *values, cache_is_rotated = arguments[len(Written._fields) :]
-    options = dict(zip(_WRITE_OPTIONS, values))
-    return describe_write(tensors, cache_is_rotated=cache_is_rotated, **options), tensors
+_WRITE = OperatorArguments(Written, ("rotary_dim", "interleaved", "cache_is_rotated"), describe_write, _WRITTEN)
+WRITE_SCHEMA, flatten_write, rebuild_write = _WRITE.schema, _WRITE.flatten, _WRITE.rebuild

@@ -13,14 +13,11 @@ from fused_rope_attn.generation import planning as generation_planning
 from fused_rope_attn.generation import problem as generation_problem
 from fused_rope_attn.generation import validation as generation_validation
 from fused_rope_attn.generation.api import rope_attention_with_kvcache, run_write
-from fused_rope_attn.runtime import checks, guards
-from fused_rope_attn.runtime.calls import Calls
+from fused_rope_attn.runtime import calls, checks
 from fused_rope_attn.runtime.keywords import fill
 from verification.testing import Results, masks_of, norms_of
 
 OPERATORS = torch.ops.fused_rope_attn
-# Makers of guards of tensors: the one that is taken, and the one for releases of PyTorch without guards of their own.
-GUARDS = {"chosen": guards.guard, "in Python": guards._python_guard}
 with_kvcache = functools.partial(rope_attention_with_kvcache, return_lse=True)
 write = run_write
 share_elements = generation_validation.share_elements
@@ -124,8 +121,7 @@ def _replace_launchers(monkeypatch, portable, forward, backward):
     launchers = prepare_forward, prepare_backward
     monkeypatch.setattr(ops, "_launchers", lambda asked: launchers if asked is portable else given(asked))
     # Calls prepared before must not be taken for those prepared now.
-    monkeypatch.setattr(ops, "_forward_calls", Calls(ops._prepare_forward))
-    monkeypatch.setattr(ops, "_backward_calls", Calls(ops._prepare_backward))
+    monkeypatch.setattr(calls, "_known", {})
 
 
 def replace_portable_launchers(monkeypatch, forward, backward=None):
@@ -152,7 +148,7 @@ def forget_plans():
 def forget_calls():
     """Every call is examined, prepared and recorded again."""
     eager.forget()
-    Calls.forget_all()
+    calls.forget()
 
 
 def plan_of(given, **packed):
@@ -180,12 +176,12 @@ def set_decode_config(monkeypatch, config):
 
 def forget_prepared_steps():
     """The next generation step prepares its launches again."""
-    generation_ops._step_calls.forget()
+    calls.forget()
 
 
 def count_prepared_steps():
     """Return the number of kinds of generation steps with prepared launches."""
-    return len(generation_ops._step_calls)
+    return sum(key[0] is generation_ops._prepare for key in calls._known)
 
 
 def count_tables_that_turn_nothing(monkeypatch):

@@ -82,13 +82,11 @@ class ForwardCall:
         self.rotate_queries = None
         if reads_rotated:
             overlaps = self.visits is not None
-            self.rotate_queries = prepass.Rotate(
-                "q", given, problem, shared, config, in_tiles=in_tiles, overlaps=overlaps
-            )
+            self.rotate_queries = prepass.Rotate("q", given, problem, config, in_tiles=in_tiles, overlaps=overlaps)
         self.rotate_keys = None
         if not keys_are_ready:
             overlaps = reads_rotated or self.visits is not None
-            self.rotate_keys = prepass.Rotate("k", given, problem, shared, config, tile_rows=block_m, overlaps=overlaps)
+            self.rotate_keys = prepass.Rotate("k", given, problem, config, tile_rows=block_m, overlaps=overlaps)
         element = gl.bfloat16 if q.dtype is torch.bfloat16 else gl.float16
 
         def source(x: torch.Tensor, rows: int, columns: int) -> Source:

@@ -52,7 +52,7 @@ class ForwardCall:
         self.rotate_keys = None
         k_like = k
         if config.strategy == "prepass" and not keys_are_ready and problem.batch * problem.len_k > 0:
-            self.rotate_keys = Rotate("k", given, problem, shared, config, max_logit=problem.return_max_logit)
+            self.rotate_keys = Rotate("k", given, problem, config, max_logit=problem.return_max_logit)
             k_like = k.new_empty(k.shape)
         inline = self.rotate_keys is None and not keys_are_ready
         tile, pad_d = config.tile, block_d(problem.head_dim)
