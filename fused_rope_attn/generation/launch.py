@@ -338,7 +338,8 @@ class OrderedCall:
             # Products of two warpgroups have 128 rows at least.
             warps = 8 if min(block_n, pad_d) >= 128 else 4
             options, sizes = {"num_warps": warps, **overlaps}, {"STAGES": stages, "WARPS": warps}
-            self.launches = (queries, Launch(ordered_attend.attend_kernel, units, options, shared, **sizes))
+            attend = Launch(ordered_attend.attend_kernel, units, options, shared, **sizes)
+            self.launches: tuple[Launch, ...] = (queries, attend)
             return
         of_tile = (units, most_tiles, min(rows, block_r))
         self.workspaces += [((*of_tile, block_n), torch.float32), (of_tile, torch.float32)]
