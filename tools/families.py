@@ -17,47 +17,63 @@ from fused_rope_attn.integrations.transformers import families as on
 from fused_rope_attn.integrations.transformers.families import SINCE_5, SUPPORTED, UNSUPPORTED, Convention, path_of
 
 PAGE = Path(__file__).parents[1] / "docs" / "reference" / "families.md"
+_NORMED = "q and k normed by head"
+_ASKED = "where the config asks for it"
+_NO_ROTATION = "layers without a window do not rotate"
 # The meaning of each value of a field of Convention, other than the default, for a reader who knows Llama's attention.
-_PHRASES: dict[object, str] = {
-    on.q_and_k_norm: "q and k normed by head",
-    on.q_and_k_layernorm: "q and k normed by head",
-    on.q_and_k_norm_perhaps: "q and k normed by head where the config asks for it",
-    on.q_and_k_layernorm_perhaps: "q and k normed by head where the config asks for it",
-    on.rows_normed: "q and k normed over their whole width",
-    on.clipped: "q, k and v clipped where the config asks for it",
-    on.rows_normed_clipped: "q and k normed over their whole width, and with v clipped where the config asks for it",
-    on.keys_multiplied: "k times a factor",
-    on.fused: "one projection for q, k and v",
-    on.fused_clipped: "one projection for q, k and v, clipped where the config asks for it",
-    on.fused_by_head: "one projection, head by head",
-    on.fused_by_head_layernormed_perhaps: "one projection, head by head, normed where the config asks for it",
-    on.gate_in_q_proj: "a gate in the projection of q",
-    on.gate_proj: "a projected gate",
-    on.g_proj: "a projected gate",
-    on.latent: "multi-head latent attention",
-    on.latent_scaled: "multi-head latent attention with scaled queries and latent vectors",
-    on.latent_gated: "multi-head latent attention with a projected gate",
-    on.window_of_layer: "windows in some layers",
-    on.window_of_sliding_layer: "windows in some layers",
-    on.window_of_model: "a window in all layers",
-    on.where_module_says: "layers that do not rotate",
-    on.where_tables_are_given: "layers, or whole models, that do not rotate",
-    on.where_windowed: "layers without a window do not rotate",
-    on.where_windowed_or_told: "most layers without a window do not rotate",
-    on.where_local: "layers without a window do not rotate",
-    on.where_sliding_or_all: "layers without a window do not rotate where others have one",
-    on.query_and_key_layernorm: "q and k normed after the rotation",
-    on.qk_norm_perhaps: "q and k normed after the rotation where the config asks for it",
-    on.scaled_by_position: "queries scaled by position",
-    on.scaled_by_place: "queries scaled by position",
-    on.scaled_where_unrotated: "queries scaled by position in layers that do not rotate",
-    on.chunk_of_layer: "attention within chunks in some layers",
-    on.out_proj: "",
-    on.dense: "",
-    on.normed_o_proj: "a norm before the output projection",
-    on.o_proj_with_dropout: "dropout after the output projection",
-    on.gated_o_proj: "the output times the gate's sigmoid",
-    on.softplus_gated_o_proj: "the output times the gate's softplus",
+_PHRASES: dict[str, dict[object, str]] = {
+    "project": {
+        on.rows_normed: "q and k normed over their whole width",
+        on.keys_multiplied: "k times a factor",
+        on.fused: "one projection for q, k and v",
+        on.fused_by_head: "one projection, head by head",
+        on.fused_by_head_layernormed_perhaps: f"one projection, head by head, normed {_ASKED}",
+        on.gate_in_q_proj: "a gate in the projection of q",
+        on.latent: "multi-head latent attention",
+        on.latent_scaled: "multi-head latent attention with scaled queries and latent vectors",
+    },
+    "gate": {"gate_proj": "a projected gate", "g_proj": "a projected gate"},
+    "clip": dict.fromkeys(("config.clip_qkv", "clip_qkv"), f"q, k and v clipped {_ASKED}"),
+    "norms": {
+        ("q_norm", "k_norm"): _NORMED,
+        ("q_layernorm", "k_layernorm"): _NORMED,
+        ("q_norm", "k_norm", "use_qk_norm"): f"{_NORMED} {_ASKED}",
+        ("q_layernorm", "k_layernorm", "qk_layernorm"): f"{_NORMED} {_ASKED}",
+    },
+    "window": {
+        "of layer": "windows in some layers",
+        "of sliding layer": "windows in some layers",
+        "of model": "a window in all layers",
+    },
+    "chunks": {True: "attention within chunks in some layers"},
+    "rotates": {
+        "where told": "layers that do not rotate",
+        "with tables": "layers, or whole models, that do not rotate",
+        "windowed": _NO_ROTATION,
+        "windowed or told": "most layers without a window do not rotate",
+        "local": _NO_ROTATION,
+        "sliding or all": f"{_NO_ROTATION} where others have one",
+    },
+    "after_rotation": {
+        ("query_layernorm", "key_layernorm"): "q and k normed after the rotation",
+        ("qk_norm", "qk_norm", "qk_norm"): f"q and k normed after the rotation {_ASKED}",
+    },
+    "query_scale": {
+        on.scaled_by_position: "queries scaled by position",
+        on.scaled_where_unrotated: "queries scaled by position in layers that do not rotate",
+    },
+    "finish": {
+        ("out_proj",): "",
+        ("dense",): "",
+        ("attn_sub_norm", "o_proj"): "a norm before the output projection",
+        ("o_proj", "residual_dropout"): "dropout after the output projection",
+        ("sigmoid", "o_proj"): "the output times the gate's sigmoid",
+        ("softplus", "o_proj"): "the output times the gate's softplus",
+    },
+    "interleaved": {True: "interleaved pairs", "config.rope_interleave": "interleaved pairs where the config says so"},
+    "half_width": {"pairs": "", "whole": "half-width tables"},
+    "softcap": {True: "softcap"},
+    "sinks": {True: "sinks"},
 }
 _HEAD = """# Supported attention classes
 
@@ -110,20 +126,10 @@ def page() -> str:
 
 
 def describe(convention: Convention) -> str:
-    """Say how a convention differs from Llama's attention. KeyError: ``_PHRASES`` lacks one of its functions."""
-    default, found = Convention(), []
-    for name in ("project", "norms", "window", "chunk", "rotates", "after_rotation", "query_scale", "finish"):
-        value = getattr(convention, name)
-        if value != getattr(default, name):
-            found.append(_PHRASES[value])
-    words = {
-        "interleaved pairs": convention.interleaved is on.adjacent,
-        "interleaved pairs where the config says so": convention.interleaved is on.adjacent_perhaps,
-        "half-width tables": convention.half_width is on.as_is,
-        "softcap": convention.softcap,
-        "sinks": convention.sinks,
-    }
-    found += [word for word, holds in words.items() if holds]
+    """Say how a convention differs from Llama's attention. KeyError: ``_PHRASES`` lacks one of its values."""
+    default = Convention()
+    changed = [name for name in _PHRASES if getattr(convention, name) != getattr(default, name)]
+    found = [_PHRASES[name][getattr(convention, name)] for name in changed]
     return "; ".join(filter(None, found))
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fused_rope_attn.attention import planning, reference
-from fused_rope_attn.experimental.corope import api
+from fused_rope_attn.experimental.corope import CoRopeAttention
 from fused_rope_attn.experimental.corope import reference as corope_reference
 from verification import testing
 from verification.calls import FUNCTIONS, Call, Finding, Made, Ran, References, same_bits
@@ -190,13 +190,13 @@ class CoRopeCheck(Call):
         def kernels(q: Tensor, k: Tensor, v: Tensor, base: float, softmax_scale: float | None) -> Tensor:
             if q.is_cuda or self.public:
                 return FUNCTIONS[self.function](q, k, v, base=base, softmax_scale=softmax_scale)
-            return api.CoRopeAttention.apply(q, k, v, float(base), float(self.scale))
+            return CoRopeAttention.apply(q, k, v, float(base), float(self.scale))
 
         return kernels
 
     def references(self, made: Made, device: str) -> References:
         def right(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return corope_reference.attention(q, k, v, base=float(self.base), softmax_scale=float(self.scale))
+            return corope_reference.corope(q, k, v, base=float(self.base), softmax_scale=float(self.scale))
 
         def run(dtype: torch.dtype | None) -> dict[str, Tensor]:
             return self.results(right, {name: x.to(dtype or self.dtype) for name, x in made.given.items()}, made)

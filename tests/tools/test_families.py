@@ -3,7 +3,7 @@
 import pytest
 import transformers
 
-from fused_rope_attn.integrations.transformers.families import Convention, adjacent, gate_proj, gated_o_proj
+from fused_rope_attn.integrations.transformers.families import Convention
 from tools import families
 
 needs_transformers_5 = pytest.mark.skipif(transformers.__version__ < "5", reason="classes are left out before it")
@@ -21,7 +21,7 @@ def test_the_page_matches_the_tables(tmp_path, monkeypatch):
 
 def test_every_field_of_a_convention_is_described():
     assert families.describe(Convention()) == ""
-    gated = Convention(gate_proj, interleaved=adjacent, softcap=True, sinks=True, finish=gated_o_proj)
+    gated = Convention(gate="gate_proj", interleaved=True, softcap=True, sinks=True, finish=("sigmoid", "o_proj"))
     assert families.describe(gated).split("; ")[1:] == [
         "the output times the gate's sigmoid",
         "interleaved pairs",
@@ -29,4 +29,4 @@ def test_every_field_of_a_convention_is_described():
         "sinks",
     ]
     with pytest.raises(KeyError):
-        families.describe(Convention(window=len))
+        families.describe(Convention(window="of nobody"))

@@ -111,7 +111,7 @@ def kernels(model: nn.Module, report: PatchReport, calls: Calls) -> list[str]:
 def _lines_of(module: Any, name: str, calls: Calls) -> list[str]:
     """Return a line on the heads and masks of a module, and lines on the kernels of its calls."""
     convention = cast(Convention, families.convention_of(module))
-    latent = convention.latent is not None
+    latent = bool(convention.latent)
     rows, options = call_of(module, calls)
     lines = [", ".join((name, _heads(rows, latent), *_masks(module, convention, options)))]
     obstacle = obstacles.obstacle_of_any_kind([module.train()], module.config, {}, options["causal"])
@@ -135,16 +135,17 @@ def call_of(module: Any, calls: Calls) -> tuple[list[Tensor], dict[str, Any]]:
     convention = cast(Convention, families.convention_of(module))
     hidden = torch.empty(calls.batch, calls.length, module.config.hidden_size, dtype=calls.dtype, device="meta")
     with torch.no_grad():
-        q, k, v, *more = convention.project(module, hidden)
+        q, k, v, *more = convention.heads_of(module, hidden)
     rows, columns = [q, k, v], q.shape[-1]
     causal = bool(obstacles.is_causal([module], module.config, {}))
     options = attention.features_of(module, convention, q, Batch(causal=causal))
     parameters = getattr(module.config, "rope_parameters", None) or {}
     # transformers gives no tables to models without a base of the angles (OLMo hybrid).
-    rotates = convention.rotates(module, None if parameters.get("rope_theta", 0.0) is None else (hidden, hidden))
-    rotates = rotates and convention.after_rotation(module) is None  # else q and k are rotated before
-    options["interleaved"] = rotates and bool(convention.interleaved(module))
-    if convention.latent is not None:
+    rotates = convention.rotates_in(module, None if parameters.get("rope_theta", 0.0) is None else (hidden, hidden))
+    if convention.norms_of(module, after_rotation=True) is not None:  # q and k are rotated before
+        rotates = False
+    options["interleaved"] = rotates and convention.is_interleaved(module)
+    if convention.latent:
         rows = [more[0].q_nope, q, more[0].k_nope, k, v]
     else:
         columns = 2
@@ -153,10 +154,10 @@ def call_of(module: Any, calls: Calls) -> tuple[list[Tensor], dict[str, Any]]:
             layer_type = module.config.layer_types[module.layer_idx] if by_type else None
             columns *= rope_tables_from_config(module.config, 1, layer_type=layer_type, device="cpu")[0].shape[-1]
         options["rotary_dim"] = columns
-        pair = convention.norms(module)
+        pair = convention.norms_of(module)
         norms = None if pair is None else rotations.head_norms(*pair)
         options |= norms.options if isinstance(norms, rotations.HeadNorms) else {}
-    chunk = convention.chunk(module)
+    chunk = convention.chunk_of(module)
     if chunk:
         options["query_starts"], options["query_ends"] = chunks(chunk, calls.length)
         options["causal"] = False
@@ -182,7 +183,7 @@ def _masks(module: Any, convention: Convention, options: dict[str, Any]) -> Iter
     if options["window"] is not None:
         yield f"window of {options['window'][0] + 1}"
     if "query_starts" in options:
-        yield f"chunks of {convention.chunk(module)}"
+        yield f"chunks of {convention.chunk_of(module)}"
     elif not options["causal"]:
         yield "bidirectional"
     if options.get("sinks") is not None:

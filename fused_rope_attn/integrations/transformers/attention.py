@@ -59,9 +59,9 @@ def forward(module: AttentionModule, hidden_states: Tensor, *args: Any, **kwargs
     if batch.by_type is not None:
         batch = batch.by_type.get(type_of(module) or "", batch)
     convention = patch.convention
-    q, k, v, *others = convention.project(module, hidden_states)
+    q, k, v, *others = convention.heads_of(module, hidden_states)
     # Not by ``pop``, because torch.compile of torch 2.11 takes the list for a tuple.
-    latent: Latent | None = others[0] if convention.latent is not None else None
+    latent: Latent | None = others[0] if convention.latent else None
     gate = others if latent is None else others[1:]
     q, k, norms = _normed(module, convention, q, k, past is not None)
     if convention.query_scale is not None:
@@ -70,7 +70,7 @@ def forward(module: AttentionModule, hidden_states: Tensor, *args: Any, **kwargs
             latent = latent._replace(q_nope=convention.query_scale(module, latent.q_nope, kwargs, past))
     tables = rotations.tables_for(module, convention, kwargs.get("position_embeddings"), q, kept_of(batch))
     tokens = Tokens(q, k, v, tables, norms, latent)
-    after = convention.after_rotation(module)
+    after = convention.norms_of(module, after_rotation=True)
     if after is not None:
         tokens = tokens.rotated(rotations.identity_tables(q.shape[2], q.device))
         q, k = (norm(x) for norm, x in zip(after, tokens[:2]))
@@ -90,14 +90,14 @@ def forward(module: AttentionModule, hidden_states: Tensor, *args: Any, **kwargs
         # queries and read them back.
         o = _attend(tokens, batch, trained)
         if latent is not None:
-            k_rope = cast(Any, convention.latent)(tokens.rotated_keys(), tables.options["interleaved"])
+            k_rope = convention.cached(tokens.rotated_keys(), tables.options["interleaved"])
             rows = caches.latent_rows(module, latent, k_rope, v)
             past.update(*rows, module.layer_idx, *caches.update_options(kwargs))
         else:
             _begin_cache(tokens, past, module.layer_idx, kept_of(batch) is not None, caches.update_options(kwargs))
     else:
         o = _attend_cache(module.layer_idx, tokens, past, batch, features, caches.update_options(kwargs))
-    return convention.finish(module, o.transpose(1, 2).flatten(2), *gate), None
+    return convention.output(module, o.transpose(1, 2).flatten(2), *gate), None
 
 
 def _shows_sequences(module: AttentionModule, past: Any, kwargs: dict[str, Any]) -> bool:
@@ -115,7 +115,7 @@ def _normed(
     module: AttentionModule, convention: Convention, q: Tensor, k: Tensor, cached: bool
 ) -> tuple[Tensor, Tensor, HeadNorms | None]:
     """Return q, k (B, H, N, D), and the norms that the kernels compute. Run the module's own if they cannot."""
-    pair = convention.norms(module)
+    pair = convention.norms_of(module)
     if pair is None:
         return q, k, None
     norms = rotations.head_norms(*pair)
@@ -131,12 +131,12 @@ def _normed(
 
 def features_of(module: AttentionModule, convention: Convention, q: Tensor, batch: Batch) -> dict[str, Any]:
     """Return the options that all operators of this module's attention take."""
-    keys, window = convention.window(module) if batch.intervals is None else None, None
+    keys, window = convention.window_of(module) if batch.intervals is None else None, None
     if keys is not None:  # a number that includes the query's own
         reach = keys if batch.inclusive_window else keys - 1
         window = (keys - 1, 0) if batch.causal else (reach, reach)
     features = {"causal": batch.causal, "softmax_scale": float(module.scaling), "window": window}
-    if convention.latent is not None:
+    if convention.latent:
         return features
     sinks = module.sinks if convention.sinks else None
     if sinks is not None and sinks.dtype not in (torch.float32, q.dtype):
@@ -157,7 +157,7 @@ def _attend(tokens: Tokens, batch: Batch, options: dict[str, Any]) -> Tensor:
     cu_seqlens, longest = batch.cu_seqlens, batch.max_seqlen
     size, _, length, _ = tokens.q.shape
     if batch.own_tables and tokens.latent is not None:
-        tokens = tokens.rotated(rotations.identity_row(tokens.q.device, batch))
+        tokens = tokens.rotated(rotations.identity_row(tokens.q.device, kept_of(batch)))
         cos, sin = tokens.tables.long(longest)
     else:
         cos, sin = (table.expand(size, length, -1).flatten(0, 1) for table in tokens.tables.arrays)
@@ -224,7 +224,7 @@ def _attend_cache(
     # can serve all places. Several tokens are normed and rotated before, and attention rotates by the angle 0.
     single = step and length == 1
     if not single:
-        tokens = tokens.rotated(rotations.identity_row(tokens.q.device, batch))
+        tokens = tokens.rotated(rotations.identity_row(tokens.q.device, kept_of(batch)))
     tables, options = tokens.tables, options | tokens.options
     if step and batch.cached is not None:
         static, kv_caches = type(layer) is StaticLayer, None
@@ -289,7 +289,7 @@ def attend_paged(layer: int, tokens: Tokens, batch: Batch, features: dict[str, A
         q, k, v = (x.transpose(0, 2) for x in tokens[:3])
         tokens = Tokens(q, k, v, tokens.tables.by_token(), tokens.norms)
         return _step_in_pages(tokens, pool, pages, features, batch).transpose(0, 2)
-    tokens = tokens.rotated(rotations.identity_row(tokens.q.device, batch))
+    tokens = tokens.rotated(rotations.identity_row(tokens.q.device, kept_of(batch)))
     keys, values = requests.update(tokens.k, tokens.v, layer)
     cu_seqlens_k, longest = requests.keys_of(pool.kind)
     q, (cos, sin) = tokens.q[0].transpose(0, 1), tokens.tables.long(longest)
@@ -311,7 +311,7 @@ def _step_in_pages(
         # any order, because they are rotated.
         k, tables = tokens.k, tokens.tables
         if tokens.norms is not None:  # write_kvcache has no norms
-            k, tables = tokens.rotated_keys(), rotations.identity_row(k.device, batch)
+            k, tables = tokens.rotated_keys(), rotations.identity_row(k.device, kept_of(batch))
         places = tables.options | {"cache_seqlens": lengths % pool.window, "block_table": pages.table}
         write_kvcache(k, tokens.v, *kv_caches, *tables.long(rows), **places)
         new, lengths, options["window"] = (None, None), (lengths + 1).clamp(max=pool.window), None

@@ -18,6 +18,7 @@ from transformers.cache_utils import Cache, DynamicLayer, StaticLayer
 from fused_rope_attn.attention.api import bounds_of_sequences
 from fused_rope_attn.integrations.transformers import caches, obstacles, paged
 from fused_rope_attn.integrations.transformers.families import Convention
+from fused_rope_attn.integrations.transformers.rotations import Kept
 from fused_rope_attn.integrations.transformers.shards import Shared
 from fused_rope_attn.integrations.transformers.state import PATCH, state_of
 from fused_rope_attn.masks import intervals_of_dense
@@ -28,21 +29,6 @@ _COUNTS_CHUNKS_BY_DOCUMENT = hasattr(masking_utils, "remap_positions_for_packed_
 # The keyword by which a decoder's Batch reaches its attention modules: transformers passes unknown keywords on.
 BATCH = "fused_rope_batch"
 _PACKED_NAMES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
-
-
-class Kept:
-    """Values that the layers of one forward pass share. They live exactly as long as the pass's Batch.
-
-    tables: by the ids of their sources. Each entry keeps its sources alive, so that their ids stay unique.
-    identities: by device, tables of one row that rotate by the angle 0.
-    """
-
-    # Not a dict, because accelerate and others take containers apart to move the tensors in them.
-    __slots__ = ("identities", "tables")
-
-    def __init__(self) -> None:
-        self.tables: dict[tuple, Any] = {}
-        self.identities: dict[torch.device, Any] = {}
 
 
 class Batch(NamedTuple):
@@ -117,7 +103,7 @@ def describe(attentions: list[nn.Module], config: Any, given: dict[str, Any], ma
     tokens = obstacles.tokens_of(given)
     convention = state_of(attentions[0], PATCH).convention
     # Latent attention takes no intervals.
-    masks = dense_masks(attentions[0].config, given, tokens.shape[1]) if convention.latent is None else None
+    masks = dense_masks(attentions[0].config, given, tokens.shape[1]) if not convention.latent else None
     reason = obstacles.obstacle(
         attentions, config, given if masks is None else given | {"attention_mask": None}, causal
     )
@@ -130,7 +116,7 @@ def describe(attentions: list[nn.Module], config: Any, given: dict[str, Any], ma
     # A bidirectional model would also attend to unwritten rows of a static cache.
     if not causal and (seen != 0 or past is not None and any(isinstance(x, StaticLayer) for x in past.layers)):
         return Batch("bidirectional attention with a cache that holds tokens, or is static,")
-    if convention.latent is not None and (seen != 0 or caches.reused(past)):
+    if convention.latent and (seen != 0 or caches.reused(past)):
         return Batch("a step of latent attention onto a cache, whose format is the module's own,")
 
     def completed(batch: Batch) -> Batch:
@@ -167,7 +153,7 @@ def describe_layer(module: nn.Module, given: dict[str, Any], more: bool) -> Batc
     # Flash-attention and SDPA are causal without a mask.
     if not reason and obstacles.implementation_of(module.config) in ("eager", "flex_attention"):
         reason = "a layer called without a mask, which hides no key from eager attention,"
-    window = state_of(module, PATCH).convention.window(module)
+    window = state_of(module, PATCH).convention.window_of(module)
     if not reason and (window or obstacles.chunk_of([module])) is not None and not obstacles.uses_flash(module.config):
         reason = "a layer with a window or chunks called without a mask, which alone shows them to SDPA,"
     if reason:

@@ -7,27 +7,29 @@ projections and norms, so that their replacements (LoRA, quantised layers) stay 
 from __future__ import annotations
 
 import inspect
+import operator
 import sys
 import weakref
-from collections.abc import Callable, Container
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import FunctionType
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 import transformers
 from packaging.version import Version
 from torch import Tensor, nn
+from torch.nn.functional import dropout, softplus
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 # q (B, HQ, N, D), k and v (B, HKV, N, D), unrotated; for gated attention also the gate, (B, N, HQ * D) or (B, N, HQ).
 # In multi-head latent attention q and k have the R columns to rotate, k has one head, and a Latent follows v.
 Heads = tuple[Any, ...]
-# The norm of the queries' heads and that of the keys'.
-Norms = tuple[nn.Module, nn.Module]
 # nn.Module declares every attribute to be a tensor or a module; those of transformers are numbers and configs as well.
 AttentionModule = Any
+Row = TypeVar("Row")
+_RELEASE = Version(transformers.__version__)
 
 
 class Latent(NamedTuple):
@@ -52,34 +54,16 @@ def rows_normed(module: AttentionModule, x: Tensor) -> Heads:
     return _split(module, module.q_norm(module.q_proj(x)), module.k_norm(module.k_proj(x)), module.v_proj(x))
 
 
-def clipped(module: AttentionModule, x: Tensor) -> Heads:
-    """Project like ``separate``, and clip all three if the config asks for it (OLMo)."""
-    limit = module.config.clip_qkv
-    return _split(module, *(_clip(rows, limit) for rows in (module.q_proj(x), module.k_proj(x), module.v_proj(x))))
-
-
-def rows_normed_clipped(module: AttentionModule, x: Tensor) -> Heads:
-    """Project like ``rows_normed``, and clip all three if the config asks for it (OLMoE)."""
-    q, k, v, limit = module.q_proj(x), module.k_proj(x), module.v_proj(x), module.config.clip_qkv
-    return _split(module, *(_clip(rows, limit) for rows in (module.q_norm(q), module.k_norm(k), v)))
-
-
 def keys_multiplied(module: AttentionModule, x: Tensor) -> Heads:
     """Project like ``separate``, and multiply keys by the module's own factor (Falcon-H1)."""
     return _split(module, module.q_proj(x), module.k_proj(x) * module.key_multiplier, module.v_proj(x))
 
 
 def fused(module: AttentionModule, x: Tensor) -> Heads:
-    """Split the columns of one projection into q, k and v (Phi-3)."""
-    config = module.config
-    widths = [heads * module.head_dim for heads in (config.num_attention_heads, *2 * (config.num_key_value_heads,))]
-    return _split(module, *module.qkv_proj(x).split(widths, dim=-1))
-
-
-def fused_clipped(module: AttentionModule, x: Tensor) -> Heads:
-    """Project like ``fused``, and clip if the config asks for it (DBRX)."""
-    widths = [module.hidden_size, *2 * (module.num_key_value_heads * module.head_dim,)]
-    return _split(module, *_clip(module.Wqkv(x), module.clip_qkv).split(widths, dim=-1))
+    """Split the columns of one projection into q, k and v (Phi-3, DBRX)."""
+    rows = (module.Wqkv if hasattr(module, "Wqkv") else module.qkv_proj)(x)
+    keys = module.num_key_value_heads * module.head_dim
+    return _split(module, *rows.split([rows.shape[-1] - 2 * keys, keys, keys], dim=-1))
 
 
 def fused_by_head(module: AttentionModule, x: Tensor) -> Heads:
@@ -99,18 +83,7 @@ def fused_by_head_layernormed_perhaps(module: AttentionModule, x: Tensor) -> Hea
 def gate_in_q_proj(module: AttentionModule, x: Tensor) -> Heads:
     """Project like ``separate``; in q_proj each head's columns are followed by those of its gate (Qwen3-Next)."""
     q, gate = module.q_proj(x).unflatten(-1, (-1, 2 * module.head_dim)).chunk(2, dim=-1)
-    k, v = (_heads(module, rows).transpose(1, 2) for rows in (module.k_proj(x), module.v_proj(x)))
-    return q.transpose(1, 2), k, v, gate.flatten(2)
-
-
-def gate_proj(module: AttentionModule, x: Tensor) -> Heads:
-    """Project like ``separate``, and to a gate by gate_proj (AFMoE)."""
-    return *separate(module, x), module.gate_proj(x)
-
-
-def g_proj(module: AttentionModule, x: Tensor) -> Heads:
-    """Project like ``separate``, and to a gate by g_proj (Laguna, Step 3.7)."""
-    return *separate(module, x), module.g_proj(x)
+    return q.transpose(1, 2), *_split(module, module.k_proj(x), module.v_proj(x)), gate.flatten(2)
 
 
 def latent(module: AttentionModule, x: Tensor) -> Heads:
@@ -125,11 +98,6 @@ def latent_scaled(module: AttentionModule, x: Tensor) -> Heads:
     """Project like ``latent``, with factors of the queries and of the latent vectors (LongCat)."""
     q, (compressed, k_rope) = module.q_b_proj(module.q_a_layernorm(module.q_a_proj(x))), _compressed(module, x)
     return _latent_heads(module, q * module.mla_scale_q_lora, compressed * module.mla_scale_kv_lora, k_rope)
-
-
-def latent_gated(module: AttentionModule, x: Tensor) -> Heads:
-    """Project like ``latent``, and to a gate of whole heads by g_proj (Ling 3)."""
-    return *latent(module, x), module.g_proj(x)
 
 
 def _compressed(module: AttentionModule, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -147,139 +115,17 @@ def _latent_heads(module: AttentionModule, q: Tensor, compressed: Tensor, k_rope
     return q_rope, k_rope.unsqueeze(1), v, Latent(q_nope, k_nope, compressed.unsqueeze(1))
 
 
-def pairs_kept(k_rope: Tensor, interleaved: bool) -> Tensor:
-    return k_rope
-
-
-def pairs_sorted(k_rope: Tensor, interleaved: bool) -> Tensor:
-    """Move the first columns of all pairs before the second ones, as ``apply_rotary_pos_emb_interleave`` does."""
-    return k_rope.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2) if interleaved else k_rope
-
-
-def _split(module: AttentionModule, q: Tensor, k: Tensor, v: Tensor) -> Heads:
-    return tuple(_heads(module, rows).transpose(1, 2) for rows in (q, k, v))
-
-
-def _heads(module: AttentionModule, rows: Tensor) -> Tensor:
-    """Return rows (B, N, H * D) as (B, N, H, D), a view for any strides."""
-    batch, length, width = rows.shape
-    return rows.view(batch, length, width // module.head_dim, module.head_dim)
-
-
-def _clip(rows: Tensor, limit: float | None) -> Tensor:
-    return rows if limit is None else rows.clamp(-limit, limit)
-
-
-def none(module: AttentionModule) -> None:
-    """Return None: the module has no such thing."""
-
-
-def q_and_k_norm(module: AttentionModule) -> Norms:
-    return module.q_norm, module.k_norm
-
-
-def q_and_k_norm_perhaps(module: AttentionModule) -> Norms | None:
-    return q_and_k_norm(module) if module.use_qk_norm else None
-
-
-def q_and_k_layernorm(module: AttentionModule) -> Norms:
-    return module.q_layernorm, module.k_layernorm
-
-
-def q_and_k_layernorm_perhaps(module: AttentionModule) -> Norms | None:
-    return q_and_k_layernorm(module) if module.qk_layernorm else None
-
-
-def halves(table: Tensor) -> Tensor:
-    """Return (..., R/2) of a table that has all angles, and then all of them again."""
-    return table[..., : table.shape[-1] // 2]
-
-
-def pairs(table: Tensor) -> Tensor:
-    """Return (..., R/2) of a table that has each angle twice in adjacent columns."""
-    return table[..., ::2]
-
-
-def as_is(table: Tensor) -> Tensor:
-    return table
-
-
-def adjacent(module: AttentionModule) -> bool:
-    return True
-
-
-def adjacent_perhaps(module: AttentionModule) -> bool:
-    return module.config.rope_interleave
-
-
-def window_of_layer(module: AttentionModule) -> int | None:
-    # Layers of Qwen2-MoE that have no window lack the attribute.
-    return getattr(module, "sliding_window", None)
-
-
-def window_of_sliding_layer(module: AttentionModule) -> int | None:
-    """Return the model's window if the module has a window (EXAONE 4)."""
-    return module.sliding_window if module.is_sliding else None
-
-
-def window_of_model(module: AttentionModule) -> int | None:
-    return getattr(module.config, "sliding_window", None)
-
-
-def always(module: AttentionModule, embeddings: Any) -> bool:
-    return True
-
-
-def where_module_says(module: AttentionModule, embeddings: Any) -> bool:
-    return module.use_rope
-
-
-def where_tables_are_given(module: AttentionModule, embeddings: Any) -> bool:
-    return embeddings is not None
-
-
-def where_windowed(module: AttentionModule, embeddings: Any) -> bool:
-    return module.sliding_window is not None
-
-
-def where_windowed_or_told(module: AttentionModule, embeddings: Any) -> bool:
-    return module.sliding_window is not None or module.force_rope
-
-
-def where_local(module: AttentionModule, embeddings: Any) -> bool:
-    return module.is_local_attention
-
-
-def where_sliding_or_all(module: AttentionModule, embeddings: Any) -> bool:
-    """Return True in all layers of a model without windows, else in the layers with a window (EXAONE 4)."""
-    return module.sliding_window is None or module.is_sliding
-
-
-def query_and_key_layernorm(module: AttentionModule) -> Norms:
-    return module.query_layernorm, module.key_layernorm
-
-
-def qk_norm_perhaps(module: AttentionModule) -> Norms | None:
-    """Return the norm of both (Llama 4), which only layers that rotate have, if the config asks for it."""
-    return (module.qk_norm, module.qk_norm) if hasattr(module, "qk_norm") else None
-
-
-def chunk_of_layer(module: AttentionModule) -> int | None:
-    chunked = module.config.layer_types[module.layer_idx] == "chunked_attention"
-    return module.config.attention_chunk_size if chunked else None
+def _split(module: AttentionModule, *rows: Tensor) -> Heads:
+    """Return rows (B, N, H * D) as (B, H, N, D), views for any strides."""
+    return tuple(x.view(*x.shape[:2], x.shape[2] // module.head_dim, module.head_dim).transpose(1, 2) for x in rows)
 
 
 def scaled_by_position(module: AttentionModule, q: Tensor, given: dict[str, Any], past: Any) -> Tensor:
-    """Multiply queries by a factor that is 1 up to the trained length, and grows with ``position_ids`` (1|B, N)."""
-    return _scaled_by(given["position_ids"], module, q)
+    """Multiply queries by a factor that is 1 up to the trained length, and grows with ``position_ids`` (1|B, N).
 
-
-def scaled_by_place(module: AttentionModule, q: Tensor, given: dict[str, Any], past: Any) -> Tensor:
-    """Multiply queries as ``scaled_by_position``, by ``cache_position`` (N,), which counts padding too."""
-    return _scaled_by(given["cache_position"][None], module, q)
-
-
-def _scaled_by(places: Tensor, module: AttentionModule, q: Tensor) -> Tensor:
+    transformers before 5.4 reads ``cache_position`` (N,), which counts padding too.
+    """
+    places = given["position_ids"] if _RELEASE >= Version("5.4") else given["cache_position"][None]
     rope = module.config.rope_parameters
     steps = torch.floor(places / rope["original_max_position_embeddings"])
     factors = 1 + rope["llama_4_scaling_beta"] * torch.log(1 + steps)
@@ -301,58 +147,10 @@ def scaled_where_unrotated(module: AttentionModule, q: Tensor, given: dict[str, 
     return (q * factors[:, None]).to(q.dtype)
 
 
-def o_proj(module: AttentionModule, rows: Tensor) -> Tensor:
-    """Project attention's rows (B, N, HQ * D) to the output (B, N, width)."""
-    return module.o_proj(rows)
-
-
-def out_proj(module: AttentionModule, rows: Tensor) -> Tensor:
-    return module.out_proj(rows)
-
-
-def dense(module: AttentionModule, rows: Tensor) -> Tensor:
-    return module.dense(rows)
-
-
-def normed_o_proj(module: AttentionModule, rows: Tensor) -> Tensor:
-    """Norm the rows before the projection (BitNet)."""
-    return module.o_proj(module.attn_sub_norm(rows))
-
-
-def o_proj_with_dropout(module: AttentionModule, rows: Tensor) -> Tensor:
-    return nn.functional.dropout(module.o_proj(rows), p=module.residual_dropout, training=module.training)
-
-
-def gated_o_proj(module: AttentionModule, rows: Tensor, gate: Tensor) -> Tensor:
-    """Multiply the rows by the sigmoid of a gate (B, N, HQ * D), or (B, N, HQ) for whole heads, and project."""
-    return module.o_proj(_by_gate(rows, torch.sigmoid(gate)))
-
-
-def softplus_gated_o_proj(module: AttentionModule, rows: Tensor, gate: Tensor) -> Tensor:
-    """Project like ``gated_o_proj``, with the softplus of the gate (Laguna)."""
-    return module.o_proj(_by_gate(rows, nn.functional.softplus(gate.float()).to(rows.dtype)))
-
-
-def _by_gate(rows: Tensor, factor: Tensor) -> Tensor:
-    return (rows.unflatten(-1, (factor.shape[-1], -1)) * factor.unsqueeze(-1)).flatten(-2)
-
-
 def attention_dropout(module: AttentionModule) -> float:
     """Return the probability with which a module drops attention weights in training."""
-    dropout = getattr(module, "attention_dropout", 0.0)
-    return dropout.p if isinstance(dropout, nn.Dropout) else dropout
-
-
-def mrope_sections(module: AttentionModule) -> tuple[int, ...]:
-    """Return the columns of a half-width table for positions in time, in height and in width (Qwen2-VL)."""
-    # transformers 4.57 reads the module's own parameters, 5 its config's.
-    parameters = module.rope_scaling if hasattr(module, "rope_scaling") else module.config.rope_parameters
-    return tuple(parameters["mrope_section"])
-
-
-def by_section(table: Tensor, sections: tuple[int, ...]) -> Tensor:
-    """Combine half-width tables (3, B, N, R/2), one for each kind of positions, to (B, N, R/2)."""
-    return torch.cat([part[i % 3] for i, part in enumerate(table.split(sections, dim=-1))], dim=-1)
+    rate = getattr(module, "attention_dropout", 0.0)
+    return rate.p if isinstance(rate, nn.Dropout) else rate
 
 
 def text_positions(position_ids: Tensor) -> Tensor | None:
@@ -373,59 +171,158 @@ def first_row(position_ids: Tensor) -> Tensor:
     return position_ids if position_ids.ndim == 2 else position_ids[0]
 
 
+# The values of fields of Convention by name. Half-width tables (..., R/2) of a module's tables:
+_HALF_WIDTHS: dict[str, Callable[[Tensor], Tensor]] = {
+    "halves": lambda table: table[..., : table.shape[-1] // 2],  # all angles, and then all of them again
+    "pairs": lambda table: table[..., ::2],  # each angle twice in adjacent columns
+    "whole": lambda table: table,
+}
+# The number of keys that a query sees, including its own, or None.
+_WINDOWS: dict[str, Callable[[AttentionModule], int | None]] = {
+    "none": lambda module: None,
+    # Layers of Qwen2-MoE that have no window lack the attribute.
+    "of layer": lambda module: getattr(module, "sliding_window", None),
+    "of sliding layer": lambda module: module.sliding_window if module.is_sliding else None,
+    "of model": lambda module: getattr(module.config, "sliding_window", None),
+}
+# Whether a module rotates. tables: its (cos, sin), or None.
+_ROTATES: dict[str, Callable[[AttentionModule, Any], bool]] = {
+    "always": lambda module, tables: True,
+    "where told": lambda module, tables: module.use_rope,
+    "with tables": lambda module, tables: tables is not None,
+    "windowed": lambda module, tables: module.sliding_window is not None,
+    "windowed or told": lambda module, tables: module.sliding_window is not None or module.force_rope,
+    "local": lambda module, tables: module.is_local_attention,
+    # All layers of a model without windows, else the layers with a window (EXAONE 4).
+    "sliding or all": lambda module, tables: module.sliding_window is None or module.is_sliding,
+}
+
+
 @dataclass(frozen=True)
 class Convention:
-    """The differences of one class of attention modules from Llama's.
+    """The differences of one class of attention modules from Llama's. Equal in all copies of a pickled model.
 
-    project: function of hidden states (B, N, width) to q (B, HQ, N, D), k and v (B, HKV, N, D), unrotated, and the gate
-        if there is one.
-    norms: function to the modules that norm each head of q and of k, as (B, N, H, D), between projection and rotation;
-        None if there are none, or if ``project`` itself norms.
-    latent: in multi-head latent attention, for which ``project`` returns a Latent after v: function of rotated k_rope
-        (B, 1, N, R), and whether its pairs are adjacent, to the columns that the module caches. Else None.
-    half_width: function of the module's cos or sin (1|B, N, W) to (1|B, N, R/2).
-    interleaved: function of the module to whether pairs are adjacent columns; ``none`` if they never are.
-    window: function to the number of keys that a query of the module sees, including its own; None for all.
-    chunk: function to the length of the chunks of a sequence within which the module attends; None for all of it.
+    project: function of the module and hidden states (B, N, width) to Heads, unrotated.
+    gate: attribute that projects hidden states to a gate, if ``project`` returns none; or "".
+    clip: attribute with the limit to which q, k and v are clipped, if it is not None; or "".
+    norms: attributes with the norms of each head of q and of k, as (B, N, H, D), between projection and rotation. A
+        third one says whether the module has them, by its value, or, if it is a norm itself, by its presence.
+    latent: in multi-head latent attention the order of the rotated columns of k_rope in the cache, "kept", or "sorted"
+        with the first columns of all adjacent pairs before the second ones; else "".
+    half_width: key of ``_HALF_WIDTHS``.
+    interleaved: pairs are adjacent columns, or the attribute that says so.
+    window: key of ``_WINDOWS``.
+    chunks: layers of the type "chunked_attention" attend within chunks of a sequence.
     softcap, sinks: the module has them, as ``attn_logit_softcapping`` and ``sinks``.
-    rotates: function of the module and its (cos, sin), or None, to whether it rotates.
-    after_rotation: function to the modules that norm each head of rotated q and k, as (B, H, N, D); None without.
+    rotates: key of ``_ROTATES``.
+    after_rotation: as ``norms``, of rotated q and k, as (B, H, N, D).
     query_scale: function of the module, q (B, HQ, N, D), the call's keywords, and its cache or None, to q with a scale
         that depends on positions; None if there is none.
-    finish: function of attention's rows (B, N, HQ * D), and the gate if there is one, to the output (B, N, width).
-    sections: function to the columns of half width that the module itself takes from each of the tables (3, B, N, W),
-        one table for each kind of positions; None for other modules.
+    finish: the steps from attention's rows to the output: attributes with a module, "residual_dropout", or the function
+        of a gate.
+    sections: the module itself combines tables (3, B, N, W), one for each kind of positions.
     text_positions: function of the decoder's position_ids to (B, N), from which transformers finds packed sequences;
         None if it finds none from them.
     documents_in_masks: the decoder's masks separate packed documents by position ids.
     """
 
     project: Callable[[AttentionModule, Tensor], Heads] = separate
-    norms: Callable[[AttentionModule], Norms | None] = none
-    latent: Callable[[Tensor, bool], Tensor] | None = None
-    half_width: Callable[[Tensor], Tensor] = halves
-    interleaved: Callable[[AttentionModule], bool | None] = none
-    window: Callable[[AttentionModule], int | None] = none
-    chunk: Callable[[AttentionModule], int | None] = none
+    gate: str = ""
+    clip: str = ""
+    norms: tuple[str, ...] = ()
+    latent: str = ""
+    half_width: str = "halves"
+    interleaved: bool | str = False
+    window: str = "none"
+    chunks: bool = False
     softcap: bool = False
     sinks: bool = False
-    rotates: Callable[[AttentionModule, Any], bool] = always
-    after_rotation: Callable[[AttentionModule], Norms | None] = none
+    rotates: str = "always"
+    after_rotation: tuple[str, ...] = ()
     query_scale: Callable[[AttentionModule, Tensor, dict[str, Any], Any], Tensor] | None = None
-    finish: Callable[..., Tensor] = o_proj
-    sections: Callable[[AttentionModule], tuple[int, ...] | None] = none
+    finish: tuple[str, ...] = ("o_proj",)
+    sections: bool = False
     text_positions: Callable[[Tensor], Tensor | None] = text_positions
     documents_in_masks: bool = True
+
+    def heads_of(self, module: AttentionModule, x: Tensor) -> Heads:
+        """Project hidden states (B, N, width) to the module's Heads."""
+        heads = self.project(module, x)
+        limit = operator.attrgetter(self.clip)(module) if self.clip else None
+        heads = heads if limit is None else tuple(rows.clamp(-limit, limit) for rows in heads)
+        return (*heads, getattr(module, self.gate)(x)) if self.gate else heads
+
+    def norms_of(self, module: AttentionModule, after_rotation: bool = False) -> tuple[nn.Module, nn.Module] | None:
+        """Return the norms of q and of k before the rotation, or those after it; None if the module has none."""
+        names = self.after_rotation if after_rotation else self.norms
+        if not names:
+            return None
+        q_norm, k_norm, *condition = names
+        for name in condition:
+            if not (hasattr(module, name) if name == q_norm else getattr(module, name)):
+                return None
+        return getattr(module, q_norm), getattr(module, k_norm)
+
+    def is_interleaved(self, module: AttentionModule) -> bool:
+        value = self.interleaved
+        return bool(operator.attrgetter(value)(module)) if isinstance(value, str) else value
+
+    def window_of(self, module: AttentionModule) -> int | None:
+        return _WINDOWS[self.window](module)
+
+    def chunk_of(self, module: AttentionModule) -> int | None:
+        """Return the length of the chunks within which a module attends; None if they are whole sequences."""
+        chunked = self.chunks and module.config.layer_types[module.layer_idx] == "chunked_attention"
+        return module.config.attention_chunk_size if chunked else None
+
+    def rotates_in(self, module: AttentionModule, embeddings: Any) -> bool:
+        return _ROTATES[self.rotates](module, embeddings)
+
+    def half_widths(self, module: AttentionModule, tables: tuple[Tensor, Tensor]) -> list[Tensor]:
+        """Return cos and sin (1|B, N, R/2) of those that a module gets, (1|B, N, W) or (3, B, N, W)."""
+        narrow = [_HALF_WIDTHS[self.half_width](table) for table in tables]
+        if not self.sections or narrow[0].ndim != 4:
+            return narrow
+        # A token has three positions, each with a table. The rotary embedding combines them in transformers 5, and
+        # each attention module in 4.57, which also reads its own parameters instead of the config's.
+        parameters = module.rope_scaling if hasattr(module, "rope_scaling") else module.config.rope_parameters
+        return [by_section(table, tuple(parameters["mrope_section"])) for table in narrow]
+
+    def cached(self, k_rope: Tensor, interleaved: bool) -> Tensor:
+        """Return rotated k_rope (B, 1, N, R) as the module caches it (``apply_rotary_pos_emb_interleave``)."""
+        sorts = interleaved and self.latent == "sorted"
+        return k_rope.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2) if sorts else k_rope
+
+    def output(self, module: AttentionModule, rows: Tensor, *gate: Tensor) -> Tensor:
+        """Return the output (B, N, width) of attention's rows (B, N, HQ * D), and of the gate if there is one.
+
+        A gate (B, N, HQ * D) multiplies columns, and a gate (B, N, HQ) whole heads.
+        """
+        for step in self.finish:
+            if step == "residual_dropout":
+                rows = dropout(rows, p=module.residual_dropout, training=module.training)
+            elif step in ("sigmoid", "softplus"):
+                (x,) = gate
+                x = torch.sigmoid(x) if step == "sigmoid" else softplus(x.float()).to(rows.dtype)
+                rows = (rows.unflatten(-1, (x.shape[-1], -1)) * x.unsqueeze(-1)).flatten(-2)
+            else:
+                rows = getattr(module, step)(rows)
+        return rows
+
+
+def by_section(table: Tensor, sections: tuple[int, ...]) -> Tensor:
+    """Combine half-width tables (3, B, N, R/2), one for each kind of positions, to (B, N, R/2)."""
+    return torch.cat([part[i % 3] for i, part in enumerate(table.split(sections, dim=-1))], dim=-1)
 
 
 # The newest release with attention classes that were all read (tests/support/hf_fingerprints.json).
 NEWEST = "5.24"
 _PREFIX = "transformers.models."
-_RELEASE = Version(transformers.__version__)
 # The masks of Bamba and Persimmon separate packed documents by their positions from then on.
 _MASKS_READ_POSITIONS = _RELEASE >= Version("5.2")
 _TEXT_OF_QWEN3_VL = text_positions if _RELEASE >= Version("5.3") else first_row
-_SCALE_OF_MINISTRAL3 = scaled_by_position if _RELEASE >= Version("5.4") else scaled_by_place
+_BY_HEAD, _LAYERNORMS = ("q_norm", "k_norm"), ("q_layernorm", "k_layernorm")
+_GATED = ("sigmoid", "o_proj")
 # A class is written as ``folder.Class`` for ``transformers.models.folder.modeling_folder.Class``.
 # Scales (Gemma, Granite) are read from each module's `scaling`, and partial rotation from the width of the tables, so
 # neither needs a row.
@@ -435,78 +332,79 @@ _GROUPS: tuple[tuple[Convention, str], ...] = (
         "granitemoe.GraniteMoeAttention granitemoeshared.GraniteMoeSharedAttention hyperclovax.HyperCLOVAXAttention "
         "jais2.Jais2Attention llama.LlamaAttention solar_open.SolarOpenAttention"),
     (Convention(documents_in_masks=_MASKS_READ_POSITIONS), "bamba.BambaAttention"),
-    (Convention(window=window_of_model),
+    (Convention(window="of model"),
         "minimax.MiniMaxAttention mistral.MistralAttention mixtral.MixtralAttention phimoe.PhimoeAttention"),
-    (Convention(window=window_of_model, query_scale=_SCALE_OF_MINISTRAL3), "ministral3.Ministral3Attention"),
-    (Convention(window=window_of_model, finish=o_proj_with_dropout), "starcoder2.Starcoder2Attention"),
-    (Convention(finish=o_proj_with_dropout), "seed_oss.SeedOssAttention"),
-    (Convention(finish=normed_o_proj), "bitnet.BitNetAttention"),
+    (Convention(window="of model", query_scale=scaled_by_position), "ministral3.Ministral3Attention"),
+    (Convention(window="of model", finish=("o_proj", "residual_dropout")), "starcoder2.Starcoder2Attention"),
+    (Convention(finish=("o_proj", "residual_dropout")), "seed_oss.SeedOssAttention"),
+    (Convention(finish=("attn_sub_norm", "o_proj")), "bitnet.BitNetAttention"),
     (Convention(keys_multiplied), "falcon_h1.FalconH1Attention"),
-    (Convention(clipped), "olmo.OlmoAttention"),
-    (Convention(rotates=where_tables_are_given, documents_in_masks=False),
+    (Convention(clip="config.clip_qkv"), "olmo.OlmoAttention"),
+    (Convention(rotates="with tables", documents_in_masks=False),
         "granitemoehybrid.GraniteMoeHybridAttention"),
-    (Convention(rotates=where_tables_are_given, window=window_of_layer, sinks=True),
+    (Convention(rotates="with tables", window="of layer", sinks=True),
         "granite_swa.GraniteSWAAttention granitemoe_swa.GraniteMoeSWAAttention"),
-    (Convention(half_width=as_is, interleaved=adjacent, chunk=chunk_of_layer, rotates=where_module_says,
-        after_rotation=qk_norm_perhaps, query_scale=scaled_where_unrotated), "llama4.Llama4TextAttention"),
-    (Convention(after_rotation=query_and_key_layernorm),
+    (Convention(half_width="whole", interleaved=True, chunks=True, rotates="where told",
+        after_rotation=("qk_norm", "qk_norm", "qk_norm"), query_scale=scaled_where_unrotated),
+        "llama4.Llama4TextAttention"),
+    (Convention(after_rotation=("query_layernorm", "key_layernorm")),
         "hunyuan_v1_dense.HunYuanDenseV1Attention hunyuan_v1_moe.HunYuanMoEV1Attention"),
-    (Convention(window=window_of_layer),
+    (Convention(window="of layer"),
         "cwm.CwmAttention ministral.MinistralAttention qwen2.Qwen2Attention qwen2_moe.Qwen2MoeAttention"),
-    (Convention(window=window_of_layer, rotates=where_module_says), "smollm3.SmolLM3Attention"),
-    (Convention(window=window_of_layer, softcap=True), "gemma2.Gemma2Attention vaultgemma.VaultGemmaAttention"),
-    (Convention(norms=q_and_k_norm), "apertus.ApertusAttention hy_v3.HYV3Attention"),
-    (Convention(norms=q_and_k_norm, window=window_of_layer),
+    (Convention(window="of layer", rotates="where told"), "smollm3.SmolLM3Attention"),
+    (Convention(window="of layer", softcap=True), "gemma2.Gemma2Attention vaultgemma.VaultGemmaAttention"),
+    (Convention(norms=_BY_HEAD), "apertus.ApertusAttention hy_v3.HYV3Attention"),
+    (Convention(norms=_BY_HEAD, window="of layer"),
         "dots1.Dots1Attention gemma3.Gemma3Attention mellum.MellumAttention qwen3.Qwen3Attention "
         "qwen3_moe.Qwen3MoeAttention"),
-    (Convention(norms=q_and_k_norm, window=window_of_sliding_layer, rotates=where_sliding_or_all),
+    (Convention(norms=_BY_HEAD, window="of sliding layer", rotates="sliding or all"),
         "exaone4.Exaone4Attention exaone_moe.ExaoneMoeAttention kolibri1.Kolibri1Attention"),
-    (Convention(norms=q_and_k_norm, window=window_of_layer, rotates=where_windowed, sinks=True),
+    (Convention(norms=_BY_HEAD, window="of layer", rotates="windowed", sinks=True),
         "flint.FlintAttention"),
-    (Convention(norms=q_and_k_norm_perhaps), "glm4_moe.Glm4MoeAttention"),
-    (Convention(gate_in_q_proj, norms=q_and_k_norm, finish=gated_o_proj),
+    (Convention(norms=(*_BY_HEAD, "use_qk_norm")), "glm4_moe.Glm4MoeAttention"),
+    (Convention(gate_in_q_proj, norms=_BY_HEAD, finish=_GATED),
         "qwen3_5.Qwen3_5Attention qwen3_5_moe.Qwen3_5MoeAttention qwen3_next.Qwen3NextAttention"),
-    (Convention(gate_proj, norms=q_and_k_norm, window=window_of_layer, rotates=where_local,
-        finish=gated_o_proj, documents_in_masks=False), "afmoe.AfmoeAttention"),
-    (Convention(g_proj, norms=q_and_k_norm, window=window_of_layer, finish=softplus_gated_o_proj),
+    (Convention(gate="gate_proj", norms=_BY_HEAD, window="of layer", rotates="local",
+        finish=_GATED, documents_in_masks=False), "afmoe.AfmoeAttention"),
+    (Convention(gate="g_proj", norms=_BY_HEAD, window="of layer", finish=("softplus", "o_proj")),
         "laguna.LagunaAttention"),
-    (Convention(norms=q_and_k_layernorm, finish=out_proj), "lfm2.Lfm2Attention lfm2_moe.Lfm2MoeAttention"),
-    (Convention(norms=q_and_k_layernorm_perhaps, finish=dense), "phi.PhiAttention"),
+    (Convention(norms=_LAYERNORMS, finish=("out_proj",)), "lfm2.Lfm2Attention lfm2_moe.Lfm2MoeAttention"),
+    (Convention(norms=(*_LAYERNORMS, "qk_layernorm"), finish=("dense",)), "phi.PhiAttention"),
     (Convention(rows_normed), "flex_olmo.FlexOlmoAttention minimax_m2.MiniMaxM2Attention olmo2.Olmo2Attention"),
-    (Convention(rows_normed, rotates=where_tables_are_given), "olmo_hybrid.OlmoHybridAttention"),
-    (Convention(rows_normed, window=window_of_layer), "olmo3.Olmo3Attention"),
-    (Convention(rows_normed_clipped), "olmoe.OlmoeAttention"),
-    (Convention(fused, window=window_of_model), "phi3.Phi3Attention"),
-    (Convention(fused_clipped, finish=out_proj), "dbrx.DbrxAttention"),
-    (Convention(fused_by_head, finish=dense), "gpt_neox.GPTNeoXAttention"),
-    (Convention(fused_by_head_layernormed_perhaps, finish=dense, documents_in_masks=_MASKS_READ_POSITIONS),
+    (Convention(rows_normed, rotates="with tables"), "olmo_hybrid.OlmoHybridAttention"),
+    (Convention(rows_normed, window="of layer"), "olmo3.Olmo3Attention"),
+    (Convention(rows_normed, clip="config.clip_qkv"), "olmoe.OlmoeAttention"),
+    (Convention(fused, window="of model"), "phi3.Phi3Attention"),
+    (Convention(fused, clip="clip_qkv", finish=("out_proj",)), "dbrx.DbrxAttention"),
+    (Convention(fused_by_head, finish=("dense",)), "gpt_neox.GPTNeoXAttention"),
+    (Convention(fused_by_head_layernormed_perhaps, finish=("dense",), documents_in_masks=_MASKS_READ_POSITIONS),
         "persimmon.PersimmonAttention"),
-    (Convention(norms=q_and_k_norm_perhaps, half_width=pairs, interleaved=adjacent), "cohere.CohereAttention"),
-    (Convention(half_width=pairs, interleaved=adjacent, window=window_of_layer, rotates=where_windowed),
+    (Convention(norms=(*_BY_HEAD, "use_qk_norm"), half_width="pairs", interleaved=True), "cohere.CohereAttention"),
+    (Convention(half_width="pairs", interleaved=True, window="of layer", rotates="windowed"),
         "cohere2.Cohere2Attention"),
-    (Convention(half_width=pairs, interleaved=adjacent, window=window_of_layer,
-        rotates=where_windowed_or_told), "cohere2_moe.Cohere2MoeAttention"),
+    (Convention(half_width="pairs", interleaved=True, window="of layer",
+        rotates="windowed or told"), "cohere2_moe.Cohere2MoeAttention"),
     # These make tables for halves, but rotate pairs by the first half of each.
-    (Convention(interleaved=adjacent),
+    (Convention(interleaved=True),
         "ernie4_5.Ernie4_5Attention ernie4_5_moe.Ernie4_5_MoeAttention glm.GlmAttention glm4.Glm4Attention "
         "helium.HeliumAttention"),
-    (Convention(half_width=as_is, window=window_of_layer, sinks=True, documents_in_masks=False),
+    (Convention(half_width="whole", window="of layer", sinks=True, documents_in_masks=False),
         "gpt_oss.GptOssAttention"),
     # Multi-head latent attention. DeepSeek V2's tables are complex numbers, one for each pair.
-    (Convention(latent, latent=pairs_kept, half_width=as_is, interleaved=adjacent),
+    (Convention(latent, latent="kept", half_width="whole", interleaved=True),
         "deepseek_v2.DeepseekV2Attention"),
-    (Convention(latent, latent=pairs_sorted, interleaved=adjacent_perhaps),
+    (Convention(latent, latent="sorted", interleaved="config.rope_interleave"),
         "axk1.AXK1Attention deepseek_v3.DeepseekV3Attention youtu.YoutuAttention"),
-    (Convention(latent, latent=pairs_sorted, interleaved=adjacent_perhaps, query_scale=scaled_by_position),
+    (Convention(latent, latent="sorted", interleaved="config.rope_interleave", query_scale=scaled_by_position),
         "mistral4.Mistral4Attention"),
-    (Convention(latent, latent=pairs_sorted), "minicpm3.MiniCPM3Attention"),
-    (Convention(latent_scaled, latent=pairs_sorted, interleaved=adjacent), "longcat_flash.LongcatFlashMLA"),
-    (Convention(latent_gated, latent=pairs_sorted, interleaved=adjacent, finish=gated_o_proj),
+    (Convention(latent, latent="sorted"), "minicpm3.MiniCPM3Attention"),
+    (Convention(latent_scaled, latent="sorted", interleaved=True), "longcat_flash.LongcatFlashMLA"),
+    (Convention(latent, gate="g_proj", latent="sorted", interleaved=True, finish=_GATED),
         "bailing_hybrid.BailingHybridAttention"),
     # Decoders of multimodal models with their own attention modules.
-    (Convention(window=window_of_layer, sections=mrope_sections, text_positions=first_of_four),
+    (Convention(window="of layer", sections=True, text_positions=first_of_four),
         "qwen2_vl.Qwen2VLAttention qwen2_5_vl.Qwen2_5_VLAttention"),
-    (Convention(norms=q_and_k_norm, text_positions=_TEXT_OF_QWEN3_VL),
+    (Convention(norms=_BY_HEAD, text_positions=_TEXT_OF_QWEN3_VL),
         "qwen3_vl.Qwen3VLTextAttention qwen3_vl_moe.Qwen3VLMoeTextAttention"),
 )  # fmt: skip
 # Recurrences that are attention by their name only. They stay as they are.
@@ -576,40 +474,33 @@ if _RELEASE < Version("5"):
     for row in SINCE_5:
         UNSUPPORTED[path_of(row)] = "it is supported from transformers 5 on"
         del SUPPORTED[path_of(row)]
-
-# Class to (its forward when it was looked up, the result).
-_found: weakref.WeakKeyDictionary[type, tuple[Callable[..., Any], Convention | None]] = weakref.WeakKeyDictionary()
+ROWS: dict[str, Convention | None] = {**SUPPORTED, **dict.fromkeys(UNSUPPORTED)}
+# Class to (its forward when it was looked up, its row) of each table by id.
+_found: weakref.WeakKeyDictionary[type, dict[int, tuple[Callable[..., Any] | None, Any]]] = weakref.WeakKeyDictionary()
 
 
 def convention_of(module: nn.Module) -> Convention | None:
-    """Return the convention of an attention module, or None if its class is not supported.
+    """Return the convention of an attention module, or None if its class is not supported."""
+    return row_of(type(module), ROWS)
 
-    A class that inherits from a supported one, as FSDP2 and torch's parametrizations make them, is supported while it
-    overrides no method of it but ``__init__``.
+
+def row_of(cls: type[nn.Module], table: Mapping[str, Row]) -> Row | None:
+    """Return the row of a class in a table by ``name_of``, or None.
+
+    A class that inherits from one in the table, as FSDP2 and torch's parametrizations make them, has its row while it
+    overrides no method of it but ``__init__``, and none was replaced.
     """
-    return convention_of_class(type(module))
+    known = _found.setdefault(cls, {})
+    forward, row = known.get(id(table), (None, None))
+    if forward is not cls.forward:
+        base = _base(cls, table)
+        row = None if base is None or _changed_method(cls, base) else table[name_of(base)]
+        known[id(table)] = cls.forward, row
+    return row
 
 
-def convention_of_class(cls: type[nn.Module]) -> Convention | None:
-    """Return ``convention_of`` a module of this class."""
-    entry = _found.get(cls)
-    if entry is None or entry[0] is not cls.forward:
-        base = unchanged_base(cls, SUPPORTED.keys() | UNSUPPORTED.keys())
-        entry = _found[cls] = (cls.forward, None if base is None else SUPPORTED.get(name_of(base)))
-    return entry[1]
-
-
-def unchanged_base(cls: type, names: Container[str]) -> type | None:
-    """Return the first of a class and its bases that has one of these names, or None.
-
-    Return None also if one of its methods except ``__init__`` was replaced, or is overridden by a subclass.
-    """
-    base = _base(cls, names)
-    return None if base is None or _changed_method(cls, base) else base
-
-
-def _base(cls: type, names: Container[str]) -> type | None:
-    return next((base for base in cls.__mro__ if name_of(base) in names), None)
+def _base(cls: type, table: Mapping[str, Any]) -> type | None:
+    return next((base for base in cls.__mro__ if name_of(base) in table), None)
 
 
 def _changed_method(cls: type, base: type) -> str:
@@ -625,14 +516,13 @@ def _changed_method(cls: type, base: type) -> str:
 
 
 def modeling_of(cls: type) -> dict[str, Any]:
-    """Return the globals of the file that defines a supported class, or the supported class that it inherits from."""
-    base = cast(type, _base(cls, SUPPORTED))
-    return vars(sys.modules[base.__module__])
+    """Return the globals of the file that defines a class of the table, or the one from which a class inherits."""
+    return vars(sys.modules[cast(type, _base(cls, ROWS)).__module__])
 
 
 def refusal(cls: type) -> str:
     """Return why a class of attention modules is not supported, as a sentence about it."""
-    base = _base(cls, SUPPORTED.keys() | UNSUPPORTED.keys())
+    base = _base(cls, ROWS)
     if base is None and not cls.__module__.startswith(_PREFIX):
         return "it is none of transformers' own classes, so that patch_model cannot know what it computes"
     if base is None and not any("rotary" in name.lower() for name in vars(sys.modules[cls.__module__])):

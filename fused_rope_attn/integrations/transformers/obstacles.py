@@ -139,7 +139,7 @@ def obstacle_of_any_kind(attentions: list[nn.Module], config: Any, given: dict[s
 def _latent_widths(module: Any) -> str:
     """Return why the kernels of multi-head latent attention do not take a module's heads, or ""."""
     patch = state_of(module, PATCH)
-    if patch is None or patch.convention.latent is None:
+    if patch is None or not patch.convention.latent:
         return ""
     rope, others = module.qk_rope_head_dim, (module.qk_nope_head_dim, module.v_head_dim)
     if any(x % LATENT_DIM_STEP for x in (rope, *others)) or rope > MAX_ROPE_DIM or max(others) > MAX_LATENT_DIM:
@@ -172,7 +172,7 @@ def may_have_a_prefix(model: nn.Module, given: dict[str, Any]) -> bool:
 def chunk_of(attentions: list[nn.Module]) -> int | None:
     """Return the length of the chunks within which some of the modules attend, or None."""
     patches = [(module, state_of(module, PATCH)) for module in attentions]
-    lengths = [patch.convention.chunk(module) for module, patch in patches if patch is not None]
+    lengths = [patch.convention.chunk_of(module) for module, patch in patches if patch is not None]
     return next(filter(None, lengths), None)
 
 
@@ -278,7 +278,7 @@ def _foreign_code(attentions: list[nn.Module]) -> str:
 @torch.compiler.assume_constant_result
 def _foreign_code_of(cls: type[nn.Module], eager: bool) -> str:
     """Return ``_foreign_code`` of one class. eager: its own forward would call the functions of eager attention."""
-    convention = families.convention_of_class(cls)
+    convention = families.row_of(cls, families.ROWS)
     if convention is None:
         return f"{cls.__name__} ({families.refusal(cls)})"
     modeling = families.modeling_of(cls)
@@ -289,7 +289,7 @@ def _foreign_code_of(cls: type[nn.Module], eager: bool) -> str:
         # The package ``kernels`` replaces functions by modules if its hub has kernels for them.
         if type(function).__module__.partition(".")[0] == "kernels":
             continue
-        if not (families.described(function) in _LIGER and convention.interleaved is families.none):
+        if not (families.described(function) in _LIGER and convention.interleaved is False):
             return f"{name} of {modeling['__name__']}, which was replaced by {families.described(function)},"
     return ""
 
@@ -304,10 +304,10 @@ def _changed_window(attentions: list[nn.Module], config: Any) -> str:
     size, types = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
     for module in attentions:
         patch = state_of(module, PATCH)
-        if patch is None or patch.convention.window not in (families.window_of_layer, families.window_of_sliding_layer):
+        if patch is None or patch.convention.window not in ("of layer", "of sliding layer"):
             continue
         masked = size if types is None or types[layer_of(module)] == "sliding_attention" else None
-        own = patch.convention.window(module)
+        own = patch.convention.window_of(module)
         if own != masked:
             return (
                 f"a layer that was made with the window {own}, for which config.sliding_window and config.layer_types "

@@ -188,7 +188,7 @@ def _left_out(attentions: list[nn.Module]) -> str:
     """Return a feature of the model that transformers' or this attention ignores over a paged cache, or ""."""
     implementation = obstacles.implementation_of(attentions[0].config)
     conventions = [state_of(module, PATCH).convention for module in attentions]
-    if any(convention.latent is not None for convention in conventions):
+    if any(convention.latent for convention in conventions):
         return "continuous batching of multi-head latent attention"
     capped = any(c.softcap and m.attn_logit_softcapping for c, m in zip(conventions, cast(Any, attentions)))
     if capped and not (obstacles.uses_flash(attentions[0].config) and _FLASH_GETS_THE_SOFTCAP):
@@ -209,7 +209,7 @@ def _is_known(cache: Any) -> bool:
 
 def window_of(module: nn.Module) -> int | None:
     """Return the window of a patched attention module, or None."""
-    return state_of(module, PATCH).convention.window(module)
+    return state_of(module, PATCH).convention.window_of(module)
 
 
 # Cache to the pools of its layers. These are views of the cache's memory, which never moves.

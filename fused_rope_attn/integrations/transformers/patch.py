@@ -105,9 +105,7 @@ def patch_model(
     supported = {path: found[path] for path, convention in conventions.items() if convention is not None}
     if not supported or unsupported == "raise" and len(supported) < len(found):
         raise NotImplementedError(_refusal(model, found, supported))
-    if (batch_invariant or cp_group is not None) and any(
-        c is not None and c.latent is not None for c in conventions.values()
-    ):
+    if (batch_invariant or cp_group is not None) and any(c is not None and c.latent for c in conventions.values()):
         option = "batch_invariant=True" if batch_invariant else "cp_group"
         raise NotImplementedError(f"{option} is not served for models with multi-head latent attention")
     _check_release(list(supported.values()))
@@ -492,7 +490,7 @@ def _report(path: str, module: nn.Module) -> ModuleReport:
 
 def _norms(module: nn.Module, patch: state.Patch) -> str:
     """Return ``ModuleReport.norms``."""
-    pair = patch.convention.norms(module)
+    pair = patch.convention.norms_of(module)
     if pair is None:
         return ""
     # Prefer the last call's answer, because weights may look different then: FSDP2 gathers them for it.

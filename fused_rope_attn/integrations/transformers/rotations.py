@@ -6,8 +6,6 @@ exactly ``x * rsqrt(mean(x**2) + eps) * (offset + weight)`` runs as in an unpatc
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable
 from types import FunctionType, MethodType
 from typing import Any, NamedTuple, cast
 
@@ -17,7 +15,6 @@ from torch.nn.modules.module import _has_any_global_hook
 
 from fused_rope_attn import apply_rope_qk
 from fused_rope_attn.integrations.transformers import families
-from fused_rope_attn.integrations.transformers.batch import Batch, Kept, kept_of
 from fused_rope_attn.integrations.transformers.families import AttentionModule, Convention, Latent
 from fused_rope_attn.rotation.api import rotate_checked
 from fused_rope_attn.rotation.problem import RotationOptions, RotationTensors
@@ -62,10 +59,9 @@ _PLAIN_TENSORS = (nn.Parameter, Tensor)
 
 
 class HeadNorms(NamedTuple):
-    """The norms of a module's heads, as the operators take them.
+    """The norms of a module's heads, as the operators take them, and how the module's own treat dtypes (``RmsNorm``).
 
     q_norm, k_norm: weights (D,).
-    keeps_dtype, autocast: of the module's own norms, as in ``RmsNorm``.
     """
 
     q_norm: Tensor
@@ -78,12 +74,7 @@ class HeadNorms(NamedTuple):
     @property
     def options(self) -> dict[str, Any]:
         """The norms as keywords of the operators."""
-        return {
-            "q_norm": self.q_norm,
-            "k_norm": self.k_norm,
-            "norm_eps": self.norm_eps,
-            "norm_offset": self.norm_offset,
-        }
+        return dict(zip(("q_norm", "k_norm", "norm_eps", "norm_offset"), self))
 
 
 def head_norms(q_norm: nn.Module, k_norm: nn.Module) -> HeadNorms | str:
@@ -128,14 +119,10 @@ def _described(norm: nn.Module) -> tuple[float, float, bool, bool] | str:
     """Return (eps, offset, keeps_dtype, autocast) of a norm, or the reason why the kernels cannot compute it."""
     if norm._forward_hooks or norm._forward_pre_hooks or norm._backward_hooks or norm._backward_pre_hooks:
         return "has hooks"
-    if "forward" in norm.__dict__:
-        form = _form_of_instance(norm)
-        if form is None:
-            return "has a forward of its own"
-    else:
-        form = form_of(type(norm))
-        if form is None:
-            return f"is {type(norm).__name__}, or a changed form of it"
+    own = "forward" in norm.__dict__
+    form = _form_of_instance(norm) if own else _form_of(type(norm))
+    if form is None:
+        return "has a forward of its own" if own else f"is {type(norm).__name__}, or a changed form of it"
     weight, eps = norm.weight, getattr(norm, form.eps)
     if type(weight) not in _PLAIN_TENSORS:
         return f"has a weight of type {type(weight).__name__}"
@@ -147,22 +134,12 @@ def _described(norm: nn.Module) -> tuple[float, float, bool, bool] | str:
     return eps, float(cast(float, offset)), form.keeps_dtype, form.autocast
 
 
-# Class to (its forward when it was looked up, the result).
-_found: weakref.WeakKeyDictionary[type[nn.Module], tuple[Callable[..., Any], RmsNorm | None]] = (
-    weakref.WeakKeyDictionary()
-)
-
-
 # Graphs of torch.compile assume that the methods of a class never change, and so may assume this result.
 @torch.compiler.assume_constant_result
-def form_of(cls: type[nn.Module]) -> RmsNorm | None:
+def _form_of(cls: type[nn.Module]) -> RmsNorm | None:
     """Return the ``RmsNorm`` of a class; None if it is another kind of norm, or none."""
-    entry = _found.get(cls)
-    if entry is None or entry[0] is not cls.forward:
-        # The kernels replace the norm's call, so refuse a class that does something else in ``__call__``.
-        base = families.unchanged_base(cls, RMS_NORMS) if cls.__call__ is nn.Module.__call__ else None
-        entry = _found[cls] = (cls.forward, None if base is None else RMS_NORMS[families.name_of(base)])
-    return entry[1]
+    # The kernels replace the norm's call, so refuse a class that does something else in ``__call__``.
+    return families.row_of(cls, RMS_NORMS) if cls.__call__ is nn.Module.__call__ else None
 
 
 def _form_of_instance(norm: nn.Module) -> RmsNorm | None:
@@ -170,13 +147,12 @@ def _form_of_instance(norm: nn.Module) -> RmsNorm | None:
     forward = norm.__dict__["forward"]
     if torch.compiler.is_compiling() or not isinstance(forward, MethodType) or forward.__self__ is not norm:
         return None
-    if type(norm).__call__ is not nn.Module.__call__:
-        return None
     function = forward.__func__
     name, _, method = f"{function.__module__}.{function.__qualname__}".rpartition(".")
     # A wrapper has the wrapped function's names, but not its globals.
     own = isinstance(function, FunctionType) and function.__globals__.get("__name__") == function.__module__
-    return _LIGER if own and method == "forward" and RMS_NORMS.get(name) is _LIGER else None
+    own = own and method == "forward" and type(norm).__call__ is nn.Module.__call__
+    return _LIGER if own and RMS_NORMS.get(name) is _LIGER else None
 
 
 # Tables of a pass that are kept at a time: two kinds of layers, on a few devices.
@@ -209,6 +185,21 @@ class Tables:
             cos, sin = (table.transpose(0, 1) for table in self.arrays)
             self._by_token = Tables(cos, sin, self.options["interleaved"])
         return self._by_token
+
+
+class Kept:
+    """Values that the layers of one forward pass share. They live exactly as long as the pass's Batch.
+
+    tables: by the ids of their sources. Each entry keeps its sources alive, so that their ids stay unique.
+    identities: by device, tables of one row that rotate by the angle 0.
+    """
+
+    # Not a dict, because accelerate and others take containers apart to move the tensors in them.
+    __slots__ = ("identities", "tables")
+
+    def __init__(self) -> None:
+        self.tables: dict[tuple, tuple[Tables, Any]] = {}
+        self.identities: dict[torch.device, Tables] = {}
 
 
 class Tokens(NamedTuple):
@@ -269,39 +260,25 @@ def tables_for(
 
     A layer that does not rotate ignores them; they may then be None.
     """
-    if not convention.rotates(module, embeddings):
+    if not convention.rotates_in(module, embeddings):
         return identity_tables(q.shape[2], q.device)
-    sections, interleaved = convention.sections(module), bool(convention.interleaved(module))
-    if kept is None:
-        return _tables_of(convention, embeddings, q.dtype, interleaved, sections)
-    # One pair serves all layers, or, as in Gemma 3, all of one kind.
-    sources = (embeddings,) if isinstance(embeddings, Tensor) else embeddings
-    key = (*map(id, sources), q.dtype, convention.half_width, interleaved, sections)
-    entry = kept.tables.get(key)
-    if entry is None:
+    interleaved = convention.is_interleaved(module)
+    key: tuple[Any, ...] = ()
+    arrays = (embeddings.real, embeddings.imag) if isinstance(embeddings, Tensor) else embeddings
+    if kept is not None:  # one pair serves all layers, or, as in Gemma 3, all of one kind
+        sources = (embeddings,) if isinstance(embeddings, Tensor) else embeddings
+        key = (*map(id, sources), q.dtype, convention.half_width, interleaved, convention.sections)
+        if key in kept.tables:
+            return kept.tables[key][0]
+    cos, sin = convention.half_widths(module, arrays)
+    if cos.dtype not in (torch.float32, q.dtype):  # autocast may have given q another dtype than the model's
+        cos, sin = cos.float(), sin.float()
+    tables = Tables(cos, sin, interleaved)
+    if kept is not None:
         if len(kept.tables) >= _MOST_TABLES:  # something between the layers makes new ones for each
             kept.tables.clear()
-        entry = kept.tables[key] = (_tables_of(convention, embeddings, q.dtype, interleaved, sections), embeddings)
-    return entry[0]
-
-
-def _tables_of(
-    convention: Convention,
-    embeddings: Tensor | tuple[Tensor, Tensor],
-    dtype: torch.dtype,
-    interleaved: bool,
-    sections: tuple[int, ...] | None,
-) -> Tables:
-    if isinstance(embeddings, Tensor):  # complex numbers, cos + i sin
-        embeddings = embeddings.real, embeddings.imag
-    cos, sin = (convention.half_width(table) for table in embeddings)
-    # A token has three positions, each with a table. The rotary embedding combines them in transformers 5, and each
-    # attention module in 4.57.
-    if sections is not None and cos.ndim == 4:
-        cos, sin = families.by_section(cos, sections), families.by_section(sin, sections)
-    if cos.dtype not in (torch.float32, dtype):  # autocast may have given q another dtype than the model's
-        cos, sin = cos.float(), sin.float()
-    return Tables(cos, sin, interleaved)
+        kept.tables[key] = tables, embeddings
+    return tables
 
 
 def identity_tables(rows: int, device: torch.device) -> Tables:
@@ -310,9 +287,8 @@ def identity_tables(rows: int, device: torch.device) -> Tables:
     return Tables(cos.expand(1, rows, 1), sin.expand(1, rows, 1), False)
 
 
-def identity_row(device: torch.device, batch: Batch) -> Tables:
+def identity_row(device: torch.device, kept: Kept | None) -> Tables:
     """Return identity tables of one row, the same for all layers of a pass."""
-    kept = kept_of(batch)
     if kept is None:
         return identity_tables(1, device)
     if device not in kept.identities:

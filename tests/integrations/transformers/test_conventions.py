@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from packaging.version import Version
 
 from fused_rope_attn.integrations.transformers import families as on
 
@@ -14,7 +15,7 @@ from fused_rope_attn.integrations.transformers import families as on
 )
 def test_layers_that_rotate_where_they_are_told_to(window, told, rotates):
     module = SimpleNamespace(sliding_window=window, force_rope=told)
-    assert on.where_windowed_or_told(module, None) is rotates
+    assert on.Convention(rotates="windowed or told").rotates_in(module, None) is rotates
 
 
 def test_modules_that_know_no_dropout_drop_nothing():
@@ -58,10 +59,11 @@ def test_gates_of_columns_and_of_heads():
     rows = torch.arange(1.0, 13.0).view(1, 2, 6)
     module = SimpleNamespace(o_proj=lambda x: x)
     gate = torch.tensor([[[0.0, 30.0], [30.0, 0.0]]])  # sigmoid .5 and 1
-    assert on.gated_o_proj(module, rows, gate).tolist() == [[[0.5, 1.0, 1.5, 4, 5, 6], [7, 8, 9, 5, 5.5, 6]]]
+    sigmoid, softplus = (on.Convention(finish=(name, "o_proj")) for name in ("sigmoid", "softplus"))
+    assert sigmoid.output(module, rows, gate).tolist() == [[[0.5, 1.0, 1.5, 4, 5, 6], [7, 8, 9, 5, 5.5, 6]]]
     whole = gate.repeat_interleave(3, -1)
-    assert torch.equal(on.gated_o_proj(module, rows, whole), on.gated_o_proj(module, rows, gate))
-    torch.testing.assert_close(on.softplus_gated_o_proj(module, rows, gate)[0, 0, 3:], 30 * rows[0, 0, 3:])
+    assert torch.equal(sigmoid.output(module, rows, whole), sigmoid.output(module, rows, gate))
+    torch.testing.assert_close(softplus.output(module, rows, gate)[0, 0, 3:], 30 * rows[0, 0, 3:])
 
 
 def test_conventions_do_not_change():
@@ -70,14 +72,18 @@ def test_conventions_do_not_change():
         on.Convention().sinks = True
 
 
-def test_queries_scaled_by_position_and_by_place():
-    """The first by positions, which padding shifts, the second by places in the cache: 1 + b log(1 + n // length)."""
+@pytest.mark.parametrize("release", ["5.3", "5.4"])
+def test_queries_scaled_by_position(release, monkeypatch):
+    """By positions, which padding shifts, and before 5.4 by places in the cache: 1 + b log(1 + n // length)."""
+    monkeypatch.setattr(on, "_RELEASE", Version(release))
     parameters = {"original_max_position_embeddings": 4, "llama_4_scaling_beta": 0.5}
     module, q = SimpleNamespace(config=SimpleNamespace(rope_parameters=parameters)), torch.ones(2, 3, 5, 8)
     places = torch.arange(3, 8)
     given = {"cache_position": places, "position_ids": torch.stack((places, places - 2))}
     factors = 1 + 0.5 * torch.tensor([1.0, 2.0, 2.0, 2.0, 2.0]).log()
-    assert torch.equal(on.scaled_by_place(module, q, given, None)[1, 2, :, 7], factors)
-    by_position = on.scaled_by_position(module, q, given, None)
-    assert torch.equal(by_position[0, 0, :, 0], factors)
-    assert torch.equal(by_position[1, 0, 2:, 0], factors[:3]) and by_position[1, 0, :2, 0].tolist() == [1.0, 1.0]
+    scaled = on.scaled_by_position(module, q, given, None)
+    if release == "5.3":
+        assert scaled.shape == q.shape and torch.equal(scaled[1, 2, :, 7], factors)
+        return
+    assert torch.equal(scaled[0, 0, :, 0], factors)
+    assert torch.equal(scaled[1, 0, 2:, 0], factors[:3]) and scaled[1, 0, :2, 0].tolist() == [1.0, 1.0]

@@ -26,7 +26,7 @@ def test_family(name, calls):
     """Logits and all gradients with padding on either side, logits against SDPA's, greedy tokens of both caches."""
     model = make_model(name)
     modules = attentions_of(model)
-    latent = families.convention_of(modules[0]).latent is not None
+    latent = families.convention_of(modules[0]).latent != ""
     assert {families.name_of(type(module)).split(".")[0] for module in modules} == {name.split("-")[0]}
     ids, mask = make_ids(3, LENGTH), torch.ones((3, LENGTH), dtype=torch.int64)
     mask[1, :7], mask[2, :5], mask[2, -4:] = 0, 0, 0
