@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fused_rope_attn.attention import planning, reference
-from fused_rope_attn.experimental.corope import api
+from fused_rope_attn.experimental.corope import CoRopeAttention
 from fused_rope_attn.experimental.corope import reference as corope_reference
 from verification import testing
 from verification.calls import FUNCTIONS, Call, Finding, Made, Ran, References, same_bits
@@ -89,16 +89,11 @@ class AttentionCheck(Call):
             past_k = torch.arange(self.len_k, device=device)[None] >= end_k
             return {"q": past_q, "do": past_q, "k": past_k, "v": past_k}
         bounds = {name: x for name, x in testing.masks_of(self, device).items() if name in _BOUNDS}
-        position, low, high = reference.visible_range(
-            self.len_q, self.len_k, self.causal, window=self.window, device=torch.device(device), **bounds
-        )
-        absent = reference.absent_keys(self.len_k, position, window=self.window, **bounds)
-        intervals = {"query_starts": None, "query_ends": None} | self._intervals(device)
-        sees = reference.in_intervals(**intervals, rows=(0, self.len_q), device=torch.device(device))
-        if sees is not None:
-            high, absent = reference.apply_intervals(sees, low, high)
-        found = {"q": low >= high, "do": low >= high}
-        return found | ({} if absent is None else {"k": absent, "v": absent})
+        positions = reference.positions(self.len_q, self.len_k, bounds.get("kv_lens"), torch.device(device))
+        masks = bounds | self._intervals(device)
+        visible = reference.visible_pairs(*positions, self.causal, window=self.window, **masks)
+        dead, absent = ~visible.any(-1), ~visible.any(-2)
+        return {"q": dead, "do": dead} | ({"k": absent, "v": absent} if self.len_q else {})
 
     def obstacle(self, arch: str, variant: tuple[str, str]) -> planning.Obstacle | None:
         if variant[0] == "reference" or variant == ("auto", "auto"):
@@ -195,13 +190,13 @@ class CoRopeCheck(Call):
         def kernels(q: Tensor, k: Tensor, v: Tensor, base: float, softmax_scale: float | None) -> Tensor:
             if q.is_cuda or self.public:
                 return FUNCTIONS[self.function](q, k, v, base=base, softmax_scale=softmax_scale)
-            return api.CoRopeAttention.apply(q, k, v, float(base), float(self.scale))
+            return CoRopeAttention.apply(q, k, v, float(base), float(self.scale))
 
         return kernels
 
     def references(self, made: Made, device: str) -> References:
         def right(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return corope_reference.attention(q, k, v, base=float(self.base), softmax_scale=float(self.scale))
+            return corope_reference.corope(q, k, v, base=float(self.base), softmax_scale=float(self.scale))
 
         def run(dtype: torch.dtype | None) -> dict[str, Tensor]:
             return self.results(right, {name: x.to(dtype or self.dtype) for name, x in made.given.items()}, made)

@@ -210,7 +210,7 @@ def _corope(q: Tensor, k: Tensor, v: Tensor, given: Given) -> Tensor:
 
 def corope_definition(q: Tensor, k: Tensor, v: Tensor, given: Given | None = None, **options: Any) -> Tensor:
     """Compute Co-RoPE in eager PyTorch, in chunks of angles."""
-    return corope_reference.attention(q, k, v, base=_BASE, softmax_scale=q.shape[3] ** -0.5, **options)
+    return corope_reference.corope(q, k, v, base=_BASE, softmax_scale=q.shape[3] ** -0.5, **options)
 
 
 def corope_provider(name: str, label: str, run: Callable, longest: int | None = None) -> AttentionProvider:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -22,8 +23,8 @@ from fused_rope_attn.attention.problem import (
     split_outputs,
 )
 from fused_rope_attn.runtime import device
-from fused_rope_attn.runtime.calls import Call, Calls
-from fused_rope_attn.runtime.differentiation import SingleLevelFunction, apply_in_operator
+from fused_rope_attn.runtime.calls import Call, call_of
+from fused_rope_attn.runtime.differentiation import SingleLevelFunction, apply_in_operator, in_forward_mode
 from fused_rope_attn.runtime.layouts import like_input, with_aligned_rows
 from fused_rope_attn.runtime.registration import Operator
 
@@ -100,22 +101,12 @@ def _prepare_backward(
     return prepare(problem, tensors, config, is_rotated)
 
 
-_forward_calls = Calls(_prepare_forward)
-_backward_calls = Calls(_prepare_backward)
-
-
 def forward_call(problem: Problem, tensors: Tensors, saves_rotated: bool = False) -> Call:
     """Return the call of a forward pass, which takes ``Tensors`` and returns ``Outputs``.
 
     saves_rotated: also return q_rot and k_rot, if the kernels support it; else they are None.
     """
-    return _forward_calls(problem.for_launch(), tensors, saves_rotated)
-
-
-def backward_call(problem: Problem, do: torch.Tensor, saved: Saved) -> tuple[Call, tuple]:
-    """Return (the call of a backward pass, its tensors); it returns ``Gradients``."""
-    tensors = (do, saved.o, saved.lse, *saved.tensors)
-    return _backward_calls(problem.for_launch(), tensors, saved.is_rotated), tensors
+    return call_of(_prepare_forward, problem.for_launch(), tensors, saves_rotated)
 
 
 def run_forward(problem: Problem, tensors: Tensors) -> Outputs:
@@ -126,23 +117,23 @@ def run_forward(problem: Problem, tensors: Tensors) -> Outputs:
 
 def run_backward(problem: Problem, do: torch.Tensor, saved: Saved) -> Gradients:
     """Run a backward pass."""
+    tensors = (do, saved.o, saved.lse, *saved.tensors)
     with device.guard(problem.device):
-        call, tensors = backward_call(problem, do, saved)
-        return call(tensors)
+        return call_of(_prepare_backward, problem.for_launch(), tensors, saved.is_rotated)(tensors)
 
 
 def forward_by(plan: planning.Plan, problem: Problem, tensors: Tensors, out: torch.Tensor | None = None) -> Outputs:
     """Run a forward pass without autograd by the kernels of a plan. out: a buffer for o, if not new memory."""
     with device.guard(problem.device):
         given = tensors if out is None else (*tensors, out)
-        return _forward_calls(problem.for_launch(), given, False, plan)(given)
+        return call_of(_prepare_forward, problem.for_launch(), given, False, plan)(given)
 
 
 def backward_by(plan: planning.Plan, problem: Problem, do: torch.Tensor, saved: Saved, outputs: tuple) -> Gradients:
     """Run the backward pass of ``forward_by``. outputs: buffers for dq, dk and dv, None for new memory."""
     with device.guard(problem.device):
         given = (do, saved.o, saved.lse, *saved.tensors, *outputs)
-        return _backward_calls(problem.for_launch(), given, saved.is_rotated, plan)(given)
+        return call_of(_prepare_backward, problem.for_launch(), given, saved.is_rotated, plan)(given)
 
 
 def _forward_impl(*arguments):
@@ -198,7 +189,6 @@ def _fake_rest(do, tensors: Tensors) -> list[torch.Tensor]:
 
 # Tensors that may have a gradient, in addition to q, k and v: name in ``Tensors`` to index in ``Gradients``.
 _WEIGHTS = {"sinks": 3, "q_norm": 4, "k_norm": 5, "q_nope": 6, "k_nope": 7}
-_ALWAYS_GIVEN = len(Tensors._fields) - len(Tensors._field_defaults)
 
 
 def needs_gradient(tensors: Tensors) -> bool:
@@ -211,101 +201,93 @@ def needs_gradient(tensors: Tensors) -> bool:
     return any(x is not None and x.requires_grad for x in others)
 
 
-# Makes a ``Saved`` of the tensors that autograd has kept of it.
-Unpack = Callable[[Sequence[torch.Tensor]], Saved]
+class AttentionCall:
+    """A signature of attention by the kernels: ``call(tensors)`` returns (o, lse, max_logit or None).
 
+    Args:
+        problem: as ``planning.choose_backend`` has admitted it to the kernels.
+        tensors: of such a call.
+        returns_lse: the caller gets lse, which then has a gradient.
+        keyset: the dispatcher's, if the call comes from it; None in ordinary eager mode. A call of the dispatcher saves
+            q and k unrotated, because while a graph is traced it is not known which kernels will run, and whether
+            their backward could read rotated ones.
+    """
 
-class DifferentiableCall:
-    """A call as ``Attention`` differentiates it."""
+    __slots__ = ("problem", "returns_more", "weights", "keyset", "_passes")
 
-    __slots__ = ("problem", "weights")
-
-    def __init__(self, problem: Problem, tensors: Tensors):
-        self.problem = problem
+    def __init__(self, problem: Problem, tensors: Tensors, returns_lse: bool = True, keyset: Any = None):
+        self.problem, self.keyset = problem, keyset
+        self.returns_more = returns_lse or problem.return_max_logit
         self.weights = tuple((name, i) for name, i in _WEIGHTS.items() if getattr(tensors, name) is not None)
+        # Whether a tensor takes a gradient, so that q and k are saved rotated, to the forward pass.
+        self._passes: dict[bool, Call] = {}
 
-    def differentiable(self, tensors: Tensors) -> list[torch.Tensor]:
-        """Return the tensors that may have a gradient, in the order of ``Gradients``."""
-        return [tensors.q, tensors.k, tensors.v, *[getattr(tensors, name) for name, _ in self.weights]]
+    def __call__(self, tensors: Tensors) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        needed = needs_gradient(tensors)
+        if self.keyset is None:
+            call = self._passes.get(needed)
+            if call is None:
+                call = self._passes[needed] = forward_call(self.problem, tensors, saves_rotated=needed)
+            with device.guard(self.problem.device):
+                outputs = call(tensors)
+        else:
+            o, lse, max_logit = forward_operator.below_autograd(self.keyset, *flatten(self.problem, tensors))
+            outputs = Outputs(o, lse, max_logit=max_logit)
+        if not needed:
+            return outputs.o, outputs.lse, outputs.max_logit
+        # Those that may have a gradient, in the order of ``Gradients``.
+        differentiable = tensors.q, tensors.k, tensors.v, *[getattr(tensors, name) for name, _ in self.weights]
+        if self.keyset is not None:
+            return apply_in_operator(Attention, self, outputs, tensors, *differentiable)
+        if self.returns_more:
+            return Attention.apply(self, outputs, tensors, *differentiable)
+        return Attention.apply(self, outputs, tensors, *differentiable), outputs.lse, None
 
-    def forward(self, tensors: Tensors) -> Saved:
-        raise NotImplementedError
-
-    def backward(self, do: torch.Tensor, dlse: torch.Tensor | None, kept: Sequence, unpack: Unpack) -> Sequence:
-        """Return ``Gradients`` through the dispatcher. kept: the tensors of a ``Saved``, which ``unpack`` returns."""
-        o, lse, tensors, is_rotated, _ = unpack(kept)
-        tensors = tensors._replace(dlse=dlse)
-        return _backward_operator(is_rotated)(do, o, lse, *flatten(self.problem, tensors))
+    def backward(self, do: torch.Tensor, saved: Saved) -> Sequence:
+        """Return ``Gradients``."""
+        # With create_graph, or where dO has a tangent, the operator's own autograd must see the call, to refuse it.
+        if self.keyset is None and type(do) is torch.Tensor and not torch.is_grad_enabled() and not in_forward_mode():
+            return run_backward(self.problem, do, saved)
+        operator = _rotated_backward if saved.is_rotated else _backward
+        return operator(do, saved.o, saved.lse, *flatten(self.problem, saved.tensors))
 
 
 class Attention(SingleLevelFunction):
-    """The gradient of attention. Its results are o, lse and max_logit, which is None unless the call has one. With a
-    list ``found`` the result is o alone, and the list gets lse.
+    """The gradient of attention. Its results are o, lse and max_logit, or o alone.
 
     Every further argument and result costs the host time, so that only those tensors that may have a gradient are
     arguments of their own, and lse is a result if the caller gets it.
     """
 
     @staticmethod
-    def forward(ctx, call: DifferentiableCall, tensors: Tensors, found: list | None, *differentiable):
-        saved = call.forward(tensors)
-        given = saved.tensors.given()
-        # One flag a tensor: it was saved. None if only those were saved that every call has.
-        present = None if len(given) == _ALWAYS_GIVEN else [x is not None for x in saved.tensors]
-        ctx.call, ctx.unpack = call, functools.partial(_unpack, saved.is_rotated, present)
-        ctx.save_for_backward(saved.o, saved.lse, *given)
+    def forward(ctx, call: AttentionCall, outputs: Outputs, tensors: Tensors, *differentiable):
+        o, lse, q_rot, k_rot, max_logit = outputs
+        ctx.call, ctx.is_rotated = call, q_rot is not None
+        if ctx.is_rotated:
+            if call.problem.has_norms:  # their gradient needs the caller's q and k
+                tensors = tensors._replace(raw_q=tensors.q, raw_k=tensors.k)
+            tensors = tensors._replace(q=q_rot, k=k_rot)
+        ctx.save_for_backward(o, lse, *tensors)
         ctx.set_materialize_grads(False)
-        if found is None:
-            if saved.max_logit is not None:
-                ctx.mark_non_differentiable(saved.max_logit)
-            return saved.o, saved.lse, saved.max_logit
-        found.append(saved.lse)
-        return saved.o
+        if not call.returns_more:
+            return o
+        if max_logit is not None:
+            ctx.mark_non_differentiable(max_logit)
+        return o, lse, max_logit
 
     @staticmethod
     def backward(ctx, do, dlse=None, _=None):
         if do is None and dlse is None:
             return (None,) * len(ctx.needs_input_grad)
-        kept = ctx.saved_tensors
-        if do is None:
-            do = torch.zeros_like(kept[0])
-        dq, dk, dv, *others = ctx.call.backward(do, dlse, kept, ctx.unpack)
+        o, lse, *tensors = ctx.saved_tensors
+        saved = Saved(o, lse, Tensors(*tensors)._replace(dlse=dlse), ctx.is_rotated)
+        dq, dk, dv, *others = ctx.call.backward(torch.zeros_like(o) if do is None else do, saved)
         return None, None, None, dq, dk, dv, *[others[i - 3] for _, i in ctx.call.weights]
-
-
-def _unpack(is_rotated: bool, present: list[bool] | None, kept: Sequence[torch.Tensor]) -> Saved:
-    """Return the ``Saved`` of its tensors: o, lse, and those others that are ``present``."""
-    o, lse, *rest = kept
-    if present is None:
-        return Saved(o, lse, Tensors(*rest), is_rotated)
-    values = iter(rest)
-    return Saved(o, lse, Tensors(*[next(values) if x else None for x in present]), is_rotated)
-
-
-class _OperatorCall(DifferentiableCall):
-    """A call through the dispatcher. keyset: the dispatcher's.
-
-    It saves q and k unrotated, because while a graph is traced it is not known which kernels will run, and whether
-    their backward could read rotated ones.
-    """
-
-    __slots__ = ("_keyset",)
-
-    def __init__(self, keyset, problem: Problem, tensors: Tensors):
-        super().__init__(problem, tensors)
-        self._keyset = keyset
-
-    def forward(self, tensors: Tensors) -> Saved:
-        o, lse, max_logit = forward_operator.below_function(self._keyset, *flatten(self.problem, tensors))
-        return Saved(o, lse, tensors, max_logit=max_logit)
 
 
 def _forward_autograd(keyset, *arguments):
     problem, tensors = rebuild(*arguments)
-    if needs_gradient(tensors):
-        call = _OperatorCall(keyset, problem, tensors)
-        return apply_in_operator(Attention, call, tensors, None, *call.differentiable(tensors))
-    return forward_operator.below_autograd(keyset, *arguments)
+    return AttentionCall(problem, tensors, keyset=keyset)(tensors)
 
 
 # backend="auto" is resolved inside the operators. The last result is max_logit, empty unless the call asks for it.
@@ -334,8 +316,3 @@ _rotated_backward = Operator(
     function="rope_attention",
     is_gradient=True,
 )
-
-
-def _backward_operator(is_rotated: bool) -> Operator:
-    """Return the operator for the caller's q and k, or for those that an eager forward pass has rotated."""
-    return _rotated_backward if is_rotated else _backward

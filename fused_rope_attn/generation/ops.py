@@ -8,10 +8,8 @@ import torch
 
 from fused_rope_attn.attention.problem import Problem
 from fused_rope_attn.generation import planning
-from fused_rope_attn.generation.chunk_launch import GatheredCall
 from fused_rope_attn.generation.configs import DecodeConfig
-from fused_rope_attn.generation.launch import StepCall, WriteCall
-from fused_rope_attn.generation.ordered_launch import OrderedCall, can_copy
+from fused_rope_attn.generation.launch import GatheredCall, OrderedCall, StepCall, WriteCall, can_copy
 from fused_rope_attn.generation.problem import (
     SCHEMA,
     WRITE_SCHEMA,
@@ -23,7 +21,7 @@ from fused_rope_attn.generation.problem import (
     rebuild_write,
 )
 from fused_rope_attn.runtime import device
-from fused_rope_attn.runtime.calls import Calls
+from fused_rope_attn.runtime.calls import call_of
 from fused_rope_attn.runtime.layouts import like_input
 from fused_rope_attn.runtime.registration import Operator, is_plain
 
@@ -38,10 +36,6 @@ def _prepare(problem: Problem, tensors: tuple, override: DecodeConfig | None) ->
     return StepCall(problem, tensors, override or planning.step_config(problem))
 
 
-_step_calls = Calls(_prepare)
-_write_calls = Calls(WriteCall)
-
-
 def _run(problem: Problem, tensors: StepTensors) -> tuple[torch.Tensor, torch.Tensor]:
     q, k_cache, v_cache, k = tensors.q, tensors.k_cache, tensors.v_cache, tensors.k
     if problem.batch * problem.len_q == 0:
@@ -52,7 +46,7 @@ def _run(problem: Problem, tensors: StepTensors) -> tuple[torch.Tensor, torch.Te
         if x is not None and not x.is_contiguous():
             tensors = tensors._replace(**{name: x.contiguous()})
     with device.guard(problem.device):
-        out = _step_calls(problem.with_precision(), tensors, planning.override)(tensors)
+        out = call_of(_prepare, problem.with_precision(), tensors, planning.override)(tensors)
     if k is not None and not k_cache.is_inference():
         # Autograd should know if it has saved a cache that is another one now.
         torch.autograd.graph.increment_version((k_cache, v_cache))
@@ -86,7 +80,7 @@ def _write(problem: Problem, tensors: Written) -> None:
         if x is not None and not x.is_contiguous():
             tensors = tensors._replace(**{name: x.contiguous()})
     with device.guard(problem.device):
-        _write_calls(problem, tensors)(tensors)
+        call_of(WriteCall, problem, tensors)(tensors)
     if not tensors.k_cache.is_inference():
         torch.autograd.graph.increment_version((tensors.k_cache, tensors.v_cache))
 

@@ -21,6 +21,11 @@ class TensorView:
     strides: tl.tuple
 
 
+def view(x, strides=None):
+    """Return the ``TensorView`` of a tensor (B, H, N, D) for a launch; None for None. strides: None means its own."""
+    return None if x is None else TensorView.host(x, strides or x.stride())
+
+
 @record
 class Origin:
     """The first row of one head of one sequence in a (B, H, N, D) tensor."""

@@ -19,7 +19,7 @@ from fused_rope_attn.rotation.problem import RotationOptions, RotationTensors
 from fused_rope_attn.rotation.tile import Angles, RotatedTensor, TileShape
 from fused_rope_attn.rotation.validation import LAYOUTS
 from fused_rope_attn.runtime import device
-from fused_rope_attn.runtime.calls import Calls
+from fused_rope_attn.runtime.calls import call_of
 from fused_rope_attn.runtime.launch import Launch
 from fused_rope_attn.runtime.layouts import table_strides
 
@@ -136,13 +136,10 @@ def _prepare(key, flat: tuple, *config: RotationConfig):
     return run
 
 
-_calls = Calls(_prepare)
-
-
 def _launch(options, tensors: RotationTensors, normed: Sequence, wanted: tuple, config: tuple) -> tuple:
     xs, outs, cos, sin, position_ids, cu_seqlens, weights = tensors
     flat = (*xs, *outs, cos, sin, position_ids, cu_seqlens, *weights, *normed)
-    return _calls((cos.device, options, len(xs), len(weights), wanted), flat, *config)(flat)
+    return call_of(_prepare, (cos.device, options, len(xs), len(weights), wanted), flat, *config)(flat)
 
 
 def launch_rotation(options: RotationOptions, tensors: RotationTensors, *config: RotationConfig) -> None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 import math
 import operator
-import weakref
 from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any
@@ -224,46 +223,37 @@ class Call:
         return results
 
 
-class Calls:
-    """The calls of one function by signature. Forget all of them when they are more than any program uses in turn.
+# Signatures and their calls. A configuration is kept alive, so that its id stays its own.
+_known: dict[tuple, tuple[Call, tuple]] = {}
 
-    ``prepare(problem, tensors, *config)`` returns a call's ``run``. ``problem`` is a hashable record of everything that
-    is not a tensor. A tensor that a call does not have is None.
+
+def signature(tensors: Sequence[torch.Tensor | None]) -> tuple:
+    """Return the shapes, strides, dtypes and devices of tensors, and whether Triton and the TMA see aligned addresses.
+
+    A tensor that is not given is None.
     """
+    return tuple(
+        [None if x is None else (x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % _ALIGNMENT) for x in tensors]
+    )
 
-    _instances: weakref.WeakSet[Calls] = weakref.WeakSet()
 
-    def __init__(self, prepare: Callable[..., Callable[[Any], Any]]):
-        self._prepare = prepare
-        self._calls: dict[tuple, tuple[Call, tuple]] = {}
-        self._instances.add(self)
+def call_of(
+    prepare: Callable[..., Callable[[Any], Any]], problem: Any, tensors: Sequence[torch.Tensor | None], *config: Any
+) -> Call:
+    """Return the call of this signature, whose ``run`` is ``prepare(problem, tensors, *config)``.
 
-    def __call__(self, problem: Any, tensors: Sequence[torch.Tensor | None], *config: Any) -> Call:
-        """Return the call of this signature."""
-        # Layout, dtype, and alignment as Triton and the TMA see it. Written out, because a function called for each
-        # tensor would cost the host another microsecond.
-        key = (
-            problem,
-            *map(id, config),
-            *[None if x is None else (x.shape, x.stride(), x.dtype, x.data_ptr() % 16 == 0) for x in tensors],
-        )
-        entry = self._calls.get(key)
-        if entry is None:
-            if len(self._calls) >= _MAX_CALLS:
-                self.forget()
-            # The entry keeps the configuration alive, so that its id stays its own.
-            entry = self._calls[key] = (Call(self._prepare(problem, tensors, *config)), config)
-        return entry[0]
+    problem: a hashable record of everything that is not a tensor. Forget all calls when they are more than any program
+    uses in turn.
+    """
+    key = (prepare, problem, *map(id, config), signature(tensors))
+    entry = _known.get(key)
+    if entry is None:
+        if len(_known) >= _MAX_CALLS:
+            forget()
+        entry = _known[key] = Call(prepare(problem, tensors, *config)), config
+    return entry[0]
 
-    def __len__(self) -> int:
-        return len(self._calls)
 
-    def forget(self) -> None:
-        """Prepare every call again."""
-        self._calls.clear()
-
-    @classmethod
-    def forget_all(cls) -> None:
-        """Do so for all instances, because the inputs from which launches are prepared have changed."""
-        for calls in cls._instances:
-            calls.forget()
+def forget() -> None:
+    """Prepare every call again, because the inputs from which launches are prepared have changed."""
+    _known.clear()

@@ -9,7 +9,7 @@ import torch
 from fused_rope_attn import rope_attention, rope_attention_with_kvcache, rope_tables
 from tests.support.dtypes import BF16, F16
 from tests.support.hopper import needs_sm_90
-from tests.support.internals import Calls, generation_planning, write
+from tests.support.internals import forget_calls, generation_planning, write
 from verification.calls import Machine, dtype_name
 from verification.search import command_of
 from verification.strategies import FAMILIES, draw
@@ -49,7 +49,7 @@ def test_both_ways_of_an_ordered_step(least_units, tokens, monkeypatch):
         return replace(kept(problem), least_units=least_units)
 
     monkeypatch.setattr(generation_planning, "ordered_config", config)
-    Calls.forget_all()
+    forget_calls()
     generator = torch.Generator(device="cuda").manual_seed(tokens)
 
     def normal(*shape):
@@ -70,6 +70,6 @@ def test_both_ways_of_an_ordered_step(least_units, tokens, monkeypatch):
         of_step[0], pool_k, pool_v, cos, sin, *of_step[1:], cache_seqlens=done, block_table=table, return_lse=True,
         batch_invariant=True,
     )  # fmt: skip
-    Calls.forget_all()
+    forget_calls()
     for b, r in enumerate(rows):
         assert torch.equal(o[b], expected[b, :, r]) and torch.equal(lse[b], expected_lse[b, :, r]), b

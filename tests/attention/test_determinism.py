@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from fused_rope_attn import apply_rope_qk, plan, plan_varlen, rope_attention, rope_attention_varlen
-from fused_rope_attn.experimental.corope.api import CoRopeAttention
+from fused_rope_attn.experimental.corope import CoRopeAttention
 from tests.support.attention import assert_equal, gradients
 from tests.support.internals import described_problems
 from tests.support.marks import interpreted
@@ -83,7 +83,7 @@ def test_a_compiled_function_follows_the_setting(setting, monkeypatch):
 
 def test_corope_says_that_its_gradients_are_not(setting, monkeypatch):
     """Like PyTorch's own operators: an error of the backward pass, or a warning if that was asked for."""
-    launchers = "fused_rope_attn.experimental.corope.api"
+    launchers = "fused_rope_attn.experimental.corope"
     monkeypatch.setattr(f"{launchers}.corope_forward", lambda q, k, v, **options: (q.clone(), q, q))
     monkeypatch.setattr(f"{launchers}.corope_backward", lambda do, q, k, v, *rest, **options: (do, do, do))
     x = torch.ones(1, 1, 4, 32, requires_grad=True)

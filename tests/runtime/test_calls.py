@@ -10,7 +10,7 @@ import torch
 from triton import knobs
 
 from fused_rope_attn.runtime import calls, driver
-from fused_rope_attn.runtime.calls import Call, Calls, Recording
+from fused_rope_attn.runtime.calls import Call, Recording, call_of
 from fused_rope_attn.runtime.launch import Launch, Source
 from fused_rope_attn.runtime.triton_compat import gl
 from tests.support.driver import ARGUMENTS, GRID, RecordingDriver, ToyKernel, View, compiled_kernel, toy_map
@@ -277,8 +277,16 @@ def test_a_recording_ends_with_its_call(toy):
 
 def test_a_signature_has_one_call(monkeypatch):
     """Shapes, strides, dtypes, alignment, what is given, the problem and the configuration are its parts."""
+    monkeypatch.setattr(calls, "_known", {})
     prepared = []
-    known = Calls(lambda *given: prepared.append(given) or (lambda tensors: None))
+
+    def prepare(*given):
+        prepared.append(given)
+        return lambda tensors: None
+
+    def known(problem, tensors, *config):
+        return call_of(prepare, problem, tensors, *config)
+
     x, config = torch.zeros(4, 6), object()
     signatures = [
         ("problem", (x, None)),
@@ -292,10 +300,11 @@ def test_a_signature_has_one_call(monkeypatch):
         ("problem", (x, None), object()),
     ]
     every = [known(*signature) for signature in signatures]
-    assert len(set(map(id, every))) == len(every) == len(prepared) == len(known)
+    assert len(set(map(id, every))) == len(every) == len(prepared)
     assert [known(*signature) for signature in signatures] == every and len(prepared) == len(every)
     assert known("problem", (x.clone(), None)) is every[0]
-    monkeypatch.setattr(calls, "_MAX_CALLS", len(every))
-    assert known("a third", (x, None)) not in every and len(known) == 1
-    Calls.forget_all()
-    assert len(known) == 0
+    assert call_of(lambda *given: prepare(*given), "problem", (x, None)) is not every[0]
+    monkeypatch.setattr(calls, "_MAX_CALLS", len(every) + 1)
+    assert known("a third", (x, None)) not in every and known("problem", (x, None)) is not every[0]
+    calls.forget()
+    assert calls._known == {}

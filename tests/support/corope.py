@@ -32,7 +32,7 @@ def assert_matches_float64(inputs, out, *, base=10000.0, scale=None):
     dtype, scale = inputs[0].dtype, inputs[0].shape[-1] ** -0.5 if scale is None else scale
 
     def right(q, k, v):
-        return reference.attention(q, k, v, base=base, softmax_scale=scale)
+        return reference.corope(q, k, v, base=base, softmax_scale=scale)
 
     ref64, eager = results(right, inputs, torch.float64), results(right, inputs, dtype)
     for name, *tensors in zip(NAMES, out, ref64, eager):

@@ -5,7 +5,6 @@ import functools
 import torch
 
 from fused_rope_attn.attention import configs, eager, ops, planning
-from fused_rope_attn.attention.arguments import shared_arguments
 from fused_rope_attn.attention.problem import Gradients, Options, Outputs, Tensors, describe, flatten, problem_of
 from fused_rope_attn.attention.validation import check_attention
 from fused_rope_attn.generation import ops as generation_ops
@@ -13,14 +12,11 @@ from fused_rope_attn.generation import planning as generation_planning
 from fused_rope_attn.generation import problem as generation_problem
 from fused_rope_attn.generation import validation as generation_validation
 from fused_rope_attn.generation.api import rope_attention_with_kvcache, run_write
-from fused_rope_attn.runtime import checks, guards
-from fused_rope_attn.runtime.calls import Calls
+from fused_rope_attn.runtime import calls, checks
 from fused_rope_attn.runtime.keywords import fill
 from verification.testing import Results, masks_of, norms_of
 
 OPERATORS = torch.ops.fused_rope_attn
-# Makers of guards of tensors: the one that is taken, and the one for releases of PyTorch without guards of their own.
-GUARDS = {"chosen": guards.guard, "in Python": guards._python_guard}
 with_kvcache = functools.partial(rope_attention_with_kvcache, return_lse=True)
 write = run_write
 share_elements = generation_validation.share_elements
@@ -65,9 +61,9 @@ def described(inputs, case, *, strategy="auto", backend="triton"):
 
 
 def described_for_launch(inputs, case):
-    """(Problem, Tensors, the arguments that kernels share) of a case, as launchers take them."""
+    """(Problem, Tensors) of a case, as launchers take them."""
     problem, tensors = described(inputs, case)
-    return problem.for_launch(), tensors, shared_arguments(problem.for_launch(), inputs.cos, inputs.sin)
+    return problem.for_launch(), tensors
 
 
 def operator_arguments(inputs, case, **options):
@@ -96,7 +92,7 @@ def saved_by_portable_forward(inputs, case, block_m, saving):
     """``Outputs`` of the portable forward pass with tiles of block_m rows, q_rot and k_rot as ``Saving`` says."""
     from fused_rope_attn.attention.portable import forward as portable_forward
 
-    problem, tensors, _ = described_for_launch(inputs, case)
+    problem, tensors = described_for_launch(inputs, case)
     config = configs.ForwardConfig("prepass", configs.Tile(block_m, 32, 4, 1))
     return portable_forward.ForwardCall(problem, tensors, config, saving)(tensors)
 
@@ -124,8 +120,7 @@ def _replace_launchers(monkeypatch, portable, forward, backward):
     launchers = prepare_forward, prepare_backward
     monkeypatch.setattr(ops, "_launchers", lambda asked: launchers if asked is portable else given(asked))
     # Calls prepared before must not be taken for those prepared now.
-    monkeypatch.setattr(ops, "_forward_calls", Calls(ops._prepare_forward))
-    monkeypatch.setattr(ops, "_backward_calls", Calls(ops._prepare_backward))
+    monkeypatch.setattr(calls, "_known", {})
 
 
 def replace_portable_launchers(monkeypatch, forward, backward=None):
@@ -152,7 +147,7 @@ def forget_plans():
 def forget_calls():
     """Every call is examined, prepared and recorded again."""
     eager.forget()
-    Calls.forget_all()
+    calls.forget()
 
 
 def plan_of(given, **packed):
@@ -180,12 +175,12 @@ def set_decode_config(monkeypatch, config):
 
 def forget_prepared_steps():
     """The next generation step prepares its launches again."""
-    generation_ops._step_calls.forget()
+    calls.forget()
 
 
 def count_prepared_steps():
     """Return the number of kinds of generation steps with prepared launches."""
-    return len(generation_ops._step_calls)
+    return sum(key[0] is generation_ops._prepare for key in calls._known)
 
 
 def count_tables_that_turn_nothing(monkeypatch):

@@ -72,17 +72,16 @@ def dq_kernel(
 
 @triton.jit(do_not_specialize=["NQ", "NK", "num_heads", "num_batches", "num_sequences"])
 def sum_heads_kernel(
-    parts, dk, masks, tables, num_sequences, num_heads, num_batches, NQ, NK, D: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr, USE_INT64_OFFSETS: tl.constexpr,
-):  # fmt: skip
+    parts, dk, masks, tables, num_sequences, num_heads, num_batches, NQ, NK, row_format, BLOCK_N: tl.constexpr
+):
     """Sum the gradient of the key head that all query heads share, and un-rotate it.
 
-    parts (B, num_heads, NK, D) float32, in pair order, from ``dkdv_kernel``; dk (B, 1, NK, D). Grid: (``count_tiles``
-    of the keys * B). Heads are added in a fixed order.
+    parts (B, num_heads, NK, D) float32, in pair order, from ``dkdv_kernel``; dk (B, 1, NK, D), ``RowFormat`` of both.
+    Grid: (``count_tiles`` of the keys * B). Heads are added in a fixed order.
     """
+    parts, dk, masks, tables, row_format = unpack((parts, dk, masks, tables, row_format))
     # 64 elements a thread, so that enough loads are in flight: a call has few programs.
-    HEADS: tl.constexpr = 8192 // (BLOCK_N * BLOCK_D)
-    parts, dk, masks, tables = unpack((parts, dk, masks, tables))
+    HEADS: tl.constexpr = 8192 // (BLOCK_N * row_format.BLOCK_D)
     masks = sequences.complete_masks(masks, num_sequences, None, None)
     tile = sequences.scheduled_keys(tl.program_id(0), NK, NQ, 1, num_batches, num_batches, masks, BLOCK_N)
     if masks.cu_k_ptr is not None:
@@ -91,11 +90,10 @@ def sum_heads_kernel(
     start_n = tile.index * BLOCK_N
     sequence = sequences.sequence_of_keys(tile, NQ, NK, masks)
     of_sequence = sequences.sequence_rotation(tables, sequence)
-    row_format = tiles.RowFormat(D, BLOCK_D, USE_INT64_OFFSETS)
     offs = tl.arange(0, BLOCK_N)
     heads = tiles.sequence_heads(parts, tile.origin.batch, tile.origin.row, tile.num_rows, row_format)
     heads = tiles.heads_from(heads, start_n)
-    total = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
+    total = tl.zeros((BLOCK_N, row_format.BLOCK_D), tl.float32)
     for first_head in range(0, num_heads, HEADS):
         total += tl.sum(tiles.load_heads(heads, first_head, num_heads, offs, HEADS), axis=0)
     dk_rows = tiles.head_rows(dk, tile.origin, tile.num_rows, row_format)

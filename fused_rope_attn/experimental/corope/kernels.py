@@ -1,99 +1,163 @@
 # mypy: ignore-errors
-"""Co-RoPE's Triton kernels, forward and backward in O(N) memory. DESIGN.md has their reasons.
+"""Co-RoPE's Triton kernels, forward and backward in O(N) memory; docs/design/corope.md has their reasons.
 
-A program has BLOCK_M query rows and up to HEADS heads of one group. The group's leader measures the distances
-(``distances``) for all of them.
+A program has BLOCK_M query rows and up to HEADS heads of one group. The group's leader measures the distances for all
+of them. A distance is a fixed-point number with FRACTION_BITS fractional bits, because sums of steps are then exact in
+any order: the backward pass visits the keys from the first to the diagonal, and finds the distances that the forward
+pass found from the diagonal to the first. Angles are counted in revolutions (1 is a full circle), so that an angle is
+reduced by dropping whole numbers.
 """
 
 import triton
 import triton.language as tl
 
-from fused_rope_attn.experimental.corope.distances import (
-    TWO_PI,
-    Distances,
-    Frequencies,
-    causal_pairs,
-    distance_phases,
-    revolutions_per_step,
-    split_mileage,
-    steps,
-    sum_steps,
-)
-from fused_rope_attn.kernels.records import record, unpack
-from fused_rope_attn.kernels.rotation import rotate
+from fused_rope_attn.kernels import masks, rotation, softmax, tiles
+from fused_rope_attn.kernels.records import record, replace, unpack
 from fused_rope_attn.kernels.schedule import scheduled_tile
-from fused_rope_attn.kernels.softmax import online_softmax
-from fused_rope_attn.kernels.tiles import (
-    Origin,
-    RowFormat,
-    Rows,
-    TensorView,
-    head_rows,
-    load_tile,
-    rows_at,
-    tile_pointers,
-)
 
-_NUMBERS = ["num_groups", "head_chunks", "HKV", "GROUP_SIZE", "N"]
+FRACTION_BITS = tl.constexpr(23)  # a tile's 128 keys then stay below 2**31; a step's rounding is 6e-8
+ONE = tl.constexpr(float(1 << 23))
+TWO_PI = tl.constexpr(6.283185307179586)
+ROUND = tl.constexpr(12582912.0)  # 1.5 * 2**23: adding and subtracting it rounds a float32 to the nearest integer
 BLOCK_PAIRS = tl.constexpr(16)  # columns of one product: the smallest inner side of one in 16 bits
+_NUMBERS = ["num_groups", "head_chunks", "HKV", "GROUP_SIZE", "N"]
+
+
+@record
+class Frequencies:
+    """The tables of ``launch.frequency_tables``."""
+
+    multiples_ptr: tl.tensor
+    revolutions_ptr: tl.tensor
 
 
 @record
 class CoRopeInputs:
-    """Queries (B, HQ, N, D), keys and values (B, HKV, N, D), and ``launch.frequency_tables``."""
+    """Queries (B, HQ, N, D), keys and values (B, HKV, N, D), and the frequencies."""
 
-    q: TensorView
-    k: TensorView
-    v: TensorView
+    q: tiles.TensorView
+    k: tiles.TensorView
+    v: tiles.TensorView
     frequencies: Frequencies
-    qk_scale: tl.tensor
-    format: RowFormat
 
 
 @record
 class Shape:
-    """Sizes of a call and of a program's tiles."""
+    """Numbers of a call, and the sizes of a program's tiles."""
 
-    N: tl.tensor
-    HKV: tl.tensor
-    GROUP_SIZE: tl.tensor
+    qk_scale: tl.tensor
     HEADS: tl.constexpr
     BLOCK_M: tl.constexpr
     BLOCK_N: tl.constexpr
-    format: RowFormat  # its USE_INT64_OFFSETS: an offset within one tile or one group can pass 2**31
+    PRECISION: tl.constexpr  # of products of float32
+    format: tiles.RowFormat  # its USE_INT64_OFFSETS: an offset within one tile or one group can pass 2**31
+    N: tl.tensor = None  # these are arguments of their own
+    HKV: tl.tensor = None
+    GROUP_SIZE: tl.tensor = None
 
 
 @record
 class Program:
-    """A program's part of the output: its first query row, batch entry and key head, both int64, and the number of its
-    chunk of HEADS heads within the group."""
+    """A program's query rows, of some heads of one group, and the rows of the group's keys and values."""
 
+    group: tl.tensor  # its number in the batch, int64
+    leader: tiles.Origin  # the group's first head
+    leader_rows: tiles.Rows
+    leader_tile: tl.tensor  # (BLOCK_M, BLOCK_D)
     start_m: tl.tensor
-    batch: tl.tensor
-    head_kv: tl.tensor
-    chunk: tl.tensor
-
-
-@record
-class GroupQueries:
-    """The query rows of a program."""
-
-    leader: Rows  # of the group's first head
     offs_m: tl.tensor  # (BLOCK_M,): positions
+    chunk: tl.tensor  # number of its HEADS heads within the group
     heads: tl.tensor  # (HEADS,): within the group
     exists: tl.tensor  # (BLOCK_M, HEADS)
     pointers: tl.tensor  # (BLOCK_M, HEADS): to the rows' first columns
-    leader_tile: tl.tensor  # (BLOCK_M, BLOCK_D)
+    k_rows: tiles.Rows
+    v_rows: tiles.Rows
 
 
 @record
 class TileKeys:
-    """Pointers to the first columns of a tile's keys, and whether they exist, both (BLOCK_N,)."""
+    """A tile of keys, and a program's steps to them in fixed point."""
 
-    pointers: tl.tensor
-    stride_column: tl.tensor
-    exists: tl.tensor
-    format: RowFormat
+    offs_n: tl.tensor  # (BLOCK_N,)
+    exists: tl.tensor  # (BLOCK_N,)
+    pointers: tl.tensor  # (BLOCK_N,): to the first columns
+    tile: tl.tensor  # (BLOCK_N, BLOCK_D)
+    z: tl.tensor  # (BLOCK_M, BLOCK_N) float32
+    total: tl.tensor  # (BLOCK_M,): the sum of the tile's steps
+    local: tl.tensor  # (BLOCK_M, BLOCK_N) float32: for each key the sum of the steps after it
+
+
+@record
+class Distances:
+    """Distances ``whole + rest + local`` of a tile: whole steps (rows,) int32 and the rest in [0, 1) (rows,) float32 of
+    a row's mileage after the tile, and steps (rows, keys) float32 within the tile."""
+
+    whole: tl.tensor
+    rest: tl.tensor
+    local: tl.tensor
+
+
+@triton.jit
+def causal_pairs(offs_m, offs_n, N):
+    """Return whether (query, key) pairs of a sequence of N see each other, (len(offs_m), len(offs_n))."""
+    window = masks.Window(left=None, right=0, HIDES_PAIRS=True)
+    mask = masks.Mask(num_keys=N, first_key=None, window=window, READS_LENGTHS=False)
+    return masks.visible(mask, offs_m[:, None], offs_n[None, :])
+
+
+@triton.jit
+def split_mileage(mileage):
+    """int64 fixed point -> whole steps (int32) and the rest in [0, 1)."""
+    whole = mileage >> FRACTION_BITS
+    return whole.to(tl.int32), (mileage - (whole << FRACTION_BITS)).to(tl.float32) / ONE
+
+
+@triton.jit
+def cosine_sine(revolutions):
+    """Return cos and sin of an angle of up to a few dozen revolutions.
+
+    Reduced to |r| <= 1/2 they are within 5e-7: least maximum error fits in r**2 (own fit, float64).
+    """
+    # Two additions round faster than a conversion to an integer and back.
+    r = revolutions - ((revolutions + ROUND) - ROUND)
+    u = r * r
+    cos = 6.529609897139805 * u - 25.968312914335307
+    cos = cos * u + 60.167831622680204
+    cos = cos * u - 85.45016553629576
+    cos = cos * u + 64.93911898307789
+    cos = cos * u - 19.73920453207721
+    cos = cos * u + 0.9999999891722234
+    sin = 3.1996934822934513 * u - 14.868610852650487
+    sin = sin * u + 42.016165777547236
+    sin = sin * u - 76.70155116966916
+    sin = sin * u + 81.60502462209978
+    sin = sin * u - 41.341697068941265
+    sin = sin * u + 6.283185272722304
+    return cos, sin * r
+
+
+@triton.jit
+def revolutions_per_step(pairs, revolutions_ptr, D: tl.constexpr):
+    """Load the angle of one step at the frequencies of some pairs, in revolutions, float32; 0 from D/2 on."""
+    return tl.load(revolutions_ptr + pairs, mask=pairs < D // 2, other=0.0)
+
+
+@triton.jit
+def distance_phases(pairs, distances, frequencies, D: tl.constexpr):
+    """Return cos and sin (rows, pairs, keys) float32 of ``distances`` at the frequencies of some pairs.
+
+    A row's whole steps are reduced to one revolution once a row, by integer multiplication modulo one revolution, so
+    that the angle stays exact for any N.
+    """
+    revolutions_ptr = frequencies.revolutions_ptr
+    high = revolutions_per_step(pairs, revolutions_ptr, D)
+    low = revolutions_per_step(pairs, revolutions_ptr + D // 2, D)
+    multiples = tl.load(frequencies.multiples_ptr + pairs, mask=pairs < D // 2, other=0)
+    phase = tl.mul(distances.whole[:, None], multiples[None, :], sanitize_overflow=False)  # modulo 2**32
+    phase = phase.to(tl.float32) * 2.3283064365386963e-10  # 2**-32
+    phase += distances.whole.to(tl.float32)[:, None] * low[None, :] + distances.rest[:, None] * high[None, :]
+    revolutions = phase[:, :, None] + distances.local[:, None, :] * high[None, :, None]
+    return cosine_sine(revolutions)
 
 
 @triton.jit
@@ -111,12 +175,17 @@ def load_halves(pointers, pairs, stride_column, mask, format):
 
 
 @triton.jit
-def load_key_pairs(pairs, keys):
-    """Load both members of some pairs of the keys, (pairs, keys) float32."""
-    first, second = load_halves(
-        keys.pointers[None, :], pairs[:, None], keys.stride_column, keys.exists[None, :], keys.format
-    )
-    return first.to(tl.float32), second.to(tl.float32)
+def rotated_keys(pairs, keys, program, distances, frequencies):
+    """Load some pairs of the keys, and rotate them against the queries.
+
+    Return both members (pairs, keys), both rotated (rows, pairs, keys), and their cos and sin, all float32.
+    """
+    rows = program.k_rows
+    k1, k2 = load_halves(keys.pointers[None, :], pairs[:, None], rows.stride_column, keys.exists[None, :], rows.format)
+    k1, k2 = k1.to(tl.float32), k2.to(tl.float32)
+    cos, sin = distance_phases(pairs, distances, frequencies, rows.format.D)
+    k1_rot, k2_rot = rotation.rotate(k1[None, :, :], k2[None, :, :], cos, sin, CONJUGATE=True)
+    return k1, k2, k1_rot, k2_rot, cos, sin
 
 
 @triton.jit
@@ -134,154 +203,131 @@ def split_dot(x, precise, acc, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def tile_scores(queries, keys, distances, frequencies, shape, PRECISION: tl.constexpr):
+def tile_scores(keys, program, distances, frequencies, shape):
     """Return unscaled scores (BLOCK_M, HEADS, BLOCK_N): a small product a row, of keys rotated once for all heads."""
     scores = tl.zeros((shape.BLOCK_M, shape.HEADS, shape.BLOCK_N), tl.float32)
     for start in range(0, shape.format.D // 2, BLOCK_PAIRS):
         pairs = start + tl.arange(0, BLOCK_PAIRS)
-        pointers, exists = queries.pointers[:, :, None], queries.exists[:, :, None]
-        q1, q2 = load_halves(pointers, pairs[None, None, :], queries.leader.stride_column, exists, shape.format)
-        k1, k2 = load_key_pairs(pairs, keys)
-        cos, sin = distance_phases(pairs, distances, frequencies, shape.format.D)
-        k1_rot, k2_rot = rotate(k1[None, :, :], k2[None, :, :], cos, sin, CONJUGATE=True)
-        scores = split_dot(q1, k1_rot, scores, PRECISION)
-        scores = split_dot(q2, k2_rot, scores, PRECISION)
+        exists, stride = program.exists[:, :, None], program.leader_rows.stride_column
+        q1, q2 = load_halves(program.pointers[:, :, None], pairs[None, None, :], stride, exists, shape.format)
+        _, _, k1_rot, k2_rot, _, _ = rotated_keys(pairs, keys, program, distances, frequencies)
+        scores = split_dot(q1, k1_rot, scores, shape.PRECISION)
+        scores = split_dot(q2, k2_rot, scores, shape.PRECISION)
     return scores
 
 
 @triton.jit
-def spread_heads(x, SLOTS: tl.constexpr):
-    """(rows, HEADS, keys) -> (rows, SLOTS, keys): head h in slot ``h * SLOTS // HEADS``, zeros between."""
-    if SLOTS == x.shape[1]:
-        return x
-    else:
-        between = tl.arange(0, SLOTS // x.shape[1])[None, None, :, None]
-        return tl.reshape(tl.where(between == 0, x[:, :, None, :], 0.0), (x.shape[0], SLOTS, x.shape[2]))
+def group_pointers(rows, stride_head, offs_m, heads):
+    """Return pointers to the first columns of rows offs_m of ``heads`` of a group, from the leader's ``Rows``."""
+    IS_LONG: tl.constexpr = rows.format.USE_INT64_OFFSETS
+    return tiles.tile_pointers(rows.ptr, offs_m, heads, rows.stride_row, stride_head, IS_LONG)
 
 
 @triton.jit
-def first_columns(rows, offs):
-    """Return pointers to the first columns of the rows ``offs`` of ``Rows``."""
-    if rows.format.USE_INT64_OFFSETS:
-        offs = offs.to(tl.int64)
-    return rows.ptr + offs * rows.stride_row
+def load_group(view, program, shape):
+    """Load a program's rows of a ``TensorView`` as one tile (BLOCK_M * HEADS, BLOCK_D), row m * HEADS + h."""
+    ROWS: tl.constexpr = shape.BLOCK_M * shape.HEADS
+    rows = tiles.head_rows(view, program.leader, shape.N, shape.format)
+    pointers = tl.reshape(group_pointers(rows, view.strides[1], program.offs_m, program.heads), (ROWS,))
+    columns = tl.arange(0, shape.format.BLOCK_D)
+    mask = tl.reshape(program.exists, (ROWS,))[:, None] & (columns[None, :] < shape.format.D)
+    return tl.load(pointers[:, None] + columns[None, :] * rows.stride_column, mask=mask, other=0.0)
 
 
 @triton.jit
-def leader_rows(tensor, program, shape):
-    """Return the ``Rows`` of the leader, the first head of a program's group, in a tensor with HQ heads."""
-    strides = tensor.strides
-    ptr = tensor.ptr + program.batch * strides[0] + program.head_kv * shape.GROUP_SIZE * strides[1]
-    return rows_at(ptr, strides, shape.N, shape.format)
-
-
-@triton.jit
-def group_pointers(leader, stride_head, queries):
-    """Return pointers to the first columns of a program's rows (BLOCK_M, HEADS), from the leader's ``Rows``."""
-    return tile_pointers(
-        leader.ptr, queries.offs_m, queries.heads, leader.stride_row, stride_head, leader.format.USE_INT64_OFFSETS
-    )
-
-
-@triton.jit
-def load_group(leader, stride_head, queries):
-    """Load a group as one tile (BLOCK_M * HEADS, BLOCK_D), row m * HEADS + h, from the leader's ``Rows``."""
-    ROWS: tl.constexpr = queries.exists.shape[0] * queries.exists.shape[1]
-    pointers = tl.reshape(group_pointers(leader, stride_head, queries), (ROWS,))
-    columns = tl.arange(0, leader.format.BLOCK_D)
-    mask = tl.reshape(queries.exists, (ROWS,))[:, None] & (columns[None, :] < leader.format.D)
-    return tl.load(pointers[:, None] + columns[None, :] * leader.stride_column, mask=mask, other=0.0)
-
-
-@triton.jit
-def find_program(num_groups, head_chunks, shape):
+def find_program(inputs, num_groups, head_chunks, shape):
     """Return this ``Program``; the longest ones start first. num_groups is B * HKV."""
-    pid = tl.program_id(0)
-    num_tiles = tl.cdiv(shape.N, shape.BLOCK_M)
     num_heads = num_groups * head_chunks
-    tile, head = scheduled_tile(pid, num_tiles, num_heads, num_heads, LAST_TILE_FIRST=True)
-    group = head // head_chunks
+    num_tiles = tl.cdiv(shape.N, shape.BLOCK_M)
+    tile, head = scheduled_tile(tl.program_id(0), num_tiles, num_heads, num_heads, LAST_TILE_FIRST=True)
+    group, chunk, start_m = head // head_chunks, head % head_chunks, tile * shape.BLOCK_M
+    batch, head_kv = (group // shape.HKV).to(tl.int64), (group % shape.HKV).to(tl.int64)
+    offs_m = start_m + tl.arange(0, shape.BLOCK_M)
+    heads = chunk * shape.HEADS + tl.arange(0, shape.HEADS)
+    leader = tiles.Origin(batch=batch, head=head_kv * shape.GROUP_SIZE, row=0)
+    leader_rows = tiles.head_rows(inputs.q, leader, shape.N, shape.format)
+    of_keys = tiles.Origin(batch=batch, head=head_kv, row=0)
     return Program(
-        start_m=tile * shape.BLOCK_M,
-        batch=(group // shape.HKV).to(tl.int64),
-        head_kv=(group % shape.HKV).to(tl.int64),
-        chunk=head % head_chunks,
+        group=batch * shape.HKV + head_kv,
+        leader=leader,
+        leader_rows=leader_rows,
+        leader_tile=tiles.load_tile(leader_rows, offs_m, CHECK_ROWS=True),
+        start_m=start_m,
+        offs_m=offs_m,
+        chunk=chunk,
+        heads=heads,
+        exists=(offs_m < shape.N)[:, None] & (heads < shape.GROUP_SIZE)[None, :],
+        pointers=group_pointers(leader_rows, inputs.q.strides[1], offs_m, heads),
+        k_rows=tiles.head_rows(inputs.k, of_keys, shape.N, shape.format),
+        v_rows=tiles.head_rows(inputs.v, of_keys, shape.N, shape.format),
     )
 
 
 @triton.jit
-def program_inputs(inputs, num_groups, head_chunks, shape):
-    """Return this ``Program``, its ``GroupQueries``, its group's number in the batch (int64), and the ``Rows`` of its
-    keys and values."""
-    program = find_program(num_groups, head_chunks, shape)
-    rows = tl.arange(0, shape.BLOCK_M)
-    offs_m = program.start_m + rows
-    heads = program.chunk * shape.HEADS + tl.arange(0, shape.HEADS)
-    leader = leader_rows(inputs.q, program, shape)
-    exists = (offs_m < shape.N)[:, None] & (heads < shape.GROUP_SIZE)[None, :]
-    IS_LONG: tl.constexpr = shape.format.USE_INT64_OFFSETS
-    pointers = tile_pointers(leader.ptr, offs_m, heads, leader.stride_row, inputs.q.strides[1], IS_LONG)
-    leader_tile = load_tile(leader, offs_m, CHECK_ROWS=True)
-    queries = GroupQueries(leader, offs_m, heads, exists, pointers, leader_tile)
-    group = program.batch * shape.HKV + program.head_kv
-    origin = Origin(batch=program.batch, head=program.head_kv, row=0)
-    k_rows = head_rows(inputs.k, origin, shape.N, shape.format)
-    return program, queries, group, k_rows, head_rows(inputs.v, origin, shape.N, shape.format)
+def find_keys(program, start_n, shape):
+    """Load the keys from ``start_n`` on and measure the steps to them: 0 beyond the diagonal and past the end.
+
+    Both passes use this, so that with tiles of one size they find the same angles to the last bit.
+    """
+    rows = program.k_rows
+    offs_n = start_n + tl.arange(0, shape.BLOCK_N)
+    tile = tiles.load_tile(rows, offs_n, CHECK_ROWS=True)
+    offsets = offs_n.to(tl.int64) if rows.format.USE_INT64_OFFSETS else offs_n
+    x = tl.dot(program.leader_tile, tl.trans(tile), input_precision=shape.PRECISION)
+    z = 1.0 / (1.0 + tl.math.exp2(-x * shape.qk_scale))
+    z = tl.where(causal_pairs(program.offs_m, offs_n, shape.N), z, 0.0)
+    fixed = (z * ONE + 0.5).to(tl.int32)
+    total = tl.sum(fixed, 1)
+    local = (total[:, None] - tl.cumsum(fixed, 1)).to(tl.float32) / ONE
+    return TileKeys(offs_n, offs_n < shape.N, rows.ptr + offsets * rows.stride_row, tile, z, total, local)
 
 
 @triton.jit(do_not_specialize=_NUMBERS)
-def forward_kernel(
-    inputs, o_view, lse_ptr, mileage_ptr, num_groups, head_chunks, HKV, GROUP_SIZE, N, HEADS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
+def corope_forward_kernel(
+    inputs, o_view, lse_ptr, mileage_ptr, num_groups, head_chunks, HKV, GROUP_SIZE, N, shape
 ):  # fmt: skip
     """Write o, lse (B, HQ, N) in base 2 and mileage (B, HKV, N) of BLOCK_M query rows of up to HEADS heads of a group.
 
     Grid: (query blocks * num_groups * head_chunks,). Keys are visited from the diagonal backwards, so that a row's
-    distances need only its running sum.
+    distances need only its running sum. shape: ``Shape`` without the numbers that are arguments.
     """
-    inputs, o_view = unpack((inputs, o_view))
-    shape = Shape(N, HKV, GROUP_SIZE, HEADS=HEADS, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, format=inputs.format)
-    frequencies, qk_scale = inputs.frequencies, inputs.qk_scale
-    D: tl.constexpr = inputs.format.D
-    BLOCK_D: tl.constexpr = inputs.format.BLOCK_D
-    program, queries, group, k_rows, v_rows = program_inputs(inputs, num_groups, head_chunks, shape)
-    offs_m = queries.offs_m
+    inputs, o_view, shape = unpack((inputs, o_view, shape))
+    shape = replace(shape, N=N, HKV=HKV, GROUP_SIZE=GROUP_SIZE)
+    BLOCK_M: tl.constexpr = shape.BLOCK_M
+    ROWS: tl.constexpr = BLOCK_M * shape.HEADS
+    BLOCK_N: tl.constexpr = shape.BLOCK_N
+    BLOCK_D: tl.constexpr = shape.format.BLOCK_D
+    program = find_program(inputs, num_groups, head_chunks, shape)
+    offs_m, group = program.offs_m, program.group
 
     mileage = tl.zeros((BLOCK_M,), tl.int64)
-    acc = tl.zeros((BLOCK_M * HEADS, BLOCK_D), tl.float32)
-    row_max = tl.full((BLOCK_M * HEADS,), float("-inf"), tl.float32)
-    row_sum = tl.zeros((BLOCK_M * HEADS,), tl.float32)
+    acc = tl.zeros((ROWS, BLOCK_D), tl.float32)
+    row_max = tl.full((ROWS,), float("-inf"), tl.float32)
+    row_sum = tl.zeros((ROWS,), tl.float32)
     blocks = tl.cdiv(tl.minimum(N, program.start_m + BLOCK_M), BLOCK_N)
     for block in range(blocks):
-        start_n = (blocks - 1 - block) * BLOCK_N
-        offs_n = start_n + tl.arange(0, BLOCK_N)
-        k_tile = load_tile(k_rows, offs_n, CHECK_ROWS=True)
-        k_pointers = first_columns(k_rows, offs_n)
-        z, fixed = steps(queries.leader_tile, k_tile, offs_m, offs_n, N, qk_scale, PRECISION)
+        keys = find_keys(program, (blocks - 1 - block) * BLOCK_N, shape)
         whole, rest = split_mileage(mileage)
-        total, local = sum_steps(fixed)
-        keys = TileKeys(k_pointers, k_rows.stride_column, exists=offs_n < N, format=shape.format)
-        scores = tile_scores(queries, keys, Distances(whole, rest, local), frequencies, shape, PRECISION)
-        mileage += total
-        exists = causal_pairs(offs_m, offs_n, N)
-        scores = tl.where(exists[:, None, :], scores * qk_scale, float("-inf"))
-        scores = tl.reshape(scores, (BLOCK_M * HEADS, BLOCK_N))
-        p, correction, row_max, row_sum = online_softmax(scores, row_max, row_sum, 1.0, HAS_EMPTY_ROWS=True)
-        v_tile = load_tile(v_rows, offs_n, CHECK_ROWS=True)
-        acc = tl.dot(p.to(v_tile.dtype), v_tile, acc * correction[:, None], input_precision=PRECISION)
+        distances = Distances(whole, rest, keys.local)
+        scores = tile_scores(keys, program, distances, inputs.frequencies, shape)
+        mileage += keys.total
+        exists = causal_pairs(offs_m, keys.offs_n, N)
+        scores = tl.where(exists[:, None, :], scores * shape.qk_scale, float("-inf"))
+        scores = tl.reshape(scores, (ROWS, BLOCK_N))
+        p, correction, row_max, row_sum = softmax.online_softmax(scores, row_max, row_sum, 1.0, HAS_EMPTY_ROWS=True)
+        v_tile = tiles.load_tile(program.v_rows, keys.offs_n, CHECK_ROWS=True)
+        acc = tl.dot(p.to(v_tile.dtype), v_tile, acc * correction[:, None], input_precision=shape.PRECISION)
 
     # Every stored row has seen itself. Rows past the end have seen all keys and are not stored.
-    o_leader = leader_rows(o_view, program, shape)
-    o_rows = tl.reshape(group_pointers(o_leader, o_view.strides[1], queries), (BLOCK_M * HEADS,))
+    o_leader = tiles.head_rows(o_view, program.leader, N, shape.format)
+    o_rows = tl.reshape(group_pointers(o_leader, o_view.strides[1], program.offs_m, program.heads), (ROWS,))
     columns = tl.arange(0, BLOCK_D)
-    mask = tl.reshape(queries.exists, (BLOCK_M * HEADS,))
+    mask = tl.reshape(program.exists, (ROWS,))
     o = (acc / row_sum[:, None]).to(o_view.ptr.dtype.element_ty)
-    tl.store(o_rows[:, None] + columns[None, :], o, mask=mask[:, None] & (columns[None, :] < D))
+    tl.store(o_rows[:, None] + columns[None, :], o, mask=mask[:, None] & (columns[None, :] < shape.format.D))
     lse_base = lse_ptr + group * GROUP_SIZE * N
-    lse_rows = tl.reshape(
-        tile_pointers(lse_base, offs_m, queries.heads, 1, N, USE_INT64_OFFSETS=True), (BLOCK_M * HEADS,)
-    )
-    tl.store(lse_rows, row_max + tl.math.log2(row_sum), mask=mask)
+    lse_rows = tiles.tile_pointers(lse_base, offs_m, program.heads, 1, N, USE_INT64_OFFSETS=True)
+    tl.store(tl.reshape(lse_rows, (ROWS,)), row_max + tl.math.log2(row_sum), mask=mask)
     # Every chunk of a group's heads finds the leader's mileage, and the first chunk's program stores it. The
     # chunk is broadcast before the comparison: in Triton's interpreter `&` of a block and a scalar condition gives
     # integers, which 3.9 refuses as a mask.
@@ -290,116 +336,106 @@ def forward_kernel(
 
 
 @triton.jit(do_not_specialize=_NUMBERS)
-def backward_kernel(
+def corope_backward_kernel(
     inputs, do_view, o_view, lse_ptr, mileage_ptr, dq_ptr, dk_ptr, dv_ptr, softmax_scale, num_groups, head_chunks, HKV,
-    GROUP_SIZE, N, HEADS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
-    HEAD_SLOTS: tl.constexpr, DISTANCE_PRECISION: tl.constexpr,
+    GROUP_SIZE, N, shape, HEAD_SLOTS: tl.constexpr, DISTANCE_PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Add gradients from the rows of up to HEADS heads of one group to float32 sums (B, H, N, D). Grid: as forward.
 
     Keys are visited from the first to the diagonal: step m of a row collects the distance gradients of all keys before
     it, a running sum, and distances are the rest of the row's whole mileage.
     """
-    inputs, do_view, o_view = unpack((inputs, do_view, o_view))
-    shape = Shape(N, HKV, GROUP_SIZE, HEADS=HEADS, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, format=inputs.format)
-    frequencies, qk_scale = inputs.frequencies, inputs.qk_scale
-    D: tl.constexpr = inputs.format.D
-    BLOCK_D: tl.constexpr = inputs.format.BLOCK_D
-    IS_LONG: tl.constexpr = inputs.format.USE_INT64_OFFSETS
-    program, queries, group, k_rows, v_rows = program_inputs(inputs, num_groups, head_chunks, shape)
-    offs_m, heads = queries.offs_m, queries.heads
+    inputs, do_view, o_view, shape = unpack((inputs, do_view, o_view, shape))
+    shape = replace(shape, N=N, HKV=HKV, GROUP_SIZE=GROUP_SIZE)
+    HEADS: tl.constexpr = shape.HEADS
+    BLOCK_M: tl.constexpr = shape.BLOCK_M
+    BLOCK_N: tl.constexpr = shape.BLOCK_N
+    PRECISION: tl.constexpr = shape.PRECISION
+    D: tl.constexpr = shape.format.D
+    BLOCK_D: tl.constexpr = shape.format.BLOCK_D
+    IS_LONG: tl.constexpr = shape.format.USE_INT64_OFFSETS
+    program = find_program(inputs, num_groups, head_chunks, shape)
+    offs_m, heads, group = program.offs_m, program.heads, program.group
     dq_base = dq_ptr + group * GROUP_SIZE * D * N
     dk_base = dk_ptr + group * D * N
     dv_base = dv_ptr + group * N * D
     columns = tl.arange(0, BLOCK_D)
-    dq_rows = tile_pointers(dq_base, offs_m, heads, D, tl.cast(D, tl.int64) * N, USE_INT64_OFFSETS=True)
+    dq_rows = tiles.tile_pointers(dq_base, offs_m, heads, D, tl.cast(D, tl.int64) * N, USE_INT64_OFFSETS=True)
     # The queries once more, their heads spread over the smallest inner side of a product.
     slots = tl.arange(0, HEAD_SLOTS)
     slot_heads = program.chunk * HEADS + slots // (HEAD_SLOTS // HEADS)
-    q_slots = tile_pointers(
-        queries.leader.ptr, offs_m, slot_heads, queries.leader.stride_row, inputs.q.strides[1], IS_LONG
-    )
+    q_slots = group_pointers(program.leader_rows, inputs.q.strides[1], offs_m, slot_heads)
     slot_exists = (slots % (HEAD_SLOTS // HEADS) == 0) & (slot_heads < GROUP_SIZE)
     q_slots_exist = (offs_m < N)[:, None] & slot_exists[None, :]
 
-    do = load_group(leader_rows(do_view, program, shape), do_view.strides[1], queries)
-    o = load_group(leader_rows(o_view, program, shape), o_view.strides[1], queries)
+    do, o = load_group(do_view, program, shape), load_group(o_view, program, shape)
     delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
     # Rows and heads that do not exist get p = 0 by their lse.
-    lse_rows = tile_pointers(lse_ptr + group * GROUP_SIZE * N, offs_m, heads, 1, N, USE_INT64_OFFSETS=True)
-    lse = tl.load(lse_rows, mask=queries.exists, other=float("inf"))
+    lse_rows = tiles.tile_pointers(lse_ptr + group * GROUP_SIZE * N, offs_m, heads, 1, N, USE_INT64_OFFSETS=True)
+    lse = tl.load(lse_rows, mask=program.exists, other=float("inf"))
     remaining_mileage = tl.load(mileage_ptr + group * N + offs_m, mask=offs_m < N, other=0)
 
     earlier_ddistance = tl.zeros((BLOCK_M,), tl.float32)  # the sum of the distances' gradients of all keys so far
     dq_leader = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     for start_n in range(0, tl.minimum(N, program.start_m + BLOCK_M), BLOCK_N):
-        offs_n = start_n + tl.arange(0, BLOCK_N)
-        key_exists = offs_n < N
-        k_tile = load_tile(k_rows, offs_n, CHECK_ROWS=True)
-        k_pointers = first_columns(k_rows, offs_n)
-        keys = TileKeys(k_pointers, k_rows.stride_column, exists=key_exists, format=shape.format)
-        z, fixed = steps(queries.leader_tile, k_tile, offs_m, offs_n, N, qk_scale, PRECISION)
-        total, local = sum_steps(fixed)
-        remaining_mileage -= total
+        keys = find_keys(program, start_n, shape)
+        remaining_mileage -= keys.total
         whole, rest = split_mileage(remaining_mileage)
-        distances = Distances(whole, rest, local)
-        scores = tile_scores(queries, keys, distances, frequencies, shape, PRECISION)
-        exists = causal_pairs(offs_m, offs_n, N)
-        p = tl.where(exists[:, None, :], tl.math.exp2(scores * qk_scale - lse[:, :, None]), 0.0)
+        distances = Distances(whole, rest, keys.local)
+        scores = tile_scores(keys, program, distances, inputs.frequencies, shape)
+        exists = causal_pairs(offs_m, keys.offs_n, N)
+        p = tl.where(exists[:, None, :], tl.math.exp2(scores * shape.qk_scale - lse[:, :, None]), 0.0)
         p = tl.reshape(p, (BLOCK_M * HEADS, BLOCK_N))
-        v_tile = load_tile(v_rows, offs_n, CHECK_ROWS=True)
+        v_tile = tiles.load_tile(program.v_rows, keys.offs_n, CHECK_ROWS=True)
         dv = tl.dot(tl.trans(p.to(do.dtype)), do, input_precision=PRECISION)
-        key_mask = key_exists[:, None] & (columns[None, :] < D)
-        dv_rows = tile_pointers(dv_base, offs_n, columns, D, 1, IS_LONG)
+        key_mask = keys.exists[:, None] & (columns[None, :] < D)
+        dv_rows = tiles.tile_pointers(dv_base, keys.offs_n, columns, D, 1, IS_LONG)
         tl.atomic_add(dv_rows, dv, mask=key_mask, sem="relaxed")
         dp = tl.dot(do, tl.trans(v_tile), input_precision=PRECISION)
         # The scale is applied last, because it would turn small ones into subnormal float16.
         ds = tl.reshape(p * (dp - delta[:, None]), (BLOCK_M, HEADS, BLOCK_N))
         ds_by_head = tl.permute(ds.to(do.dtype), (0, 2, 1))
-        ds_by_key = spread_heads(ds, HEAD_SLOTS)
+        ds_by_key = ds
+        if HEAD_SLOTS > HEADS:  # head h is in slot h * HEAD_SLOTS // HEADS, with zeros between
+            between = tl.arange(0, HEAD_SLOTS // HEADS)[None, None, :, None]
+            ds_by_key = tl.where(between == 0, ds[:, :, None, :], 0.0)
+            ds_by_key = tl.reshape(ds_by_key, (BLOCK_M, HEAD_SLOTS, BLOCK_N))
         ddistance = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for start in range(0, D // 2, BLOCK_PAIRS):
             pairs = start + tl.arange(0, BLOCK_PAIRS)
-            k1, k2 = load_key_pairs(pairs, keys)
-            cos, sin = distance_phases(pairs, distances, frequencies, D)
-            k1_rot, k2_rot = rotate(k1[None, :, :], k2[None, :, :], cos, sin, CONJUGATE=True)
+            k1, k2, k1_rot, k2_rot, cos, sin = rotated_keys(pairs, keys, program, distances, inputs.frequencies)
             dq1 = tl.dot(k1_rot.to(do.dtype), ds_by_head, input_precision=PRECISION) * softmax_scale
             dq2 = tl.dot(k2_rot.to(do.dtype), ds_by_head, input_precision=PRECISION) * softmax_scale
             dq_pairs = dq_rows[:, None, :] + pairs[None, :, None]
-            dq_mask = queries.exists[:, None, :] & (pairs < D // 2)[None, :, None]
+            dq_mask = program.exists[:, None, :] & (pairs < D // 2)[None, :, None]
             tl.atomic_add(dq_pairs, dq1, mask=dq_mask, sem="relaxed")
             tl.atomic_add(dq_pairs + D // 2, dq2, mask=dq_mask, sem="relaxed")
 
             # The sum of the group's queries weighted by ds is the gradient of the rotated key. Rotated back, it is the
             # key's gradient; its product with the key rotated by 90 degrees, the derivative, is the distance's.
-            q1, q2 = load_halves(
-                q_slots[:, :, None],
-                pairs[None, None, :],
-                queries.leader.stride_column,
-                q_slots_exist[:, :, None],
-                shape.format,
-            )
+            slots_exist, stride = q_slots_exist[:, :, None], program.leader_rows.stride_column
+            q1, q2 = load_halves(q_slots[:, :, None], pairs[None, None, :], stride, slots_exist, shape.format)
             zeros = tl.zeros((BLOCK_M, BLOCK_PAIRS, BLOCK_N), tl.float32)
             dk1_rot = split_dot(tl.permute(q1, (0, 2, 1)), ds_by_key, zeros, PRECISION)
             dk2_rot = split_dot(tl.permute(q2, (0, 2, 1)), ds_by_key, zeros, PRECISION)
-            dk1, dk2 = rotate(dk1_rot, dk2_rot, cos, sin, CONJUGATE=False)
-            frequency = revolutions_per_step(pairs, frequencies.revolutions_ptr, D)[:, None]
+            dk1, dk2 = rotation.rotate(dk1_rot, dk2_rot, cos, sin, CONJUGATE=False)
+            frequency = revolutions_per_step(pairs, inputs.frequencies.revolutions_ptr, D)[:, None]
             ddistance += tl.sum(dk1 * (k2 * frequency)[None, :, :] - dk2 * (k1 * frequency)[None, :, :], 1)
-            dk_pairs = tile_pointers(dk_base, pairs, offs_n, 1, D, IS_LONG)
-            dk_mask = (pairs < D // 2)[:, None] & key_exists[None, :]
+            dk_pairs = tiles.tile_pointers(dk_base, pairs, keys.offs_n, 1, D, IS_LONG)
+            dk_mask = (pairs < D // 2)[:, None] & keys.exists[None, :]
             tl.atomic_add(dk_pairs, tl.sum(dk1, 0) * softmax_scale, mask=dk_mask, sem="relaxed")
             tl.atomic_add(dk_pairs + D // 2, tl.sum(dk2, 0) * softmax_scale, mask=dk_mask, sem="relaxed")
 
         ddistance *= TWO_PI * softmax_scale  # frequencies are in revolutions
         dz = earlier_ddistance[:, None] + tl.cumsum(ddistance, 1) - ddistance
         earlier_ddistance += tl.sum(ddistance, 1)
-        dx = dz * z * (1.0 - z) * softmax_scale
+        dx = dz * keys.z * (1.0 - keys.z) * softmax_scale
         # Not rounded to the input dtype: dz is a sum of up to N terms, and its rounding would reach every key.
-        dq_leader = tl.dot(dx, k_tile.to(tl.float32), dq_leader, input_precision=DISTANCE_PRECISION)
-        dk = tl.dot(tl.trans(dx), queries.leader_tile.to(tl.float32), input_precision=DISTANCE_PRECISION)
-        dk_rows = tile_pointers(dk_base, offs_n, columns, D, 1, IS_LONG)
+        dq_leader = tl.dot(dx, keys.tile.to(tl.float32), dq_leader, input_precision=DISTANCE_PRECISION)
+        dk = tl.dot(tl.trans(dx), program.leader_tile.to(tl.float32), input_precision=DISTANCE_PRECISION)
+        dk_rows = tiles.tile_pointers(dk_base, keys.offs_n, columns, D, 1, IS_LONG)
         tl.atomic_add(dk_rows, dk, mask=key_mask, sem="relaxed")
 
-    dq_leader_rows = tile_pointers(dq_base, offs_m, columns, D, 1, IS_LONG)
+    dq_leader_rows = tiles.tile_pointers(dq_base, offs_m, columns, D, 1, IS_LONG)
     leader_mask = (offs_m[:, None] < N) & (columns[None, :] < D)
     tl.atomic_add(dq_leader_rows, dq_leader, mask=leader_mask, sem="relaxed")

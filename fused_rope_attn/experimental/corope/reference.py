@@ -12,10 +12,10 @@ from torch.utils.checkpoint import checkpoint
 _CHUNK_ANGLES = 1 << 23
 
 
-def attention(
+def corope(
     q: Tensor, k: Tensor, v: Tensor, *, base: float, softmax_scale: float, chunk_angles: int | None = None
 ) -> Tensor:
-    """o ``(B, HQ, N, D)`` for q ``(B, HQ, N, D)``, k and v ``(B, HKV, N, D)``; differentiable.
+    """Return o ``(B, HQ, N, D)`` for q ``(B, HQ, N, D)``, k and v ``(B, HKV, N, D)``; differentiable.
 
     The definition of the issue: with ``z_ij = sigmoid(s q_leader,i . k_j)`` for ``j <= i``, the mileage
     ``a_ij = sum_{m<=j} z_im`` and the distance ``a_ii - a_ij``, which rotates key against query in place of ``i - j``.
@@ -44,26 +44,15 @@ def attention(
     return torch.cat(o).view(batch, heads_q, length, head_dim)
 
 
-def distances(q_leader: Tensor, k: Tensor, start: int, softmax_scale: float) -> Tensor:
-    """Delta ``(..., rows, keys)`` for the queries from ``start`` on of leaders ``(..., rows, D)``, keys ``(..., D)``.
-
-    Beyond the diagonal it is 0, as ``z`` is.
-    """
-    i = start + torch.arange(q_leader.shape[-2], device=k.device)[:, None]
-    z = torch.sigmoid(softmax_scale * (q_leader @ k.mT))
-    z = torch.where(torch.arange(k.shape[-2], device=k.device) <= i, z, 0.0)
-    a = z.cumsum(-1)
-    # a_ii is the last column, since z is 0 beyond the diagonal.
-    return a[..., -1:] - a
-
-
 def _rows(q: Tensor, k: Tensor, v: Tensor, start: int, base: float, softmax_scale: float) -> Tensor:
-    """o of the queries ``(groups, G, rows, D)`` from ``start`` on; k and v ``(groups, N, D)``."""
+    """Return o of the queries ``(groups, G, rows, D)`` from ``start`` on; k and v ``(groups, N, D)``."""
     wide = torch.promote_types(q.dtype, torch.float32)
-    half = q.shape[-1] // 2
-    stop = start + q.shape[2]
+    half, stop = q.shape[-1] // 2, start + q.shape[2]
+    i, j = torch.arange(start, stop, device=q.device)[:, None], torch.arange(stop, device=q.device)
     q, k = q.to(wide), k[:, :stop].to(wide)
-    delta = distances(q[:, 0], k, start, softmax_scale)
+    z = torch.sigmoid(softmax_scale * (q[:, 0] @ k.mT)).where(j <= i, 0.0)
+    a = z.cumsum(-1)
+    delta = a[..., -1:] - a  # z is 0 beyond the diagonal: the last column is a_ii
     omega = base ** -(torch.arange(half, device=q.device, dtype=wide) / half)
     angle = delta[..., None] * omega
     cos, sin = angle.cos(), angle.sin()
@@ -71,6 +60,5 @@ def _rows(q: Tensor, k: Tensor, v: Tensor, start: int, base: float, softmax_scal
     # (q1 k1 + q2 k2) cos - (q2 k1 - q1 k2) sin, collected by q1 and q2: products with a group's heads are last.
     scores = torch.einsum("bgrd,brjd->bgrj", q1, k1 * cos + k2 * sin)
     scores = softmax_scale * (scores + torch.einsum("bgrd,brjd->bgrj", q2, k2 * cos - k1 * sin))
-    i, j = torch.arange(start, stop, device=q.device), torch.arange(stop, device=q.device)
-    p = scores.masked_fill(j > i[:, None], float("-inf")).softmax(-1)
+    p = scores.masked_fill(j > i, float("-inf")).softmax(-1)
     return p.to(v.dtype) @ v[:, None, :stop]

@@ -11,9 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
-from fused_rope_attn.experimental.corope import distances, launch
-from fused_rope_attn.experimental.corope.api import CoRopeAttention
-from fused_rope_attn.experimental.corope.configs import CoRopeConfig
+from fused_rope_attn.experimental.corope import CoRopeAttention, kernels, launch
+from fused_rope_attn.experimental.corope.launch import CoRopeConfig
 from tests.support.corope import assert_matches_float64, make, results
 from tests.support.dtypes import F16, F32, F64
 from tests.support.marks import ignore_overflow, interpreted
@@ -107,10 +106,10 @@ def write_phases(
 ):
     """cos and sin of every row's distance (mileage in fixed point plus local steps) at each frequency."""
     rows, pairs, key = tl.arange(0, ROWS), tl.arange(0, PADDED), tl.arange(0, 1)
-    whole, rest = distances.split_mileage(tl.load(mileage_ptr + rows))
-    distance = distances.Distances(whole=whole, rest=rest, local=tl.load(local_ptr + rows)[:, None])
-    frequencies = distances.Frequencies(multiples_ptr, revolutions_ptr)
-    cos, sin = distances.distance_phases(pairs, distance, frequencies, D)
+    whole, rest = kernels.split_mileage(tl.load(mileage_ptr + rows))
+    distance = kernels.Distances(whole=whole, rest=rest, local=tl.load(local_ptr + rows)[:, None])
+    frequencies = kernels.Frequencies(multiples_ptr, revolutions_ptr)
+    cos, sin = kernels.distance_phases(pairs, distance, frequencies, D)
     out = out_ptr + (rows[:, None, None] * (D // 2) + pairs[None, :, None]) * 2 + key
     exists = pairs[None, :, None] < D // 2
     tl.store(out, cos, mask=exists)

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from fused_rope_attn.experimental import corope_attention
-from fused_rope_attn.experimental.corope import reference
-from fused_rope_attn.experimental.corope.api import CoRopeAttention
+from fused_rope_attn.experimental.corope import CoRopeAttention, reference
 from tests.support.corope import make, results
 from tests.support.dtypes import F16, F32, F64
 
