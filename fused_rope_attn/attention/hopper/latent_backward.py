@@ -7,7 +7,7 @@ import torch
 
 from fused_rope_attn.attention import arguments as call_arguments
 from fused_rope_attn.attention import configs, prepass
-from fused_rope_attn.attention.hopper import backward_block, backward_kernel, latent_kernels, shapes
+from fused_rope_attn.attention.hopper import backward_block, backward_kernel, forward_tiles, latent_kernels, shapes
 from fused_rope_attn.attention.portable import backward_kernels
 from fused_rope_attn.attention.problem import Gradients, Problem, split_outputs
 from fused_rope_attn.kernels import arguments as sizes
@@ -108,9 +108,7 @@ class LatentBackwardCall:
             ),
             window_left=numbers["window_left"],
             window_right=numbers["window_right"],
-            sizes=latent_kernels.QueryGradientSizes.host(
-                DQ_BLOCK_N, DQ_K_STAGES, DQ_V_STAGES, problem.reads_lengths, config.pdl
-            ),
+            sizes=latent_kernels.QueryGradientSizes.host(DQ_BLOCK_N, DQ_K_STAGES, DQ_V_STAGES, config.pdl),
         )
         self.sum_heads = launch.Launch(
             backward_kernels.sum_heads_kernel,
@@ -184,9 +182,9 @@ class LatentBackwardCall:
             stream,
             **of_queries,
             **of_key_blocks,
-            counter_ptr=counter,
-            starts_ptr=tensors.kv_starts,
-            lens_ptr=tensors.kv_lens,
+            tile_source=forward_tiles.TileSource.host(
+                counter, tensors.kv_starts, tensors.kv_lens, READS_LENGTHS=problem.reads_lengths
+            ),
             gradients=latent_kernels.QueryGradients.host(
                 dq=call_arguments.view(dq),
                 dq_nope=call_arguments.view(dq_nope),
