@@ -11,8 +11,7 @@ from typing import Any
 import torch
 
 from fused_rope_attn.attention import ops
-from fused_rope_attn.attention.problem import Options, Problem, Tensors, flatten
-from fused_rope_attn.kernels.arguments import dot_precision
+from fused_rope_attn.attention.problem import Options, Problem, Tensors, dot_precision, flatten
 from fused_rope_attn.runtime.calls import signature
 from fused_rope_attn.runtime.context_parallel import in_context_parallel
 from fused_rope_attn.runtime.registration import is_plain

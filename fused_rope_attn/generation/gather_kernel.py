@@ -8,7 +8,7 @@ import triton.language as tl
 from fused_rope_attn.generation import float8
 from fused_rope_attn.generation.inputs import complete_cache
 from fused_rope_attn.generation.write_kernel import slots_of_head, slots_of_tile
-from fused_rope_attn.kernels import lengths, masks, rotation, schedule, tiles
+from fused_rope_attn.kernels import masks, rotation, schedule, sequences, tiles
 from fused_rope_attn.kernels.records import unpack
 
 
@@ -34,7 +34,7 @@ def gather_kernel(
     first_head = pid % head_blocks * HEADS
     start = pid // head_blocks % num_tiles * BLOCK_T
     sequence = pid // head_blocks // num_tiles
-    num_keys = lengths.existing_keys(lens_ptr, sequence, NK)
+    num_keys = sequences.existing_keys(lens_ptr, sequence, NK)
     first_seen = masks.first_key(kv_starts_ptr, sequence, num_keys - NQ, num_keys, window_left)
     end = tl.minimum(num_keys, S)
     if (start >= end) | (start + BLOCK_T <= first_seen):

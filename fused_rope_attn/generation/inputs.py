@@ -9,10 +9,9 @@ from fused_rope_attn.generation.keys import KeyRows, NewKeys, StepQueries, load_
 from fused_rope_attn.generation.pages import BlockTable, sequence_pages
 from fused_rope_attn.generation.shares import Caches
 from fused_rope_attn.kernels import masks, tiles
-from fused_rope_attn.kernels.products import ScoreScale
 from fused_rope_attn.kernels.records import record, replace
 from fused_rope_attn.kernels.rotation import CallRotation, head_rotation
-from fused_rope_attn.kernels.softmax import LOG2E, finish_softmax
+from fused_rope_attn.kernels.softmax import LOG2E, ScoreScale, finish_softmax
 
 
 @record

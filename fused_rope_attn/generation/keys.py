@@ -9,10 +9,9 @@ from fused_rope_attn.generation import float8 as eight_bits
 from fused_rope_attn.generation import pages as paging
 from fused_rope_attn.kernels.masks import Mask, Window, visible
 from fused_rope_attn.kernels.norm import load_norm_weights, pair_inverse_rms
-from fused_rope_attn.kernels.products import ScoreScale, score_product
 from fused_rope_attn.kernels.records import record, replace
 from fused_rope_attn.kernels.rotation import Rotation, load_pairs, load_rotated, load_rotated_columns, pack_pairs
-from fused_rope_attn.kernels.softmax import online_softmax
+from fused_rope_attn.kernels.softmax import ScoreScale, online_softmax, score_product
 from fused_rope_attn.kernels.tiles import Rows, load_tile, rows_from, store_tile
 
 

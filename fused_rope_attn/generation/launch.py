@@ -18,7 +18,7 @@ from fused_rope_attn.generation.pages import BlockTable
 from fused_rope_attn.generation.problem import StepTensors, Written, cache_of
 from fused_rope_attn.generation.shares import Caches
 from fused_rope_attn.generation.write_kernel import WriteInputs, write_kernel
-from fused_rope_attn.kernels.arguments import tile_count
+from fused_rope_attn.kernels.schedule import tile_count
 from fused_rope_attn.kernels.tiles import RowFormat
 from fused_rope_attn.runtime import device
 from fused_rope_attn.runtime.launch import Launch

@@ -11,9 +11,9 @@ partial sums to a workspace.
 import triton
 import triton.language as tl
 
-from fused_rope_attn.kernels.lengths import existing_keys
 from fused_rope_attn.kernels.masks import first_key
 from fused_rope_attn.kernels.records import record
+from fused_rope_attn.kernels.sequences import existing_keys
 
 
 @record

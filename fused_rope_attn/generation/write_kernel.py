@@ -6,7 +6,7 @@ import triton.language as tl
 
 from fused_rope_attn.generation import float8, keys, pages
 from fused_rope_attn.generation.inputs import CacheInputs, complete_cache, pages_of
-from fused_rope_attn.kernels import lengths, rotation, schedule, tiles
+from fused_rope_attn.kernels import rotation, schedule, sequences, tiles
 from fused_rope_attn.kernels.norm import Norm
 from fused_rope_attn.kernels.records import record, unpack
 
@@ -96,18 +96,18 @@ def write_kernel(
         sequence = pid // head_blocks // num_tiles
         batch = tl.cast(sequence, tl.int64)
         first_row = 0
-        num_new = lengths.existing_keys(inputs.new_lens_ptr, sequence, N)
+        num_new = sequences.existing_keys(inputs.new_lens_ptr, sequence, N)
     else:
-        sequence, first_row, num_new, tile = lengths.packed_tile(
+        sequence, first_row, num_new, tile = sequences.packed_tile(
             tile, inputs.cu_seqlens_ptr, None, num_sequences, N, 0, BLOCK_T
         )
-        num_new = lengths.rows_of_sequence(sequence, num_sequences, num_new)
+        num_new = sequences.rows_of_sequence(sequence, num_sequences, num_new)
         sequence = tl.minimum(sequence, num_sequences - 1)
         batch = tl.full((), 0, tl.int64)
     start = tile * BLOCK_T
     cached = 0
     if inputs.seqlens_ptr is not None:
-        cached = lengths.existing_keys(inputs.seqlens_ptr, sequence, S)
+        cached = sequences.existing_keys(inputs.seqlens_ptr, sequence, S)
         if inputs.sums_ptr is not None:
             if tile + first_head == 0:
                 tl.store(inputs.sums_ptr + sequence, cached + N)

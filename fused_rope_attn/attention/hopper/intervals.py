@@ -20,7 +20,7 @@ from fused_rope_attn.attention.hopper import backward_block, shapes
 from fused_rope_attn.attention.problem import Problem, Tensors
 from fused_rope_attn.kernels import masks as kernel_masks
 from fused_rope_attn.kernels import schedule, sequences
-from fused_rope_attn.kernels.intervals import NO_ROW, WORD, IntervalArguments, row_interval
+from fused_rope_attn.kernels.intervals import NO_ROW, WORD, Intervals, row_interval
 from fused_rope_attn.kernels.records import record
 from fused_rope_attn.runtime import device, launch
 
@@ -55,7 +55,7 @@ def load_key_tile(
     READS_LENGTHS: tl.constexpr, FROM_START: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Return the ``KeyTile`` of blocks of BLOCK_N keys, numbers counted from the sequence's first key."""
-    arguments = IntervalArguments(query_starts_ptr, query_ends_ptr, None, interval_strides)
+    arguments = Intervals(query_starts_ptr, query_ends_ptr, None, interval_strides)
     masks = sequences.MaskArguments(
         starts_ptr,
         lens_ptr,

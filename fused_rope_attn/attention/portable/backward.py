@@ -16,7 +16,7 @@ from fused_rope_attn.attention.portable import backward_roles as roles
 from fused_rope_attn.attention.portable.parts import NopeViews
 from fused_rope_attn.attention.prepass import Preprocess
 from fused_rope_attn.attention.problem import Gradients, Problem, Tensors, split_outputs
-from fused_rope_attn.kernels.arguments import heads_per_section, tile_count
+from fused_rope_attn.kernels.schedule import heads_per_section, tile_count
 from fused_rope_attn.kernels.tiles import RowFormat
 from fused_rope_attn.runtime import device
 from fused_rope_attn.runtime.launch import Launch, Source

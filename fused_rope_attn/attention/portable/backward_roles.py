@@ -24,7 +24,6 @@ from fused_rope_attn.attention.portable.parts import (
 )
 from fused_rope_attn.kernels.intervals import narrowed_queries, next_run, row_interval, without_unseen
 from fused_rope_attn.kernels.masks import Mask, first_query, key_range, query_range, visible
-from fused_rope_attn.kernels.products import ScoreScale, add_product, score_gradient
 from fused_rope_attn.kernels.records import record, replace
 from fused_rope_attn.kernels.rotation import (
     Rotation,
@@ -33,7 +32,7 @@ from fused_rope_attn.kernels.rotation import (
 )
 from fused_rope_attn.kernels.schedule import wait_for_previous_launch
 from fused_rope_attn.kernels.sequences import sequence_of_keys, sequence_of_queries, sequence_rotation
-from fused_rope_attn.kernels.softmax import LN2, sink_gradient
+from fused_rope_attn.kernels.softmax import ScoreScale, add_product, gradient_scale, score_gradient, sink_gradient
 from fused_rope_attn.kernels.tiles import (
     HeadTiles,
     Origin,
@@ -206,15 +205,6 @@ def dkdv_range(
         ds_t = score_gradient(p_t, dp_t, delta[None, :], scores_t, scale)
         dk = add_to_parts(ds_t.to(q.rope.dtype), q, dk, scale.PRECISION)
     return dk, dv
-
-
-@triton.jit
-def gradient_scale(scale):
-    """Return the factor from dS^T Q to dk: softmax_scale without its sign, which is in q."""
-    softmax_scale = scale.qk_scale * LN2
-    if scale.cap_scale is not None:
-        softmax_scale *= scale.cap_scale
-    return softmax_scale
 
 
 @triton.jit

@@ -12,7 +12,7 @@ from fused_rope_attn.attention.portable.forward_kernel import ForwardInputs, For
 from fused_rope_attn.attention.portable.parts import NopeViews
 from fused_rope_attn.attention.prepass import Rotate
 from fused_rope_attn.attention.problem import Outputs, Problem, Saving, split_outputs
-from fused_rope_attn.kernels.arguments import heads_per_section, tile_count
+from fused_rope_attn.kernels.schedule import heads_per_section, tile_count
 from fused_rope_attn.kernels.tiles import RowFormat
 from fused_rope_attn.runtime import device
 from fused_rope_attn.runtime.launch import Launch, Source

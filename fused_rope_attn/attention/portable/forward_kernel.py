@@ -7,19 +7,18 @@ import triton.language as tl
 from fused_rope_attn.attention.portable.keys import keys_of_head
 from fused_rope_attn.attention.portable.parts import NopeViews, Parts, load_parts, parts_product, signed
 from fused_rope_attn.kernels.intervals import next_run, without_unseen
-from fused_rope_attn.kernels.lengths import padded_row
 from fused_rope_attn.kernels.masks import key_range, visible
-from fused_rope_attn.kernels.products import ScoreScale
 from fused_rope_attn.kernels.records import record, replace, unpack
 from fused_rope_attn.kernels.rotation import load_rotated
 from fused_rope_attn.kernels.schedule import wait_for_previous_launch
 from fused_rope_attn.kernels.sequences import (
     complete_masks,
+    padded_row,
     scheduled_queries,
     sequence_of_queries,
     sequence_rotation,
 )
-from fused_rope_attn.kernels.softmax import LOG2E, finish_softmax, online_softmax, raise_max_logit
+from fused_rope_attn.kernels.softmax import LN2, LOG2E, ScoreScale, finish_softmax, online_softmax
 from fused_rope_attn.kernels.tiles import (
     Origin,
     RowFormat,
@@ -125,6 +124,17 @@ def attend_intervals(acc, row_max, row_sum, q, positions_q, keys, start_m, bound
             acc, row_max, row_sum, q, positions_q, keys, start, end, scale, APPLY_MASK=False
         )
     return acc, row_max, row_sum
+
+
+@triton.jit
+def raise_max_logit(ptr, row_max, exists):
+    """Raise the float32 at ``ptr`` to the largest natural logit of rows that ``exist``, of base-2 row_max (rows,).
+
+    The bits do not depend on the order in which programs do so. If no row sees a key nothing is written: rows after the
+    last packed sequence have no float32 of their own, and ``ptr`` is outside of the tensor.
+    """
+    highest = tl.max(tl.where(exists, row_max, float("-inf")), 0)
+    tl.atomic_max(ptr, highest * LN2, mask=highest != float("-inf"), sem="relaxed")
 
 
 @triton.jit

@@ -8,9 +8,9 @@ and no call rotates; it is None in every other call, and then these functions co
 import triton
 import triton.language as tl
 
-from fused_rope_attn.kernels.products import add_product, score_product
 from fused_rope_attn.kernels.records import record
 from fused_rope_attn.kernels.rotation import load_rotated_tile
+from fused_rope_attn.kernels.softmax import add_product, score_product
 from fused_rope_attn.kernels.tiles import RowFormat, TensorView, head_tiles, load_head_tile
 
 
