@@ -147,18 +147,15 @@ class BackwardCall:
         if ordered and heads <= 2 * section:
             section = heads
         self.visible_rows = None
-        shared = call_arguments.shared_arguments(problem, given.cos, given.sin)
+        numbers = call_arguments.numbers_of(problem)
         main_programs = key_programs * parts
         if problem.has_intervals:
             # One or two for each key block, also if the last one has fewer keys.
             num_blocks = triton.cdiv(len_k, block_n) * (block_n // shapes.KEYS.value)
             halves = block_n // shapes.KEYS.value
-            self.visible_rows = intervals.VisibleRows(
-                problem, given, shared, num_blocks, halves, pitch, own_columns, section
-            )
+            self.visible_rows = intervals.VisibleRows(problem, num_blocks, halves, pitch, own_columns, section)
             if self.visible_rows.programs is not None:
                 main_programs = self.visible_rows.programs
-        window_left, window_right = (None, None) if problem.has_intervals else shared["window"]
         self.main = launch.Launch(
             backward_kernel.backward_kernel,
             main_programs,
@@ -168,8 +165,8 @@ class BackwardCall:
             stats_size=stats_size // 2,
             num_sequences=sequences,
             heads_per_section=section,
-            window_left=window_left,
-            window_right=window_right,
+            window_left=None if problem.has_intervals else numbers["window_left"],
+            window_right=None if problem.has_intervals else numbers["window_right"],
             stages=backward_kernel.BackwardStages.host(config.q_stages, config.do_stages, config.pdl),
         )
         self.format = RowFormat.host(problem.head_dim, pad_d, is_wide)

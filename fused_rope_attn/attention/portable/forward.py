@@ -47,7 +47,6 @@ class ForwardCall:
         self.lse_layout = layout_of_rows(q.shape)
         self.max_logit_shape = problem.max_logit_shape if problem.return_max_logit else None
         self.empty = problem.batch * problem.len_q == 0
-        shared = arguments.shared_arguments(problem, given.cos, given.sin)
         self.problem = problem
         self.rotate_keys = None
         k_like = k
@@ -81,7 +80,7 @@ class ForwardCall:
             forward_kernel,
             tile_count(problem.len_q, problem.sequences, tile.block_m) * num_heads,
             {**tile.launch_options, "launch_pdl": True} if pdl else tile.launch_options,
-            shared,
+            arguments.numbers_of(problem),
             # Only such calls have queries past the last row of the tables.
             position_limit=given.cos.shape[-2] if keys_are_ready else None,
             num_heads=num_heads,
