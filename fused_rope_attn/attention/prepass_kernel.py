@@ -233,13 +233,16 @@ def write_statistics(out, o, do, rows, batch_head, start, NQ, pitch, size, BLOCK
     do_tile = tiles.load_tile(do, offs, CHECK_ROWS=True)
     lse = tl.load(out.lse_ptr + batch_head * NQ + rows.first_row + start + offs, mask=exists, other=0.0)
     lse = tl.where(lse == float("-inf"), float("inf"), lse * softmax.LOG2E)
+    dlse = None
+    if out.dlse_ptr is not None:
+        dlse = tl.load(out.dlse_ptr + batch_head * NQ + rows.first_row + start + offs, mask=exists, other=0.0)
     index = batch_head * pitch + rows.first_padded + start + offs
     tl.store(out.stats_ptr + index, lse, mask=is_written)
     delta = tl.sum(o_tile.to(tl.float32) * do_tile.to(tl.float32), 1)
-    if out.dlse_ptr is not None:
+    if dlse is not None:
         # The derivative of lse is P, as that of the scores is, so that dS = P * (dP - delta).
-        delta -= tl.load(out.dlse_ptr + batch_head * NQ + rows.first_row + start + offs, mask=exists, other=0.0)
-    if out.READS_LENGTHS or out.dlse_ptr is not None:
+        delta -= dlse
+    if out.READS_LENGTHS or dlse is not None:
         # Padding may hold anything: nothing of a row that saw nothing may reach a gradient.
         delta = tl.where(lse == float("inf"), 0.0, delta)
     tl.store(out.stats_ptr + size + index, delta, mask=is_written)

@@ -16,8 +16,6 @@ from fused_rope_attn.kernels.records import record
 NO_ROW = tl.constexpr(2**30)
 # Keys or rows of a bit mask's word.
 WORD = tl.constexpr(32)
-# Blocks of keys that ``next_run`` reads at once.
-CHUNK = tl.constexpr(128)
 
 
 @record
@@ -88,64 +86,3 @@ def row_interval(mask, positions_k):
     if mask.window.left is not None:
         end = tl.minimum(end, positions_k + mask.window.left + 1)
     return first, end
-
-
-@triton.jit
-def without_unseen(tile, mask, start_n, offs):
-    """Return a tile (len(offs), columns) of the keys ``start_n + offs``, with zeros for keys that no query sees.
-
-    Such keys may hold NaN, and their weight is 0, but 0 * NaN is NaN. Without intervals loads check the rows.
-    """
-    if mask.intervals is not None:
-        first, end = row_interval(mask, start_n + offs)
-        tile = tl.where((first < end)[:, None], tile, 0.0).to(tile.dtype)
-    return tile
-
-
-@triton.jit
-def next_run(mask, block, last_block, full_first, full_last, start_m, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Return (begin, middle, end): the next blocks of keys for the tile of rows [start_m, start_m + BLOCK_M) of q.
-
-    Blocks count BLOCK_N keys from the sequence's first one. Look at CHUNK of them from ``block`` on, below
-    ``last_block``: none of [block, begin) is visible to any row, and the blocks [begin, end) are alike, either all in
-    [begin, middle), with pairs to compare, or all in [middle, end), where every row sees every key. The latter only
-    occur from ``full_first`` to before ``full_last``, which bound them by the other masks.
-    """
-    intervals = mask.intervals
-    count = tl.cdiv(intervals.num_keys, BLOCK_N)
-    index = block + tl.arange(0, CHUNK)
-    exists = index < last_block
-    bounds = intervals.blocks_ptr + intervals.batch * 4 * count + index
-    first = tl.load(bounds, mask=exists, other=NO_ROW)
-    end = tl.load(bounds + count, mask=exists, other=0)
-    all_first = tl.load(bounds + 2 * count, mask=exists, other=NO_ROW)
-    all_end = tl.load(bounds + 3 * count, mask=exists, other=0)
-    last_m = tl.minimum(start_m + BLOCK_M, intervals.num_rows)
-    visible = (first < last_m) & (end > start_m)
-    whole = (all_first <= start_m) & (all_end >= last_m) & (index >= full_first) & (index < full_last)
-    kind = tl.where(whole, 2, tl.where(visible, 1, 0))
-    limit = block + CHUNK
-    begin = tl.min(tl.where(kind > 0, index, limit), 0)
-    of_begin = tl.max(tl.where(index == begin, kind, 0), 0)
-    stop = tl.min(tl.where((index > begin) & (kind != of_begin), index, limit), 0)
-    return begin, tl.where(of_begin == 2, begin, stop), stop
-
-
-@triton.jit
-def narrowed_queries(bounds, rows, q_offset, BLOCK_M: tl.constexpr):
-    """Return the ``query_range`` ``bounds`` of some keys, narrowed by ``rows``, the ``row_interval`` of each key.
-
-    Keys that no query sees count in neither direction, because their gradients are zero.
-    """
-    first_position, end_position = rows
-    seen = first_position < end_position
-    low = tl.min(tl.where(seen, first_position, NO_ROW), 0) - q_offset
-    high = tl.max(tl.where(seen, end_position - q_offset, 0), 0)
-    all_low = tl.max(tl.where(seen, first_position - q_offset, 0), 0)
-    all_high = tl.maximum(0, tl.min(tl.where(seen, end_position, NO_ROW), 0) - q_offset)
-    first, full_first, full_last, last = bounds
-    last = tl.minimum(last, tl.cdiv(high, BLOCK_M))
-    first = tl.minimum(last, tl.maximum(first, tl.maximum(low, 0) // BLOCK_M))
-    full_first = tl.maximum(first, tl.minimum(last, tl.maximum(full_first, tl.cdiv(all_low, BLOCK_M))))
-    full_last = tl.minimum(last, tl.minimum(full_last, all_high // BLOCK_M))
-    return first, full_first, tl.maximum(full_first, full_last), last

@@ -9,14 +9,9 @@ import triton
 import triton.language as tl
 
 from fused_rope_attn.attention.intervals import BLOCKS, interval_blocks_kernel
-from fused_rope_attn.kernels.intervals import (
-    NO_ROW,
-    Intervals,
-    narrowed_queries,
-    next_run,
-    row_interval,
-    sequence_intervals,
-)
+from fused_rope_attn.attention.portable.backward_kernels import narrowed_queries
+from fused_rope_attn.attention.portable.parts import next_run
+from fused_rope_attn.kernels.intervals import NO_ROW, Intervals, row_interval, sequence_intervals
 from fused_rope_attn.kernels.masks import key_range, query_range, sequence_mask, visible, window_of
 from fused_rope_attn.kernels.sequences import MaskArguments
 from tests.support.marks import interpreted
