@@ -14,19 +14,13 @@ from typing import Any, NamedTuple, get_type_hints
 
 import torch
 
-from fused_rope_attn.runtime import checks
+from fused_rope_attn.runtime import checks, device
 from fused_rope_attn.runtime.checks import as_int
 from fused_rope_attn.runtime.forms import Form
 from fused_rope_attn.runtime.options import OPERATOR_TYPES, CallOptions, rows_of
 
 # Beyond any sequence, and far enough from 2**31 to be added to a position.
 _WIDEST_WINDOW = 2**30
-
-
-def dot_precision(dtype: torch.dtype) -> str:
-    """Return the input precision of tl.dot: float32 unless the user allowed tf32 for matrix products, by either API."""
-    tf32 = dtype is torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
-    return "tf32" if tf32 else "ieee"
 
 
 class Tensors(NamedTuple):
@@ -281,7 +275,7 @@ class Problem(NamedTuple):
         """Return the problem with the precision of float32 products that PyTorch's settings ask for now."""
         if self.dtype is not torch.float32:
             return self
-        return self._replace(precision=dot_precision(self.dtype))
+        return self._replace(precision=device.dot_precision(self.dtype))
 
 
 ROWS = rows_of(CallOptions)

@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""What the forward pass and the backward pass read: rows of q and k in one part or two, and the keys of a head.
+"""Rows of q and k in one part or two, and the keys of a head, as the forward and the backward pass read them.
 
 Multi-head latent attention has two parts. The rope part holds the columns of ``q`` and ``k``, in pair order. The nope
 part holds columns that another tensor has and no call rotates; it is None in every other call, and then these functions

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import torch
 import triton
 
-from fused_rope_attn.attention.problem import dot_precision
 from fused_rope_attn.experimental.corope import kernels
 from fused_rope_attn.kernels import softmax, tiles
 from fused_rope_attn.runtime import device, layouts
@@ -163,7 +162,7 @@ def corope_forward(q, k, v, *, base, softmax_scale, config=None):
     or None. Returns o (shape of q, its memory order), lse ``(B, HQ, N)`` float32 in base 2, and every row's whole
     mileage ``(B, HKV, N)`` int64, in units of 2**-23.
     """
-    options = Options(softmax_scale, dot_precision(q.dtype))
+    options = Options(softmax_scale, device.dot_precision(q.dtype))
     tensors = (q, k, v, *frequency_tables(base, q.shape[3], q.device))
     return call_of(_prepare_forward, options, tensors, config)(tensors)
 
@@ -175,7 +174,7 @@ def corope_backward(do, q, k, v, o, lse, mileage, *, base, softmax_scale, config
     """
     sums = tuple(torch.zeros(x.shape, dtype=torch.float32, device=q.device) for x in (q, k, v))
     if q.numel():
-        options = Options(softmax_scale, dot_precision(q.dtype))
+        options = Options(softmax_scale, device.dot_precision(q.dtype))
         tensors = (q, k, v, *frequency_tables(base, q.shape[3], q.device), do, o, lse, mileage, *sums)
         call_of(_prepare_backward, options, tensors, config)(tensors)
     return tuple(layouts.like_input(x).copy_(total) for x, total in zip((q, k, v), sums))
