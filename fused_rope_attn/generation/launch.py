@@ -28,7 +28,7 @@ from fused_rope_attn.generation.configs import DECODE_ROWS, DecodeConfig, Ordere
 from fused_rope_attn.generation.float8 import HeadScales
 from fused_rope_attn.generation.keys import BlockTable
 from fused_rope_attn.generation.problem import STEP, WRITE, StepTensors, Written, cache_of
-from fused_rope_attn.kernels.arguments import tile_count
+from fused_rope_attn.kernels.schedule import tile_count
 from fused_rope_attn.kernels.tiles import RowFormat
 from fused_rope_attn.runtime import device
 from fused_rope_attn.runtime.calls import call_of
