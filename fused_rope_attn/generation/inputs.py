@@ -13,11 +13,10 @@ import triton.language as tl
 
 from fused_rope_attn.generation import keys as running
 from fused_rope_attn.generation.float8 import Float8, HeadScales, head_scale, scaled, scaled_queries
-from fused_rope_attn.kernels import lengths, masks, tiles
-from fused_rope_attn.kernels.products import ScoreScale
+from fused_rope_attn.kernels import masks, sequences, tiles
 from fused_rope_attn.kernels.records import record, replace
 from fused_rope_attn.kernels.rotation import CallRotation, head_rotation
-from fused_rope_attn.kernels.softmax import LOG2E, finish_softmax
+from fused_rope_attn.kernels.softmax import LOG2E, ScoreScale, finish_softmax
 
 
 @record
@@ -222,7 +221,7 @@ def cached_keys(caches, sequence):
 
     New tokens follow the cached ones; without new ones the queries are aligned with the last keys.
     """
-    num_keys = lengths.existing_keys(caches.seqlens_ptr, sequence, caches.S)
+    num_keys = sequences.existing_keys(caches.seqlens_ptr, sequence, caches.S)
     q_offset = num_keys
     if not caches.HAS_NEW_KEYS:
         q_offset = num_keys - caches.NQ

@@ -29,7 +29,7 @@ from fused_rope_attn.attention.hopper import (
     softmax,
 )
 from fused_rope_attn.attention.hopper.shapes import ROWS
-from fused_rope_attn.kernels import lengths, ptxas, tiles
+from fused_rope_attn.kernels import ptxas, sequences, tiles
 from fused_rope_attn.kernels import softmax as row_softmax
 from fused_rope_attn.kernels.masks import Window
 from fused_rope_attn.kernels.records import record, replace, unpack
@@ -510,7 +510,7 @@ def max_logit_kernel(highest_ptr, max_logit_ptr, cu_q_ptr, H, NQ, BLOCK: tl.cons
     length = NQ
     if cu_q_ptr is not None:
         sequence = entry // H
-        begin, length = lengths.packed_rows(cu_q_ptr, sequence, sequence + 1, NQ)
+        begin, length = sequences.packed_rows(cu_q_ptr, sequence, sequence + 1, NQ)
         first = (entry % H).to(tl.int64) * NQ + begin
     highest = tl.full([BLOCK], float("-inf"), tl.float32)
     for start in range(0, length, BLOCK):

@@ -10,7 +10,7 @@ from triton import constexpr_function
 
 from fused_rope_attn.attention.hopper import channels, shapes
 from fused_rope_attn.attention.prepass_kernel import TILE_WORDS
-from fused_rope_attn.kernels import lengths, masks
+from fused_rope_attn.kernels import masks, sequences
 from fused_rope_attn.kernels.records import record, replace
 from fused_rope_attn.kernels.schedule import scheduled_tile
 from fused_rope_attn.runtime.triton_compat import gl, jit, mbarrier
@@ -307,7 +307,7 @@ def tile_work(schedule, index):
     batch = bh // schedule.HQ
     head = bh % schedule.HQ
     source = schedule.source
-    num_keys = lengths.existing_keys(source.lens_ptr, batch, schedule.NK)
+    num_keys = sequences.existing_keys(source.lens_ptr, batch, schedule.NK)
     starts_ptr, first_k = source.starts_ptr, None
     if source.FROM_START:
         first_k = masks.first_key(starts_ptr, batch, 0, num_keys, None)
@@ -372,7 +372,7 @@ def packed_work(schedule, index):
     rotated_row = row
     if schedule.QUERIES_IN_TILES:
         first_q = end - len_q
-        rotated_row = lengths.padded_row(first_q, sequence, shapes.BACKWARD_BLOCK_M) + row - first_q
+        rotated_row = sequences.padded_row(first_q, sequence, shapes.BACKWARD_BLOCK_M) + row - first_q
     tile = make_tile(schedule, mask, row, head, head * 0, head, len_k - end, end, rotated_row)
     tile = replace(tile, num_blocks=gl.where(index < schedule.num_tiles, tile.num_blocks, 0))
     return Work(tile, index, head // schedule.GROUP_SIZE, first_k)
