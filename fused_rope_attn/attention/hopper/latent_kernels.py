@@ -18,7 +18,7 @@ import triton.language as tl
 from fused_rope_attn.attention.hopper import backward_block, backward_epilogue, channels, forward_tiles, shapes
 from fused_rope_attn.attention.hopper import columns as column_parts
 from fused_rope_attn.attention.hopper import masks as hopper_masks
-from fused_rope_attn.attention.hopper.softmax import pack_weights, unpack_weights
+from fused_rope_attn.attention.hopper.softmax import pack_weights, unpack_weights, weigh
 from fused_rope_attn.kernels import masks, ptxas, softmax
 from fused_rope_attn.kernels import rotation as rotations
 from fused_rope_attn.kernels import tiles as views
@@ -117,7 +117,7 @@ def fold_queries(WARPGROUP: gl.constexpr, dk, dk_rope, dv, buffers, total, keys,
         start_m = (queries.first + step) * shapes.BACKWARD_BLOCK_M
         diagonal = start_m + mask.num_keys - sizes.NQ - keys.start_n - WARPGROUP * shapes.KEYS
         is_masked = hopper_masks.needs_mask(mask, diagonal, step, queries)
-        p, _ = backward_block.weigh(
+        p, _ = weigh(
             s, lse, is_masked, key_rows, columns, diagonal, mask, scale, DTYPE, CLAMP=queries.num_masked is not None
         )
         p16 = p.to(DTYPE)
@@ -141,7 +141,7 @@ def fold_queries(WARPGROUP: gl.constexpr, dk, dk_rope, dv, buffers, total, keys,
         next_q = q_blocks.after(q_cursor)
         s_token = issue_scores(buffers, next_q, no_s, WARPGROUP)
         channels.hand_over_tensor_cores(WARPGROUP, shapes.CONSUMERS)
-        # Only scores are in flight at the end of an iteration, see ``backward_by_keys.fold_queries``.
+        # Only scores are in flight at the end of an iteration, see ``backward_accumulate.fold_by_keys``.
         dk, dk_rope = warpgroup_mma_wait(2, deps=[dk, dk_rope])
         q_blocks.release_by_threads(q_cursor)
         q_cursor = next_q
