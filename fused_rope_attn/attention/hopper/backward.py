@@ -13,6 +13,7 @@ from fused_rope_attn.attention import configs, norm_gradient, prepass
 from fused_rope_attn.attention.hopper import (
     backward_block,
     backward_kernel,
+    forward_tiles,
     intervals,
     latent_kernels,
     postprocess_kernel,
@@ -431,9 +432,7 @@ class LatentBackwardCall:
             ),
             window_left=numbers["window_left"],
             window_right=numbers["window_right"],
-            sizes=latent_kernels.QueryGradientSizes.host(
-                DQ_BLOCK_N, DQ_K_STAGES, DQ_V_STAGES, problem.reads_lengths, config.pdl
-            ),
+            sizes=latent_kernels.QueryGradientSizes.host(DQ_BLOCK_N, DQ_K_STAGES, DQ_V_STAGES, config.pdl),
         )
         self.sum_heads = launch.Launch(
             backward_kernels.sum_heads_kernel,
@@ -507,9 +506,9 @@ class LatentBackwardCall:
             stream,
             **of_queries,
             **of_key_blocks,
-            counter_ptr=counter,
-            starts_ptr=tensors.kv_starts,
-            lens_ptr=tensors.kv_lens,
+            tile_source=forward_tiles.TileSource.host(
+                counter, tensors.kv_starts, tensors.kv_lens, READS_LENGTHS=problem.reads_lengths
+            ),
             gradients=latent_kernels.QueryGradients.host(
                 dq=call_arguments.view(dq),
                 dq_nope=call_arguments.view(dq_nope),
