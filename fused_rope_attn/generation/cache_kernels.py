@@ -7,7 +7,7 @@ import triton.language as tl
 
 from fused_rope_attn.generation import float8, keys
 from fused_rope_attn.generation import inputs as step
-from fused_rope_attn.kernels import lengths, masks, rotation, schedule, tiles
+from fused_rope_attn.kernels import masks, rotation, schedule, sequences, tiles
 from fused_rope_attn.kernels.norm import Norm
 from fused_rope_attn.kernels.records import record, unpack
 
@@ -97,18 +97,18 @@ def write_kernel(
         sequence = pid // head_blocks // num_tiles
         batch = tl.cast(sequence, tl.int64)
         first_row = 0
-        num_new = lengths.existing_keys(inputs.new_lens_ptr, sequence, N)
+        num_new = sequences.existing_keys(inputs.new_lens_ptr, sequence, N)
     else:
-        sequence, first_row, num_new, tile = lengths.packed_tile(
+        sequence, first_row, num_new, tile = sequences.packed_tile(
             tile, inputs.cu_seqlens_ptr, None, num_sequences, N, 0, BLOCK_T
         )
-        num_new = lengths.rows_of_sequence(sequence, num_sequences, num_new)
+        num_new = sequences.rows_of_sequence(sequence, num_sequences, num_new)
         sequence = tl.minimum(sequence, num_sequences - 1)
         batch = tl.full((), 0, tl.int64)
     start = tile * BLOCK_T
     cached = 0
     if inputs.seqlens_ptr is not None:
-        cached = lengths.existing_keys(inputs.seqlens_ptr, sequence, S)
+        cached = sequences.existing_keys(inputs.seqlens_ptr, sequence, S)
         if inputs.sums_ptr is not None:
             if tile + first_head == 0:
                 tl.store(inputs.sums_ptr + sequence, cached + N)
@@ -172,7 +172,7 @@ def gather_kernel(
     first_head = pid % head_blocks * HEADS
     start = pid // head_blocks % num_tiles * BLOCK_T
     sequence = pid // head_blocks // num_tiles
-    num_keys = lengths.existing_keys(lens_ptr, sequence, NK)
+    num_keys = sequences.existing_keys(lens_ptr, sequence, NK)
     first_seen = masks.first_key(kv_starts_ptr, sequence, num_keys - NQ, num_keys, window_left)
     end = tl.minimum(num_keys, S)
     if (start >= end) | (start + BLOCK_T <= first_seen):

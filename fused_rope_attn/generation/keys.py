@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from fused_rope_attn.generation import float8 as eight_bits
-from fused_rope_attn.kernels import masks, products, softmax
+from fused_rope_attn.kernels import masks, softmax
 from fused_rope_attn.kernels.norm import load_norm_weights, pair_inverse_rms
 from fused_rope_attn.kernels.records import record, replace
 from fused_rope_attn.kernels.rotation import Rotation, load_pairs, load_rotated, load_rotated_columns, pack_pairs
@@ -61,7 +61,7 @@ class StepQueries:
     q_scale: tl.tensor | None  # for float8 caches (BLOCK_M, 1), a factor of the scores
     positions: tl.tensor  # (BLOCK_M,); at a negative position a query sees nothing
     window: masks.Window
-    scale: products.ScoreScale
+    scale: softmax.ScoreScale
 
 
 @record
@@ -266,7 +266,7 @@ def attend_tile(sums, queries, k, v, positions_k, num_keys, first_key):
     for no such bound. positions_k None: every query sees every key of the tile. Of float8 caches the tiles are
     ``Halves``."""
     if queries.q_scale is None:
-        scores = products.score_product(queries.q, k, queries.scale)
+        scores = softmax.score_product(queries.q, k, queries.scale)
     else:
         scores = eight_bits.score_halves(queries.q, queries.q_scale, k, queries.scale)
     if positions_k is not None:

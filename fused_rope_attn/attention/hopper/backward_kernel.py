@@ -23,20 +23,17 @@ import triton.language as tl
 from triton import constexpr_function
 
 from fused_rope_attn.attention.hopper import (
+    backward_accumulate,
     backward_block,
-    backward_by_columns,
-    backward_by_keys,
     backward_epilogue,
     backward_transfers,
     channels,
     latent_kernels,
-    shapes,
 )
 from fused_rope_attn.attention.hopper import masks as hopper_masks
-from fused_rope_attn.attention.hopper.backward_by_columns import accumulate_by_columns
-from fused_rope_attn.attention.hopper.backward_by_keys import accumulate_by_keys
+from fused_rope_attn.attention.hopper.backward_accumulate import accumulate_by_columns, accumulate_by_keys
 from fused_rope_attn.attention.hopper.latent_kernels import accumulate_latent
-from fused_rope_attn.kernels import lengths, masks, schedule
+from fused_rope_attn.kernels import masks, schedule, sequences
 from fused_rope_attn.kernels.intervals import WORD
 from fused_rope_attn.kernels.records import record, replace, unpack
 from fused_rope_attn.runtime.triton_compat import gl, jit, mbarrier
@@ -126,8 +123,8 @@ def backward_kernel(q_desc, do_desc, k_desc, v_desc, stats_desc, dq_accumulator,
     BLOCK_D: gl.constexpr = q_desc.block_type.shape[3]
     SPLITS_COLUMNS: gl.constexpr = BLOCK_D > 128
     SPLITS_KEYS: gl.constexpr = not (IS_LATENT or SPLITS_COLUMNS)
-    BLOCK_M: gl.constexpr = shapes.BACKWARD_BLOCK_M
-    BLOCK_N: gl.constexpr = shapes.KEYS if SPLITS_COLUMNS else shapes.BACKWARD_BLOCK_N
+    BLOCK_M: gl.constexpr = channels.BACKWARD_BLOCK_M
+    BLOCK_N: gl.constexpr = channels.KEYS if SPLITS_COLUMNS else channels.BACKWARD_BLOCK_N
     # True if tiles may hold rows of keys that do not exist, before or after the others, inside the tensors.
     ZEROES_ROWS: gl.constexpr = READS_LENGTHS or call_masks.HAS_KEYS_BEFORE_WINDOW
     # True if the mask may let keys through that do not exist. A causal window hides all of them but those before
@@ -144,7 +141,7 @@ def backward_kernel(q_desc, do_desc, k_desc, v_desc, stats_desc, dq_accumulator,
     HQ, HKV, NQ, NK = do_desc.shape[1], v_desc.shape[1], do_desc.shape[2], v_desc.shape[2]
     num_heads = v_desc.shape[0] * HKV
     pid = gl.program_id(0)
-    num_tiles = lengths.count_tiles(NK, num_sequences, BLOCK_N)
+    num_tiles = schedule.count_tiles(NK, num_sequences, BLOCK_N)
     share = None
     if gradients.share_ptr is not None:
         gradients = replace(gradients, share_ptr=gradients.share_ptr + pid * backward_block.SHARE_WORDS)
@@ -174,16 +171,16 @@ def backward_kernel(q_desc, do_desc, k_desc, v_desc, stats_desc, dq_accumulator,
         # A block past its sequence's end sees no query and writes nothing.
         CU_LAYOUT: gl.constexpr = gl.BlockedLayout([8], [32], [4], [0])
         cu_q_ptr, cu_k_ptr = call_masks.cu_q_ptr, call_masks.cu_k_ptr
-        sequence, first_k, NK, tile = lengths.packed_tile(
+        sequence, first_k, NK, tile = sequences.packed_tile(
             tile, cu_k_ptr, cu_q_ptr, num_sequences, NK, NQ, BLOCK_N, CU_LAYOUT
         )
-        first_q, NQ = lengths.packed_partner(cu_q_ptr, sequence, num_sequences, NQ)
+        first_q, NQ = sequences.packed_partner(cu_q_ptr, sequence, num_sequences, NQ)
         gradients = backward_block.gradients_from(gradients, first_k)
     num_rows = NQ if IS_PACKED else pitch
     start_n = tile * BLOCK_N
-    num_keys = lengths.existing_keys(call_masks.lens_ptr, batch, NK)
+    num_keys = sequences.existing_keys(call_masks.lens_ptr, batch, NK)
     if IS_PACKED:
-        num_keys = lengths.rows_of_sequence(sequence, num_sequences, NK)
+        num_keys = sequences.rows_of_sequence(sequence, num_sequences, NK)
     window = masks.Window(window_left, window_right, HIDES_PAIRS=window_left is not None or window_right is not None)
     mask = masks.sequence_mask(call_masks.starts_ptr, batch, num_keys - NQ, num_keys, window, READS_LENGTHS)
     queries, first_row = backward_block.query_blocks(mask, start_n, NQ, num_rows, BLOCK_M, BLOCK_N)
@@ -203,12 +200,12 @@ def backward_kernel(q_desc, do_desc, k_desc, v_desc, stats_desc, dq_accumulator,
     intervals, hidden_ptr, blind_ptr = None, None, None
     if HAS_INTERVALS:
         # One or two blocks for each tile, also if the last one has fewer keys.
-        num_blocks = num_tiles * (BLOCK_N // shapes.KEYS)
-        key_rows_ptr = call_masks.key_rows_ptr + batch.to(gl.int64) * 2 * num_blocks * shapes.KEYS
-        blocks_ptr = call_masks.blocks_ptr + batch.to(gl.int64) * (4 + shapes.KEYS // WORD) * num_blocks
+        num_blocks = num_tiles * (BLOCK_N // channels.KEYS)
+        key_rows_ptr = call_masks.key_rows_ptr + batch.to(gl.int64) * 2 * num_blocks * channels.KEYS
+        blocks_ptr = call_masks.blocks_ptr + batch.to(gl.int64) * (4 + channels.KEYS // WORD) * num_blocks
         blind_ptr = call_masks.blind_ptr + batch.to(gl.int64) * (pitch // WORD)
         intervals = hopper_masks.KeyIntervals(key_rows_ptr, blocks_ptr, num_blocks)
-        queries = backward_block.interval_queries(intervals, start_n, share, BLOCK_N // shapes.KEYS)
+        queries = backward_block.interval_queries(intervals, start_n, share, BLOCK_N // channels.KEYS)
         hidden_ptr = blocks_ptr + 4 * num_blocks + start_n // WORD
     mask = masks.Mask(num_keys, first_key if READS_LENGTHS else None, window, READS_LENGTHS, intervals)
     keys = backward_block.KeyBlock(batch=batch, head=head, start_n=start_n)
@@ -219,7 +216,7 @@ def backward_kernel(q_desc, do_desc, k_desc, v_desc, stats_desc, dq_accumulator,
     start_row, first_block, first_key_row, end_key_row = start_n, queries.first, first_key, num_keys
     do_shift, do_end = None, None
     if IS_PACKED:
-        padded = lengths.padded_row(first_q, sequence, BLOCK_M)
+        padded = sequences.padded_row(first_q, sequence, BLOCK_M)
         start_row, first_key_row, end_key_row = start_n + first_k, first_key + first_k, num_keys + first_k
         first_block, first_row = queries.first + padded // BLOCK_M, first_row + padded
         do_shift, do_end = first_q - padded, first_q + NQ
@@ -244,11 +241,10 @@ def backward_kernel(q_desc, do_desc, k_desc, v_desc, stats_desc, dq_accumulator,
     if IS_LATENT:
         buffers = latent_kernels.allocate_buffers(descriptors, Q_STAGES, DO_STAGES)
     elif SPLITS_COLUMNS:
-        HAS_CAP: gl.constexpr = scale.cap_scale is not None
-        buffers = backward_by_columns.allocate_buffers(descriptors, Q_STAGES, DO_STAGES, HAS_CAP, IS_ORDERED)
+        buffers = backward_accumulate.allocate_by_columns(descriptors, scale, Q_STAGES, DO_STAGES, IS_ORDERED)
     else:
         NUM_ADDERS: gl.constexpr = backward_transfers.ADDERS if IS_ORDERED else 1
-        buffers = backward_by_keys.allocate_buffers(descriptors, dq_accumulator, Q_STAGES, DO_STAGES, NUM_ADDERS)
+        buffers = backward_accumulate.allocate_by_keys(descriptors, dq_accumulator, Q_STAGES, DO_STAGES, NUM_ADDERS)
     arrival = None
     if ZEROES_ROWS or HAS_INTERVALS:
         arrival = channels.allocate_barriers(1).index(0)
@@ -292,6 +288,6 @@ def backward_kernel(q_desc, do_desc, k_desc, v_desc, stats_desc, dq_accumulator,
         + ([(backward_transfers.reduce_in_order, (first,) + adds)] if WARPS_THAT_ADD == 3 else [])
         + ([(backward_transfers.reduce_in_order, (second,) + adds)] if WARPS_THAT_ADD == 3 else [])
         + ([(backward_transfers.reduce_in_order, (third,) + adds)] if WARPS_THAT_ADD == 3 else []),
-        [shapes.WARPGROUP_WARPS, 1] + [1] * WARPS_THAT_ADD,
-        [shapes.MULTIPLY_REGISTERS, shapes.LOAD_REGISTERS] + [shapes.LOAD_REGISTERS] * WARPS_THAT_ADD,
+        [channels.WARPGROUP_WARPS, 1] + [1] * WARPS_THAT_ADD,
+        [channels.MULTIPLY_REGISTERS, channels.LOAD_REGISTERS] + [channels.LOAD_REGISTERS] * WARPS_THAT_ADD,
     )

@@ -5,10 +5,10 @@ import triton
 import triton.language as tl
 
 from fused_rope_attn.attention import norm_gradient_kernel
-from fused_rope_attn.attention.hopper import shapes
-from fused_rope_attn.kernels import lengths, schedule, softmax, tiles
+from fused_rope_attn.attention.hopper import channels
 from fused_rope_attn.kernels import norm as norms
 from fused_rope_attn.kernels import rotation as rotations
+from fused_rope_attn.kernels import schedule, sequences, softmax, tiles
 from fused_rope_attn.kernels.records import record, unpack
 from fused_rope_attn.runtime import device
 from fused_rope_attn.runtime.triton_compat import gl, jit
@@ -27,8 +27,10 @@ def panel_offsets(rows, columns, BLOCK_D: tl.constexpr):
     It is stored as panels of 8 columns, row after row, because a tensor core's results are 8 rows by 8 columns a
     register pair, two numbers a lane.
     """
-    row = (rows // shapes.BACKWARD_BLOCK_M) * (shapes.BACKWARD_BLOCK_M * BLOCK_D) + (rows % shapes.BACKWARD_BLOCK_M) * 8
-    column = (columns // 8) * (8 * shapes.BACKWARD_BLOCK_M) + columns % 8
+    row = (rows // channels.BACKWARD_BLOCK_M) * (channels.BACKWARD_BLOCK_M * BLOCK_D) + (
+        rows % channels.BACKWARD_BLOCK_M
+    ) * 8
+    column = (columns // 8) * (8 * channels.BACKWARD_BLOCK_M) + columns % 8
     return row[:, None] + column[None, :]
 
 
@@ -123,7 +125,7 @@ def postprocess_kernel(accumulator_ptr, progress_ptr, dq_out, tables, sinks, sum
     PAIRS: tl.constexpr = sizes.PAIRS
     WHOLE: tl.constexpr = sizes.WHOLE
     KEY_PARTS: tl.constexpr = sizes.KEY_PARTS
-    num_blocks = lengths.count_tiles(NQ, num_sequences, BLOCK_N)
+    num_blocks = schedule.count_tiles(NQ, num_sequences, BLOCK_N)
     num_chunks = tl.cdiv(HQ, HEADS)
     programs = tl.num_programs(0) - KEY_PARTS
     pid = tl.program_id(0)
@@ -149,17 +151,17 @@ def postprocess_kernel(accumulator_ptr, progress_ptr, dq_out, tables, sinks, sum
     padded = 0
     if cu_q_ptr is not None:
         CU: tl.constexpr = None if PAIRS is None else gl.BlockedLayout([8], [32], [4], [0])
-        sequence, first_row, NQ, block = lengths.packed_tile(
+        sequence, first_row, NQ, block = sequences.packed_tile(
             block, cu_q_ptr, cu_k_ptr, num_sequences, NQ, NK, BLOCK_N, CU
         )
-        first_k, NK = lengths.packed_partner(cu_k_ptr, sequence, num_sequences, NK)
-        padded = lengths.padded_row(first_row, sequence, shapes.BACKWARD_BLOCK_M)
+        first_k, NK = sequences.packed_partner(cu_k_ptr, sequence, num_sequences, NK)
+        padded = sequences.padded_row(first_row, sequence, channels.BACKWARD_BLOCK_M)
     start = block * BLOCK_N
     start64 = tl.cast(first_row + start, tl.int64)
     offs = tiles.tile_range(BLOCK_N, 0, PAIRS)
     whole_offs = tiles.tile_range(BLOCK_N, 0, WHOLE)
     staged = staged_rows(whole_offs)
-    NK = lengths.existing_keys(lens_ptr, batch, NK)
+    NK = sequences.existing_keys(lens_ptr, batch, NK)
     layouts = None if PAIRS is None else rotations.PairLayouts(PAIRS, WHOLE)
     rotation = rotations.head_rotation(tables, batch, NK)
     if sizes.TOKEN_TABLES:
@@ -189,7 +191,7 @@ def postprocess_kernel(accumulator_ptr, progress_ptr, dq_out, tables, sinks, sum
             # The block may be past its sequence's end, and past the end of the accumulator.
             added = whole_offs[:, None] < NQ - start
         if progress_ptr is not None:
-            word = progress_ptr + row // shapes.BACKWARD_BLOCK_M
+            word = progress_ptr + row // channels.BACKWARD_BLOCK_M
             if added is None:
                 added = tl.load(word) != 0
             else:
