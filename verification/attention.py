@@ -89,16 +89,11 @@ class AttentionCheck(Call):
             past_k = torch.arange(self.len_k, device=device)[None] >= end_k
             return {"q": past_q, "do": past_q, "k": past_k, "v": past_k}
         bounds = {name: x for name, x in testing.masks_of(self, device).items() if name in _BOUNDS}
-        position, low, high = reference.visible_range(
-            self.len_q, self.len_k, self.causal, window=self.window, device=torch.device(device), **bounds
-        )
-        absent = reference.absent_keys(self.len_k, position, window=self.window, **bounds)
-        intervals = {"query_starts": None, "query_ends": None} | self._intervals(device)
-        sees = reference.in_intervals(**intervals, rows=(0, self.len_q), device=torch.device(device))
-        if sees is not None:
-            high, absent = reference.apply_intervals(sees, low, high)
-        found = {"q": low >= high, "do": low >= high}
-        return found | ({} if absent is None else {"k": absent, "v": absent})
+        positions = reference.positions(self.len_q, self.len_k, bounds.get("kv_lens"), torch.device(device))
+        masks = bounds | self._intervals(device)
+        visible = reference.visible_pairs(*positions, self.causal, window=self.window, **masks)
+        dead, absent = ~visible.any(-1), ~visible.any(-2)
+        return {"q": dead, "do": dead} | ({"k": absent, "v": absent} if self.len_q else {})
 
     def obstacle(self, arch: str, variant: tuple[str, str]) -> planning.Obstacle | None:
         if variant[0] == "reference" or variant == ("auto", "auto"):

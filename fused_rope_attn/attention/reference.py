@@ -19,109 +19,78 @@ from torch import Tensor
 from fused_rope_attn.rotation.reference import norm, normalise_tables, rotate
 
 
-def visible_range(
-    len_q: int,
-    len_k: int,
+def visible_pairs(
+    position: Tensor,
+    key: Tensor,
     causal: bool,
     *,
     window: tuple[int, int] | None = None,
     kv_starts: Tensor | None = None,
     kv_lens: Tensor | None = None,
-    device: torch.device | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the position of every query, and the keys [low, high) that it sees: three int64 tensors (1|B, NQ).
+    query_starts: Tensor | None = None,
+    query_ends: Tensor | None = None,
+    first_row: int = 0,
+) -> Tensor:
+    """Return whether each query sees each key, (1|B, NQ, NK): every mask of the contract is a comparison here.
 
-    Every mask of the contract is an interval of keys, so these bounds are the whole mask. A row is dead if low >= high.
-    Queries are aligned with the end of the keys (position L - NQ + i, where L is kv_lens or NK). A query at a negative
-    position has no table row and is dead.
+    position (1|B, NQ), key (1|B, NK): of queries and keys. A query at a negative position has no table row and sees no
+    key. first_row: the number of the first query, from which query_starts and query_ends (1|B, NK) count.
     """
-    index = torch.arange(len_q, device=device)
-    # A length beyond the keys that exist is clamped: the result stays defined without asking the device.
-    length = kv_lens.long().clamp(0, len_k).unsqueeze(1) if kv_lens is not None else len_k
-    position = (length - len_q + index).expand(1 if kv_lens is None else kv_lens.shape[0], len_q)
-    return visible_keys(position, length, causal, window=window, kv_starts=kv_starts)
-
-
-def visible_keys(
-    position: Tensor,
-    length: Tensor | int,
-    causal: bool,
-    *,
-    window: tuple[int, int] | None = None,
-    kv_starts: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return `visible_range` of queries at `position` (..., NQ) among `length` keys."""
-    low, high = torch.zeros_like(position), torch.zeros_like(position) + length
-    if kv_starts is not None:
-        low = low + kv_starts.long().clamp(min=0).unsqueeze(1)
-        position, high = position.expand_as(low), high.expand_as(low)
-    if window is not None and window[0] >= 0:
-        low = torch.maximum(low, position - window[0])
-    if window is not None and window[1] >= 0:
-        high = torch.minimum(high, position + window[1] + 1)
+    row = torch.arange(first_row, first_row + position.shape[1], device=position.device).unsqueeze(-1)
+    position, key = position.unsqueeze(-1), key.unsqueeze(-2)
+    bounds = [(position >= 0) & (key >= 0)]
     if causal:
-        high = torch.minimum(high, position + 1)
-    return position, low, torch.where(position < 0, 0, high)
+        bounds.append(key <= position)
+    if window is not None and window[0] >= 0:
+        bounds.append(key >= position - window[0])
+    if window is not None and window[1] >= 0:
+        bounds.append(key <= position + window[1])
+    if kv_starts is not None:
+        bounds.append(key >= kv_starts[:, None, None])
+    if kv_lens is not None:
+        bounds.append(key < kv_lens[:, None, None])
+    if query_starts is not None:
+        bounds.append(row >= query_starts.unsqueeze(1))
+    if query_ends is not None:
+        bounds.append(row < query_ends.unsqueeze(1))
+    return functools.reduce(torch.logical_and, bounds)
 
 
-def packed_range(
-    cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, len_q: int, len_k: int, causal: bool, *, window: tuple[int, int] | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return `visible_range` of packed sequences, and the position of every key and whether it is in none, (1, NK).
+def positions(len_q: int, len_k: int, kv_lens: Tensor | None, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return the positions of queries (1|B, NQ) and keys (1, NK): the last query has that of the last key."""
+    row, key = (torch.arange(length, device=device)[None] for length in (len_q, len_k))
+    # A length beyond the keys that exist is clamped: the result stays defined without asking the device.
+    length = len_k if kv_lens is None else kv_lens.long().clamp(0, len_k).unsqueeze(1)
+    return row + length - len_q, key
 
-    Queries after the last sequence see no key, and no query sees the keys there. If either of `cu_seqlens` does not
-    begin with 0, falls, or ends past the last token, this holds for all rows.
+
+def packed_positions(
+    cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, len_q: int, len_k: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return `positions` within packed sequences, and whether query and key are of one sequence, (1, NQ, NK).
+
+    Queries after the last sequence have position -1. If either of `cu_seqlens` does not begin with 0, falls, or ends
+    past the last token, all queries have it.
     """
-
-    def is_wrong(cu: Tensor, length: int) -> Tensor:
-        return (cu[0] != 0) | (cu[1:] < cu[:-1]).any() | (cu[-1] > length)
-
-    wrong = is_wrong(cu_seqlens_q, len_q) | is_wrong(cu_seqlens_k, len_k)
-
-    def sequences(cu: Tensor, length: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the sequence of every token, its index in it, and all lengths, with an empty sequence at the end."""
-        token = torch.arange(length, device=cu.device)
-        sequence = (torch.searchsorted(cu, token, right=True) - 1).clamp(min=0).masked_fill(wrong, cu.shape[0] - 1)
-        lengths = torch.cat((cu[1:] - cu[:-1], cu.new_zeros(1))).long()
-        return sequence, token - cu[sequence], lengths
-
-    sequence, index, lengths_q = sequences(cu_seqlens_q, len_q)
-    sequence_k, position_k, lengths_k = sequences(cu_seqlens_k, len_k)
-    length = lengths_k[sequence]
-    position, low, high = visible_keys(length - lengths_q[sequence] + index, length, causal, window=window)
-    high = torch.where(sequence == lengths_q.shape[0] - 1, 0, high)
-    first = cu_seqlens_k.long()[sequence]
-    outside = sequence_k == lengths_k.shape[0] - 1
-    position_k = torch.where(outside, 0, position_k)
-    return position[None], (low + first)[None], (high + first)[None], position_k[None], outside[None]
+    ends = ((cu_seqlens_q, len_q), (cu_seqlens_k, len_k))
+    wrong = [(cu[0] != 0) | (cu[1:] < cu[:-1]).any() | (cu[-1] > length) for cu, length in ends]
+    (sequence, index), (sequence_k, key) = (_sequences(*x) for x in ends)
+    more_keys = F.pad((cu_seqlens_k - cu_seqlens_q).diff().long(), (0, 1))  # tokens after the last sequence have none
+    is_outside = wrong[0] | wrong[1] | (sequence == cu_seqlens_q.shape[0] - 1)
+    position = torch.where(is_outside, -1, index + more_keys[sequence])
+    return position, key, sequence.unsqueeze(-1) == sequence_k.unsqueeze(-2)
 
 
-def in_intervals(
-    query_starts: Tensor | None, query_ends: Tensor | None, rows: tuple[int, int], device: torch.device
-) -> Tensor | None:
-    """Return whether each of the query rows ``rows`` (first, end) is in the interval of each key, (1|B, rows, NK).
-
-    query_starts, query_ends (1|B, NK); None if both are None.
-    """
-    row = torch.arange(*rows, device=device).unsqueeze(-1)
-    sees = [] if query_starts is None else [row >= query_starts.unsqueeze(1)]
-    sees += [] if query_ends is None else [row < query_ends.unsqueeze(1)]
-    return functools.reduce(torch.logical_and, sees) if sees else None
+def _sequences(cu: Tensor, length: int) -> tuple[Tensor, Tensor]:
+    """Return the sequence of every token, the number of sequences after the last, and its index in it, (1, N) each."""
+    token = torch.arange(length, device=cu.device)[None]
+    sequence = (torch.searchsorted(cu, token, right=True) - 1).clamp(min=0)
+    return sequence, (token - cu[sequence]).clamp(min=0)
 
 
-def apply_intervals(sees: Tensor, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (high, absent) under the intervals `sees` of `in_intervals` (1|B, NQ, NK), and the keys [low, high).
-
-    high (1|B, NQ) is 0 for rows that see no key, so that they are dead. absent (1|B, NK): keys that no row sees.
-    """
-    sees = sees & pairs_in(low, high, sees.shape[-1])
-    return torch.where(sees.any(-1), high, 0), ~sees.any(-2)
-
-
-def pairs_in(low: Tensor, high: Tensor, len_k: int) -> Tensor:
-    """Return whether each query sees each of `len_k` keys, (1|B, NQ, NK), if it sees the keys [low, high) (1|B, NQ)."""
-    key = torch.arange(len_k, device=low.device)
-    return (key >= low.unsqueeze(-1)) & (key < high.unsqueeze(-1))
+def hide(x: Any, rows: Tensor) -> Any:
+    """Return a tensor (B, H, N, D) with 0 in these rows (1|B, N); None for None."""
+    return None if x is None else x.masked_fill(rows[:, None, :, None], 0)
 
 
 class _Visible(torch.autograd.Function):
@@ -178,19 +147,15 @@ def attend(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    low: Tensor,
-    high: Tensor,
+    visible: Tensor,
     *,
     softmax_scale: float,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
-    sees: Tensor | None = None,
     apart: bool = False,
     return_max_logit: bool = False,
 ) -> tuple[Tensor, ...]:
-    """Attend with rotated q (B, HQ, NQ, D) over rotated k and v (B, HKV, NK, D), keys [low, high) (1|B, NQ).
-
-    sees (1|B, NQ, NK): the pairs of `in_intervals`, None for all; low >= high for rows that see no key with it.
+    """Attend with rotated q (B, HQ, NQ, D) over rotated k and v (B, HKV, NK, D); visible (1|B, NQ, NK).
 
     Return o (B, HQ, NQ, D) in q's dtype and lse (B, HQ, NQ), float32 (float64 for float64 q); with `return_max_logit`
     also the largest visible logit of each row, like lse, without a gradient.
@@ -198,21 +163,17 @@ def attend(
     of a group are folded into the rows.
 
     apart: NaN and infinities reach the rows that see them and no others, in forward and backward, at twice the
-    products. If False, keys that some row sees must be finite, and keys that no row sees must be zero.
+    products. If False, keys that some row sees must be finite, and queries and keys that see none must be zero.
     """
     softmax_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     heads_kv, len_q, len_k = k.shape[1], q.shape[2], k.shape[2]
     rows = {"g": q.shape[1] // heads_kv, "n": len_q}  # both are given: einops cannot divide by an empty length
-    dead = (low >= high)[:, None, :, None]
-    visible = pairs_in(low, high, len_k).unsqueeze(1)  # (1|B, 1, NQ, NK)
-    if sees is not None:
-        visible = visible & sees.unsqueeze(1)
+    visible = visible.unsqueeze(1)
     # Queries and masks are folded, and scores never are: torch.export cannot prove that heads and rows of scores are
     # adjacent where the stride of a row, NK, has a name.
-    dead, visible = (x.repeat(1, 1, rows["g"], 1) for x in (dead, visible))
-
-    # A dead row may hold anything (a padding token, NaN); it must not reach its output or the gradients of k and v.
-    q = rearrange(q, "b (h g) n d -> b h (g n) d", h=heads_kv).masked_fill(dead, 0)
+    visible = visible.repeat(1, 1, rows["g"], 1)
+    dead = ~visible.any(-1, keepdim=True)
+    q = rearrange(q, "b (h g) n d -> b h (g n) d", h=heads_kv)
     # The caller has applied autocast already, so no product here may be cast again. Autocast does not support tensors
     # on meta, even with enabled=False.
     on_meta = q.device.type == "meta"
@@ -310,39 +271,29 @@ def attention(
     """
     len_q, len_k = q.shape[2], k.shape[2]
     cos, sin = normalise_tables(cos, sin, rotary_dim, interleaved)
-    absent: Tensor | None
+    masks: dict[str, Any] = {"kv_starts": kv_starts, "kv_lens": kv_lens, "window": window}
+    masks |= {"query_starts": query_starts, "query_ends": query_ends}
     if cu_seqlens_q is None or cu_seqlens_k is None:
-        position, low, high = visible_range(
-            len_q, len_k, causal, window=window, kv_starts=kv_starts, kv_lens=kv_lens, device=q.device
-        )
-        absent = absent_keys(len_k, position, window=window, kv_starts=kv_starts, kv_lens=kv_lens)
-        of_keys = cos[:, None, :len_k], sin[:, None, :len_k]
+        position, key = positions(len_q, len_k, kv_lens, q.device)
+        visible = visible_pairs(position, key, causal, **masks)
     else:
-        position, low, high, position_k, absent = packed_range(
-            cu_seqlens_q, cu_seqlens_k, len_q, len_k, causal, window=window
-        )
-        rows = max(cos.shape[1] - 1, 0)
-        if token_tables:
-            position = position_k = torch.arange(len_k, device=q.device)[None]
-        position, of_keys = position.clamp(max=rows), query_rows(cos, sin, position_k.clamp(max=rows))
-    sees = in_intervals(query_starts, query_ends, (0, len_q), q.device)
-    if sees is not None:
-        high, absent = apply_intervals(sees, low, high)
-        low = low.expand_as(high)
-    if absent is not None:
-        absent = absent[:, None, :, None]
-        k, v = k.masked_fill(absent, 0), v.masked_fill(absent, 0)
-        k_nope = None if k_nope is None else k_nope.masked_fill(absent, 0)
+        position, key, is_same = packed_positions(cu_seqlens_q, cu_seqlens_k, len_q, len_k)
+        visible = visible_pairs(position, key, causal, **masks) & is_same
+    if token_tables:
+        position = key = torch.arange(len_k, device=q.device)[None]
+    # What a hidden row holds (a padding token, NaN) must not reach a result or a gradient.
+    dead, absent = ~visible.any(-1), ~visible.any(-2)
+    q, q_nope = hide(q, dead), hide(q_nope, dead)
+    k, v, k_nope = hide(k, absent), hide(v, absent), hide(k_nope, absent)
     options: dict[str, Any] = {"interleaved": interleaved, "norm_eps": norm_eps, "norm_offset": norm_offset}
-    k_rot = norm_rotate(k, k_norm, *of_keys, **options)
-    q_rot = norm_rotate(q, q_norm, *query_rows(cos, sin, position), unseeing=low >= high, **options)
+    q_rot = norm_rotate(q, q_norm, *table_rows(cos, sin, position), **options)
+    k_rot = norm_rotate(k, k_norm, *table_rows(cos, sin, key), **options)
     if q_nope is not None and k_nope is not None:
         q_rot = torch.cat((q_nope, q_rot), -1)
         k_rot = torch.cat((k_nope, k_rot.expand(-1, k_nope.shape[1], -1, -1)), -1)
     scores: dict[str, Any] = {"softmax_scale": softmax_scale, "softcap": softcap, "sinks": sinks}
-    apart = cu_seqlens_q is not None
     scores["return_max_logit"] = return_max_logit
-    o, lse, *row_max = attend(q_rot, k_rot, v, low, high, **scores, sees=sees, apart=apart)
+    o, lse, *row_max = attend(q_rot, k_rot, v, visible, **scores, apart=cu_seqlens_q is not None)
     return (o, lse, *(largest_of_sequences(x, cu_seqlens_q) for x in row_max))
 
 
@@ -355,47 +306,18 @@ def norm_rotate(
     interleaved: bool,
     norm_eps: float | None,
     norm_offset: float | None,
-    unseeing: Tensor | None = None,
 ) -> Tensor:
-    """Norm, if there is a `weight` (D,), and rotate rows (B, H, N, D) of q or k; round once to x's dtype.
-
-    unseeing (1|B, N): queries that see no key. They may hold NaN, so they are zeroed before the norm.
-    """
+    """Norm, if there is a `weight` (D,), and rotate rows (B, H, N, D) of q or k; round once to x's dtype."""
     if weight is None or norm_eps is None or norm_offset is None:
         return rotate(x, cos, sin, interleaved=interleaved)
-    if unseeing is not None:
-        x = x.masked_fill(unseeing[:, None, :, None], 0)
     return rotate(norm(x, weight, norm_eps, norm_offset), cos, sin, interleaved=interleaved).to(x.dtype)
 
 
-def absent_keys(
-    len_k: int,
-    position: Tensor,
-    *,
-    window: tuple[int, int] | None = None,
-    kv_starts: Tensor | None = None,
-    kv_lens: Tensor | None = None,
-) -> Tensor | None:
-    """Return (1|B, NK), True for keys outside [kv_starts, kv_lens) and for keys before the first query's window.
-
-    Return None without such bounds. position: (1|B, NQ) as `visible_range` returns it.
-    """
-    key = torch.arange(len_k, device=position.device)
-    absent = []
-    if kv_starts is not None:
-        absent.append(key < kv_starts.unsqueeze(1))
-    if kv_lens is not None:
-        absent.append(key >= kv_lens.unsqueeze(1))
-    if window is not None and window[0] >= 0 and position.shape[1] > 0:
-        absent.append(key < position[:, :1] - window[0])
-    return functools.reduce(torch.logical_or, absent) if absent else None
-
-
-def query_rows(cos: Tensor, sin: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the table rows of the queries, (1|B, 1, NQ, R/2). A dead query gets row 0, or 1 and 0 if there is none."""
+def table_rows(cos: Tensor, sin: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the table rows of positions (1|B, N), (1|B, 1, N, R/2); of those without a row the nearest, or 1 and 0."""
     if cos.shape[1] == 0:
         cos, sin = F.pad(cos, (0, 0, 0, 1), value=1.0), F.pad(sin, (0, 0, 0, 1))
-    rows = position.clamp(min=0)
+    rows = position.clamp(0, cos.shape[1] - 1)
     if rows.shape[0] == 1:
         return cos[:, rows[0]].unsqueeze(1), sin[:, rows[0]].unsqueeze(1)
     batch = 0 if cos.shape[0] == 1 else torch.arange(cos.shape[0], device=rows.device).unsqueeze(1)

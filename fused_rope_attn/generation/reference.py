@@ -1,11 +1,11 @@
 """The generation step in eager PyTorch: the semantics that its kernel is held to, and the fallback on any device."""
 
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from fused_rope_attn.attention.reference import absent_keys, attend, norm_rotate, query_rows, visible_keys
+from fused_rope_attn.attention.reference import attend, hide, norm_rotate, table_rows, visible_pairs
 from fused_rope_attn.rotation.reference import norm, normalise_tables, rotate
 from fused_rope_attn.runtime.registration import is_plain
 
@@ -146,7 +146,7 @@ def append(
     wide = k.float() if is_float8 and k.dtype != torch.float64 else k  # rounded once, to float8
     if cache_is_rotated:
         options: dict[str, Any] = {"interleaved": interleaved, "norm_eps": norm_eps, "norm_offset": norm_offset}
-        k = norm_rotate(wide, k_norm, *query_rows(*tables, position), **options)
+        k = norm_rotate(wide, k_norm, *table_rows(*tables, position), **options)
     elif k_norm is None or norm_eps is None or norm_offset is None:
         k = wide
     else:
@@ -201,28 +201,24 @@ def attention_with_kvcache(
     position = torch.where(position < capacity, position, -1)
     length = cached if k is None else (cached + len_q).clamp(max=capacity)
     options: dict[str, Any] = {"interleaved": interleaved, "norm_eps": norm_eps, "norm_offset": norm_offset}
-    q_rot = norm_rotate(q, q_norm, *query_rows(cos, sin, position), **options)
-    slots = position
-    position, low, high = visible_keys(position, length, causal, window=window, kv_starts=kv_starts)
-    # There are lengths, hence keys to ask about.
-    absent = cast(
-        Tensor, absent_keys(capacity, position, window=window, kv_starts=kv_starts, kv_lens=length.squeeze(1))
-    )
+    row = torch.arange(capacity, device=q.device)[None]
+    visible = visible_pairs(position, row, causal, window=window, kv_starts=kv_starts, kv_lens=length.squeeze(1))
+    absent = ~visible.any(-2)
+    q_rot = norm_rotate(hide(q, ~visible.any(-1)), q_norm, *table_rows(cos, sin, position), **options)
     entries = own_pages(k_cache)
     if block_table is not None:
-        # A sequence without a query in the cache reads nothing.
-        needed, row = ~absent & (position >= 0).any(1, keepdim=True), torch.arange(capacity, device=q.device)
+        needed = ~absent
         if k is not None:  # written, whether or not a query sees it
             needed = needed | ((row >= cached) & (row < length))
         entries = needed_pages(block_table, needed, num_pages, page_size)
     if k is not None and v is not None:
         scales, options["cache_is_rotated"] = (k_scale, v_scale), cache_is_rotated
-        append((k, v), (k_cache, v_cache), (cos, sin), slots, entries, scales, k_norm=k_norm, **options)
+        append((k, v), (k_cache, v_cache), (cos, sin), position, entries, scales, k_norm=k_norm, **options)
     keys, values = (x if block_table is None else gather_pages(x, entries) for x in (k_cache, v_cache))
     if k_cache.dtype == FLOAT8:
         keys, values = (dequantise(x, scale, q.dtype) for x, scale in ((keys, k_scale), (values, v_scale)))
-    keys, values = (x.masked_fill(absent[:, None, :, None], 0) for x in (keys, values))
+    keys, values = hide(keys, absent), hide(values, absent)
     if not cache_is_rotated:
         keys = rotate(keys, cos[:, None, :capacity], sin[:, None, :capacity], interleaved=interleaved)
-    o, lse = attend(q_rot, keys, values, low, high, softmax_scale=softmax_scale, softcap=softcap, sinks=sinks)
+    o, lse = attend(q_rot, keys, values, visible, softmax_scale=softmax_scale, softcap=softcap, sinks=sinks)
     return o, lse

@@ -27,7 +27,7 @@ class Window:
 
 @triton.jit
 def window_of(window):
-    """Return the ``Window`` of the tuple that the host passes (``attention.arguments.shared_arguments``)."""
+    """Return the ``Window`` of the tuple that the host passes (``attention.arguments.numbers_of``)."""
     return Window(left=window[0], right=window[1], HIDES_PAIRS=window[0] is not None or window[1] is not None)
 
 

@@ -5,7 +5,6 @@ import functools
 import torch
 
 from fused_rope_attn.attention import configs, eager, ops, planning
-from fused_rope_attn.attention.arguments import shared_arguments
 from fused_rope_attn.attention.problem import Gradients, Options, Outputs, Tensors, describe, flatten, problem_of
 from fused_rope_attn.attention.validation import check_attention
 from fused_rope_attn.generation import ops as generation_ops
@@ -62,9 +61,9 @@ def described(inputs, case, *, strategy="auto", backend="triton"):
 
 
 def described_for_launch(inputs, case):
-    """(Problem, Tensors, the arguments that kernels share) of a case, as launchers take them."""
+    """(Problem, Tensors) of a case, as launchers take them."""
     problem, tensors = described(inputs, case)
-    return problem.for_launch(), tensors, shared_arguments(problem.for_launch(), inputs.cos, inputs.sin)
+    return problem.for_launch(), tensors
 
 
 def operator_arguments(inputs, case, **options):
@@ -93,7 +92,7 @@ def saved_by_portable_forward(inputs, case, block_m, saving):
     """``Outputs`` of the portable forward pass with tiles of block_m rows, q_rot and k_rot as ``Saving`` says."""
     from fused_rope_attn.attention.portable import forward as portable_forward
 
-    problem, tensors, _ = described_for_launch(inputs, case)
+    problem, tensors = described_for_launch(inputs, case)
     config = configs.ForwardConfig("prepass", configs.Tile(block_m, 32, 4, 1))
     return portable_forward.ForwardCall(problem, tensors, config, saving)(tensors)
 

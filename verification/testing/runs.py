@@ -1,5 +1,6 @@
 """The results of attention for a case: the reference in any dtype, and the operator in any backend."""
 
+import functools
 import math
 import warnings
 from dataclasses import replace
@@ -172,15 +173,18 @@ def _reference_heads(
     dsinks or None, and where there are ``weights`` of norms, in the dtype of sums, theirs."""
     with torch.enable_grad():
         q, k = q.requires_grad_(), k.requires_grad_()
-        position, low, high = reference.visible_range(
-            case.len_q, case.len_k, case.causal, window=case.window, device=q.device, **bounds
-        )
-        absent = reference.absent_keys(case.len_k, position, window=case.window, **bounds)
-        sees = reference.in_intervals(query_starts, query_ends, (0, case.len_q), q.device)
-        if sees is not None:
-            high, absent = reference.apply_intervals(sees, low, high)
-        if absent is not None:
-            k, v = (x.detach().masked_fill(absent[:, None, :, None], 0).requires_grad_() for x in (k, v))
+        position, key = reference.positions(case.len_q, case.len_k, bounds.get("kv_lens"), q.device)
+        masks: dict[str, Any] = bounds | {"window": case.window, "query_starts": query_starts, "query_ends": query_ends}
+        parts = [slice(start, start + rows) for start in range(0, case.len_q, rows)]
+
+        def visible(part: slice) -> Tensor:
+            return reference.visible_pairs(position[:, part], key, case.causal, **masks, first_row=part.start)
+
+        q_seen, k_seen = q, k
+        if parts:
+            q_seen = reference.hide(q, torch.cat([~visible(part).any(-1) for part in parts], 1))
+            absent = ~functools.reduce(torch.logical_or, [visible(part).any(-2) for part in parts])
+            k_seen, v = reference.hide(k, absent), reference.hide(v, absent)
         weights = [weight.detach().requires_grad_() for weight in weights]
         q_norm, k_norm = weights or (None, None)
         options: dict[str, Any] = {
@@ -188,10 +192,8 @@ def _reference_heads(
             "norm_eps": case.norm_eps,
             "norm_offset": case.norms,
         }
-        q_rot = reference.norm_rotate(
-            q, q_norm, *reference.query_rows(cos, sin, position), unseeing=low >= high, **options
-        )
-        k_rot = reference.norm_rotate(k, k_norm, cos[:, None, : case.len_k], sin[:, None, : case.len_k], **options)
+        q_rot = reference.norm_rotate(q_seen, q_norm, *reference.table_rows(cos, sin, position), **options)
+        k_rot = reference.norm_rotate(k_seen, k_norm, *reference.table_rows(cos, sin, key), **options)
         # Cut the graph at the rotated tensors: blocks of rows add up there, and the rotation is undone once.
         leaves = [x.detach().requires_grad_() for x in (q_rot, k_rot, v)]
         sum_dtype = torch.promote_types(q.dtype, torch.float32)
@@ -203,18 +205,15 @@ def _reference_heads(
         lse = torch.zeros(q.shape[:3], device=q.device, dtype=sum_dtype)
         max_logit = lse.new_full(q.shape[:2], -math.inf)
         dk_rot, dv = (torch.zeros(k.shape, dtype=sum_dtype, device=k.device) for _ in range(2))
-        for start in range(0, case.len_q, rows):
-            part = slice(start, start + rows)
+        for part in parts:
             o_part, lse_part, row_max = reference.attend(
                 leaves[0][:, :, part],
                 leaves[1],
                 leaves[2],
-                low[:, part],
-                high[:, part],
+                visible(part),
                 softmax_scale=case.scale,
                 softcap=case.softcap,
                 sinks=leaves[3] if sinks is not None else None,
-                sees=None if sees is None else sees[:, part],
                 return_max_logit=True,
             )
             max_logit = torch.maximum(max_logit, reference.largest(row_max))

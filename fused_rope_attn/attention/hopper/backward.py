@@ -9,7 +9,7 @@ import torch
 import triton
 
 from fused_rope_attn.attention import arguments as call_arguments
-from fused_rope_attn.attention import configs, norm_gradient, preprocess_kernel
+from fused_rope_attn.attention import configs, norm_gradient, prepass
 from fused_rope_attn.attention.hopper import (
     backward_block,
     backward_kernel,
@@ -20,7 +20,7 @@ from fused_rope_attn.attention.hopper import (
 )
 from fused_rope_attn.attention.hopper import columns as column_parts
 from fused_rope_attn.attention.problem import Gradients, Problem, Tensors, split_outputs
-from fused_rope_attn.kernels import arguments as sizes
+from fused_rope_attn.kernels import schedule
 from fused_rope_attn.kernels.tiles import RowFormat
 from fused_rope_attn.runtime import device, launch, layouts
 from fused_rope_attn.runtime.device import is_interpreted
@@ -90,14 +90,13 @@ class BackwardCall:
         block_n = (shapes.KEYS if self.wide else shapes.BACKWARD_BLOCK_N).value
         heads = batch * problem.heads_kv
         row_bytes = (2 * problem.head_dim * q.element_size() + 4 * pad_d) * problem.group_size
-        key_programs = sizes.tile_count(len_k, sequences, block_n) * heads
+        key_programs = schedule.tile_count(len_k, sequences, block_n) * heads
         parts = parts_of_group(problem, key_programs, row_bytes)
         part_bytes = row_bytes * problem.longest(len_q) // parts
-        section = sizes.heads_per_section(heads * parts, 1, part_bytes, config.section_bytes)
+        section = schedule.heads_per_section(heads * parts, 1, part_bytes, config.section_bytes)
         pitch = call_arguments.padded_rows(len_q, sequences)
         self.q_rot_shape = call_arguments.rotated_shape(problem)
         q_rot, k_rot = (q, k) if is_rotated else (q.new_empty(self.q_rot_shape), k.new_empty(k.shape))
-        self.stats_size = 2 * batch * heads_q * pitch
         columns = column_parts.needed_columns(problem.head_dim, pad_d)
         self.accumulator_shape = (batch, heads_q, pitch, columns)
         self.accumulator_layout = self.accumulator_shape, layouts.contiguous_strides(self.accumulator_shape)
@@ -107,18 +106,11 @@ class BackwardCall:
         self.progress_size = batch * heads_q * pitch // shapes.BACKWARD_BLOCK_M.value if ordered else None
         # In a fixed order the first key block of a query block stores its dQ, if the order says which one that is.
         self.clears = not ordered or self.wide or problem.has_intervals
-        shared = call_arguments.shared_arguments(problem, given.cos, given.sin) | {
-            "pitch": pitch,
-            "stats_size": self.stats_size // 2,
-            "BLOCK_D": pad_d,
-            "BLOCK_DV": pad_d,
-            "USE_INT64_OFFSETS": layouts.is_long(*(x.stride() for x in (q, k, v, o, do)), *self.strides),
-            "PDL": config.pdl,
-        }
+        is_wide = layouts.is_long(*(x.stride() for x in (q, k, v, o, do)), *self.strides)
         post_heads, post_rows = config.post_heads, config.post_rows
         if problem.has_norms:
             post_heads, post_rows = config.norm_heads, config.norm_rows
-        row_blocks = batch * sizes.tile_count(len_q, sequences, post_rows)
+        row_blocks = batch * schedule.tile_count(len_q, sequences, post_rows)
         if problem.has_sinks:
             self.dsinks_shape = (row_blocks, heads_q)
         query_programs = row_blocks * triton.cdiv(heads_q, post_heads)
@@ -133,62 +125,51 @@ class BackwardCall:
         self.num_counters = self.slot_counters + (0 if self.sums is None else self.sums.num_counters)
         if self.sums is not None:
             raw_strides = tuple(x.stride() for x in norm_gradient.raw(given, is_rotated))
-            shared["USE_INT64_OFFSETS"] |= layouts.is_long(*raw_strides)
+            is_wide |= layouts.is_long(*raw_strides)
         pdl = {"launch_pdl": True} if config.pdl else {}
-        chunk, block = config.rotate_heads, config.rotate_rows
-        query_blocks = triton.cdiv(pitch, block) * triton.cdiv(heads_q, chunk)
-        key_blocks = sizes.tile_count(len_k, sequences, block) * triton.cdiv(problem.heads_kv, chunk)
-        self.preprocess = launch.Launch(
-            preprocess_kernel.preprocess_kernel,
-            batch * (query_blocks + (0 if is_rotated else key_blocks)),
-            {"num_warps": 4},
-            shared,
-            o_strides=o.stride(),
-            do_strides=do.stride(),
-            q_strides=q.stride(),
-            q_rot_strides=q_rot.stride(),
-            k_strides=k.stride(),
-            k_rot_strides=k_rot.stride(),
-            B=batch,
-            HEADS=chunk,
-            BLOCK_N=block,
-            ROTATE=not is_rotated,
-            PROGRESS_ROWS=shapes.BACKWARD_BLOCK_M.value,
-            COLUMNS=columns,
-            PAD_TO=shapes.BACKWARD_BLOCK_M.value if problem.is_packed else 0,
+        self.preprocess = prepass.Preprocess(
+            problem,
+            given,
+            do,
+            o,
+            config,
+            rotates=not is_rotated,
+            in_tiles=True,
+            pdl=config.pdl,
+            least_columns=64,
+            columns=columns,
             num_counters=self.num_counters or None,
         )
+        stats_size = self.preprocess.stats_size
         element = gl.bfloat16 if q.dtype is torch.bfloat16 else gl.float16
         self._describe(q_rot, k_rot, v, do, element, block_n, pad_d)
         # A head's programs follow one another where dQ is added in a fixed order, so that few heads keep too few busy.
         if ordered and heads <= 2 * section:
             section = heads
         self.visible_rows = None
+        numbers = call_arguments.numbers_of(problem)
         main_programs = key_programs * parts
         if problem.has_intervals:
             # One or two for each key block, also if the last one has fewer keys.
             num_blocks = triton.cdiv(len_k, block_n) * (block_n // shapes.KEYS.value)
             halves = block_n // shapes.KEYS.value
-            self.visible_rows = intervals.VisibleRows(
-                problem, given, shared, num_blocks, halves, pitch, own_columns, section
-            )
+            self.visible_rows = intervals.VisibleRows(problem, num_blocks, halves, pitch, own_columns, section)
             if self.visible_rows.programs is not None:
                 main_programs = self.visible_rows.programs
-        window_left, window_right = (None, None) if problem.has_intervals else shared["window"]
         self.main = launch.Launch(
             backward_kernel.backward_kernel,
             main_programs,
             {"num_warps": 4, **pdl},
             GROUP_SIZE=problem.group_size,
             pitch=pitch,
-            stats_size=self.stats_size // 2,
+            stats_size=stats_size // 2,
             num_sequences=sequences,
             heads_per_section=section,
-            window_left=window_left,
-            window_right=window_right,
+            window_left=None if problem.has_intervals else numbers["window_left"],
+            window_right=None if problem.has_intervals else numbers["window_right"],
             stages=backward_kernel.BackwardStages.host(config.q_stages, config.do_stages, config.pdl),
         )
-        self.format = RowFormat.host(problem.head_dim, pad_d, shared["USE_INT64_OFFSETS"])
+        self.format = RowFormat.host(problem.head_dim, pad_d, is_wide)
         self.group_parts = None if parts == 1 else parts
         # With more, the programs of a long sequence use more of Q, dO and dQ at once than the L2 holds.
         self.most_overlapping = device.num_sms(problem.device) // 2 if ordered else None
@@ -209,7 +190,7 @@ class BackwardCall:
             pitch=pitch,
             NK=len_k,
             num_sequences=sequences,
-            stats_size=self.stats_size // 2,
+            stats_size=stats_size // 2,
             k_sums=None if self.sums is None else key_sums,
             first_counter=None if self.sums is None else self.slot_counters,
             sizes=postprocess_kernel.PostprocessSizes.host(
@@ -236,7 +217,7 @@ class BackwardCall:
         query, key = [1, 1, rows, pad_d], [1, 1, block_n, pad_d]
         self.q_source, self.do_source = (launch.Source(x, query, layout(query, element)) for x in (q_rot, do))
         self.k_source, self.v_source = (launch.Source(x, key, layout(key, element)) for x in (k_rot, v))
-        stats = torch.empty(self.stats_size, dtype=torch.float32, device=v.device)
+        stats = torch.empty(self.preprocess.stats_size, dtype=torch.float32, device=v.device)
         self.stats_source = launch.Source(stats, [rows], gl.NVMMASharedLayout(0, 32, rank=1))
         accumulator = torch.empty(self.accumulator_shape, dtype=torch.float32, device=v.device)
         if not self.wide:
@@ -259,7 +240,6 @@ class BackwardCall:
         if self.empty:
             weights = (None if weight is None else torch.zeros_like(weight) for weight in (sinks, q_norm, k_norm))
             return Gradients(dq.zero_(), dk.zero_(), dv.zero_(), *weights)
-        stats = torch.empty_strided((self.stats_size,), (1,), dtype=torch.float32, device=where)
         accumulator = torch.empty_strided(*self.accumulator_layout, dtype=torch.float32, device=where)
         cleared: torch.Tensor | None = accumulator if self.clears else None
         progress: torch.Tensor | None = None
@@ -279,17 +259,10 @@ class BackwardCall:
             dq_norm, dk_norm = torch.empty_like(q_norm), torch.empty_like(k_norm)
         parts = None if sinks is None else q.new_empty(self.dsinks_shape, dtype=torch.float32)
         stream = device.current_stream(where)
-        given = call_arguments.shared_tensors(
-            tensors,
-            stats_ptr=stats,
-            accumulator_ptr=accumulator,
-            progress_ptr=progress,
-        )
         # Before the pre-process: the main kernel reads these before it waits for that.
         rows = {} if self.visible_rows is None else self.visible_rows(stream, tensors, lse)
-        rotated = {"q_ptr": q, "q_rot_ptr": q_rot, "k_ptr": k, "k_rot_ptr": k_rot}
-        zeros = {"accumulator_ptr": cleared, "counters_ptr": counters}
-        self.preprocess(stream, given, o_ptr=o, do_ptr=do, lse_ptr=lse, **zeros, **rotated)
+        rotated = None if self.is_rotated else (q_rot, k_rot)
+        stats = self.preprocess(stream, tensors, do, o, lse, rotated, cleared, progress, counters)
         slots, slot_counters = rows.get("slots_ptr"), rows.get("slot_counters_ptr")
         if self.slot_counters:
             slots, slot_counters = torch.empty(self.slots_shape, dtype=torch.float32, device=where), counters

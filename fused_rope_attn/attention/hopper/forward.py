@@ -13,8 +13,7 @@ from fused_rope_attn.attention.hopper import forward_kernel, forward_producers, 
 from fused_rope_attn.attention.hopper.shapes import ROWS
 from fused_rope_attn.attention.prepass_kernel import TILE_WORDS
 from fused_rope_attn.attention.problem import Outputs, Problem, Saving, Tensors, split_outputs
-from fused_rope_attn.kernels import arguments as sizes
-from fused_rope_attn.kernels import tiles
+from fused_rope_attn.kernels import schedule, tiles
 from fused_rope_attn.runtime import device, layouts
 from fused_rope_attn.runtime.launch import Launch, Source
 from fused_rope_attn.runtime.triton_compat import gl
@@ -73,22 +72,20 @@ class ForwardCall:
             return
         block_n = config.block_n
         self.problem, self.config, self.is_long = problem, config, layouts.is_long(given.q.stride(), self.o_strides)
-        self.shared = shared = arguments.shared_arguments(problem, given.cos, given.sin)
+        numbers = arguments.numbers_of(problem)
         self.visits = None
         if problem.has_intervals:
-            self.visits = intervals.Visits(problem, given, shared, block_m, block_n, config.pdl)
+            self.visits = intervals.Visits(problem, block_m, block_n, config.pdl)
         # The TMA reads q_nope, which has no padding, and the rotated columns are read by the same rows.
         in_tiles = saving is Saving.TILES and not latent
         self.rotate_queries = None
         if reads_rotated:
             overlaps = self.visits is not None
-            self.rotate_queries = prepass.Rotate(
-                "q", given, problem, shared, config, in_tiles=in_tiles, overlaps=overlaps
-            )
+            self.rotate_queries = prepass.Rotate("q", given, problem, config, in_tiles=in_tiles, overlaps=overlaps)
         self.rotate_keys = None
         if not keys_are_ready:
             overlaps = reads_rotated or self.visits is not None
-            self.rotate_keys = prepass.Rotate("k", given, problem, shared, config, tile_rows=block_m, overlaps=overlaps)
+            self.rotate_keys = prepass.Rotate("k", given, problem, config, tile_rows=block_m, overlaps=overlaps)
         element = gl.bfloat16 if q.dtype is torch.bfloat16 else gl.float16
 
         def source(x: torch.Tensor, rows: int, columns: int) -> Source:
@@ -107,10 +104,9 @@ class ForwardCall:
         self.o = source(o_like, ROWS.value, pad_d if pad_d <= 128 and not latent else pad_d // 2)
         self.nope = (source(q, ROWS.value, pad_d), source(k, block_n, pad_d)) if latent else None
         num_heads = problem.batch * problem.heads_q
-        tiles_per_head = sizes.tile_count(problem.len_q, problem.sequences, block_m)
+        tiles_per_head = schedule.tile_count(problem.len_q, problem.sequences, block_m)
         num_tiles = tiles_per_head * num_heads
         kv_bytes = 2 * problem.longest(problem.len_k) * columns * k.element_size()
-        window_left, window_right = (None, None) if self.visits is not None else shared["window"]
         self.launch = Launch(
             forward_kernel.forward_kernel,
             min(num_tiles, device.num_sms(q.device)),
@@ -119,10 +115,10 @@ class ForwardCall:
             NK=problem.len_k,
             GROUP_SIZE=problem.group_size,
             num_tiles=num_tiles,
-            heads_per_section=sizes.heads_per_section(num_heads, problem.group_size, kv_bytes, config.section_bytes),
+            heads_per_section=schedule.heads_per_section(num_heads, problem.group_size, kv_bytes, config.section_bytes),
             tiles_per_head=tiles_per_head if self.packed else None,
-            window_left=window_left,
-            window_right=window_right,
+            window_left=None if problem.has_intervals else numbers["window_left"],
+            window_right=None if problem.has_intervals else numbers["window_right"],
             # Only such calls have queries past the last row of the tables.
             position_limit=given.cos.shape[-2] if keys_are_ready else None,
             sizes=forward_kernel.ForwardSizes.host(
@@ -180,7 +176,7 @@ class ForwardCall:
             if self.saves_rotated:
                 q_rot = torch.empty_strided(*self.q_rot_layout, dtype=q.dtype, device=q.device)
         k = tensors.k if self.rotate_keys is None else self.rotate_keys(stream, tensors, counter)
-        shared, problem = self.shared, self.problem
+        problem, scale = self.problem, arguments.scale_of(self.problem)
         self.launch(
             stream,
             q_rot_desc=None if q_rot is None else self.q_rot(q_rot),
@@ -196,12 +192,12 @@ class ForwardCall:
                 tensors.kv_lens,
                 lists,
                 READS_LENGTHS=problem.reads_lengths and lists is None,
-                FROM_START=shared["FROM_START"],
+                FROM_START=problem.batch_invariant and problem.has_kv_starts,
                 IS_ALIGNED=self.is_aligned,
             ),
             scores=forward_kernel.Softmax.host(
-                shared["qk_scale"],
-                shared["cap_scale"],
+                scale.qk_scale,
+                scale.cap_scale,
                 tensors.sinks,
                 # Pinning takes registers. With a window a tile has few blocks, so they cost more than they save. Packed
                 # calls have no spare registers, and would spill 168 bytes.
@@ -227,7 +223,7 @@ class ForwardCall:
             view=arguments.view(tensors.q),
             tables=arguments.tables_of(problem, tensors),
             norm=arguments.norm_of(problem, tensors.q_norm),
-            sign=self.shared["q_sign"],
+            sign=arguments.scale_and_sign(problem.softmax_scale)[1],
             TOKEN_TABLES=problem.token_tables,
             format=tiles.RowFormat.host(problem.head_dim, block, self.is_long),
         )

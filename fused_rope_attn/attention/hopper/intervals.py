@@ -18,10 +18,9 @@ import triton.language as tl
 from fused_rope_attn.attention import arguments as call_arguments
 from fused_rope_attn.attention.hopper import backward_block, shapes
 from fused_rope_attn.attention.problem import Problem, Tensors
-from fused_rope_attn.kernels import masks as kernel_masks
 from fused_rope_attn.kernels import schedule, sequences
-from fused_rope_attn.kernels.intervals import NO_ROW, WORD, IntervalArguments, row_interval
-from fused_rope_attn.kernels.records import record
+from fused_rope_attn.kernels.intervals import NO_ROW, WORD, row_interval
+from fused_rope_attn.kernels.records import record, unpack
 from fused_rope_attn.runtime import device, launch
 
 # Blocks of keys of a program of ``key_rows_kernel``.
@@ -50,23 +49,8 @@ class KeyTile:
 
 
 @triton.jit
-def load_key_tile(
-    batch, block, query_starts_ptr, query_ends_ptr, starts_ptr, lens_ptr, interval_strides, window, NQ, NK,
-    READS_LENGTHS: tl.constexpr, FROM_START: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
+def load_key_tile(batch, block, masks, NQ, NK, BLOCK_N: tl.constexpr):
     """Return the ``KeyTile`` of blocks of BLOCK_N keys, numbers counted from the sequence's first key."""
-    arguments = IntervalArguments(query_starts_ptr, query_ends_ptr, None, interval_strides)
-    masks = sequences.MaskArguments(
-        starts_ptr,
-        lens_ptr,
-        None,
-        None,
-        None,
-        kernel_masks.window_of(window),
-        READS_LENGTHS,
-        FROM_START,
-        intervals=arguments,
-    )
     sequence = sequences.described_sequence(batch, 0, NQ, 0, NK, masks)
     keys = block[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
     first, end = row_interval(sequence.mask, keys)
@@ -102,11 +86,10 @@ def store_key_tile(key_rows_ptr, hidden_ptr, tile, block, num_blocks, BLOCK_N: t
     tl.store(hidden_ptr + index, words, mask=exists)
 
 
-@triton.jit(do_not_specialize=["NQ", "NK", "num_blocks", "window", "interval_strides"])
+@triton.jit(do_not_specialize=["NQ", "NK", "num_blocks", "window_left", "window_right"])
 def key_rows_kernel(
-    key_rows_ptr, blocks_ptr, query_starts_ptr, query_ends_ptr, starts_ptr, lens_ptr, interval_strides, window, NQ, NK,
-    num_blocks, READS_LENGTHS: tl.constexpr, FROM_START: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
+    key_rows_ptr, blocks_ptr, masks, NQ, NK, num_blocks, window_left, window_right, BLOCK_N: tl.constexpr
+):
     """Write the rows of q that see each key under all masks. Grid: (num_blocks / BLOCKS * B). Keys are those of
     num_blocks blocks of BLOCK_N from the sequence's first one, num_keys in all.
 
@@ -114,13 +97,11 @@ def key_rows_kernel(
     blocks (B, 4 * num_blocks + num_keys / WORD) int32: ``some_rows`` and ``all_rows`` of each block, and then a bit for
     each of the NK keys that no row sees.
     """
+    masks = sequences.complete_masks(unpack(masks), None, window_left, window_right)
     programs = tl.cdiv(num_blocks, BLOCKS)
     batch = (tl.program_id(0) // programs).to(tl.int64)
     block = tl.program_id(0) % programs * BLOCKS + tl.arange(0, BLOCKS)
-    tile = load_key_tile(
-        batch, block, query_starts_ptr, query_ends_ptr, starts_ptr, lens_ptr, interval_strides, window, NQ, NK,
-        READS_LENGTHS, FROM_START, BLOCK_N,
-    )  # fmt: skip
+    tile = load_key_tile(batch, block, masks, NQ, NK, BLOCK_N)
     num_keys = num_blocks * BLOCK_N
     blocks_ptr += batch * (4 * num_blocks + num_keys // WORD)
     first, end = some_rows(tile)
@@ -133,10 +114,9 @@ def key_rows_kernel(
     store_key_tile(key_rows_ptr + batch * 2 * num_keys, blocks_ptr + 4 * num_blocks, tile, block, num_blocks, BLOCK_N)
 
 
-@triton.jit(do_not_specialize=["NQ", "NK", "num_blocks", "window", "interval_strides"])
+@triton.jit(do_not_specialize=["NQ", "NK", "num_blocks", "window_left", "window_right"])
 def visits_kernel(
-    visits_ptr, key_rows_ptr, hidden_ptr, query_starts_ptr, query_ends_ptr, starts_ptr, lens_ptr, interval_strides,
-    window, NQ, NK, num_blocks, READS_LENGTHS: tl.constexpr, FROM_START: tl.constexpr, BLOCK_M: tl.constexpr,
+    visits_ptr, key_rows_ptr, hidden_ptr, masks, NQ, NK, num_blocks, window_left, window_right, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """List the blocks of keys that tiles of BLOCK_M rows visit, and write the rows that see each key.
@@ -150,6 +130,7 @@ def visits_kernel(
     the rows of some.
     """
     schedule.let_next_launch_start(PDL)
+    masks = sequences.complete_masks(unpack(masks), None, window_left, window_right)
     tiles = tl.cdiv(NQ, BLOCK_M)
     programs = tl.cdiv(tiles, TILES)
     batch = (tl.program_id(0) // programs).to(tl.int64)
@@ -166,10 +147,7 @@ def visits_kernel(
     for step in range(chunks):
         chunk = chunks - 1 - step
         block = chunk * VISIT_BLOCKS + VISIT_BLOCKS - 1 - tl.arange(0, VISIT_BLOCKS)
-        tile = load_key_tile(
-            batch, block, query_starts_ptr, query_ends_ptr, starts_ptr, lens_ptr, interval_strides, window, NQ, NK,
-            READS_LENGTHS, FROM_START, BLOCK_N,
-        )  # fmt: skip
+        tile = load_key_tile(batch, block, masks, NQ, NK, BLOCK_N)
         if chunk % programs == program:
             store_key_tile(key_rows_ptr, hidden_ptr, tile, block, num_blocks, BLOCK_N)
         first, end = some_rows(tile)
@@ -337,28 +315,28 @@ BLIND_WORDS = 32
 
 
 class KeyRows:
-    """The rows that see each of ``num_blocks`` blocks of ``block_n`` keys, as ``key_rows_kernel`` writes them.
+    """The rows that see each of ``num_blocks`` blocks of ``block_n`` keys, as ``key_rows_kernel`` writes them."""
 
-    shared: the arguments that the kernels of the call have in common.
-    """
-
-    def __init__(self, problem: Problem, tensors: Tensors, shared: dict[str, Any], block_n: int, num_blocks: int):
+    def __init__(self, problem: Problem, block_n: int, num_blocks: int):
+        self.problem = problem
         batch, num_keys = problem.batch, num_blocks * block_n
         self.shapes = (batch, 2, num_keys), (batch, 4 * num_blocks + num_keys // WORD.value)
         self.launch = launch.Launch(
             key_rows_kernel,
             batch * triton.cdiv(num_blocks, BLOCKS.value),
             {"num_warps": 4},
-            shared | {"interval_strides": call_arguments.interval_strides(tensors)},
+            call_arguments.numbers_of(problem),
             num_blocks=num_blocks,
             BLOCK_N=block_n,
         )
 
-    def __call__(self, stream: int, tensors: Tensors) -> dict[str, torch.Tensor]:
+    def __call__(self, stream: int, tensors: Tensors) -> dict[str, Any]:
         """Launch, and return the results by the names of kernels' arguments."""
         key_rows, blocks = (torch.empty(x, dtype=torch.int32, device=tensors.q.device) for x in self.shapes)
-        found = {"key_rows_ptr": key_rows, "blocks_ptr": blocks}
-        self.launch(stream, call_arguments.shared_tensors(tensors), **found)
+        found: dict[str, Any] = {"key_rows_ptr": key_rows, "blocks_ptr": blocks}
+        # The backward counts blocks from the tensor's first key.
+        masks = call_arguments.masks_of(self.problem, tensors)._replace(FROM_START=tl.constexpr(False))
+        self.launch(stream, masks=masks, **found)
         return found
 
 
@@ -368,9 +346,8 @@ class Visits:
     pdl: the next launch may begin at once. It must end after this one.
     """
 
-    def __init__(
-        self, problem: Problem, tensors: Tensors, shared: dict[str, Any], block_m: int, block_n: int, pdl: bool
-    ):
+    def __init__(self, problem: Problem, block_m: int, block_n: int, pdl: bool):
+        self.problem = problem
         batch, tiles = problem.batch, triton.cdiv(problem.len_q, block_m)
         self.num_blocks = triton.cdiv(problem.len_k, block_n)
         num_keys = self.num_blocks * block_n
@@ -383,18 +360,20 @@ class Visits:
             visits_kernel,
             batch * triton.cdiv(tiles, TILES.value),
             {"num_warps": 8},
-            shared | {"interval_strides": call_arguments.interval_strides(tensors)},
+            call_arguments.numbers_of(problem),
             num_blocks=self.num_blocks,
             BLOCK_M=block_m,
             BLOCK_N=block_n,
             PDL=pdl,
         )
 
-    def __call__(self, stream: int, tensors: Tensors) -> dict[str, torch.Tensor]:
+    def __call__(self, stream: int, tensors: Tensors) -> dict[str, Any]:
         """Launch, and return the results by the names of the main kernel's arguments."""
         device = tensors.q.device
-        found = {name: torch.empty(x, dtype=torch.int32, device=device) for name, x in self.shapes.items()}
-        self.launch(stream, call_arguments.shared_tensors(tensors), **found)
+        found: dict[str, Any] = {
+            name: torch.empty(x, dtype=torch.int32, device=device) for name, x in self.shapes.items()
+        }
+        self.launch(stream, masks=call_arguments.masks_of(self.problem, tensors), **found)
         return found
 
 
@@ -406,18 +385,8 @@ class VisibleRows:
     no shares.
     """
 
-    def __init__(
-        self,
-        problem: Problem,
-        tensors: Tensors,
-        shared: dict[str, Any],
-        num_blocks: int,
-        halves: int,
-        num_rows: int,
-        columns: int,
-        section: int,
-    ):
-        self.key_rows = KeyRows(problem, tensors, shared | {"FROM_START": False}, shapes.KEYS.value, num_blocks)
+    def __init__(self, problem: Problem, num_blocks: int, halves: int, num_rows: int, columns: int, section: int):
+        self.key_rows = KeyRows(problem, shapes.KEYS.value, num_blocks)
         self.shape = (problem.batch, num_rows // WORD.value)
         multiprocessors, heads = device.num_sms(problem.device), problem.heads_kv
         tiles = problem.batch * num_blocks // halves
@@ -435,7 +404,7 @@ class VisibleRows:
             backward_rows_kernel,
             programs + (0 if self.programs is None else tiles),
             {"num_warps": 4},
-            shared,
+            call_arguments.numbers_of(problem),
             num_words=self.shape[1],
             batch_stride=self.key_rows.shapes[1][1],
             num_blocks=num_blocks,

@@ -4,14 +4,13 @@
 from __future__ import annotations
 
 import torch
-import triton
 
 from fused_rope_attn.attention import arguments as call_arguments
-from fused_rope_attn.attention import configs, prepass, preprocess_kernel
+from fused_rope_attn.attention import configs, prepass
 from fused_rope_attn.attention.hopper import backward_block, backward_kernel, latent_kernels, shapes
 from fused_rope_attn.attention.portable import backward_kernels
 from fused_rope_attn.attention.problem import Gradients, Problem, split_outputs
-from fused_rope_attn.kernels import arguments as sizes
+from fused_rope_attn.kernels import schedule
 from fused_rope_attn.kernels.tiles import RowFormat
 from fused_rope_attn.runtime import device, launch, layouts
 from fused_rope_attn.runtime.triton_compat import gl
@@ -47,40 +46,17 @@ class LatentBackwardCall:
         if self.empty:
             return
         pitch = call_arguments.padded_rows(len_q, sequences)
-        self.stats_size = 2 * batch * heads * pitch
         self.parts_shape = (batch, heads, len_k, rope)
         parts_strides = layouts.contiguous_strides(self.parts_shape)
-        shared = call_arguments.shared_arguments(problem, given.cos, given.sin) | {
-            "pitch": pitch,
-            "stats_size": self.stats_size // 2,
-            "USE_INT64_OFFSETS": layouts.is_long(*(x.stride() for x in (*rows, o, do)), *self.strides, parts_strides),
-            "PDL": config.pdl,
-        }
+        is_wide = layouts.is_long(*(x.stride() for x in (*rows, o, do)), *self.strides, parts_strides)
         pdl = {"launch_pdl": True} if config.pdl else {}
-        block_m, block = shapes.CONSUMERS.value * shapes.ROWS.value, config.rotate_rows
-        self.rotate_queries = None if is_rotated else prepass.Rotate("q", given, problem, shared, config)
-        self.rotate_keys = prepass.Rotate("k", given, problem, shared, config, tile_rows=block_m, overlaps=True)
-        self.preprocess = launch.Launch(
-            preprocess_kernel.preprocess_kernel,
-            batch * triton.cdiv(pitch, block) * triton.cdiv(heads, config.rotate_heads),
-            {"num_warps": 4},
-            shared,
-            o_strides=o.stride(),
-            do_strides=do.stride(),
-            q_strides=q.stride(),
-            q_rot_strides=q.stride(),
-            k_strides=k.stride(),
-            k_rot_strides=k.stride(),
-            B=batch,
-            HEADS=config.rotate_heads,
-            BLOCK_N=block,
-            BLOCK_D=rope,
-            ROTATE=False,
-            PROGRESS_ROWS=0,
-            COLUMNS=0,
-            PAD_TO=shapes.BACKWARD_BLOCK_M.value if problem.is_packed else 0,
-            num_counters=None,
+        block_m = shapes.CONSUMERS.value * shapes.ROWS.value
+        self.rotate_queries = None if is_rotated else prepass.Rotate("q", given, problem, config)
+        self.rotate_keys = prepass.Rotate("k", given, problem, config, tile_rows=block_m, overlaps=True)
+        self.preprocess = prepass.Preprocess(
+            problem, given, do, o, config, rotates=False, in_tiles=True, pdl=config.pdl
         )
+        stats_size = self.preprocess.stats_size
         element = gl.bfloat16 if q.dtype is torch.bfloat16 else gl.float16
 
         def source(x: torch.Tensor, length: int) -> launch.Source:
@@ -93,30 +69,30 @@ class LatentBackwardCall:
         self.key_sources = [
             [source(x, length) for x in (k_nope, k_rot, v)] for length in (shapes.BACKWARD_BLOCK_N.value, DQ_BLOCK_N)
         ]
-        stats = torch.empty(self.stats_size, dtype=torch.float32, device=v.device)
+        stats = torch.empty(stats_size, dtype=torch.float32, device=v.device)
         self.stats_source = launch.Source(stats, [shapes.BACKWARD_BLOCK_M.value], gl.NVMMASharedLayout(0, 32, rank=1))
         num_heads, row_bytes = batch * heads, q.element_size() * (problem.score_dim + problem.value_dim)
-        window_left, window_right = shared["window"]
+        numbers = call_arguments.numbers_of(problem)
         left = problem.window_left
         self.has_keys_before_window = left is not None and len_k - len_q > left
         self.keys = launch.Launch(
             backward_kernel.backward_kernel,
-            sizes.tile_count(len_k, sequences, shapes.BACKWARD_BLOCK_N.value) * num_heads,
+            schedule.tile_count(len_k, sequences, shapes.BACKWARD_BLOCK_N.value) * num_heads,
             {"num_warps": 4, **pdl},
             GROUP_SIZE=1,
             pitch=pitch,
-            stats_size=self.stats_size // 2,
+            stats_size=stats_size // 2,
             num_sequences=sequences,
-            heads_per_section=sizes.heads_per_section(
+            heads_per_section=schedule.heads_per_section(
                 num_heads, 1, row_bytes * problem.longest(len_q), config.section_bytes
             ),
-            window_left=window_left,
-            window_right=window_right,
+            window_left=numbers["window_left"],
+            window_right=numbers["window_right"],
             stages=backward_kernel.BackwardStages.host(config.q_stages, config.do_stages, config.pdl),
         )
-        self.format = RowFormat.host(columns, layouts.block_d(columns), shared["USE_INT64_OFFSETS"])
-        tiles = sizes.tile_count(len_q, sequences, block_m)
-        self.rope_format = RowFormat.host(rope, rope, shared["USE_INT64_OFFSETS"])
+        self.format = RowFormat.host(columns, layouts.block_d(columns), is_wide)
+        tiles = schedule.tile_count(len_q, sequences, block_m)
+        self.rope_format = RowFormat.host(rope, rope, is_wide)
         self.queries = launch.Launch(
             latent_kernels.latent_dq_kernel,
             min(tiles * num_heads, device.num_sms(q.device)),
@@ -125,26 +101,26 @@ class LatentBackwardCall:
             NQ=len_q,
             NK=len_k,
             pitch=pitch,
-            stats_size=self.stats_size // 2,
+            stats_size=stats_size // 2,
             tiles_per_head=tiles if problem.is_packed else None,
-            heads_per_section=sizes.heads_per_section(
+            heads_per_section=schedule.heads_per_section(
                 num_heads, 1, row_bytes * problem.longest(len_k), config.section_bytes
             ),
-            window_left=window_left,
-            window_right=window_right,
+            window_left=numbers["window_left"],
+            window_right=numbers["window_right"],
             sizes=latent_kernels.QueryGradientSizes.host(
                 DQ_BLOCK_N, DQ_K_STAGES, DQ_V_STAGES, problem.reads_lengths, config.pdl
             ),
         )
         self.sum_heads = launch.Launch(
             backward_kernels.sum_heads_kernel,
-            sizes.tile_count(len_k, sequences, SUM_ROWS) * batch,
+            schedule.tile_count(len_k, sequences, SUM_ROWS) * batch,
             {"num_warps": 4},
-            shared,
+            numbers,
             num_heads=heads,
             num_batches=batch,
+            row_format=self.rope_format,
             BLOCK_N=SUM_ROWS,
-            BLOCK_D=rope,
         )
 
     def __call__(self, arguments: tuple) -> Gradients:
@@ -161,18 +137,11 @@ class LatentBackwardCall:
             for x in (dq, dk, dv, dq_nope, dk_nope):
                 x.zero_()
             return Gradients(dq, dk, dv, dq_nope=dq_nope, dk_nope=dk_nope)
-        stats = torch.empty_strided((self.stats_size,), (1,), dtype=torch.float32, device=where)
         parts = torch.empty(self.parts_shape, dtype=torch.float32, device=where)
         counter = torch.empty(self.rotate_keys.counter_size, dtype=torch.int32, device=where)
         stream = device.current_stream(where)
         q_rot = tensors.q if self.rotate_queries is None else self.rotate_queries(stream, tensors)
-        given = call_arguments.shared_tensors(
-            tensors,
-            stats_ptr=stats,
-        )
-        unused = dict.fromkeys(("accumulator_ptr", "progress_ptr", "counters_ptr"))
-        unused |= dict.fromkeys(("q_ptr", "q_rot_ptr", "k_ptr", "k_rot_ptr"))
-        self.preprocess(stream, given, o_ptr=o, do_ptr=do, lse_ptr=lse, **unused)
+        stats = self.preprocess(stream, tensors, do, o, lse)
         k_rot = self.rotate_keys(stream, tensors, counter)
         names = ("q_desc", "q_rope_desc", "do_desc"), ("k_desc", "k_rope_desc", "v_desc")
         of_queries = {name: make(x) for name, make, x in zip(names[0], self.query_sources, (tensors.q_nope, q_rot, do))}

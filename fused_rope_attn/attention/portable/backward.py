@@ -6,18 +6,16 @@ from __future__ import annotations
 import math
 
 import torch
-import triton
 
 from fused_rope_attn.attention import arguments
 from fused_rope_attn.attention.configs import BackwardConfig
 from fused_rope_attn.attention.intervals import IntervalBlocks
 from fused_rope_attn.attention.norm_gradient import NormGradients
 from fused_rope_attn.attention.portable import backward_kernels as kernels
-from fused_rope_attn.attention.portable import backward_roles as roles
-from fused_rope_attn.attention.portable.parts import NopeViews
-from fused_rope_attn.attention.preprocess_kernel import preprocess_kernel
+from fused_rope_attn.attention.portable import parts
+from fused_rope_attn.attention.prepass import Preprocess
 from fused_rope_attn.attention.problem import Gradients, Problem, Tensors, split_outputs
-from fused_rope_attn.kernels.arguments import heads_per_section, tile_count
+from fused_rope_attn.kernels.schedule import heads_per_section, tile_count
 from fused_rope_attn.kernels.tiles import RowFormat
 from fused_rope_attn.runtime import device
 from fused_rope_attn.runtime.launch import Launch, Source
@@ -43,7 +41,7 @@ class BackwardCall:
         batch, sequences = problem.batch, problem.sequences
         self.problem = problem
         self.inline = config.strategy == "inline" and not is_rotated
-        self.preprocess = self.dkdv = self.dq = self.sum_heads = self.find_blocks = self.norms = None
+        self.dkdv = self.dq = self.sum_heads = self.find_blocks = self.norms = None
         self.latent = problem.nope_dim is not None
         # Key heads as dkdv sees them, and the query heads of each.
         key_heads, group_size = problem.heads_kv, problem.group_size
@@ -60,12 +58,12 @@ class BackwardCall:
         self.takes_given = self.inline or is_rotated
         q_rot, k_rot = self._rotated(q, k)
         self.tma = config.tma and not self.inline and all(map(has_descriptor, (q_rot, k_rot, v, do)))
-        chunk, block = config.rotate_heads, config.rotate_rows
-        programs = tile_count(problem.len_q, sequences, block) * triton.cdiv(problem.heads_q, chunk) * batch
-        if not self.takes_given:
-            programs += tile_count(problem.len_k, sequences, block) * triton.cdiv(k.shape[1], chunk) * batch
         # dq_kernel may only skip its wait when dkdv_kernel, which does wait, runs between it and the pre-process.
-        pdl = config.pdl and programs > 0 and batch * problem.len_k > 0
+        pdl = config.pdl and batch * problem.len_k > 0
+        self.preprocess = Preprocess(
+            problem, given, do, o, config, rotates=not self.takes_given, in_tiles=False, pdl=pdl
+        )
+        pdl = pdl and self.preprocess.programs > 0
         launch_options = {"launch_pdl": True} if pdl else {}
         pad_d = block_d(problem.head_dim)
         is_wide = is_long(*(x.stride() for x in (*arguments.rows_of(given), o, do)), *self.strides)
@@ -73,34 +71,7 @@ class BackwardCall:
             None if columns is None else RowFormat.host(columns, block_d(columns), is_wide, ALIGNED=True)
             for columns in (problem.head_dim, problem.value_dim, problem.nope_dim)
         ]
-        shared = arguments.shared_arguments(problem, given.cos, given.sin) | {
-            "do_strides": do.stride(),
-            "BLOCK_D": pad_d,
-            "USE_INT64_OFFSETS": is_wide,
-            "PDL": pdl,
-        }
-        if programs:
-            self.preprocess = Launch(
-                preprocess_kernel,
-                programs,
-                {"num_warps": 4},
-                shared,
-                o_strides=o.stride(),
-                q_strides=q.stride(),
-                q_rot_strides=q_rot.stride(),
-                k_strides=k.stride(),
-                k_rot_strides=k_rot.stride(),
-                B=batch,
-                HKV=k.shape[1],
-                pitch=problem.len_q,
-                HEADS=chunk,
-                BLOCK_N=block,
-                ROTATE=not self.takes_given,
-                PROGRESS_ROWS=0,
-                COLUMNS=0,
-                PAD_TO=0,
-                num_counters=None,
-            )
+        shared = arguments.numbers_of(problem) | {"PDL": pdl}
         if problem.has_norms:
             self.norms = NormGradients(problem, given, self.strides, is_rotated, pdl)
         if problem.has_intervals:
@@ -141,12 +112,13 @@ class BackwardCall:
         if self.latent and batch * problem.len_k:
             self.sum_heads = Launch(
                 kernels.sum_heads_kernel,
-                tile_count(problem.len_k, sequences, block) * batch,
+                tile_count(problem.len_k, sequences, config.rotate_rows) * batch,
                 {"num_warps": 4},
                 shared,
                 num_heads=key_heads,
                 num_batches=batch,
-                BLOCK_N=block,
+                row_format=RowFormat.host(problem.head_dim, pad_d, is_wide),
+                BLOCK_N=config.rotate_rows,
             )
 
     def _rotated(self, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -184,8 +156,7 @@ class BackwardCall:
                 for x in (tensors.q_nope, tensors.k_nope)
             )
             views = map(arguments.view, (tensors.q_nope, tensors.k_nope, dq_nope, dk_nope))
-            nope = NopeViews.host(*views, arguments.nope_sign_of(problem), self.formats[2])
-        stats = torch.empty((2, *q.shape[:3]), dtype=torch.float32, device=q.device)
+            nope = parts.NopeViews.host(*views, arguments.nope_sign_of(problem), self.formats[2])
         q_rot, k_rot = self._rotated(q, k)
         if self.dsinks_shape is not None:
             # Zeros, because tiles past the end of a packed sequence write nothing.
@@ -193,16 +164,10 @@ class BackwardCall:
         stream = device.current_stream(q.device)
         if self.find_blocks is not None:
             blocks = self.find_blocks(stream, tensors)
-        if self.preprocess is not None:
-            self.preprocess(
-                stream,
-                arguments.shared_tensors(tensors, do_ptr=do, stats_ptr=stats, o_ptr=o, lse_ptr=lse, q_ptr=q, k_ptr=k),
-                q_rot_ptr=q_rot,
-                k_rot_ptr=k_rot,
-                **dict.fromkeys(("accumulator_ptr", "progress_ptr", "counters_ptr")),
-            )
+        rotated = None if self.takes_given else (q_rot, k_rot)
+        stats = self.preprocess(stream, tensors, do, o, lse, rotated)
         read = {
-            "inputs": roles.BackwardInputs.host(
+            "inputs": kernels.BackwardInputs.host(
                 q=arguments.view(q_rot),
                 k=arguments.view(k_rot, arguments.of_shared_head(k_rot.stride()) if self.latent else None),
                 v=arguments.view(v),
@@ -218,8 +183,8 @@ class BackwardCall:
             "masks": arguments.masks_of(problem, tensors, blocks),
         }
         if self.dkdv is not None:
-            written = roles.KeyOutputs.host(arguments.view(of_heads), arguments.view(dv))
-            self.dkdv(stream, read, q_desc=self.q_source(q_rot), do_desc=self.do_source(do), outputs=written)
+            written = {"dk": arguments.view(of_heads), "dv": arguments.view(dv)}
+            self.dkdv(stream, read | written, q_desc=self.q_source(q_rot), do_desc=self.do_source(do))
         if self.dq is not None:
             of_queries = arguments.view(dq), problem.softmax_scale, dsinks_parts, tensors.sinks
             self.dq(
@@ -227,7 +192,7 @@ class BackwardCall:
                 read,
                 k_desc=self.k_source(k_rot),
                 v_desc=self.v_source(v),
-                outputs=roles.QueryOutputs.host(*of_queries),
+                outputs=kernels.QueryOutputs.host(*of_queries),
             )
         if self.sum_heads is not None:
             tables = read["rotations"].tables

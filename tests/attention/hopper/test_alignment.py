@@ -27,12 +27,12 @@ SQUARE = Case(1, 1, 1, 300, 300, 64)
     ],
 )
 def test_alignment(aligned, case):
-    problem, _, _ = described_for_launch(make_inputs(case), case)
+    problem, _ = described_for_launch(make_inputs(case), case)
     assert is_aligned(problem, 128, 128) is aligned
     assert not is_aligned(problem, 192, 128) and not is_aligned(problem, 128, 64)
 
 
 def test_packed_sequences():
     case = Case(1, 1, 1, 0, 0, 64, seqlens=((128, 128), (256, 256)))
-    problem, _, _ = described_for_launch(make_inputs(case), case)
+    problem, _ = described_for_launch(make_inputs(case), case)
     assert not is_aligned(problem, 128, 128)

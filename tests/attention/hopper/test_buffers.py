@@ -33,9 +33,9 @@ def test_the_table_of_packed_tiles(case):
     from fused_rope_attn.attention.prepass import Rotate
     from fused_rope_attn.attention.prepass_kernel import TILE_WORDS
 
-    problem, tensors, shared = described_for_launch(make_inputs(case), case)
+    problem, tensors = described_for_launch(make_inputs(case), case)
     config = configs.HopperForwardConfig(128, rotate_rows=64, pdl=False)
-    rotate = Rotate("k", tensors, problem, shared, config, tile_rows=32)
+    rotate = Rotate("k", tensors, problem, config, tile_rows=32)
     counter = torch.full((rotate.counter_size,), -7, dtype=torch.int32)
     rotate(0, tensors, counter)
     table = [tuple(row[:6]) for row in counter.reshape(-1, TILE_WORDS.value)[1:].tolist()]
@@ -77,14 +77,14 @@ def check_rotated_queries(case, *, in_tiles):
     from fused_rope_attn.attention.prepass import Rotate
 
     inputs = make_inputs(case)
-    problem, tensors, shared = described_for_launch(inputs, case)
+    problem, tensors = described_for_launch(inputs, case)
     if case.seqlens is None:
         lens = case.kv_lens or (case.len_k,) * case.batch
         sequences = [(b, 0, case.len_q, min(n, case.len_k)) for b, n in enumerate(lens)]
     else:
         sequences = [(0, first, len_q, len_k) for first, len_q, _, len_k in sequences_of(case)]
     config = configs.HopperForwardConfig(64, pdl=False)
-    rotate = Rotate("q", tensors, problem, shared | {"q_sign": -1.0}, config, in_tiles=in_tiles)
+    rotate = Rotate("q", tensors, problem._replace(softmax_scale=-0.5), config, in_tiles=in_tiles)
     out = rotate(0, tensors)
     for s, (batch, first, len_q, len_k) in enumerate(sequences):
         position = torch.arange(len_q) + len_k - len_q
@@ -158,7 +158,7 @@ def test_the_padded_buffers_of_packed_sequences(case):
     from fused_rope_attn.attention.hopper.backward import BackwardCall
 
     inputs = make_inputs(case)
-    problem, tensors, _ = described_for_launch(inputs, case)
+    problem, tensors = described_for_launch(inputs, case)
     do, exact = inputs.do, run_reference(inputs, case, torch.float64)
     o, lse = exact.o.to(case.dtype), exact.lse.float()
     run = BackwardCall(problem, (do, o, lse, *tensors), configs.HopperBackwardConfig(pdl=False))
@@ -214,7 +214,7 @@ def test_the_buffers_of_whole_tensors(case):
     do = inputs.do
     exact, eager = run_reference(inputs, case, torch.float64), run_reference(inputs, case)
     o, lse = exact.o.to(case.dtype), exact.lse.float()
-    problem, tensors, _ = described_for_launch(inputs, case)
+    problem, tensors = described_for_launch(inputs, case)
     run = BackwardCall(problem, (do, o, lse, *tensors), configs.HopperBackwardConfig(pdl=False))
 
     def main(_, q_desc, k_desc, v_desc, do_desc, stats_desc, dq_accumulator, gradients, **others):

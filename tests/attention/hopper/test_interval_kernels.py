@@ -13,7 +13,8 @@ from fused_rope_attn.attention.hopper.intervals import (
     key_rows_kernel,
     visits_kernel,
 )
-from fused_rope_attn.kernels.intervals import NO_ROW
+from fused_rope_attn.kernels.intervals import NO_ROW, Intervals
+from fused_rope_attn.kernels.sequences import MaskArguments
 from tests.support.marks import interpreted
 
 pytestmark = interpreted
@@ -75,14 +76,16 @@ def test_rows_and_visits(seed, block_m, tiles_of_program, blocks_at_once, monkey
     rows_again, hidden_again = torch.full_like(key_rows, -9), torch.full((2, words * blocks), -9, dtype=torch.int32)
     visits = torch.full((2, tiles, 1 + blocks), -9, dtype=torch.int32)
     right = tl.constexpr(0) if window[1] == 0 else window[1]
+    of_keys = Intervals.host(starts, ends, None, (num_keys, num_keys))
+    masks = MaskArguments.host(
+        kv_starts, kv_lens, None, None, None, None, READS_LENGTHS=True, FROM_START=from_start, intervals=of_keys
+    )
     key_rows_kernel[(2 * -(-blocks // BLOCKS.value),)](
-        key_rows, bounds, starts, ends, kv_starts, kv_lens, (num_keys, num_keys), (window[0], right), num_rows,
-        num_keys, blocks, True, from_start, BLOCK_N,
-    )  # fmt: skip
+        key_rows, bounds, masks, num_rows, num_keys, blocks, window[0], right, BLOCK_N
+    )
     visits_kernel[(2 * -(-tiles // tiles_of_program),)](
-        visits, rows_again, hidden_again, starts, ends, kv_starts, kv_lens, (num_keys, num_keys), (window[0], right),
-        num_rows, num_keys, blocks, True, from_start, block_m, BLOCK_N, False,
-    )  # fmt: skip
+        visits, rows_again, hidden_again, masks, num_rows, num_keys, blocks, window[0], right, block_m, BLOCK_N, False
+    )
     assert torch.equal(rows_again, key_rows) and torch.equal(hidden_again, bounds[:, 4 * blocks :])
     expected, first_keys = visible_pairs(*case)
     for b, (sees, first_key) in enumerate(zip(expected, first_keys)):
