@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 if has_triton():  # elsewhere planning sends every call to the reference
-    from fused_rope_attn.generation import ops
+    from fused_rope_attn.generation import launch
 
 _OF_STEP = parameters_of(reference.attention_with_kvcache)
 
@@ -245,7 +245,7 @@ def _write(tensors: Written, layout: str, *, backend: str = "auto", **options: A
     problem = describe_write(tensors, **options, backend=backend)
     chosen, _ = planning.choose_step_backend(problem)
     if chosen != "reference":
-        ops.write_kvcache(problem, tensors)
+        launch.launch_write(problem, tensors)
     else:
         reference.write_kvcache(**tensors._asdict(), **options)
 
@@ -278,7 +278,7 @@ def _attend(problem: Problem, tensors: StepTensors, layout: str) -> tuple[torch.
         raise Planned(planning.plan_step(problem))
     chosen, _ = planning.choose_step_backend(problem)
     if chosen != "reference":
-        o, lse = ops.attention_with_kvcache(problem, tensors)
+        o, lse = launch.launch_step(problem, tensors)
         return from_heads_first(o, layout), lse
     o, lse = reference.attention_with_kvcache(**arguments_by_name(_OF_STEP, problem, tensors))
     return from_heads_first(o, layout, contiguous=True), lse

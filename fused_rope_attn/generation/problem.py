@@ -78,14 +78,13 @@ def _with_capacity(problem: Problem, cache: Cache, tensors: StepTensors) -> Prob
 
 
 _WRITTEN = ("k_cache", "v_cache")
-# ``StepOptions`` names the options of the operator, among tensors.
-_STEP = OperatorArguments(
+# The arguments of the operators. ``StepOptions`` names a step's options, among tensors.
+STEP = OperatorArguments(
     StepTensors,
     ("rotary_dim", *(name for name in DESCRIBED if name in StepOptions.__annotations__), "cache_is_rotated"),
     describe_step,
     _WRITTEN,
 )
-SCHEMA, flatten, rebuild = _STEP.schema, _STEP.flatten, _STEP.rebuild
 
 
 class Written(NamedTuple):
@@ -122,5 +121,4 @@ def describe_write(
     return problem if cu_seqlens is None else problem._replace(sequences=cu_seqlens.shape[0] - 1)
 
 
-_WRITE = OperatorArguments(Written, ("rotary_dim", "interleaved", "cache_is_rotated"), describe_write, _WRITTEN)
-WRITE_SCHEMA, flatten_write, rebuild_write = _WRITE.schema, _WRITE.flatten, _WRITE.rebuild
+WRITE = OperatorArguments(Written, ("rotary_dim", "interleaved", "cache_is_rotated"), describe_write, _WRITTEN)

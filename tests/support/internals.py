@@ -7,7 +7,7 @@ import torch
 from fused_rope_attn.attention import configs, eager, ops, planning
 from fused_rope_attn.attention.problem import Gradients, Options, Outputs, Tensors, describe, flatten, problem_of
 from fused_rope_attn.attention.validation import check_attention
-from fused_rope_attn.generation import ops as generation_ops
+from fused_rope_attn.generation import launch as generation_launch
 from fused_rope_attn.generation import planning as generation_planning
 from fused_rope_attn.generation import problem as generation_problem
 from fused_rope_attn.generation import validation as generation_validation
@@ -180,7 +180,7 @@ def forget_prepared_steps():
 
 def count_prepared_steps():
     """Return the number of kinds of generation steps with prepared launches."""
-    return sum(key[0] is generation_ops._prepare for key in calls._known)
+    return sum(key[0] is generation_launch.prepare_step for key in calls._known)
 
 
 def count_tables_that_turn_nothing(monkeypatch):
