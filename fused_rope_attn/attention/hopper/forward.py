@@ -186,14 +186,14 @@ class ForwardCall:
             v_desc=self.v(tensors.v),
             o_desc=self.o(o),
             source=source,
-            tile_source=forward_kernel.TileSource.host(
+            tile_source=forward_tiles.TileSource.host(
                 counter,
                 tensors.kv_starts,
                 tensors.kv_lens,
-                lists,
                 READS_LENGTHS=problem.reads_lengths and lists is None,
                 FROM_START=problem.batch_invariant and problem.has_kv_starts,
                 IS_ALIGNED=self.is_aligned,
+                lists=lists,
             ),
             scores=forward_kernel.Softmax.host(
                 scale.qk_scale,
