@@ -6,7 +6,6 @@ import pytest
 
 from fused_rope_attn.attention.hopper import backward as hopper_backward
 from fused_rope_attn.attention.hopper import forward as hopper_forward
-from fused_rope_attn.attention.hopper import latent_backward
 from fused_rope_attn.attention.portable import backward, forward
 from fused_rope_attn.runtime import device
 from fused_rope_attn.runtime.calls import Recording
@@ -18,7 +17,7 @@ CALLS = (
     backward.BackwardCall,
     hopper_forward.ForwardCall,
     hopper_backward.BackwardCall,
-    latent_backward.LatentBackwardCall,
+    hopper_backward.LatentBackwardCall,
 )
 JOBS = {job.label: job for job in find_jobs(["sm_90"]) if isinstance(job, Job)}
 
