@@ -177,7 +177,7 @@ _HALF_WIDTHS: dict[str, Callable[[Tensor], Tensor]] = {
     "pairs": lambda table: table[..., ::2],  # each angle twice in adjacent columns
     "whole": lambda table: table,
 }
-# The number of keys that a query sees, including its own, or None.
+# The number of keys that a query sees, including its own; None for all.
 _WINDOWS: dict[str, Callable[[AttentionModule], int | None]] = {
     "none": lambda module: None,
     # Layers of Qwen2-MoE that have no window lack the attribute.
@@ -185,7 +185,7 @@ _WINDOWS: dict[str, Callable[[AttentionModule], int | None]] = {
     "of sliding layer": lambda module: module.sliding_window if module.is_sliding else None,
     "of model": lambda module: getattr(module.config, "sliding_window", None),
 }
-# Whether a module rotates. tables: its (cos, sin), or None.
+# Rules for the layers that rotate. tables: the (cos, sin) that the module gets, or None.
 _ROTATES: dict[str, Callable[[AttentionModule, Any], bool]] = {
     "always": lambda module, tables: True,
     "where told": lambda module, tables: module.use_rope,
@@ -253,7 +253,7 @@ class Convention:
         return (*heads, getattr(module, self.gate)(x)) if self.gate else heads
 
     def norms_of(self, module: AttentionModule, after_rotation: bool = False) -> tuple[nn.Module, nn.Module] | None:
-        """Return the norms of q and of k before the rotation, or those after it; None if the module has none."""
+        """Return the norms of q and of k before the rotation, or those after it; None without."""
         names = self.after_rotation if after_rotation else self.norms
         if not names:
             return None
