@@ -10,8 +10,8 @@ import torch
 from fused_rope_attn.attention.planning import Plan
 from fused_rope_attn.attention.problem import Options, Problem, arguments_by_name
 from fused_rope_attn.generation import planning, reference
-from fused_rope_attn.generation.problem import StepTensors, Written, describe_write, step_of
-from fused_rope_attn.generation.validation import check_kvcache, check_write
+from fused_rope_attn.generation import problem as steps
+from fused_rope_attn.generation.problem import StepTensors, Written
 from fused_rope_attn.runtime import axes
 from fused_rope_attn.runtime.autocast import autocast
 from fused_rope_attn.runtime.axes import Layout, from_heads_first
@@ -239,10 +239,10 @@ def _write(tensors: Written, layout: str, *, backend: str = "auto", **options: A
     if in_context_parallel():
         refuse_context_parallel("write_kvcache")
     axes.check_layout(layout)
-    options["rotary_dim"] = check_write(tensors, layout=layout, **options)
+    options["rotary_dim"] = steps.check_write(tensors, layout=layout, **options)
     tensors = _heads_first(tensors, layout, "k_cache", "v_cache")
     tensors = _heads_first(tensors, layout if tensors.cu_seqlens is None else "thd", "k", "v")
-    problem = describe_write(tensors, **options, backend=backend)
+    problem = steps.describe_write(tensors, **options, backend=backend)
     chosen, _ = planning.choose_step_backend(problem)
     if chosen != "reference":
         launch.launch_write(problem, tensors)
@@ -259,9 +259,9 @@ def _describe(tensors: StepTensors, options: Any, cache_is_rotated: bool, layout
     rows = autocast(given)
     if rows is not given:
         tensors = tensors._replace(**dict(zip("qkv", rows)))
-    rotary_dim = check_kvcache(tensors, options, cache_is_rotated, layout)
+    rotary_dim = steps.check_kvcache(tensors, options, cache_is_rotated, layout)
     tensors = _heads_first(tensors, layout, "q", "k_cache", "v_cache", "k", "v")
-    return step_of(tensors, options, rotary_dim, cache_is_rotated), tensors
+    return steps.step_of(tensors, options, rotary_dim, cache_is_rotated), tensors
 
 
 def _heads_first(tensors: Any, layout: str, *names: str) -> Any:

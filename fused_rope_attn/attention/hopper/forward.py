@@ -10,7 +10,7 @@ import torch
 from fused_rope_attn.attention import arguments, prepass
 from fused_rope_attn.attention.configs import HopperForwardConfig
 from fused_rope_attn.attention.hopper import forward_kernel, forward_producers, forward_tiles, intervals
-from fused_rope_attn.attention.hopper.shapes import ROWS
+from fused_rope_attn.attention.hopper.channels import ROWS
 from fused_rope_attn.attention.prepass_kernel import TILE_WORDS
 from fused_rope_attn.attention.problem import Outputs, Problem, Saving, Tensors, split_outputs
 from fused_rope_attn.kernels import schedule, tiles
@@ -186,14 +186,14 @@ class ForwardCall:
             v_desc=self.v(tensors.v),
             o_desc=self.o(o),
             source=source,
-            tile_source=forward_kernel.TileSource.host(
+            tile_source=forward_tiles.TileSource.host(
                 counter,
                 tensors.kv_starts,
                 tensors.kv_lens,
-                lists,
                 READS_LENGTHS=problem.reads_lengths and lists is None,
                 FROM_START=problem.batch_invariant and problem.has_kv_starts,
                 IS_ALIGNED=self.is_aligned,
+                lists=lists,
             ),
             scores=forward_kernel.Softmax.host(
                 scale.qk_scale,

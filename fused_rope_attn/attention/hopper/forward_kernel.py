@@ -19,36 +19,14 @@ released its last ones. O is stored in two halves of its columns, through the sa
 import triton
 import triton.language as tl
 
-from fused_rope_attn.attention.hopper import (
-    channels,
-    columns,
-    forward_producers,
-    forward_tiles,
-    masks,
-    shapes,
-    softmax,
-)
-from fused_rope_attn.attention.hopper.shapes import ROWS
+from fused_rope_attn.attention.hopper import channels, columns, forward_producers, forward_tiles, masks, softmax
+from fused_rope_attn.attention.hopper.channels import ROWS
 from fused_rope_attn.kernels import ptxas, sequences, tiles
 from fused_rope_attn.kernels import softmax as row_softmax
 from fused_rope_attn.kernels.masks import Window
 from fused_rope_attn.kernels.records import record, replace, unpack
 from fused_rope_attn.runtime import triton_compat as compat
 from fused_rope_attn.runtime.triton_compat import gl, jit, mbarrier
-
-
-@record
-class TileSource:
-    """From what the tiles of a call and their masks follow, but for its numbers; None: the call has no such mask."""
-
-    counter_ptr: gl.tensor  # as in ``Schedule``, zeroed by the pre-pass
-    starts_ptr: gl.tensor | None  # kv_starts (B,) int32
-    lens_ptr: gl.tensor | None  # kv_lens (B,) int32
-    # With these there is no other mask, and starts and lens say only at which positions the sequence is.
-    lists: forward_tiles.VisitLists | None
-    READS_LENGTHS: gl.constexpr  # as in ``kernels.masks.Mask``
-    FROM_START: gl.constexpr  # as in ``kernels.sequences.MaskArguments``
-    IS_ALIGNED: gl.constexpr  # use ``is_aligned``, which holds
 
 
 @record
@@ -169,8 +147,8 @@ def forward_kernel(q_rot_desc, q_nope_desc, k_rot_desc, k_nope_desc, v_desc, o_d
     keys = channels.channel_of(k_smem, STAGES, k_rope)
     values = channels.channel_of(v_smem, STAGES)
     for i in gl.static_range(STAGES):
-        keys.init_slot(i, FILLS=1, RELEASES=CONSUMERS * shapes.WARPGROUP_THREADS)
-        values.init_slot(i, FILLS=1, RELEASES=CONSUMERS * shapes.WARPGROUP_THREADS)
+        keys.init_slot(i, FILLS=1, RELEASES=CONSUMERS * channels.WARPGROUP_THREADS)
+        values.init_slot(i, FILLS=1, RELEASES=CONSUMERS * channels.WARPGROUP_THREADS)
     arrival = None
     if HAS_BOUNDS or HAS_INTERVALS:
         arrival = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
@@ -185,10 +163,7 @@ def forward_kernel(q_rot_desc, q_nope_desc, k_rot_desc, k_nope_desc, v_desc, o_d
         HAS_OWN_STARTS: gl.constexpr = HAS_STARTS and not tile_source.FROM_START
         mask = masks.PositionMask(window, tile_source.READS_LENGTHS, HAS_OWN_STARTS, tile_source.IS_ALIGNED)
     schedule = forward_tiles.Schedule(
-        tile_source.counter_ptr,
-        tile_source.starts_ptr,
-        tile_source.lens_ptr,
-        tile_source.lists,
+        tile_source,
         window,
         num_tiles=num_tiles,
         num_heads=o_desc.shape[0] * o_desc.shape[1],
@@ -200,8 +175,6 @@ def forward_kernel(q_rot_desc, q_nope_desc, k_rot_desc, k_nope_desc, v_desc, o_d
         NK=None if IS_PACKED else NK,
         BLOCK_N=BLOCK_N,
         BLOCK_M=CONSUMERS * ROWS,
-        READS_LENGTHS=tile_source.READS_LENGTHS,
-        FROM_START=tile_source.FROM_START,
         QUERIES_IN_TILES=sizes.QUERIES_IN_TILES,
     )
     row_format = tiles.RowFormat(sizes.D, BLOCK_D, sizes.USE_INT64_OFFSETS)
@@ -226,10 +199,10 @@ def forward_kernel(q_rot_desc, q_nope_desc, k_rot_desc, k_nope_desc, v_desc, o_d
         + ([(attend, (replace(first, INDEX=2),))] if CONSUMERS == 3 else [])
         + ([(ROTATE, (announced, queries, source))] if ROTATES_QUERIES else [])
         + [(forward_producers.load, (loader, schedule, announced))],
-        [shapes.WARPGROUP_WARPS] * (TILE_READERS - 1) + [1],
+        [channels.WARPGROUP_WARPS] * (TILE_READERS - 1) + [1],
         [sizes.ATTEND_REGISTERS] * (CONSUMERS - 1)
         + ([sizes.ROTATE_REGISTERS] if ROTATES_QUERIES else [])
-        + [shapes.LOAD_REGISTERS],
+        + [channels.LOAD_REGISTERS],
     )
 
 

@@ -15,15 +15,21 @@ with K is delayed by one block, as that with V in the forward.
 
 import triton.language as tl
 
-from fused_rope_attn.attention.hopper import backward_block, backward_epilogue, channels, forward_tiles, shapes
+from fused_rope_attn.attention.hopper import (
+    backward_block,
+    backward_epilogue,
+    channels,
+    forward_producers,
+    forward_tiles,
+)
 from fused_rope_attn.attention.hopper import columns as column_parts
 from fused_rope_attn.attention.hopper import masks as hopper_masks
 from fused_rope_attn.attention.hopper.softmax import pack_weights, unpack_weights, weigh
 from fused_rope_attn.kernels import masks, ptxas, softmax
 from fused_rope_attn.kernels import rotation as rotations
+from fused_rope_attn.kernels import schedule as schedules
 from fused_rope_attn.kernels import tiles as views
 from fused_rope_attn.kernels.records import record, replace, unpack
-from fused_rope_attn.kernels.schedule import wait_for_previous_launch
 from fused_rope_attn.runtime.triton_compat import gl, jit, mbarrier, warpgroup_mma, warpgroup_mma_wait
 
 
@@ -70,9 +76,9 @@ def allocate_buffers(descriptors, Q_STAGES: gl.constexpr, DO_STAGES: gl.constexp
     v.init(FILLS=1, RELEASES=0)
     backward_block.init_query_channel(q)
     backward_block.init_query_channel(do)
-    P_TILE: gl.constexpr = [shapes.CONSUMERS, shapes.KEYS, shapes.BACKWARD_BLOCK_M]
+    P_TILE: gl.constexpr = [channels.CONSUMERS, channels.KEYS, channels.BACKWARD_BLOCK_M]
     P_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for(
-        [shapes.KEYS, shapes.BACKWARD_BLOCK_M], descriptors.q.dtype
+        [channels.KEYS, channels.BACKWARD_BLOCK_M], descriptors.q.dtype
     )
     p = gl.allocate_shared_memory(descriptors.q.dtype, P_TILE, P_LAYOUT)
     return LatentBuffers(k=k, v=v, q=q, do=do, lse=lse, delta=delta, p=p)
@@ -82,7 +88,7 @@ def allocate_buffers(descriptors, Q_STAGES: gl.constexpr, DO_STAGES: gl.constexp
 def own_rows(channel, WARPGROUP: gl.constexpr):
     """Return a warpgroup's ``ScoreRows`` of K or V, at an ``opaque`` address, see ``backward_block.whole_tile``."""
     return column_parts.rows_in(
-        channel, channels.Cursor(slot=ptxas.opaque(0), step=None, parity=None), WARPGROUP * shapes.KEYS, shapes.KEYS
+        channel, channels.Cursor(slot=ptxas.opaque(0), step=None, parity=None), WARPGROUP * channels.KEYS, channels.KEYS
     )
 
 
@@ -91,7 +97,10 @@ def issue_scores(buffers, cursor, nothing, WARPGROUP: gl.constexpr):
     """Begin the scores of the warpgroup's keys and a query block as soon as that has arrived."""
     buffers.q.wait_full(cursor)
     return column_parts.issue_row_scores(
-        own_rows(buffers.k, WARPGROUP), column_parts.rows_in(buffers.q, cursor, 0, shapes.BACKWARD_BLOCK_M), nothing, 0
+        own_rows(buffers.k, WARPGROUP),
+        column_parts.rows_in(buffers.q, cursor, 0, channels.BACKWARD_BLOCK_M),
+        nothing,
+        0,
     )
 
 
@@ -100,22 +109,22 @@ def fold_queries(WARPGROUP: gl.constexpr, dk, dk_rope, dv, buffers, total, keys,
     """Fold ``total`` > 0 query blocks into dk, dk_rope and dv, each (KEYS, columns) float32; return the three."""
     q_blocks, do_blocks = buffers.q, buffers.do
     DTYPE: gl.constexpr = q_blocks.buffer.dtype
-    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, shapes.BACKWARD_BLOCK_M, 16])
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, channels.BACKWARD_BLOCK_M, 16])
     P: gl.constexpr = gl.DotOperandLayout(0, dv.type.layout, 2)
     P_ROPE: gl.constexpr = gl.DotOperandLayout(0, dk_rope.type.layout, 2)
-    no_s = gl.zeros([shapes.KEYS, shapes.BACKWARD_BLOCK_M], gl.float32, S)
-    key_rows = gl.arange(0, shapes.KEYS, gl.SliceLayout(1, S))
-    columns = gl.arange(0, shapes.BACKWARD_BLOCK_M, gl.SliceLayout(0, S))
+    no_s = gl.zeros([channels.KEYS, channels.BACKWARD_BLOCK_M], gl.float32, S)
+    key_rows = gl.arange(0, channels.KEYS, gl.SliceLayout(1, S))
+    columns = gl.arange(0, channels.BACKWARD_BLOCK_M, gl.SliceLayout(0, S))
     q_cursor = q_blocks.start_at(gl.to_tensor(0))
     s_token = issue_scores(buffers, q_cursor, no_s, WARPGROUP)
-    if WARPGROUP == shapes.CONSUMERS - 1:
-        channels.hand_over_tensor_cores(WARPGROUP, shapes.CONSUMERS)
+    if WARPGROUP == channels.CONSUMERS - 1:
+        channels.hand_over_tensor_cores(WARPGROUP, channels.CONSUMERS)
     for step in range(total):
         do_cursor = do_blocks.at(step)
         s = warpgroup_mma_wait(0, deps=[s_token])
         lse = buffers.lse.index(q_cursor.slot).load(gl.SliceLayout(0, S))
-        start_m = (queries.first + step) * shapes.BACKWARD_BLOCK_M
-        diagonal = start_m + mask.num_keys - sizes.NQ - keys.start_n - WARPGROUP * shapes.KEYS
+        start_m = (queries.first + step) * channels.BACKWARD_BLOCK_M
+        diagonal = start_m + mask.num_keys - sizes.NQ - keys.start_n - WARPGROUP * channels.KEYS
         is_masked = hopper_masks.needs_mask(mask, diagonal, step, queries)
         p, _ = weigh(
             s, lse, is_masked, key_rows, columns, diagonal, mask, scale, DTYPE, CLAMP=queries.num_masked is not None
@@ -126,21 +135,21 @@ def fold_queries(WARPGROUP: gl.constexpr, dk, dk_rope, dv, buffers, total, keys,
         do_blocks.wait_full(do_cursor)
         channels.wait_for_tensor_cores(WARPGROUP)
         dp_token = backward_block.issue_product(own_rows(buffers.v, WARPGROUP).columns, do_blocks, do_cursor, no_s)
-        do = column_parts.rows_in(do_blocks, do_cursor, 0, shapes.BACKWARD_BLOCK_M).columns
+        do = column_parts.rows_in(do_blocks, do_cursor, 0, channels.BACKWARD_BLOCK_M).columns
         dv = warpgroup_mma(gl.convert_layout(p16, P), do, dv, is_async=True)
-        channels.hand_over_tensor_cores(WARPGROUP, shapes.CONSUMERS)
+        channels.hand_over_tensor_cores(WARPGROUP, channels.CONSUMERS)
         dv, dp = warpgroup_mma_wait(0, deps=[dv, dp_token])
         delta = buffers.delta.index(do_cursor.slot).load(gl.SliceLayout(0, S))
         # P as dV takes it: 16 registers less than in float32.
         ds = (p_tile.load(S).to(gl.float32) * (dp - delta[None, :])).to(DTYPE)
-        q = column_parts.rows_in(q_blocks, q_cursor, 0, shapes.BACKWARD_BLOCK_M)
+        q = column_parts.rows_in(q_blocks, q_cursor, 0, channels.BACKWARD_BLOCK_M)
         channels.wait_for_tensor_cores(WARPGROUP)
         dk = warpgroup_mma(gl.convert_layout(ds, P), q.columns, dk, is_async=True)
         dk_rope = warpgroup_mma(gl.convert_layout(ds, P_ROPE), q.rope, dk_rope, is_async=True)
         do_blocks.release_by_threads(do_cursor)
         next_q = q_blocks.after(q_cursor)
         s_token = issue_scores(buffers, next_q, no_s, WARPGROUP)
-        channels.hand_over_tensor_cores(WARPGROUP, shapes.CONSUMERS)
+        channels.hand_over_tensor_cores(WARPGROUP, channels.CONSUMERS)
         # Only scores are in flight at the end of an iteration, see ``backward_accumulate.fold_by_keys``.
         dk, dk_rope = warpgroup_mma_wait(2, deps=[dk, dk_rope])
         q_blocks.release_by_threads(q_cursor)
@@ -186,34 +195,20 @@ def accumulate_latent(warpgroup, buffers, gradients, keys, queries, sizes, mask,
     mask.first_key None: all keys exist, or a window hides those that do not.
     """
     WARPGROUP: gl.constexpr = warpgroup.INDEX
-    dv = column_parts.part_zeros(shapes.KEYS, buffers.v.buffer.shape[4])
-    dk = column_parts.part_zeros(shapes.KEYS, buffers.k.buffer.shape[4])
-    dk_rope = column_parts.part_zeros(shapes.KEYS, buffers.k.rope.shape[4])
+    dv = column_parts.part_zeros(channels.KEYS, buffers.v.buffer.shape[4])
+    dk = column_parts.part_zeros(channels.KEYS, buffers.k.buffer.shape[4])
+    dk_rope = column_parts.part_zeros(channels.KEYS, buffers.k.rope.shape[4])
     buffers.k.wait_full(buffers.k.at(0))
     buffers.v.wait_full(buffers.v.at(0))
     if queries.count > 0:
         dk, dk_rope, dv = fold_queries(
             WARPGROUP, dk, dk_rope, dv, buffers, queries.count, keys, queries, sizes, mask, scale
         )
-    own = backward_block.KeyBlock(batch=keys.batch, head=keys.head, start_n=keys.start_n + WARPGROUP * shapes.KEYS)
+    own = backward_block.KeyBlock(batch=keys.batch, head=keys.head, start_n=keys.start_n + WARPGROUP * channels.KEYS)
     store_latent_gradients(dk, dk_rope, dv, buffers, own, sizes.NK, mask, scale, gradients, WARPGROUP)
 
 
 _NUMBERS = "num_tiles NQ NK pitch stats_size tiles_per_head heads_per_section window_left window_right".split()
-
-
-@record
-class QueryGradientLoads:
-    """The tensors that the loading warp reads, as ``latent_dq_kernel`` takes them, and its mbarrier."""
-
-    q: gl.tensor
-    q_rope: gl.tensor
-    k: gl.tensor
-    k_rope: gl.tensor
-    v: gl.tensor
-    do: gl.tensor
-    arrival: gl.tensor | None  # of ``load_existing_rows``; None: keys end where the tensor does
-    PDL: gl.constexpr
 
 
 @record
@@ -243,76 +238,18 @@ class QueryGradientSizes:
     BLOCK_N: tl.constexpr
     K_STAGES: tl.constexpr
     V_STAGES: tl.constexpr
-    READS_LENGTHS: tl.constexpr
     PDL: tl.constexpr
 
 
 @jit
-def load_block(loads, desc, rope_desc, head_rope, work, row, channel, step, arrivals):
-    """Load the block of K or V from ``row`` on as soon as its slot is empty, with zeros for keys that do not exist.
+def load_for_dq(loader, schedule, tiles, sizes):
+    """Load as the forward does, and dO; one warp's work.
 
-    rope_desc, head_rope: of the rotated columns, or None. Returns ``arrivals``, see ``load_existing_rows``.
+    The launch before, of dk and dv, lets this one start when the pre-process has finished. So this one fills
+    multiprocessors that have no more key blocks, and ends after that one.
     """
-    cursor = channel.at(step)
-    channel.wait_empty(cursor)
-    tile, full = channel.tile(cursor), channel.full_barrier(cursor)
-    rope = channels.rope_part(rope_desc, head_rope, channel, cursor)
-    batch, head = work.tile.batch, work.head_kv
-    if loads.arrival is None:
-        channels.load_rows(desc, batch, head, row, tile, full, None, rope)
-    else:
-        first, last = work.tile.first_key, work.tile.num_keys
-        if work.first_k is not None:
-            first += work.first_k
-            last += work.first_k
-        arrivals = channels.load_existing_rows(
-            desc, batch, head, row, tile, full, first, last, loads.arrival, arrivals, None, rope
-        )
-    return arrivals
-
-
-@jit
-def load_tile_queries(loads, tile, tile_step, queries, dos):
-    """Load a tile's rows of Q and dO, for each warpgroup as soon as it has released its last ones."""
-    for warpgroup in gl.static_range(shapes.CONSUMERS):
-        row = tile.start_m + warpgroup * shapes.ROWS
-        own, own_do = queries.of_warpgroup(warpgroup), dos.of_warpgroup(warpgroup)
-        cursor = own.at(tile_step)
-        own.wait_empty(cursor)
-        rope = channels.rope_part(loads.q_rope, tile.head, own, cursor)
-        channels.load_rows(loads.q, tile.batch, tile.head, row, own.tile(cursor), own.full_barrier(cursor), None, rope)
-        own_do.wait_empty(cursor)
-        channels.load_rows(loads.do, tile.batch, tile.head, row, own_do.tile(cursor), own_do.full_barrier(cursor))
-
-
-@jit
-def load_for_dq(loads, schedule, tiles, queries, dos, keys, values):
-    """Announce tiles, and load their queries and the key and value blocks that they visit; one warp's work.
-
-    The order is that of ``forward_producers.load``. The launch before, of dk and dv, lets this one start when the
-    pre-process has finished. So this one fills multiprocessors that have no more key blocks, and ends after that one.
-    """
-    work = forward_tiles.first_work(schedule)
-    forward_tiles.announce_tile(tiles, 0, work.tile)
-    tile_step = 0
-    key_step = 0
-    arrivals = 0
-    while work.tile.num_blocks > 0:
-        tile = work.tile
-        row = work.key_row(0, schedule.BLOCK_N)
-        arrivals = load_block(loads, loads.k, loads.k_rope, 0, work, row, keys, key_step, arrivals)
-        load_tile_queries(loads, tile, tile_step, queries, dos)
-        tile_step += 1
-        following = forward_tiles.next_work(schedule, work)
-        forward_tiles.announce_tile(tiles, tile_step, following.tile)
-        for visit in range(tile.num_blocks):
-            row = work.key_row(visit, schedule.BLOCK_N)
-            if visit > 0:
-                arrivals = load_block(loads, loads.k, loads.k_rope, 0, work, row, keys, key_step, arrivals)
-            arrivals = load_block(loads, loads.v, None, None, work, row, values, key_step, arrivals)
-            key_step += 1
-        work = following
-    wait_for_previous_launch(loads.PDL)
+    forward_producers.load(loader, schedule, tiles)
+    schedules.wait_for_previous_launch(sizes.PDL)
 
 
 @jit
@@ -351,10 +288,10 @@ def store_dq(dq, dq_rope, out, tile, start_m, position):
     origin = views.Origin(batch=tile.batch.to(gl.int64), head=tile.head.to(gl.int64), row=start_m)
     num_rows = tile.query_end - start_m
     rows = views.head_rows(out.dq_nope, origin, num_rows, out.format)
-    views.store_tile(rows, dq * out.softmax_scale, gl.arange(0, shapes.ROWS, gl.SliceLayout(1, OWN)), OWN)
+    views.store_tile(rows, dq * out.softmax_scale, gl.arange(0, channels.ROWS, gl.SliceLayout(1, OWN)), OWN)
     first, second = rotations.unpack_pairs(dq_rope * out.softmax_scale)
     PAIRS: gl.constexpr = first.type.layout
-    offs = gl.arange(0, shapes.ROWS, gl.SliceLayout(1, PAIRS))
+    offs = gl.arange(0, channels.ROWS, gl.SliceLayout(1, PAIRS))
     rotation = rotations.head_rotation(out.tables, tile.batch.to(gl.int64), tile.num_keys)
     # Otherwise the addresses of the angles of all pairs are kept for the next tile, on the stack.
     pairs = gl.arange(0, out.rope_format.BLOCK_D // 2, gl.SliceLayout(0, PAIRS)) + ptxas.opaque(0)
@@ -373,32 +310,32 @@ def accumulate_dq(WARPGROUP: gl.constexpr, tiles, queries, dos, keys, values, ou
     BLOCK_N: gl.constexpr = keys.buffer.shape[3]
     DTYPE: gl.constexpr = keys.buffer.dtype
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
-    rows = gl.arange(0, shapes.ROWS, gl.SliceLayout(1, S))
+    rows = gl.arange(0, channels.ROWS, gl.SliceLayout(1, S))
     columns = gl.arange(0, BLOCK_N, gl.SliceLayout(0, S))
-    no_s = gl.zeros([shapes.ROWS, BLOCK_N], gl.float32, S)
+    no_s = gl.zeros([channels.ROWS, BLOCK_N], gl.float32, S)
     queries, dos = queries.of_warpgroup(WARPGROUP), dos.of_warpgroup(WARPGROUP)
     tile_step = 0
     key_step = 0
     tile = forward_tiles.next_tile(tiles, tile_step)
     while tile.num_blocks > 0:
-        start_m = tile.start_m + WARPGROUP * shapes.ROWS
+        start_m = tile.start_m + WARPGROUP * channels.ROWS
         position = forward_tiles.query_position(tile, start_m)
-        stats = out.stats_ptr + tile.bh.to(gl.int64) * out.pitch + tile.rotated_row + WARPGROUP * shapes.ROWS
+        stats = out.stats_ptr + tile.bh.to(gl.int64) * out.pitch + tile.rotated_row + WARPGROUP * channels.ROWS
         exists = rows < tile.query_end - start_m
         lse = gl.load(stats + rows, mask=exists, other=float("inf"))
         delta = gl.load(stats + out.size + rows, mask=exists, other=0.0)
         at_tile = queries.at(tile_step)
         queries.wait_full(at_tile)
         dos.wait_full(at_tile)
-        q = column_parts.rows_in(queries, at_tile, 0, shapes.ROWS)
-        do = column_parts.rows_in(dos, at_tile, 0, shapes.ROWS).columns
-        dq = column_parts.part_zeros(shapes.ROWS, keys.buffer.shape[4])
-        dq_rope = column_parts.part_zeros(shapes.ROWS, keys.rope.shape[4])
+        q = column_parts.rows_in(queries, at_tile, 0, channels.ROWS)
+        do = column_parts.rows_in(dos, at_tile, 0, channels.ROWS).columns
+        dq = column_parts.part_zeros(channels.ROWS, keys.buffer.shape[4])
+        dq_rope = column_parts.part_zeros(channels.ROWS, keys.rope.shape[4])
         first = gl.to_tensor(0)
         if WARPGROUP == 0 and mask.window.right is not None:
             # The last keys of a tile may be hidden from its first half.
             last_block = forward_tiles.last_block(tile)
-            hidden = last_block * BLOCK_N > position + shapes.ROWS - 1 + mask.window.right
+            hidden = last_block * BLOCK_N > position + channels.ROWS - 1 + mask.window.right
             if hidden & (tile.num_blocks > 1):
                 keys.wait_full(keys.at(key_step))
                 keys.release_by_threads(keys.at(key_step))
@@ -439,56 +376,53 @@ def accumulate_dq(WARPGROUP: gl.constexpr, tiles, queries, dos, keys, values, ou
 
 
 @jit(do_not_specialize=_NUMBERS)
-def latent_dq_kernel(q_desc, q_rope_desc, k_desc, k_rope_desc, v_desc, do_desc, counter_ptr, starts_ptr, lens_ptr,
-                     gradients, num_tiles, NQ, NK, pitch, stats_size, tiles_per_head, heads_per_section, window_left,
-                     window_right, sizes):  # fmt: skip
+def latent_dq_kernel(q_desc, q_rope_desc, k_desc, k_rope_desc, v_desc, do_desc, tile_source, gradients, num_tiles, NQ,
+                     NK, pitch, stats_size, tiles_per_head, heads_per_section, window_left, window_right,
+                     sizes):  # fmt: skip
     """Write dq (B, HQ, NQ, R) and dq_nope (B, HQ, NQ, D). Grid: one block per multiprocessor, or one per tile if fewer.
 
     q_desc, do_desc (B, HQ, NQ, D) and q_rope_desc (B, HQ, NQ, R) in blocks of ROWS rows; k_desc, v_desc (B, HQ, NK, D)
     and k_rope_desc (B, 1, NK, R) in blocks of BLOCK_N; rotated columns in pair order. gradients: ``QueryGradients``;
-    sizes: ``QueryGradientSizes``. counter_ptr, num_tiles, tiles_per_head, heads_per_section, and the masks: as for
+    sizes: ``QueryGradientSizes``. tile_source, num_tiles, tiles_per_head, heads_per_section, and the window: as for
     ``forward_kernel``.
     """
-    gradients, sizes = unpack((gradients, sizes))
+    tile_source, gradients, sizes = unpack((tile_source, gradients, sizes))
     IS_PACKED: gl.constexpr = tiles_per_head is not None
     K_STAGES: gl.constexpr = sizes.K_STAGES
     V_STAGES: gl.constexpr = sizes.V_STAGES
-    HAS_STARTS: gl.constexpr = starts_ptr is not None
-    HAS_BOUNDS: gl.constexpr = IS_PACKED or HAS_STARTS or lens_ptr is not None or window_left is not None
+    HAS_STARTS: gl.constexpr = tile_source.starts_ptr is not None
+    HAS_BOUNDS: gl.constexpr = IS_PACKED or HAS_STARTS or tile_source.lens_ptr is not None or window_left is not None
     HQ = do_desc.shape[1]
     # Numbers that a tile's announcement contains are None here, because Triton 3.6 fails on unused arguments of warps.
     tiles = forward_tiles.announcements(
-        HAS_BOUNDS, IS_PACKED, shapes.CONSUMERS, NQ=None if IS_PACKED else NQ, NK=None if HAS_BOUNDS else NK
+        HAS_BOUNDS, IS_PACKED, channels.CONSUMERS, NQ=None if IS_PACKED else NQ, NK=None if HAS_BOUNDS else NK
     )
     # Each warpgroup has a channel of one stage for its rows of Q, and one for those of dO.
-    full, empty = channels.allocate_barriers(shapes.CONSUMERS), channels.allocate_barriers(shapes.CONSUMERS)
+    full, empty = channels.allocate_barriers(channels.CONSUMERS), channels.allocate_barriers(channels.CONSUMERS)
     queries = channels.Channel(
-        channels.tiles_of(q_desc, shapes.CONSUMERS),
+        channels.tiles_of(q_desc, channels.CONSUMERS),
         full,
         empty,
         STAGES=1,
-        rope=channels.tiles_of(q_rope_desc, shapes.CONSUMERS),
+        rope=channels.tiles_of(q_rope_desc, channels.CONSUMERS),
     )
-    full, empty = channels.allocate_barriers(shapes.CONSUMERS), channels.allocate_barriers(shapes.CONSUMERS)
-    dos = channels.Channel(channels.tiles_of(do_desc, shapes.CONSUMERS), full, empty, STAGES=1)
+    full, empty = channels.allocate_barriers(channels.CONSUMERS), channels.allocate_barriers(channels.CONSUMERS)
+    dos = channels.Channel(channels.tiles_of(do_desc, channels.CONSUMERS), full, empty, STAGES=1)
     queries.init(FILLS=1, RELEASES=1)
     dos.init(FILLS=1, RELEASES=1)
     keys = channels.channel_of(channels.tiles_of(k_desc, K_STAGES), K_STAGES, channels.tiles_of(k_rope_desc, K_STAGES))
     values = channels.channel_of(channels.tiles_of(v_desc, V_STAGES), V_STAGES)
-    keys.init(FILLS=1, RELEASES=shapes.CONSUMERS * shapes.WARPGROUP_THREADS)
-    values.init(FILLS=1, RELEASES=shapes.CONSUMERS * shapes.WARPGROUP_THREADS)
+    keys.init(FILLS=1, RELEASES=channels.CONSUMERS * channels.WARPGROUP_THREADS)
+    values.init(FILLS=1, RELEASES=channels.CONSUMERS * channels.WARPGROUP_THREADS)
     arrival = None
     if HAS_BOUNDS:
         arrival = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
         mbarrier.init(arrival, count=1)
 
     window = masks.Window(window_left, window_right, HIDES_PAIRS=window_left is not None or window_right is not None)
-    mask = hopper_masks.PositionMask(window, sizes.READS_LENGTHS, HAS_STARTS, IS_ALIGNED=False)
+    mask = hopper_masks.PositionMask(window, tile_source.READS_LENGTHS, HAS_STARTS, IS_ALIGNED=False)
     schedule = forward_tiles.Schedule(
-        counter_ptr,
-        starts_ptr,
-        lens_ptr,
-        None,
+        tile_source,
         window,
         num_tiles,
         do_desc.shape[0] * do_desc.shape[1],
@@ -499,19 +433,19 @@ def latent_dq_kernel(q_desc, q_rope_desc, k_desc, k_rope_desc, v_desc, do_desc, 
         NQ=None if IS_PACKED else NQ,
         NK=None if IS_PACKED else NK,
         BLOCK_N=sizes.BLOCK_N,
-        BLOCK_M=shapes.CONSUMERS * shapes.ROWS,
-        READS_LENGTHS=sizes.READS_LENGTHS,
-        FROM_START=False,
+        BLOCK_M=channels.CONSUMERS * channels.ROWS,
         QUERIES_IN_TILES=IS_PACKED,
     )
-    loads = QueryGradientLoads(q_desc, q_rope_desc, k_desc, k_rope_desc, v_desc, do_desc, arrival, sizes.PDL)
+    loader = forward_producers.Loader(
+        q_desc, k_desc, v_desc, q_rope_desc, k_rope_desc, queries, keys, values, arrival, None, False, do_desc, dos
+    )
     out = replace(gradients, pitch=pitch, size=stats_size)
     gl.warp_specialize(
         [
             (accumulate_dq, (0, tiles, queries, dos, keys, values, out, mask)),
             (accumulate_dq, (1, tiles, queries, dos, keys, values, out, mask)),
-            (load_for_dq, (loads, schedule, tiles, queries, dos, keys, values)),
+            (load_for_dq, (loader, schedule, tiles, sizes)),
         ],
-        [shapes.WARPGROUP_WARPS, 1],
-        [shapes.MULTIPLY_REGISTERS, shapes.LOAD_REGISTERS],
+        [channels.WARPGROUP_WARPS, 1],
+        [channels.MULTIPLY_REGISTERS, channels.LOAD_REGISTERS],
     )
