@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from fused_rope_attn.generation.api import plan_with_kvcache, rope_attention_with_kvcache, write_kvcache
     from fused_rope_attn.rotation.api import apply_rope, apply_rope_qk
     from fused_rope_attn.rotation.tables import RotaryEmbedding, permute_rope_layout, rope_tables, rope_tables_2d
-    from fused_rope_attn.runtime.axes import Layout, RotationLayout
+    from fused_rope_attn.runtime.layouts import Layout, RotationLayout
     from fused_rope_attn.runtime.options import Backend, Strategy
 
 __version__ = "0.1.0"
@@ -62,10 +62,10 @@ __all__ = [
 
 _MODULES = {
     "Backend": "runtime.options",
-    "Layout": "runtime.axes",
+    "Layout": "runtime.layouts",
     "Plan": "attention.planning",
     "RotaryEmbedding": "rotation.tables",
-    "RotationLayout": "runtime.axes",
+    "RotationLayout": "runtime.layouts",
     "Strategy": "runtime.options",
     "apply_rope": "rotation.api",
     "apply_rope_qk": "rotation.api",

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 
 from fused_rope_attn.attention import planning, reference
 from fused_rope_attn.attention.problem import Options, Problem, Tensors, arguments_by_name, problem_of
-from fused_rope_attn.attention.validation import check_attention, check_position_ids, check_token_tables
-from fused_rope_attn.runtime import axes
-from fused_rope_attn.runtime.autocast import autocast
-from fused_rope_attn.runtime.axes import Layout, from_heads_first
-from fused_rope_attn.runtime.context_parallel import in_context_parallel, refuse_context_parallel
+from fused_rope_attn.attention.validation import check_attention, check_position_ids
+from fused_rope_attn.runtime import entry
 from fused_rope_attn.runtime.device import has_triton
 from fused_rope_attn.runtime.differentiation import differentiable
-from fused_rope_attn.runtime.dry_run import Planned, is_dry_run, plan_of_call
-from fused_rope_attn.runtime.keywords import explain_keywords, parameters_of
+from fused_rope_attn.runtime.layouts import Layout, check_layout, from_heads_first, heads_first
 from fused_rope_attn.runtime.options import AttentionOptions, Backend, Strategy, VarlenOptions
 
 if TYPE_CHECKING:
@@ -28,7 +23,7 @@ if has_triton():
 else:  # planning sends every call to the reference
     eager = None  # type: ignore[assignment]
 
-_OF_ATTENTION = parameters_of(reference.attention)
+_OF_ATTENTION = entry.parameters_of(reference.attention)
 _ROWS = ("q", "k", "v", "q_nope", "k_nope")
 _DIFFERENTIABLE = ("q", "k", "v", "sinks", "q_norm", "k_norm", "q_nope", "k_nope")
 
@@ -68,7 +63,7 @@ def rope_attention(
 ) -> torch.Tensor | tuple[torch.Tensor, ...]: ...  # fmt: skip
 
 
-@explain_keywords
+@entry.explain_keywords
 def rope_attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -173,14 +168,13 @@ def rope_attention(
     kernels = (batch_invariant, deterministic, strategy)
     options = (*common, *scores, *kernels, causal, return_lse, return_max_logit)
     known = None if eager is None else eager.find(tensors, layout, options)
-    if known is not None and not is_dry_run():
+    if known is not None and not entry.is_dry_run():
         if layout == "bshd":
             tensors = tensors._replace(q=q.transpose(1, 2), k=k.transpose(1, 2), v=v.transpose(1, 2))
         o, lse, max_logit = known(tensors)
         return _asked_for(from_heads_first(o, layout), lse, max_logit, return_lse, return_max_logit)
-    axes.check_layout(layout)
-    problem, described = describe_call(check_attention, tensors, Options(*options), layout)
-    o, lse, max_logit = attend(problem, described, layout, return_lse)
+    problem, described = describe_call(tensors, Options(*options), layout, "rope_attention")
+    o, lse, max_logit = attend(problem, described, layout, return_lse, "rope_attention")
     if not torch.compiler.is_compiling() and (chosen := planning.choose_backend(problem)[0]) != "reference":
         eager.remember(tensors, layout, options, problem._replace(backend=chosen), described)
     return _asked_for(o, lse, max_logit, return_lse, return_max_logit)
@@ -226,7 +220,7 @@ def rope_attention_varlen(
 ) -> torch.Tensor | tuple[torch.Tensor, ...]: ...  # fmt: skip
 
 
-@explain_keywords
+@entry.explain_keywords
 def rope_attention_varlen(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -288,9 +282,7 @@ def rope_attention_varlen(
     kernels = (batch_invariant, deterministic, strategy)
     options = Options(*common, *scores, *kernels, causal, return_lse, return_max_logit)
     longest = (max_seqlen_q, max_seqlen_k)
-    problem, tensors = describe_call(check_attention, tensors, options, "thd", longest, token_tables)
-    o, lse, max_logit = attend(problem, tensors, "thd", return_lse)
-    return _asked_for(o, lse.squeeze(0), max_logit, return_lse, return_max_logit)
+    return run(tensors, options, "thd", "rope_attention_varlen", longest, token_tables=token_tables)
 
 
 def cu_seqlens_from_position_ids(
@@ -347,63 +339,62 @@ def plan(*arguments: Any, **options: Any) -> planning.Plan:
     Launch and write nothing. Raise the errors that the function would raise.
     """
     if arguments and callable(arguments[0]):
-        return plan_of_call(*arguments, **options)
-    return plan_of_call(rope_attention, *arguments, **options)
+        return entry.plan_of_call(*arguments, **options)
+    return entry.plan_of_call(rope_attention, *arguments, **options)
 
 
 def plan_varlen(*arguments: Any, **options: Any) -> planning.Plan:
     """Return ``plan(rope_attention_varlen, ...)``."""
-    return plan_of_call(rope_attention_varlen, *arguments, **options)
+    return entry.plan_of_call(rope_attention_varlen, *arguments, **options)
 
 
 def describe_call(
-    check: Callable[..., int],
-    tensors: Tensors,
-    options: Any,
-    layout: str,
-    longest: tuple[int, int] | None = None,
-    token_tables: bool = False,
-    function: str = "rope_attention",
+    tensors: Tensors, options: Any, layout: str, function: str, longest: tuple[int, int] | None = None, **kind: bool
 ) -> tuple[Problem, Tensors]:
     """Check the records of a call and return the ``Problem``, and the tensors as (B, H, N, D) whatever the layout.
 
-    check: ``check_attention`` or ``check_latent``. longest: max_seqlen_q and max_seqlen_k of packed sequences.
-    function: the public function that messages name, without its "_varlen".
+    function: the public function that messages name. longest: max_seqlen_q and max_seqlen_k of packed sequences. kind:
+    latent or token_tables, as ``check_attention`` takes them.
     """
-    if in_context_parallel():
-        refuse_context_parallel(function if longest is None else f"{function}_varlen")
-    given = tensors.q, tensors.k, tensors.v, tensors.q_nope, tensors.k_nope
-    rows = autocast(given)
-    if rows is not given:
-        tensors = tensors._replace(**dict(zip(_ROWS, rows)))
-    rotary_dim = check(tensors, options, layout, longest)
-    if longest is not None:
-        check_token_tables(token_tables, tensors)
-    if layout != "bhsd":
-        views = [None if x is None else axes.heads_first(x, layout) for x in rows]
-        tensors = tensors._replace(**dict(zip(_ROWS, views)))
-    max_seqlen = 0 if longest is None else max(longest)
+    entry.refuse_context_parallel(function)
+    if longest is None:
+        check_layout(layout)
+    tensors = entry.autocast(tensors, _ROWS)
+    rotary_dim = check_attention(tensors, options, layout, longest, **kind)
+    tensors = heads_first(tensors, layout, _ROWS)
+    max_seqlen, token_tables = 0 if longest is None else max(longest), kind.get("token_tables", False)
     return problem_of(tensors, options, rotary_dim, max_seqlen, token_tables=token_tables), tensors
 
 
 def attend(
-    problem: Problem, tensors: Tensors, layout: str, return_lse: bool, function: str = "rope_attention"
+    problem: Problem, tensors: Tensors, layout: str, return_lse: bool, function: str
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Run a described call by the backend that planning chooses; return (o in the layout, lse, max_logit).
 
     function: the public function that messages about unsupported derivatives name.
     """
-    if is_dry_run():
-        raise Planned(planning.plan_call(problem))
+    if entry.is_dry_run():
+        raise entry.Planned(planning.plan_call(problem))
     chosen, _ = planning.choose_backend(problem)
     if chosen != "reference":
         chosen_problem = problem if chosen == problem.backend else problem._replace(backend=chosen)
         o, lse, max_logit = eager.attention(chosen_problem, tensors, return_lse)
-        return from_heads_first(o, layout), lse, max_logit
-    views = differentiable(function, [getattr(tensors, name) for name in _DIFFERENTIABLE])
-    tensors = tensors._replace(**dict(zip(_DIFFERENTIABLE, views)))
-    o, lse, *more = reference.attention(**arguments_by_name(_OF_ATTENTION, problem, tensors))
-    return from_heads_first(o, layout, contiguous=True), lse, more[0] if more else None
+    else:
+        views = differentiable(function, [getattr(tensors, name) for name in _DIFFERENTIABLE])
+        tensors = tensors._replace(**dict(zip(_DIFFERENTIABLE, views)))
+        o, lse, *more = reference.attention(**arguments_by_name(_OF_ATTENTION, problem, tensors))
+        max_logit = more[0] if more else None
+    o = from_heads_first(o, layout, contiguous=chosen == "reference")
+    return o, lse.squeeze(0) if layout == "thd" else lse, max_logit
+
+
+def run(
+    tensors: Tensors, options: Any, layout: str, function: str, longest: tuple[int, int] | None = None, **kind: bool
+) -> Any:
+    """Describe a call as ``describe_call`` does, attend, and return the results that the caller asked for."""
+    problem, tensors = describe_call(tensors, options, layout, function, longest, **kind)
+    o, lse, max_logit = attend(problem, tensors, layout, options.return_lse, function)
+    return _asked_for(o, lse, max_logit, options.return_lse, options.return_max_logit)
 
 
 def _asked_for(o: Any, lse: Any, max_logit: Any, return_lse: bool, return_max_logit: bool) -> Any:

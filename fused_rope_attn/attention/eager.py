@@ -14,7 +14,7 @@ from fused_rope_attn.attention import ops
 from fused_rope_attn.attention.problem import Options, Problem, Tensors, flatten
 from fused_rope_attn.kernels.arguments import dot_precision
 from fused_rope_attn.runtime.calls import signature
-from fused_rope_attn.runtime.context_parallel import in_context_parallel
+from fused_rope_attn.runtime.entry import in_context_parallel
 from fused_rope_attn.runtime.registration import is_plain
 
 _MAX_KNOWN = 4096

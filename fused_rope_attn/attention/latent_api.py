@@ -9,14 +9,11 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 
-from fused_rope_attn.attention import planning
-from fused_rope_attn.attention.api import attend, describe_call
+from fused_rope_attn.attention.api import run
+from fused_rope_attn.attention.planning import Plan
 from fused_rope_attn.attention.problem import Options, Tensors
-from fused_rope_attn.attention.validation import check_latent
-from fused_rope_attn.runtime import axes
-from fused_rope_attn.runtime.axes import Layout
-from fused_rope_attn.runtime.dry_run import plan_of_call
-from fused_rope_attn.runtime.keywords import explain_keywords
+from fused_rope_attn.runtime import entry
+from fused_rope_attn.runtime.layouts import Layout
 from fused_rope_attn.runtime.options import Backend, LatentOptions, PackedLatentOptions
 
 if TYPE_CHECKING:
@@ -47,7 +44,7 @@ def rope_attention_mla(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
 
 
-@explain_keywords
+@entry.explain_keywords
 def rope_attention_mla(
     q_nope: torch.Tensor,
     q_rope: torch.Tensor,
@@ -97,15 +94,12 @@ def rope_attention_mla(
     Raises:
         TypeError, ValueError, NotImplementedError, RuntimeError: as ``rope_attention`` raises them.
     """
-    axes.check_layout(layout)
-    rows = {"q": q_rope, "k": k_rope, "v": v, "q_nope": q_nope, "k_nope": k_nope}
-    tensors = Tensors(**rows, cos=cos, sin=sin, kv_starts=kv_starts, kv_lens=kv_lens)
+    nope = {"q_nope": q_nope, "k_nope": k_nope}
+    tensors = Tensors(q_rope, k_rope, v, cos, sin, kv_starts=kv_starts, kv_lens=kv_lens, **nope)
     options = Options(
         softmax_scale, interleaved, window, backend, deterministic=deterministic, causal=causal, return_lse=return_lse
     )
-    problem, tensors = describe_call(check_latent, tensors, options, layout, function="rope_attention_mla")
-    o, lse, _ = attend(problem, tensors, layout, return_lse, "rope_attention_mla")
-    return (o, lse) if return_lse else o
+    return run(tensors, options, layout, "rope_attention_mla", latent=True)
 
 
 @overload
@@ -135,7 +129,7 @@ def rope_attention_mla_varlen(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
 
 
-@explain_keywords
+@entry.explain_keywords
 def rope_attention_mla_varlen(
     q_nope: torch.Tensor,
     q_rope: torch.Tensor,
@@ -170,22 +164,19 @@ def rope_attention_mla_varlen(
     Returns:
         o ``(T_q, H, DV)`` in the inputs' dtype, and with ``return_lse`` also lse ``(H, T_q)`` float32, natural log.
     """
-    rows = {"q": q_rope, "k": k_rope, "v": v, "q_nope": q_nope, "k_nope": k_nope}
-    tensors = Tensors(**rows, cos=cos, sin=sin, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
+    nope = {"q_nope": q_nope, "k_nope": k_nope}
+    tensors = Tensors(q_rope, k_rope, v, cos, sin, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, **nope)
     options = Options(
         softmax_scale, interleaved, window, backend, deterministic=deterministic, causal=causal, return_lse=return_lse
     )
-    longest = (max_seqlen_q, max_seqlen_k)
-    problem, tensors = describe_call(check_latent, tensors, options, "thd", longest, function="rope_attention_mla")
-    o, lse, _ = attend(problem, tensors, "thd", return_lse, "rope_attention_mla_varlen")
-    return (o, lse.squeeze(0)) if return_lse else o
+    return run(tensors, options, "thd", "rope_attention_mla_varlen", (max_seqlen_q, max_seqlen_k), latent=True)
 
 
-def plan_mla(*arguments: Any, **options: Any) -> planning.Plan:
+def plan_mla(*arguments: Any, **options: Any) -> Plan:
     """Return ``plan(rope_attention_mla, ...)``."""
-    return plan_of_call(rope_attention_mla, *arguments, **options)
+    return entry.plan_of_call(rope_attention_mla, *arguments, **options)
 
 
-def plan_mla_varlen(*arguments: Any, **options: Any) -> planning.Plan:
+def plan_mla_varlen(*arguments: Any, **options: Any) -> Plan:
     """Return ``plan(rope_attention_mla_varlen, ...)``."""
-    return plan_of_call(rope_attention_mla_varlen, *arguments, **options)
+    return entry.plan_of_call(rope_attention_mla_varlen, *arguments, **options)

@@ -222,6 +222,11 @@ class Problem(NamedTuple):
         return (self.batch if self.sequences is None else self.sequences, self.heads_q)
 
     @property
+    def fills_results(self) -> bool:
+        """True if a launch must fill a result before the kernels write to it."""
+        return self.return_max_logit
+
+    @property
     def has_norms(self) -> bool:
         return self.norm_eps is not None
 

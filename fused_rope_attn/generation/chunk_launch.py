@@ -24,7 +24,7 @@ from fused_rope_attn.generation.launch import WriteCall, cache_inputs
 from fused_rope_attn.generation.planning import attention_problem
 from fused_rope_attn.generation.problem import StepTensors, Written, cache_of
 from fused_rope_attn.runtime import device
-from fused_rope_attn.runtime.keywords import fill
+from fused_rope_attn.runtime.entry import fill
 from fused_rope_attn.runtime.launch import Launch
 from fused_rope_attn.runtime.layouts import block_d, contiguous_strides, has_descriptor, is_long
 

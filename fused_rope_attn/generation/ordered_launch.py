@@ -16,7 +16,7 @@ from fused_rope_attn.generation.ordered_units import Workspaces, query_kernel
 from fused_rope_attn.generation.ordered_values import value_kernel
 from fused_rope_attn.generation.problem import StepTensors, Written, cache_of
 from fused_rope_attn.runtime import device
-from fused_rope_attn.runtime.keywords import fill
+from fused_rope_attn.runtime.entry import fill
 from fused_rope_attn.runtime.launch import Launch
 from fused_rope_attn.runtime.layouts import block_d, is_long, output_strides
 

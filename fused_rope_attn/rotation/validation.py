@@ -5,13 +5,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fused_rope_attn.runtime import axes, checks
+from fused_rope_attn.runtime import checks, layouts
 from fused_rope_attn.runtime.checks import shown
 from fused_rope_attn.runtime.forms import Form, Forms
 
 # The axes B, H, N and D of a tensor in each layout; packed tokens have no batch.
 LAYOUTS: dict[str, Any] = {
-    layout: tuple(order.index(i) if i in order else None for i in range(4)) for layout, order in axes.AXES.items()
+    layout: tuple(order.index(i) if i in order else None for i in range(4)) for layout, order in layouts.AXES.items()
 }
 _LAYOUTS = tuple(LAYOUTS)
 _ONE = Forms(x="B H N D")
@@ -53,7 +53,7 @@ def check_rotation(
     """
     checks.check_bool("interleaved", interleaved)
     checks.check_bool("inverse", inverse)
-    axes.check_layout(layout, _LAYOUTS)
+    layouts.check_layout(layout, _LAYOUTS)
     first, x = next(iter(xs.items()))
     batch, _, length, head_dim, *_ = (_ONE if len(xs) == 1 else _PAIR).check(layout, tuple(xs.values()))
     if head_dim < 2:

@@ -14,8 +14,8 @@ from typing import Annotated, Any, Literal, TypedDict, get_args, get_type_hints
 import torch
 
 from fused_rope_attn.runtime import checks
-from fused_rope_attn.runtime.axes import Layout
 from fused_rope_attn.runtime.forms import Form
+from fused_rope_attn.runtime.layouts import Layout
 
 Backend = Literal["auto", "reference", "triton", "hopper"]
 Strategy = Literal["auto", "inline", "prepass"]

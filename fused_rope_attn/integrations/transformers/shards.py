@@ -14,7 +14,7 @@ from fused_rope_attn.distributed.layout import SHARDINGS, check_sharding
 from fused_rope_attn.integrations.transformers import caches, obstacles
 from fused_rope_attn.integrations.transformers.state import Shards, names_of_parameters
 from fused_rope_attn.runtime.checks import kind_of, refuse_choice
-from fused_rope_attn.runtime.context_parallel import in_context_parallel
+from fused_rope_attn.runtime.entry import in_context_parallel
 
 # The argument of a model's forward that is the ``DocumentPlan`` of a batch.
 PLAN = "cp_plan"
