@@ -38,9 +38,7 @@ class DecodeJob(LaunchJob):
         return titles.get(type(self.config), "gathered chunk")
 
     def launch(self) -> None:
-        from fused_rope_attn.generation.chunk_launch import GatheredCall
-        from fused_rope_attn.generation.launch import StepCall
-        from fused_rope_attn.generation.ordered_launch import OrderedCall
+        from fused_rope_attn.generation.launch import GatheredCall, OrderedCall, StepCall
         from fused_rope_attn.generation.problem import StepTensors, describe_step
 
         pages, rows = (2, 1000) if self.page_size is None else (300, self.page_size)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,12 +11,23 @@ import torch
 import triton.language as tl
 
 from fused_rope_attn.attention.problem import Problem, Tensors
-from fused_rope_attn.kernels import intervals, lengths, norm, products, rotation, sequences, tiles
-from fused_rope_attn.kernels.arguments import scale_and_sign, tile_count
+from fused_rope_attn.kernels import intervals, norm, rotation, sequences, softmax, tiles
+from fused_rope_attn.kernels.schedule import tile_count
 from fused_rope_attn.runtime.layouts import output_strides, table_strides
 
 view = tiles.view
-PADDED_TILE_ROWS = lengths.PADDED_TILE_ROWS.value
+PADDED_TILE_ROWS = sequences.PADDED_TILE_ROWS.value
+
+
+def scale_and_sign(softmax_scale: float, softcap: float = 0.0) -> tuple[float, float, float | None]:
+    """Return (qk_scale > 0 for base-2 softmax, sign to multiply q by, cap_scale): kernels never see a scale <= 0.
+
+    With a softcap the scores are ``qk_scale * tanh(cap_scale * q k)``; without one ``qk_scale * q k``, cap_scale None.
+    """
+    scale, sign = (1.0, 0.0) if softmax_scale == 0.0 else (abs(softmax_scale), math.copysign(1.0, softmax_scale))
+    if softcap:
+        return softcap * softmax.LOG2E.value, sign, scale / softcap
+    return scale * softmax.LOG2E.value, sign, None
 
 
 def tables_of(problem: Problem, tensors: Tensors) -> Any:
@@ -35,7 +47,7 @@ def norm_of(problem: Problem, weight: torch.Tensor | None) -> Any:
 def scale_of(problem: Problem) -> Any:
     """Return the ``ScoreScale`` of a call."""
     qk_scale, _, cap_scale = scale_and_sign(problem.softmax_scale, problem.softcap)
-    return products.ScoreScale.host(qk_scale, cap_scale, problem.precision)
+    return softmax.ScoreScale.host(qk_scale, cap_scale, problem.precision)
 
 
 def numbers_of(problem: Problem) -> dict[str, Any]:
@@ -59,7 +71,7 @@ def masks_of(problem: Problem, tensors: Tensors, blocks: torch.Tensor | None = N
     if problem.has_intervals:
         starts, ends = tensors.query_starts, tensors.query_ends
         strides = tuple(0 if x is None or x.shape[0] == 1 else x.stride(0) for x in (starts, ends))
-        of_intervals = intervals.IntervalArguments.host(starts, ends, blocks, strides)
+        of_intervals = intervals.Intervals.host(starts, ends, blocks, strides)
     return sequences.MaskArguments.host(
         starts_ptr=tensors.kv_starts,
         lens_ptr=tensors.kv_lens,
@@ -101,7 +113,7 @@ def of_shared_head(strides: tuple[int, ...]) -> tuple[int, int, int, int]:
 def padded_rows(len_q: int, sequences: int | None) -> int:
     """Return the rows of each head in the backward's workspaces: NQ rounded up to whole tiles.
 
-    Each packed sequence begins at ``kernels.lengths.padded_row`` and has its own whole tiles.
+    Each packed sequence begins at ``kernels.sequences.padded_row`` and has its own whole tiles.
     """
     return tile_count(len_q, sequences, PADDED_TILE_ROWS) * PADDED_TILE_ROWS
 

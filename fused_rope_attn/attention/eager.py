@@ -12,7 +12,7 @@ import torch
 
 from fused_rope_attn.attention import ops
 from fused_rope_attn.attention.problem import Options, Problem, Tensors, flatten
-from fused_rope_attn.kernels.arguments import dot_precision
+from fused_rope_attn.runtime import device
 from fused_rope_attn.runtime.calls import signature
 from fused_rope_attn.runtime.entry import in_context_parallel
 from fused_rope_attn.runtime.registration import is_plain
@@ -59,7 +59,7 @@ def _key(tensors: Tensors, layout: Any, options: tuple) -> tuple | None:
         *map(type, window or ()),
         torch.are_deterministic_algorithms_enabled(),
         # A setting decides the precision of products in float32, and it may change between calls.
-        q.dtype is torch.float32 and dot_precision(q.dtype),
+        q.dtype is torch.float32 and device.dot_precision(q.dtype),
     )
 
 

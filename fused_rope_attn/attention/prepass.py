@@ -12,7 +12,7 @@ import triton
 from fused_rope_attn.attention import arguments
 from fused_rope_attn.attention import prepass_kernel as kernels
 from fused_rope_attn.attention.problem import Problem, Tensors
-from fused_rope_attn.kernels.arguments import scale_and_sign, tile_count
+from fused_rope_attn.kernels.schedule import tile_count
 from fused_rope_attn.kernels.tiles import RowFormat
 from fused_rope_attn.runtime.launch import Launch
 from fused_rope_attn.runtime.layouts import block_d, contiguous_strides, is_long
@@ -26,7 +26,7 @@ def prepass_inputs(problem: Problem, tensors: Tensors, name: str, out: torch.Ten
         out=arguments.view(out),
         tables=arguments.tables_of(problem, tensors),
         norm=arguments.norm_of(problem, getattr(tensors, f"{name}_norm")),
-        sign=scale_and_sign(problem.softmax_scale)[1] if of_queries else None,
+        sign=arguments.scale_and_sign(problem.softmax_scale)[1] if of_queries else None,
         lens_ptr=tensors.kv_lens,
         cu_ptr=tensors.cu_seqlens_q if of_queries else tensors.cu_seqlens_k,
         cu_k_ptr=tensors.cu_seqlens_k if of_queries else None,

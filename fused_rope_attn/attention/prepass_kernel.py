@@ -7,8 +7,8 @@ The portable kernels and those of sm_90 share them.
 import triton
 import triton.language as tl
 
-from fused_rope_attn.kernels import lengths, schedule, softmax, tiles
 from fused_rope_attn.kernels import rotation as rotations
+from fused_rope_attn.kernels import schedule, sequences, softmax, tiles
 from fused_rope_attn.kernels.norm import Norm
 from fused_rope_attn.kernels.records import record, replace, unpack
 
@@ -39,11 +39,11 @@ def sequence_rows(pid, cu_ptr, partner_ptr, num_sequences, N, partner_N, pitch, 
     else:
         TILE: tl.constexpr = PAD_TO if PAD_TO else BLOCK_N
         PARTS: tl.constexpr = TILE // BLOCK_N
-        sequence, first_row, num_rows, tile = lengths.packed_tile(
+        sequence, first_row, num_rows, tile = sequences.packed_tile(
             pid // PARTS, cu_ptr, partner_ptr, num_sequences, N, partner_N, TILE
         )
         if PAD_TO:
-            first_padded = lengths.padded_row(first_row, sequence, PAD_TO)
+            first_padded = sequences.padded_row(first_row, sequence, PAD_TO)
             rows = SequenceRows(first_row, num_rows, first_padded, num_padded=tl.cdiv(num_rows, PAD_TO) * PAD_TO)
             return tile * PARTS + pid % PARTS, sequence, rows
         else:
@@ -81,9 +81,9 @@ class PrepassInputs:
 @triton.jit
 def first_position(inputs, rows, batch, sequence, num_sequences, NK):
     """Return the position of a sequence's first query. inputs: ``PrepassInputs`` of queries of NK keys."""
-    NK = lengths.existing_keys(inputs.lens_ptr, batch, NK)
+    NK = sequences.existing_keys(inputs.lens_ptr, batch, NK)
     if inputs.cu_ptr is not None:
-        _, NK = lengths.packed_partner(inputs.cu_k_ptr, sequence, num_sequences, NK)
+        _, NK = sequences.packed_partner(inputs.cu_k_ptr, sequence, num_sequences, NK)
     return NK - rows.num_rows
 
 
@@ -113,6 +113,28 @@ def rotate_block(inputs, rows, batch, start, position, position_limit, first_hea
         first, second = rotations.load_pairs(tiles.rows_of_head(x, head), offs, rotation)
         first, second = rotations.norm_and_rotate(first, second, cos, sin, sign, rotation, weights)
         tiles.store_tile(tiles.rows_of_head(out, head), rotations.pack_pairs(first, second), offs)
+
+
+@triton.jit
+def describe_tiles(
+    table_ptr, cu_q_ptr, cu_k_ptr, num_sequences, NQ, NK, BLOCK: tl.constexpr, ENTRY_WORDS: tl.constexpr
+):
+    """Write what attention needs to know of each tile of BLOCK queries; the programs of a launch share the tiles.
+
+    table (``count_tiles``, ENTRY_WORDS) int32: the tile's first row, the row after its sequence's last (not greater
+    than the first: the tile holds no query), the sequence's first key row, its numbers of keys and of queries, and the
+    sequence's own number. The other words are not written.
+    """
+    for tile in range(tl.program_id(0), schedule.count_tiles(NQ, num_sequences, BLOCK), tl.num_programs(0)):
+        sequence, first_q, len_q, block = sequences.packed_tile(tile, cu_q_ptr, cu_k_ptr, num_sequences, NQ, NK, BLOCK)
+        first_k, len_k = sequences.packed_partner(cu_k_ptr, sequence, num_sequences, NK)
+        entry = table_ptr + tile * ENTRY_WORDS
+        tl.store(entry, first_q + block * BLOCK)
+        tl.store(entry + 1, first_q + len_q)
+        tl.store(entry + 2, first_k)
+        tl.store(entry + 3, len_k)
+        tl.store(entry + 4, len_q)
+        tl.store(entry + 5, sequence)
 
 
 @record
@@ -154,18 +176,16 @@ def rotate_kernel(
         fill_minus_infinity(following.max_logit_ptr, num_maxima, BLOCK=128)
     if following.cu_q_ptr is not None:
         table_ptr = following.counter_ptr + TILE_WORDS
-        lengths.describe_tiles(
-            table_ptr, following.cu_q_ptr, cu_ptr, num_sequences, NQ, N, following.TILE_ROWS, TILE_WORDS
-        )
+        describe_tiles(table_ptr, following.cu_q_ptr, cu_ptr, num_sequences, NQ, N, following.TILE_ROWS, TILE_WORDS)
     # Last head first, because the attention kernel begins with the first ones: their keys are then still in the L2.
     pid = tl.num_programs(0) - 1 - tl.program_id(0)
     if PAD_TO:
-        blocks = lengths.count_tiles(N, num_sequences, PAD_TO) * (PAD_TO // BLOCK_N)
+        blocks = schedule.count_tiles(N, num_sequences, PAD_TO) * (PAD_TO // BLOCK_N)
     else:
-        blocks = lengths.count_tiles(N, num_sequences, BLOCK_N)
+        blocks = schedule.count_tiles(N, num_sequences, BLOCK_N)
     block, chunk, batch = schedule.block_of_heads(pid, blocks, tl.cdiv(H, HEADS))
     if NK is None:
-        N = lengths.existing_keys(inputs.lens_ptr, batch, N)
+        N = sequences.existing_keys(inputs.lens_ptr, batch, N)
     block, sequence, rows = sequence_rows(block, cu_ptr, cu_k_ptr, num_sequences, N, NK, N, BLOCK_N, PAD_TO)
     position = 0
     if NK is not None:
@@ -212,13 +232,19 @@ def write_statistics(out, o, do, rows, batch_head, start, NQ, pitch, size, BLOCK
     o_tile = tiles.load_tile(o, offs, CHECK_ROWS=True)
     do_tile = tiles.load_tile(do, offs, CHECK_ROWS=True)
     lse = tl.load(out.lse_ptr + batch_head * NQ + rows.first_row + start + offs, mask=exists, other=0.0)
-    lse = softmax.lse_in_base_2(lse)
+    lse = tl.where(lse == float("-inf"), float("inf"), lse * softmax.LOG2E)
     dlse = None
     if out.dlse_ptr is not None:
         dlse = tl.load(out.dlse_ptr + batch_head * NQ + rows.first_row + start + offs, mask=exists, other=0.0)
     index = batch_head * pitch + rows.first_padded + start + offs
     tl.store(out.stats_ptr + index, lse, mask=is_written)
-    delta = softmax.output_delta(o_tile, do_tile, lse, dlse, out.READS_LENGTHS)
+    delta = tl.sum(o_tile.to(tl.float32) * do_tile.to(tl.float32), 1)
+    if dlse is not None:
+        # The derivative of lse is P, as that of the scores is, so that dS = P * (dP - delta).
+        delta -= dlse
+    if out.READS_LENGTHS or dlse is not None:
+        # Padding may hold anything: nothing of a row that saw nothing may reach a gradient.
+        delta = tl.where(lse == float("inf"), 0.0, delta)
     tl.store(out.stats_ptr + size + index, delta, mask=is_written)
     if out.progress_ptr is not None:
         words = out.progress_ptr + index // out.PROGRESS_ROWS
@@ -253,7 +279,7 @@ def preprocess_kernel(statistics, queries, keys, num_counters, B, HQ, HKV, NQ, p
     if PAD_TO:
         q_blocks = pitch // BLOCK_N
     else:
-        q_blocks = lengths.count_tiles(pitch, num_sequences, BLOCK_N)
+        q_blocks = schedule.count_tiles(pitch, num_sequences, BLOCK_N)
     q_chunks = tl.cdiv(HQ, HEADS)
     if pid < q_blocks * q_chunks * B:
         block, chunk, batch = schedule.block_of_heads(pid, q_blocks, q_chunks)
@@ -280,9 +306,9 @@ def preprocess_kernel(statistics, queries, keys, num_counters, B, HQ, HKV, NQ, p
     else:
         if keys is not None:
             pid -= q_blocks * q_chunks * B
-            blocks = lengths.count_tiles(NK, num_sequences, BLOCK_N)
+            blocks = schedule.count_tiles(NK, num_sequences, BLOCK_N)
             block, chunk, batch = schedule.block_of_heads(pid, blocks, tl.cdiv(HKV, HEADS))
-            NK = lengths.existing_keys(keys.lens_ptr, batch, NK)
+            NK = sequences.existing_keys(keys.lens_ptr, batch, NK)
             block, _, rows = sequence_rows(block, keys.cu_ptr, None, num_sequences, NK, None, NK, BLOCK_N, PAD_TO=0)
             first_head, last_head = chunk * HEADS, tl.minimum(chunk * HEADS + HEADS, HKV)
             rotate_block(keys, rows, batch, block * BLOCK_N, 0, position_limit, first_head, last_head, BLOCK_N)

@@ -14,11 +14,13 @@ from typing import Any, NamedTuple, get_type_hints
 
 import torch
 
-from fused_rope_attn.kernels.arguments import WIDEST_WINDOW, dot_precision
-from fused_rope_attn.runtime import checks
+from fused_rope_attn.runtime import checks, device
 from fused_rope_attn.runtime.checks import as_int
 from fused_rope_attn.runtime.forms import Form
 from fused_rope_attn.runtime.options import OPERATOR_TYPES, CallOptions, rows_of
+
+# Beyond any sequence, and far enough from 2**31 to be added to a position.
+_WIDEST_WINDOW = 2**30
 
 
 class Tensors(NamedTuple):
@@ -249,7 +251,7 @@ class Problem(NamedTuple):
         """Keys before the query's own, as kernels take them: None for no bound."""
         if self.window is None or self.window[0] < 0:
             return None
-        return min(self.window[0], WIDEST_WINDOW)
+        return min(self.window[0], _WIDEST_WINDOW)
 
     @property
     def window_right(self) -> int | None:
@@ -258,7 +260,7 @@ class Problem(NamedTuple):
             return 0
         if self.window is None or self.window[1] < 0:
             return None
-        return min(self.window[1], WIDEST_WINDOW)
+        return min(self.window[1], _WIDEST_WINDOW)
 
     def longest(self, length: int) -> int:
         """Return the most rows that one sequence can have in tensors of ``length`` rows."""
@@ -278,7 +280,7 @@ class Problem(NamedTuple):
         """Return the problem with the precision of float32 products that PyTorch's settings ask for now."""
         if self.dtype is not torch.float32:
             return self
-        return self._replace(precision=dot_precision(self.dtype))
+        return self._replace(precision=device.dot_precision(self.dtype))
 
 
 ROWS = rows_of(CallOptions)

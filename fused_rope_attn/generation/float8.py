@@ -13,9 +13,9 @@ which there is a way from memory to the tensor cores' layout. Single bytes have 
 import triton
 import triton.language as tl
 
-from fused_rope_attn.kernels.products import tanh
 from fused_rope_attn.kernels.records import record, replace
 from fused_rope_attn.kernels.rotation import load_angles, load_normed_pairs, rotate, unpack_pairs
+from fused_rope_attn.kernels.softmax import tanh
 from fused_rope_attn.kernels.tiles import load_tile, load_where, row_mask, row_pointers
 from fused_rope_attn.runtime.device import is_interpreted
 

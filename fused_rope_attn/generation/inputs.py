@@ -1,18 +1,52 @@
 # mypy: ignore-errors
-"""The inputs of both kernels of a generation step: the rows of a block's queries, of the cache and of new tokens."""
+"""The inputs of the generation step's kernels: rows of queries, of the cache and of new tokens, and shares of tiles.
+
+The work of one sequence is cut into blocks: BLOCK_M query rows of one key head, with as many tiles of BLOCK_N cached
+keys as the sequence has. The key tiles of all blocks, sequence by sequence, are dealt to the programs in equal shares
+(stream-K, Osama et al. 2023). Every program reads the lengths of all sequences on the device, so that a long sequence
+among short ones is spread over as many programs as it needs. If several programs share a block, they write their
+partial sums to a workspace.
+"""
 
 import triton
 import triton.language as tl
 
+from fused_rope_attn.generation import keys as running
 from fused_rope_attn.generation.float8 import Float8, HeadScales, head_scale, scaled, scaled_queries
-from fused_rope_attn.generation.keys import KeyRows, NewKeys, StepQueries, load_new
-from fused_rope_attn.generation.pages import BlockTable, sequence_pages
-from fused_rope_attn.generation.shares import Caches
-from fused_rope_attn.kernels import masks, tiles
-from fused_rope_attn.kernels.products import ScoreScale
+from fused_rope_attn.kernels import masks, sequences, tiles
 from fused_rope_attn.kernels.records import record, replace
 from fused_rope_attn.kernels.rotation import CallRotation, head_rotation
-from fused_rope_attn.kernels.softmax import LOG2E, finish_softmax
+from fused_rope_attn.kernels.softmax import LOG2E, ScoreScale, finish_softmax
+
+
+@record
+class Caches:
+    """The number of keys of every sequence in its cache, and their tiles. The kernel adds those with a default None."""
+
+    seqlens_ptr: tl.tensor  # (B,) int32: keys before this call
+    starts_ptr: tl.tensor | None  # (B,) int32: keys before this one do not exist
+    B: tl.tensor = None
+    NQ: tl.tensor = None  # queries of each sequence, and new keys
+    S: tl.tensor = None  # rows of the cache
+    left: tl.tensor | None = None  # number of keys before its own position that a query sees
+    HAS_NEW_KEYS: tl.constexpr
+    BLOCK_N: tl.constexpr
+    BLOCK_B: tl.constexpr = 1  # sequences that are read together
+    # Tiles begin at multiples of so many keys, if they are within a page or begin with one; else 1.
+    ALIGNMENT: tl.constexpr = 1
+    ONE_PASS: tl.constexpr = True  # there are no more than BLOCK_B sequences: no loop over them
+    # The new tokens are in the cache, and tiles are counted from kv_starts, or from 0, by BLOCK_N.
+    IN_ORDER: tl.constexpr = False
+
+
+@record
+class CachedKeys:
+    """The keys in the cache before this call, or IN_ORDER after it, of a sequence or of each of a vector of them."""
+
+    num_keys: tl.tensor
+    q_offset: tl.tensor  # position of the first query
+    first_key: tl.tensor  # the first one that a query sees
+    first_tile: tl.tensor  # the first row of the first tile, at the first key or before it
 
 
 @record
@@ -25,7 +59,7 @@ class CacheInputs:
 
     k: tiles.TensorView
     v: tiles.TensorView
-    table: BlockTable | None  # of pools
+    table: running.BlockTable | None  # of pools
     k_scales: HeadScales
     v_scales: HeadScales
     IS_ROTATED: tl.constexpr
@@ -56,9 +90,9 @@ class StepInputs:
 @triton.jit
 def complete_step(inputs, B, NQ, S, num_pages, position_limit, window_left, window_right):
     """Return the ``StepInputs`` of the host with the numbers for which kernels are not compiled again."""
-    lengths, cache = replace(inputs.lengths, B=B, NQ=NQ, S=S, left=window_left), complete_cache(inputs.cache, num_pages)
+    caches, cache = replace(inputs.lengths, B=B, NQ=NQ, S=S, left=window_left), complete_cache(inputs.cache, num_pages)
     window = masks.window_of((window_left, window_right))
-    return replace(inputs, lengths=lengths, cache=cache, position_limit=position_limit, window=window)
+    return replace(inputs, lengths=caches, cache=cache, position_limit=position_limit, window=window)
 
 
 @triton.jit
@@ -74,7 +108,7 @@ def pages_of(cache, sequence, BY_PAGE: tl.constexpr = False):
     """Return the ``SequencePages`` of one sequence (int64) of ``CacheInputs`` with a block table."""
     k_stride = tiles.row_stride(cache.k.strides[0], cache.k.ptr, cache.format.ALIGNED)
     v_stride = tiles.row_stride(cache.v.strides[0], cache.v.ptr, cache.format.ALIGNED)
-    return sequence_pages(cache.table, sequence, k_stride, v_stride, BY_PAGE)
+    return running.sequence_pages(cache.table, sequence, k_stride, v_stride, BY_PAGE)
 
 
 @record
@@ -95,6 +129,15 @@ class StepOutputs:
     o: tiles.TensorView
     lse_ptr: tl.tensor
     sinks_ptr: tl.tensor | None
+
+
+@triton.jit
+def query_rows(batch, head_kv, start, num_rows, GROUP_SIZE, BLOCK_M: tl.constexpr):
+    """Return the ``QueryRows`` of a key head (int64) from row ``start`` on: row m belongs to token m // GROUP_SIZE."""
+    offs_m = tl.arange(0, BLOCK_M)
+    tokens = (start + offs_m) // GROUP_SIZE
+    heads = head_kv * GROUP_SIZE + (start + offs_m) % GROUP_SIZE
+    return QueryRows(batch, heads, tokens, offs_m, num_rows)
 
 
 @triton.jit
@@ -136,12 +179,12 @@ def load_queries(inputs, rows, keys, float8):
     offset, sign = positions - rows.offs_m, rotations.q_sign
     IS_ROTATED: tl.constexpr = inputs.cache.IS_ROTATED
     if float8 is None:
-        q = load_new(q_rows, rows.offs_m, rotation, offset, sign, IS_ROTATED)
-        return StepQueries(q, None, positions, inputs.window, scale)
+        q = running.load_new(q_rows, rows.offs_m, rotation, offset, sign, IS_ROTATED)
+        return running.StepQueries(q, None, positions, inputs.window, scale)
     else:
-        wide = load_new(q_rows, rows.offs_m, rotation, offset, sign, IS_ROTATED, DTYPE=tl.float32)
+        wide = running.load_new(q_rows, rows.offs_m, rotation, offset, sign, IS_ROTATED, DTYPE=tl.float32)
         q, q_scale = scaled_queries(wide, inputs.cache.FLOAT8_DTYPE)
-        return StepQueries(q, q_scale, positions, inputs.window, scaled(scale, float8.k_scale))
+        return running.StepQueries(q, q_scale, positions, inputs.window, scaled(scale, float8.k_scale))
 
 
 @triton.jit
@@ -159,7 +202,7 @@ def cache_of_head(inputs, keys, batch, head_kv, first_row, float8):
         pages = pages_of(cache, batch, BY_PAGE)
     k = tiles.head_rows(cache.k, origin, keys.num_keys, cache.format, first_row)
     v = tiles.head_rows(cache.v, origin, keys.num_keys, cache.format, first_row)
-    return KeyRows(k, v, rotation, pages, float8)
+    return running.KeyRows(k, v, rotation, pages, float8)
 
 
 @triton.jit
@@ -169,4 +212,105 @@ def new_keys_of_head(inputs, keys, batch, head_kv):
     num_new = tl.minimum(inputs.lengths.NQ, inputs.lengths.S - keys.num_keys)
     rotation = head_rotation(inputs.rotations.tables, batch, inputs.position_limit, inputs.rotations.k_norm)
     k = tiles.head_rows(inputs.k, origin, num_new, inputs.format)
-    return NewKeys(k, tiles.head_rows(inputs.v, origin, num_new, inputs.format), rotation)
+    return running.NewKeys(k, tiles.head_rows(inputs.v, origin, num_new, inputs.format), rotation)
+
+
+@triton.jit
+def cached_keys(caches, sequence):
+    """Return the ``CachedKeys`` of a sequence, or of each of a vector of sequences.
+
+    New tokens follow the cached ones; without new ones the queries are aligned with the last keys.
+    """
+    num_keys = sequences.existing_keys(caches.seqlens_ptr, sequence, caches.S)
+    q_offset = num_keys
+    if not caches.HAS_NEW_KEYS:
+        q_offset = num_keys - caches.NQ
+    elif caches.IN_ORDER:
+        num_keys = tl.minimum(caches.S, num_keys + caches.NQ)
+    first = masks.first_key(caches.starts_ptr, sequence, q_offset, num_keys, caches.left)
+    first_tile = first
+    if caches.IN_ORDER:
+        start = masks.first_key(caches.starts_ptr, sequence, q_offset, num_keys, None)
+        first_tile = start + (first - start) // caches.BLOCK_N * caches.BLOCK_N
+    elif caches.ALIGNMENT > 1:
+        # Without a visible key there must be no tile, because its page would be looked up.
+        first_tile = tl.where(first < num_keys, first // caches.ALIGNMENT * caches.ALIGNMENT, num_keys)
+    return CachedKeys(num_keys=num_keys, q_offset=q_offset, first_key=first, first_tile=first_tile)
+
+
+@triton.jit
+def count_key_tiles(keys, BLOCK_N: tl.constexpr):
+    """Return the number of tiles of cached keys that a block reads, at least 1, so that every block is in a share."""
+    return tl.maximum(1, tl.cdiv(keys.num_keys - keys.first_tile, BLOCK_N))
+
+
+@triton.jit
+def key_tiles_of(caches, sequences):
+    """Return ``count_key_tiles`` of each of a vector of sequences, 0 for those past B."""
+    keys = cached_keys(caches, tl.minimum(sequences, caches.B - 1))
+    return tl.where(sequences < caches.B, count_key_tiles(keys, caches.BLOCK_N), 0)
+
+
+@triton.jit
+def tiles_before(caches, sequence):
+    """Count the key tiles of one block of every sequence: (of all sequences, of those before ``sequence``)."""
+    total = 0
+    before = 0
+    for start in range(0, 1 if caches.ONE_PASS else caches.B, caches.BLOCK_B):
+        sequences = start + tl.arange(0, caches.BLOCK_B)
+        tiles = key_tiles_of(caches, sequences)
+        total += tl.sum(tiles, 0)
+        before += tl.sum(tl.where(sequences < sequence, tiles, 0), 0)
+    return total, before
+
+
+@triton.jit
+def sequence_of(caches, tile):
+    """Return (sequence, key tiles before it) of a tile among those of one block of every sequence."""
+    sequence = 0
+    before = 0
+    passed = 0
+    for start in range(0, 1 if caches.ONE_PASS else caches.B, caches.BLOCK_B):
+        tiles = key_tiles_of(caches, start + tl.arange(0, caches.BLOCK_B))
+        is_past = (passed + tl.cumsum(tiles, 0) <= tile) & (tiles > 0)
+        sequence += tl.sum(is_past.to(tl.int32), 0)
+        before += tl.sum(tl.where(is_past, tiles, 0), 0)
+        passed += tl.sum(tiles, 0)
+    return sequence, before
+
+
+@record
+class Parts:
+    """The workspace for partial sums of ``num_programs`` programs, float32."""
+
+    ptr: tl.tensor
+    num_programs: tl.tensor
+    BLOCK_M: tl.constexpr
+    D: tl.constexpr
+
+
+@triton.jit
+def share_of(total, num_programs):
+    """Return the number of key tiles of each program: equal shares of at least one."""
+    return tl.maximum(1, tl.cdiv(total, num_programs))
+
+
+@triton.jit
+def part_pointers(parts, program, begins):
+    """Return pointers to a program's part of a shared block: to its sums (BLOCK_M, D), and to its BLOCK_M maxima, which
+    its BLOCK_M sums of weights follow.
+
+    A program shares at most two blocks: one that began before its share, and one that ``begins`` in it and goes on.
+    """
+    SIZE: tl.constexpr = parts.BLOCK_M * parts.D
+    part = tl.cast(2 * program + begins.to(tl.int32), tl.int64)
+    stats = parts.ptr + tl.cast(2 * parts.num_programs, tl.int64) * SIZE + part * (2 * parts.BLOCK_M)
+    return parts.ptr + part * SIZE, stats
+
+
+@triton.jit
+def whole_part_pointers(parts, block):
+    """Return ``part_pointers`` of a block that one program has alone; these parts follow those of shared blocks."""
+    SIZE: tl.constexpr = parts.BLOCK_M * parts.D
+    part = parts.ptr + tl.cast(2 * parts.num_programs + block, tl.int64) * (SIZE + 2 * parts.BLOCK_M)
+    return part, part + SIZE

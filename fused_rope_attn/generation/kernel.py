@@ -3,7 +3,7 @@
 
 The cache is read once and little is computed, so bytes in flight determine the time. The query heads of a group, and
 the new tokens, are the rows of one tile: a head's keys are read once for all of them. All programs have equal shares of
-the work (``shares``), and each goes through the blocks in its share. A second small kernel adds up the parts of each
+the work (``inputs``), and each goes through the blocks in its share. A second small kernel adds up the parts of each
 block (``combine_kernel``). Its start overlaps with the end of the first one (programmatic dependent launch). There are
 two launches and no counter: nothing has to be reset, so that a captured graph and an eager call may run concurrently.
 
@@ -17,7 +17,6 @@ import triton.language as tl
 
 from fused_rope_attn.generation import inputs as step
 from fused_rope_attn.generation import keys as running
-from fused_rope_attn.generation import shares
 from fused_rope_attn.kernels import masks, schedule, softmax, tiles
 from fused_rope_attn.kernels.records import unpack
 
@@ -39,7 +38,7 @@ def decode_kernel(
     many as a sequence's pages have, of num_pages in the pool.
 
     IS_CHUNK: there are many tokens, and a block leaves out those after its last query. NEW_WITH_PARTS: the new tokens
-    are left to ``combine_kernel``, and so are blocks that no other program shares.
+    are left to ``combine_kernel``, and so are blocks that no other program step.
 
     A block is one key head of one sequence with BLOCK_M of its ``NQ * GROUP_SIZE`` query rows; row m belongs to token
     ``m // GROUP_SIZE``. Partial sums of a shared block are written to parts (``part_pointers``).
@@ -54,32 +53,30 @@ def decode_kernel(
     BLOCK_N: tl.constexpr = lengths.BLOCK_N
     m_blocks = tl.cdiv(NQ * GROUP_SIZE, BLOCK_M)
     blocks = HKV * m_blocks  # of one sequence
-    total, _ = shares.tiles_before(lengths, 0)
-    share = shares.share_of(total * blocks, programs)
+    total, _ = step.tiles_before(lengths, 0)
+    share = step.share_of(total * blocks, programs)
     pid = tl.program_id(0)
     remaining = tl.minimum(share, total * blocks - pid * share)
     if remaining <= 0:
         return
     # A sequence has ``blocks`` times the tiles of one of its blocks, and so do the sequences before it.
-    sequence, before = shares.sequence_of(lengths, pid * share // blocks)
-    keys = shares.cached_keys(lengths, sequence)
+    sequence, before = step.sequence_of(lengths, pid * share // blocks)
+    keys = step.cached_keys(lengths, sequence)
     rest = pid * share - before * blocks
-    block = rest // shares.count_key_tiles(keys, BLOCK_N)
-    tile = rest % shares.count_key_tiles(keys, BLOCK_N)
+    block = rest // step.count_key_tiles(keys, BLOCK_N)
+    tile = rest % step.count_key_tiles(keys, BLOCK_N)
 
     offs_m = tl.arange(0, BLOCK_M)
     offs_n = tl.arange(0, BLOCK_N)
     while remaining > 0:
-        keys = shares.cached_keys(lengths, sequence)
-        num_tiles = shares.count_key_tiles(keys, BLOCK_N)
+        keys = step.cached_keys(lengths, sequence)
+        num_tiles = step.count_key_tiles(keys, BLOCK_N)
         last_tile = tl.minimum(num_tiles, tile + remaining)
         batch = tl.cast(sequence, tl.int64)
         head_kv = tl.cast(block // m_blocks, tl.int64)
         start_m = block % m_blocks * BLOCK_M
         num_rows = NQ * GROUP_SIZE - start_m
-        tokens = (start_m + offs_m) // GROUP_SIZE
-        heads = head_kv * GROUP_SIZE + (start_m + offs_m) % GROUP_SIZE
-        rows = step.QueryRows(batch, heads, tokens, offs_m, num_rows)
+        rows = step.query_rows(batch, head_kv, start_m, num_rows, GROUP_SIZE, BLOCK_M)
         float8 = None
         if IS_FLOAT8:
             float8 = step.float8_of(inputs.cache, head_kv)
@@ -123,11 +120,11 @@ def decode_kernel(
         if is_whole and not NEW_WITH_PARTS:
             step.store_rows(outputs, rows, sums, HKV * GROUP_SIZE, NQ, inputs.format)
         else:
-            parts = shares.Parts(parts_ptr, programs, BLOCK_M=BLOCK_M, D=D)
-            part, stats = shares.part_pointers(parts, pid, tile == 0)
+            parts = step.Parts(parts_ptr, programs, BLOCK_M=BLOCK_M, D=D)
+            part, stats = step.part_pointers(parts, pid, tile == 0)
             if NEW_WITH_PARTS:
                 if is_whole:
-                    part, stats = shares.whole_part_pointers(parts, sequence * blocks + block)
+                    part, stats = step.whole_part_pointers(parts, sequence * blocks + block)
             part_format = tiles.RowFormat(D, BLOCK_D, USE_INT64_OFFSETS=False)
             part_rows = tiles.Rows(part, D, 1, num_rows=num_rows, first_row=None, format=part_format)
             tiles.store_tile(part_rows, sums.acc, offs_m)
@@ -197,10 +194,10 @@ def combine_kernel(
     sequence = pid // group_rows // HKV
     batch = tl.cast(sequence, tl.int64)
     head = tl.cast(head_kv * GROUP_SIZE + row % GROUP_SIZE, tl.int64)
-    total, before = shares.tiles_before(lengths, sequence)
-    keys = shares.cached_keys(lengths, sequence)
-    num_tiles = shares.count_key_tiles(keys, BLOCK_N)
-    share = shares.share_of(total * blocks, programs)
+    total, before = step.tiles_before(lengths, sequence)
+    keys = step.cached_keys(lengths, sequence)
+    num_tiles = step.count_key_tiles(keys, BLOCK_N)
+    share = step.share_of(total * blocks, programs)
     first_tile = before * blocks + (head_kv * m_blocks + row // BLOCK_M) * num_tiles
     first_program = first_tile // share
     last_program = (first_tile + num_tiles - 1) // share
@@ -218,14 +215,14 @@ def combine_kernel(
         return
 
     columns = tl.arange(0, BLOCK_D)
-    parts = shares.Parts(parts_ptr, programs, BLOCK_M=BLOCK_M, D=D)
+    parts = step.Parts(parts_ptr, programs, BLOCK_M=BLOCK_M, D=D)
     for start in range(first_program, last_program + 1, BLOCK_PARTS):
         program = start + tl.arange(0, BLOCK_PARTS)
         exists = program <= last_program
-        part, stats = shares.part_pointers(parts, program, program == first_program)
+        part, stats = step.part_pointers(parts, program, program == first_program)
         if NEW_WITH_PARTS:
             block = (sequence * HKV + head_kv) * m_blocks + row // BLOCK_M
-            whole, whole_stats = shares.whole_part_pointers(parts, block)
+            whole, whole_stats = step.whole_part_pointers(parts, block)
             is_whole = first_program == last_program
             part, stats = tl.where(is_whole, whole, part), tl.where(is_whole, whole_stats, stats)
         row_stats = stats + row % BLOCK_M

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="attr-defined, arg-type"
-"""Launches of the generation step, and of writes into a cache."""
+"""Launches of the generation step in its three forms, and of writes into a cache."""
 
 from __future__ import annotations
 
@@ -9,25 +9,27 @@ import torch
 import triton.language as tl
 
 from fused_rope_attn.attention import arguments
-from fused_rope_attn.attention.problem import Problem
-from fused_rope_attn.generation.configs import DECODE_ROWS, DecodeConfig
+from fused_rope_attn.attention.configs import ForwardConfig, HopperForwardConfig
+from fused_rope_attn.attention.hopper import forward as hopper
+from fused_rope_attn.attention.portable import forward as portable
+from fused_rope_attn.attention.problem import Problem, Tensors
+from fused_rope_attn.generation import cache_kernels, inputs, kernel, ordered_attend, ordered_split, ordered_tiles
+from fused_rope_attn.generation.configs import DECODE_ROWS, DecodeConfig, OrderedConfig
 from fused_rope_attn.generation.float8 import HeadScales
-from fused_rope_attn.generation.inputs import CacheInputs, StepInputs, StepOutputs
-from fused_rope_attn.generation.kernel import combine_kernel, decode_kernel
-from fused_rope_attn.generation.pages import BlockTable
+from fused_rope_attn.generation.keys import BlockTable
+from fused_rope_attn.generation.planning import attention_problem
 from fused_rope_attn.generation.problem import StepTensors, Written, cache_of
-from fused_rope_attn.generation.shares import Caches
-from fused_rope_attn.generation.write_kernel import WriteInputs, write_kernel
-from fused_rope_attn.kernels.arguments import tile_count
+from fused_rope_attn.kernels.schedule import tile_count
 from fused_rope_attn.kernels.tiles import RowFormat
 from fused_rope_attn.runtime import device
+from fused_rope_attn.runtime.entry import fill
 from fused_rope_attn.runtime.launch import Launch
-from fused_rope_attn.runtime.layouts import block_d, is_long, output_strides
+from fused_rope_attn.runtime.layouts import block_d, contiguous_strides, has_descriptor, is_long, output_strides
 
 
-def row_block(rows: int, most: int = DECODE_ROWS) -> int:
+def row_block(rows: int, least: int = 16, most: int = DECODE_ROWS) -> int:
     """Return BLOCK_M for a head's query rows: at least a tensor core's 16, at most as many as registers hold."""
-    return min(most, max(16, 1 << (rows - 1).bit_length()))
+    return min(most, max(least, 1 << (rows - 1).bit_length()))
 
 
 def common_unit(x: torch.Tensor) -> int:
@@ -36,27 +38,14 @@ def common_unit(x: torch.Tensor) -> int:
     return unit if x.data_ptr() % 16 == 0 and all(stride % unit == 0 for stride in x.stride()[:3]) else 1
 
 
+def can_copy(given: StepTensors) -> bool:
+    """Return whether the caches' rows can be copied 16 bytes at a time."""
+    return all(x.stride(3) == 1 and common_unit(x) > 1 for x in (given.k_cache, given.v_cache))
+
+
 def scale_stride(scale: torch.Tensor | None) -> int | None:
     """Return the stride from one key head's scale to the next; 0 for one scale of all heads, None without scales."""
     return None if scale is None else 0 if scale.numel() == 1 else scale.stride(0)
-
-
-def cache_inputs(problem: Problem, tensors: StepTensors | Written, pad_d: int, is_wide: bool) -> Any:
-    """Return the ``CacheInputs`` of a call. is_wide: offsets within a tile need 64 bits."""
-    k_cache, v_cache, table = tensors.k_cache, tensors.v_cache, tensors.block_table
-    product_dtype = tl.float32 if problem.dtype is torch.float32 else tl.float16
-    is_aligned = min(common_unit(k_cache), common_unit(v_cache)) > 1
-    return CacheInputs.host(
-        k=arguments.view(k_cache),
-        v=arguments.view(v_cache),
-        table=None if table is None else BlockTable.host(table, table.stride(), PAGE_SIZE=k_cache.shape[2]),
-        k_scales=HeadScales.host(tensors.k_scale, scale_stride(tensors.k_scale)),
-        v_scales=HeadScales.host(tensors.v_scale, scale_stride(tensors.v_scale)),
-        IS_ROTATED=cache_of(problem).is_rotated,
-        FLOAT8_DTYPE=product_dtype if cache_of(problem).is_float8 else None,
-        IS_ALIGNED=is_aligned and k_cache.stride(3) == 1 and v_cache.stride(3) == 1,
-        format=RowFormat.host(problem.head_dim, pad_d, is_wide, ALIGNED=is_aligned),
-    )
 
 
 def tile_alignment(page_size: int | None, block_n: int, by_page: bool) -> int:
@@ -68,18 +57,76 @@ def tile_alignment(page_size: int | None, block_n: int, by_page: bool) -> int:
     return page_size if by_page and block_n % page_size == 0 else 1
 
 
+def numbers_of(problem: Problem, given: StepTensors | Written) -> dict[str, Any]:
+    """Return the numbers of a call for which kernels are not compiled again, by the kernels' names."""
+    return arguments.numbers_of(problem) | {
+        "B": problem.batch,
+        "N": problem.len_q,
+        "S": problem.len_k,
+        "num_pages": None if given.block_table is None else given.k_cache.shape[0],
+        "position_limit": given.cos.shape[-2],
+    }
+
+
+def asserts_of(given: StepTensors | Written) -> dict[str, Any]:
+    """Return the launch options that keep the assertion that a page is in the pool; kernels have no others."""
+    return {} if given.block_table is None else {"debug": True}
+
+
+def columns_of(pad_d: int, *rows: Any) -> tuple[int, bool]:
+    """Return (padded columns, whether offsets within a tile need 64 bits) for tensors, or strides, of rows."""
+    strides = [x.stride() if isinstance(x, torch.Tensor) else x for x in rows if x is not None]
+    return pad_d, is_long(*strides)
+
+
+def cache_inputs(problem: Problem, tensors: StepTensors | Written, columns: tuple[int, bool]) -> Any:
+    """Return the ``CacheInputs`` of a call. columns: of ``columns_of``."""
+    k_cache, v_cache, table = tensors.k_cache, tensors.v_cache, tensors.block_table
+    product_dtype = tl.float32 if problem.dtype is torch.float32 else tl.float16
+    is_aligned = min(common_unit(k_cache), common_unit(v_cache)) > 1
+    return inputs.CacheInputs.host(
+        k=arguments.view(k_cache),
+        v=arguments.view(v_cache),
+        table=None if table is None else BlockTable.host(table, table.stride(), PAGE_SIZE=k_cache.shape[2]),
+        k_scales=HeadScales.host(tensors.k_scale, scale_stride(tensors.k_scale)),
+        v_scales=HeadScales.host(tensors.v_scale, scale_stride(tensors.v_scale)),
+        IS_ROTATED=cache_of(problem).is_rotated,
+        FLOAT8_DTYPE=product_dtype if cache_of(problem).is_float8 else None,
+        IS_ALIGNED=is_aligned and k_cache.stride(3) == 1 and v_cache.stride(3) == 1,
+        format=RowFormat.host(problem.head_dim, *columns, ALIGNED=is_aligned),
+    )
+
+
 def step_inputs(problem: Problem, tensors: StepTensors, lengths: dict[str, Any], columns: tuple[int, bool]) -> Any:
-    """Return the ``StepInputs`` of a call. lengths: compile-time fields of ``Caches``; columns as ``cache_inputs``."""
-    return StepInputs.host(
+    """Return the ``StepInputs`` of a call. lengths: compile-time fields of ``Caches``."""
+    return inputs.StepInputs.host(
         q=arguments.view(tensors.q),
         k=arguments.view(tensors.k),
         v=arguments.view(tensors.v),
-        cache=cache_inputs(problem, tensors, *columns),
-        lengths=Caches.host(tensors.cache_seqlens, tensors.kv_starts, **lengths),
+        cache=cache_inputs(problem, tensors, columns),
+        lengths=inputs.Caches.host(tensors.cache_seqlens, tensors.kv_starts, **lengths),
         rotations=arguments.rotation_of(problem, tensors, inline=True),
         scale=arguments.scale_of(problem),
         format=RowFormat.host(problem.head_dim, *columns),
     )
+
+
+def outputs_of(tensors: StepTensors, o_strides: tuple[int, ...]) -> Any:
+    """Allocate the results of a step and return its ``StepOutputs``, and o and lse."""
+    q = tensors.q
+    o = torch.empty_strided(q.shape, o_strides, dtype=q.dtype, device=q.device)
+    lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+    return inputs.StepOutputs.host(arguments.view(o), lse, tensors.sinks), (o, lse)
+
+
+def launch_by_tiles(
+    function: Any, problem: Problem, given: StepTensors | Written, tiles: int, block_t: int, pdl: bool, **numbers: int
+) -> Launch:
+    """Return the launch of a kernel whose programs take one of ``tiles`` tiles of up to four key heads."""
+    heads = min(4, problem.heads_kv)
+    programs = -(-problem.heads_kv // heads) * tiles * problem.batch
+    options, blocks = {"num_warps": 4, **asserts_of(given)}, {"BLOCK_T": block_t, "HEADS": heads, "PDL": pdl}
+    return Launch(function, programs, options, numbers_of(problem, given) | numbers, num_tiles=tiles, **blocks)
 
 
 class StepCall:
@@ -87,21 +134,19 @@ class StepCall:
 
     def __init__(self, problem: Problem, tensors: tuple, config: DecodeConfig):
         given = StepTensors(*tensors)
-        q, k_cache, v_cache = given.q, given.k_cache, given.v_cache
-        appends = cache_of(problem).appends
+        q, cache = given.q, cache_of(problem)
         group_rows = problem.len_q * problem.group_size
-        block_m, block_n = row_block(group_rows, config.block_m or DECODE_ROWS), config.block_n
+        block_m, block_n = row_block(group_rows, most=config.block_m or DECODE_ROWS), config.block_n
         # Products have half the columns of float8 caches at a time, and at least 16.
-        pad_d = max(32 if cache_of(problem).is_float8 else 16, block_d(problem.head_dim))
+        pad_d = max(32 if cache.is_float8 else 16, block_d(problem.head_dim))
         is_chunk = config.block_m is not None
         many_rows = block_m == DECODE_ROWS and not is_chunk  # their sums leave fewer registers for scores
-        if many_rows:
-            block_n = min(block_n, 64)
         options = {**config.launch_options}
         if many_rows:  # so many rows of sums take the registers of twice as many threads
+            block_n = min(block_n, 64)
             options["num_warps"] = max(8, config.num_warps)
         all_rows = problem.batch * problem.heads_kv * group_rows
-        new_with_parts = appends and not is_chunk and all_rows <= config.rows_apart
+        new_with_parts = cache.appends and not is_chunk and all_rows <= config.rows_apart
         if new_with_parts and config.registers_apart is not None and not many_rows:
             options["maxnreg"] = config.registers_apart
         at_once = max(1, config.programs_per_sm * config.num_warps // options["num_warps"])
@@ -113,49 +158,37 @@ class StepCall:
         self.o_strides = output_strides(q)
         whole_parts = heads if new_with_parts else 0
         self.workspace = (2 * programs + whole_parts) * block_m * (problem.head_dim + 2)
-        page_size = cache_of(problem).page_size
         self.tiles = {
-            "HAS_NEW_KEYS": appends,
+            "HAS_NEW_KEYS": cache.appends,
             "BLOCK_N": block_n,
             "BLOCK_B": 32 if problem.batch <= 32 else 256,
-            "ALIGNMENT": tile_alignment(page_size, block_n, config.by_page),
+            "ALIGNMENT": tile_alignment(cache.page_size, block_n, config.by_page),
             "ONE_PASS": problem.batch <= 32,
         }
-        new_strides = [x.stride() for x in (given.k, given.v)] if appends else []
-        is_wide = is_long(q.stride(), k_cache.stride(), v_cache.stride(), self.o_strides, *new_strides)
-        self.columns = pad_d, is_wide
-        # Only the assertion that a page is in the pool is kept, and no others.
-        asserts = {} if page_size is None else {"debug": True}
-        shared = arguments.numbers_of(problem) | {
+        self.columns = columns_of(pad_d, q, given.k_cache, given.v_cache, self.o_strides, given.k, given.v)
+        shared = numbers_of(problem, given) | {
             "programs": programs,
-            "B": problem.batch,
-            "S": problem.len_k,
-            "num_pages": None if page_size is None else k_cache.shape[0],
-            "position_limit": given.cos.shape[-2],
             "BLOCK_M": block_m,
             "BLOCK_NEW": min(64, block_n) if is_chunk else 16,
             "NEW_WITH_PARTS": new_with_parts,
             "PDL": config.pdl,
         }
-        self.attend = Launch(decode_kernel, programs, options | asserts, shared, IS_CHUNK=is_chunk)
-        overlaps = {"launch_pdl": True} if config.pdl else {}
-        combine_options = {"num_warps": 4, **overlaps, **asserts}
-        self.combine = Launch(combine_kernel, all_rows, combine_options, shared, BLOCK_PARTS=config.combine_parts)
+        self.attend = Launch(kernel.decode_kernel, programs, options | asserts_of(given), shared, IS_CHUNK=is_chunk)
+        options = {"num_warps": 4, **({"launch_pdl": True} if config.pdl else {}), **asserts_of(given)}
+        self.combine = Launch(kernel.combine_kernel, all_rows, options, shared, BLOCK_PARTS=config.combine_parts)
 
     def __call__(self, flat: tuple) -> tuple[torch.Tensor, torch.Tensor]:
-        tensors, problem = StepTensors(*flat), self.problem
-        q = tensors.q
-        o = torch.empty_strided(q.shape, self.o_strides, dtype=q.dtype, device=q.device)
-        lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+        tensors = StepTensors(*flat)
+        outputs, results = outputs_of(tensors, self.o_strides)
         given = {
-            "inputs": step_inputs(problem, tensors, self.tiles, self.columns),
-            "outputs": StepOutputs.host(arguments.view(o), lse, tensors.sinks),
-            "parts_ptr": torch.empty(self.workspace, dtype=torch.float32, device=q.device),
+            "inputs": step_inputs(self.problem, tensors, self.tiles, self.columns),
+            "outputs": outputs,
+            "parts_ptr": torch.empty(self.workspace, dtype=torch.float32, device=tensors.q.device),
         }
-        stream = device.current_stream(q.device)
+        stream = device.current_stream(tensors.q.device)
         self.attend(stream, given)
         self.combine(stream, given)
-        return o, lse
+        return results
 
 
 class WriteCall:
@@ -164,32 +197,19 @@ class WriteCall:
     def __init__(self, problem: Problem, tensors: tuple, pdl: bool = False):
         """pdl: the next launch may begin early, and waits for this one."""
         given = Written(*tensors)
-        block_t, heads = 16 if device.is_interpreted() else 32, min(4, problem.heads_kv)
+        block_t = 16 if device.is_interpreted() else 32
         tiles = tile_count(problem.len_q, problem.sequences, block_t)
-        is_wide = is_long(*[x.stride() for x in (given.k, given.v, given.k_cache, given.v_cache)])
-        self.problem, self.columns = problem, (block_d(problem.head_dim), is_wide)
-        self.launch = Launch(
-            write_kernel,
-            -(-problem.heads_kv // heads) * tiles * given.k.shape[0],
-            {"num_warps": 4, **({} if given.block_table is None else {"debug": True})},
-            arguments.numbers_of(problem),
-            N=problem.len_q,
-            S=problem.len_k,
-            num_pages=None if given.block_table is None else given.k_cache.shape[0],
-            position_limit=given.cos.shape[-2],
-            num_tiles=tiles,
-            BLOCK_T=block_t,
-            HEADS=heads,
-            PDL=pdl,
-        )
+        self.problem = problem
+        self.columns = columns_of(block_d(problem.head_dim), given.k, given.v, given.k_cache, given.v_cache)
+        self.launch = launch_by_tiles(cache_kernels.write_kernel, problem, given, tiles, block_t, pdl)
 
     def __call__(self, flat: tuple, k_norm: torch.Tensor | None = None, sums: torch.Tensor | None = None) -> None:
         """k_norm (D,): the weights of a norm of k, if the problem has one; sums as ``write_kernel`` writes them."""
         tensors, problem = Written(*flat), self.problem
-        inputs = WriteInputs.host(
+        written = cache_kernels.WriteInputs.host(
             k=arguments.view(tensors.k),
             v=arguments.view(tensors.v),
-            cache=cache_inputs(problem, tensors, *self.columns),
+            cache=cache_inputs(problem, tensors, self.columns),
             tables=arguments.tables_of(problem, tensors),
             k_norm=arguments.norm_of(problem, k_norm),
             seqlens_ptr=tensors.cache_seqlens,
@@ -198,4 +218,157 @@ class WriteCall:
             sums_ptr=sums,
             format=RowFormat.host(problem.head_dim, *self.columns),
         )
-        self.launch(device.current_stream(tensors.k.device), inputs=inputs)
+        self.launch(device.current_stream(tensors.k.device), inputs=written)
+
+
+class GatheredCall:
+    """The launches of a step by the kernels of attention, on a contiguous copy of the cached keys that it sees.
+
+    Chunks of prompts run so on sm_90, and all steps that are to give the bits of attention to the whole sequence and
+    have no ``OrderedCall``. Attention reads each block of keys once for every tile of query rows, and loads keys
+    through the TMA, which follows no block table. One launch writes the new tokens into the cache, one gathers the
+    visible keys, in pair order, and the visible values, attention does the rest, and one clears the rows of tokens past
+    the end of the cache.
+    """
+
+    def __init__(self, problem: Problem, tensors: tuple, config: HopperForwardConfig | ForwardConfig):
+        given = StepTensors(*tensors)
+        q, v_cache, cache = given.q, given.v_cache, cache_of(problem)
+        self.is_hopper = isinstance(config, HopperForwardConfig)
+        reads_cache = self.is_hopper and cache.page_size is None and not cache.is_float8 and has_descriptor(v_cache)
+        self.gathers_values = not reads_cache
+        attention = attention_problem(problem)
+        # The portable kernels also read rows of new tokens past the end of the cache. The TMA has zeros there.
+        rows = problem.len_k if self.is_hopper else attention.len_k
+        self.shape = (problem.batch, problem.heads_kv, rows, problem.head_dim)
+        self.write = WriteCall(problem, fill(Written, given._asdict())) if cache.appends else None
+        like = q.new_empty(self.shape, device="meta") if q.device.type == "meta" else q.new_empty(self.shape)
+        seen = self._seen(given, like, like if self.gathers_values else v_cache, given.cache_seqlens)
+        call: Any = hopper.ForwardCall if self.is_hopper else portable.ForwardCall
+        self.attend = call(attention, seen, config, keys_are_ready=True)
+        self.problem = problem
+        pad_d = block_d(problem.head_dim)
+        self.columns = columns_of(pad_d, given.k_cache, v_cache, contiguous_strides(self.shape))
+        gather, tiles = cache_kernels.gather_kernel, tile_count(problem.len_k, None, 32)
+        self.gather = launch_by_tiles(gather, problem, given, tiles, 32, config.pdl, NK=attention.len_k)
+        self.clear = Launch(
+            cache_kernels.clear_kernel,
+            problem.batch * problem.heads_q,
+            {"num_warps": 1},
+            numbers_of(problem, given),
+            D=problem.head_dim,
+            BLOCK_D=pad_d,
+        )
+
+    @staticmethod
+    def _seen(given: StepTensors, k: torch.Tensor, v: torch.Tensor, lens: torch.Tensor) -> Tensors:
+        weights = {"q_norm": given.q_norm, "k_norm": given.k_norm}
+        return Tensors(given.q, k, v, given.cos, given.sin, given.sinks, given.kv_starts, lens, **weights)
+
+    def __call__(self, flat: tuple) -> tuple[torch.Tensor, torch.Tensor]:
+        tensors, problem = StepTensors(*flat), self.problem
+        q, lens = tensors.q, tensors.cache_seqlens
+        stream = device.current_stream(q.device)
+        if self.write is not None:
+            lens = torch.empty(problem.batch, dtype=torch.int32, device=q.device)
+            self.write(fill(Written, tensors._asdict()), k_norm=tensors.k_norm, sums=lens)
+        keys = torch.empty(self.shape, dtype=q.dtype, device=q.device)
+        values = torch.empty(self.shape, dtype=q.dtype, device=q.device) if self.gathers_values else None
+        if values is not None and problem.len_k < self.shape[2]:
+            values[:, :, problem.len_k :].zero_()
+        counter = torch.empty(hopper.COUNTER_WORDS, dtype=torch.int32, device=q.device)
+        self.gather(
+            stream,
+            cache=cache_inputs(problem, tensors, self.columns),
+            k=arguments.view(keys),
+            v=arguments.view(values),
+            tables=arguments.tables_of(problem, tensors),
+            lens_ptr=lens,
+            kv_starts_ptr=tensors.kv_starts,
+            counter_ptr=counter,
+        )
+        seen = self._seen(tensors, keys, tensors.v_cache if values is None else values, lens)
+        o, lse, *_ = self.attend(seen, counter=counter) if self.is_hopper else self.attend(seen)
+        if self.write is not None:
+            self.clear(stream, lens_ptr=lens, o=arguments.view(o), lse_ptr=lse)
+        return o, lse
+
+
+class OrderedCall:
+    """The launches of a step that gives the bits of the sm_90 forward, which ``ordered_tiles`` explains.
+
+    They write the new tokens, rotate the queries, and run one loop over the tiles for each unit, or if there are few
+    units, scores and values.
+    """
+
+    def __init__(self, problem: Problem, tensors: tuple, config: OrderedConfig):
+        given = StepTensors(*tensors)
+        q, cache = given.q, cache_of(problem)
+        rows, block_n = problem.len_q * problem.group_size, config.block_n
+        block_r = row_block(rows, least=8)
+        units = problem.batch * problem.heads_kv * -(-rows // block_r)
+        seen = problem.len_k
+        if problem.window_left is not None:  # a window begins and ends within a tile
+            seen = min(seen, problem.window_left + problem.len_q + block_n)
+        most_tiles = max(1, -(-seen // block_n))
+        pad_d = max(64, block_d(problem.head_dim))
+        self.problem = problem
+        self.o_strides = output_strides(q)
+        self.columns = columns_of(pad_d, q, given.k_cache, given.v_cache, self.o_strides)
+        self.lengths = {"HAS_NEW_KEYS": cache.appends, "BLOCK_N": block_n, "IN_ORDER": True}
+        self.write = WriteCall(problem, fill(Written, given._asdict()), pdl=True) if cache.appends else None
+        # Those of a unit's scores, and as many of its values if there are enough columns.
+        programs = min(max(1, config.programs // units), config.programs_of_head, most_tiles)
+        shared = numbers_of(problem, given) | {
+            "most_tiles": most_tiles,
+            "programs": programs,
+            "BLOCK_R": block_r,
+            "PDL": True,
+        }
+        overlaps = {"launch_pdl": True}
+        # It may overlap with the write alone: other launches before it may have made its inputs.
+        options = {"num_warps": 4, **asserts_of(given), **(overlaps if cache.appends else {})}
+        queries = Launch(ordered_tiles.query_kernel, units, options, shared)
+        self.most_programs = config.programs
+        self.workspaces: list[Any] = [((units, block_r, pad_d), q.dtype)]
+        # With more rows the sums of wide heads take more registers than a thread has.
+        if units >= config.least_units and block_r <= 32:
+            stage = 2 * block_n * pad_d * q.element_size()
+            stages = min(config.most_stages, (220 * 1024 - 12 * block_r * block_n - 2 * block_r * pad_d) // stage)
+            # Products of two warpgroups have 128 rows at least.
+            warps = 8 if min(block_n, pad_d) >= 128 else 4
+            options, sizes = {"num_warps": warps, **overlaps}, {"STAGES": stages, "WARPS": warps}
+            attend = Launch(ordered_attend.attend_kernel, units, options, shared, **sizes)
+            self.launches: tuple[Launch, ...] = (queries, attend)
+            return
+        of_tile = (units, most_tiles, min(rows, block_r))
+        self.workspaces += [((*of_tile, block_n), torch.float32), (of_tile, torch.float32)]
+        self.workspaces += [((units, config.programs), torch.int32)]
+        score_stages = min(config.most_stages, (220 * 1024 - 2 * block_r * pad_d) // (2 * block_n * pad_d))
+        options = {"num_warps": 4, **overlaps}
+        score = Launch(ordered_split.score_kernel, units * programs, options, shared, STAGES=score_stages)
+        columns = max(config.least_columns, min(pad_d, 128) // (1 << (programs.bit_length() - 1)))
+        step = max(1, min(config.step_rows // block_r, 1 << (programs.bit_length() - 1)))
+        stage = 2 * block_n * max(64, columns)
+        slots = 3 if step * block_r <= 32 else 2
+        room = 222 * 1024 - step * block_r * (slots * 4 * block_n + 2 * 2 * block_n + 64)
+        programs = units * -(-problem.head_dim // columns)
+        sizes = {"COLUMNS": columns, "STEP": step, "SCORE_SLOTS": slots}
+        sizes["STAGES"] = min(config.value_stages, room // stage)
+        self.launches = (queries, score, Launch(ordered_split.value_kernel, programs, options, shared, **sizes))
+
+    def __call__(self, flat: tuple) -> tuple[torch.Tensor, torch.Tensor]:
+        tensors = StepTensors(*flat)
+        on = tensors.q.device
+        if self.write is not None:
+            self.write(fill(Written, tensors._asdict()), k_norm=tensors.k_norm)
+        outputs, results = outputs_of(tensors, self.o_strides)
+        workspaces = [torch.empty(shape, dtype=dtype, device=on) for shape, dtype in self.workspaces]
+        given = {
+            "inputs": step_inputs(self.problem, tensors, self.lengths, self.columns),
+            "outputs": outputs,
+            "workspaces": ordered_tiles.Workspaces.host(*workspaces, MOST_PROGRAMS=self.most_programs),
+        }
+        for launch in self.launches:
+            launch(device.current_stream(on), given)
+        return results

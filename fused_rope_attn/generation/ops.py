@@ -8,10 +8,8 @@ import torch
 
 from fused_rope_attn.attention.problem import Problem
 from fused_rope_attn.generation import planning
-from fused_rope_attn.generation.chunk_launch import GatheredCall
 from fused_rope_attn.generation.configs import DecodeConfig
-from fused_rope_attn.generation.launch import StepCall, WriteCall
-from fused_rope_attn.generation.ordered_launch import OrderedCall, can_copy
+from fused_rope_attn.generation.launch import GatheredCall, OrderedCall, StepCall, WriteCall, can_copy
 from fused_rope_attn.generation.problem import (
     SCHEMA,
     WRITE_SCHEMA,

@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""The kernel of an ordered step (``ordered_units``) that goes through all tiles of a unit.
+"""The kernel of an ordered step (``ordered_tiles``) that goes through all tiles of a unit.
 
 One warpgroup or two multiply, one copies keys, one copies values, and one adds up the weights. The product with
 the values of a tile runs while the next tile is weighed, and the scores of a tile are computed while the tile before it
@@ -11,14 +11,13 @@ import triton.language as tl
 from fused_rope_attn.attention.hopper.channels import channel_of, written_once
 from fused_rope_attn.attention.hopper.softmax import lagging_maximum, sum_quads
 from fused_rope_attn.generation import ordered_tiles as tiling
-from fused_rope_attn.generation import ordered_units as units
 from fused_rope_attn.generation.inputs import complete_step
-from fused_rope_attn.generation.ordered_scores import Part, copy_keys
-from fused_rope_attn.generation.ordered_values import copy_values
 from fused_rope_attn.kernels.masks import Window
 from fused_rope_attn.kernels.records import record, unpack
 from fused_rope_attn.kernels.schedule import let_next_launch_start, wait_for_previous_launch
 from fused_rope_attn.runtime.triton_compat import (
+    async_copy,
+    async_load,
     fence_async_shared,
     gl,
     jit,
@@ -26,6 +25,84 @@ from fused_rope_attn.runtime.triton_compat import (
     warpgroup_mma_init,
     warpgroup_mma_wait,
 )
+
+
+@record
+class Part:
+    """A program's part of a unit's scores: the tiles ``first``, ``first + programs`` and so on of a walk, ``tiles``."""
+
+    first: gl.tensor
+    programs: gl.tensor
+    tiles: gl.tensor
+
+
+@jit
+def copy_keys(
+    walk, part, view, rotated_ptr, queries, keys, row_format, R: gl.constexpr, INTERLEAVED: gl.constexpr,
+    PDL: gl.constexpr,
+):  # fmt: skip
+    """Copy the queries of a unit and the keys of a part; the work of warps of their own."""
+    source = tiling.key_source(view, walk, row_format, R, INTERLEAVED)
+    wait_for_previous_launch(PDL)
+    # The next launch reads what the previous one has cleared.
+    let_next_launch_start(PDL)
+    at_queries = queries.at(0)
+    q_smem = queries.tile(at_queries)
+    COPY: gl.constexpr = tiling.copy_layout(q_smem.shape[0], q_smem.shape[1], tiling.COPY_WARPS)
+    rows = gl.to_tensor(walk.unit.number).to(gl.int64) * q_smem.shape[0]
+    rows = rows + gl.arange(0, q_smem.shape[0], gl.SliceLayout(1, COPY))
+    columns = gl.arange(0, q_smem.shape[1], gl.SliceLayout(0, COPY))
+    async_load(q_smem, rotated_ptr + rows[:, None] * q_smem.shape[1] + columns[None, :])
+    tiling.fill_by_copies(queries, at_queries)
+    entries = tiling.entries_of(source, walk, part.first)
+    for i in range(part.tiles):
+        visit = part.first + i * part.programs
+        following = tiling.entries_of(source, walk, visit + part.programs)
+        first = tiling.first_elements(source, walk, visit, entries)
+        cursor = keys.at(i)
+        keys.wait_empty(cursor)
+        tiling.copy_rows(source, walk, visit, first, keys.tile(cursor))
+        tiling.fill_by_copies(keys, cursor)
+        entries = following
+    async_copy.wait_group(0)
+
+
+@jit
+def steps_of(walk, STEP: gl.constexpr):
+    """Return the number of steps of STEP tiles that a walk takes."""
+    return (walk.tiles + STEP - 1) // STEP
+
+
+@jit
+def entries_of_step(source, walk, step, STEP: gl.constexpr):
+    """Return a tuple of ``entries_of`` the tiles of a step."""
+    entries = ()
+    for i in gl.static_range(STEP):
+        entries = entries + (tiling.entries_of(source, walk, step * STEP + i),)
+    return entries
+
+
+@jit
+def copy_values(walk, v_view, row_format, first_column, values, STEP: gl.constexpr):
+    """Copy the values of all tiles, zeros for those after the last one; the work of warps of their own."""
+    COLUMNS: gl.constexpr = row_format.BLOCK_D
+    COPY: gl.constexpr = tiling.copy_layout(walk.BLOCK_N, COLUMNS, tiling.COPY_WARPS)
+    columns = first_column + gl.arange(0, COLUMNS, gl.SliceLayout(0, COPY))
+    IS_WHOLE: gl.constexpr = row_format.D % COLUMNS == 0
+    source = tiling.source_of(v_view, walk, row_format, columns, columns < row_format.D, COPY, IS_WHOLE)
+    entries = entries_of_step(source, walk, 0, STEP)
+    for step in range(steps_of(walk, STEP)):
+        following = entries_of_step(source, walk, step + 1, STEP)
+        for i in gl.static_range(STEP):
+            visit = step * STEP + i
+            first = tiling.first_elements(source, walk, visit, entries[i])
+            cursor = values.at(visit)
+            values.wait_empty(cursor)
+            # A tensor core's tile may have more columns; they are not stored.
+            tiling.copy_rows(source, walk, visit, first, values.tile(cursor).slice(0, COLUMNS, dim=1))
+            tiling.fill_by_copies(values, cursor)
+        entries = following
+    async_copy.wait_group(0)
 
 
 @jit
@@ -44,8 +121,8 @@ def add_up_weights(walk, weights, factors, total):
     """
     BLOCK_R: gl.constexpr = weights.buffer.shape[1]
     BLOCK_N: gl.constexpr = weights.buffer.shape[2]
-    QUADS: gl.constexpr = units.quad_layout(BLOCK_R, BLOCK_N, tiling.SUM_WARPS)
-    SUMS: gl.constexpr = units.sums_layout(BLOCK_R, tiling.SUM_WARPS)
+    QUADS: gl.constexpr = tiling.quad_layout(BLOCK_R, BLOCK_N, tiling.SUM_WARPS)
+    SUMS: gl.constexpr = tiling.sums_layout(BLOCK_R, tiling.SUM_WARPS)
     row_sum = gl.zeros([BLOCK_R, 4], gl.float32, SUMS)
     for visit in range(walk.tiles):
         cursor = weights.at(visit)
@@ -86,7 +163,7 @@ def attend(walk, scoring, queries, keys, values, p_smem, weights, factors, total
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [scoring.WARPS, 1], [16, BLOCK_R, 16])
     ROW: gl.constexpr = gl.SliceLayout(0, SCORES)
     offs = gl.arange(0, BLOCK_R, ROW)
-    positions = units.query_positions(walk.keys, walk.unit, offs, scoring.GROUP_SIZE, scoring.S)
+    positions = tiling.query_positions(walk.keys, walk.unit, offs, scoring.GROUP_SIZE, scoring.S)
     nothing = gl.zeros([BLOCK_N, BLOCK_R], gl.float32, SCORES)
     acc = warpgroup_mma_init(gl.zeros([BLOCK_D, BLOCK_R], gl.float32, SCORES))
     row_max = gl.full([BLOCK_R], float("-inf"), gl.float32, ROW)
@@ -136,7 +213,7 @@ def attend(walk, scoring, queries, keys, values, p_smem, weights, factors, total
     tiling.store_unit(walk, acc, row_max, row_sum, outputs, NQ, HQ, scoring.GROUP_SIZE, 0, D)
 
 
-@jit(do_not_specialize=units.NUMBERS)
+@jit(do_not_specialize=tiling.NUMBERS)
 def attend_kernel(
     inputs, outputs, workspaces, B, HKV, GROUP_SIZE, NQ, S, num_pages, window_left, window_right,
     BLOCK_R: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr, PDL: gl.constexpr,

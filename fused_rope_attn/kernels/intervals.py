@@ -1,63 +1,53 @@
 # mypy: ignore-errors
 """Intervals of query rows: each key is visible to one interval of rows, the caller's and that of every other mask.
 
-For each block of keys ``interval_blocks_kernel`` writes the rows that see any of its keys and the rows that see all of
-them. A tile of queries compares its rows with these bounds, so that it visits only blocks that it may see and compares
-single pairs only where a bound crosses the tile (``next_run``). A tile of keys visits the blocks of queries from its
-smallest start to its largest end (``narrowed_queries``).
+For each block of keys ``attention.intervals.interval_blocks_kernel`` writes the rows that see any of its keys and the
+rows that see all of them. A tile of queries compares its rows with these bounds, so that it visits only blocks that it
+may see and compares single pairs only where a bound crosses the tile (``next_run``). A tile of keys visits the blocks
+of queries from its smallest start to its largest end (``narrowed_queries``).
 """
 
 import triton
 import triton.language as tl
 
-from fused_rope_attn.kernels.lengths import existing_keys
-from fused_rope_attn.kernels.records import record, unpack
+from fused_rope_attn.kernels.records import record
 
 # Past every query row, and far enough from 2**31 that tiles can be counted from it.
 NO_ROW = tl.constexpr(2**30)
 # Keys or rows of a bit mask's word.
 WORD = tl.constexpr(32)
-# Blocks of keys that ``next_run`` reads at once.
-CHUNK = tl.constexpr(128)
-# Blocks of keys of a program of ``interval_blocks_kernel``.
-BLOCKS = tl.constexpr(16)
 
 
 @record
-class IntervalArguments:
-    """The intervals of a call."""
+class Intervals:
+    """The intervals of a call, and by ``sequence_intervals`` those of one of its sequences.
+
+    Rows of a sequence's queries count from 0; a row's position is ``row + shift``.
+    """
 
     starts_ptr: tl.tensor | None  # query_starts (1|B, NK) int32; None: 0
     ends_ptr: tl.tensor | None  # query_ends (1|B, NK) int32; None: NQ
     blocks_ptr: tl.tensor | None  # the results of ``interval_blocks_kernel``; None if the kernel does not need them
     strides: tl.tuple  # from one batch entry to the next, of starts and ends; 0: all have the same
-
-
-@record
-class Intervals:
-    """The intervals of one sequence. Rows of q count from 0; a row's position is ``row + shift``."""
-
-    starts_ptr: tl.tensor | None  # of the sequence's first key
-    ends_ptr: tl.tensor | None
-    blocks_ptr: tl.tensor | None
-    batch: tl.tensor  # int64
-    num_rows: tl.tensor  # NQ
-    num_keys: tl.tensor  # NK; some of these keys may not exist
-    shift: tl.tensor
+    # Of a sequence, whose first key the first two pointers are then of:
+    batch: tl.tensor | None = None  # int64
+    num_rows: tl.tensor | None = None  # NQ
+    num_keys: tl.tensor | None = None  # NK; some of these keys may not exist
+    shift: tl.tensor | None = None
 
 
 @triton.jit
 def sequence_intervals(intervals, batch, first_key, num_rows, num_keys, shift):
     """Return the ``Intervals`` of batch entry ``batch`` (int64). The sequence begins with its key ``first_key``.
 
-    intervals: ``IntervalArguments``. num_rows, num_keys and shift as in ``Intervals``.
+    num_rows, num_keys and shift as in ``Intervals``.
     """
-    starts_ptr, ends_ptr = intervals.starts_ptr, intervals.ends_ptr
+    starts_ptr, ends_ptr, strides = intervals.starts_ptr, intervals.ends_ptr, intervals.strides
     if starts_ptr is not None:
-        starts_ptr += batch * intervals.strides[0] + first_key
+        starts_ptr += batch * strides[0] + first_key
     if ends_ptr is not None:
-        ends_ptr += batch * intervals.strides[1] + first_key
-    return Intervals(starts_ptr, ends_ptr, intervals.blocks_ptr, batch, num_rows, num_keys, shift)
+        ends_ptr += batch * strides[1] + first_key
+    return Intervals(starts_ptr, ends_ptr, intervals.blocks_ptr, strides, batch, num_rows, num_keys, shift)
 
 
 @triton.jit
@@ -96,95 +86,3 @@ def row_interval(mask, positions_k):
     if mask.window.left is not None:
         end = tl.minimum(end, positions_k + mask.window.left + 1)
     return first, end
-
-
-@triton.jit
-def without_unseen(tile, mask, start_n, offs):
-    """Return a tile (len(offs), columns) of the keys ``start_n + offs``, with zeros for keys that no query sees.
-
-    Such keys may hold NaN, and their weight is 0, but 0 * NaN is NaN. Without intervals loads check the rows.
-    """
-    if mask.intervals is not None:
-        first, end = row_interval(mask, start_n + offs)
-        tile = tl.where((first < end)[:, None], tile, 0.0).to(tile.dtype)
-    return tile
-
-
-@triton.jit
-def next_run(mask, block, last_block, full_first, full_last, start_m, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Return (begin, middle, end): the next blocks of keys for the tile of rows [start_m, start_m + BLOCK_M) of q.
-
-    Blocks count BLOCK_N keys from the sequence's first one. Look at CHUNK of them from ``block`` on, below
-    ``last_block``: none of [block, begin) is visible to any row, and the blocks [begin, end) are alike, either all in
-    [begin, middle), with pairs to compare, or all in [middle, end), where every row sees every key. The latter only
-    occur from ``full_first`` to before ``full_last``, which bound them by the other masks.
-    """
-    intervals = mask.intervals
-    count = tl.cdiv(intervals.num_keys, BLOCK_N)
-    index = block + tl.arange(0, CHUNK)
-    exists = index < last_block
-    bounds = intervals.blocks_ptr + intervals.batch * 4 * count + index
-    first = tl.load(bounds, mask=exists, other=NO_ROW)
-    end = tl.load(bounds + count, mask=exists, other=0)
-    all_first = tl.load(bounds + 2 * count, mask=exists, other=NO_ROW)
-    all_end = tl.load(bounds + 3 * count, mask=exists, other=0)
-    last_m = tl.minimum(start_m + BLOCK_M, intervals.num_rows)
-    visible = (first < last_m) & (end > start_m)
-    whole = (all_first <= start_m) & (all_end >= last_m) & (index >= full_first) & (index < full_last)
-    kind = tl.where(whole, 2, tl.where(visible, 1, 0))
-    limit = block + CHUNK
-    begin = tl.min(tl.where(kind > 0, index, limit), 0)
-    of_begin = tl.max(tl.where(index == begin, kind, 0), 0)
-    stop = tl.min(tl.where((index > begin) & (kind != of_begin), index, limit), 0)
-    return begin, tl.where(of_begin == 2, begin, stop), stop
-
-
-@triton.jit
-def narrowed_queries(bounds, rows, q_offset, BLOCK_M: tl.constexpr):
-    """Return the ``query_range`` ``bounds`` of some keys, narrowed by ``rows``, the ``row_interval`` of each key.
-
-    Keys that no query sees count in neither direction, because their gradients are zero.
-    """
-    first_position, end_position = rows
-    seen = first_position < end_position
-    low = tl.min(tl.where(seen, first_position, NO_ROW), 0) - q_offset
-    high = tl.max(tl.where(seen, end_position - q_offset, 0), 0)
-    all_low = tl.max(tl.where(seen, first_position - q_offset, 0), 0)
-    all_high = tl.maximum(0, tl.min(tl.where(seen, end_position, NO_ROW), 0) - q_offset)
-    first, full_first, full_last, last = bounds
-    last = tl.minimum(last, tl.cdiv(high, BLOCK_M))
-    first = tl.minimum(last, tl.maximum(first, tl.maximum(low, 0) // BLOCK_M))
-    full_first = tl.maximum(first, tl.minimum(last, tl.maximum(full_first, tl.cdiv(all_low, BLOCK_M))))
-    full_last = tl.minimum(last, tl.minimum(full_last, all_high // BLOCK_M))
-    return first, full_first, tl.maximum(full_first, full_last), last
-
-
-@triton.jit(do_not_specialize=["NQ", "NK"])
-def interval_blocks_kernel(masks, NQ, NK, BLOCK_N: tl.constexpr):
-    """Write which rows of q see each block of BLOCK_N keys by their intervals. Grid: (blocks / BLOCKS * B).
-
-    masks: ``MaskArguments``. Its blocks (B, 4, cdiv(NK, BLOCK_N)) int32 get the first row that sees any of a block's
-    keys (NO_ROW if none does) and the row after the last one (0), then the same of the rows that see all of its keys;
-    no row does if a key is hidden. Other masks do not count here. With FROM_START blocks begin at kv_starts.
-    """
-    masks = unpack(masks)
-    count = tl.cdiv(NK, BLOCK_N)
-    programs = tl.cdiv(count, BLOCKS)
-    batch = (tl.program_id(0) // programs).to(tl.int64)
-    block = tl.program_id(0) % programs * BLOCKS + tl.arange(0, BLOCKS)
-    first_key = 0
-    if masks.FROM_START:
-        num_keys = existing_keys(masks.lens_ptr, batch, NK)
-        first_key = tl.minimum(num_keys, tl.maximum(0, tl.load(masks.starts_ptr + batch)))
-    intervals = sequence_intervals(masks.intervals, batch, first_key, NQ, NK, 0)
-    keys = block[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
-    exists = keys < NK - first_key
-    first, end = load_interval(intervals, keys, exists)
-    seen = first < end
-    hidden = exists & (first >= end)
-    bounds = intervals.blocks_ptr + batch * 4 * count + block
-    is_written = block < count
-    tl.store(bounds, tl.min(tl.where(seen, first, NO_ROW), 1), mask=is_written)
-    tl.store(bounds + count, tl.max(tl.where(seen, end, 0), 1), mask=is_written)
-    tl.store(bounds + 2 * count, tl.max(tl.where(hidden, NO_ROW, first), 1), mask=is_written)
-    tl.store(bounds + 3 * count, tl.min(tl.where(exists, end, NO_ROW), 1), mask=is_written)

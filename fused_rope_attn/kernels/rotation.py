@@ -16,12 +16,10 @@ from fused_rope_attn.kernels.norm import Norm, load_norm_weights, norm_pairs, pa
 from fused_rope_attn.kernels.records import record, replace
 from fused_rope_attn.kernels.tiles import (
     columns_from,
-    load_head_tile,
     load_tile,
     load_where,
     row_mask,
     row_pointers,
-    rows_from,
     store_tile,
     tile_range,
 )
@@ -294,19 +292,6 @@ def load_rotated(
     cos, sin = load_angles(rotation, offs + position_offset, BLOCK_D)
     first, second = norm_and_rotate(first, second, cos, sin, sign, rotation, weights)
     return pack_pairs(first, second).to(rows.ptr.dtype.element_ty if DTYPE is None else DTYPE)
-
-
-@triton.jit
-def load_rotated_tile(tiles, rotation, start, offs, position_offset, sign=1.0, CHECK_ROWS: tl.constexpr = True):
-    """Load the rows ``start + offs`` of ``HeadTiles`` for a product: rotated, in pair order.
-
-    rotation None: they are stored so, and ``position_offset`` and ``sign`` are not used. Otherwise they are rotated
-    here, as ``load_rotated`` does; row i has position ``position_offset + i``.
-    """
-    if rotation is None:
-        return load_head_tile(tiles, start, offs, CHECK_ROWS)
-    else:
-        return load_rotated(rows_from(tiles.rows, start), offs, rotation, start + position_offset, sign, CHECK_ROWS)
 
 
 @triton.jit

@@ -220,20 +220,6 @@ def load_tile(rows, offs, CHECK_ROWS: tl.constexpr, LAYOUT: tl.constexpr = None)
 
 
 @triton.jit
-def load_heads(heads, first_head, num_heads, offs, HEADS: tl.constexpr):
-    """Load a tile (HEADS, len(offs), BLOCK_D) of ``Heads`` from ``first_head`` on.
-
-    num_heads: of the tensor. Elements that do not exist are zero.
-    """
-    columns = tl.arange(0, heads.rows.format.BLOCK_D)
-    head = (first_head + tl.arange(0, HEADS))[:, None, None]
-    rows = row_pointers(heads.rows, offs, columns)
-    exists = row_mask(heads.rows, offs) & (columns[None, :] < heads.rows.format.D)
-    mask = (head < num_heads) & exists[None, :, :]
-    return tl.load(rows[None, :, :] + head.to(tl.int64) * heads.stride_head, mask=mask, other=0.0)
-
-
-@triton.jit
 def store_tile(rows, tile, offs, LAYOUT: tl.constexpr = None):
     """Write a tile (len(offs), BLOCK_D), rounded to the memory's dtype, to those of its rows below ``num_rows``."""
     columns = tile_range(rows.format.BLOCK_D, 1, LAYOUT)

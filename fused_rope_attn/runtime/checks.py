@@ -164,7 +164,7 @@ def check_ends(name: str, cu_seqlens: Tensor, rows: int, of: str) -> list[int] |
     """Check the values of `cu_seqlens` on the CPU and return them; return None on a GPU and in traced calls.
 
     They must begin with 0, never fall, and end at or before the `rows` of the argument `of`. On a GPU reading them
-    would wait for the device, so kernels check them: `kernels.lengths.packed_tile`.
+    would wait for the device, so kernels check them: `kernels.sequences.packed_tile`.
     """
     if cu_seqlens.device.type != "cpu" or not is_plain(cu_seqlens):
         return None

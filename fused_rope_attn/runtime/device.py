@@ -158,3 +158,9 @@ def guard(device: torch.device) -> AbstractContextManager[None]:
 def is_capturing(device: torch.device) -> bool:
     """Return whether the current stream of a GPU records a graph. The host must not wait for the device then."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def dot_precision(dtype: torch.dtype) -> str:
+    """Return the input precision of tl.dot: float32 unless the user allowed tf32 for matrix products, by either API."""
+    tf32 = dtype is torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
+    return "tf32" if tf32 else "ieee"

@@ -6,7 +6,7 @@ import torch
 from fused_rope_attn import plan_with_kvcache, rope_attention_with_kvcache
 from fused_rope_attn.attention.configs import HopperForwardConfig
 from fused_rope_attn.generation import configs
-from fused_rope_attn.generation.ordered_launch import can_copy
+from fused_rope_attn.generation.launch import can_copy
 from fused_rope_attn.generation.planning import configured
 from fused_rope_attn.generation.problem import StepTensors
 from fused_rope_attn.runtime import device

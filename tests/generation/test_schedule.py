@@ -10,8 +10,8 @@ import triton.language as tl
 from fused_rope_attn.attention.configs import ARCHS
 from fused_rope_attn.attention.planning import HEAD_DIM_STEP, MAX_HEAD_DIM, MIN_HEAD_DIM
 from fused_rope_attn.generation import configs, planning
+from fused_rope_attn.generation.inputs import Caches, sequence_of, tiles_before
 from fused_rope_attn.generation.launch import row_block
-from fused_rope_attn.generation.shares import Caches, sequence_of, tiles_before
 from tests.support.marks import interpreted
 
 

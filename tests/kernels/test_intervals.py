@@ -8,16 +8,10 @@ import torch
 import triton
 import triton.language as tl
 
-from fused_rope_attn.kernels.intervals import (
-    BLOCKS,
-    NO_ROW,
-    IntervalArguments,
-    interval_blocks_kernel,
-    narrowed_queries,
-    next_run,
-    row_interval,
-    sequence_intervals,
-)
+from fused_rope_attn.attention.intervals import BLOCKS, interval_blocks_kernel
+from fused_rope_attn.attention.portable.backward_kernels import narrowed_queries
+from fused_rope_attn.attention.portable.parts import next_run
+from fused_rope_attn.kernels.intervals import NO_ROW, Intervals, row_interval, sequence_intervals
 from fused_rope_attn.kernels.masks import key_range, query_range, sequence_mask, visible, window_of
 from fused_rope_attn.kernels.sequences import MaskArguments
 from tests.support.marks import interpreted
@@ -72,7 +66,7 @@ def write_visits(
 ):  # fmt: skip
     """Write pairs (ROWS, KEYS), for each block of queries the kinds of all blocks of keys (0: skipped, 1: mixed, 2:
     whole), and for each block of keys ``narrowed_queries``: out (64, 64) int32 and (64, 4) int32 after it."""
-    intervals = sequence_intervals(IntervalArguments(starts_ptr, ends_ptr, blocks_ptr, (NK, NK)), 1, 0, NQ, NK, NK - NQ)
+    intervals = sequence_intervals(Intervals(starts_ptr, ends_ptr, blocks_ptr, (NK, NK)), 1, 0, NQ, NK, NK - NQ)
     mask = sequence_mask(kv_starts_ptr, 1, NK - NQ, NK, window_of(window), True, intervals)
     rows, keys = tl.arange(0, ROWS)[:, None], tl.arange(0, KEYS)[None, :]
     tl.store(pairs_ptr + rows * KEYS + keys, visible(mask, rows + NK - NQ, keys).to(tl.int32))
@@ -97,7 +91,7 @@ def write_visits(
 def write_bounds(bounds, first, end, num_rows, block_n):
     """Launch the kernel for intervals [first, end) of each key, both (B, NK) int32."""
     batch, num_keys = first.shape
-    intervals = IntervalArguments.host(first, end, bounds, (num_keys, num_keys))
+    intervals = Intervals.host(first, end, bounds, (num_keys, num_keys))
     masks = MaskArguments.host(None, None, None, None, None, None, True, FROM_START=False, intervals=intervals)
     programs = batch * -(-bounds.shape[2] // BLOCKS.value)
     interval_blocks_kernel[(programs,)](masks, num_rows, num_keys, block_n)
@@ -183,7 +177,7 @@ def test_runs_longer_than_a_chunk(blocks):
 @triton.jit
 def write_kinds(out_ptr, blocks_ptr, starts_ptr, ends_ptr, NQ, NK, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """Add to out (blocks,) int32 the kind of each block for the first tile of queries."""
-    intervals = sequence_intervals(IntervalArguments(starts_ptr, ends_ptr, blocks_ptr, (0, 0)), 0, 0, NQ, NK, NK - NQ)
+    intervals = sequence_intervals(Intervals(starts_ptr, ends_ptr, blocks_ptr, (0, 0)), 0, 0, NQ, NK, NK - NQ)
     mask = sequence_mask(None, 0, NK - NQ, NK, window_of((None, None)), True, intervals)
     block, last = 0, NK // BLOCK_N
     while block < last:

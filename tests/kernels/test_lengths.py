@@ -7,9 +7,9 @@ import torch
 import triton
 import triton.language as tl
 
-from fused_rope_attn.kernels.lengths import (
-    count_tiles,
-    describe_tiles,
+from fused_rope_attn.attention.prepass_kernel import describe_tiles
+from fused_rope_attn.kernels.schedule import count_tiles
+from fused_rope_attn.kernels.sequences import (
     existing_keys,
     packed_partner,
     packed_rows,

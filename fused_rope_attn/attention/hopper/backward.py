@@ -20,7 +20,7 @@ from fused_rope_attn.attention.hopper import (
 )
 from fused_rope_attn.attention.hopper import columns as column_parts
 from fused_rope_attn.attention.problem import Gradients, Problem, Tensors, split_outputs
-from fused_rope_attn.kernels import arguments as sizes
+from fused_rope_attn.kernels import schedule
 from fused_rope_attn.kernels.tiles import RowFormat
 from fused_rope_attn.runtime import device, launch, layouts
 from fused_rope_attn.runtime.device import is_interpreted
@@ -90,10 +90,10 @@ class BackwardCall:
         block_n = (shapes.KEYS if self.wide else shapes.BACKWARD_BLOCK_N).value
         heads = batch * problem.heads_kv
         row_bytes = (2 * problem.head_dim * q.element_size() + 4 * pad_d) * problem.group_size
-        key_programs = sizes.tile_count(len_k, sequences, block_n) * heads
+        key_programs = schedule.tile_count(len_k, sequences, block_n) * heads
         parts = parts_of_group(problem, key_programs, row_bytes)
         part_bytes = row_bytes * problem.longest(len_q) // parts
-        section = sizes.heads_per_section(heads * parts, 1, part_bytes, config.section_bytes)
+        section = schedule.heads_per_section(heads * parts, 1, part_bytes, config.section_bytes)
         pitch = call_arguments.padded_rows(len_q, sequences)
         self.q_rot_shape = call_arguments.rotated_shape(problem)
         q_rot, k_rot = (q, k) if is_rotated else (q.new_empty(self.q_rot_shape), k.new_empty(k.shape))
@@ -110,7 +110,7 @@ class BackwardCall:
         post_heads, post_rows = config.post_heads, config.post_rows
         if problem.has_norms:
             post_heads, post_rows = config.norm_heads, config.norm_rows
-        row_blocks = batch * sizes.tile_count(len_q, sequences, post_rows)
+        row_blocks = batch * schedule.tile_count(len_q, sequences, post_rows)
         if problem.has_sinks:
             self.dsinks_shape = (row_blocks, heads_q)
         query_programs = row_blocks * triton.cdiv(heads_q, post_heads)

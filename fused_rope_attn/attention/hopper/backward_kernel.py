@@ -36,7 +36,7 @@ from fused_rope_attn.attention.hopper import masks as hopper_masks
 from fused_rope_attn.attention.hopper.backward_by_columns import accumulate_by_columns
 from fused_rope_attn.attention.hopper.backward_by_keys import accumulate_by_keys
 from fused_rope_attn.attention.hopper.latent_kernels import accumulate_latent
-from fused_rope_attn.kernels import lengths, masks, schedule
+from fused_rope_attn.kernels import masks, schedule, sequences
 from fused_rope_attn.kernels.intervals import WORD
 from fused_rope_attn.kernels.records import record, replace, unpack
 from fused_rope_attn.runtime.triton_compat import gl, jit, mbarrier
@@ -144,7 +144,7 @@ def backward_kernel(q_desc, do_desc, k_desc, v_desc, stats_desc, dq_accumulator,
     HQ, HKV, NQ, NK = do_desc.shape[1], v_desc.shape[1], do_desc.shape[2], v_desc.shape[2]
     num_heads = v_desc.shape[0] * HKV
     pid = gl.program_id(0)
-    num_tiles = lengths.count_tiles(NK, num_sequences, BLOCK_N)
+    num_tiles = schedule.count_tiles(NK, num_sequences, BLOCK_N)
     share = None
     if gradients.share_ptr is not None:
         gradients = replace(gradients, share_ptr=gradients.share_ptr + pid * backward_block.SHARE_WORDS)
@@ -174,16 +174,16 @@ def backward_kernel(q_desc, do_desc, k_desc, v_desc, stats_desc, dq_accumulator,
         # A block past its sequence's end sees no query and writes nothing.
         CU_LAYOUT: gl.constexpr = gl.BlockedLayout([8], [32], [4], [0])
         cu_q_ptr, cu_k_ptr = call_masks.cu_q_ptr, call_masks.cu_k_ptr
-        sequence, first_k, NK, tile = lengths.packed_tile(
+        sequence, first_k, NK, tile = sequences.packed_tile(
             tile, cu_k_ptr, cu_q_ptr, num_sequences, NK, NQ, BLOCK_N, CU_LAYOUT
         )
-        first_q, NQ = lengths.packed_partner(cu_q_ptr, sequence, num_sequences, NQ)
+        first_q, NQ = sequences.packed_partner(cu_q_ptr, sequence, num_sequences, NQ)
         gradients = backward_block.gradients_from(gradients, first_k)
     num_rows = NQ if IS_PACKED else pitch
     start_n = tile * BLOCK_N
-    num_keys = lengths.existing_keys(call_masks.lens_ptr, batch, NK)
+    num_keys = sequences.existing_keys(call_masks.lens_ptr, batch, NK)
     if IS_PACKED:
-        num_keys = lengths.rows_of_sequence(sequence, num_sequences, NK)
+        num_keys = sequences.rows_of_sequence(sequence, num_sequences, NK)
     window = masks.Window(window_left, window_right, HIDES_PAIRS=window_left is not None or window_right is not None)
     mask = masks.sequence_mask(call_masks.starts_ptr, batch, num_keys - NQ, num_keys, window, READS_LENGTHS)
     queries, first_row = backward_block.query_blocks(mask, start_n, NQ, num_rows, BLOCK_M, BLOCK_N)
@@ -219,7 +219,7 @@ def backward_kernel(q_desc, do_desc, k_desc, v_desc, stats_desc, dq_accumulator,
     start_row, first_block, first_key_row, end_key_row = start_n, queries.first, first_key, num_keys
     do_shift, do_end = None, None
     if IS_PACKED:
-        padded = lengths.padded_row(first_q, sequence, BLOCK_M)
+        padded = sequences.padded_row(first_q, sequence, BLOCK_M)
         start_row, first_key_row, end_key_row = start_n + first_k, first_key + first_k, num_keys + first_k
         first_block, first_row = queries.first + padded // BLOCK_M, first_row + padded
         do_shift, do_end = first_q - padded, first_q + NQ

@@ -13,8 +13,7 @@ from fused_rope_attn.attention.hopper import forward_kernel, forward_producers, 
 from fused_rope_attn.attention.hopper.shapes import ROWS
 from fused_rope_attn.attention.prepass_kernel import TILE_WORDS
 from fused_rope_attn.attention.problem import Outputs, Problem, Saving, Tensors, split_outputs
-from fused_rope_attn.kernels import arguments as sizes
-from fused_rope_attn.kernels import tiles
+from fused_rope_attn.kernels import schedule, tiles
 from fused_rope_attn.runtime import device, layouts
 from fused_rope_attn.runtime.launch import Launch, Source
 from fused_rope_attn.runtime.triton_compat import gl
@@ -105,7 +104,7 @@ class ForwardCall:
         self.o = source(o_like, ROWS.value, pad_d if pad_d <= 128 and not latent else pad_d // 2)
         self.nope = (source(q, ROWS.value, pad_d), source(k, block_n, pad_d)) if latent else None
         num_heads = problem.batch * problem.heads_q
-        tiles_per_head = sizes.tile_count(problem.len_q, problem.sequences, block_m)
+        tiles_per_head = schedule.tile_count(problem.len_q, problem.sequences, block_m)
         num_tiles = tiles_per_head * num_heads
         kv_bytes = 2 * problem.longest(problem.len_k) * columns * k.element_size()
         self.launch = Launch(
@@ -116,7 +115,7 @@ class ForwardCall:
             NK=problem.len_k,
             GROUP_SIZE=problem.group_size,
             num_tiles=num_tiles,
-            heads_per_section=sizes.heads_per_section(num_heads, problem.group_size, kv_bytes, config.section_bytes),
+            heads_per_section=schedule.heads_per_section(num_heads, problem.group_size, kv_bytes, config.section_bytes),
             tiles_per_head=tiles_per_head if self.packed else None,
             window_left=None if problem.has_intervals else numbers["window_left"],
             window_right=None if problem.has_intervals else numbers["window_right"],
@@ -224,7 +223,7 @@ class ForwardCall:
             view=arguments.view(tensors.q),
             tables=arguments.tables_of(problem, tensors),
             norm=arguments.norm_of(problem, tensors.q_norm),
-            sign=sizes.scale_and_sign(problem.softmax_scale)[1],
+            sign=arguments.scale_and_sign(problem.softmax_scale)[1],
             TOKEN_TABLES=problem.token_tables,
             format=tiles.RowFormat.host(problem.head_dim, block, self.is_long),
         )

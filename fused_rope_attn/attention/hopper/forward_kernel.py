@@ -29,7 +29,7 @@ from fused_rope_attn.attention.hopper import (
     softmax,
 )
 from fused_rope_attn.attention.hopper.shapes import ROWS
-from fused_rope_attn.kernels import lengths, ptxas, tiles
+from fused_rope_attn.kernels import ptxas, sequences, tiles
 from fused_rope_attn.kernels import softmax as row_softmax
 from fused_rope_attn.kernels.masks import Window
 from fused_rope_attn.kernels.records import record, replace, unpack
@@ -181,10 +181,9 @@ def forward_kernel(q_rot_desc, q_nope_desc, k_rot_desc, k_nope_desc, v_desc, o_d
         words = gl.allocate_shared_memory(gl.int32, [2 * STAGES, 1], mbarrier.MBarrierLayout())
         num_keys = (NK + BLOCK_N - 1) // BLOCK_N * BLOCK_N
         mask = masks.IntervalMask(tile_source.lists.key_rows_ptr, num_keys, words)
-    elif tile_source.IS_ALIGNED:
-        mask = masks.AlignedMask()
     else:
-        mask = masks.PositionMask(window, tile_source.READS_LENGTHS, HAS_STARTS and not tile_source.FROM_START)
+        HAS_OWN_STARTS: gl.constexpr = HAS_STARTS and not tile_source.FROM_START
+        mask = masks.PositionMask(window, tile_source.READS_LENGTHS, HAS_OWN_STARTS, tile_source.IS_ALIGNED)
     schedule = forward_tiles.Schedule(
         tile_source.counter_ptr,
         tile_source.starts_ptr,
@@ -244,7 +243,7 @@ class Attention:
     queries: channels.Channel
     keys: channels.Channel
     values: channels.Channel
-    mask: masks.PositionMask  # or another one
+    mask: masks.PositionMask | masks.IntervalMask
     scores: Softmax
     source: forward_producers.QuerySource | None  # if they rotate the queries of the block's first tile
     output: ForwardOutput
@@ -293,8 +292,8 @@ def attend(attention):
     start_m = tile.start_m + INDEX * ROWS
     row_numbers = mask.row_number(tile, start_m) + first_rows
     exists = True
-    if announced.IS_PACKED:
-        # The block may have no tile at all, because only the device knows how many hold queries.
+    if output.view is not None:
+        # A block of a packed call may have no tile, because only the device knows how many hold queries.
         exists = tile.num_blocks > 0
     at_queries = queries.at(tile_step)
     at_keys = keys.at(key_step)
@@ -306,7 +305,7 @@ def attend(attention):
     k = columns.rows_in(keys, at_keys, 0, FIRST_COUNT)
     q = columns.rows_in(queries, at_queries, 0, ROWS)
     first_visit = mask.visit(at_keys, 0, exists)
-    tile = mask.counted(tile, first_visit)
+    tile = first_visit.counted(tile)
     first = columns.issue_row_scores(q, k, nothing, RIGHT)
     first = compat.warpgroup_mma_wait(0, deps=[first])
     keys.release_by_threads(at_keys, exists)
@@ -368,7 +367,7 @@ def attend(attention):
         queries.wait_full(at_queries, exists)
         q = columns.rows_in(queries, at_queries, 0, ROWS)
         first, acc, first_visit = multiply(attention, q, acc, p, correction, key_step, 0, exists, FIRST_COUNT)
-        tile = mask.counted(tile, first_visit)
+        tile = first_visit.counted(tile)
         first = mask.hide(first, row_numbers, first_columns, first_visit, tile, SEEN)
         first, state = softmax.weigh_first(first, scores.qk_scale, ROW)
 
@@ -530,7 +529,7 @@ def max_logit_kernel(highest_ptr, max_logit_ptr, cu_q_ptr, H, NQ, BLOCK: tl.cons
     length = NQ
     if cu_q_ptr is not None:
         sequence = entry // H
-        begin, length = lengths.packed_rows(cu_q_ptr, sequence, sequence + 1, NQ)
+        begin, length = sequences.packed_rows(cu_q_ptr, sequence, sequence + 1, NQ)
         first = (entry % H).to(tl.int64) * NQ + begin
     highest = tl.full([BLOCK], float("-inf"), tl.float32)
     for start in range(0, length, BLOCK):

@@ -60,15 +60,13 @@ def load_keys(loader, work, visit, num_blocks, key_step):
     rope = channels.rope_part(loader.k_rope_desc, 0, keys, cursor)
     full = keys.full_barrier(cursor)
     channels.load_rows(loader.k_desc, work.tile.batch, work.head_kv, row, keys.tile(cursor), full, None, rope)
-    if intervals is not None:
-        intervals.prefetch(visit, work.tile.batch, keys.buffer.shape[3])
 
 
 @jit
 def load(loader, schedule, tiles):
     """Announce tiles, and load the key and value blocks that they visit, the last one first; one warp's work."""
     intervals, values = loader.intervals, loader.values
-    if tiles.IS_PACKED:
+    if schedule.tiles_per_head is not None:
         # The pre-pass has described the tiles.
         wait_for_previous_launch(loader.PDL)
     work = forward_tiles.first_work(schedule)

@@ -10,7 +10,7 @@ from triton import constexpr_function
 
 from fused_rope_attn.attention.hopper import channels, shapes
 from fused_rope_attn.attention.prepass_kernel import TILE_WORDS
-from fused_rope_attn.kernels import lengths, masks
+from fused_rope_attn.kernels import masks, sequences
 from fused_rope_attn.kernels.records import record, replace
 from fused_rope_attn.kernels.schedule import scheduled_tile
 from fused_rope_attn.runtime.triton_compat import gl, jit, mbarrier
@@ -59,89 +59,65 @@ def query_position(tile, row):
 
 
 @constexpr_function
-def announced_numbers(has_bounds, is_packed):
+def announced_fields(has_bounds, is_packed):
     """Return the fields of ``QueryTile`` that are announced; the others follow from these and from NQ and NK.
 
     has_bounds: a tile's keys may begin after key 0 or end before NK.
     """
-    numbers = "start_m bh batch head num_blocks upper_masked"
+    names = "start_m bh batch head num_blocks upper_masked"
     if has_bounds:
-        numbers += " last_block lower_masked_from first_key num_keys"
-    return numbers + " query_end rotated_row" * is_packed
+        names += " last_block lower_masked_from first_key num_keys"
+    return tuple((names + " query_end rotated_row" * is_packed).split())
 
 
 @constexpr_function
-def count_numbers(numbers):
-    """Return how many numbers announce a tile."""
-    return len(numbers.split())
-
-
-@constexpr_function
-def number_index(numbers, name):
-    """Return which of the announced numbers ``name`` is; None if it is not announced."""
-    names = numbers.split()
+def word_index(fields, name):
+    """Return which word of an announcement holds a field; None if it is not announced."""
+    names = list(fields)
     return names.index(name) if name in names else None
 
 
 @record
 class Announcements:
-    """The channel through which tiles are announced, a slot for each tile."""
+    """The channel through which tiles are announced: int32 words in shared memory, a slot for each tile."""
 
     channel: channels.Channel
-    NUMBERS: gl.constexpr  # ``announced_numbers``
-    IS_PACKED: gl.constexpr
+    FIELDS: gl.constexpr  # ``announced_fields``
     NQ: gl.tensor | None  # None if no reader needs it, as with NK: Triton 3.6 fails on unused arguments of warps
     NK: gl.tensor | None
 
     @jit
-    def number(self, cursor, NAME: gl.constexpr):
-        """Return the shared memory of one announced number."""
-        INDEX: gl.constexpr = number_index(self.NUMBERS, NAME)
-        return self.channel.buffer.index(cursor.slot * count_numbers(self.NUMBERS) + INDEX)
-
-    @jit
-    def write(self, cursor, NAME: gl.constexpr, value):
-        ONE_WARP: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-        if number_index(self.NUMBERS, NAME) is not None:
-            self.number(cursor, NAME).store(gl.full([1], value, gl.int32, ONE_WARP))
-
-    @jit
-    def read(self, cursor, NAME: gl.constexpr, default=0):
+    def read(self, cursor, NAME: gl.constexpr, default=None):
+        """Read an announced field of a tile; return ``default`` for another."""
         ONE_WARPGROUP: gl.constexpr = gl.BlockedLayout([1], [32], [shapes.WARPGROUP_WARPS], [0])
-        if number_index(self.NUMBERS, NAME) is None:
+        INDEX: gl.constexpr = word_index(self.FIELDS, NAME)
+        if INDEX is None:
             return default
         else:
-            return gl.max(self.number(cursor, NAME).load(ONE_WARPGROUP), 0)
+            word = self.channel.buffer.index(cursor.slot * len(self.FIELDS) + INDEX)
+            return gl.max(word.load(ONE_WARPGROUP), 0)
 
 
 @jit
 def announcements(HAS_BOUNDS: gl.constexpr, IS_PACKED: gl.constexpr, READERS: gl.constexpr, NQ, NK):
     """Allocate the ``Announcements`` that READERS warpgroups read."""
-    NUMBERS: gl.constexpr = announced_numbers(HAS_BOUNDS, IS_PACKED)
-    WORDS: gl.constexpr = TILE_STAGES * count_numbers(NUMBERS)
-    smem = gl.allocate_shared_memory(gl.int32, [WORDS, 1], mbarrier.MBarrierLayout())
+    FIELDS: gl.constexpr = announced_fields(HAS_BOUNDS, IS_PACKED)
+    smem = gl.allocate_shared_memory(gl.int32, [TILE_STAGES * len(FIELDS), 1], mbarrier.MBarrierLayout())
     channel = channels.channel_of(smem, TILE_STAGES)
-    channel.init(FILLS=1, RELEASES=READERS if IS_PACKED else READERS * shapes.WARPGROUP_THREADS)
-    return Announcements(channel, NUMBERS, IS_PACKED, NQ, NK)
+    channel.init(FILLS=1, RELEASES=READERS * shapes.WARPGROUP_THREADS)
+    return Announcements(channel, FIELDS, NQ, NK)
 
 
 @jit
 def announce_tile(tiles, step, tile):
     """Announce ``tile`` as number ``step``."""
+    ONE_WARP: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    FIELDS: gl.constexpr = tiles.FIELDS
     cursor = tiles.channel.at(step)
     tiles.channel.wait_empty(cursor)
-    tiles.write(cursor, "start_m", tile.start_m)
-    tiles.write(cursor, "bh", tile.bh)
-    tiles.write(cursor, "batch", tile.batch)
-    tiles.write(cursor, "head", tile.head)
-    tiles.write(cursor, "num_blocks", tile.num_blocks)
-    tiles.write(cursor, "upper_masked", tile.upper_masked)
-    tiles.write(cursor, "last_block", tile.last_block)
-    tiles.write(cursor, "lower_masked_from", tile.lower_masked_from)
-    tiles.write(cursor, "first_key", tile.first_key)
-    tiles.write(cursor, "num_keys", tile.num_keys)
-    tiles.write(cursor, "query_end", tile.query_end)
-    tiles.write(cursor, "rotated_row", tile.rotated_row)
+    for i in gl.static_range(len(FIELDS)):
+        word = tiles.channel.buffer.index(cursor.slot * len(FIELDS) + i)
+        word.store(gl.full([1], getattr(tile, FIELDS[i]), gl.int32, ONE_WARP))
     tiles.channel.fill(cursor)
 
 
@@ -153,9 +129,6 @@ def next_tile(tiles, step):
     start_m = tiles.read(cursor, "start_m")
     bh, batch, head = tiles.read(cursor, "bh"), tiles.read(cursor, "batch"), tiles.read(cursor, "head")
     num_blocks = tiles.read(cursor, "num_blocks")
-    last_block = None
-    if number_index(tiles.NUMBERS, "last_block") is not None:
-        last_block = tiles.read(cursor, "last_block")
     tile = QueryTile(
         start_m,
         bh,
@@ -163,18 +136,14 @@ def next_tile(tiles, step):
         head,
         num_blocks,
         upper_masked=tiles.read(cursor, "upper_masked"),
-        last_block=last_block,
+        last_block=tiles.read(cursor, "last_block"),
         lower_masked_from=tiles.read(cursor, "lower_masked_from", num_blocks),
         first_key=tiles.read(cursor, "first_key", 0),
-        num_keys=tiles.read(cursor, "num_keys", 0 if tiles.NK is None else tiles.NK),
-        query_end=tiles.read(cursor, "query_end", 0 if tiles.NQ is None else tiles.NQ),
+        num_keys=tiles.read(cursor, "num_keys", tiles.NK),
+        query_end=tiles.read(cursor, "query_end", tiles.NQ),
         rotated_row=tiles.read(cursor, "rotated_row", start_m),
     )
-    if tiles.IS_PACKED:
-        # With Triton 3.9 packed sequences of up to 1024 tokens take 1 to 4 % less so than with 128 arrivals.
-        tiles.channel.release(cursor)
-    else:
-        tiles.channel.release_by_threads(cursor)
+    tiles.channel.release_by_threads(cursor)
     return tile
 
 
@@ -318,7 +287,7 @@ def tile_work(schedule, index):
     start_m = block * schedule.BLOCK_M
     batch = bh // schedule.HQ
     head = bh % schedule.HQ
-    num_keys = lengths.existing_keys(schedule.lens_ptr, batch, schedule.NK)
+    num_keys = sequences.existing_keys(schedule.lens_ptr, batch, schedule.NK)
     starts_ptr, first_k = schedule.starts_ptr, None
     if schedule.FROM_START:
         first_k = masks.first_key(starts_ptr, batch, 0, num_keys, None)
@@ -381,7 +350,7 @@ def packed_work(schedule, index):
     rotated_row = row
     if schedule.QUERIES_IN_TILES:
         first_q = end - len_q
-        rotated_row = lengths.padded_row(first_q, sequence, shapes.BACKWARD_BLOCK_M) + row - first_q
+        rotated_row = sequences.padded_row(first_q, sequence, shapes.BACKWARD_BLOCK_M) + row - first_q
     tile = make_tile(schedule, mask, row, head, head * 0, head, len_k - end, end, rotated_row)
     tile = replace(tile, num_blocks=gl.where(index < schedule.num_tiles, tile.num_blocks, 0))
     return Work(tile, index, head // schedule.GROUP_SIZE, first_k)

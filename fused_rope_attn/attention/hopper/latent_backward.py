@@ -10,7 +10,7 @@ from fused_rope_attn.attention import configs, prepass
 from fused_rope_attn.attention.hopper import backward_block, backward_kernel, latent_kernels, shapes
 from fused_rope_attn.attention.portable import backward_kernels
 from fused_rope_attn.attention.problem import Gradients, Problem, split_outputs
-from fused_rope_attn.kernels import arguments as sizes
+from fused_rope_attn.kernels import schedule
 from fused_rope_attn.kernels.tiles import RowFormat
 from fused_rope_attn.runtime import device, launch, layouts
 from fused_rope_attn.runtime.triton_compat import gl
@@ -77,13 +77,13 @@ class LatentBackwardCall:
         self.has_keys_before_window = left is not None and len_k - len_q > left
         self.keys = launch.Launch(
             backward_kernel.backward_kernel,
-            sizes.tile_count(len_k, sequences, shapes.BACKWARD_BLOCK_N.value) * num_heads,
+            schedule.tile_count(len_k, sequences, shapes.BACKWARD_BLOCK_N.value) * num_heads,
             {"num_warps": 4, **pdl},
             GROUP_SIZE=1,
             pitch=pitch,
             stats_size=stats_size // 2,
             num_sequences=sequences,
-            heads_per_section=sizes.heads_per_section(
+            heads_per_section=schedule.heads_per_section(
                 num_heads, 1, row_bytes * problem.longest(len_q), config.section_bytes
             ),
             window_left=numbers["window_left"],
@@ -91,7 +91,7 @@ class LatentBackwardCall:
             stages=backward_kernel.BackwardStages.host(config.q_stages, config.do_stages, config.pdl),
         )
         self.format = RowFormat.host(columns, layouts.block_d(columns), is_wide)
-        tiles = sizes.tile_count(len_q, sequences, block_m)
+        tiles = schedule.tile_count(len_q, sequences, block_m)
         self.rope_format = RowFormat.host(rope, rope, is_wide)
         self.queries = launch.Launch(
             latent_kernels.latent_dq_kernel,
@@ -103,7 +103,7 @@ class LatentBackwardCall:
             pitch=pitch,
             stats_size=stats_size // 2,
             tiles_per_head=tiles if problem.is_packed else None,
-            heads_per_section=sizes.heads_per_section(
+            heads_per_section=schedule.heads_per_section(
                 num_heads, 1, row_bytes * problem.longest(len_k), config.section_bytes
             ),
             window_left=numbers["window_left"],
@@ -114,7 +114,7 @@ class LatentBackwardCall:
         )
         self.sum_heads = launch.Launch(
             backward_kernels.sum_heads_kernel,
-            sizes.tile_count(len_k, sequences, SUM_ROWS) * batch,
+            schedule.tile_count(len_k, sequences, SUM_ROWS) * batch,
             {"num_warps": 4},
             numbers,
             num_heads=heads,

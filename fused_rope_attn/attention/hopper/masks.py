@@ -3,9 +3,9 @@
 
 ``kernels.masks`` says which blocks a kernel visits and which of them need a mask, as for the portable kernels.
 
-A forward call has one of three masks: ``AlignedMask``, ``PositionMask`` or ``IntervalMask``. Warps that multiply ask
-each of them the same: ``visit`` for the block in a slot of K, ``counted`` for the tile with the number of its blocks,
-``row_number`` for how the mask counts query rows, and ``hide`` for scores with -inf where a row must not see a key.
+A forward call has a ``PositionMask`` or an ``IntervalMask``. Warps that multiply ask both the same: ``visit`` for the
+block in a slot of K, ``row_number`` for how the mask counts query rows, and ``hide`` for scores with -inf where a row
+must not see a key.
 """
 
 from fused_rope_attn.attention.hopper import shapes
@@ -38,56 +38,28 @@ class Visit:
     number: gl.tensor  # how many blocks the tile has visited before; with intervals a word of ``visits_kernel``
     num_blocks: gl.tensor | None  # with intervals: the blocks that the tile visits
 
-
-@record
-class AlignedMask:
-    """The causal mask where ``is_aligned`` holds: it crosses the first block of a tile, and all others are seen whole.
-
-    The first warpgroup sees half of that block, and the second one the first half whole.
-    """
-
-    IS_ALIGNED: gl.constexpr = True
-
     @jit
-    def visit(self, cursor, step, exists):
-        return Visit(step, num_blocks=None)
-
-    @jit
-    def counted(self, tile, visit):
-        return tile
-
-    @jit
-    def row_number(self, tile, row):
-        return query_position(tile, row)
-
-    @jit
-    def hide(self, scores, rows, columns, visit, tile, SEEN: gl.constexpr = None):
-        """Mask the first block of a tile, or its first half. Every row sees its first SEEN keys; None: other blocks.
-
-        The diagonal also hides the keys that do not exist, because they follow all queries.
-        """
-        if SEEN is None:
-            return scores
-        else:
-            return hide_keys(scores, rows - last_block(tile) * (2 * shapes.ROWS), columns, UPPER=True, SEEN=SEEN)
+    def counted(self, tile):
+        """Return the tile with the number of its blocks, which is not announced with intervals."""
+        return tile if self.num_blocks is None else replace(tile, num_blocks=self.num_blocks)
 
 
 @record
 class PositionMask:
-    """The masks that follow from positions, as ``kernels.masks.visible`` defines them."""
+    """The masks that follow from positions, as ``kernels.masks.visible`` defines them.
+
+    IS_ALIGNED: a causal mask where ``is_aligned`` holds, so that it crosses the first block of a tile, and all others
+    are seen whole. The first warpgroup sees half of that block, and the second one the first half whole.
+    """
 
     window: Window
     READS_LENGTHS: gl.constexpr  # as in ``kernels.masks.Mask``
     HAS_STARTS: gl.constexpr  # whether a tile's first key does not follow from the window alone
-    IS_ALIGNED: gl.constexpr = False
+    IS_ALIGNED: gl.constexpr
 
     @jit
     def visit(self, cursor, step, exists):
         return Visit(step, num_blocks=None)
-
-    @jit
-    def counted(self, tile, visit):
-        return tile
 
     @jit
     def row_number(self, tile, row):
@@ -98,25 +70,30 @@ class PositionMask:
         """Mask a block. scores (rows, BLOCK_N) float32; rows (rows,) int32: positions; columns: 0 .. BLOCK_N.
 
         The narrowest bound on each side of a row is found first, so that a score meets one comparison a side. A block
-        that is whole on one side skips that side.
+        that is whole on one side skips that side. SEEN: the keys of an aligned tile's first block that all rows see;
+        None: another block. Its diagonal also hides the keys that do not exist, because they follow all queries.
         """
-        start_n = (last_block(tile) - visit.number) * scores.shape[1]
-        if visit.number < tile.upper_masked:
-            last = rows * 0 + (tile.num_keys - 1)
-            if self.window.right is not None:
-                last = gl.minimum(last, rows + self.window.right)
-            if checks_positions(self.READS_LENGTHS, self.window.right):
-                last = gl.where(rows >= 0, last, -1)
-            scores = hide_keys(scores, last - start_n, columns, UPPER=True)
-        if self.window.left is not None or self.HAS_STARTS:
-            if visit.number >= tile.lower_masked_from:
-                if self.window.left is None:
-                    least = rows * 0 + tile.first_key
-                else:
-                    least = rows - self.window.left
-                    if self.HAS_STARTS:
-                        least = gl.maximum(least, tile.first_key)
-                scores = hide_keys(scores, least - start_n, columns, UPPER=False)
+        if self.IS_ALIGNED:
+            if SEEN is not None:
+                scores = hide_keys(scores, rows - last_block(tile) * (2 * shapes.ROWS), columns, UPPER=True, SEEN=SEEN)
+        else:
+            start_n = (last_block(tile) - visit.number) * scores.shape[1]
+            if visit.number < tile.upper_masked:
+                last = rows * 0 + (tile.num_keys - 1)
+                if self.window.right is not None:
+                    last = gl.minimum(last, rows + self.window.right)
+                if checks_positions(self.READS_LENGTHS, self.window.right):
+                    last = gl.where(rows >= 0, last, -1)
+                scores = hide_keys(scores, last - start_n, columns, UPPER=True)
+            if self.window.left is not None or self.HAS_STARTS:
+                if visit.number >= tile.lower_masked_from:
+                    if self.window.left is None:
+                        least = rows * 0 + tile.first_key
+                    else:
+                        least = rows - self.window.left
+                        if self.HAS_STARTS:
+                            least = gl.maximum(least, tile.first_key)
+                    scores = hide_keys(scores, least - start_n, columns, UPPER=False)
         return scores
 
 
@@ -140,24 +117,6 @@ class IntervalMask:
         barrier()
 
     @jit
-    def prefetch(self, visit, batch, BLOCK_N: gl.constexpr):
-        """Bring the rows of a mixed block's keys into the L1, without waiting; one warp's work."""
-        ONE_WARP: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-        LINES: gl.constexpr = BLOCK_N // 32  # of 128 bytes
-        if (visit & 3) != 0:
-            lines = gl.arange(0, 2 * LINES, ONE_WARP)
-            ptr = self.ptr + batch.to(gl.int64) * 2 * self.num_keys + (visit >> 3) * BLOCK_N
-            ptr += lines % LINES * 32 + lines // LINES * self.num_keys
-            gl.inline_asm_elementwise(
-                "prefetch.global.L1 [$1]; mov.u32 $0, 0;",
-                "=r,l",
-                [ptr.to(gl.uint64, bitcast=True)],
-                dtype=gl.int32,
-                is_pure=False,
-                pack=1,
-            )
-
-    @jit
     def visit(self, cursor, step, exists):
         """Return the ``Visit`` of the block in a slot of K that is full; zeros unless it ``exists``."""
         ONE_WARPGROUP: gl.constexpr = gl.BlockedLayout([1], [32], [shapes.WARPGROUP_WARPS], [0])
@@ -165,10 +124,6 @@ class IntervalMask:
         word = gl.max(self.words.index(cursor.slot).load(ONE_WARPGROUP), 0)
         num_blocks = gl.max(self.words.index(STAGES + cursor.slot).load(ONE_WARPGROUP), 0)
         return Visit(gl.where(exists, word, 0), gl.where(exists, num_blocks, 0))
-
-    @jit
-    def counted(self, tile, visit):
-        return replace(tile, num_blocks=visit.num_blocks)
 
     @jit
     def row_number(self, tile, row):
@@ -221,16 +176,6 @@ def with_own_keys(mask, block):
 
 
 @jit
-def hide_other_rows(own, x, value, keys, columns, start_m):
-    """Return x (keys, queries) with ``value`` where a row of q, from start_m on, is outside a key's interval."""
-    first, end = gl.load(own.rows_ptr + keys) - start_m, gl.load(own.rows_ptr + own.num_keys + keys) - start_m
-    # Counted from the thread's first column, as in ``hide_pairs``.
-    thread, others = (columns & 6)[None, :], (columns & ~6)[None, :]
-    sees = (others >= first[:, None] - thread) & (others < end[:, None] - thread)
-    return gl.where(sees, x, value)
-
-
-@jit
 def mask_offset(mask, sizes, keys, start_m):
     """Return the number by which ``hide_pairs`` and ``needs_mask`` know the first query, row start_m.
 
@@ -247,12 +192,16 @@ def hide_pairs(mask, x, value, keys, columns, diagonal):
     """Return x (keys, queries) of the backward with ``value`` in pairs that the mask hides.
 
     keys, columns: the tile's keys and queries, counted from its first ones. diagonal: as ``mask_offset`` gives it.
+    Bounds are counted from the thread's first key and column, so that its others are constants and take no registers.
     """
     if mask.intervals is not None:
-        x = hide_other_rows(mask.intervals, x, value, keys, columns, diagonal)
+        own = mask.intervals
+        first, end = gl.load(own.rows_ptr + keys) - diagonal, gl.load(own.rows_ptr + own.num_keys + keys) - diagonal
+        thread, others = (columns & 6)[None, :], (columns & ~6)[None, :]
+        sees = (others >= first[:, None] - thread) & (others < end[:, None] - thread)
+        x = gl.where(sees, x, value)
     elif mask.window.left is not None or mask.window.right is not None:
-        # Counted from the thread's first key and column, so that its others are constants and take no registers: a
-        # query is past a key by diagonal + (others - thread).
+        # A query is past a key by diagonal + (others - thread).
         thread = (keys & ~8)[:, None] - (columns & 6)[None, :]
         others = (columns & ~6)[None, :] - (keys & 8)[:, None]
         if mask.window.right is not None:

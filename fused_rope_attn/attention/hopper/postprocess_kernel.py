@@ -6,9 +6,9 @@ import triton.language as tl
 
 from fused_rope_attn.attention import norm_gradient_kernel
 from fused_rope_attn.attention.hopper import shapes
-from fused_rope_attn.kernels import lengths, schedule, softmax, tiles
 from fused_rope_attn.kernels import norm as norms
 from fused_rope_attn.kernels import rotation as rotations
+from fused_rope_attn.kernels import schedule, sequences, softmax, tiles
 from fused_rope_attn.kernels.records import record, unpack
 from fused_rope_attn.runtime import device
 from fused_rope_attn.runtime.triton_compat import gl, jit
@@ -123,7 +123,7 @@ def postprocess_kernel(accumulator_ptr, progress_ptr, dq_out, tables, sinks, sum
     PAIRS: tl.constexpr = sizes.PAIRS
     WHOLE: tl.constexpr = sizes.WHOLE
     KEY_PARTS: tl.constexpr = sizes.KEY_PARTS
-    num_blocks = lengths.count_tiles(NQ, num_sequences, BLOCK_N)
+    num_blocks = schedule.count_tiles(NQ, num_sequences, BLOCK_N)
     num_chunks = tl.cdiv(HQ, HEADS)
     programs = tl.num_programs(0) - KEY_PARTS
     pid = tl.program_id(0)
@@ -149,17 +149,17 @@ def postprocess_kernel(accumulator_ptr, progress_ptr, dq_out, tables, sinks, sum
     padded = 0
     if cu_q_ptr is not None:
         CU: tl.constexpr = None if PAIRS is None else gl.BlockedLayout([8], [32], [4], [0])
-        sequence, first_row, NQ, block = lengths.packed_tile(
+        sequence, first_row, NQ, block = sequences.packed_tile(
             block, cu_q_ptr, cu_k_ptr, num_sequences, NQ, NK, BLOCK_N, CU
         )
-        first_k, NK = lengths.packed_partner(cu_k_ptr, sequence, num_sequences, NK)
-        padded = lengths.padded_row(first_row, sequence, shapes.BACKWARD_BLOCK_M)
+        first_k, NK = sequences.packed_partner(cu_k_ptr, sequence, num_sequences, NK)
+        padded = sequences.padded_row(first_row, sequence, shapes.BACKWARD_BLOCK_M)
     start = block * BLOCK_N
     start64 = tl.cast(first_row + start, tl.int64)
     offs = tiles.tile_range(BLOCK_N, 0, PAIRS)
     whole_offs = tiles.tile_range(BLOCK_N, 0, WHOLE)
     staged = staged_rows(whole_offs)
-    NK = lengths.existing_keys(lens_ptr, batch, NK)
+    NK = sequences.existing_keys(lens_ptr, batch, NK)
     layouts = None if PAIRS is None else rotations.PairLayouts(PAIRS, WHOLE)
     rotation = rotations.head_rotation(tables, batch, NK)
     if sizes.TOKEN_TABLES:

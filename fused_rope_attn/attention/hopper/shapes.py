@@ -1,6 +1,6 @@
 """Sizes that the sm_90 kernels share."""
 
-from fused_rope_attn.kernels.lengths import PADDED_TILE_ROWS
+from fused_rope_attn.kernels.sequences import PADDED_TILE_ROWS
 from fused_rope_attn.runtime.triton_compat import gl
 
 # All warps but the loading one are in warpgroups of four.

@@ -14,8 +14,8 @@ import triton.language as tl
 from triton import constexpr_function
 
 from fused_rope_attn.attention.hopper.columns import ColumnParts
-from fused_rope_attn.kernels.products import approximate_tanh, tanh
 from fused_rope_attn.kernels.records import record
+from fused_rope_attn.kernels.softmax import approximate_tanh, tanh
 from fused_rope_attn.runtime.triton_compat import gl, jit
 
 # A row's largest weight is at most 2**LAG. 16-bit floats keep their relative precision there, and sums are float32.
@@ -89,7 +89,7 @@ def cap_scores(scores, cap_scale, DTYPE: gl.constexpr):
 
     bfloat16 takes the hardware's tanh, which is exact to 2**-11 of its value: a quarter of the error of rounding a
     score to bfloat16. It is one instruction of the unit that makes the exponentials, which is the bottleneck;
-    ``products.tanh`` is two of them and a division.
+    ``softmax.tanh`` is two of them and a division.
     """
     if cap_scale is None:
         return scores

@@ -12,11 +12,10 @@ from fused_rope_attn.attention.configs import BackwardConfig
 from fused_rope_attn.attention.intervals import IntervalBlocks
 from fused_rope_attn.attention.norm_gradient import NormGradients
 from fused_rope_attn.attention.portable import backward_kernels as kernels
-from fused_rope_attn.attention.portable import backward_roles as roles
-from fused_rope_attn.attention.portable.parts import NopeViews
+from fused_rope_attn.attention.portable import parts
 from fused_rope_attn.attention.prepass import Preprocess
 from fused_rope_attn.attention.problem import Gradients, Problem, Tensors, split_outputs
-from fused_rope_attn.kernels.arguments import heads_per_section, tile_count
+from fused_rope_attn.kernels.schedule import heads_per_section, tile_count
 from fused_rope_attn.kernels.tiles import RowFormat
 from fused_rope_attn.runtime import device
 from fused_rope_attn.runtime.launch import Launch, Source
@@ -157,7 +156,7 @@ class BackwardCall:
                 for x in (tensors.q_nope, tensors.k_nope)
             )
             views = map(arguments.view, (tensors.q_nope, tensors.k_nope, dq_nope, dk_nope))
-            nope = NopeViews.host(*views, arguments.nope_sign_of(problem), self.formats[2])
+            nope = parts.NopeViews.host(*views, arguments.nope_sign_of(problem), self.formats[2])
         q_rot, k_rot = self._rotated(q, k)
         if self.dsinks_shape is not None:
             # Zeros, because tiles past the end of a packed sequence write nothing.
@@ -168,7 +167,7 @@ class BackwardCall:
         rotated = None if self.takes_given else (q_rot, k_rot)
         stats = self.preprocess(stream, tensors, do, o, lse, rotated)
         read = {
-            "inputs": roles.BackwardInputs.host(
+            "inputs": kernels.BackwardInputs.host(
                 q=arguments.view(q_rot),
                 k=arguments.view(k_rot, arguments.of_shared_head(k_rot.stride()) if self.latent else None),
                 v=arguments.view(v),
@@ -184,8 +183,8 @@ class BackwardCall:
             "masks": arguments.masks_of(problem, tensors, blocks),
         }
         if self.dkdv is not None:
-            written = roles.KeyOutputs.host(arguments.view(of_heads), arguments.view(dv))
-            self.dkdv(stream, read, q_desc=self.q_source(q_rot), do_desc=self.do_source(do), outputs=written)
+            written = {"dk": arguments.view(of_heads), "dv": arguments.view(dv)}
+            self.dkdv(stream, read | written, q_desc=self.q_source(q_rot), do_desc=self.do_source(do))
         if self.dq is not None:
             of_queries = arguments.view(dq), problem.softmax_scale, dsinks_parts, tensors.sinks
             self.dq(
@@ -193,7 +192,7 @@ class BackwardCall:
                 read,
                 k_desc=self.k_source(k_rot),
                 v_desc=self.v_source(v),
-                outputs=roles.QueryOutputs.host(*of_queries),
+                outputs=kernels.QueryOutputs.host(*of_queries),
             )
         if self.sum_heads is not None:
             tables = read["rotations"].tables

@@ -1,29 +1,32 @@
 # mypy: ignore-errors
-"""Rows of q and k, and of their gradients, in one part or two: multi-head latent attention has two.
+"""Rows of q and k in one part or two, and the keys of a head, as the forward and the backward pass read them.
 
-The rope part holds the columns of ``q`` and ``k``, in pair order. The nope part holds columns that another tensor has
-and no call rotates; it is None in every other call, and then these functions compile to those of the rope part alone.
+Multi-head latent attention has two parts. The rope part holds the columns of ``q`` and ``k``, in pair order. The nope
+part holds columns that another tensor has and no call rotates; it is None in every other call, and then these functions
+compile to those of the rope part alone.
 """
 
 import triton
 import triton.language as tl
 
-from fused_rope_attn.kernels.products import add_product, score_product
+from fused_rope_attn.kernels import intervals, rotation, softmax, tiles
+from fused_rope_attn.kernels.masks import Mask
 from fused_rope_attn.kernels.records import record
-from fused_rope_attn.kernels.rotation import load_rotated_tile
-from fused_rope_attn.kernels.tiles import RowFormat, TensorView, head_tiles, load_head_tile
+
+# Blocks of keys that ``next_run`` reads at once.
+CHUNK = tl.constexpr(128)
 
 
 @record
 class NopeViews:
     """The nope parts of a call's q and k, and of their gradients; None in a kernel that does not use one."""
 
-    q: TensorView | None
-    k: TensorView | None
-    dq: TensorView | None
-    dk: TensorView | None
+    q: tiles.TensorView | None
+    k: tiles.TensorView | None
+    dq: tiles.TensorView | None
+    dk: tiles.TensorView | None
     sign: tl.tensor | None  # of the scale, which the caller's q lacks; None: 1
-    format: RowFormat
+    format: tiles.RowFormat
 
 
 @record
@@ -34,77 +37,133 @@ class Parts:
     nope: tl.tensor | None  # (rows, BLOCK_DN)
 
 
-@triton.jit
-def nope_tiles(view, nope, origin, num_rows, first_row, READS_LENGTHS: tl.constexpr):
-    """Return the ``HeadTiles`` of one head of a view of ``NopeViews``."""
-    return head_tiles(view, origin, num_rows, nope.format, first_row, READS_LENGTHS, USE_TMA=False)
+@record
+class PartTiles:
+    """Rows of q or k of one head of a sequence, read tile by tile as ``Parts``."""
+
+    rope: tiles.HeadTiles
+    nope: tiles.HeadTiles | None
+    rotation: rotation.Rotation | None  # of the rope part, which ``sign`` then multiplies; None: it is stored rotated
+    position: tl.tensor  # of the first row
+    sign: tl.tensor
+    nope_sign: tl.tensor | None  # None: 1
+
+
+@record
+class HeadKeys:
+    """Keys and values of one head of a sequence, read BLOCK_N at a time."""
+
+    k: PartTiles
+    v: tiles.HeadTiles
+    mask: Mask
+    BLOCK_N: tl.constexpr
 
 
 @triton.jit
-def signed(x, sign):
-    """Return a tile of q times the sign of the scale; None: 1."""
-    if sign is None:
-        return x
-    else:
-        return (x.to(tl.float32) * sign).to(x.dtype)
+def query_parts(inputs, sequence, origin, first_row, rotation, sign, USE_TMA: tl.constexpr):
+    """Return the ``PartTiles`` of the queries of a head of a ``Sequence`` that begin at ``origin``.
 
-
-@triton.jit
-def load_parts(
-    rope, nope, rotation, start, offs, position_offset, sign=1.0, nope_sign=None, CHECK_ROWS: tl.constexpr = True
-):
-    """Load the rows ``start + offs`` of two ``HeadTiles`` as ``Parts``; nope may be None.
-
-    rotation, position_offset and sign as ``load_rotated_tile`` takes them; nope_sign as ``signed`` does.
+    inputs: the record of a kernel. first_row: rows before it may hold anything, and are read as zero; None: 0.
     """
-    rope_tile = load_rotated_tile(rope, rotation, start, offs, position_offset, sign, CHECK_ROWS)
-    if nope is None:
-        return Parts(rope=rope_tile, nope=None)
+    nope, num_rows, READS_LENGTHS = inputs.nope, sequence.num_queries, sequence.mask.READS_LENGTHS
+    rope = tiles.head_tiles(inputs.q, origin, num_rows, inputs.format, first_row, READS_LENGTHS, USE_TMA)
+    q_nope, nope_sign = None, None
+    if nope is not None:
+        q_nope = tiles.head_tiles(nope.q, origin, num_rows, nope.format, first_row, READS_LENGTHS, USE_TMA=False)
+        nope_sign = nope.sign
+    return PartTiles(rope, q_nope, rotation, sequence.q_offset, sign, nope_sign)
+
+
+@triton.jit
+def keys_of_head(inputs, sequence, head, first_key, rotation, BLOCK_N: tl.constexpr, USE_TMA: tl.constexpr):
+    """Return the ``HeadKeys`` of key head ``head`` (int64) of a ``Sequence``. The rest as in ``query_parts``."""
+    origin = tiles.Origin(batch=sequence.batch, head=head, row=sequence.first_k)
+    mask, nope, num_keys = sequence.mask, inputs.nope, sequence.num_keys
+    k = tiles.head_tiles(inputs.k, origin, num_keys, inputs.format, first_key, mask.READS_LENGTHS, USE_TMA)
+    v = tiles.head_tiles(inputs.v, origin, num_keys, inputs.value_format, first_key, mask.READS_LENGTHS, USE_TMA)
+    k_nope = None
+    if nope is not None:
+        k_nope = tiles.head_tiles(nope.k, origin, num_keys, nope.format, first_key, mask.READS_LENGTHS, USE_TMA=False)
+    return HeadKeys(PartTiles(k, k_nope, rotation, position=0, sign=1.0, nope_sign=None), v, mask, BLOCK_N)
+
+
+@triton.jit
+def load_nope(part_tiles, start, offs, CHECK_ROWS: tl.constexpr = True):
+    """Load the nope part of the rows ``start + offs`` of ``PartTiles``."""
+    tile = tiles.load_head_tile(part_tiles.nope, start, offs, CHECK_ROWS)
+    if part_tiles.nope_sign is None:
+        return tile
     else:
-        return Parts(rope=rope_tile, nope=signed(load_head_tile(nope, start, offs, CHECK_ROWS), nope_sign))
+        return (tile.to(tl.float32) * part_tiles.nope_sign).to(tile.dtype)
 
 
 @triton.jit
-def zero_tile(ROWS: tl.constexpr, format):
-    """Return zeros (ROWS, BLOCK_D) float32 with the columns of a ``RowFormat``."""
-    return tl.zeros((ROWS, format.BLOCK_D), tl.float32)
+def load_rope(part_tiles, start, offs, CHECK_ROWS: tl.constexpr = True):
+    """Load the rope part of the rows ``start + offs`` of ``PartTiles``, in pair order."""
+    turned, position, sign = part_tiles.rotation, part_tiles.position, part_tiles.sign
+    if turned is None:
+        return tiles.load_head_tile(part_tiles.rope, start, offs, CHECK_ROWS)
+    else:
+        rows = tiles.rows_from(part_tiles.rope.rows, start)
+        return rotation.load_rotated(rows, offs, turned, start + position, sign, CHECK_ROWS)
 
 
 @triton.jit
-def zero_parts(ROWS: tl.constexpr, format, nope):
-    """Return ``Parts`` of zeros, float32. nope: ``NopeViews``, or None without a nope part."""
-    rope = zero_tile(ROWS, format)
-    if nope is None:
+def load_parts(part_tiles, start, offs, CHECK_ROWS: tl.constexpr = True):
+    """Load the rows ``start + offs`` of ``PartTiles`` as ``Parts``."""
+    rope = load_rope(part_tiles, start, offs, CHECK_ROWS)
+    if part_tiles.nope is None:
         return Parts(rope=rope, nope=None)
     else:
-        return Parts(rope=rope, nope=zero_tile(ROWS, nope.format))
+        return Parts(rope=rope, nope=load_nope(part_tiles, start, offs, CHECK_ROWS))
 
 
 @triton.jit
 def parts_product(a, b, scale):
     """Return ``score_product`` of ``Parts`` a and b: the sum over the columns of both parts."""
     if a.nope is None:
-        return score_product(a.rope, b.rope, scale)
+        return softmax.score_product(a.rope, b.rope, scale)
     else:
         product = tl.dot(a.nope, tl.trans(b.nope), input_precision=scale.PRECISION)
         return tl.dot(a.rope, tl.trans(b.rope), product, input_precision=scale.PRECISION)
 
 
 @triton.jit
-def add_to_parts(weights, x, sums, PRECISION: tl.constexpr):
-    """Return ``sums`` plus weights times x, both ``Parts``, by ``add_product``."""
-    rope = add_product(weights, x.rope, sums.rope, PRECISION)
-    if x.nope is None:
-        return Parts(rope=rope, nope=None)
-    else:
-        return Parts(rope=rope, nope=add_product(weights, x.nope, sums.nope, PRECISION))
+def without_unseen(tile, mask, start_n, offs):
+    """Return a tile (len(offs), columns) of the keys ``start_n + offs``, with zeros for keys that no query sees.
+
+    Such keys may hold NaN, and their weight is 0, but 0 * NaN is NaN. Without intervals loads check the rows.
+    """
+    if mask.intervals is not None:
+        first, end = intervals.row_interval(mask, start_n + offs)
+        tile = tl.where((first < end)[:, None], tile, 0.0).to(tile.dtype)
+    return tile
 
 
 @triton.jit
-def accumulate_parts(weights, x, sums, PRECISION: tl.constexpr):
-    """Return ``sums`` plus weights times x, both ``Parts``, in one chain of sums."""
-    rope = tl.dot(weights, x.rope, sums.rope, input_precision=PRECISION)
-    if x.nope is None:
-        return Parts(rope=rope, nope=None)
-    else:
-        return Parts(rope=rope, nope=tl.dot(weights, x.nope, sums.nope, input_precision=PRECISION))
+def next_run(mask, block, last_block, full_first, full_last, start_m, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Return (begin, middle, end): the next blocks of keys for the tile of rows [start_m, start_m + BLOCK_M) of q.
+
+    Blocks count BLOCK_N keys from the sequence's first one. Look at CHUNK of them from ``block`` on, below
+    ``last_block``: none of [block, begin) is visible to any row, and the blocks [begin, end) are alike, either all in
+    [begin, middle), with pairs to compare, or all in [middle, end), where every row sees every key. The latter only
+    occur from ``full_first`` to before ``full_last``, which bound them by the other masks.
+    """
+    of_keys = mask.intervals
+    count = tl.cdiv(of_keys.num_keys, BLOCK_N)
+    index = block + tl.arange(0, CHUNK)
+    exists = index < last_block
+    bounds = of_keys.blocks_ptr + of_keys.batch * 4 * count + index
+    first = tl.load(bounds, mask=exists, other=intervals.NO_ROW)
+    end = tl.load(bounds + count, mask=exists, other=0)
+    all_first = tl.load(bounds + 2 * count, mask=exists, other=intervals.NO_ROW)
+    all_end = tl.load(bounds + 3 * count, mask=exists, other=0)
+    last_m = tl.minimum(start_m + BLOCK_M, of_keys.num_rows)
+    visible = (first < last_m) & (end > start_m)
+    whole = (all_first <= start_m) & (all_end >= last_m) & (index >= full_first) & (index < full_last)
+    kind = tl.where(whole, 2, tl.where(visible, 1, 0))
+    limit = block + CHUNK
+    begin = tl.min(tl.where(kind > 0, index, limit), 0)
+    of_begin = tl.max(tl.where(index == begin, kind, 0), 0)
+    stop = tl.min(tl.where((index > begin) & (kind != of_begin), index, limit), 0)
+    return begin, tl.where(of_begin == 2, begin, stop), stop

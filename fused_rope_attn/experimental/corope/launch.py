@@ -16,7 +16,7 @@ import torch
 import triton
 
 from fused_rope_attn.experimental.corope import kernels
-from fused_rope_attn.kernels import arguments, tiles
+from fused_rope_attn.kernels import softmax, tiles
 from fused_rope_attn.runtime import device, layouts
 from fused_rope_attn.runtime.calls import call_of
 from fused_rope_attn.runtime.launch import Launch
@@ -106,7 +106,7 @@ def _prepare(kernel, options: Options, tensors: tuple, config: CoRopeConfig, str
     group_size = heads_q // heads_kv
     # Offsets within a group, in addition to those within a tile.
     is_wide = layouts.is_long(*strides) or any(s[1] * group_size + s[2] * length + s[3] * 256 >= 2**31 for s in strides)
-    qk_scale, sizes = options.softmax_scale * arguments.LOG2E, (config.heads, config.block_m, config.block_n)
+    qk_scale, sizes = options.softmax_scale * softmax.LOG2E.value, (config.heads, config.block_m, config.block_n)
     row_format = tiles.RowFormat.host(head_dim, layouts.block_d(head_dim), is_wide)
     shape = kernels.Shape.host(qk_scale, *sizes, options.precision, row_format)
     num_groups, head_chunks = batch * heads_kv, triton.cdiv(group_size, config.heads)
@@ -162,7 +162,7 @@ def corope_forward(q, k, v, *, base, softmax_scale, config=None):
     or None. Returns o (shape of q, its memory order), lse ``(B, HQ, N)`` float32 in base 2, and every row's whole
     mileage ``(B, HKV, N)`` int64, in units of 2**-23.
     """
-    options = Options(softmax_scale, arguments.dot_precision(q.dtype))
+    options = Options(softmax_scale, device.dot_precision(q.dtype))
     tensors = (q, k, v, *frequency_tables(base, q.shape[3], q.device))
     return call_of(_prepare_forward, options, tensors, config)(tensors)
 
@@ -174,7 +174,7 @@ def corope_backward(do, q, k, v, o, lse, mileage, *, base, softmax_scale, config
     """
     sums = tuple(torch.zeros(x.shape, dtype=torch.float32, device=q.device) for x in (q, k, v))
     if q.numel():
-        options = Options(softmax_scale, arguments.dot_precision(q.dtype))
+        options = Options(softmax_scale, device.dot_precision(q.dtype))
         tensors = (q, k, v, *frequency_tables(base, q.shape[3], q.device), do, o, lse, mileage, *sums)
         call_of(_prepare_backward, options, tensors, config)(tensors)
     return tuple(layouts.like_input(x).copy_(total) for x, total in zip((q, k, v), sums))

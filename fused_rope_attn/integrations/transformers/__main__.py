@@ -18,10 +18,9 @@ import transformers
 from torch import Tensor, nn
 
 from fused_rope_attn import plan, plan_mla, plan_with_kvcache
-from fused_rope_attn.integrations.transformers import attention, families, obstacles, rotations
+from fused_rope_attn.integrations.transformers import attention, families, obstacles, patch_model, rotations, state
 from fused_rope_attn.integrations.transformers.batch import Batch
-from fused_rope_attn.integrations.transformers.families import Convention
-from fused_rope_attn.integrations.transformers.patch import PatchReport, patch_model, patch_report
+from fused_rope_attn.integrations.transformers.obstacles import Pass
 from fused_rope_attn.integrations.transformers.tables import rope_tables_from_config
 from fused_rope_attn.masks import chunks
 
@@ -37,10 +36,8 @@ class Calls(NamedTuple):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the report of a checkpoint and return the exit status."""
-    parser = argparse.ArgumentParser(
-        prog="python -m fused_rope_attn.integrations.transformers",
-        description="Examine a checkpoint.",
-    )
+    name = "python -m fused_rope_attn.integrations.transformers"
+    parser = argparse.ArgumentParser(name, description="Examine a checkpoint.")
     parser.add_argument("checkpoint", help="a config.json, a folder with one, or a model's name on the hub")
     parser.add_argument("--batch", type=_size, default=1, help="batch size of the calls to plan")
     parser.add_argument("--length", type=_size, default=4096, help="tokens of a sequence")
@@ -89,32 +86,31 @@ def empty_model(config: Any, dtype: torch.dtype) -> nn.Module:
     raise ValueError(f"transformers {transformers.__version__} has no model for {type(config).__name__}")
 
 
-def examine(model: nn.Module) -> PatchReport:
+def examine(model: nn.Module) -> state.PatchReport:
     """Patch the attention modules that are supported, and report on all of them."""
     try:
         patch_model(model, unsupported="skip")
     except NotImplementedError:  # no module is supported; the report gives the reasons
         pass
-    return patch_report(model)
+    return state.patch_report(model)
 
 
-def kernels(model: nn.Module, report: PatchReport, calls: Calls) -> list[str]:
+def kernels(model: nn.Module, report: state.PatchReport, calls: Calls) -> list[str]:
     """Return lines on the kernels of each kind of served module: training or a prompt, and a step of generation."""
-    modules: dict[str, nn.Module] = {name or "": module for name, module in model.named_modules()}
     kinds: dict[str, list[str]] = {}
     for row in report:
         if row.patched:
-            kinds.setdefault("\n".join(_lines_of(modules[row.path], row.name, calls)), []).append(row.path)
+            lines = _lines_of(model.get_submodule(row.path), row.name, calls)
+            kinds.setdefault("\n".join(lines), []).append(row.path)
     return [f"{len(paths)} x {text}" for text, paths in kinds.items()]
 
 
 def _lines_of(module: Any, name: str, calls: Calls) -> list[str]:
     """Return a line on the heads and masks of a module, and lines on the kernels of its calls."""
-    convention = cast(Convention, families.convention_of(module))
-    latent = bool(convention.latent)
+    latent = bool(cast(families.Convention, families.convention_of(module)).latent)
     rows, options = call_of(module, calls)
-    lines = [", ".join((name, _heads(rows, latent), *_masks(module, convention, options)))]
-    obstacle = obstacles.obstacle_of_any_kind([module.train()], module.config, {}, options["causal"])
+    lines = [", ".join((name, *_facts(module, rows, options)))]
+    obstacle = obstacles.obstacle_of_any_kind(Pass([module.train()], module.config, {}), options["causal"])
     if obstacle:
         lines.append(f"  training: its own forward, because of {obstacle.rstrip(',')}")
     chosen = (plan_mla if latent else plan)(*rows, **options)
@@ -132,13 +128,15 @@ def _lines_of(module: Any, name: str, calls: Calls) -> list[str]:
 
 def call_of(module: Any, calls: Calls) -> tuple[list[Tensor], dict[str, Any]]:
     """Return the tensors and options that a module's attention would have in training, uninitialised, on the card."""
-    convention = cast(Convention, families.convention_of(module))
+    convention = cast(families.Convention, families.convention_of(module))
     hidden = torch.empty(calls.batch, calls.length, module.config.hidden_size, dtype=calls.dtype, device="meta")
     with torch.no_grad():
         q, k, v, *more = convention.heads_of(module, hidden)
-    rows, columns = [q, k, v], q.shape[-1]
-    causal = bool(obstacles.is_causal([module], module.config, {}))
-    options = attention.features_of(module, convention, q, Batch(causal=causal))
+    rows, columns, chunk = [q, k, v], q.shape[-1], convention.chunk_of(module)
+    batch = Batch(causal=bool(obstacles.is_causal(Pass([module], module.config, {}))))
+    if chunk:
+        batch = Batch(causal=False, intervals=chunks(chunk, calls.length))
+    options = attention.features_of(module, convention, q, batch)
     parameters = getattr(module.config, "rope_parameters", None) or {}
     # transformers gives no tables to models without a base of the angles (OLMo hybrid).
     rotates = convention.rotates_in(module, None if parameters.get("rope_theta", 0.0) is None else (hidden, hidden))
@@ -157,39 +155,33 @@ def call_of(module: Any, calls: Calls) -> tuple[list[Tensor], dict[str, Any]]:
         pair = convention.norms_of(module)
         norms = None if pair is None else rotations.head_norms(*pair)
         options |= norms.options if isinstance(norms, rotations.HeadNorms) else {}
-    chunk = convention.chunk_of(module)
-    if chunk:
-        options["query_starts"], options["query_ends"] = chunks(chunk, calls.length)
-        options["causal"] = False
     rows += [torch.empty(calls.length, columns // 2, device="meta")] * 2
-    options = {name: _on(calls.card, x) if torch.is_tensor(x) else x for name, x in options.items()}
-    return [_on(calls.card, x) for x in rows], options
+
+    def on_card(x: Any) -> Any:
+        return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=calls.card) if torch.is_tensor(x) else x
+
+    return list(map(on_card, rows)), {name: on_card(x) for name, x in options.items()}
 
 
-def _on(card: torch.device, x: Tensor) -> Tensor:
-    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=card)
-
-
-def _heads(rows: list[Tensor], latent: bool) -> str:
-    if not latent:
-        q, k = rows[:2]
-        return f"{q.shape[1]}/{k.shape[1]} heads of {q.shape[3]}"
-    q_nope, q_rope, _, _, v = rows[:5]
-    return f"{v.shape[1]} heads of {q_nope.shape[3]} + {q_rope.shape[3]} columns, values of {v.shape[3]}"
-
-
-def _masks(module: Any, convention: Convention, options: dict[str, Any]) -> Iterator[str]:
-    """Yield a description of each option that changes the kernels."""
+def _facts(module: Any, rows: list[Tensor], options: dict[str, Any]) -> Iterator[str]:
+    """Yield a description of the heads, and of each option that changes the kernels."""
+    convention = cast(families.Convention, families.convention_of(module))
+    chunk, cap = convention.chunk_of(module), convention.cap_of(module)
+    if convention.latent:
+        q_nope, q_rope, _, _, v = rows[:5]
+        yield f"{v.shape[1]} heads of {q_nope.shape[3]} + {q_rope.shape[3]} columns, values of {v.shape[3]}"
+    else:
+        yield f"{rows[0].shape[1]}/{rows[1].shape[1]} heads of {rows[0].shape[3]}"
     if options["window"] is not None:
         yield f"window of {options['window'][0] + 1}"
-    if "query_starts" in options:
-        yield f"chunks of {convention.chunk_of(module)}"
+    if chunk:
+        yield f"chunks of {chunk}"
     elif not options["causal"]:
         yield "bidirectional"
     if options.get("sinks") is not None:
         yield "sinks"
-    if options.get("softcap"):
-        yield f"softcap {options['softcap']:g}"
+    if cap:
+        yield f"scores capped at {cap:g}"
 
 
 def _described(chosen: Any) -> str:

@@ -19,12 +19,10 @@ from fused_rope_attn import (
 )
 from fused_rope_attn.distributed.api import cp_unshard, rope_attention_cp, rope_attention_varlen_cp
 from fused_rope_attn.generation import planning
-from fused_rope_attn.integrations.transformers import caches, obstacles, paged, rotations
+from fused_rope_attn.integrations.transformers import caches, obstacles, rotations, state
 from fused_rope_attn.integrations.transformers.batch import BATCH, Batch, describe_layer, kept_of, type_of
 from fused_rope_attn.integrations.transformers.families import AttentionModule, Convention, Latent
 from fused_rope_attn.integrations.transformers.rotations import HeadNorms, Tokens
-from fused_rope_attn.integrations.transformers.shards import Shared
-from fused_rope_attn.integrations.transformers.state import PATCH, Patch, warn_of
 
 # Calls of attention modules without their decoder that ran the module's own forward: their number by reason.
 _passes_of_layers: Counter[str] = Counter()
@@ -41,8 +39,8 @@ def forward(module: AttentionModule, hidden_states: Tensor, *args: Any, **kwargs
     if batch is None:
         batch = describe_layer(module, kwargs, bool(args) or past is not None)
         if batch.original:
-            warn_of(_passes_of_layers, batch.original)
-    patch: Patch = getattr(module, PATCH)
+            state.warn_of(_passes_of_layers, batch.original)
+    patch: state.Patch = getattr(module, state.PATCH)
     if (patch.shards is None) != (batch.shared is None):
         raise NotImplementedError(
             "an attention module whose model has a cp_group was called without its model, but only the model knows the "
@@ -107,7 +105,7 @@ def _shows_sequences(module: AttentionModule, past: Any, kwargs: dict[str, Any])
     empty one that it has made itself.
     """
     if obstacles.uses_flash(module.config):
-        return getattr(module, PATCH).hands_positions_on and kwargs.get("position_ids") is not None
+        return getattr(module, state.PATCH).hands_positions_on and kwargs.get("position_ids") is not None
     return past is None
 
 
@@ -121,7 +119,7 @@ def _normed(
     norms = rotations.head_norms(*pair)
     reason = norms if isinstance(norms, str) else rotations.unfit_for(norms, q, cached)
     if not torch.compiler.is_compiling():
-        getattr(module, PATCH).own_norms = reason
+        getattr(module, state.PATCH).own_norms = reason
     if not reason:
         return q, k, cast(HeadNorms, norms)
     # The norms take (B, N, H, D), because Cohere's has a weight for every head.
@@ -135,14 +133,15 @@ def features_of(module: AttentionModule, convention: Convention, q: Tensor, batc
     if keys is not None:  # a number that includes the query's own
         reach = keys if batch.inclusive_window else keys - 1
         window = (keys - 1, 0) if batch.causal else (reach, reach)
-    features = {"causal": batch.causal, "softmax_scale": float(module.scaling), "window": window}
+    features: dict[str, Any] = {"causal": batch.causal, "softmax_scale": float(module.scaling), "window": window}
     if convention.latent:
         return features
     sinks = module.sinks if convention.sinks else None
     if sinks is not None and sinks.dtype not in (torch.float32, q.dtype):
         sinks = sinks.float()
-    softcap = float(module.attn_logit_softcapping or 0.0) if convention.softcap else 0.0
-    return features | {"softcap": softcap, "sinks": sinks}
+    if batch.intervals is not None:
+        features["query_starts"], features["query_ends"] = batch.intervals
+    return features | {"softcap": convention.cap_of(module), "sinks": sinks}
 
 
 def _attend(tokens: Tokens, batch: Batch, options: dict[str, Any]) -> Tensor:
@@ -150,10 +149,7 @@ def _attend(tokens: Tokens, batch: Batch, options: dict[str, Any]) -> Tensor:
     attend: Any = rope_attention if tokens.latent is None else rope_attention_mla
     attend_packed: Any = rope_attention_varlen if tokens.latent is None else rope_attention_mla_varlen
     if batch.cu_seqlens is None:
-        options |= tokens.options
-        if batch.intervals is not None:
-            options["query_starts"], options["query_ends"] = batch.intervals
-        return attend(*tokens.rows, *tokens.tables.arrays, kv_starts=batch.kv_starts, **options)
+        return attend(*tokens.rows, *tokens.tables.arrays, kv_starts=batch.kv_starts, **options | tokens.options)
     cu_seqlens, longest = batch.cu_seqlens, batch.max_seqlen
     size, _, length, _ = tokens.q.shape
     if batch.own_tables and tokens.latent is not None:
@@ -174,7 +170,7 @@ def _attend(tokens: Tokens, batch: Batch, options: dict[str, Any]) -> Tensor:
 
 def _attend_shard(tokens: Tokens, batch: Batch, options: dict[str, Any]) -> Tensor:
     """Attend with this rank's rows of a sequence that several ranks share: o (B, HQ, N / P, D)."""
-    shared = cast(Shared, batch.shared)
+    shared = cast(state.Shared, batch.shared)
     if shared.plan is not None:
         # A document's rows have different tables on each rank, so rotate them before attention.
         tokens = tokens.rotated(rotations.identity_tables(shared.plan.max_seqlen, tokens.q.device))
@@ -282,7 +278,7 @@ def attend_paged(layer: int, tokens: Tokens, batch: Batch, features: dict[str, A
     If every request has one new token, the generation step writes it and reads the pages in place. Otherwise the cache
     gathers all keys of the pass, as it does for the model's own attention, and packed attention reads them.
     """
-    requests = cast(paged.PagedPass, batch.paged)
+    requests = cast(caches.PagedPass, batch.paged)
     pool = requests.pool(layer)
     pages = requests.pages(pool)
     if pages is not None:
@@ -299,7 +295,7 @@ def attend_paged(layer: int, tokens: Tokens, batch: Batch, features: dict[str, A
 
 
 def _step_in_pages(
-    tokens: Tokens, pool: paged.Pool, pages: paged.Pages, features: dict[str, Any], batch: Batch
+    tokens: Tokens, pool: caches.Pool, pages: caches.Pages, features: dict[str, Any], batch: Batch
 ) -> Tensor:
     """Return o (B, HQ, 1, D) of q (B, HQ, 1, D), k and v (B, HKV, 1, D), and tables (B, 1, R/2)."""
     kv_caches = pool.keys.transpose(1, 2), pool.values.transpose(1, 2)

@@ -16,19 +16,25 @@ from transformers import masking_utils
 from transformers.cache_utils import Cache, DynamicLayer, StaticLayer
 
 from fused_rope_attn.attention.api import bounds_of_sequences
-from fused_rope_attn.integrations.transformers import caches, obstacles, paged
-from fused_rope_attn.integrations.transformers.families import Convention
+from fused_rope_attn.distributed import api, documents
+from fused_rope_attn.integrations.transformers import caches, obstacles, state
+from fused_rope_attn.integrations.transformers.obstacles import Pass
 from fused_rope_attn.integrations.transformers.rotations import Kept
-from fused_rope_attn.integrations.transformers.shards import Shared
-from fused_rope_attn.integrations.transformers.state import PATCH, state_of
 from fused_rope_attn.masks import intervals_of_dense
+from fused_rope_attn.runtime.checks import kind_of
 from fused_rope_attn.runtime.device import is_capturing
+from fused_rope_attn.runtime.entry import in_context_parallel
 
 # transformers 5.23 and later count the chunks of packed documents from each document's first token.
 _COUNTS_CHUNKS_BY_DOCUMENT = hasattr(masking_utils, "remap_positions_for_packed_sequence")
 # The keyword by which a decoder's Batch reaches its attention modules: transformers passes unknown keywords on.
 BATCH = "fused_rope_batch"
+# The argument of a model's forward that is the ``DocumentPlan`` of a batch.
+PLAN = "cp_plan"
 _PACKED_NAMES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+_ON_SHARDS = "is not served by a model that patch_model has given a cp_group"
+_SEVERAL_ROWS = f"a batch of several rows of packed documents {_ON_SHARDS}: pack them into one row"
+Intervals = tuple[Tensor, Tensor]
 
 
 class Batch(NamedTuple):
@@ -48,7 +54,8 @@ class Batch(NamedTuple):
         from position ids. ``attention.forward`` chooses by the arguments of each layer. None if cu_seqlens always hold.
     kept: None if the layers share nothing.
     causal: False for bidirectional attention, and with intervals.
-    intervals: query_starts and query_ends (1|B, N) int32 in place of causality and of the modules' windows, or None.
+    intervals: the first query that sees each key, and the one after the last (1|B, N) int32, in place of causality and
+        of the modules' windows; or None.
     by_type: the batches of layers by their type in ``config.layer_types``; other layers have this batch.
     inclusive_window: a bidirectional window of w reaches keys at distance w; else w - 1, as a causal one.
     shared: set if several ranks share the sequences; all other fields except ``kept`` and ``causal`` are then unused.
@@ -69,8 +76,8 @@ class Batch(NamedTuple):
     causal: bool = True
     inclusive_window: bool = False
     own_tables: bool = False
-    shared: Shared | None = None
-    paged: paged.PagedPass | None = None
+    shared: state.Shared | None = None
+    paged: caches.PagedPass | None = None
     intervals: Intervals | None = None
     by_type: dict[str, Any] | None = None
 
@@ -83,8 +90,8 @@ def kept_of(batch: Batch) -> Kept | None:
     return None if torch.compiler.is_compiling() else batch.kept
 
 
-def describe(attentions: list[nn.Module], config: Any, given: dict[str, Any], made: bool = False) -> Batch:
-    """Return the Batch of a forward pass. given: the arguments of the decoder's forward by name.
+def describe(call: Pass, made: bool = False) -> Batch:
+    """Return the Batch of a decoder's forward pass.
 
     Synchronise with the device at most once, and not at all in a decoding step after a described prompt, under
     torch.compile, or without mask and positions. Under flash-attention, which reads positions too, synchronise at most
@@ -94,43 +101,36 @@ def describe(attentions: list[nn.Module], config: Any, given: dict[str, Any], ma
     made: the masks are made outside of the decoder, with the cache that is given. Else the decoder makes them, perhaps
         after a cache.
     """
-    obstacles.refuse_wrong_calls(attentions, given)
-    causal = obstacles.is_causal(attentions, config, given)
-    past = caches.cache_of(given)
+    obstacles.refuse_wrong_calls(call)
+    causal, past = obstacles.is_causal(call), call.past
     if caches.is_paged(past):
-        reason = paged.obstacle_to_pages(attentions, config, given, causal)
-        return Batch(reason) if reason else Batch(paged=paged.PagedPass(given), kept=Kept())
-    tokens = obstacles.tokens_of(given)
-    convention = state_of(attentions[0], PATCH).convention
-    # Latent attention takes no intervals.
-    masks = dense_masks(attentions[0].config, given, tokens.shape[1]) if not convention.latent else None
-    reason = obstacles.obstacle(
-        attentions, config, given if masks is None else given | {"attention_mask": None}, causal
-    )
+        reason = obstacles.obstacle_to_pages(call, causal)
+        return Batch(reason) if reason else Batch(paged=caches.PagedPass(call.given), kept=Kept())
+    first = call.attentions[0]
+    is_latent = bool(state.state_of(first, state.PATCH).convention.latent)
+    masks = None if is_latent else dense_masks(call)  # latent attention takes no intervals
+    others = call if masks is None else call._replace(given=call.given | {"attention_mask": None})
+    reason = obstacles.obstacle(others, causal)
     if reason:
         return Batch(reason)
     # Not the cache's first layer, which in hybrid models may be of another kind.
-    seen = 0 if past is None else caches.tokens_seen(past, obstacles.layer_of(attentions[0]))
+    seen = 0 if past is None else caches.tokens_seen(past, obstacles.layer_of(first))
     if masks is not None:
-        return _by_masks(masks, attentions, past, given, seen, tokens)
+        return _by_masks(masks, call, seen)
     # A bidirectional model would also attend to unwritten rows of a static cache.
     if not causal and (seen != 0 or past is not None and any(isinstance(x, StaticLayer) for x in past.layers)):
         return Batch("bidirectional attention with a cache that holds tokens, or is static,")
-    if convention.latent and (seen != 0 or caches.reused(past)):
+    if is_latent and (seen != 0 or caches.reused(past)):
         return Batch("a step of latent attention onto a cache, whose format is the module's own,")
 
     def completed(batch: Batch) -> Batch:
         if batch.original:
             return batch
-        if not causal:
-            batch = _bidirectional(batch, config, given)
-        batch = _with_cache(batch, past, given, seen, tokens)
-        return _in_chunks(batch, attentions, past, given, tokens)
+        return _in_chunks(_with_cache(batch if causal else _bidirectional(batch, call), call, seen), call)
 
-    batch = _masked(given, tokens, seen, bool(causal), config, convention)
-    otherwise = (
-        None if batch.otherwise is None or made and not obstacles.uses_flash(config) else completed(batch.otherwise)
-    )
+    batch, otherwise = _masked(call, seen, bool(causal)), None
+    if batch.otherwise is not None and (not made or obstacles.uses_flash(call.config)):
+        otherwise = completed(batch.otherwise)
     batch = completed(batch)._replace(otherwise=otherwise)
     # If only one of the two is served, take the modules' own forward: the choice comes after the masks are made.
     return otherwise if otherwise is not None and otherwise.original else batch
@@ -142,62 +142,52 @@ def describe_layer(module: nn.Module, given: dict[str, Any], more: bool) -> Batc
     more: there is a cache, or arguments without a name. Calls with a mask or a cache take the module's own forward,
     because the mask's form depends on the implementation, and the padding of cached keys is unknown.
     """
-    obstacles.refuse_wrong_calls([module], given)
+    call: Pass = Pass([module], module.config, given)
+    obstacles.refuse_wrong_calls(call)
     if more or given.get("attention_mask") is not None:
         return Batch("a layer called with masks or caches and without its model")
-    causal = obstacles.is_causal([module], module.config, given)
-    reason = obstacles.obstacle([module], module.config, given, causal)
-    named = any(given.get(name) is not None for name in ("position_ids", *_PACKED_NAMES))
-    if not reason and obstacles.uses_flash(module.config) and named:
-        reason = "a layer called without its model, and with positions from which flash-attention finds sequences,"
-    # Flash-attention and SDPA are causal without a mask.
-    if not reason and obstacles.implementation_of(module.config) in ("eager", "flex_attention"):
-        reason = "a layer called without a mask, which hides no key from eager attention,"
-    window = state_of(module, PATCH).convention.window_of(module)
-    if not reason and (window or obstacles.chunk_of([module])) is not None and not obstacles.uses_flash(module.config):
-        reason = "a layer with a window or chunks called without a mask, which alone shows them to SDPA,"
+    causal, flash = obstacles.is_causal(call), obstacles.uses_flash(module.config)
+    reason = obstacles.obstacle(call, causal)
     if reason:
         return Batch(reason)
-    return PLAIN if causal else _bidirectional(PLAIN, module.config, given)
+    if flash and any(given.get(name) is not None for name in ("position_ids", *_PACKED_NAMES)):
+        return Batch("a layer called without its model, and with positions from which flash-attention finds sequences,")
+    # Flash-attention and SDPA are causal without a mask.
+    if call.implementation in ("eager", "flex_attention"):
+        return Batch("a layer called without a mask, which hides no key from eager attention,")
+    if not flash and (obstacles.window_of(module) or obstacles.chunked_layer([module])) is not None:
+        return Batch("a layer with a window or chunks called without a mask, which alone shows them to SDPA,")
+    return PLAIN if causal else _bidirectional(PLAIN, call)
 
 
-def _bidirectional(batch: Batch, config: Any, given: dict[str, Any]) -> Batch:
+def _bidirectional(batch: Batch, call: Pass) -> Batch:
     # transformers' masks reach one key further if the call or the config sets `is_causal`.
-    inclusive = obstacles.asked_is_causal(config, given) is False and not obstacles.uses_flash(config)
+    inclusive = call.asked_is_causal is False and not obstacles.uses_flash(call.config)
     return batch._replace(causal=False, inclusive_window=inclusive)
 
 
-def _by_masks(
-    masks: dict[str, Tensor],
-    attentions: list[nn.Module],
-    past: Cache | None,
-    given: dict[str, Any],
-    seen: int | None,
-    tokens: Tensor,
-) -> Batch:
+def _by_masks(masks: dict[str, Tensor], call: Pass, seen: int | None) -> Batch:
     """Return the batch that its ``dense_masks`` describe."""
-    if seen != 0 or caches.reused(past):
+    if seen != 0 or caches.reused(call.past):
         return Batch("an attention_mask of four dimensions with a cache that may hold tokens,")
-    if "" not in masks and not {type_of(module) for module in attentions} <= masks.keys():
+    if "" not in masks and not {type_of(module) for module in call.attentions} <= masks.keys():
         return Batch("a mask for each type of layer, but not for all of this model's,")
-    found = intervals_by_type(masks, tokens.device)
+    found = intervals_by_type(masks, call.tokens.device)
     if found is None:
         return Batch("an attention_mask in which the queries that see a key are not next to one another")
-    batch = _with_cache(PLAIN, past, given, 0, tokens)
+    batch = _with_cache(PLAIN, call, seen)
     by_type = {name: batch._replace(causal=False, intervals=intervals) for name, intervals in found.items()}
     return by_type[""] if "" in by_type else batch._replace(by_type=by_type)
 
 
-def _in_chunks(
-    batch: Batch, attentions: list[nn.Module], past: Cache | None, given: dict[str, Any], tokens: Tensor
-) -> Batch:
+def _in_chunks(batch: Batch, call: Pass) -> Batch:
     """Return a batch with that of layers which attend within chunks of a row's tokens, counted from its first one."""
-    layer = next((module for module in attentions if obstacles.chunk_of([module]) is not None), None)
+    layer = obstacles.chunked_layer(call.attentions)
     if layer is None:
         return batch
-    chunk = cast(int, obstacles.chunk_of([layer]))
+    past, (size, length), device = call.past, call.tokens.shape[:2], call.tokens.device
+    chunk: int = state.state_of(layer, state.PATCH).convention.chunk_of(layer)
     seen = 0 if past is None else caches.tokens_seen(past, obstacles.layer_of(layer))
-    size, length = tokens.shape[:2]
     # A graph must not keep the host's count of a static cache, nor a condition on a length that has a name.
     if seen == 0:
         is_one_chunk = statically_known_true(length <= chunk)
@@ -207,26 +197,27 @@ def _in_chunks(
         return batch
     if not batch.causal:
         return Batch("bidirectional attention in chunks")
-    first = torch.zeros(size, dtype=torch.int32, device=tokens.device) if batch.kv_starts is None else batch.kv_starts
+    first = torch.zeros(size, dtype=torch.int32, device=device) if batch.kv_starts is None else batch.kv_starts
     if seen == 0:
-        token = torch.arange(length, dtype=torch.int32, device=tokens.device).expand(size, -1)
+        token = torch.arange(length, dtype=torch.int32, device=device).expand(size, -1)
         places, limit = token - first[:, None], torch.full_like(token, length)
         if batch.cu_seqlens is not None:
             if not _COUNTS_CHUNKS_BY_DOCUMENT:
                 return Batch("packed sequences in chunks that are counted through all of them")
-            rows = length * torch.arange(size, dtype=torch.int32, device=tokens.device)[:, None]
+            rows = length * torch.arange(size, dtype=torch.int32, device=device)[:, None]
             after = batch.cu_seqlens[1:].contiguous()
             document = torch.searchsorted(after, token + rows, right=True).clamp(max=after.shape[0] - 1)
             begins, limit = batch.cu_seqlens[document] - rows, after[document] - rows
             # Masks count chunks by positions, which may begin with another number than 0.
-            places = token - begins if given.get("position_ids") is None else given["position_ids"].to(tokens.device)
+            positions = call.given.get("position_ids")
+            places = token - begins if positions is None else positions.to(device)
         ends = token + (chunk - places.remainder(chunk)).ceil().int()
         intervals = token, torch.minimum(ends, limit)
         in_chunks = batch._replace(causal=False, intervals=intervals, cu_seqlens=None)
     elif length > 1:
         return Batch("several tokens in chunks with a cache that holds others")
-    elif given.get("cache_position") is None and all(
-        isinstance(x, StaticLayer) and x.is_sliding for x in cast(Cache, past).layers
+    elif call.given.get("cache_position") is None and all(
+        isinstance(x, StaticLayer) and x.is_sliding for x in past.layers
     ):
         return Batch("a static cache that does not count the tokens after a chunk")
     else:
@@ -241,19 +232,19 @@ def type_of(module: nn.Module) -> str | None:
     return None if types is None else types[obstacles.layer_of(module)]
 
 
-def _masked(
-    given: dict[str, Any], tokens: Tensor, seen: int | None, causal: bool, config: Any, convention: Convention
-) -> Batch:
+def _masked(call: Pass, seen: int | None, causal: bool) -> Batch:
     """Return the batch that its padding mask, its cu_seqlens or its position ids describe."""
-    size, length = tokens.shape[:2]
-    past, mask, position_ids = caches.cache_of(given), given.get("attention_mask"), given.get("position_ids")
+    given, past, tokens = call.given, call.past, call.tokens
+    convention = state.state_of(call.attentions[0], state.PATCH).convention
+    (size, length), flash = tokens.shape[:2], obstacles.uses_flash(call.config)
+    mask, position_ids = given.get("attention_mask"), given.get("position_ids")
     if all(given.get(name) is not None for name in _PACKED_NAMES):
         if seen != 0:
             return Batch("cu_seq_lens with a cache that holds tokens")
         batch = _packed(given["cu_seq_lens_q"].flatten().int(), int(given["max_length_q"]), tokens)
         return batch if position_ids is None else _with_positions(batch, position_ids)
     places = None if position_ids is None or length == 1 else convention.text_positions(position_ids)
-    by_flash = obstacles.uses_flash(config) and size == 1 and seen == 0 and not caches.reused(past)
+    by_flash = flash and size == 1 and seen == 0 and not caches.reused(past)
     if mask is not None:
         if seen is not None and mask.shape[1] != seen + length:
             return Batch("an attention_mask without exactly one column for every key")
@@ -264,16 +255,17 @@ def _masked(
             return batch
     # Other attention separates documents by its mask: not with `is_causal=False`, in models that make masks without
     # positions, or with a cache.
-    in_masks = convention.documents_in_masks and obstacles.asked_is_causal(config, given) is not False and past is None
-    if places is None or not (by_flash if obstacles.uses_flash(config) else in_masks):
+    in_masks = convention.documents_in_masks and call.asked_is_causal is not False and past is None
+    if places is None or not (by_flash if flash else in_masks):
         return PLAIN
     batch = _packed_by_position(places.expand(size, -1), tokens, by_flash)
     # Image tokens are rotated by other positions than their places in the text.
     return batch if places is position_ids or batch.cu_seqlens is None else batch._replace(own_tables=True)
 
 
-def _with_cache(batch: Batch, past: Cache | None, given: dict[str, Any], seen: int | None, tokens: Tensor) -> Batch:
+def _with_cache(batch: Batch, call: Pass, seen: int | None) -> Batch:
     """Return the batch with its cache's fields. seen: as ``tokens_seen`` returns it."""
+    past, tokens = call.past, call.tokens
     # Compiled and captured graphs are run again, so they must not use values that the host kept from one pass.
     alone = torch.compiler.is_compiling() or is_capturing(tokens.device)
     if not alone:
@@ -285,11 +277,10 @@ def _with_cache(batch: Batch, past: Cache | None, given: dict[str, Any], seen: i
         batch = batch._replace(rows=seen)
     if seen == 0 and not caches.reused(past) or batch.cu_seqlens is not None:
         return batch
-    size, length = tokens.shape[:2]
-    kv_lens = _lengths(past, given, seen, size, length, tokens.device)
+    kv_lens = _lengths(call, seen)
     written = (StaticLayer,) if batch.rows is None else (StaticLayer, DynamicLayer)
     may_write = may_write and any(type(layer) in written for layer in past.layers)
-    return batch._replace(kv_lens=kv_lens, cached=kv_lens - length if may_write else None)
+    return batch._replace(kv_lens=kv_lens, cached=kv_lens - tokens.shape[1] if may_write else None)
 
 
 # Cache to (the shape of its last mask, whether a row of that is padded on the left). Only masks without holes and with
@@ -401,17 +392,17 @@ def _packed(cu_seqlens: Tensor, max_seqlen: int, tokens: Tensor) -> Batch:
     return Batch(cu_seqlens=cu_seqlens, max_seqlen=max_seqlen, longest=longest)
 
 
-def _lengths(
-    past: Cache, given: dict[str, Any], seen: int | None, size: int, length: int, device: torch.device
-) -> Tensor:
+def _lengths(call: Pass, seen: int | None) -> Tensor:
     """Return (B,) int32: tokens after this pass, of a cache that is not empty.
 
     A full sliding layer stops counting. The result is then too large, but kernels stop at the layer's end.
     """
+    past, (size, length), device = call.past, call.tokens.shape[:2], call.tokens.device
     layers = [layer for layer in past.layers if isinstance(layer, StaticLayer)]
     whole = next((layer for layer in layers if not layer.is_sliding), None)
-    if given.get("cache_position") is not None:
-        total = given["cache_position"][-1] + 1
+    position = call.given.get("cache_position")
+    if position is not None:
+        total = position[-1] + 1
     elif not layers:
         total = cast(int, seen) + length  # dynamic layers count on the host
     elif whole is None and cast(int, seen) >= layers[0].max_cache_len:
@@ -429,10 +420,7 @@ def _lengths(
     return total.to(device, torch.int32).reshape(1).repeat(size)
 
 
-Intervals = tuple[Tensor, Tensor]
-
-
-def dense_masks(config: Any, given: dict[str, Any], length: int) -> dict[str, Tensor] | None:
+def dense_masks(call: Pass) -> dict[str, Tensor] | None:
     """Return the masks of four dimensions of a call by type of layer, "" for all; None if one can be no intervals.
 
     Users give such masks, and models like PaliGemma and Gemma 3 make them for tokens that see later ones. The hidden
@@ -441,25 +429,23 @@ def dense_masks(config: Any, given: dict[str, Any], length: int) -> dict[str, Te
     Masks have a row for each of the pass's tokens, a column for each, and perhaps more columns for the empty rows of a
     static cache. Eager attention adds them to scores, and SDPA adds them or takes True for visible.
     """
-    mask: Any = given.get("attention_mask")
+    mask: Any = call.given.get("attention_mask")
     masks: dict[str, Any] = mask if isinstance(mask, dict) else {"": mask}
-    implementation = obstacles.implementation_of(config)
-    if implementation not in ("eager", "sdpa"):
+    length = call.tokens.shape[1]
+    if call.implementation not in ("eager", "sdpa"):
         return None
     for one in masks.values():
         if not isinstance(one, Tensor) or one.ndim != 4 or one.requires_grad:
             return None
-        if one.shape[2] != length or one.shape[3] < length:
+        if one.shape[2] != length or one.shape[3] < length or obstacles.is_blind(one):
             return None
-        if obstacles.is_blind(one) or not (
-            one.is_floating_point() or one.dtype == torch.bool and implementation == "sdpa"
-        ):
+        if not (one.is_floating_point() or one.dtype == torch.bool and call.implementation == "sdpa"):
             return None
     return masks
 
 
 def intervals_by_type(masks: dict[str, Tensor], device: torch.device) -> dict[str, Intervals] | None:
-    """Return query_starts and query_ends (1|B, N) int32 of each mask (1|B, 1|HQ, N, K); None if they are not exact.
+    """Return the intervals (1|B, N) int32 of each mask (1|B, 1|HQ, N, K); None if they are not exact.
 
     Synchronise with the device once. Rows that see no key are padding, which no row may see.
     """
@@ -474,3 +460,68 @@ def intervals_by_type(masks: dict[str, Tensor], device: torch.device) -> dict[st
         exact += [is_exact, ~later.any(), (sees[:, 0].any(2) | (starts == ends)).all()]
         found[name] = starts.to(device), ends.to(device)
     return found if bool(torch.stack(exact).all()) else None
+
+
+def describe_shard(call: Pass, shards: state.Shards) -> state.Shared:
+    """Return the ``Shared`` of a decoder's forward pass over one rank's shard.
+
+    All ranks exchange their position ids: a document begins at every id that is not the one before it plus one. A batch
+    may have a plan of its documents, which makes this unnecessary and tells how the batch is cut. Raise if the pass
+    cannot be computed on shards, because the modules' own forward cannot either.
+    """
+    obstacles.refuse_wrong_calls(call, on_shards=True)
+    causal = obstacles.is_causal(call)
+    mask, position_ids, plan = (call.given.get(name) for name in ("attention_mask", "position_ids", PLAN))
+    reason = obstacles.obstacle(call, causal)
+    if reason:
+        raise NotImplementedError(f"{reason} {_ON_SHARDS}")
+    if obstacles.chunked_layer(call.attentions) is not None:
+        raise NotImplementedError(f"attention in chunks {_ON_SHARDS}")
+    if call.past is not None:
+        raise NotImplementedError(f"a cache {_ON_SHARDS}: generate with the model unpatched, or whole")
+    if call.given.get("cu_seq_lens_q") is not None:
+        raise NotImplementedError(f"cu_seq_lens_q {_ON_SHARDS}: leave it out, position_ids say where documents begin")
+    if position_ids is None:
+        raise ValueError(
+            "position_ids must be given to a model that has a cp_group, this rank's shard of them: "
+            "cp_positions(total_len, group=, sharding=), or of packed documents their cp_shard"
+        )
+    if position_ids.ndim != 2:
+        raise NotImplementedError(f"position_ids of {position_ids.ndim} dimensions, which images have, {_ON_SHARDS}")
+    if mask is not None and not bool((mask != 0).all()):
+        raise NotImplementedError(
+            f"an attention_mask with padding {_ON_SHARDS}: pad after the sequence, where causal attention does not "
+            "see it, leave the mask out and give the padding the label -100"
+        )
+    if plan is None:
+        plan = _plan(position_ids, shards)
+    elif not isinstance(plan, documents.DocumentPlan):
+        raise TypeError(f"{PLAN} must be a DocumentPlan from plan_varlen_cp, but is {kind_of(plan)}")
+    elif plan.group != shards.group:
+        raise ValueError(f"{PLAN} must be of the ranks of the model's cp_group")
+    elif position_ids.shape[1] != plan.local:
+        every = position_ids.shape[1] * shards.group.size
+        raise ValueError(f"{PLAN} must be of the {every} tokens that all ranks have, but is of {plan.total}")
+    elif position_ids.shape[0] > 1:
+        raise NotImplementedError(_SEVERAL_ROWS)
+    return state.Shared(shards, bool(causal), plan)
+
+
+def _plan(position_ids: Tensor, shards: state.Shards) -> documents.DocumentPlan | None:
+    """Return the plan of the documents in all ranks' position ids; None if there is one document."""
+    whole = api.cp_unshard(position_ids, 1, **shards.options)
+    begins = whole[:, 1:] != whole[:, :-1] + 1
+    if in_context_parallel():  # torch, or the caller, may have cut the sequences differently than these shards
+        firsts = torch.cat((whole[:, :1], torch.where(begins, whole[:, 1:], 0)), 1)
+        if bool((firsts != 0).any()):
+            raise ValueError(
+                f"cp_sharding must be how torch's context_parallel has cut the sequence, but is {shards.sharding!r}, "
+                "by which the ranks' position_ids join to a document that does not begin with 0: torch cuts by "
+                "'zigzag', unless its load balancing is turned off, and cuts only what is among its buffers"
+            )
+    if not bool(begins.any()):
+        return None
+    if whole.shape[0] > 1:
+        raise NotImplementedError(_SEVERAL_ROWS)
+    first = torch.nn.functional.pad(begins[0], (1, 0), value=True).nonzero().flatten()
+    return documents.plan_varlen_cp(torch.nn.functional.pad(first, (0, 1), value=whole.shape[1]), **shards.options)

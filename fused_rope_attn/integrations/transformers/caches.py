@@ -2,6 +2,12 @@
 
 Whatever differs between releases is asked here. A ``Cache`` and the paged cache of continuous batching share a name in
 some of them, so they are told apart by their types.
+
+A pass of continuous batching (``generate_batch``) packs tokens of many requests into one row: new prompts, parts of
+prompts and single tokens. It gives every layer the paged cache itself and two lists of row indices: the rows for new
+keys, and the rows of all keys of the requests. Pools hold pages of consecutive rows of one request. If each request has
+one new token, the pages are found from the indices, on the device, once for all layers of a kind, and the generation
+step reads them in place.
 """
 
 from __future__ import annotations
@@ -9,9 +15,11 @@ from __future__ import annotations
 import inspect
 import weakref
 from types import FunctionType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import transformers
+from packaging.version import Version
 from torch import Tensor, nn
 from transformers import cache_utils, masking_utils
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer, StaticLayer
@@ -23,6 +31,10 @@ from fused_rope_attn.integrations.transformers import families
 _IS_RENAMED = "cache" in inspect.signature(masking_utils.create_causal_mask).parameters
 _OLDER_NAMES = ("past_key_values", "layer_past", "past_key_value")
 CACHE_NAMES = ("cache", *_OLDER_NAMES)
+# The smallest pages that kernels read.
+FEWEST_ROWS = 16
+# Earlier releases read the rings of layers with a window from the oldest key on, although the window excludes it.
+_RINGS_ARE_READ_IN_ORDER = Version(transformers.__version__) >= Version("5.17")
 # A decoder without a given cache may make one of these.
 _MADE_BY_DECODERS = (DynamicCache, DynamicLayer, DynamicSlidingWindowLayer)
 
@@ -199,3 +211,148 @@ def begin(layer: DynamicLayer, keys: Tensor, values: Tensor, buffer: Tensor) -> 
     """``store`` into an empty layer, and set the attributes that ``lazy_initialization`` sets (dtype up to 5.23)."""
     layer.dtype, layer.device, layer.is_initialized = keys.dtype, keys.device, True
     store(layer, keys, values, buffer)
+
+
+class Pool(NamedTuple):
+    """The memory of one layer's keys and values.
+
+    keys, values: (pages, page_size, HKV, D).
+    group: the index of the layer's row indices and block table among those of a pass.
+    kind: of the layer, "full_attention" or "sliding_attention".
+    window: number of keys that the pool keeps for each request, token p in row ``p % window``; None if it keeps all.
+    spare: a page that no request reads.
+    """
+
+    keys: Tensor
+    values: Tensor
+    group: int
+    kind: str
+    window: int | None
+    spare: int
+
+    @property
+    def page_size(self) -> int:
+        return self.keys.shape[1]
+
+
+class Pages(NamedTuple):
+    """The pages of every request of a pass that has one new token for each.
+
+    table: (B, pages) int32.
+    lengths: (B,) int32, rows before the new token's.
+    """
+
+    table: Tensor
+    lengths: Tensor
+
+
+class PagedPass:
+    """The arguments of a pass of continuous batching, and the pages that its layers share.
+
+    given: the arguments of the decoder's forward by name; there must be no obstacle to them.
+    cu_seqlens_q: (sequences + 1,) int32. Lengths that are padded for CUDA graphs end with empty sequences.
+    max_seqlen_q: an upper bound of a sequence's new tokens.
+    """
+
+    # Not a dict, because accelerate and others take containers apart to move the tensors in them.
+    __slots__ = ("_cache", "_found", "_given", "cu_seqlens_q", "max_seqlen_q")
+
+    def __init__(self, given: dict[str, Any]):
+        self._given, self._cache = given, cache_of(given)
+        self.cu_seqlens_q: Tensor = given["cu_seq_lens_q"]
+        self.max_seqlen_q: int = _named(given, "max_length_q", "max_seqlen_q")
+        self._found: dict[int, Pages | None] = {}
+
+    def pool(self, layer: int) -> Pool:
+        return pool_of(self._cache, layer)
+
+    def keys_of(self, kind: str) -> tuple[Tensor, int]:
+        """Return cu_seqlens (sequences + 1,) int32 of the keys in layers of a kind, and a bound of their lengths."""
+        cu_seqlens, longest = self._given["cu_seq_lens_k"], _named(self._given, "max_length_k", "max_seqlen_k")
+        # Some versions use no dict if there is only one kind of layers.
+        return (cu_seqlens[kind], longest[kind]) if isinstance(cu_seqlens, dict) else (cu_seqlens, longest)
+
+    def update(self, k: Tensor, v: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+        """Write new rotated keys and values (1, HKV, N, D); return all (T, HKV, D) of the pass's requests."""
+        cache, indices = self._cache, {name: self._given[name] for name in ("read_index", "write_index")}
+        if hasattr(cache, "layer_to_allocator"):
+            indices |= {name: self._given[name] for name in ("cu_seq_lens_k", "max_length_k")}
+            keys, values = cache.update(k, v, layer, indices)
+            return keys[0].transpose(0, 1), values[0].transpose(0, 1)
+        return cache.update(k, v, layer, **indices)
+
+    def pages(self, pool: Pool) -> Pages | None:
+        """Return the pages of a pass with one new token a request; None if there are more, or pages are unknown."""
+        if pool.group not in self._found:
+            self._found[pool.group] = self._find(pool)
+        return self._found[pool.group]
+
+    def _find(self, pool: Pool) -> Pages | None:
+        given = self._given
+        position_ids, block_table = given["position_ids"], given.get("block_table")
+        sequences, tokens = self.cu_seqlens_q.shape[0] - 1, position_ids.shape[-1]
+        if self.max_seqlen_q != 1 or sequences != tokens or pool.page_size < FEWEST_ROWS:
+            return None
+        ends, most = self.keys_of(pool.kind)
+        lengths = ends[1:] - ends[:-1] - 1
+        if block_table is not None:
+            table = block_table[pool.group]
+            # The empty sequences of a CUDA graph have no pages, so their tokens go to the spare one.
+            return Pages(torch.where(table < 0, pool.spare, table), lengths.clamp(min=0))
+        read = given["read_index"][pool.group]
+        if read.shape[0] == 0:
+            return None
+        starts, size = ends[:-1, None], pool.page_size
+        if pool.window is None:
+            first_rows = torch.arange(0, most, size, device=read.device)
+            rows = read[torch.minimum(starts + first_rows, ends[1:, None] - 1).long()]
+            return Pages((rows // size).int(), lengths)
+        if not _RINGS_ARE_READ_IN_ORDER or position_ids.ndim != 2:
+            return None
+        # The indices begin at the oldest key that the new token sees, and lack the row for the new token.
+        seen = position_ids[0, :, None]
+        oldest = torch.where(seen < pool.window, 0, (seen + 1) % pool.window)
+        first_rows = torch.arange(0, pool.window, size, device=read.device)
+        places = (first_rows - oldest) % pool.window
+        held = torch.minimum(starts + places, ends[1:, None] - 1).long()
+        rows = torch.where(places < lengths[:, None], read[held], given["write_index"][pool.group][:, None])
+        return Pages((rows // size).int(), seen[:, 0].int())
+
+
+def is_known(cache: Any) -> bool:
+    """Return whether the pools of a paged cache can be found."""
+    own = type(cache).__module__.startswith("transformers.generation.continuous_batching")
+    if hasattr(cache, "layer_to_allocator"):
+        return own and all(hasattr(pool, "_kv_token_views") for pool in cache.layer_to_allocator.values())
+    return own and hasattr(cache, "layer_index_to_group_indices")
+
+
+# Paged cache to the pools of its layers. These are views of the cache's memory, which never moves.
+_pools: weakref.WeakKeyDictionary[Any, dict[int, Pool]] = weakref.WeakKeyDictionary()
+
+
+def pool_of(cache: Any, layer: int) -> Pool:
+    """Return the pool of a layer of a PagedAttentionCache."""
+    known = _pools.setdefault(cache, {})
+    if layer in known:
+        return known[layer]
+    if hasattr(cache, "layer_to_allocator"):  # one tensor stores the pages of all layers
+        own = cache.layer_to_allocator[layer]
+        group, kind, window = own.index, own.layer_type, getattr(own, "sliding_window", None)
+        size, rows, spare = own.tokens_per_page, own._kv_token_views[layer], own.write_trash_index
+    else:  # every layer of a group has tensors of its own
+        group, place = cache.layer_index_to_group_indices[layer]
+        window = None if cache.sliding_windows[layer] == 1 else cache.sliding_windows[layer]
+        kind = "full_attention" if window is None else "sliding_attention"
+        # Only passes with block tables use the spare page. Versions with block tables have the attribute.
+        spare = getattr(cache, "write_trash_index", 0)
+        size, rows = cache.block_size, (cache.key_cache[place], cache.value_cache[place])
+    count = min(x.shape[0] for x in rows) // size
+    keys, values = (x[: count * size].unflatten(0, (count, size)) for x in rows)
+    known[layer] = Pool(keys, values, group, kind, window, spare // size)
+    return known[layer]
+
+
+def _named(given: dict[str, Any], *names: str) -> Any:
+    """Return an argument that has different names in different versions."""
+    return next(given[name] for name in names if name in given)

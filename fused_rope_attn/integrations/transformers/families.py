@@ -275,6 +275,10 @@ class Convention:
         chunked = self.chunks and module.config.layer_types[module.layer_idx] == "chunked_attention"
         return module.config.attention_chunk_size if chunked else None
 
+    def cap_of(self, module: AttentionModule) -> float:
+        """Return the softcap of a module's scores, 0 for none."""
+        return float(module.attn_logit_softcapping or 0.0) if self.softcap else 0.0
+
     def rotates_in(self, module: AttentionModule, embeddings: Any) -> bool:
         return _ROTATES[self.rotates](module, embeddings)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import transformers
@@ -61,7 +61,48 @@ _LIGER = {
 }
 
 
-def refuse_wrong_calls(attentions: list[nn.Module], given: dict[str, Any], *, on_shards: bool = False) -> None:
+# Implementations for which managers of continuous batching build masks.
+MASKED = {"eager", "sdpa", "paged|eager", "paged|sdpa"}
+# Earlier releases do not cap scores in paged flash-attention. No release does in SDPA and eager mode.
+_PAGED_FLASH_CAPS = Version(transformers.__version__) >= Version("5.23")
+
+
+class Pass(NamedTuple):
+    """A forward pass of a decoder, or a call of one of its attention modules.
+
+    attentions: the patched attention modules.
+    config: the decoder's.
+    given: the arguments of the decoder's or the module's forward by name.
+    """
+
+    attentions: list[nn.Module]
+    config: Any
+    given: dict[str, Any]
+
+    @property
+    def past(self) -> Any:
+        return caches.cache_of(self.given)
+
+    @property
+    def tokens(self) -> Any:
+        """Token ids (B, N), or embeddings (B, N, width); None without either."""
+        tokens = self.given.get("input_ids")
+        return self.given.get("inputs_embeds") if tokens is None else tokens
+
+    @property
+    def implementation(self) -> str:
+        """The name of the modules' own attention."""
+        return implementation_of(self.attentions[0].config)
+
+    @property
+    def asked_is_causal(self) -> bool | None:
+        """The ``is_causal`` of the call, or else of the config; None if neither has one."""
+        wanted = getattr(self.config, "is_causal", None)
+        # In continuous batching the call's value only tells whether the mask contains the causal mask.
+        return wanted if caches.is_paged(self.past) else self.given.get("is_causal", wanted)
+
+
+def refuse_wrong_calls(call: Pass, *, on_shards: bool = False) -> None:
     """Raise if both the fused kernels and the modules' own forward would compute something else than the caller meant.
 
     on_shards: the model knows the ranks with which it shares its sequences.
@@ -73,67 +114,117 @@ def refuse_wrong_calls(attentions: list[nn.Module], given: dict[str, Any], *, on
             "cp_group=...), call unpatch_model(model) before, with attn_implementation='sdpa', or run the patched "
             "model on whole sequences outside of the context manager"
         )
-    mask = given.get("attention_mask")
-    if isinstance(mask, BlockMask):
-        implementation = implementation_of(attentions[0].config)
-        if implementation.removeprefix("paged|") != "flex_attention":
-            raise ValueError(
-                "attention_mask is a BlockMask, which attn_implementation='flex_attention' takes, but the model's is "
-                f"{implementation!r}: call model.set_attn_implementation('flex_attention')"
-            )
+    flex = call.implementation.removeprefix("paged|") == "flex_attention"
+    if isinstance(call.given.get("attention_mask"), BlockMask) and not flex:
+        raise ValueError(
+            "attention_mask is a BlockMask, which attn_implementation='flex_attention' takes, but the model's is "
+            f"{call.implementation!r}: call model.set_attn_implementation('flex_attention')"
+        )
 
 
-def obstacle(attentions: list[nn.Module], config: Any, given: dict[str, Any], causal: bool | None) -> str:
-    """Return why a call needs the modules' own forward, or "".
-
-    Args:
-        attentions: the patched attention modules of a decoder.
-        config: the decoder's.
-        given: the arguments of the decoder's forward by name.
-        causal: the result of ``is_causal`` for these.
-    """
-    implementation = implementation_of(attentions[0].config)
-    if "paged" in implementation and implementation != PAGES:
-        return f"attn_implementation={implementation!r} without the paged cache that it takes (continuous batching)"
-    reason = obstacle_of_any_kind(attentions, config, given, causal)
+def obstacle(call: Pass, causal: bool | None) -> str:
+    """Return why a call needs the modules' own forward, or "". causal: the result of ``is_causal`` for it."""
+    name, mask = call.implementation, call.given.get("attention_mask")
+    if "paged" in name and name != PAGES:
+        return f"attn_implementation={name!r} without the paged cache that it takes (continuous batching)"
+    reason = obstacle_of_any_kind(call, causal)
     if reason:
         return reason
-    if not _READS_IS_CAUSAL and asked_is_causal(config, given) is False:
+    if not _READS_IS_CAUSAL and call.asked_is_causal is False:
         return f"is_causal=False with transformers {transformers.__version__} (from 5.6 on it is served)"
-    if given.get("head_mask") is not None:
+    if call.given.get("head_mask") is not None:
         return "head_mask"
-    mask = given.get("attention_mask")
     if isinstance(mask, BlockMask):
         return "a BlockMask"
     if isinstance(mask, dict):
         return "a mask for each type of layer, made outside of the patched model,"
     if mask is not None and not (isinstance(mask, Tensor) and mask.ndim == 2):
         return "an attention_mask that is not (B, keys)"
-    return _changed_window(attentions, config) or caches.foreign_cache(
-        caches.cache_of(given), list(map(layer_of, attentions))
-    )
+    return _changed_window(call) or caches.foreign_cache(call.past, list(map(layer_of, call.attentions)))
 
 
-def obstacle_of_any_kind(attentions: list[nn.Module], config: Any, given: dict[str, Any], causal: bool | None) -> str:
+def obstacle_of_any_kind(call: Pass, causal: bool | None) -> str:
     """Return an obstacle that depends neither on the mask nor on the cache, or ""."""
+    attentions, wanted = call.attentions, call.given.get("output_attentions")
     if torch.jit.is_tracing():
         return "torch.jit.trace"
-    foreign = _foreign_function(attentions[0], implementation_of(attentions[0].config)) or _foreign_code(attentions)
+    foreign = _foreign_function(attentions[0], call.implementation) or _foreign_code(call)
     if foreign:
         return foreign
-    wanted = given.get("output_attentions")
-    if getattr(config, "output_attentions", False) if wanted is None else wanted:
+    if getattr(call.config, "output_attentions", False) if wanted is None else wanted:
         return "output_attentions=True"
     if any(module.training and families.attention_dropout(module) for module in attentions):
         return "attention dropout in training"
     widths = _latent_widths(attentions[0])
     if widths:
         return widths
-    if causal is None and asked_is_causal(config, given) is None and not any(m.is_causal for m in attentions):
+    if causal is None and call.asked_is_causal is None and not any(module.is_causal for module in attentions):
         return "is_causal = False of the attention modules, which SDPA reads only without a mask,"
-    if causal is None:
-        return "attention that is causal in some modules and not in others"
+    return "attention that is causal in some modules and not in others" if causal is None else ""
+
+
+def obstacle_to_pages(call: Pass, causal: bool | None) -> str:
+    """Return the ``obstacle`` of a pass of continuous batching."""
+    reason = _obstacle_to_any_pages(call, causal)
+    if reason:
+        return reason
+    if torch.compiler.is_compiling():
+        return "continuous batching in a graph of torch.compile"
+    if torch.is_grad_enabled():
+        return "continuous batching with gradients enabled"
+    cache = call.past
+    if torch.is_autocast_enabled(torch.device(cache.device).type):
+        return "continuous batching under autocast"
+    if not caches.is_known(cache):
+        return f"a paged cache of type {type(cache).__name__}, as transformers {transformers.__version__} makes it,"
+    needed = "cu_seq_lens_q", "cu_seq_lens_k", "read_index", "write_index"
+    missing = [name for name in needed if name not in call.given]
+    if missing:
+        return f"continuous batching without {', '.join(missing)}"
+    pools = [caches.pool_of(cache, layer_of(module)) for module in call.attentions]
+    for window, pool in zip(map(window_of, call.attentions), pools):
+        if window != pool.window:
+            return f"a layer with a window of {window} tokens, but the paged cache holds {pool.window or 'all'},"
+    if call.given.get("block_table") is not None and pools[0].page_size < caches.FEWEST_ROWS:
+        return f"a block table of pages of fewer than {caches.FEWEST_ROWS} tokens"
     return ""
+
+
+def lasting_obstacle(attentions: list[nn.Module], config: Any) -> str:
+    """Return the ``obstacle_to_pages`` that every pass would have, before there is one."""
+    call = Pass(attentions, config, {})
+    reason = _obstacle_to_any_pages(call, is_causal(call))
+    if not reason and any(window_of(module) != _window_of_masks(module, config) for module in attentions):
+        return "windows that are not those of the paged cache"
+    return reason
+
+
+def _obstacle_to_any_pages(call: Pass, causal: bool | None) -> str:
+    """Return a general obstacle, or a feature of the model that is left out over a paged cache, or ""."""
+    reason = obstacle_of_any_kind(call, causal)
+    if reason or not causal:
+        return reason or "bidirectional attention in continuous batching"
+    name, conventions = call.implementation, [state_of(module, PATCH).convention for module in call.attentions]
+    if any(convention.latent for convention in conventions):
+        return "continuous batching of multi-head latent attention"
+    capped = any(convention.cap_of(module) for module, convention in zip(call.attentions, conventions))
+    if capped and not (uses_flash(call.attentions[0].config) and _PAGED_FLASH_CAPS):
+        return f"continuous batching of soft-capped scores, which transformers' {name!r} leaves uncapped,"
+    if "sdpa" in name and any(convention.sinks for convention in conventions):
+        return f"continuous batching with sinks, which transformers' {name!r} leaves out,"
+    return "" if chunked_layer(call.attentions) is None else "continuous batching of attention in chunks"
+
+
+def window_of(module: nn.Module) -> int | None:
+    """Return the window of a patched attention module, or None."""
+    return state_of(module, PATCH).convention.window_of(module)
+
+
+def _window_of_masks(module: nn.Module, config: Any) -> int | None:
+    """Return the window in the masks that transformers makes from the config as it is now for a module."""
+    types = getattr(config, "layer_types", None)
+    sliding = types is None or types[layer_of(module)] == "sliding_attention"
+    return getattr(config, "sliding_window", None) if sliding else None
 
 
 def _latent_widths(module: Any) -> str:
@@ -166,37 +257,30 @@ def may_have_a_prefix(model: nn.Module, given: dict[str, Any]) -> bool:
     the masks that it makes.
     """
     config: Any = model.config
-    return tokens_of(given).shape[1] > 1 or getattr(config.get_text_config(), "sliding_window", None) is not None
+    windowed = getattr(config.get_text_config(), "sliding_window", None) is not None
+    return windowed or Pass([], config, given).tokens.shape[1] > 1
 
 
-def chunk_of(attentions: list[nn.Module]) -> int | None:
-    """Return the length of the chunks within which some of the modules attend, or None."""
-    patches = [(module, state_of(module, PATCH)) for module in attentions]
-    lengths = [patch.convention.chunk_of(module) for module, patch in patches if patch is not None]
-    return next(filter(None, lengths), None)
+def chunked_layer(attentions: list[nn.Module]) -> Any:
+    """Return the first of the modules that attends within chunks, or None."""
+    patches = ((module, state_of(module, PATCH)) for module in attentions)
+    return next((module for module, patch in patches if patch is not None and patch.convention.chunk_of(module)), None)
 
 
-def asked_is_causal(config: Any, given: dict[str, Any]) -> bool | None:
-    """Return the ``is_causal`` of a call, or else of its config; None if neither has one."""
-    wanted = getattr(config, "is_causal", None)
-    # In continuous batching the call's value only tells whether the mask contains the causal mask.
-    return wanted if caches.is_paged(caches.cache_of(given)) else given.get("is_causal", wanted)
-
-
-def is_causal(attentions: list[nn.Module], config: Any, given: dict[str, Any]) -> bool | None:
+def is_causal(call: Pass) -> bool | None:
     """Return whether the modules attend causally in this call; None if they disagree, or if the host cannot tell.
 
     A call's ``is_causal`` takes precedence over the config's, and the config's over the modules'. If only the modules
     have one, eager and flex attention ignore it, because they follow the mask that the decoder makes. flash-attention
     follows the modules, because it gets no causal mask. SDPA follows them only without a mask.
     """
-    wanted = asked_is_causal(config, given)
-    own = {bool(module.is_causal) for module in attentions}
+    config, wanted = call.config, call.asked_is_causal
+    own = {bool(module.is_causal) for module in call.attentions}
     if wanted is None:
         switched = getattr(config, "use_bidirectional_attention", False)
         of_masks = not (switched and config.model_type == _BIDIRECTIONAL)
         if own != {of_masks} and not uses_flash(config):
-            masked = _gets_a_mask(config, given, of_masks) if "sdpa" in implementation_of(config) else True
+            masked = _gets_a_mask(call, of_masks) if "sdpa" in implementation_of(config) else True
             if masked is None:
                 return None
             own = {of_masks} if masked else own
@@ -205,13 +289,13 @@ def is_causal(attentions: list[nn.Module], config: Any, given: dict[str, Any]) -
     return bool(own.pop() if wanted is None else wanted)
 
 
-def _gets_a_mask(config: Any, given: dict[str, Any], is_causal: bool) -> bool | None:
+def _gets_a_mask(call: Pass, is_causal: bool) -> bool | None:
     """Return whether SDPA gets a mask in this call of a decoder or a layer; None if this is not known before.
 
     Synchronise with the device if a padding mask or positions are given. is_causal: of the masks that are made.
     """
-    tokens = tokens_of(given)
-    mask, positions, past = given.get("attention_mask"), given.get("position_ids"), caches.cache_of(given)
+    tokens, past = call.tokens, call.past
+    mask, positions = call.given.get("attention_mask"), call.given.get("position_ids")
     if caches.is_paged(past):  # continuous batching always makes one
         return True
     if tokens is None:  # a layer was called without its decoder
@@ -221,7 +305,7 @@ def _gets_a_mask(config: Any, given: dict[str, Any], is_causal: bool) -> bool | 
         return True
     if past is not None or is_blind(tokens) or torch.jit.is_tracing():
         return None
-    window = getattr(config, "sliding_window", None)
+    window = getattr(call.config, "sliding_window", None)
     if window is not None and tokens.shape[1] >= window:  # layers without a window may get none
         return None
     if mask is not None:
@@ -254,13 +338,13 @@ def _foreign_function(module: nn.Module, name: str) -> str:
     return ""
 
 
-def _foreign_code(attentions: list[nn.Module]) -> str:
+def _foreign_code(call: Pass) -> str:
     """Return why code that the modules replace is no longer transformers' own, "" if it is.
 
     Users and libraries replace functions and methods before a model is patched, and after.
     """
-    eager, last = implementation_of(attentions[0].config) == "eager", None
-    for module in attentions:
+    eager, last = call.implementation == "eager", None
+    for module in call.attentions:
         patch = state_of(module, PATCH)
         if patch is None:  # unpatched by itself: its own forward runs
             continue
@@ -294,20 +378,18 @@ def _foreign_code_of(cls: type[nn.Module], eager: bool) -> str:
     return ""
 
 
-def _changed_window(attentions: list[nn.Module], config: Any) -> str:
+def _changed_window(call: Pass) -> str:
     """Return why the modules' own attention would see another window than the modules have, "" if it would not.
 
     transformers makes masks from the config as it is now. Flash-attention gets the window of the module.
     """
-    if uses_flash(attentions[0].config):
+    if uses_flash(call.attentions[0].config):
         return ""
-    size, types = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
-    for module in attentions:
+    for module in call.attentions:
         patch = state_of(module, PATCH)
         if patch is None or patch.convention.window not in ("of layer", "of sliding layer"):
             continue
-        masked = size if types is None or types[layer_of(module)] == "sliding_attention" else None
-        own = patch.convention.window_of(module)
+        own, masked = window_of(module), _window_of_masks(module, call.config)
         if own != masked:
             return (
                 f"a layer that was made with the window {own}, for which config.sliding_window and config.layer_types "
@@ -330,12 +412,6 @@ def _unwrapped(function: Any) -> Any:
     while isinstance(function, functools.partial):
         function = function.func
     return function
-
-
-def tokens_of(given: dict[str, Any]) -> Any:
-    """Return the token ids (B, N) of a call of a decoder, or its embeddings (B, N, width); None without either."""
-    tokens = given.get("input_ids")
-    return given.get("inputs_embeds") if tokens is None else tokens
 
 
 def implementation_of(config: Any) -> str:

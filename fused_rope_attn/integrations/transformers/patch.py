@@ -1,15 +1,14 @@
-"""``patch_model``, ``unpatch_model`` and ``patch_report``: instance attributes and hooks, nothing global or saved."""
+"""``patch_model`` and ``unpatch_model``: instance attributes and hooks, nothing global or saved."""
 
 from __future__ import annotations
 
 import functools
 import inspect
-import itertools
-import re
+import math
 import warnings
 from collections.abc import Callable
 from types import MethodType
-from typing import Any, Literal, NamedTuple, TypeVar, cast
+from typing import Any, Literal, TypeVar, cast
 
 import torch
 import transformers
@@ -17,10 +16,12 @@ from packaging.version import Version
 from torch import nn
 from transformers import PreTrainedModel
 
-from fused_rope_attn.integrations.transformers import attention, caches, families, obstacles, paged, rotations, state
-from fused_rope_attn.integrations.transformers.batch import BATCH, Batch, Kept, describe
-from fused_rope_attn.integrations.transformers.families import Convention
-from fused_rope_attn.integrations.transformers.shards import PLAN, check_labels, describe_shard, shards_of
+from fused_rope_attn.integrations.transformers import attention, caches, families, obstacles, state
+from fused_rope_attn.integrations.transformers.batch import BATCH, PLAN, Batch, describe, describe_shard
+from fused_rope_attn.integrations.transformers.obstacles import PAGES, Pass
+from fused_rope_attn.integrations.transformers.rotations import Kept
+from fused_rope_attn.integrations.transformers.state import DECODER, MASK_MAKER, PATCH, state_of
+from fused_rope_attn.runtime.device import has_gpu
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -99,42 +100,43 @@ def patch_model(
         raise TypeError(f"deterministic must be a bool or None, but is {type(deterministic).__name__}")
     if not isinstance(batch_invariant, bool):
         raise TypeError(f"batch_invariant must be a bool, but is {type(batch_invariant).__name__}")
-    shards = shards_of(cp_group, cp_sharding)
+    shards = state.shards_of(cp_group, cp_sharding)
     found = {path: module for path, module in model.named_modules() if families.looks_like_attention(module)}
-    conventions = {path: families.convention_of(module) for path, module in found.items()}
-    supported = {path: found[path] for path, convention in conventions.items() if convention is not None}
+    rows = {path: row for path, module in found.items() if (row := families.convention_of(module)) is not None}
+    supported = {path: found[path] for path in rows}
     if not supported or unsupported == "raise" and len(supported) < len(found):
         raise NotImplementedError(_refusal(model, found, supported))
-    if (batch_invariant or cp_group is not None) and any(c is not None and c.latent for c in conventions.values()):
+    if (batch_invariant or cp_group is not None) and any(convention.latent for convention in rows.values()):
         option = "batch_invariant=True" if batch_invariant else "cp_group"
         raise NotImplementedError(f"{option} is not served for models with multi-head latent attention")
     _check_release(list(supported.values()))
     decoders: dict[nn.Module, list[nn.Module]] = {}
     for path, module in supported.items():
-        _patch_module(module, cast(Convention, conventions[path]), bool(deterministic), batch_invariant, shards)
+        patch = _patch_of(module, rows[path])
+        patch.deterministic, patch.batch_invariant, patch.shards = bool(deterministic), batch_invariant, shards
         decoder = _decoder_around(model, path)
         if decoder is not None:
             decoders.setdefault(decoder, []).append(module)
     for decoder, modules in decoders.items():
-        if state.state_of(decoder, state.DECODER) is None:
+        if state_of(decoder, DECODER) is None:
             decoder.register_forward_pre_hook(describe_batch, with_kwargs=True)
         others = sum(families.looks_like_attention(module) for module in decoder.modules()) > len(modules)
         kinds = set(getattr(decoder.config, "layer_types", None) or ())
         others = others or not kinds <= _ATTENTION_LAYERS or families.hands_padding_on(decoder)
         names, own_cache = state.names_of_parameters(decoder), caches.own_cache_of(decoder)
-        setattr(decoder, state.DECODER, state.Decoder(names, modules, others, shards, own_cache))
+        setattr(decoder, DECODER, state.Decoder(names, modules, others, shards, own_cache))
     for module in list(model.modules()):
-        _remove_hooks(module, check_labels)
+        _remove_hooks(module, state.check_labels)
         if not isinstance(module, PreTrainedModel) or (decoder := decoder_in(module)[0]) is None:
             continue
         if _rule_of(module) is not None:
-            if state.state_of(module, state.MASK_MAKER) is None:
+            if state_of(module, MASK_MAKER) is None:
                 module.register_forward_pre_hook(describe_before_masks, with_kwargs=True)
-            setattr(module, state.MASK_MAKER, state.MaskMaker(state.names_of_parameters(module), decoder))
-        for method in (Preparation, paged.Serving):
+            setattr(module, MASK_MAKER, state.MaskMaker(state.names_of_parameters(module), decoder))
+        for method in (Preparation, Serving):
             method.install(module)
         if shards is not None and "labels" in state.names_of_parameters(module):
-            module.register_forward_pre_hook(check_labels, with_kwargs=True)
+            module.register_forward_pre_hook(state.check_labels, with_kwargs=True)
     return model
 
 
@@ -149,22 +151,22 @@ def unpatch_model(model: Model) -> Model:
     """
     state.check_model(model)
     for module in model.modules():
-        patch = state.state_of(module, state.PATCH)
+        patch = state_of(module, PATCH)
         if patch is not None:
             slot = _slot(module)
             if _is_fused(module.__dict__.get(slot)):
                 _restore(module, slot, patch.previous)
-            delattr(module, state.PATCH)
-        for method in (Preparation, paged.Serving):
+            delattr(module, PATCH)
+        for method in (Preparation, Serving):
             current = module.__dict__.get(method.name)
             if isinstance(current, method):
                 _restore(module, method.name, current.previous)
-        paged.forget_kept_manager(module)
-        for kind, ours in ((state.DECODER, describe_batch), (state.MASK_MAKER, describe_before_masks)):
-            if state.state_of(module, kind) is not None:
+        forget_kept_manager(module)
+        for kind, ours in ((DECODER, describe_batch), (MASK_MAKER, describe_before_masks)):
+            if state_of(module, kind) is not None:
                 delattr(module, kind)
                 _remove_hooks(module, ours)
-        _remove_hooks(module, check_labels)
+        _remove_hooks(module, state.check_labels)
     return model
 
 
@@ -181,7 +183,7 @@ def is_patched(model: nn.Module) -> bool:
         TypeError: model is not a module.
     """
     state.check_model(model)
-    return any(state.state_of(module, state.PATCH) is not None for module in model.modules())
+    return any(state_of(module, PATCH) is not None for module in model.modules())
 
 
 def _check_release(attentions: list[nn.Module]) -> None:
@@ -220,22 +222,20 @@ def _first(texts: list[str]) -> str:
     return ", ".join(texts[:3]) + more
 
 
-def _patch_module(
-    module: nn.Module, convention: Convention, deterministic: bool, batch_invariant: bool, shards: state.Shards | None
-) -> None:
+def _patch_of(module: nn.Module, convention: families.Convention) -> state.Patch:
+    """Replace the forward of a module, unless it is replaced, and return its Patch."""
     slot = _slot(module)
-    present, patch = module.__dict__.get(slot), state.state_of(module, state.PATCH)
+    present, patch = module.__dict__.get(slot), state_of(module, PATCH)
     if patch is None:
-        patch = state.Patch(convention, present, deterministic, batch_invariant)
-        setattr(module, state.PATCH, patch)
-    elif not _is_fused(present):  # the forward was replaced after the last patch
+        patch = state.Patch(convention, present)
+        setattr(module, PATCH, patch)
+    if not _is_fused(present):  # new, or the forward was replaced after the last patch
         patch.previous = present
-    patch.own_forward = _foreign_forward(module, patch.previous)
-    patch.hands_positions_on = families.hands_positions_on(type(module))
-    patch.deterministic, patch.batch_invariant, patch.shards = deterministic, batch_invariant, shards
-    if not _is_fused(present):
         # A partial function, because pickle stores a method in an instance's dict as its class's own.
         setattr(module, slot, functools.partial(attention.forward, module))
+    patch.own_forward = _foreign_forward(module, patch.previous)
+    patch.hands_positions_on = families.hands_positions_on(type(module))
+    return patch
 
 
 def _foreign_forward(module: nn.Module, previous: Any) -> str:
@@ -291,12 +291,12 @@ def describe_batch(decoder: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple
             "a patched model was called by torch.nn.DataParallel, but all of its replicas would compute with the "
             "attention modules of the first: use torch.nn.parallel.DistributedDataParallel"
         )
-    known: state.Decoder = getattr(decoder, state.DECODER)
+    known: state.Decoder = getattr(decoder, DECODER)
     given = dict(zip(known.names, args)) | kwargs
     batch = given.get(BATCH)
     if known.shards is not None:
         if batch is None:
-            shared = describe_shard(known.attentions, decoder.config, given, known.shards)
+            shared = describe_shard(Pass(known.attentions, decoder.config, given), known.shards)
             kept = None if torch.compiler.is_compiling() else Kept()
             batch = Batch(shared=shared, causal=shared.causal, kept=kept)
         given.pop(PLAN, None)
@@ -305,11 +305,11 @@ def describe_batch(decoder: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple
     if given.get(PLAN) is not None:
         raise ValueError(f"{PLAN} must be given to a model whose ranks patch_model knows, but this one has no cp_group")
     if batch is None:
-        batch = describe(known.attentions, decoder.config, given)
+        batch = describe(Pass(known.attentions, decoder.config, given))
         if not batch.original and known.own_cache and _makes_cache(decoder, given):
             batch = Batch(f"a cache of type {known.own_cache}, which the decoder makes,")
     if batch.original:
-        paged.refuse_what_lacks_masks(decoder.config, given, batch.original)
+        refuse_what_lacks_masks(decoder.config, given, batch.original)
         state.warn_of(known.passes, batch.original)
         return args, kwargs | {BATCH: batch}
     if known.reads_masks:
@@ -329,7 +329,7 @@ def describe_before_masks(model: nn.Module, args: tuple, kwargs: dict) -> tuple[
 
     Such a decoder gets the masks only. If they may be other than causal, leave them to its own hook.
     """
-    maker: state.MaskMaker = getattr(model, state.MASK_MAKER)
+    maker: state.MaskMaker = getattr(model, MASK_MAKER)
     given = dict(zip(maker.names, args)) | kwargs
     if given.get(BATCH) is not None or _sees_later_tokens(model, given):
         return args, kwargs
@@ -338,7 +338,7 @@ def describe_before_masks(model: nn.Module, args: tuple, kwargs: dict) -> tuple[
     if wanted is None:  # with transformers 4.57 the model's config decides, with 5 the decoder's
         wanted = any(getattr(config, "output_attentions", False) for config in (model.config, decoder.config))
     batch = _describe_before_masks(decoder, given | {"output_attentions": wanted})
-    if batch.original or getattr(decoder, state.DECODER).reads_masks:
+    if batch.original or getattr(decoder, DECODER).reads_masks:
         return args, kwargs | {BATCH: batch}
     return (), given | {BATCH: batch, "attention_mask": _no_mask(given)}
 
@@ -361,15 +361,15 @@ def _describe_before_masks(decoder: nn.Module, given: dict[str, Any]) -> Batch:
 
     Those masks are causal even if the modules are not.
     """
-    attentions = getattr(decoder, state.DECODER).attentions
-    if not obstacles.is_causal(attentions, decoder.config, given):
+    call = Pass(getattr(decoder, DECODER).attentions, decoder.config, given)
+    if not obstacles.is_causal(call):
         return Batch("bidirectional attention with masks that are made outside of the decoder")
-    return describe(attentions, decoder.config, given, made=True)
+    return describe(call, made=True)
 
 
 def _no_mask(given: dict[str, Any]) -> torch.Tensor:
     """Return (B, 1, 0, 0). transformers passes on a mask of four dimensions, and then builds no other."""
-    tokens = obstacles.tokens_of(given)
+    tokens = Pass([], None, given).tokens
     return torch.empty((tokens.shape[0], 1, 0, 0), dtype=torch.bool, device=tokens.device)
 
 
@@ -403,117 +403,159 @@ def decoder_in(model: nn.Module) -> tuple[nn.Module | None, nn.Module | None]:
     """
     decoders, maker = [], None
     for module in model.modules():
-        if state.state_of(module, state.DECODER) is not None:
+        if state_of(module, DECODER) is not None:
             decoders.append(module)
-        elif state.state_of(module, state.MASK_MAKER) is not None:
+        elif state_of(module, MASK_MAKER) is not None:
             maker = module
     return decoders[0] if len(decoders) == 1 else None, maker
 
 
-_HEADER = ("module", "class", "patched", "norms", "calls served here", "calls of its own forward")
+# Earlier managers had no page tables and no CUDA graphs, or different ones.
+_KNOWN = Version(transformers.__version__) >= Version("5.17")
+# Attributes of a manager that are replaced. A manager without them is of another version, and keeps its masks.
+_ATTRIBUTES = ("_original_attn_impl", "_create_batch_processor")
+# Pages of a request if no length is given: transformers' own default for flash-attention.
+_PAGES_OF_A_REQUEST = 32
 
 
-class ModuleReport(NamedTuple):
-    """The report of one attention module.
+class Serving(state.Method):
+    """``init_continuous_batching`` of a patched model: it returns a manager that builds no masks, if possible.
 
-    Attributes:
-        path: within the model; "" if the model is the module.
-        name: of its class.
-        patched: whether ``rope_attention`` replaces its attention.
-        reason: why it is not patched, or "".
-        served: number of calls that ``rope_attention`` served since it was patched.
-        own: number of calls that took the module's own forward since then, by reason.
-        norms: of a patched module that norms each head of q and k before the rotation: ``"fused"`` if the kernels did
-            so in the last served call, ``"its own"`` and the reason if the module's norms ran. Before the first call,
-            the choice for the norms as they are now. "" without such norms.
+    For SDPA and eager attention a manager builds masks over all requests. For flash-attention it provides page tables,
+    CUDA graphs, and batches that are prepared while others run. It decides by the name of the config's implementation.
+    A patched model reads pages and needs no masks, so its config has a special name while a manager is in use.
     """
 
-    path: str
-    name: str
-    patched: bool
-    reason: str
-    served: int
-    own: dict[str, int]
-    norms: str = ""
+    name = "init_continuous_batching"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        own, config = self.own, cast(Any, self.model.config)
+        before, kept = obstacles.implementation_of(config), _kept_manager(self.model)
+        made_with_masks = kept is not None and not _is_ours(kept)
+        if before == PAGES or made_with_masks or not self._reads_pages(before):
+            return own(*args, **kwargs)
+        config._attn_implementation = PAGES
+        try:
+            manager = own(*args, **kwargs)
+        except BaseException:
+            config._attn_implementation = before
+            raise
+        # The model's own attention runs in compiled passes.
+        options = manager.continuous_batching_config
+        compiles = options.varlen_compile_config is not None or options.decode_compile_config is not None
+        if compiles or not all(hasattr(manager, name) for name in _ATTRIBUTES):
+            config._attn_implementation = before
+            return own(*args, **kwargs)
+        manager._original_attn_impl = before  # the manager restores it when it stops
+        if kept is None:
+            manager._fused_rope_pages = True
+            manager._create_batch_processor = functools.partial(
+                _create_batch_processor, manager._create_batch_processor
+            )
+            self._give_tables(manager, *args, **kwargs)
+        return manager
+
+    def _reads_pages(self, implementation: str) -> bool:
+        """Return whether every pass over a paged cache will be served, as far as it can be known before."""
+        if not _KNOWN or implementation not in obstacles.MASKED:
+            return False
+        # Without masks a manager uses CUDA graphs if there is a GPU, even if the model is not on it.
+        where: Any = self.model.device
+        if has_gpu() and where.type != "cuda":
+            return False
+        decoders = [decoder for m in self.model.modules() if (decoder := state_of(m, DECODER)) is not None]
+        if len(decoders) != 1 or decoders[0].reads_masks or decoders[0].shards is not None:
+            return False
+        if any(families.looks_like_attention(m) and state_of(m, PATCH) is None for m in self.model.modules()):
+            return False
+        config: Any = self.model.config
+        return not obstacles.lasting_obstacle(decoders[0].attentions, config.get_text_config())
+
+    def _give_tables(
+        self,
+        manager: Any,
+        generation_config: Any = None,
+        continuous_batching_config: Any = None,
+        workload_hints: Any = None,
+        **_: Any,
+    ) -> None:
+        """Ask for page tables in passes of single tokens. By itself a manager has them for flash-attention only."""
+        patched = [module for module in self.model.modules() if state_of(module, PATCH) is not None]
+        asked = getattr(continuous_batching_config, "max_blocks_per_request", None)
+        config = manager.continuous_batching_config
+        size = getattr(config, "page_size", None) or config.block_size
+        if asked == 0 or size < caches.FEWEST_ROWS or any(map(obstacles.window_of, patched)):
+            return
+        longest = 0
+        if workload_hints is not None:
+            longest = workload_hints.max_prompt_length + workload_hints.max_generated_length
+        pages = math.ceil(longest / size) + 1 if longest else _PAGES_OF_A_REQUEST
+        config.max_blocks_per_request = asked or pages + pages % 2
 
 
-class PatchReport(tuple[ModuleReport, ...]):
-    """A ModuleReport for every attention module of a model, in the model's order. It prints as a table.
+def _create_batch_processor(own: Callable[[], Any]) -> Any:
+    """Return the processor that a manager's ``own`` method makes; it continues without CUDA graphs if they fail."""
+    processor = own()
+    runner: Any = getattr(processor, "model_runner", None)
+    if hasattr(runner, "_capture_graph") and "_capture_graph" not in runner.__dict__:
+        runner._capture_graph = Capture(runner)
+    return processor
 
-    The table has one line for equal layers, for example ``model.layers.{0-31}.self_attn``, and a column of norms if a
-    module has any.
+
+class Capture:
+    """``_capture_graph`` of a model runner: the runner continues without graphs if the model cannot be captured.
+
+    With masks, managers use no graphs by default, and so serve models that synchronise, for example in their experts or
+    in tables that grow. Such models must not fail here.
     """
 
-    def __str__(self) -> str:
-        if not self:
-            return "the model has no attention modules"
-        alike: dict[tuple, list[ModuleReport]] = {}
-        for row in self:
-            # Layers are counted by the last number in a path.
-            key = (re.sub(r"\d+(?=\D*$)", "{}", row.path), *row[1:5], row.norms, tuple(sorted(row.own.items())))
-            alike.setdefault(key, []).append(row)
-        table = [_HEADER, *(_line(rows) for rows in alike.values())]
-        if not any(row.norms for row in self):
-            table = [(*line[:3], *line[4:]) for line in table]
-        widths = [max(len(line[i]) for line in table) for i in range(len(table[0]))]
-        lines = ["  ".join(text.ljust(width) for text, width in zip(line, widths)).rstrip() for line in table]
-        lines.insert(1, "  ".join("-" * width for width in widths))
-        lines.append("Calls in graphs of torch.compile and replays of CUDA graphs are not counted.")
-        return "\n".join(lines)
+    def __init__(self, runner: Any):
+        self.runner = runner
+        self.own = runner._capture_graph
+
+    def __call__(self, forward: Callable[..., None], *args: Any) -> None:
+        done = []
+
+        def counted(*given: Any) -> None:
+            forward(*given)
+            done.append(given)
+
+        try:
+            self.own(counted, *args)
+        except Exception as error:
+            if not done:  # the pass itself failed, in its run before the capture
+                raise
+            self.runner.use_cuda_graph_varlen = self.runner.use_cuda_graph_decode = False
+            warnings.warn(
+                f"continuous batching: CUDA graphs of this model cannot be captured ({error}); it runs without them",
+                stacklevel=2,
+            )
 
 
-def patch_report(model: nn.Module) -> PatchReport:
-    """Report for every attention module of a model whether it is patched, which forward its calls took, and why.
+def forget_kept_manager(model: nn.Module) -> None:
+    """Destroy the manager that a model keeps for its next batch, if it relies on the model being patched."""
+    kept: Any = _kept_manager(model)
+    if _is_ours(kept):
+        model.destroy_cached_continuous_batching_manager()  # type: ignore[operator]
 
-    Args:
-        model: patched or not.
 
-    Returns:
-        a tuple of ``ModuleReport``, which prints as a table.
+def refuse_what_lacks_masks(config: Any, given: dict[str, Any], reason: str) -> None:
+    """Raise if a pass needs the modules' own forward, but its manager made no masks.
 
-    Raises:
-        TypeError: model is not a module.
+    given: the arguments of the decoder's forward by name. reason: why the pass needs their forward.
     """
-    state.check_model(model)
-    return PatchReport(_report(path, m) for path, m in model.named_modules() if families.looks_like_attention(m))
+    implementation = obstacles.implementation_of(config)
+    unmasked = caches.is_paged(caches.cache_of(given)) and given.get("attention_mask") is None
+    if implementation == PAGES or unmasked and implementation in obstacles.MASKED:
+        raise NotImplementedError(
+            f"{reason} is not served by the fused kernels, and this continuous batching was begun without the "
+            "masks of the model's own attention: call unpatch_model(model) before it begins"
+        )
 
 
-def _report(path: str, module: nn.Module) -> ModuleReport:
-    patch: state.Patch | None = state.state_of(module, state.PATCH)
-    if patch is not None:
-        return ModuleReport(path, type(module).__name__, True, "", patch.served, dict(patch.own), _norms(module, patch))
-    reason = "patch_model has not been called since the module came into the model"
-    if families.convention_of(module) is None:
-        reason = families.refusal(type(module))
-    return ModuleReport(path, type(module).__name__, False, reason, 0, {})
+def _kept_manager(model: nn.Module) -> Any:
+    return getattr(model, "_cached_continuous_batching_manager", None)
 
 
-def _norms(module: nn.Module, patch: state.Patch) -> str:
-    """Return ``ModuleReport.norms``."""
-    pair = patch.convention.norms_of(module)
-    if pair is None:
-        return ""
-    # Prefer the last call's answer, because weights may look different then: FSDP2 gathers them for it.
-    reason = patch.own_norms
-    if reason is None:
-        found = rotations.head_norms(*pair)
-        reason = found if isinstance(found, str) else ""
-    return f"its own: {reason}" if reason else "fused"
-
-
-def _line(rows: list[ModuleReport]) -> tuple[str, ...]:
-    """Return the line for modules that differ only in the last number of their paths."""
-    row, path = rows[0], rows[0].path or "(model)"
-    if len(rows) > 1:
-        numbers = [int(re.findall(r"\d+(?=\D*$)", row.path)[0]) for row in rows]
-        path = re.sub(r"\d+(?=\D*$)", "{" + _ranges(numbers) + "}", row.path)
-    own = "; ".join(f"{count}: {reason}" for reason, count in row.own.items())
-    patched = "yes" if row.patched else f"no: {row.reason}"
-    return path, row.name, patched, row.norms or "none", str(row.served), own or "0"
-
-
-def _ranges(numbers: list[int]) -> str:
-    """Return sorted numbers as ranges, for example "0-3, 5"."""
-    groups = itertools.groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])
-    runs = [[number for _, number in group] for _, group in groups]
-    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+def _is_ours(manager: Any) -> bool:
+    return getattr(manager, "_fused_rope_pages", False)

@@ -13,7 +13,7 @@ from fused_rope_attn.attention.hopper.intervals import (
     key_rows_kernel,
     visits_kernel,
 )
-from fused_rope_attn.kernels.intervals import NO_ROW, IntervalArguments
+from fused_rope_attn.kernels.intervals import NO_ROW, Intervals
 from fused_rope_attn.kernels.sequences import MaskArguments
 from tests.support.marks import interpreted
 
@@ -76,7 +76,7 @@ def test_rows_and_visits(seed, block_m, tiles_of_program, blocks_at_once, monkey
     rows_again, hidden_again = torch.full_like(key_rows, -9), torch.full((2, words * blocks), -9, dtype=torch.int32)
     visits = torch.full((2, tiles, 1 + blocks), -9, dtype=torch.int32)
     right = tl.constexpr(0) if window[1] == 0 else window[1]
-    of_keys = IntervalArguments.host(starts, ends, None, (num_keys, num_keys))
+    of_keys = Intervals.host(starts, ends, None, (num_keys, num_keys))
     masks = MaskArguments.host(
         kv_starts, kv_lens, None, None, None, None, READS_LENGTHS=True, FROM_START=from_start, intervals=of_keys
     )

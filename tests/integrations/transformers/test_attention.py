@@ -9,6 +9,7 @@ from transformers.cache_utils import DynamicLayer
 
 from fused_rope_attn.integrations.transformers import attention, caches, patch_model, rotations
 from fused_rope_attn.integrations.transformers.batch import PLAIN, describe
+from fused_rope_attn.integrations.transformers.obstacles import Pass
 from tests.support.hf_caches import make_cache, parts
 from tests.support.hf_models import SIZES, attentions_of, make_ids, make_model
 from tests.support.hf_runs import assert_close
@@ -23,7 +24,7 @@ def llama():
 
 
 def batch_of(model, **given):
-    return describe(attentions_of(model), model.config, {"input_ids": torch.zeros(2, 5)} | given)
+    return describe(Pass(attentions_of(model), model.config, {"input_ids": torch.zeros(2, 5)} | given))
 
 
 def states(tokens=5, dtype=torch.float32):

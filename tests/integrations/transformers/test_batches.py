@@ -9,6 +9,7 @@ from fused_rope_attn.integrations.transformers import batch as batches
 from fused_rope_attn.integrations.transformers import obstacles, patch_model
 from fused_rope_attn.integrations.transformers.batch import PLAIN, Batch, describe
 from fused_rope_attn.integrations.transformers.caches import tokens_seen
+from fused_rope_attn.integrations.transformers.obstacles import Pass
 from tests.support.hf_models import attentions_of, make_model
 
 CAPACITY = 8
@@ -31,7 +32,7 @@ def mistral():
 def described(model, size=2, length=5, **given):
     """The Batch of a pass of (size, length) tokens, as tensors' numbers, without what the layers keep."""
     tokens = torch.zeros((size, length), dtype=torch.int64)
-    return numbers_of(describe(attentions_of(model), model.config, {"input_ids": tokens} | given))
+    return numbers_of(describe(Pass(attentions_of(model), model.config, {"input_ids": tokens} | given)))
 
 
 def numbers_of(value):
@@ -260,7 +261,7 @@ def test_steps_behind_a_cache(llama, length):
 def test_graphs_keep_nothing_on_the_host(llama, monkeypatch):
     """Neither the layers' tables nor the number of tokens: a graph is replayed with other ones."""
     monkeypatch.setattr(batches, "is_capturing", lambda device: True)
-    assert describe(attentions_of(llama), llama.config, {"input_ids": torch.zeros(2, 5)}).kept is None
+    assert describe(Pass(attentions_of(llama), llama.config, {"input_ids": torch.zeros(2, 5)})).kept is None
     assert described(llama, 2, 1, past_key_values=dynamic(llama, 3)) == {"kv_lens": [4, 4]}
 
 
@@ -335,7 +336,7 @@ class Looks:
     def describe(self, model, past, rows, length=1):
         before = self.count
         given = {"input_ids": torch.zeros(2, length), "attention_mask": rows, "past_key_values": past}
-        starts = describe(attentions_of(model), model.config, given).kv_starts
+        starts = describe(Pass(attentions_of(model), model.config, given)).kv_starts
         looks = self.count - before
         return looks, None if starts is None else starts.tolist()
 
@@ -371,6 +372,6 @@ def test_a_mask_that_ends_in_padding_is_looked_at_again(llama, monkeypatch):
 
 
 def test_every_pass_keeps_tables_of_its_own(llama):
-    kept = [describe(attentions_of(llama), llama.config, {"input_ids": torch.zeros(1, 2)}).kept for _ in range(2)]
+    kept = [describe(Pass(attentions_of(llama), llama.config, {"input_ids": torch.zeros(1, 2)})).kept for _ in range(2)]
     assert kept[0] is not kept[1] and kept[0].tables == {} and not hasattr(kept[0], "__dict__")
     assert PLAIN == Batch()

@@ -5,7 +5,7 @@ import torch
 import transformers
 
 from fused_rope_attn.integrations.transformers import patch_model, patch_report, unpatch_model
-from fused_rope_attn.integrations.transformers.obstacles import obstacle
+from fused_rope_attn.integrations.transformers.obstacles import Pass, obstacle
 from tests.support.hf_models import MODELS, attentions_of, make_ids, make_model
 from tests.support.hf_runs import LENGTH, assert_close, run
 
@@ -62,9 +62,9 @@ def test_flash_attention_goes_by_the_modules():
     config.sliding_window = 3
     for implementation, served in (("eager", False), ("sdpa", False), ("flash_attention_2", True)):
         config._attn_implementation = implementation
-        assert (obstacle(modules, config, {}, True) == "") is served
+        assert (obstacle(Pass(modules, config, {}), True) == "") is served
     config._attn_implementation = "sdpa"
     config.sliding_window = modules[0].sliding_window
-    assert obstacle(modules, config, {}, True) == ""
+    assert obstacle(Pass(modules, config, {}), True) == ""
     config.sliding_window = None
-    assert "made with the window 8, for which" in obstacle(modules, config, {}, True)
+    assert "made with the window 8, for which" in obstacle(Pass(modules, config, {}), True)

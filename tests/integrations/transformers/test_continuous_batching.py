@@ -12,7 +12,6 @@ from transformers.generation.continuous_batching import continuous_api
 from fused_rope_attn.integrations.transformers import (
     attention,
     obstacles,
-    paged,
     patch_model,
     patch_report,
     unpatch_model,
@@ -150,7 +149,7 @@ def test_other_calls_beside_a_manager():
         first.stop(block=True)
         assert model.config._attn_implementation == "eager"
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(paged, "obstacle_to_pages", lambda *args: "such a thing")
+            patch.setattr(obstacles, "obstacle_to_pages", lambda *args: "such a thing")
             second.add_requests([[1, 2, 3]])
             assert "such a thing is not served" in second.get_result(timeout=10).error
         second.destroy()
@@ -238,7 +237,7 @@ def test_what_takes_the_models_own_attention(name, change, reason, calls):
 def test_what_nobody_computes(monkeypatch):
     """Without masks the model's own attention is no way out: requests fail with the reason."""
     model, given = patch_model(make_model("llama")), prompts((5, 20))
-    monkeypatch.setattr(paged, "obstacle_to_pages", lambda *args: "such a thing")
+    monkeypatch.setattr(obstacles, "obstacle_to_pages", lambda *args: "such a thing")
     outputs = model.generate_batch(
         given, transformers.GenerationConfig(max_new_tokens=3, do_sample=False, eos_token_id=-1), options_of()
     )
@@ -260,9 +259,9 @@ def test_models_that_graphs_cannot_capture():
     """The pass has been computed before it is captured; nothing is captured from then on."""
     runner, seen = Runner(), []
     with pytest.warns(UserWarning, match="cannot be captured .a copy during capture.; it runs without"):
-        paged.Capture(runner)(seen.append, None, 1)
+        Capture(runner)(seen.append, None, 1)
     assert seen == [1] and not runner.use_cuda_graph_varlen and not runner.use_cuda_graph_decode
     runner = Runner()
     with pytest.raises(ZeroDivisionError):
-        paged.Capture(runner)(lambda x: 1 // x, None, 0)
+        Capture(runner)(lambda x: 1 // x, None, 0)
     assert runner.use_cuda_graph_decode

@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers
 
-from fused_rope_attn.integrations.transformers import caches, patch_model, rotations
+from fused_rope_attn.integrations.transformers import caches, families, patch_model
 from tests.support.hf_caches import make_cache, steps
 from tests.support.hf_models import make_ids, make_model
 from tests.support.hf_runs import assert_close
@@ -117,14 +117,14 @@ def test_inference_mode_and_back():
 def test_nothing_outlives_its_pass(monkeypatch):
     """Tables die with their pass, buffers with the tensors in them."""
     model, ids = patch_model(make_model("gemma3")), make_ids(2, 14)
-    tables, own = [], rotations._tables_of
+    tables, own = [], families.Convention.half_widths
 
     def noted(*args):
         made = own(*args)
-        tables.append([weakref.ref(x) for x in made.arrays])
+        tables.append([weakref.ref(x) for x in made])
         return made
 
-    monkeypatch.setattr(rotations, "_tables_of", noted)
+    monkeypatch.setattr(families.Convention, "half_widths", noted)
     past = make_cache(model, "dynamic")
     model(ids[:, :9], past_key_values=past)
     steps(model, past, ids, 9)

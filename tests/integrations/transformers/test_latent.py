@@ -6,7 +6,7 @@ import transformers
 from packaging.version import Version
 
 from fused_rope_attn.integrations.transformers import attention, is_patched, patch_model, patch_report, unpatch_model
-from fused_rope_attn.integrations.transformers.paged import lasting_obstacle
+from fused_rope_attn.integrations.transformers.obstacles import lasting_obstacle
 from tests.support.hf_models import MODELS, attentions_of, make_ids, make_model
 from tests.support.hf_runs import LENGTH, assert_close, assert_same, run
 

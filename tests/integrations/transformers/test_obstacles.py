@@ -13,6 +13,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from fused_rope_attn.integrations.transformers import obstacles
 from fused_rope_attn.integrations.transformers.obstacles import (
+    Pass,
     is_blind,
     is_causal,
     layer_of,
@@ -34,10 +35,10 @@ def attention(implementation="sdpa", **attributes):
 def test_block_masks_are_for_flex_attention():
     blocks = create_block_mask(lambda b, h, q, k: q >= k, 1, None, 16, 16, device="cpu")
     for implementation in ("flex_attention", "paged|flex_attention"):
-        refuse_wrong_calls(attention(implementation), {"attention_mask": blocks})
+        refuse_wrong_calls(Pass(attention(implementation), None, {"attention_mask": blocks}))
     for implementation in ("sdpa", "eager"):
         with pytest.raises(ValueError, match=f"attention_mask is a BlockMask.*model's is '{implementation}'"):
-            refuse_wrong_calls(attention(implementation), {"attention_mask": blocks})
+            refuse_wrong_calls(Pass(attention(implementation), None, {"attention_mask": blocks}))
 
 
 @pytest.mark.parametrize(
@@ -53,7 +54,7 @@ def test_block_masks_are_for_flex_attention():
     ids=str,
 )
 def test_forms_of_masks(mask, reason):
-    assert obstacle(attention(), SimpleNamespace(), {"attention_mask": mask}, True) == reason
+    assert obstacle(Pass(attention(), SimpleNamespace(), {"attention_mask": mask}), True) == reason
 
 
 @pytest.mark.parametrize(
@@ -64,7 +65,7 @@ def test_forms_of_masks(mask, reason):
 def test_attention_weights(of_config, of_call, reason):
     """A call's argument overrides the config's."""
     config = SimpleNamespace(output_attentions=of_config)
-    assert obstacle(attention(), config, {"output_attentions": of_call}, True) == reason
+    assert obstacle(Pass(attention(), config, {"output_attentions": of_call}), True) == reason
 
 
 @pytest.mark.parametrize(
@@ -109,7 +110,7 @@ def test_who_says_whether_attention_is_causal(own, of_config, of_call, causal):
     config = SimpleNamespace(_attn_implementation="flash_attention_2")
     if of_config is not None:
         config.is_causal = of_config
-    assert is_causal(modules, config, given) is causal
+    assert is_causal(Pass(modules, config, given)) is causal
 
 
 @pytest.mark.parametrize(
@@ -136,7 +137,7 @@ def test_what_the_modules_say_of_causality_alone(implementation, given, causal):
     """Only flash-attention always follows them: the masks of all others are causal, and SDPA may get none."""
     config = SimpleNamespace(_attn_implementation=implementation, sliding_window=8)
     given = {"input_ids": torch.ones(2, 5)} | given
-    assert is_causal([SimpleNamespace(is_causal=False)], config, given) is causal
+    assert is_causal(Pass([SimpleNamespace(is_causal=False)], config, given)) is causal
 
 
 @pytest.mark.parametrize(("index", "place"), [(3, 3), (0, 0), (None, 0), ("first", 0)])
@@ -158,7 +159,7 @@ def test_layers_of_a_cache(places, known):
     past = transformers.DynamicCache()
     past.layers = [DynamicLayer(), object()]
     modules = [SimpleNamespace(**vars(attention()[0]) | {"layer_idx": place}) for place in places] or attention()
-    reason = obstacle(modules, SimpleNamespace(), {"past_key_values": past}, True)
+    reason = obstacle(Pass(modules, SimpleNamespace(), {"past_key_values": past}), True)
     assert reason == ("" if known else "a cache of type DynamicCache")
 
 
@@ -189,6 +190,6 @@ def test_whose_functions_are_whose(of_attention, of_mask, reason, monkeypatch):
     functions = transformers.AttentionInterface._global_mapping, transformers.AttentionMaskInterface._global_mapping
     monkeypatch.setitem(functions[0], "mine", mine if of_attention else sdpa_attention_forward)
     monkeypatch.setitem(functions[1], "mine", masks if of_mask else masking_utils.sdpa_mask)
-    found = obstacle(attention("mine"), SimpleNamespace(), {}, True)
+    found = obstacle(Pass(attention("mine"), SimpleNamespace(), {}), True)
     assert found.startswith(reason) and found.endswith("registered as 'mine'," if reason else "")
     assert bool(found) is bool(reason)

@@ -1,22 +1,23 @@
 # mypy: ignore-errors
-"""Weights and values of an ordered step (``ordered_units``) of few sequences, which follow its scores.
+"""The kernels of an ordered step (``ordered_tiles``) of few sequences: scores, and the weights and values after them.
 
-The programs of ``value_kernel`` run at the same time as those of ``ordered_scores``, on other multiprocessors, each
-with some columns of a unit's values: warps of their own copy scores as soon as they are written, others weigh them,
-others copy values, and one warpgroup multiplies. That product is the longest chain of the step, so that its loop has
-little else.
+The programs of ``score_kernel`` take a unit's tiles in turn, from the last one down, and say how many they have
+finished. Those of ``value_kernel`` run at the same time on other multiprocessors, each with some columns of a unit's
+values: warps of their own copy scores as soon as they are written, others weigh them, others copy values, and one
+warpgroup multiplies. That product is the longest chain of the step, so that its loop has little else.
 """
 
 from fused_rope_attn.attention.hopper.channels import channel_of, written_once
 from fused_rope_attn.attention.hopper.softmax import lagging_maximum, sum_quads
 from fused_rope_attn.generation import ordered_tiles as tiling
-from fused_rope_attn.generation import ordered_units as units
 from fused_rope_attn.generation.inputs import complete_step
+from fused_rope_attn.generation.ordered_attend import Part, copy_keys, copy_values, steps_of
 from fused_rope_attn.kernels.records import record, replace, unpack
 from fused_rope_attn.kernels.schedule import let_next_launch_start, load_acquired, pause, wait_for_previous_launch
 from fused_rope_attn.runtime.triton_compat import (
     async_copy,
     async_load,
+    barrier,
     fence_async_shared,
     gl,
     jit,
@@ -25,6 +26,110 @@ from fused_rope_attn.runtime.triton_compat import (
     warpgroup_mma_init,
     warpgroup_mma_wait,
 )
+
+# A program of ``score_kernel`` has finished its tiles, however many they were.
+FINISHED = gl.constexpr(1 << 30)
+
+
+@jit
+def announce_scores(walk, part, maxima_ptr, progress, partials):
+    """Write the maxima of a part's tiles, and how many are finished; the work of a warp of its own.
+
+    A release makes its warp wait, so that neither the warps that copy nor those that multiply do it.
+    """
+    LAYOUT: gl.constexpr = gl.BlockedLayout([4, 1], [1, 32], [1, 1], [1, 0])
+    offs = gl.arange(0, partials.buffer.shape[2], gl.SliceLayout(0, LAYOUT))
+    for i in range(part.tiles):
+        cursor = partials.at(i)
+        partials.wait_full(cursor)
+        highest = gl.max(partials.tile(cursor).load(LAYOUT), 0)
+        partials.release_by_threads(cursor)
+        row = (walk.first_tile - part.first - i * part.programs) * walk.rows + offs
+        gl.store(maxima_ptr + row, highest, mask=offs < walk.unit.num_rows)
+        is_last = i + 1 == part.tiles
+        if (i % 2 == 0) | is_last:  # fewer releases, and yet the first tile at once
+            barrier()
+            gl.atomic_max(progress, gl.where(is_last, FINISHED, i + 1), sem="release", scope="gpu")
+
+
+@jit
+def multiply_keys(
+    walk, part, queries, keys, partials, scores_ptr, cap_scale, window, GROUP_SIZE, S, INTERLEAVED: gl.constexpr
+):
+    """Write the scores of a part's tiles."""
+    BLOCK_N: gl.constexpr = walk.BLOCK_N
+    BLOCK_R: gl.constexpr = queries.buffer.shape[1]
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_R, 16])
+    offs = gl.arange(0, BLOCK_R, gl.SliceLayout(0, SCORES))
+    offs_n = gl.arange(0, BLOCK_N, gl.SliceLayout(1, SCORES))
+    exists = offs < walk.unit.num_rows
+    positions = tiling.query_positions(walk.keys, walk.unit, offs, GROUP_SIZE, S)
+    nothing = gl.zeros([BLOCK_N, BLOCK_R], gl.float32, SCORES)
+    at_queries = queries.at(0)
+    queries.wait_full(at_queries)
+    fence_async_shared()
+    q = queries.tile(at_queries).permute((1, 0))
+    for i in range(part.tiles):
+        visit = part.first + i * part.programs
+        cursor = keys.at(i)
+        keys.wait_full(cursor)
+        if INTERLEAVED:
+            fence_async_shared()
+        k = tiling.key_operand(keys.tile(cursor), INTERLEAVED, SCORES, 4)
+        scores = warpgroup_mma(k, q, nothing, use_acc=False, is_async=True)
+        scores = warpgroup_mma_wait(0, deps=[scores])
+        keys.release_by_threads(cursor)
+        scores = tiling.mask_and_cap(
+            scores, cap_scale, walk, positions, walk.last - visit * BLOCK_N, window, keys.buffer.dtype
+        )
+        row = (walk.first_tile - visit) * walk.rows + offs
+        gl.store(scores_ptr + row[None, :] * BLOCK_N + offs_n[:, None], scores, mask=exists[None, :])
+        at_partials = partials.at(i)
+        partials.wait_empty(at_partials)
+        partials.tile(at_partials).store(tiling.partial_maxima(scores, 4))
+        partials.fill(at_partials)
+
+
+@jit(do_not_specialize=tiling.NUMBERS)
+def score_kernel(
+    inputs, workspaces, B, HKV, GROUP_SIZE, NQ, S, num_pages, window_left, window_right, most_tiles, programs,
+    BLOCK_R: gl.constexpr, STAGES: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    """Compute the scores of every ``programs``-th tile of one unit, and their maxima. Grid: (units * programs,).
+
+    The arguments are those of ``query_kernel``. Scores are capped, and -inf where a query does not see the key; a tile
+    has NQ * GROUP_SIZE rows, or BLOCK_R if this is less. progress counts the finished tiles of each program.
+    """
+    inputs, workspaces = unpack((inputs, workspaces))
+    inputs = complete_step(inputs, B, NQ, S, num_pages, None, window_left, window_right)
+    DTYPE: gl.constexpr = inputs.q.ptr.dtype.element_ty
+    BLOCK_N: gl.constexpr = inputs.lengths.BLOCK_N
+    BLOCK_D: gl.constexpr = inputs.format.BLOCK_D
+    tables, cap_scale = inputs.rotations.tables, inputs.scale.cap_scale
+    number, first = gl.program_id(0) // programs, gl.program_id(0) % programs
+    walk = tiling.walk_of(number, inputs, HKV, GROUP_SIZE, most_tiles, BLOCK_R)
+    part = Part(first, programs, (walk.tiles - first + programs - 1) // programs)
+    TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, BLOCK_D], DTYPE)
+    ROWS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_R, BLOCK_D], DTYPE)
+    keys = channel_of(gl.allocate_shared_memory(DTYPE, [STAGES, BLOCK_N, BLOCK_D], TILE), STAGES)
+    queries = written_once(gl.allocate_shared_memory(DTYPE, [1, BLOCK_R, BLOCK_D], ROWS))
+    PARTIALS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    partials = channel_of(gl.allocate_shared_memory(gl.float32, [4, 4, BLOCK_R], PARTIALS), 4)
+    keys.init(FILLS=32 * tiling.COPY_WARPS, RELEASES=128)
+    queries.init(FILLS=32 * tiling.COPY_WARPS, RELEASES=1)
+    partials.init(FILLS=1, RELEASES=32)
+    progress = workspaces.progress_ptr + number * workspaces.MOST_PROGRAMS + first
+    gl.warp_specialize(
+        [
+            (multiply_keys, (walk, part, queries, keys, partials, workspaces.scores_ptr, cap_scale, inputs.window,
+                             GROUP_SIZE, S, tables.INTERLEAVED)),
+            (copy_keys, (walk, part, inputs.cache.k, workspaces.rotated_ptr, queries, keys, inputs.cache.format,
+                         tables.R, tables.INTERLEAVED, PDL)),
+            (announce_scores, (walk, part, workspaces.maxima_ptr, progress, partials)),
+        ],
+        [tiling.COPY_WARPS, 1],
+        [tiling.COPY_REGISTERS, tiling.SUM_REGISTERS],
+    )  # fmt: skip
 
 
 @record
@@ -36,12 +141,6 @@ class Scored:
     progress: gl.tensor
     programs: gl.tensor
     MOST_PROGRAMS: gl.constexpr
-
-
-@jit
-def steps_of(walk, STEP: gl.constexpr):
-    """Return the number of steps of STEP tiles that a walk takes."""
-    return (walk.tiles + STEP - 1) // STEP
 
 
 @jit
@@ -113,8 +212,8 @@ def weigh_all(walk, qk_scale, scores, maxima, weighed):
     FLAT: gl.constexpr = weighed.factors.layout
     ONE: gl.constexpr = gl.BlockedLayout([1], [32], [tiling.SUM_WARPS], [0])
     # A warp has eight rows, and each of its threads two neighbours of every eight keys, as in the sm_90 forward.
-    QUADS: gl.constexpr = units.quad_layout(ROWS, BLOCK_N, tiling.SUM_WARPS)
-    SUMS: gl.constexpr = units.sums_layout(ROWS, tiling.SUM_WARPS)
+    QUADS: gl.constexpr = tiling.quad_layout(ROWS, BLOCK_N, tiling.SUM_WARPS)
+    SUMS: gl.constexpr = tiling.sums_layout(ROWS, tiling.SUM_WARPS)
     tile = (gl.arange(0, ROWS, gl.SliceLayout(1, QUADS)) // BLOCK_R).reshape((STEP, BLOCK_R))
     PAIRS: gl.constexpr = tile.type.layout
     ROW: gl.constexpr = gl.SliceLayout(0, PAIRS)
@@ -156,38 +255,6 @@ def weigh_all(walk, qk_scale, scores, maxima, weighed):
 
 
 @jit
-def entries_of_step(source, walk, step, STEP: gl.constexpr):
-    """Return a tuple of ``entries_of`` the tiles of a step."""
-    entries = ()
-    for i in gl.static_range(STEP):
-        entries = entries + (tiling.entries_of(source, walk, step * STEP + i),)
-    return entries
-
-
-@jit
-def copy_values(walk, v_view, row_format, first_column, values, STEP: gl.constexpr):
-    """Copy the values of all tiles, zeros for those after the last one; the work of warps of their own."""
-    COLUMNS: gl.constexpr = row_format.BLOCK_D
-    COPY: gl.constexpr = tiling.copy_layout(walk.BLOCK_N, COLUMNS, tiling.COPY_WARPS)
-    columns = first_column + gl.arange(0, COLUMNS, gl.SliceLayout(0, COPY))
-    IS_WHOLE: gl.constexpr = row_format.D % COLUMNS == 0
-    source = tiling.source_of(v_view, walk, row_format, columns, columns < row_format.D, COPY, IS_WHOLE)
-    entries = entries_of_step(source, walk, 0, STEP)
-    for step in range(steps_of(walk, STEP)):
-        following = entries_of_step(source, walk, step + 1, STEP)
-        for i in gl.static_range(STEP):
-            visit = step * STEP + i
-            first = tiling.first_elements(source, walk, visit, entries[i])
-            cursor = values.at(visit)
-            values.wait_empty(cursor)
-            # A tensor core's tile may have more columns; they are not stored.
-            tiling.copy_rows(source, walk, visit, first, values.tile(cursor).slice(0, COLUMNS, dim=1))
-            tiling.fill_by_copies(values, cursor)
-        entries = following
-    async_copy.wait_group(0)
-
-
-@jit
 def add_up_values(walk, weighed, values, first_column, end_column, outputs, HQ, NQ, GROUP_SIZE, PDL: gl.constexpr):
     """Add up the values of all tiles of a unit, and write its output."""
     STEP: gl.constexpr = weighed.STEP
@@ -196,7 +263,7 @@ def add_up_values(walk, weighed, values, first_column, end_column, outputs, HQ, 
     BLOCK_R: gl.constexpr = weights.buffer.shape[1]
     COLUMNS: gl.constexpr = values.buffer.shape[2]
     OUTPUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_R, 16])
-    SUMS: gl.constexpr = units.sums_layout(BLOCK_R, 4)
+    SUMS: gl.constexpr = tiling.sums_layout(BLOCK_R, 4)
     ROW: gl.constexpr = gl.SliceLayout(0, OUTPUT)
     ONE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     acc = warpgroup_mma_init(gl.zeros([COLUMNS, BLOCK_R], gl.float32, OUTPUT))
@@ -237,7 +304,7 @@ def add_up_values(walk, weighed, values, first_column, end_column, outputs, HQ, 
     tiling.store_unit(walk, acc, row_max, row_sum, outputs, NQ, HQ, GROUP_SIZE, first_column, end_column)
 
 
-@jit(do_not_specialize=units.NUMBERS)
+@jit(do_not_specialize=tiling.NUMBERS)
 def value_kernel(
     inputs, outputs, workspaces, B, HKV, GROUP_SIZE, NQ, S, num_pages, window_left, window_right, most_tiles, programs,
     BLOCK_R: gl.constexpr, COLUMNS: gl.constexpr, STEP: gl.constexpr, SCORE_SLOTS: gl.constexpr, STAGES: gl.constexpr,

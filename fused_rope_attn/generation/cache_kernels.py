@@ -1,12 +1,13 @@
 # mypy: ignore-errors
-"""New keys and values into a cache, contiguous or in pages: rotated, quantised and scattered in one launch."""
+"""Kernels around attention to a cache: new keys and values are rotated, quantised and scattered into it, the visible
+ones of a chunk are gathered in contiguous memory, and rows of tokens past its end are cleared in the output."""
 
 import triton
 import triton.language as tl
 
-from fused_rope_attn.generation import float8, keys, pages
-from fused_rope_attn.generation.inputs import CacheInputs, complete_cache, pages_of
-from fused_rope_attn.kernels import lengths, rotation, schedule, tiles
+from fused_rope_attn.generation import float8, keys
+from fused_rope_attn.generation import inputs as step
+from fused_rope_attn.kernels import masks, rotation, schedule, sequences, tiles
 from fused_rope_attn.kernels.norm import Norm
 from fused_rope_attn.kernels.records import record, unpack
 
@@ -22,7 +23,7 @@ class Slots:
     first: tl.tensor
     limit: tl.tensor
     positions: tl.tensor
-    pages: pages.SequencePages | None
+    pages: keys.SequencePages | None
     entries: tl.tensor | None
     format: tiles.RowFormat
 
@@ -39,7 +40,7 @@ def slots_of_head(cache, head, slots):
         rows = tiles.head_rows(cache, page_0, slots.limit, slots.format)
         page_stride = tiles.row_stride(cache.strides[0], cache.ptr, slots.format.ALIGNED)
         end = slots.first + slots.limit
-        return pages.rows_in_pages(rows, page_stride, slots.pages, slots.entries, slots.positions, end)
+        return keys.rows_in_pages(rows, page_stride, slots.pages, slots.entries, slots.positions, end)
 
 
 @triton.jit
@@ -49,9 +50,9 @@ def slots_of_tile(cache, sequence, start, limit, positions):
     of_sequence = None
     entries = None
     if cache.table is not None:
-        of_sequence = pages_of(cache, sequence64)
-        entries = pages.page_entries(of_sequence, positions, start + limit)
-        pages.assert_in_pool(entries, of_sequence)
+        of_sequence = step.pages_of(cache, sequence64)
+        entries = keys.page_entries(of_sequence, positions, start + limit)
+        keys.assert_in_pool(entries, of_sequence)
     return Slots(sequence64, first, limit, positions, of_sequence, entries, cache.format)
 
 
@@ -65,7 +66,7 @@ class WriteInputs:
 
     k: tiles.TensorView
     v: tiles.TensorView
-    cache: CacheInputs
+    cache: step.CacheInputs
     tables: rotation.RotaryTables
     k_norm: Norm | None
     seqlens_ptr: tl.tensor | None
@@ -86,7 +87,7 @@ def write_kernel(
     """
     schedule.let_next_launch_start(PDL)
     inputs = unpack(inputs)
-    cache = complete_cache(inputs.cache, num_pages)
+    cache = step.complete_cache(inputs.cache, num_pages)
     IS_FLOAT8: tl.constexpr = cache.FLOAT8_DTYPE is not None
     head_blocks = tl.cdiv(HKV, HEADS)
     pid = tl.program_id(0)
@@ -96,18 +97,18 @@ def write_kernel(
         sequence = pid // head_blocks // num_tiles
         batch = tl.cast(sequence, tl.int64)
         first_row = 0
-        num_new = lengths.existing_keys(inputs.new_lens_ptr, sequence, N)
+        num_new = sequences.existing_keys(inputs.new_lens_ptr, sequence, N)
     else:
-        sequence, first_row, num_new, tile = lengths.packed_tile(
+        sequence, first_row, num_new, tile = sequences.packed_tile(
             tile, inputs.cu_seqlens_ptr, None, num_sequences, N, 0, BLOCK_T
         )
-        num_new = lengths.rows_of_sequence(sequence, num_sequences, num_new)
+        num_new = sequences.rows_of_sequence(sequence, num_sequences, num_new)
         sequence = tl.minimum(sequence, num_sequences - 1)
         batch = tl.full((), 0, tl.int64)
     start = tile * BLOCK_T
     cached = 0
     if inputs.seqlens_ptr is not None:
-        cached = lengths.existing_keys(inputs.seqlens_ptr, sequence, S)
+        cached = sequences.existing_keys(inputs.seqlens_ptr, sequence, S)
         if inputs.sums_ptr is not None:
             if tile + first_head == 0:
                 tl.store(inputs.sums_ptr + sequence, cached + N)
@@ -147,3 +148,73 @@ def write_kernel(
                 k = float8.quantised(k, float8.head_scale(cache.k_scales, head64))
             tiles.store_tile(k_slots, k, offs)
         tiles.store_tile(v_slots, v, offs)
+
+
+@triton.jit(do_not_specialize="window_left NQ NK S HKV num_pages position_limit num_tiles".split())
+def gather_kernel(
+    cache, k, v, tables, lens_ptr, kv_starts_ptr, counter_ptr, window_left, NQ, NK, S, HKV, num_pages, position_limit,
+    num_tiles, BLOCK_T: tl.constexpr, HEADS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Gather BLOCK_T cached rows of HEADS key heads of one sequence. Grid: (head blocks * num_tiles * B,).
+
+    cache: ``CacheInputs``. k and v (B, HKV, S, D) get the rows that a query sees: keys rotated and in pair order,
+    values; v None: only keys. lens (B,) int32: keys of each sequence, NQ new ones among them, of NK at most; the cache
+    has no rows from S on. The word at ``counter`` becomes zero.
+    """
+    schedule.let_next_launch_start(PDL)
+    cache, k, v, tables = unpack((cache, k, v, tables))
+    cache = step.complete_cache(cache, num_pages)
+    IS_FLOAT8: tl.constexpr = cache.FLOAT8_DTYPE is not None
+    pid = tl.program_id(0)
+    if pid == 0:
+        tl.store(counter_ptr, 0)
+    head_blocks = tl.cdiv(HKV, HEADS)
+    first_head = pid % head_blocks * HEADS
+    start = pid // head_blocks % num_tiles * BLOCK_T
+    sequence = pid // head_blocks // num_tiles
+    num_keys = sequences.existing_keys(lens_ptr, sequence, NK)
+    first_seen = masks.first_key(kv_starts_ptr, sequence, num_keys - NQ, num_keys, window_left)
+    end = tl.minimum(num_keys, S)
+    if (start >= end) | (start + BLOCK_T <= first_seen):
+        return
+    offs = tl.arange(0, BLOCK_T)
+    limit = end - start
+    # Rows before the first visible key may have no page: read the first visible key in their place.
+    slots = slots_of_tile(cache, sequence, start, limit, tl.maximum(start + offs, first_seen))
+    of_sequence = rotation.head_rotation(tables, slots.sequence, position_limit)
+    if not cache.IS_ROTATED:
+        cos, sin = rotation.load_angles(of_sequence, start + offs, cache.format.BLOCK_D)
+    for head in range(first_head, tl.minimum(first_head + HEADS, HKV)):
+        head64 = tl.cast(head, tl.int64)
+        first, second = rotation.load_pairs(slots_of_head(cache.k, head64, slots), offs, of_sequence)
+        if IS_FLOAT8:
+            k_scale = float8.head_scale(cache.k_scales, head64)
+            first, second = first * k_scale, second * k_scale
+        if not cache.IS_ROTATED:
+            first, second = rotation.rotate(first, second, cos, sin, CONJUGATE=False)
+        origin = tiles.Origin(batch=slots.sequence, head=head64, row=start)
+        k_rows = tiles.head_rows(k, origin, limit, cache.format)
+        tiles.store_tile(k_rows, rotation.pack_pairs(first, second), offs)
+        if v is not None:
+            values = tiles.load_tile(slots_of_head(cache.v, head64, slots), offs, CHECK_ROWS=True)
+            if IS_FLOAT8:
+                values = values.to(tl.float32) * float8.head_scale(cache.v_scales, head64)
+            tiles.store_tile(tiles.head_rows(v, origin, limit, cache.format), values, offs)
+
+
+@triton.jit(do_not_specialize=["NQ", "S", "HQ"])
+def clear_kernel(lens_ptr, o, lse_ptr, NQ, S, HQ, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Clear rows of o (B, HQ, NQ, D) and lse (B, HQ, NQ), 0 and -inf, of tokens past the S rows of the cache.
+
+    lens (B,) int32 as in ``gather_kernel``. Grid: (B * HQ,).
+    """
+    o = unpack(o)
+    strides = o.strides
+    pid = tl.program_id(0).to(tl.int64)
+    num_keys = tl.load(lens_ptr + pid // HQ)
+    columns = tl.arange(0, BLOCK_D)
+    head = o.ptr + pid // HQ * strides[0] + pid % HQ * strides[1]
+    for token in range(tl.maximum(0, S - (num_keys - NQ)), NQ):
+        row = head + tl.cast(token, tl.int64) * strides[2] + columns * strides[3]
+        tl.store(row, tl.zeros((BLOCK_D,), o.ptr.dtype.element_ty), mask=columns < D)
+        tl.store(lse_ptr + pid * NQ + token, float("-inf"))
