@@ -85,7 +85,7 @@ class Outputs(NamedTuple):
 
     q_rot ``(B, HQ, NQ, D)`` and k_rot ``(B, HKV, NK, D)``, contiguous, are the operands of Q K^T: normed, rotated, in
     pair order, q times the sign of softmax_scale. With ``Saving.TILES`` q_rot has ``arguments.padded_rows`` rows.
-    max_logit: float32, of ``Problem.max_logit_shape``.
+    max_logit: float32, of ``Problem.maxima_shape``.
     """
 
     o: Any
@@ -112,14 +112,13 @@ class Saved(NamedTuple):
     """The tensors that a forward pass keeps for backward: its results and its inputs.
 
     is_rotated: q and k are the forward pass's ``q_rot`` and ``k_rot``. If there are norms, ``tensors.raw_q`` and
-    ``raw_k`` are the caller's q and k. max_logit: a result that backward does not need.
+    ``raw_k`` are the caller's q and k.
     """
 
     o: Any
     lse: Any
     tensors: Tensors
     is_rotated: bool = False
-    max_logit: Any = None
 
 
 def split_outputs(tensors: Sequence[Any], count: int) -> tuple[Tensors, tuple]:
@@ -219,7 +218,7 @@ class Problem(NamedTuple):
         return self.head_dim + (self.nope_dim or 0)
 
     @property
-    def max_logit_shape(self) -> tuple[int, int]:
+    def maxima_shape(self) -> tuple[int, int]:
         """Shape of max_logit: batch entries, or packed sequences, and query heads."""
         return (self.batch if self.sequences is None else self.sequences, self.heads_q)
 

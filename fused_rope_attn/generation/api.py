@@ -10,8 +10,8 @@ import torch
 from fused_rope_attn.attention.planning import Plan
 from fused_rope_attn.attention.problem import Options, Problem, arguments_by_name
 from fused_rope_attn.generation import planning, reference
-from fused_rope_attn.generation.problem import StepTensors, Written, describe_write, step_of
-from fused_rope_attn.generation.validation import check_kvcache, check_write
+from fused_rope_attn.generation import problem as steps
+from fused_rope_attn.generation.problem import StepTensors, Written
 from fused_rope_attn.runtime import entry
 from fused_rope_attn.runtime.device import has_triton
 from fused_rope_attn.runtime.layouts import Layout, check_layout, from_heads_first, heads_first
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 if has_triton():  # elsewhere planning sends every call to the reference
-    from fused_rope_attn.generation import ops
+    from fused_rope_attn.generation import launch
 
 _OF_STEP = entry.parameters_of(reference.attention_with_kvcache)
 
@@ -234,13 +234,13 @@ def run_write(*arguments, backend: str = "auto", **options) -> None:
 def _write(tensors: Written, layout: str, *, backend: str = "auto", **options: Any) -> None:
     entry.refuse_context_parallel("write_kvcache")
     check_layout(layout)
-    options["rotary_dim"] = check_write(tensors, layout=layout, **options)
+    options["rotary_dim"] = steps.check_write(tensors, layout=layout, **options)
     tensors = heads_first(tensors, layout, ("k_cache", "v_cache"))
     tensors = heads_first(tensors, layout if tensors.cu_seqlens is None else "thd", ("k", "v"))
-    problem = describe_write(tensors, **options, backend=backend)
+    problem = steps.describe_write(tensors, **options, backend=backend)
     chosen, _ = planning.choose_step_backend(problem)
     if chosen != "reference":
-        ops.write_kvcache(problem, tensors)
+        launch.launch_write(problem, tensors)
     else:
         reference.write_kvcache(**tensors._asdict(), **options)
 
@@ -250,9 +250,9 @@ def _describe(tensors: StepTensors, options: Any, cache_is_rotated: bool, layout
     entry.refuse_context_parallel("rope_attention_with_kvcache")
     check_layout(layout)
     tensors = entry.autocast(tensors, ("q", "k", "v"))
-    rotary_dim = check_kvcache(tensors, options, cache_is_rotated, layout)
+    rotary_dim = steps.check_kvcache(tensors, options, cache_is_rotated, layout)
     tensors = heads_first(tensors, layout, ("q", "k_cache", "v_cache", "k", "v"))
-    return step_of(tensors, options, rotary_dim, cache_is_rotated), tensors
+    return steps.step_of(tensors, options, rotary_dim, cache_is_rotated), tensors
 
 
 def _attend(problem: Problem, tensors: StepTensors, layout: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -261,7 +261,7 @@ def _attend(problem: Problem, tensors: StepTensors, layout: str) -> tuple[torch.
         raise entry.Planned(planning.plan_step(problem))
     chosen, _ = planning.choose_step_backend(problem)
     if chosen != "reference":
-        o, lse = ops.attention_with_kvcache(problem, tensors)
+        o, lse = launch.launch_step(problem, tensors)
         return from_heads_first(o, layout), lse
     o, lse = reference.attention_with_kvcache(**arguments_by_name(_OF_STEP, problem, tensors))
     return from_heads_first(o, layout, contiguous=True), lse

@@ -13,9 +13,9 @@ which there is a way from memory to the tensor cores' layout. Single bytes have 
 import triton
 import triton.language as tl
 
-from fused_rope_attn.kernels.records import record, replace
+from fused_rope_attn.kernels import softmax
+from fused_rope_attn.kernels.records import record
 from fused_rope_attn.kernels.rotation import load_angles, load_normed_pairs, rotate, unpack_pairs
-from fused_rope_attn.kernels.softmax import tanh
 from fused_rope_attn.kernels.tiles import load_tile, load_where, row_mask, row_pointers
 from fused_rope_attn.runtime.device import is_interpreted
 
@@ -63,15 +63,6 @@ def head_scale(scales, head):
 
 
 @triton.jit
-def scaled(scale, k_scale):
-    """Return a ``ScoreScale`` for keys that are ``k_scale`` > 0 times the operands of products."""
-    if scale.cap_scale is None:
-        return replace(scale, qk_scale=scale.qk_scale * k_scale)
-    else:
-        return replace(scale, cap_scale=scale.cap_scale * k_scale)
-
-
-@triton.jit
 def split_columns(x, DTYPE: tl.constexpr):
     """Return the ``Halves`` of a tile, in DTYPE."""
     even, odd = unpack_pairs(x)
@@ -95,9 +86,7 @@ def score_halves(q, q_scale, k, scale):
     """Multiply ``Halves`` of queries and keys as ``score_product`` does, times ``q_scale``."""
     product = tl.dot(q.even, tl.trans(k.even), input_precision=scale.PRECISION)
     product = tl.dot(q.odd, tl.trans(k.odd), product, input_precision=scale.PRECISION) * q_scale
-    if scale.cap_scale is not None:
-        product = tanh(product * scale.cap_scale, PRECISE=False)
-    return product
+    return softmax.capped(product, scale, PRECISE=False)
 
 
 @triton.jit

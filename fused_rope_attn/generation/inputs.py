@@ -12,11 +12,10 @@ import triton
 import triton.language as tl
 
 from fused_rope_attn.generation import keys as running
-from fused_rope_attn.generation.float8 import Float8, HeadScales, head_scale, scaled, scaled_queries
-from fused_rope_attn.kernels import masks, sequences, tiles
+from fused_rope_attn.generation.float8 import Float8, HeadScales, head_scale, scaled_queries
+from fused_rope_attn.kernels import masks, sequences, softmax, tiles
 from fused_rope_attn.kernels.records import record, replace
 from fused_rope_attn.kernels.rotation import CallRotation, head_rotation
-from fused_rope_attn.kernels.softmax import LOG2E, ScoreScale, finish_softmax
 
 
 @record
@@ -81,7 +80,7 @@ class StepInputs:
     cache: CacheInputs
     lengths: Caches
     rotations: CallRotation
-    scale: ScoreScale
+    scale: softmax.ScoreScale
     format: tiles.RowFormat
     position_limit: tl.tensor = None  # rows of the tables
     window: masks.Window = None
@@ -154,8 +153,8 @@ def store_rows(outputs, rows, sums, HQ, NQ, format):
     exists = rows.offs_m < rows.num_rows
     sink = None
     if outputs.sinks_ptr is not None:
-        sink = tl.load(outputs.sinks_ptr + rows.heads, mask=exists, other=0.0).to(tl.float32) * LOG2E
-    o, lse = finish_softmax(sums.acc, sums.row_max, sums.row_sum, sink)
+        sink = tl.load(outputs.sinks_ptr + rows.heads, mask=exists, other=0.0).to(tl.float32) * softmax.LOG2E
+    o, lse = softmax.finish_softmax(sums.acc, sums.row_max, sums.row_sum, sink)
     tiles.store_tile(rows_of_queries(outputs.o, rows, format), o, rows.offs_m)
     tl.store(outputs.lse_ptr + (rows.batch * HQ + rows.heads) * NQ + rows.tokens, lse, mask=exists)
 
@@ -184,7 +183,7 @@ def load_queries(inputs, rows, keys, float8):
     else:
         wide = running.load_new(q_rows, rows.offs_m, rotation, offset, sign, IS_ROTATED, DTYPE=tl.float32)
         q, q_scale = scaled_queries(wide, inputs.cache.FLOAT8_DTYPE)
-        return running.StepQueries(q, q_scale, positions, inputs.window, scaled(scale, float8.k_scale))
+        return running.StepQueries(q, q_scale, positions, inputs.window, softmax.scaled(scale, float8.k_scale))
 
 
 @triton.jit

@@ -1,8 +1,10 @@
 # mypy: disable-error-code="attr-defined, arg-type"
-"""Launches of the generation step in its three forms, and of writes into a cache."""
+"""The operators of the generation step, which write the caches that they are given and have no gradient, and their
+launches: of a step in one of three forms, and of writes alone."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,18 +15,34 @@ from fused_rope_attn.attention.configs import ForwardConfig, HopperForwardConfig
 from fused_rope_attn.attention.hopper import forward as hopper
 from fused_rope_attn.attention.portable import forward as portable
 from fused_rope_attn.attention.problem import Problem, Tensors
-from fused_rope_attn.generation import cache_kernels, inputs, kernel, ordered_attend, ordered_split, ordered_tiles
+from fused_rope_attn.generation import (
+    cache_kernels,
+    inputs,
+    kernel,
+    ordered_attend,
+    ordered_split,
+    ordered_tiles,
+    planning,
+)
 from fused_rope_attn.generation.configs import DECODE_ROWS, DecodeConfig, OrderedConfig
 from fused_rope_attn.generation.float8 import HeadScales
 from fused_rope_attn.generation.keys import BlockTable
-from fused_rope_attn.generation.planning import attention_problem
-from fused_rope_attn.generation.problem import StepTensors, Written, cache_of
+from fused_rope_attn.generation.problem import STEP, WRITE, StepTensors, Written, cache_of
 from fused_rope_attn.kernels.schedule import tile_count
 from fused_rope_attn.kernels.tiles import RowFormat
 from fused_rope_attn.runtime import device
+from fused_rope_attn.runtime.calls import call_of
 from fused_rope_attn.runtime.entry import fill
 from fused_rope_attn.runtime.launch import Launch
-from fused_rope_attn.runtime.layouts import block_d, contiguous_strides, has_descriptor, is_long, output_strides
+from fused_rope_attn.runtime.layouts import (
+    block_d,
+    contiguous_strides,
+    has_descriptor,
+    is_long,
+    like_input,
+    output_strides,
+)
+from fused_rope_attn.runtime.registration import Operator, is_plain
 
 
 def row_block(rows: int, least: int = 16, most: int = DECODE_ROWS) -> int:
@@ -237,7 +255,7 @@ class GatheredCall:
         self.is_hopper = isinstance(config, HopperForwardConfig)
         reads_cache = self.is_hopper and cache.page_size is None and not cache.is_float8 and has_descriptor(v_cache)
         self.gathers_values = not reads_cache
-        attention = attention_problem(problem)
+        attention = planning.attention_problem(problem)
         # The portable kernels also read rows of new tokens past the end of the cache. The TMA has zeros there.
         rows = problem.len_k if self.is_hopper else attention.len_k
         self.shape = (problem.batch, problem.heads_kv, rows, problem.head_dim)
@@ -372,3 +390,75 @@ class OrderedCall:
         for launch in self.launches:
             launch(device.current_stream(on), given)
         return results
+
+
+def prepare_step(problem: Problem, tensors: tuple, override: DecodeConfig | None) -> Callable:
+    """Return the launches of a step, by the configuration that planning chooses, or by ``override``."""
+    if override is None:
+        ordered = planning.ordered_config(problem)
+        if ordered is not None and can_copy(StepTensors(*tensors)):
+            return OrderedCall(problem, tensors, ordered)
+        gathered = planning.gathered_config(problem)
+        if gathered is not None:
+            return GatheredCall(problem, tensors, gathered)
+    return StepCall(problem, tensors, override or planning.step_config(problem))
+
+
+# Kernels index these with unit stride; they nearly always have it.
+_WITH_UNIT_STRIDE = ("cache_seqlens", "kv_starts", "sinks", "q_norm", "k_norm", "new_lens", "cu_seqlens")
+
+
+def _run(prepare: Callable, problem: Problem, tensors: StepTensors | Written, *more: Any) -> Any:
+    """Run the launches of a call's signature."""
+    for name in _WITH_UNIT_STRIDE:
+        x = getattr(tensors, name, None)
+        if x is not None and not x.is_contiguous():
+            tensors = tensors._replace(**{name: x.contiguous()})
+    with device.guard(problem.device):
+        out = call_of(prepare, problem, tensors, *more)(tensors)
+    if tensors.k is not None and not tensors.k_cache.is_inference():
+        # Autograd should know if it has saved a cache that is another one now.
+        torch.autograd.graph.increment_version((tensors.k_cache, tensors.v_cache))
+    return out
+
+
+def _step(problem: Problem, tensors: StepTensors) -> tuple[torch.Tensor, torch.Tensor]:
+    if problem.batch * problem.len_q == 0:
+        return _like_results(tensors.q)
+    return _run(prepare_step, problem.with_precision(), tensors, planning.override)
+
+
+def _like_results(q: torch.Tensor, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    return like_input(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+
+
+def _write(problem: Problem, tensors: Written) -> None:
+    if tensors.k.numel() > 0:
+        _run(WriteCall, problem, tensors)
+
+
+_step_operator = Operator(
+    f"attention_with_kvcache({STEP.schema}) -> (Tensor, Tensor)",
+    run=lambda *arguments: _step(*STEP.rebuild(*arguments)),
+    fake=_like_results,
+    function="rope_attention_with_kvcache",
+)
+_write_operator = Operator(
+    f"write_kvcache({WRITE.schema}) -> ()",
+    run=lambda *arguments: _write(*WRITE.rebuild(*arguments)),
+    fake=lambda *arguments: None,
+    function="write_kvcache",
+)
+
+
+def launch_step(problem: Problem, tensors: StepTensors) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (o, lse) of a step that planning has admitted. Ordinary eager calls skip the dispatcher."""
+    return _step(problem, tensors) if is_plain(*tensors) else _step_operator(*STEP.flatten(problem, tensors))
+
+
+def launch_write(problem: Problem, tensors: Written) -> None:
+    """Write k and v into the caches, as ``choose_step_backend`` has admitted it."""
+    if is_plain(*tensors):
+        _write(problem, tensors)
+    else:
+        _write_operator(*WRITE.flatten(problem, tensors))

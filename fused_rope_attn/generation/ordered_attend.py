@@ -15,6 +15,7 @@ from fused_rope_attn.generation.inputs import complete_step
 from fused_rope_attn.kernels.masks import Window
 from fused_rope_attn.kernels.records import record, unpack
 from fused_rope_attn.kernels.schedule import let_next_launch_start, wait_for_previous_launch
+from fused_rope_attn.kernels.softmax import ScoreScale
 from fused_rope_attn.runtime.triton_compat import (
     async_copy,
     async_load,
@@ -140,8 +141,7 @@ def add_up_weights(walk, weights, factors, total):
 class Scoring:
     """The factors and masks from products to scores and weights."""
 
-    qk_scale: gl.tensor
-    cap_scale: gl.tensor | None
+    scale: ScoreScale
     window: Window
     S: gl.tensor
     GROUP_SIZE: gl.tensor
@@ -185,11 +185,11 @@ def attend(walk, scoring, queries, keys, values, p_smem, weights, factors, total
             fence_async_shared()
         k = tiling.key_operand(keys.tile(at_keys), scoring.INTERLEAVED, SCORES, scoring.WARPS)
         start = walk.last - visit * BLOCK_N
-        scores = tiling.mask_and_cap(scores, scoring.cap_scale, walk, positions, start, scoring.window, DTYPE)
+        scores = tiling.mask_and_cap(scores, scoring.scale, walk, positions, start, scoring.window, DTYPE)
         highest = tiling.highest_scores(scores, scoring.WARPS)  # while the keys are on their way to the registers
         following = warpgroup_mma(k, q, nothing, use_acc=False, is_async=True)
-        row_max, subtrahend, factor = lagging_maximum(row_max, highest, scoring.qk_scale)
-        p = tl.math.exp2(scores * scoring.qk_scale - subtrahend[None, :])
+        row_max, subtrahend, factor = lagging_maximum(row_max, highest, scoring.scale.qk_scale)
+        p = tl.math.exp2(scores * scoring.scale.qk_scale - subtrahend[None, :])
         operand = p_smem.index(visit % 2).permute((1, 0))
         operand.store(p.to(DTYPE))
         at_weights = weights.at(visit)
@@ -229,7 +229,7 @@ def attend_kernel(
     D: gl.constexpr = inputs.format.D
     BLOCK_D: gl.constexpr = inputs.format.BLOCK_D
     BLOCK_N: gl.constexpr = inputs.lengths.BLOCK_N
-    tables, scale, row_format = inputs.rotations.tables, inputs.scale, inputs.cache.format
+    tables, row_format = inputs.rotations.tables, inputs.cache.format
     walk = tiling.walk_of(gl.program_id(0), inputs, HKV, GROUP_SIZE, 0, BLOCK_R)
     TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, BLOCK_D], DTYPE)
     ROWS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_R, BLOCK_D], DTYPE)
@@ -249,7 +249,7 @@ def attend_kernel(
     queries.init(FILLS=32 * tiling.COPY_WARPS, RELEASES=1)
     weights.init(FILLS=1, RELEASES=32 * tiling.SUM_WARPS)
     total.init(FILLS=1, RELEASES=1)
-    scoring = Scoring(scale.qk_scale, scale.cap_scale, inputs.window, S, GROUP_SIZE, tables.INTERLEAVED, WARPS)
+    scoring = Scoring(inputs.scale, inputs.window, S, GROUP_SIZE, tables.INTERLEAVED, WARPS)
     # Copies from pages need the most. More query rows need the registers for products.
     ADD_REGISTERS: gl.constexpr = 56 if BLOCK_R <= 16 else 48
     ROW_REGISTERS: gl.constexpr = 104 if BLOCK_R <= 16 else 80

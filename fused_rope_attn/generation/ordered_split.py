@@ -54,7 +54,7 @@ def announce_scores(walk, part, maxima_ptr, progress, partials):
 
 @jit
 def multiply_keys(
-    walk, part, queries, keys, partials, scores_ptr, cap_scale, window, GROUP_SIZE, S, INTERLEAVED: gl.constexpr
+    walk, part, queries, keys, partials, scores_ptr, scale, window, GROUP_SIZE, S, INTERLEAVED: gl.constexpr
 ):
     """Write the scores of a part's tiles."""
     BLOCK_N: gl.constexpr = walk.BLOCK_N
@@ -80,7 +80,7 @@ def multiply_keys(
         scores = warpgroup_mma_wait(0, deps=[scores])
         keys.release_by_threads(cursor)
         scores = tiling.mask_and_cap(
-            scores, cap_scale, walk, positions, walk.last - visit * BLOCK_N, window, keys.buffer.dtype
+            scores, scale, walk, positions, walk.last - visit * BLOCK_N, window, keys.buffer.dtype
         )
         row = (walk.first_tile - visit) * walk.rows + offs
         gl.store(scores_ptr + row[None, :] * BLOCK_N + offs_n[:, None], scores, mask=exists[None, :])
@@ -105,7 +105,7 @@ def score_kernel(
     DTYPE: gl.constexpr = inputs.q.ptr.dtype.element_ty
     BLOCK_N: gl.constexpr = inputs.lengths.BLOCK_N
     BLOCK_D: gl.constexpr = inputs.format.BLOCK_D
-    tables, cap_scale = inputs.rotations.tables, inputs.scale.cap_scale
+    tables = inputs.rotations.tables
     number, first = gl.program_id(0) // programs, gl.program_id(0) % programs
     walk = tiling.walk_of(number, inputs, HKV, GROUP_SIZE, most_tiles, BLOCK_R)
     part = Part(first, programs, (walk.tiles - first + programs - 1) // programs)
@@ -121,7 +121,7 @@ def score_kernel(
     progress = workspaces.progress_ptr + number * workspaces.MOST_PROGRAMS + first
     gl.warp_specialize(
         [
-            (multiply_keys, (walk, part, queries, keys, partials, workspaces.scores_ptr, cap_scale, inputs.window,
+            (multiply_keys, (walk, part, queries, keys, partials, workspaces.scores_ptr, inputs.scale, inputs.window,
                              GROUP_SIZE, S, tables.INTERLEAVED)),
             (copy_keys, (walk, part, inputs.cache.k, workspaces.rotated_ptr, queries, keys, inputs.cache.format,
                          tables.R, tables.INTERLEAVED, PDL)),

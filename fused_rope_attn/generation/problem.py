@@ -1,21 +1,23 @@
-"""The tensors of one generation step; the rest of the call is attention's ``Problem``."""
+"""The tensors of a generation step and of a write into a cache, every refusal of them before anything is written or
+launched, and their ``Problem``s."""
 
 from __future__ import annotations
 
+import functools
+import math
 from typing import Any, NamedTuple, cast
 
 import torch
+from torch import Tensor
 
-from fused_rope_attn.attention.problem import (
-    DESCRIBED,
-    Cache,
-    OperatorArguments,
-    Problem,
-    Tensors,
-    describe,
-    problem_of,
-)
+from fused_rope_attn.attention import problem as of_attention
+from fused_rope_attn.attention.problem import Cache, OperatorArguments, Problem, Tensors
+from fused_rope_attn.runtime import checks
+from fused_rope_attn.runtime.checks import named, shown
+from fused_rope_attn.runtime.differentiation import refuse_tangents
+from fused_rope_attn.runtime.forms import Form, Forms
 from fused_rope_attn.runtime.options import StepOptions
+from fused_rope_attn.runtime.registration import is_plain
 
 
 class StepTensors(NamedTuple):
@@ -52,13 +54,13 @@ def cache_of(problem: Problem) -> Cache:
 def step_of(tensors: StepTensors, options: Any, rotary_dim: int, cache_is_rotated: bool) -> Problem:
     """Return the ``Problem`` of a step, of checked ``Options`` and the rotary dim that the check has found."""
     seen, cache = _as_attention(tensors, cache_is_rotated)
-    return _with_capacity(problem_of(seen, options, rotary_dim, 0, cache), cache, tensors)
+    return _with_capacity(of_attention.problem_of(seen, options, rotary_dim, 0, cache), cache, tensors)
 
 
 def describe_step(tensors: StepTensors, *, cache_is_rotated: bool, **options: Any) -> Problem:
     """Return the ``Problem`` of a step; ``options`` as ``attention.problem.describe`` takes them."""
     seen, cache = _as_attention(tensors, cache_is_rotated)
-    return _with_capacity(describe(seen, cache=cache, **options), cache, tensors)
+    return _with_capacity(of_attention.describe(seen, cache=cache, **options), cache, tensors)
 
 
 def _as_attention(tensors: StepTensors, cache_is_rotated: bool) -> tuple[Tensors, Cache]:
@@ -78,14 +80,9 @@ def _with_capacity(problem: Problem, cache: Cache, tensors: StepTensors) -> Prob
 
 
 _WRITTEN = ("k_cache", "v_cache")
-# ``StepOptions`` names the options of the operator, among tensors.
-_STEP = OperatorArguments(
-    StepTensors,
-    ("rotary_dim", *(name for name in DESCRIBED if name in StepOptions.__annotations__), "cache_is_rotated"),
-    describe_step,
-    _WRITTEN,
-)
-SCHEMA, flatten, rebuild = _STEP.schema, _STEP.flatten, _STEP.rebuild
+# The arguments of the operators. ``StepOptions`` names a step's options, among tensors.
+_STEP_OPTIONS = [name for name in of_attention.DESCRIBED if name in StepOptions.__annotations__]
+STEP = OperatorArguments(StepTensors, ("rotary_dim", *_STEP_OPTIONS, "cache_is_rotated"), describe_step, _WRITTEN)
 
 
 class Written(NamedTuple):
@@ -122,5 +119,200 @@ def describe_write(
     return problem if cu_seqlens is None else problem._replace(sequences=cu_seqlens.shape[0] - 1)
 
 
-_WRITE = OperatorArguments(Written, ("rotary_dim", "interleaved", "cache_is_rotated"), describe_write, _WRITTEN)
-WRITE_SCHEMA, flatten_write, rebuild_write = _WRITE.schema, _WRITE.flatten, _WRITE.rebuild
+WRITE = OperatorArguments(Written, ("rotary_dim", "interleaved", "cache_is_rotated"), describe_write, _WRITTEN)
+
+
+FLOAT8 = torch.float8_e4m3fn
+MIN_PAGE_SIZE = 16
+_FLOAT8 = {"k_cache": FLOAT8, "v_cache": FLOAT8}
+_NEW = {"k": "B HKV NQ D", "v": "B HKV NQ D"}
+_CACHE, _POOL = "B HKV S_max D", "num_pages HKV page_size D"
+# With and without a block_table. The last two are not given where nothing is appended.
+_STEP_FORMS = {
+    paged: Forms(_FLOAT8, q="B HQ NQ D", k_cache=cache, v_cache=cache, **_NEW)
+    for paged, cache in ((False, _CACHE), (True, _POOL))
+}
+_TOKENS = Forms(k="B HKV N D", v="B HKV N D")
+# Packed tokens are one batch entry, so that the caches' entries have another symbol.
+_WRITE_FORMS = {
+    paged: Forms(_FLOAT8, k="B HKV N D", v="B HKV N D", k_cache=cache, v_cache=cache)
+    for paged, cache in ((False, "sequences HKV S_max D"), (True, _POOL))
+}
+_LENGTHS, _ENDS, _TABLE = Form("B", torch.int32), Form("B+1", torch.int32), Form("B pages", torch.int32)
+_OPTIONS = of_attention.forms_of(StepTensors)
+_SCALE = Form("1 | HKV", torch.float32)
+
+
+def check_kvcache(tensors: StepTensors, options: Any, cache_is_rotated: bool, layout: str = "bhsd") -> int:
+    """Check a call of `rope_attention_with_kvcache` as its caller gave it, and return the rotary dim R.
+
+    tensors, options: `StepTensors` in the caller's `layout`, and attention's `Options`. `cache_seqlens` is not read.
+    Raises TypeError or ValueError.
+    """
+    q, k_cache, v_cache, cos, sin, k, v, cache_seqlens, _, _, block_table, k_scale, v_scale, _, _ = tensors
+    if (k is None) != (v is None):
+        checks.refuse_one_of_two(k=k, v=v)
+    checks.check_bool("cache_is_rotated", cache_is_rotated)
+    rows = (q, k_cache, v_cache) if k is None else (q, k_cache, v_cache, k, v)
+    sizes = _STEP_FORMS[block_table is not None].check(layout, rows)
+    batch, heads_q, len_q, head_dim = sizes[:4]
+    heads_kv, capacity = sizes[-2:]
+    checks.check_heads(heads_q, heads_kv, head_dim, "k_cache")
+    of_rows = "k_cache"
+    if not (block_table is k_scale is v_scale is None) or FLOAT8 in (k_cache.dtype, v_cache.dtype):
+        capacity, of_rows = check_new_kind_of_cache(tensors, "q", q, batch, sizes[-3:])
+    check_apart(k_cache, v_cache, paged=block_table is not None)
+    if k is not None:
+        check_written(k_cache, v_cache)
+        if len_q > capacity:
+            raise ValueError(f"k must have at most {of_rows}'s S_max = {capacity} positions, but has {len_q}")
+    _LENGTHS.check("cache_seqlens", cache_seqlens, "q", q, {"B": batch})
+    rotary_dim = checks.check_tables(cos, sin, q, batch, capacity, head_dim, options.rotary_dim, "q", of_rows)
+    of_attention.check_options(tensors, options, (batch, heads_q, capacity, head_dim), _OPTIONS)
+    every = tensors._asdict()
+    refused = ("q", "k_cache", "v_cache", "k", "v", "sinks", "k_scale", "v_scale", "q_norm", "k_norm")
+    refuse_gradients("rope_attention_with_kvcache", **{name: every[name] for name in refused})
+    return rotary_dim
+
+
+def check_new_kind_of_cache(
+    tensors: StepTensors | Written, of: str, first: Tensor, batch: int, pool: tuple[int, ...]
+) -> tuple[int, str]:
+    """Check caches that are in pages, in float8_e4m3fn, or both.
+
+    of, first: the call's first tensor. pool: the last sizes of the caches before D; of pages num_pages, HKV, page_size.
+
+    Return the rows that a sequence can have, and the argument that decides it.
+    """
+    pages, heads_kv, rows = pool
+    if tensors.v_cache.dtype != tensors.k_cache.dtype:
+        expected = f"k_cache's dtype {named(tensors.k_cache.dtype)}"
+        raise TypeError(f"v_cache must have {expected}, but is {named(tensors.v_cache.dtype)}")
+    for name, scale in (("k_scale", tensors.k_scale), ("v_scale", tensors.v_scale)):
+        check_cache_scale(name, scale, tensors.k_cache, of, first, heads_kv)
+    if tensors.block_table is None:
+        return rows, "k_cache"
+    if pages < 1:
+        raise ValueError("k_cache must have at least one page, but has 0")
+    if rows < MIN_PAGE_SIZE:
+        raise ValueError(f"k_cache must have pages of at least {MIN_PAGE_SIZE} rows, but has {rows}")
+    _TABLE.check("block_table", tensors.block_table, of, first, {"B": batch})
+    return tensors.block_table.shape[1] * rows, "block_table"
+
+
+def check_apart(k_cache: Tensor, v_cache: Tensor, paged: bool = False) -> None:
+    """Check that caches of one shape and dtype have no element in common. They may be views of one allocation.
+
+    Pages with one number must be apart. Pages with other numbers need not be, because only the device knows which are
+    in use: transformers stores the values of a page one page after its keys, and uses every second number.
+    """
+    found = "is k_cache"
+    if k_cache is not v_cache:
+        # A tracer would make conditions of addresses and sizes.
+        if torch.compiler.is_compiling() or not torch._C._is_alias_of(k_cache, v_cache):  # type: ignore[attr-defined]
+            return
+        distance = v_cache.storage_offset() - k_cache.storage_offset()
+        layouts = k_cache.stride(), v_cache.stride()
+        sizes = (1, *k_cache.shape[1:]) if paged else k_cache.shape
+        if not is_plain(k_cache, v_cache) or not share_elements(sizes, *layouts, distance):
+            return
+        found = f"begins {distance} elements after it in one allocation, with strides {layouts[1]} and {layouts[0]}"
+    raise ValueError(f"v_cache must not overlap k_cache in memory, but {found}")
+
+
+@functools.lru_cache(maxsize=1024)  # a pool that holds both caches is checked at every step
+def share_elements(
+    sizes: tuple[int, ...], strides: tuple[int, ...], other_strides: tuple[int, ...], distance: int
+) -> bool:
+    """Return whether two tensors of these sizes have an element in common, if the other begins ``distance`` later.
+
+    They have one if ``sum(i * stride) - sum(j * other_stride) == distance`` for some indices i and j. Terms of one
+    stride are added up, and the largest strides are tried first: since strides are nearly always nested, no more than
+    three multiples of each leave a distance that the smaller ones can reach. A distance that their divisor does not
+    divide needs no search, for example that of even and odd columns.
+    """
+    ranges: dict[int, tuple[int, int]] = {}
+    for first, signs in ((strides, (0, 1)), (other_strides, (-1, 0))):
+        for size, stride in zip(sizes, first):
+            if stride:
+                low, high = ranges.get(stride, (0, 0))
+                ranges[stride] = low + signs[0] * (size - 1), high + signs[1] * (size - 1)
+    terms = sorted((stride, *bounds) for stride, bounds in ranges.items() if bounds != (0, 0))
+
+    def reaches(distance: int, count: int) -> bool:
+        """Return whether the ``count`` smallest terms can add up to a distance."""
+        if count == 0:
+            return distance == 0
+        if distance % math.gcd(*(term[0] for term in terms[:count])):
+            return False
+        stride, low, high = terms[count - 1]
+        least, most = (sum(term[0] * term[end] for term in terms[: count - 1]) for end in (1, 2))
+        low, high = max(low, -((most - distance) // stride)), min(high, (distance - least) // stride)
+        return any(reaches(distance - stride * x, count - 1) for x in range(low, high + 1))
+
+    return 0 not in sizes and reaches(distance, len(terms))
+
+
+def check_cache_scale(name: str, scale: Any, cache: Tensor, of: str, first: Tensor, heads_kv: int) -> None:
+    """Check that a scale belongs to a float8_e4m3fn cache, and that it is one number, or one for each key head."""
+    if scale is None:
+        return
+    if cache.dtype != FLOAT8:
+        raise ValueError(f"{name} must be None unless the caches are float8_e4m3fn; they are {named(cache.dtype)}")
+    checks.check_kinds(**{name: scale})
+    _SCALE.check(name, scale.reshape(-1) if scale.numel() == 1 else scale, of, first, {"HKV": heads_kv})
+
+
+def check_written(k_cache: Tensor, v_cache: Tensor) -> None:
+    """Check that the caches can be written."""
+    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
+        strides = cache.stride() if cache.numel() else ()
+        if 0 in strides and any(stride == 0 and size > 1 for stride, size in zip(strides, cache.shape)):
+            raise ValueError(
+                f"{name} must not be expanded, since it is written: several elements share memory, strides {strides}"
+            )
+
+
+def check_write(tensors: Written, *, cache_is_rotated: Any, rotary_dim: Any, interleaved: Any, layout: str) -> int:
+    """Check the arguments of `write_kvcache`, in the caller's `layout`, and return the rotary dim R."""
+    k, v, k_cache, v_cache, cos, sin, block_table, cache_seqlens, new_lens, cu_seqlens, k_scale, v_scale = tensors
+    checks.check_bool("cache_is_rotated", cache_is_rotated)
+    checks.check_bool("interleaved", interleaved)
+    packed = cu_seqlens is not None
+    if packed and new_lens is not None:
+        raise ValueError("new_lens must be None where cu_seqlens is given, which says how long each sequence is")
+    if packed:
+        _TOKENS.check("thd", (k, v))
+        _ENDS.check("cu_seqlens", cu_seqlens, "k", k, {})
+        if cu_seqlens.shape[0] < 2:
+            raise ValueError(f"cu_seqlens must have shape (B+1,) with B >= 1, but has {shown(cu_seqlens.shape)}")
+        checks.check_ends("cu_seqlens", cu_seqlens, k.shape[0], "k")
+        k, v = (x.unsqueeze(0) if layout == "bshd" else x.transpose(0, 1).unsqueeze(0) for x in (k, v))
+    sizes = _WRITE_FORMS[block_table is not None].check(layout, (k, v, k_cache, v_cache))
+    batch, heads_kv, _, head_dim, entries, rows = sizes
+    batch = cu_seqlens.shape[0] - 1 if packed else batch
+    checks.check_columns("k", heads_kv, head_dim)
+    rows, of_rows = check_new_kind_of_cache(tensors, "k", k, batch, (entries, heads_kv, rows))
+    if block_table is None and entries != batch:
+        raise ValueError(f"k_cache must have one entry for each of {batch} sequences, but has {entries}")
+    for name, bounds in (("cache_seqlens", cache_seqlens), ("new_lens", new_lens)):
+        if bounds is not None:
+            _LENGTHS.check(name, bounds, "k", k, {"B": batch})
+    check_apart(k_cache, v_cache, paged=block_table is not None)
+    check_written(k_cache, v_cache)
+    rotary_dim = checks.check_tables(cos, sin, k, batch, rows, head_dim, rotary_dim, "k", of_rows)
+    refuse_gradients("write_kvcache", k=k, v=v, k_cache=k_cache, v_cache=v_cache, k_scale=k_scale, v_scale=v_scale)
+    return rotary_dim
+
+
+def refuse_gradients(function: str, /, **arguments: Tensor | None) -> None:
+    """Refuse tensors that require a gradient while gradients are enabled, and in the name of `function` tangents."""
+    refuse_tangents(function, arguments.values())
+    if not torch.is_grad_enabled():
+        return
+    for name, x in arguments.items():
+        if x is not None and x.requires_grad:
+            raise ValueError(
+                f"{name} must not require a gradient: the generation step has none; call it under torch.no_grad() "
+                f"or pass {name}.detach()"
+            )

@@ -4,7 +4,7 @@
 import triton
 import triton.language as tl
 
-from fused_rope_attn.kernels.records import record
+from fused_rope_attn.kernels.records import record, replace
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
@@ -46,10 +46,24 @@ def score_product(a, b, scale):
 
     A logit in base 2 is this times ``scale.qk_scale``.
     """
-    product = tl.dot(a, tl.trans(b), input_precision=scale.PRECISION)
+    return capped(tl.dot(a, tl.trans(b), input_precision=scale.PRECISION), scale, PRECISE=a.dtype == tl.float32)
+
+
+@triton.jit
+def capped(product, scale, PRECISE: tl.constexpr):
+    """Return a product of queries and keys after the cap, if there is one."""
     if scale.cap_scale is not None:
-        product = tanh(product * scale.cap_scale, PRECISE=a.dtype == tl.float32)
+        product = tanh(product * scale.cap_scale, PRECISE=PRECISE)
     return product
+
+
+@triton.jit
+def scaled(scale, k_scale):
+    """Return the ``ScoreScale`` for keys that are ``k_scale`` > 0 times the operands of products."""
+    if scale.cap_scale is None:
+        return replace(scale, qk_scale=scale.qk_scale * k_scale)
+    else:
+        return replace(scale, cap_scale=scale.cap_scale * k_scale)
 
 
 @triton.jit

@@ -6,7 +6,6 @@ import pytest
 
 from fused_rope_attn.attention.hopper import backward as hopper_backward
 from fused_rope_attn.attention.hopper import forward as hopper_forward
-from fused_rope_attn.attention.hopper import latent_backward
 from fused_rope_attn.attention.portable import backward, forward
 from fused_rope_attn.runtime import device
 from fused_rope_attn.runtime.calls import Recording
@@ -18,7 +17,7 @@ CALLS = (
     backward.BackwardCall,
     hopper_forward.ForwardCall,
     hopper_backward.BackwardCall,
-    latent_backward.LatentBackwardCall,
+    hopper_backward.LatentBackwardCall,
 )
 JOBS = {job.label: job for job in find_jobs(["sm_90"]) if isinstance(job, Job)}
 
@@ -39,7 +38,6 @@ def test_launchers_only_allocate(label, monkeypatch):
 
     monkeypatch.setattr(device, "arch", lambda where: "sm_90")
     monkeypatch.setattr(device, "num_sms", lambda where: 132)
-    monkeypatch.setattr(device, "l2_bytes", lambda where: 50 << 20)
     monkeypatch.setattr(Launch, "__call__", lambda self, *given, **own: None)
     for call in CALLS:
         monkeypatch.setattr(call, "__call__", recorded(call.__call__))

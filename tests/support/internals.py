@@ -7,10 +7,9 @@ import torch
 from fused_rope_attn.attention import configs, eager, ops, planning
 from fused_rope_attn.attention.problem import Gradients, Options, Outputs, Tensors, describe, flatten, problem_of
 from fused_rope_attn.attention.validation import check_attention
-from fused_rope_attn.generation import ops as generation_ops
+from fused_rope_attn.generation import launch as generation_launch
 from fused_rope_attn.generation import planning as generation_planning
 from fused_rope_attn.generation import problem as generation_problem
-from fused_rope_attn.generation import validation as generation_validation
 from fused_rope_attn.generation.api import rope_attention_with_kvcache, run_write
 from fused_rope_attn.runtime import calls, checks
 from fused_rope_attn.runtime.entry import fill
@@ -19,7 +18,7 @@ from verification.testing import Results, masks_of, norms_of
 OPERATORS = torch.ops.fused_rope_attn
 with_kvcache = functools.partial(rope_attention_with_kvcache, return_lse=True)
 write = run_write
-share_elements = generation_validation.share_elements
+share_elements = generation_problem.share_elements
 # The names by which a patched model calls the package, in integrations.transformers.attention.
 OPERATORS_OF_A_PATCHED_MODEL = (
     "rope_attention",
@@ -40,7 +39,7 @@ def check_step(layout="bhsd", **given):
     """Check the arguments of ``rope_attention_with_kvcache``, by name, and return the rotary dim."""
     given = {"k": None, "v": None, **given}
     step = fill(generation_problem.StepTensors, given)
-    return generation_validation.check_kvcache(step, fill(Options, given), given["cache_is_rotated"], layout)
+    return generation_problem.check_kvcache(step, fill(Options, given), given["cache_is_rotated"], layout)
 
 
 def described(inputs, case, *, strategy="auto", backend="triton"):
@@ -180,7 +179,7 @@ def forget_prepared_steps():
 
 def count_prepared_steps():
     """Return the number of kinds of generation steps with prepared launches."""
-    return sum(key[0] is generation_ops._prepare for key in calls._known)
+    return sum(key[0] is generation_launch.prepare_step for key in calls._known)
 
 
 def count_tables_that_turn_nothing(monkeypatch):

@@ -19,13 +19,13 @@ The backward, with its launches in ``backward`` and its entry in ``backward_kern
 
 - ``backward_block``: a block's keys, query blocks and share of the work, its channels and weights.
 - ``backward_transfers``: the warps that load, and that add dQ, in any or in a fixed order.
-- ``backward_by_keys``, ``backward_by_columns``: the warps that multiply, up to head dim 128 and beyond.
+- ``backward_accumulate``: the warps that multiply, by keys up to head dim 128 and by columns beyond.
 - ``backward_epilogue``: dk and dv from registers to their tensors.
 - ``postprocess_kernel``: dQ from its accumulator.
 
 Both: ``intervals``, the small kernels before those of a call with intervals.
 
-The backward of multi-head latent attention, with its launches in ``latent_backward``:
+The backward of multi-head latent attention:
 
 - ``latent_kernels``: the warps of ``backward_kernel`` that make dk and dv, and a kernel for dq.
 """

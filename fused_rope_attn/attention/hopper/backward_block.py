@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""Records and functions that the warps of an sm_90 backward block share: its range, its share, channels and weights.
+"""Records and functions that the warps of an sm_90 backward block share: its range, its share and channels.
 
 Several programs may share a tile of keys, each with a ``Share`` of its query heads (large groups, see
 ``backward.parts_of_group``) or of its query blocks (calls with intervals, see ``intervals.deal_shares``). They add up
@@ -9,9 +9,8 @@ dK and dV in pairs, as in a tournament, through slots of memory, and the program
 import triton
 import triton.language as tl
 
-from fused_rope_attn.attention.hopper import channels, shapes, softmax
+from fused_rope_attn.attention.hopper import channels, shapes
 from fused_rope_attn.attention.hopper import columns as column_parts
-from fused_rope_attn.attention.hopper import masks as hopper_masks
 from fused_rope_attn.kernels import masks, ptxas, rotation, tiles
 from fused_rope_attn.kernels import norm as norms
 from fused_rope_attn.kernels.records import record, replace
@@ -64,10 +63,6 @@ def visited_blocks(blocks_ptr, num_blocks, block, HALVES: tl.constexpr):
 def load_share(ptr):
     """Load the ``Share`` at ptr."""
     return Share(gl.load(ptr), gl.load(ptr + 1), gl.load(ptr + 2), gl.load(ptr + 3), gl.load(ptr + 4))
-
-
-# A capped score is from -1 to 1; this one gives p = 0 under any cap, also times the tanh's derivative.
-HIDDEN = gl.constexpr(-1e18)
 
 
 @record
@@ -266,30 +261,6 @@ def interval_queries(intervals, start_n, share, HALVES: gl.constexpr):
         begin = count * share.number // shares
         count = count * (share.number + 1) // shares - begin
     return QueryBlocks(first + begin, num_masked=None, count=count)
-
-
-@jit
-def weigh(s, lse, is_masked, keys, columns, diagonal, mask, scale, DTYPE: gl.constexpr, CLAMP: gl.constexpr):
-    """Return (p, s): the weights exp2(s - lse) of scores s (keys, queries) float32, and s after its cap.
-
-    If the tile ``is_masked``, pairs that must not see each other have weight 0 (``hide_pairs`` takes keys, columns,
-    diagonal). lse (queries,) float32 in base 2. CLAMP: the mask may let keys through that do not exist, and their
-    scores may exceed lse. DTYPE: of q and k.
-    """
-    if scale.cap_scale is None:
-        p = gl.exp2(s * scale.qk_scale - lse[None, :])
-        if is_masked:
-            p = hopper_masks.hide_pairs(mask, p, 0.0, keys, columns, diagonal)
-            if CLAMP:
-                # Their score is 0, and K is zero, so that any finite weight will do.
-                p = gl.where(p > 1.0, 1.0, p)
-    else:
-        # Mask before the exponential: a branch after it would keep scores and p alive, for which registers are lacking.
-        s = softmax.cap_scores(s, scale.cap_scale, DTYPE)
-        if is_masked:
-            s = hopper_masks.hide_pairs(mask, s, HIDDEN, keys, columns, diagonal)
-        p = gl.minimum(gl.exp2(s * scale.qk_scale - lse[None, :]), 1.0, propagate_nan=tl.PropagateNan.ALL)
-    return p, s
 
 
 @jit

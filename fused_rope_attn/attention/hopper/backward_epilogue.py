@@ -264,10 +264,7 @@ def store_gradients(
             store_sums(tiles.columns_from(dv_rows, column_parts.LEFT), dv.right)
     else:
         store_dv(tiles.columns_from(dv_rows, FIRST_COLUMN), dv, stages.dv)
-    k_scale = scale.qk_scale * softmax.LN2
-    if scale.cap_scale is not None:
-        k_scale *= scale.cap_scale
     if stages.dk_channel is not None:
         stages.dk_channel.wait_empty(stages.dk_channel.at(dk_steps))
-    dk = column_parts.scale_parts(dk, k_scale)
+    dk = column_parts.scale_parts(dk, softmax.gradient_scale(scale))
     store_dk(dk_rows, dk, stages.dk, keys, mask.num_keys, gradients, WARPGROUP, FIRST_COLUMN // 2)

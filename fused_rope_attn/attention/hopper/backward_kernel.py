@@ -23,9 +23,8 @@ import triton.language as tl
 from triton import constexpr_function
 
 from fused_rope_attn.attention.hopper import (
+    backward_accumulate,
     backward_block,
-    backward_by_columns,
-    backward_by_keys,
     backward_epilogue,
     backward_transfers,
     channels,
@@ -33,8 +32,7 @@ from fused_rope_attn.attention.hopper import (
     shapes,
 )
 from fused_rope_attn.attention.hopper import masks as hopper_masks
-from fused_rope_attn.attention.hopper.backward_by_columns import accumulate_by_columns
-from fused_rope_attn.attention.hopper.backward_by_keys import accumulate_by_keys
+from fused_rope_attn.attention.hopper.backward_accumulate import accumulate_by_columns, accumulate_by_keys
 from fused_rope_attn.attention.hopper.latent_kernels import accumulate_latent
 from fused_rope_attn.kernels import masks, schedule, sequences
 from fused_rope_attn.kernels.intervals import WORD
@@ -244,11 +242,10 @@ def backward_kernel(q_desc, do_desc, k_desc, v_desc, stats_desc, dq_accumulator,
     if IS_LATENT:
         buffers = latent_kernels.allocate_buffers(descriptors, Q_STAGES, DO_STAGES)
     elif SPLITS_COLUMNS:
-        HAS_CAP: gl.constexpr = scale.cap_scale is not None
-        buffers = backward_by_columns.allocate_buffers(descriptors, Q_STAGES, DO_STAGES, HAS_CAP, IS_ORDERED)
+        buffers = backward_accumulate.allocate_by_columns(descriptors, scale, Q_STAGES, DO_STAGES, IS_ORDERED)
     else:
         NUM_ADDERS: gl.constexpr = backward_transfers.ADDERS if IS_ORDERED else 1
-        buffers = backward_by_keys.allocate_buffers(descriptors, dq_accumulator, Q_STAGES, DO_STAGES, NUM_ADDERS)
+        buffers = backward_accumulate.allocate_by_keys(descriptors, dq_accumulator, Q_STAGES, DO_STAGES, NUM_ADDERS)
     arrival = None
     if ZEROES_ROWS or HAS_INTERVALS:
         arrival = channels.allocate_barriers(1).index(0)

@@ -66,7 +66,7 @@ class ForwardCall:
         self.o_strides = arguments.result_strides(outputs, [layouts.output_strides(q)])[0]
         self.lse_layout = layouts.layout_of_rows(q.shape)
         self.packed = problem.is_packed
-        self.max_logit_shape = problem.max_logit_shape if problem.return_max_logit else None
+        self.max_logit_shape = problem.maxima_shape if problem.return_max_logit else None
         self.saves_rotated = saving is not Saving.NOTHING
         if self.empty:
             return
@@ -186,14 +186,14 @@ class ForwardCall:
             v_desc=self.v(tensors.v),
             o_desc=self.o(o),
             source=source,
-            tile_source=forward_kernel.TileSource.host(
+            tile_source=forward_tiles.TileSource.host(
                 counter,
                 tensors.kv_starts,
                 tensors.kv_lens,
-                lists,
                 READS_LENGTHS=problem.reads_lengths and lists is None,
                 FROM_START=problem.batch_invariant and problem.has_kv_starts,
                 IS_ALIGNED=self.is_aligned,
+                lists=lists,
             ),
             scores=forward_kernel.Softmax.host(
                 scale.qk_scale,

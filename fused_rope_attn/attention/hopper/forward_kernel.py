@@ -38,20 +38,6 @@ from fused_rope_attn.runtime.triton_compat import gl, jit, mbarrier
 
 
 @record
-class TileSource:
-    """From what the tiles of a call and their masks follow, but for its numbers; None: the call has no such mask."""
-
-    counter_ptr: gl.tensor  # as in ``Schedule``, zeroed by the pre-pass
-    starts_ptr: gl.tensor | None  # kv_starts (B,) int32
-    lens_ptr: gl.tensor | None  # kv_lens (B,) int32
-    # With these there is no other mask, and starts and lens say only at which positions the sequence is.
-    lists: forward_tiles.VisitLists | None
-    READS_LENGTHS: gl.constexpr  # as in ``kernels.masks.Mask``
-    FROM_START: gl.constexpr  # as in ``kernels.sequences.MaskArguments``
-    IS_ALIGNED: gl.constexpr  # use ``is_aligned``, which holds
-
-
-@record
 class Softmax:
     """Scales and choices of the step from scores to weights."""
 
@@ -185,10 +171,7 @@ def forward_kernel(q_rot_desc, q_nope_desc, k_rot_desc, k_nope_desc, v_desc, o_d
         HAS_OWN_STARTS: gl.constexpr = HAS_STARTS and not tile_source.FROM_START
         mask = masks.PositionMask(window, tile_source.READS_LENGTHS, HAS_OWN_STARTS, tile_source.IS_ALIGNED)
     schedule = forward_tiles.Schedule(
-        tile_source.counter_ptr,
-        tile_source.starts_ptr,
-        tile_source.lens_ptr,
-        tile_source.lists,
+        tile_source,
         window,
         num_tiles=num_tiles,
         num_heads=o_desc.shape[0] * o_desc.shape[1],
@@ -200,8 +183,6 @@ def forward_kernel(q_rot_desc, q_nope_desc, k_rot_desc, k_nope_desc, v_desc, o_d
         NK=None if IS_PACKED else NK,
         BLOCK_N=BLOCK_N,
         BLOCK_M=CONSUMERS * ROWS,
-        READS_LENGTHS=tile_source.READS_LENGTHS,
-        FROM_START=tile_source.FROM_START,
         QUERIES_IN_TILES=sizes.QUERIES_IN_TILES,
     )
     row_format = tiles.RowFormat(sizes.D, BLOCK_D, sizes.USE_INT64_OFFSETS)

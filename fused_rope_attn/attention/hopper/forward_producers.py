@@ -28,38 +28,54 @@ class Loader:
     values: channels.Channel
     arrival: gl.tensor | None  # the mbarrier of ``load_existing_rows``; None: keys end where the tensor does
     intervals: masks.IntervalMask | None
-    PDL: gl.constexpr  # programmatic dependent launch
+    PDL: gl.constexpr  # programmatic dependent launch: wait for the launch before
+    # dO and its channel, which has the queries' steps, if the tiles are those of dQ. Zero out-of-range rows of K too
+    # then, because dS is multiplied with them.
+    do_desc: gl.tensor | None = None
+    dos: channels.Channel | None = None
 
 
 @jit
 def load_queries(loader, tile, tile_step):
-    """Load a tile's rotated queries, for each warpgroup as soon as it has released its last ones."""
+    """Load a tile's rotated queries, and dO, for each warpgroup as soon as it has released its last ones."""
     CONSUMERS: gl.constexpr = loader.queries.full.shape[0]
     for warpgroup in gl.static_range(CONSUMERS):
         own = loader.queries.of_warpgroup(warpgroup)
         cursor = own.at(tile_step)
         own.wait_empty(cursor)
-        row = tile.rotated_row + warpgroup * ROWS
+        row = (tile.rotated_row if loader.dos is None else tile.start_m) + warpgroup * ROWS
         rope = channels.rope_part(loader.q_rope_desc, tile.head, own, cursor)
         full = own.full_barrier(cursor)
         channels.load_rows(loader.q_desc, tile.batch, tile.head, row, own.tile(cursor), full, None, rope)
+        if loader.dos is not None:
+            own = loader.dos.of_warpgroup(warpgroup)
+            cursor = own.at(tile_step)
+            own.wait_empty(cursor)
+            channels.load_rows(loader.do_desc, tile.batch, tile.head, row, own.tile(cursor), own.full_barrier(cursor))
 
 
 @jit
-def load_keys(loader, work, visit, num_blocks, key_step):
+def load_keys(loader, work, visit, num_blocks, key_step, arrivals):
     """Load the keys of a ``key_row`` as soon as their slot is empty, and with intervals announce the visit.
 
-    num_blocks: the blocks that the tile visits.
+    num_blocks: the blocks that the tile visits. Returns ``arrivals`` as ``load_existing_rows`` does.
     """
-    keys, intervals = loader.keys, loader.intervals
+    keys, intervals, desc, batch = loader.keys, loader.intervals, loader.k_desc, work.tile.batch
     row = work.key_row(visit, keys.buffer.shape[3])
     cursor = keys.at(key_step)
     keys.wait_empty(cursor)
     if intervals is not None:
         intervals.announce(cursor, visit, num_blocks)
     rope = channels.rope_part(loader.k_rope_desc, 0, keys, cursor)
-    full = keys.full_barrier(cursor)
-    channels.load_rows(loader.k_desc, work.tile.batch, work.head_kv, row, keys.tile(cursor), full, None, rope)
+    tile, full = keys.tile(cursor), keys.full_barrier(cursor)
+    if loader.dos is not None and loader.arrival is not None:
+        first, last = work.existing_keys()
+        arrivals = channels.load_existing_rows(
+            desc, batch, work.head_kv, row, tile, full, first, last, loader.arrival, arrivals, None, rope
+        )
+    else:
+        channels.load_rows(desc, batch, work.head_kv, row, tile, full, None, rope)
+    return arrivals
 
 
 @jit
@@ -79,14 +95,11 @@ def load(loader, schedule, tiles):
     first_visit, following_blocks = work.first_visit()
     while work.tile.num_blocks > 0:
         tile = work.tile
-        first_row, last_row = tile.first_key, tile.num_keys
-        if work.first_k is not None:
-            first_row += work.first_k
-            last_row += work.first_k
+        first_row, last_row = work.existing_keys()
         # Before the next tile is announced, because the warps that multiply wait for a tile's first keys and queries,
         # and the announcement takes a round trip to the counter in global memory and divisions.
         visit, num_blocks = first_visit, following_blocks
-        load_keys(loader, work, visit, num_blocks, key_step)
+        arrivals = load_keys(loader, work, visit, num_blocks, key_step, arrivals)
         if loader.queries is not None:
             # After the first keys, because their slot is free earlier than the queries' memory.
             load_queries(loader, tile, tile_step)
@@ -99,7 +112,7 @@ def load(loader, schedule, tiles):
             if intervals is None:
                 visit = step
             if step > 0:
-                load_keys(loader, work, visit, num_blocks, key_step)
+                arrivals = load_keys(loader, work, visit, num_blocks, key_step, arrivals)
             if intervals is not None:
                 # Early, because a load takes as long as half a block's products.
                 next_visit = gl.load(work.visits_ptr + gl.minimum(step + 1, num_blocks - 1))

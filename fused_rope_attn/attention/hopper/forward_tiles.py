@@ -157,6 +157,22 @@ class VisitLists:
 
 
 @record
+class TileSource:
+    """From what the tiles of a call and their masks follow, but for its numbers; None: the call has no such mask."""
+
+    # int32: how many tiles have been taken, zeroed by the pre-pass. In packed calls the table of ``describe_tiles``
+    # follows after TILE_WORDS.
+    counter_ptr: gl.tensor
+    starts_ptr: gl.tensor | None  # kv_starts (B,) int32
+    lens_ptr: gl.tensor | None  # kv_lens (B,) int32
+    READS_LENGTHS: gl.constexpr  # as in ``kernels.masks.Mask``
+    FROM_START: gl.constexpr = False  # keys are counted from kv_starts, as in ``kernels.sequences.MaskArguments``
+    IS_ALIGNED: gl.constexpr = False  # use ``is_aligned``, which holds
+    # With these there is no other mask, and starts and lens say only at which positions the sequence is.
+    lists: VisitLists | None = None
+
+
+@record
 class Schedule:
     """The numbers from which the tiles of a call follow.
 
@@ -164,11 +180,7 @@ class Schedule:
     blocks share, so that the blocks end together, however long their tiles take. ``take_index`` has the exception.
     """
 
-    # int32: how many tiles have been taken. In packed calls the table of ``describe_tiles`` follows after TILE_WORDS.
-    counter_ptr: gl.tensor
-    starts_ptr: gl.tensor | None  # kv_starts (B,) int32
-    lens_ptr: gl.tensor | None  # kv_lens (B,) int32
-    intervals: VisitLists | None
+    source: TileSource
     window: masks.Window
     num_tiles: gl.tensor  # of all heads
     num_heads: gl.tensor  # B * HQ
@@ -180,8 +192,6 @@ class Schedule:
     NK: gl.tensor | None
     BLOCK_N: gl.constexpr
     BLOCK_M: gl.constexpr  # query rows of a tile
-    READS_LENGTHS: gl.constexpr  # as in ``kernels.masks.Mask``
-    FROM_START: gl.constexpr  # whether keys are counted from kv_starts, as in ``kernels.sequences.MaskArguments``
     QUERIES_IN_TILES: gl.constexpr  # whether rotated packed queries, saved or loaded, have whole tiles to a sequence
 
     @jit
@@ -228,6 +238,15 @@ class Work:
             row += self.first_k
         return row
 
+    @jit
+    def existing_keys(self):
+        """Return the rows [first, last) of the tensor that hold keys that some row of the tile may see."""
+        first, last = self.tile.first_key, self.tile.num_keys
+        if self.first_k is not None:
+            first += self.first_k
+            last += self.first_k
+        return first, last
+
 
 @jit
 def make_tile(schedule, mask, start_m, bh, batch, head, q_offset, query_end, rotated_row):
@@ -264,7 +283,7 @@ def make_tile(schedule, mask, start_m, bh, batch, head, q_offset, query_end, rot
 @jit
 def listed_work(schedule, index, start_m, bh, batch, head, num_keys, head_kv, first_k):
     """Return the ``Work`` of a head's queries from row ``start_m`` on, tile number ``index``, by the ``VisitLists``."""
-    lists = schedule.intervals
+    lists = schedule.source.lists
     tile_number = batch * schedule.query_blocks() + start_m // schedule.BLOCK_M
     visits_ptr = lists.visits_ptr + tile_number.to(gl.int64) * (1 + schedule.key_blocks())
     WORDS: gl.constexpr = schedule.BLOCK_N // 32
@@ -280,25 +299,28 @@ def listed_work(schedule, index, start_m, bh, batch, head, num_keys, head_kv, fi
 def tile_work(schedule, index):
     """Return the ``Work`` of tile number ``index``, which exists."""
     # With intervals too, because the last rows of a prefix or a tree see the most keys.
-    LAST_FIRST: gl.constexpr = masks.is_causal(schedule.window.right) or schedule.intervals is not None
+    LAST_FIRST: gl.constexpr = masks.is_causal(schedule.window.right) or schedule.source.lists is not None
     block, bh = scheduled_tile(
         index, schedule.query_blocks(), schedule.num_heads, schedule.heads_per_section, LAST_FIRST
     )
     start_m = block * schedule.BLOCK_M
     batch = bh // schedule.HQ
     head = bh % schedule.HQ
-    num_keys = sequences.existing_keys(schedule.lens_ptr, batch, schedule.NK)
-    starts_ptr, first_k = schedule.starts_ptr, None
-    if schedule.FROM_START:
+    source = schedule.source
+    num_keys = sequences.existing_keys(source.lens_ptr, batch, schedule.NK)
+    starts_ptr, first_k = source.starts_ptr, None
+    if source.FROM_START:
         first_k = masks.first_key(starts_ptr, batch, 0, num_keys, None)
         num_keys -= first_k
         starts_ptr = None
     head_kv = head // schedule.GROUP_SIZE
-    if schedule.intervals is not None:
+    if source.lists is not None:
         return listed_work(schedule, index, start_m, bh, batch, head, num_keys, head_kv, first_k)
     else:
         q_offset = num_keys - schedule.NQ
-        mask = masks.sequence_mask(starts_ptr, batch, q_offset, num_keys, schedule.window, schedule.READS_LENGTHS)
+        mask = masks.sequence_mask(
+            starts_ptr, batch, q_offset, num_keys, schedule.window, schedule.source.READS_LENGTHS
+        )
         tile = make_tile(schedule, mask, start_m, bh, batch, head, q_offset, schedule.NQ, start_m)
         return Work(tile, index, head_kv, first_k)
 
@@ -316,7 +338,7 @@ def take_index(schedule, index):
     are_few = 4 * schedule.num_tiles <= 9 * blocks
     is_fixed = are_few & (index < blocks)
     # With Triton 3.6 a branch around the counter takes 1 to 4 % more time than adding 0.
-    taken = gl.atomic_add(schedule.counter_ptr, gl.where(is_fixed, 0, 1))
+    taken = gl.atomic_add(schedule.source.counter_ptr, gl.where(is_fixed, 0, 1))
     return gl.where(is_fixed, 2 * blocks - 1 - index, gl.where(are_few, 2 * blocks, blocks) + taken)
 
 
@@ -330,7 +352,7 @@ def table_entry(schedule, index):
     slot, head = scheduled_tile(
         index, schedule.tiles_per_head, schedule.num_heads, section, masks.is_causal(schedule.window.right)
     )
-    entry = schedule.counter_ptr + TILE_WORDS + slot * TILE_WORDS
+    entry = schedule.source.counter_ptr + TILE_WORDS + slot * TILE_WORDS
     first_row, end, first_k = gl.load(entry), gl.load(entry + 1), gl.load(entry + 2)
     return head, first_row, end, first_k, gl.load(entry + 3), gl.load(entry + 4), gl.load(entry + 5)
 
@@ -346,7 +368,7 @@ def packed_work(schedule, index):
     while (row >= end) & (index < schedule.num_tiles):
         index = take_index(schedule, index)
         head, row, end, first_k, len_k, len_q, sequence = table_entry(schedule, index)
-    mask = masks.sequence_mask(None, 0, len_k - len_q, len_k, schedule.window, schedule.READS_LENGTHS)
+    mask = masks.sequence_mask(None, 0, len_k - len_q, len_k, schedule.window, schedule.source.READS_LENGTHS)
     rotated_row = row
     if schedule.QUERIES_IN_TILES:
         first_q = end - len_q
@@ -373,7 +395,8 @@ def next_work(schedule, work):
         return packed_work(schedule, index)
     else:
         exists = index < schedule.num_tiles
-        if schedule.lens_ptr is not None or schedule.starts_ptr is not None or schedule.intervals is not None:
+        source = schedule.source
+        if source.lens_ptr is not None or source.starts_ptr is not None or source.lists is not None:
             # A tile past the last one has no lengths and no visits to read.
             index = gl.minimum(index, schedule.num_tiles - 1)
         work = tile_work(schedule, index)

@@ -15,15 +15,22 @@ with K is delayed by one block, as that with V in the forward.
 
 import triton.language as tl
 
-from fused_rope_attn.attention.hopper import backward_block, backward_epilogue, channels, forward_tiles, shapes
+from fused_rope_attn.attention.hopper import (
+    backward_block,
+    backward_epilogue,
+    channels,
+    forward_producers,
+    forward_tiles,
+    shapes,
+)
 from fused_rope_attn.attention.hopper import columns as column_parts
 from fused_rope_attn.attention.hopper import masks as hopper_masks
-from fused_rope_attn.attention.hopper.softmax import pack_weights, unpack_weights
+from fused_rope_attn.attention.hopper.softmax import pack_weights, unpack_weights, weigh
 from fused_rope_attn.kernels import masks, ptxas, softmax
 from fused_rope_attn.kernels import rotation as rotations
+from fused_rope_attn.kernels import schedule as schedules
 from fused_rope_attn.kernels import tiles as views
 from fused_rope_attn.kernels.records import record, replace, unpack
-from fused_rope_attn.kernels.schedule import wait_for_previous_launch
 from fused_rope_attn.runtime.triton_compat import gl, jit, mbarrier, warpgroup_mma, warpgroup_mma_wait
 
 
@@ -117,7 +124,7 @@ def fold_queries(WARPGROUP: gl.constexpr, dk, dk_rope, dv, buffers, total, keys,
         start_m = (queries.first + step) * shapes.BACKWARD_BLOCK_M
         diagonal = start_m + mask.num_keys - sizes.NQ - keys.start_n - WARPGROUP * shapes.KEYS
         is_masked = hopper_masks.needs_mask(mask, diagonal, step, queries)
-        p, _ = backward_block.weigh(
+        p, _ = weigh(
             s, lse, is_masked, key_rows, columns, diagonal, mask, scale, DTYPE, CLAMP=queries.num_masked is not None
         )
         p16 = p.to(DTYPE)
@@ -141,7 +148,7 @@ def fold_queries(WARPGROUP: gl.constexpr, dk, dk_rope, dv, buffers, total, keys,
         next_q = q_blocks.after(q_cursor)
         s_token = issue_scores(buffers, next_q, no_s, WARPGROUP)
         channels.hand_over_tensor_cores(WARPGROUP, shapes.CONSUMERS)
-        # Only scores are in flight at the end of an iteration, see ``backward_by_keys.fold_queries``.
+        # Only scores are in flight at the end of an iteration, see ``backward_accumulate.fold_by_keys``.
         dk, dk_rope = warpgroup_mma_wait(2, deps=[dk, dk_rope])
         q_blocks.release_by_threads(q_cursor)
         q_cursor = next_q
@@ -203,20 +210,6 @@ _NUMBERS = "num_tiles NQ NK pitch stats_size tiles_per_head heads_per_section wi
 
 
 @record
-class QueryGradientLoads:
-    """The tensors that the loading warp reads, as ``latent_dq_kernel`` takes them, and its mbarrier."""
-
-    q: gl.tensor
-    q_rope: gl.tensor
-    k: gl.tensor
-    k_rope: gl.tensor
-    v: gl.tensor
-    do: gl.tensor
-    arrival: gl.tensor | None  # of ``load_existing_rows``; None: keys end where the tensor does
-    PDL: gl.constexpr
-
-
-@record
 class QueryGradients:
     """The gradients of queries, not yet rotated back, and what they follow from.
 
@@ -243,76 +236,18 @@ class QueryGradientSizes:
     BLOCK_N: tl.constexpr
     K_STAGES: tl.constexpr
     V_STAGES: tl.constexpr
-    READS_LENGTHS: tl.constexpr
     PDL: tl.constexpr
 
 
 @jit
-def load_block(loads, desc, rope_desc, head_rope, work, row, channel, step, arrivals):
-    """Load the block of K or V from ``row`` on as soon as its slot is empty, with zeros for keys that do not exist.
+def load_for_dq(loader, schedule, tiles, sizes):
+    """Load as the forward does, and dO; one warp's work.
 
-    rope_desc, head_rope: of the rotated columns, or None. Returns ``arrivals``, see ``load_existing_rows``.
+    The launch before, of dk and dv, lets this one start when the pre-process has finished. So this one fills
+    multiprocessors that have no more key blocks, and ends after that one.
     """
-    cursor = channel.at(step)
-    channel.wait_empty(cursor)
-    tile, full = channel.tile(cursor), channel.full_barrier(cursor)
-    rope = channels.rope_part(rope_desc, head_rope, channel, cursor)
-    batch, head = work.tile.batch, work.head_kv
-    if loads.arrival is None:
-        channels.load_rows(desc, batch, head, row, tile, full, None, rope)
-    else:
-        first, last = work.tile.first_key, work.tile.num_keys
-        if work.first_k is not None:
-            first += work.first_k
-            last += work.first_k
-        arrivals = channels.load_existing_rows(
-            desc, batch, head, row, tile, full, first, last, loads.arrival, arrivals, None, rope
-        )
-    return arrivals
-
-
-@jit
-def load_tile_queries(loads, tile, tile_step, queries, dos):
-    """Load a tile's rows of Q and dO, for each warpgroup as soon as it has released its last ones."""
-    for warpgroup in gl.static_range(shapes.CONSUMERS):
-        row = tile.start_m + warpgroup * shapes.ROWS
-        own, own_do = queries.of_warpgroup(warpgroup), dos.of_warpgroup(warpgroup)
-        cursor = own.at(tile_step)
-        own.wait_empty(cursor)
-        rope = channels.rope_part(loads.q_rope, tile.head, own, cursor)
-        channels.load_rows(loads.q, tile.batch, tile.head, row, own.tile(cursor), own.full_barrier(cursor), None, rope)
-        own_do.wait_empty(cursor)
-        channels.load_rows(loads.do, tile.batch, tile.head, row, own_do.tile(cursor), own_do.full_barrier(cursor))
-
-
-@jit
-def load_for_dq(loads, schedule, tiles, queries, dos, keys, values):
-    """Announce tiles, and load their queries and the key and value blocks that they visit; one warp's work.
-
-    The order is that of ``forward_producers.load``. The launch before, of dk and dv, lets this one start when the
-    pre-process has finished. So this one fills multiprocessors that have no more key blocks, and ends after that one.
-    """
-    work = forward_tiles.first_work(schedule)
-    forward_tiles.announce_tile(tiles, 0, work.tile)
-    tile_step = 0
-    key_step = 0
-    arrivals = 0
-    while work.tile.num_blocks > 0:
-        tile = work.tile
-        row = work.key_row(0, schedule.BLOCK_N)
-        arrivals = load_block(loads, loads.k, loads.k_rope, 0, work, row, keys, key_step, arrivals)
-        load_tile_queries(loads, tile, tile_step, queries, dos)
-        tile_step += 1
-        following = forward_tiles.next_work(schedule, work)
-        forward_tiles.announce_tile(tiles, tile_step, following.tile)
-        for visit in range(tile.num_blocks):
-            row = work.key_row(visit, schedule.BLOCK_N)
-            if visit > 0:
-                arrivals = load_block(loads, loads.k, loads.k_rope, 0, work, row, keys, key_step, arrivals)
-            arrivals = load_block(loads, loads.v, None, None, work, row, values, key_step, arrivals)
-            key_step += 1
-        work = following
-    wait_for_previous_launch(loads.PDL)
+    forward_producers.load(loader, schedule, tiles)
+    schedules.wait_for_previous_launch(sizes.PDL)
 
 
 @jit
@@ -439,22 +374,22 @@ def accumulate_dq(WARPGROUP: gl.constexpr, tiles, queries, dos, keys, values, ou
 
 
 @jit(do_not_specialize=_NUMBERS)
-def latent_dq_kernel(q_desc, q_rope_desc, k_desc, k_rope_desc, v_desc, do_desc, counter_ptr, starts_ptr, lens_ptr,
-                     gradients, num_tiles, NQ, NK, pitch, stats_size, tiles_per_head, heads_per_section, window_left,
-                     window_right, sizes):  # fmt: skip
+def latent_dq_kernel(q_desc, q_rope_desc, k_desc, k_rope_desc, v_desc, do_desc, tile_source, gradients, num_tiles, NQ,
+                     NK, pitch, stats_size, tiles_per_head, heads_per_section, window_left, window_right,
+                     sizes):  # fmt: skip
     """Write dq (B, HQ, NQ, R) and dq_nope (B, HQ, NQ, D). Grid: one block per multiprocessor, or one per tile if fewer.
 
     q_desc, do_desc (B, HQ, NQ, D) and q_rope_desc (B, HQ, NQ, R) in blocks of ROWS rows; k_desc, v_desc (B, HQ, NK, D)
     and k_rope_desc (B, 1, NK, R) in blocks of BLOCK_N; rotated columns in pair order. gradients: ``QueryGradients``;
-    sizes: ``QueryGradientSizes``. counter_ptr, num_tiles, tiles_per_head, heads_per_section, and the masks: as for
+    sizes: ``QueryGradientSizes``. tile_source, num_tiles, tiles_per_head, heads_per_section, and the window: as for
     ``forward_kernel``.
     """
-    gradients, sizes = unpack((gradients, sizes))
+    tile_source, gradients, sizes = unpack((tile_source, gradients, sizes))
     IS_PACKED: gl.constexpr = tiles_per_head is not None
     K_STAGES: gl.constexpr = sizes.K_STAGES
     V_STAGES: gl.constexpr = sizes.V_STAGES
-    HAS_STARTS: gl.constexpr = starts_ptr is not None
-    HAS_BOUNDS: gl.constexpr = IS_PACKED or HAS_STARTS or lens_ptr is not None or window_left is not None
+    HAS_STARTS: gl.constexpr = tile_source.starts_ptr is not None
+    HAS_BOUNDS: gl.constexpr = IS_PACKED or HAS_STARTS or tile_source.lens_ptr is not None or window_left is not None
     HQ = do_desc.shape[1]
     # Numbers that a tile's announcement contains are None here, because Triton 3.6 fails on unused arguments of warps.
     tiles = forward_tiles.announcements(
@@ -483,12 +418,9 @@ def latent_dq_kernel(q_desc, q_rope_desc, k_desc, k_rope_desc, v_desc, do_desc, 
         mbarrier.init(arrival, count=1)
 
     window = masks.Window(window_left, window_right, HIDES_PAIRS=window_left is not None or window_right is not None)
-    mask = hopper_masks.PositionMask(window, sizes.READS_LENGTHS, HAS_STARTS, IS_ALIGNED=False)
+    mask = hopper_masks.PositionMask(window, tile_source.READS_LENGTHS, HAS_STARTS, IS_ALIGNED=False)
     schedule = forward_tiles.Schedule(
-        counter_ptr,
-        starts_ptr,
-        lens_ptr,
-        None,
+        tile_source,
         window,
         num_tiles,
         do_desc.shape[0] * do_desc.shape[1],
@@ -500,17 +432,17 @@ def latent_dq_kernel(q_desc, q_rope_desc, k_desc, k_rope_desc, v_desc, do_desc, 
         NK=None if IS_PACKED else NK,
         BLOCK_N=sizes.BLOCK_N,
         BLOCK_M=shapes.CONSUMERS * shapes.ROWS,
-        READS_LENGTHS=sizes.READS_LENGTHS,
-        FROM_START=False,
         QUERIES_IN_TILES=IS_PACKED,
     )
-    loads = QueryGradientLoads(q_desc, q_rope_desc, k_desc, k_rope_desc, v_desc, do_desc, arrival, sizes.PDL)
+    loader = forward_producers.Loader(
+        q_desc, k_desc, v_desc, q_rope_desc, k_rope_desc, queries, keys, values, arrival, None, False, do_desc, dos
+    )
     out = replace(gradients, pitch=pitch, size=stats_size)
     gl.warp_specialize(
         [
             (accumulate_dq, (0, tiles, queries, dos, keys, values, out, mask)),
             (accumulate_dq, (1, tiles, queries, dos, keys, values, out, mask)),
-            (load_for_dq, (loads, schedule, tiles, queries, dos, keys, values)),
+            (load_for_dq, (loader, schedule, tiles, sizes)),
         ],
         [shapes.WARPGROUP_WARPS, 1],
         [shapes.MULTIPLY_REGISTERS, shapes.LOAD_REGISTERS],

@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""The softmax of the sm_90 forward. The four threads of a quad hold a row of scores, 32 in each.
+"""The softmax of the sm_90 forward, and the weights of its backward. Four threads, a quad, hold a row of scores.
 
 It computes the same as ``kernels.softmax.online_softmax`` with four differences, which were all measured to pay:
 
@@ -13,6 +13,7 @@ It computes the same as ``kernels.softmax.online_softmax`` with four differences
 import triton.language as tl
 from triton import constexpr_function
 
+from fused_rope_attn.attention.hopper import masks
 from fused_rope_attn.attention.hopper.columns import ColumnParts
 from fused_rope_attn.kernels.records import record
 from fused_rope_attn.kernels.softmax import approximate_tanh, tanh
@@ -200,3 +201,49 @@ def unpack_weights(words, DTYPE: gl.constexpr, LAYOUT: gl.constexpr):
     else:
         p = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r,r", [words], dtype=gl.float16, is_pure=False, pack=2)
     return gl.convert_layout(p, LAYOUT)
+
+
+# A capped score is from -1 to 1; this one gives p = 0 under any cap, also times the tanh's derivative.
+HIDDEN = gl.constexpr(-1e18)
+
+
+@jit
+def weigh(s, lse, is_masked, keys, columns, diagonal, mask, scale, DTYPE: gl.constexpr, CLAMP: gl.constexpr):
+    """Return (p, s): the weights exp2(s - lse) of scores s (keys, queries) float32, and s after its cap.
+
+    If the tile ``is_masked``, pairs that must not see each other have weight 0 (``hide_pairs`` takes keys, columns,
+    diagonal). lse (queries,) float32 in base 2. CLAMP: the mask may let keys through that do not exist, and their
+    scores may exceed lse. DTYPE: of q and k.
+    """
+    if scale.cap_scale is None:
+        p = gl.exp2(s * scale.qk_scale - lse[None, :])
+        if is_masked:
+            p = masks.hide_pairs(mask, p, 0.0, keys, columns, diagonal)
+            if CLAMP:
+                # Their score is 0, and K is zero, so that any finite weight will do.
+                p = gl.where(p > 1.0, 1.0, p)
+    else:
+        # Mask before the exponential: a branch after it would keep scores and p alive, for which registers are lacking.
+        s = cap_scores(s, scale.cap_scale, DTYPE)
+        if is_masked:
+            s = masks.hide_pairs(mask, s, HIDDEN, keys, columns, diagonal)
+        p = gl.minimum(gl.exp2(s * scale.qk_scale - lse[None, :]), 1.0, propagate_nan=tl.PropagateNan.ALL)
+    return p, s
+
+
+@jit
+def derivative_factor(p, s, scale):
+    """Return the factor of dP - delta in dS: ``weigh``'s weights p, with a cap times the tanh's derivative."""
+    if scale.cap_scale is None:
+        return p
+    else:
+        return p * (1.0 - s * s)
+
+
+@jit
+def allocate_factor(scale, SHAPE: gl.constexpr, DTYPE: gl.constexpr, LAYOUT: gl.constexpr):
+    """Return a tile of shared memory for ``derivative_factor``, or None without a cap, where the weights are it."""
+    if scale.cap_scale is None:
+        return None
+    else:
+        return gl.allocate_shared_memory(DTYPE, SHAPE, LAYOUT)
