@@ -184,7 +184,7 @@ def rope_attention(
         o, lse, max_logit = known(tensors)
         return _asked_for(from_heads_first(o, layout), lse, max_logit, return_lse, return_max_logit)
     problem, described = describe_call(tensors, Options(*options), layout, "rope_attention")
-    o, lse, max_logit = attend(problem, described, layout, return_lse, "rope_attention")
+    o, lse, max_logit = dispatch(problem, described, layout, return_lse, "rope_attention")
     if not torch.compiler.is_compiling() and (chosen := planning.choose_backend(problem)[0]) != "reference":
         eager.remember(tensors, layout, options, problem._replace(backend=chosen), described)
     return _asked_for(o, lse, max_logit, return_lse, return_max_logit)
@@ -538,7 +538,7 @@ def describe_call(
     return problem_of(tensors, options, rotary_dim, max_seqlen, token_tables=token_tables), tensors
 
 
-def attend(
+def dispatch(
     problem: Problem, tensors: Tensors, layout: str, return_lse: bool, function: str
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Run a described call by the backend that planning chooses; return (o in the layout, lse, max_logit).
@@ -565,7 +565,7 @@ def run(
 ) -> Any:
     """Describe a call as ``describe_call`` does, attend, and return the results that the caller asked for."""
     problem, tensors = describe_call(tensors, options, layout, function, longest, **kind)
-    o, lse, max_logit = attend(problem, tensors, layout, options.return_lse, function)
+    o, lse, max_logit = dispatch(problem, tensors, layout, options.return_lse, function)
     return _asked_for(o, lse, max_logit, options.return_lse, options.return_max_logit)
 
 
