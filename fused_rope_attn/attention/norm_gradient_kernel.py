@@ -20,7 +20,7 @@ from fused_rope_attn.kernels.rotation import (
     tile_pairs,
 )
 from fused_rope_attn.kernels.schedule import block_of_heads, wait_for_previous_launch
-from fused_rope_attn.kernels.tiles import RowFormat, TensorView, heads_from, rows_of_head, sequence_heads, tile_range
+from fused_rope_attn.kernels.tiles import Origin, RowFormat, TensorView, head_rows, tile_range
 from fused_rope_attn.runtime.triton_compat import barrier
 
 # Rows of sums that are added up at a time; the last of so many programs adds up their sums.
@@ -71,39 +71,30 @@ def store_weight_sums(ptr, first, second, norm, pairing, LAYOUT: tl.constexpr = 
 
 
 @triton.jit
-def unnorm_rows(x, dx, norm, sums_ptr, start, first_head, last_head, BLOCK_N: tl.constexpr):
-    """Turn dx of normed rows [start, start + BLOCK_N) of heads [first_head, last_head) into that of x, in place.
+def unnorm_block(pid, rows, H, N, HEADS: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Turn dx of block ``pid`` of ``NormedRows``, BLOCK_N rows of HEADS heads, into that of x, in place.
 
-    x and dx are ``Heads`` of the same rows. The rows' sum of the weight's gradient goes to ``sums_ptr`` (D,) float32.
+    The sum of the weight's gradient over these rows goes to row ``pid`` of sums.
     """
-    D: tl.constexpr = norm.D
-    BLOCK_D: tl.constexpr = x.rows.format.BLOCK_D
-    halves = Pairing(R=D, INTERLEAVED=False)
-    weight1, weight2 = pair_norm_weights(norm, halves, BLOCK_D)
+    block, chunk, batch = block_of_heads(pid, tl.cdiv(N, BLOCK_N), tl.cdiv(H, HEADS))
+    start, last_head = block * BLOCK_N, tl.minimum(chunk * HEADS + HEADS, H)
+    BLOCK_D: tl.constexpr = rows.format.BLOCK_D
+    halves = Pairing(R=rows.norm.D, INTERLEAVED=False)
+    weight1, weight2 = pair_norm_weights(rows.norm, halves, BLOCK_D)
     offs = tl.arange(0, BLOCK_N)
-    x, dx = heads_from(x, start), heads_from(dx, start)
     dweight1 = tl.zeros((BLOCK_N, BLOCK_D // 2), tl.float32)
     dweight2 = tl.zeros((BLOCK_N, BLOCK_D // 2), tl.float32)
-    for head in range(first_head, last_head):
-        first, second = load_pairs(rows_of_head(x, head), offs, halves)
-        dx_rows = rows_of_head(dx, head)
+    for head in range(chunk * HEADS, last_head):
+        origin = Origin(batch, tl.cast(head, tl.int64), start)
+        first, second = load_pairs(head_rows(rows.x, origin, N - start, rows.format), offs, halves)
+        dx_rows = head_rows(rows.dx, origin, N - start, rows.format)
         dy1, dy2 = load_pairs(dx_rows, offs, halves)
-        dx1, dx2, of_rows1, of_rows2 = unnorm_pairs(first, second, dy1, dy2, weight1, weight2, norm)
+        dx1, dx2, of_rows1, of_rows2 = unnorm_pairs(first, second, dy1, dy2, weight1, weight2, rows.norm)
         store_pairs(dx_rows, dx1, dx2, offs, halves)
         dweight1 += of_rows1
         dweight2 += of_rows2
-    store_weight_sums(sums_ptr, dweight1, dweight2, norm, halves)
-
-
-@triton.jit
-def unnorm_block(pid, rows, H, N, HEADS: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Apply ``unnorm_rows`` to block ``pid`` of ``NormedRows``: BLOCK_N rows of HEADS heads, row ``pid`` of sums."""
-    block, chunk, batch = block_of_heads(pid, tl.cdiv(N, BLOCK_N), tl.cdiv(H, HEADS))
-    x = sequence_heads(rows.x, batch, 0, N, rows.format)
-    dx = sequence_heads(rows.dx, batch, 0, N, rows.format)
     sums_ptr = rows.sums_ptr + tl.cast(pid, tl.int64) * rows.norm.D
-    last_head = tl.minimum(chunk * HEADS + HEADS, H)
-    unnorm_rows(x, dx, rows.norm, sums_ptr, block * BLOCK_N, chunk * HEADS, last_head, BLOCK_N)
+    store_weight_sums(sums_ptr, dweight1, dweight2, rows.norm, halves)
 
 
 @triton.jit

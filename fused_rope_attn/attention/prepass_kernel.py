@@ -106,13 +106,14 @@ def rotate_block(inputs, rows, batch, start, position, position_limit, first_hea
     if inputs.norm is not None:
         weights = rotations.pair_norm_weights(inputs.norm, rotation, BLOCK_D)
     sign = 1.0 if inputs.sign is None else inputs.sign
-    x = tiles.sequence_heads(inputs.x, batch, rows.first_row, rows.num_rows, inputs.format)
-    out = tiles.sequence_heads(inputs.out, batch, rows.first_padded, rows.num_padded, inputs.format)
-    x, out = tiles.heads_from(x, start), tiles.heads_from(out, start)
     for head in range(first_head, last_head):
-        first, second = rotations.load_pairs(tiles.rows_of_head(x, head), offs, rotation)
+        origin = tiles.Origin(batch, tl.cast(head, tl.int64), rows.first_row + start)
+        x = tiles.head_rows(inputs.x, origin, rows.num_rows - start, inputs.format)
+        first, second = rotations.load_pairs(x, offs, rotation)
         first, second = rotations.norm_and_rotate(first, second, cos, sin, sign, rotation, weights)
-        tiles.store_tile(tiles.rows_of_head(out, head), rotations.pack_pairs(first, second), offs)
+        origin = replace(origin, row=rows.first_padded + start)
+        out = tiles.head_rows(inputs.out, origin, rows.num_padded - start, inputs.format)
+        tiles.store_tile(out, rotations.pack_pairs(first, second), offs)
 
 
 @triton.jit
@@ -291,14 +292,13 @@ def preprocess_kernel(statistics, queries, keys, num_counters, B, HQ, HKV, NQ, p
         if queries is not None:
             position = first_position(queries, rows, batch, sequence, num_sequences, NK)
         start = block * BLOCK_N
-        o = tiles.sequence_heads(statistics.o, batch, rows.first_row, rows.num_rows, statistics.format)
-        do = tiles.sequence_heads(statistics.do, batch, rows.first_row, rows.num_rows, statistics.format)
-        o, do = tiles.heads_from(o, start), tiles.heads_from(do, start)
         size = tl.cast(B, tl.int64) * HQ * pitch
         for head in range(first_head, last_head):
-            o_rows, do_rows = tiles.rows_of_head(o, head), tiles.rows_of_head(do, head)
-            batch_head = batch * HQ + tl.cast(head, tl.int64)
-            write_statistics(statistics, o_rows, do_rows, rows, batch_head, start, NQ, pitch, size, BLOCK_N)
+            origin = tiles.Origin(batch, tl.cast(head, tl.int64), rows.first_row + start)
+            o = tiles.head_rows(statistics.o, origin, rows.num_rows - start, statistics.format)
+            do = tiles.head_rows(statistics.do, origin, rows.num_rows - start, statistics.format)
+            batch_head = batch * HQ + origin.head
+            write_statistics(statistics, o, do, rows, batch_head, start, NQ, pitch, size, BLOCK_N)
         if queries is not None:
             if not PAD_TO:
                 rows = replace(rows, num_padded=rows.num_rows)

@@ -14,8 +14,9 @@ import triton
 import triton.language as tl
 
 from fused_rope_attn.kernels import softmax
+from fused_rope_attn.kernels.norm import pair_inverse_rms
 from fused_rope_attn.kernels.records import record
-from fused_rope_attn.kernels.rotation import load_angles, load_normed_pairs, rotate, unpack_pairs
+from fused_rope_attn.kernels.rotation import load_angles, load_pairs, pair_norm_weights, rotate, unpack_pairs
 from fused_rope_attn.kernels.tiles import load_tile, load_where, row_mask, row_pointers
 from fused_rope_attn.runtime.device import is_interpreted
 
@@ -148,7 +149,12 @@ def load_rotated_halves(rows, offs, rotation, position_offset, float8, QUANTISE:
 
     rows: of a float8 cache, or with QUANTISE rows that are quantised first, as the cache will store them.
     """
-    first, second = load_normed_pairs(rows, offs, rotation)
+    first, second = load_pairs(rows, offs, rotation)
+    norm = rotation.norm
+    if norm is not None:
+        weight1, weight2 = pair_norm_weights(norm, rotation, rows.format.BLOCK_D)
+        scale = pair_inverse_rms(first, second, norm)
+        first, second = first * weight1 * scale, second * weight2 * scale
     cos, sin = load_angles(rotation, offs + position_offset, rows.format.BLOCK_D)
     if QUANTISE:
         first = quantised(first, float8.k_scale).to(tl.float32)

@@ -167,7 +167,7 @@ def float8_of(cache, head_kv):
 
 
 @triton.jit
-def load_queries(inputs, rows, keys, float8):
+def load_step_queries(inputs, rows, keys, float8):
     """Load ``StepQueries`` of ``QueryRows``: normed, rotated, ready for products. keys: ``CachedKeys``."""
     # A query with a token past the end of the cache sees nothing, like one before position 0.
     positions = keys.q_offset + rows.tokens

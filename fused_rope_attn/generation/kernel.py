@@ -80,7 +80,7 @@ def decode_kernel(
         float8 = None
         if IS_FLOAT8:
             float8 = step.float8_of(inputs.cache, head_kv)
-        queries = step.load_queries(inputs, rows, keys, float8)
+        queries = step.load_step_queries(inputs, rows, keys, float8)
         first_row = None
         if lengths.ALIGNMENT > 1 and (lengths.starts_ptr is not None or window_left is not None):
             first_row = keys.first_key
@@ -151,7 +151,7 @@ def new_tokens_of_row(inputs, keys, batch, head_kv, head, row, GROUP_SIZE, BLOCK
     float8 = None
     if IS_FLOAT8:
         float8 = step.float8_of(inputs.cache, head_kv)
-    queries = step.load_queries(inputs, rows, keys, float8)
+    queries = step.load_step_queries(inputs, rows, keys, float8)
     cache = step.cache_of_head(inputs, keys, batch, head_kv, None, float8)
     first_new = None
     if inputs.lengths.starts_ptr is not None:

@@ -15,8 +15,8 @@ from fused_rope_attn.generation import float8 as eight_bits
 from fused_rope_attn.kernels import masks, softmax
 from fused_rope_attn.kernels.norm import load_norm_weights, pair_inverse_rms
 from fused_rope_attn.kernels.records import record, replace
-from fused_rope_attn.kernels.rotation import Rotation, load_pairs, load_rotated, load_rotated_columns, pack_pairs
-from fused_rope_attn.kernels.tiles import Rows, load_tile, rows_from, store_tile
+from fused_rope_attn.kernels.rotation import Rotation, load_angles, load_pairs, load_rotated, pack_pairs, rotate
+from fused_rope_attn.kernels.tiles import Rows, load_tile, row_pointers, rows_from, store_tile
 from fused_rope_attn.runtime.device import is_interpreted
 
 
@@ -240,6 +240,47 @@ else:
         tl.device_assert(
             highest < pages.num_pages.to(tl.uint32), "block_table must hold pages of the pool for every row that exists"
         )
+
+
+@triton.jit
+def load_rotated_columns(rows, offs, rotation, position_offset, sign=1.0, DTYPE: tl.constexpr = None):
+    """Load as ``load_rotated`` does, in the order of memory instead of pair order; rows from ``num_rows`` on are zero.
+
+    Each column loads both members of its pair. It is for a few rows that meet keys in the order of memory.
+    """
+    R: tl.constexpr = rotation.R
+    norm = rotation.norm
+    if norm is not None:
+        # Loaded as pairs too, because their squares are summed in that order; and loaded first, because Triton gives
+        # the product of a row and its factor the layout of the later load, and the sum's layout has whole rows in each
+        # thread.
+        pairs1, pairs2 = load_pairs(rows, offs, rotation)
+        sign = pair_inverse_rms(pairs1, pairs2, norm) * sign
+    columns = tl.arange(0, rows.format.BLOCK_D)
+    if rotation.INTERLEAVED:
+        is_second = columns % 2 == 1
+        pairs = columns // 2
+        columns1, columns2 = 2 * pairs, 2 * pairs + 1
+    else:
+        is_second = columns >= R // 2
+        pairs = tl.where(is_second, columns - R // 2, columns)
+        columns1, columns2 = pairs, pairs + R // 2
+    is_rotated = columns < R
+    columns1, columns2 = tl.where(is_rotated, columns1, columns), tl.where(is_rotated, columns2, columns)
+    pairs = tl.where(is_rotated, pairs, R // 2)  # a pair past the last one: angle 0
+    mask = (offs[:, None] < rows.num_rows) & (columns[None, :] < rows.format.D)
+    first = tl.load(row_pointers(rows, offs, columns1), mask=mask, other=0.0).to(tl.float32)
+    second = tl.load(row_pointers(rows, offs, columns2), mask=mask, other=0.0).to(tl.float32)
+    cos, sin = load_angles(rotation, offs + position_offset, rows.format.BLOCK_D, pairs=pairs)
+    if norm is not None:
+        D: tl.constexpr = rows.format.D
+        first *= load_norm_weights(norm, columns1, columns1 < D)[None, :]
+        second *= load_norm_weights(norm, columns2, columns2 < D)[None, :]
+    # A pair's second member, rotated, is the first one of a rotation with sin and -cos in place of cos and sin.
+    is_second = is_second[None, :]
+    cos, sin = tl.where(is_second, sin, cos), tl.where(is_second, -cos, sin)
+    x, _ = rotate(first, second, cos, sin, CONJUGATE=False)
+    return (x * sign).to(rows.ptr.dtype.element_ty if DTYPE is None else DTYPE)
 
 
 @triton.jit

@@ -150,7 +150,7 @@ class Scoring:
 
 
 @jit
-def attend(walk, scoring, queries, keys, values, p_smem, weights, factors, total, outputs, HQ, NQ, D: gl.constexpr):
+def attend_all(walk, scoring, queries, keys, values, p_smem, weights, factors, total, outputs, HQ, NQ, D: gl.constexpr):
     """Multiply, weigh and add up all tiles of a unit, and write its output.
 
     queries: a ``Channel`` of one (BLOCK_R, BLOCK_D); p_smem (2, BLOCK_R, BLOCK_N): the weights as operands; outputs:
@@ -255,8 +255,8 @@ def attend_kernel(
     ROW_REGISTERS: gl.constexpr = 104 if BLOCK_R <= 16 else 80
     gl.warp_specialize(
         [
-            (attend, (walk, scoring, queries, keys, values, p_smem, weights, factors, total, outputs, HKV * GROUP_SIZE,
-                      NQ, D)),
+            (attend_all, (walk, scoring, queries, keys, values, p_smem, weights, factors, total, outputs,
+                          HKV * GROUP_SIZE, NQ, D)),
             (add_up_weights, (walk, weights, factors, total)),
             (copy_keys, (walk, Part(0, 1, walk.tiles), inputs.cache.k, workspaces.rotated_ptr, queries, keys,
                          row_format, tables.R, tables.INTERLEAVED, PDL)),

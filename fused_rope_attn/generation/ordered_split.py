@@ -13,7 +13,7 @@ from fused_rope_attn.generation import ordered_tiles as tiling
 from fused_rope_attn.generation.inputs import complete_step
 from fused_rope_attn.generation.ordered_attend import Part, copy_keys, copy_values, steps_of
 from fused_rope_attn.kernels.records import record, replace, unpack
-from fused_rope_attn.kernels.schedule import let_next_launch_start, load_acquired, pause, wait_for_previous_launch
+from fused_rope_attn.kernels.schedule import let_next_launch_start, wait_for_previous_launch
 from fused_rope_attn.runtime.triton_compat import (
     async_copy,
     async_load,
@@ -144,6 +144,19 @@ class Scored:
 
 
 @jit
+def load_acquired(pointers):
+    """Load 32-bit words with acquire semantics."""
+    return gl.inline_asm_elementwise(
+        "ld.acquire.gpu.global.u32 $0, [$1];",
+        "=r,l",
+        [pointers.to(gl.uint64, bitcast=True)],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@jit
 def copy_scores(walk, scored, scores, maxima, STEP: gl.constexpr):
     """Copy the scores and maxima of all tiles as soon as they are written; the work of warps of their own."""
     ROWS: gl.constexpr = scores.buffer.shape[1]
@@ -166,7 +179,9 @@ def copy_scores(walk, scored, scores, maxima, STEP: gl.constexpr):
         while finished * scored.programs < gl.minimum(first + STEP, walk.tiles):
             finished = gl.minimum(gl.min(load_acquired(progress), 0), walk.tiles)
             if finished * scored.programs < gl.minimum(first + STEP, walk.tiles):
-                pause()
+                gl.inline_asm_elementwise(
+                    "nanosleep.u32 100; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+                )
         at = (walk.first_tile - first - rows // BLOCK_R) * walk.rows + rows % BLOCK_R
         mask = (first + rows // BLOCK_R < walk.tiles) & (rows % BLOCK_R < num_rows)
         pointers = scored.scores_ptr + at[:, None] * walk.BLOCK_N + keys[None, :]

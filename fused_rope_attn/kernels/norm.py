@@ -98,13 +98,6 @@ def pair_inverse_rms(first, second, norm, LAYOUT: tl.constexpr = None):
 
 
 @triton.jit
-def norm_pairs(first, second, weight1, weight2, norm):
-    """Rows of ``rotation.load_pairs`` normed, (rows, BLOCK_D / 2) float32 each, with ``rotation.pair_norm_weights``."""
-    scale = pair_inverse_rms(first, second, norm)
-    return first * weight1 * scale, second * weight2 * scale
-
-
-@triton.jit
 def unnorm_sums(first, second, dy1, dy2, weight1, weight2):
     """Sums over columns that ``unnorm_with`` needs, (rows, 1) each, of parts of rows as ``unnorm_pairs`` takes them.
 
@@ -129,8 +122,9 @@ def unnorm_with(first, second, dy1, dy2, weight1, weight2, sums, norm):
 
 @triton.jit
 def unnorm_pairs(first, second, dy1, dy2, weight1, weight2, norm):
-    """The gradient of ``norm_pairs``: dx of the first and second members, and dweight of each row's, all float32.
+    """Return dx of the first and second members of pairs, and dweight of each row's, all float32.
 
+    It is the gradient of ``(first * weight1, second * weight2)`` times ``pair_inverse_rms``.
     first and second are the rows before the norm, dy1 and dy2 gradients of the rows after it. A row whose gradient is
     zero gives zeros whatever it holds, for it may be padding; it adds nothing to a sum of dweight (rows, BLOCK_D / 2)
     over the rows. Rows that do not exist must have such a gradient.

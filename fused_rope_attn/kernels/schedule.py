@@ -120,22 +120,3 @@ def wait_until(pointer, count):
         is_pure=False,
         pack=1,
     )
-
-
-@triton.jit
-def load_acquired(pointers):
-    """Load 32-bit words with acquire semantics."""
-    return tl.inline_asm_elementwise(
-        "ld.acquire.gpu.global.u32 $0, [$1];",
-        "=r,l",
-        [pointers.to(tl.uint64, bitcast=True)],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
-@triton.jit
-def pause():
-    """Sleep for about 100 ns."""
-    tl.inline_asm_elementwise("nanosleep.u32 100; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1)

@@ -88,20 +88,6 @@ def gradient_scale(scale):
 
 
 @triton.jit
-def add_product(a, b, acc, PRECISION: tl.constexpr):
-    """acc + a b for long sums. In float32 the block's product is summed first and added whole.
-
-    A chain of one addition per key or query loses up to sqrt(N) units in the last place: 4e-5 of dv's rms at 128K. The
-    multiplication by one keeps Triton from folding the sum back into the product.
-    """
-    if a.dtype == tl.float32:
-        product = tl.dot(a, b, input_precision=PRECISION)
-        return tl.math.fma(product, tl.full(product.shape, 1.0, tl.float32), acc)
-    else:
-        return tl.dot(a, b, acc)
-
-
-@triton.jit
 def online_softmax(scores, row_max, row_sum, qk_scale, HAS_EMPTY_ROWS: tl.constexpr):
     """One step of the running softmax in base 2: (p, correction, row_max, row_sum). qk_scale > 0.
 

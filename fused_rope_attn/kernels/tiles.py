@@ -1,9 +1,8 @@
 # mypy: ignore-errors
 """Rows of a tensor in memory, and tiles of them: how kernels load and store.
 
-A tile has BLOCK rows and BLOCK_D columns, powers of two. A kernel locates a head's rows once and passes the record to
-the functions that load or store: ``head_rows``, ``head_tiles`` if the TMA may read them, or ``sequence_heads`` for the
-rows of all heads. Strides count elements.
+A tile has BLOCK rows and BLOCK_D columns, powers of two. A kernel locates a head's rows by ``head_rows`` and passes the
+record to the functions that load or store. Strides count elements.
 """
 
 import triton
@@ -57,28 +56,6 @@ class Rows:
     format: RowFormat
 
 
-@record
-class Heads:
-    """Rows of all heads of one sequence."""
-
-    rows: Rows  # of head 0
-    stride_head: tl.tensor
-
-
-@record
-class HeadTiles:
-    """Rows of one head of one sequence that are read tile by tile: by pointers, or by the TMA.
-
-    With a ``descriptor``, of the whole (B, H, N, D) tensor, ``rows.ptr`` is None. The TMA gives zeros past the end of
-    the tensor; where READS_LENGTHS, the sequence may end before it.
-    """
-
-    rows: Rows
-    descriptor: tl.tensor_descriptor | None
-    origin: Origin
-    READS_LENGTHS: tl.constexpr
-
-
 @triton.jit
 def row_stride(stride, ptr, ALIGNED: tl.constexpr):
     """Return an element stride; with ALIGNED in a form that shows the compiler that it is a multiple of 16 bytes.
@@ -111,31 +88,6 @@ def head_rows(view, origin, num_rows, format, first_row=None):
 
 
 @triton.jit
-def head_tiles(view, origin, num_rows, format, first_row, READS_LENGTHS: tl.constexpr, USE_TMA: tl.constexpr):
-    """Return the ``HeadTiles`` of one head of one sequence of a ``TensorView``."""
-    if USE_TMA:
-        rows = Rows(None, view.strides[2], view.strides[3], num_rows, first_row, format)
-        return HeadTiles(rows, descriptor=view.ptr, origin=origin, READS_LENGTHS=READS_LENGTHS)
-    else:
-        rows = head_rows(view, origin, num_rows, format, first_row)
-        return HeadTiles(rows, descriptor=None, origin=origin, READS_LENGTHS=READS_LENGTHS)
-
-
-@triton.jit
-def sequence_heads(view, batch, first_row, num_rows, format):
-    """Return the ``Heads`` of one sequence of a ``TensorView``, from ``first_row`` of entry ``batch`` (int64) on."""
-    strides = view.strides
-    ptr = view.ptr + batch * strides[0] + tl.cast(first_row, tl.int64) * strides[2]
-    return Heads(rows=rows_at(ptr, strides, num_rows, format), stride_head=strides[1])
-
-
-@triton.jit
-def rows_of_head(heads, head):
-    """Return the ``Rows`` of head number ``head`` of ``Heads``."""
-    return replace(heads.rows, ptr=heads.rows.ptr + tl.cast(head, tl.int64) * heads.stride_head)
-
-
-@triton.jit
 def rows_from(rows, start):
     """Return the same ``Rows``, counted from row ``start`` on."""
     first_row = rows.first_row
@@ -150,12 +102,6 @@ def columns_from(rows, FIRST_COLUMN: tl.constexpr):
     """Return the same ``Rows`` without the columns before FIRST_COLUMN; tiles keep their width."""
     row_format = replace(rows.format, D=rows.format.D - FIRST_COLUMN)
     return replace(rows, ptr=rows.ptr + FIRST_COLUMN * rows.stride_column, format=row_format)
-
-
-@triton.jit
-def heads_from(heads, start):
-    """Return the same ``Heads``, their rows counted from row ``start`` on."""
-    return replace(heads, rows=rows_from(heads.rows, start))
 
 
 @triton.jit
@@ -226,21 +172,6 @@ def store_tile(rows, tile, offs, LAYOUT: tl.constexpr = None):
     pointers = row_pointers(rows, offs, columns)
     mask = (offs[:, None] < rows.num_rows) & (columns[None, :] < rows.format.D)
     tl.store(pointers, tile.to(rows.ptr.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def load_head_tile(tiles, start, offs, CHECK_ROWS: tl.constexpr):
-    """Load the rows ``start + offs`` of ``HeadTiles`` as ``load_tile`` does; offs: 0 to the tile's number of rows."""
-    if tiles.descriptor is not None:
-        origin = tiles.origin
-        where = [origin.batch.to(tl.int32), origin.head.to(tl.int32), origin.row + start, 0]
-        tile = tl.reshape(tiles.descriptor.load(where), (offs.shape[0], tiles.rows.format.BLOCK_D))
-        if CHECK_ROWS:
-            if tiles.READS_LENGTHS or tiles.rows.first_row is not None:
-                tile = tl.where(row_mask(tiles.rows, offs, start), tile, 0.0).to(tile.dtype)
-        return tile
-    else:
-        return load_tile(rows_from(tiles.rows, start), offs, CHECK_ROWS)
 
 
 @triton.jit

@@ -5,7 +5,7 @@ import torch
 import triton
 import triton.language as tl
 
-from fused_rope_attn.kernels.norm import Norm, norm_pairs, unnorm_pairs
+from fused_rope_attn.kernels.norm import Norm, pair_inverse_rms, unnorm_pairs
 from fused_rope_attn.kernels.rotation import RotaryTables, head_rotation, load_pairs, pair_norm_weights, store_pairs
 from fused_rope_attn.kernels.tiles import RowFormat, Rows
 from fused_rope_attn.rotation import reference
@@ -51,7 +51,8 @@ def norm_kernel(
     first, second = load_pairs(rows_of(x_ptr, num_rows, D, BLOCK_D), offs, rotation, CHECK_ROWS=True)
     dy1, dy2 = load_pairs(rows_of(dy_ptr, num_rows, D, BLOCK_D), offs, rotation, CHECK_ROWS=True)
     weight1, weight2 = pair_norm_weights(norm, rotation, BLOCK_D)
-    y1, y2 = norm_pairs(first, second, weight1, weight2, norm)
+    scale = pair_inverse_rms(first, second, norm)
+    y1, y2 = first * weight1 * scale, second * weight2 * scale
     store_pairs(rows_of(y_ptr, num_rows, D, BLOCK_D), y1, y2, offs, rotation)
     dx1, dx2, dweight1, dweight2 = unnorm_pairs(first, second, dy1, dy2, weight1, weight2, norm)
     store_pairs(rows_of(dx_ptr, num_rows, D, BLOCK_D), dx1, dx2, offs, rotation)

@@ -13,11 +13,11 @@ from fused_rope_attn.attention import configs, norm_gradient, prepass
 from fused_rope_attn.attention.hopper import (
     backward_block,
     backward_kernel,
+    channels,
     forward_tiles,
     intervals,
     latent_kernels,
     postprocess_kernel,
-    shapes,
 )
 from fused_rope_attn.attention.hopper import columns as column_parts
 from fused_rope_attn.attention.portable import backward_kernels
@@ -93,7 +93,7 @@ class BackwardCall:
             return
         pad_d = max(64, layouts.block_d(problem.head_dim))
         self.wide = pad_d > 128
-        block_n = (shapes.KEYS if self.wide else shapes.BACKWARD_BLOCK_N).value
+        block_n = (channels.KEYS if self.wide else channels.BACKWARD_BLOCK_N).value
         heads = batch * problem.heads_kv
         row_bytes = (2 * problem.head_dim * q.element_size() + 4 * pad_d) * problem.group_size
         key_programs = schedule.tile_count(len_k, sequences, block_n) * heads
@@ -109,7 +109,7 @@ class BackwardCall:
         self.q_rot_layout = self.q_rot_shape, layouts.contiguous_strides(self.q_rot_shape)
         self.k_rot_layout = tuple(k.shape), layouts.contiguous_strides(k.shape)
         ordered = problem.is_deterministic
-        self.progress_size = batch * heads_q * pitch // shapes.BACKWARD_BLOCK_M.value if ordered else None
+        self.progress_size = batch * heads_q * pitch // channels.BACKWARD_BLOCK_M.value if ordered else None
         # In a fixed order the first key block of a query block stores its dQ, if the order says which one that is.
         self.clears = not ordered or self.wide or problem.has_intervals
         is_wide = layouts.is_long(*(x.stride() for x in (q, k, v, o, do)), *self.strides)
@@ -121,13 +121,13 @@ class BackwardCall:
             self.dsinks_shape = (row_blocks, heads_q)
         query_programs = row_blocks * triton.cdiv(heads_q, post_heads)
         # Up to head dim 128 the main kernel's two warpgroups have rows of sums of their own.
-        key_sums = key_programs * (1 if self.wide else shapes.CONSUMERS.value)
+        key_sums = key_programs * (1 if self.wide else channels.CONSUMERS.value)
         self.sums = norm_gradient.SumsOfLaunches(problem, query_programs, key_sums) if problem.has_norms else None
         own_columns = pad_d // 2 if self.wide else pad_d
         num_slots = (parts - 1) * key_programs
         self.slots_shape = num_slots, backward_block.slot_words(own_columns)
         # The slots' counters first, and then those of the sums.
-        self.slot_counters = num_slots * shapes.CONSUMERS.value
+        self.slot_counters = num_slots * channels.CONSUMERS.value
         self.num_counters = self.slot_counters + (0 if self.sums is None else self.sums.num_counters)
         if self.sums is not None:
             raw_strides = tuple(x.stride() for x in norm_gradient.raw(given, is_rotated))
@@ -157,8 +157,8 @@ class BackwardCall:
         main_programs = key_programs * parts
         if problem.has_intervals:
             # One or two for each key block, also if the last one has fewer keys.
-            num_blocks = triton.cdiv(len_k, block_n) * (block_n // shapes.KEYS.value)
-            halves = block_n // shapes.KEYS.value
+            num_blocks = triton.cdiv(len_k, block_n) * (block_n // channels.KEYS.value)
+            halves = block_n // channels.KEYS.value
             self.visible_rows = intervals.VisibleRows(problem, num_blocks, halves, pitch, own_columns, section)
             if self.visible_rows.programs is not None:
                 main_programs = self.visible_rows.programs
@@ -217,8 +217,8 @@ class BackwardCall:
         """Make the main kernel's descriptors, with empty tensors of the same shape in place of workspaces."""
         layout = gl.NVMMASharedLayout.get_default_for
         rows, part = (
-            shapes.BACKWARD_BLOCK_M.value,
-            [1, 1, shapes.BACKWARD_BLOCK_M.value, pad_d // shapes.CONSUMERS.value],
+            channels.BACKWARD_BLOCK_M.value,
+            [1, 1, channels.BACKWARD_BLOCK_M.value, pad_d // channels.CONSUMERS.value],
         )
         query, key = [1, 1, rows, pad_d], [1, 1, block_n, pad_d]
         self.q_source, self.do_source = (launch.Source(x, query, layout(query, element)) for x in (q_rot, do))
@@ -374,7 +374,7 @@ class LatentBackwardCall:
         parts_strides = layouts.contiguous_strides(self.parts_shape)
         is_wide = layouts.is_long(*(x.stride() for x in (*rows, o, do)), *self.strides, parts_strides)
         pdl = {"launch_pdl": True} if config.pdl else {}
-        block_m = shapes.CONSUMERS.value * shapes.ROWS.value
+        block_m = channels.CONSUMERS.value * channels.ROWS.value
         self.rotate_queries = None if is_rotated else prepass.Rotate("q", given, problem, config)
         self.rotate_keys = prepass.Rotate("k", given, problem, config, tile_rows=block_m, overlaps=True)
         self.preprocess = prepass.Preprocess(
@@ -389,19 +389,19 @@ class LatentBackwardCall:
 
         q_rot, k_rot = (x.new_empty(x.shape) for x in (q, k))
         # All tiles of queries have 64 rows.
-        self.query_sources = [source(x, shapes.BACKWARD_BLOCK_M.value) for x in (q_nope, q_rot, do)]
+        self.query_sources = [source(x, channels.BACKWARD_BLOCK_M.value) for x in (q_nope, q_rot, do)]
         self.key_sources = [
-            [source(x, length) for x in (k_nope, k_rot, v)] for length in (shapes.BACKWARD_BLOCK_N.value, DQ_BLOCK_N)
+            [source(x, length) for x in (k_nope, k_rot, v)] for length in (channels.BACKWARD_BLOCK_N.value, DQ_BLOCK_N)
         ]
         stats = torch.empty(stats_size, dtype=torch.float32, device=v.device)
-        self.stats_source = launch.Source(stats, [shapes.BACKWARD_BLOCK_M.value], gl.NVMMASharedLayout(0, 32, rank=1))
+        self.stats_source = launch.Source(stats, [channels.BACKWARD_BLOCK_M.value], gl.NVMMASharedLayout(0, 32, rank=1))
         num_heads, row_bytes = batch * heads, q.element_size() * (problem.score_dim + problem.value_dim)
         numbers = call_arguments.numbers_of(problem)
         left = problem.window_left
         self.has_keys_before_window = left is not None and len_k - len_q > left
         self.keys = launch.Launch(
             backward_kernel.backward_kernel,
-            schedule.tile_count(len_k, sequences, shapes.BACKWARD_BLOCK_N.value) * num_heads,
+            schedule.tile_count(len_k, sequences, channels.BACKWARD_BLOCK_N.value) * num_heads,
             {"num_warps": 4, **pdl},
             GROUP_SIZE=1,
             pitch=pitch,

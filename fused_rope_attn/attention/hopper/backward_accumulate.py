@@ -23,7 +23,6 @@ from fused_rope_attn.attention.hopper import (
     backward_transfers,
     channels,
     masks,
-    shapes,
     softmax,
 )
 from fused_rope_attn.attention.hopper import columns as column_parts
@@ -90,18 +89,18 @@ def allocate_operands(descriptors, Q_STAGES: gl.constexpr, DO_STAGES: gl.constex
 def allocate_by_keys(descriptors, dq_desc, Q_STAGES: gl.constexpr, DO_STAGES: gl.constexpr, ADDERS: gl.constexpr):
     """Allocate ``BackwardBuffers`` for ``accumulate_by_keys``. ADDERS: warps that add dQ by turns."""
     k, v, q, do, lse, delta = allocate_operands(descriptors, Q_STAGES, DO_STAGES)
-    BLOCK_M: gl.constexpr = shapes.BACKWARD_BLOCK_M
-    BLOCK_N: gl.constexpr = shapes.BACKWARD_BLOCK_N
+    BLOCK_M: gl.constexpr = channels.BACKWARD_BLOCK_M
+    BLOCK_N: gl.constexpr = channels.BACKWARD_BLOCK_N
     DS_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_M, BLOCK_N], descriptors.k.dtype)
     ds_smem = gl.allocate_shared_memory(descriptors.k.dtype, [DS_STAGES, BLOCK_M, BLOCK_N], DS_LAYOUT)
     ds = channels.channel_of(ds_smem, DS_STAGES)
-    ds.init(FILLS=shapes.CONSUMERS, RELEASES=shapes.CONSUMERS * shapes.WARPGROUP_THREADS)
+    ds.init(FILLS=channels.CONSUMERS, RELEASES=channels.CONSUMERS * channels.WARPGROUP_THREADS)
     # With more than 64 columns shared memory does not hold a tile for each adding warp.
     SHARED: gl.constexpr = ADDERS > 1 and descriptors.q.block_type.shape[3] > 64
-    DQ_TILES: gl.constexpr = shapes.CONSUMERS if SHARED else shapes.CONSUMERS * ADDERS
+    DQ_TILES: gl.constexpr = channels.CONSUMERS if SHARED else channels.CONSUMERS * ADDERS
     dq_smem = gl.allocate_shared_memory(gl.float32, [DQ_TILES] + dq_desc.block_type.shape, dq_desc.layout)
-    full = channels.allocate_barriers(shapes.CONSUMERS * ADDERS)
-    empty = channels.allocate_barriers(shapes.CONSUMERS * ADDERS)
+    full = channels.allocate_barriers(channels.CONSUMERS * ADDERS)
+    empty = channels.allocate_barriers(channels.CONSUMERS * ADDERS)
     dq = channels.Channel(dq_smem, full, empty, STAGES=ADDERS, SHARED=SHARED)
     dq.init(FILLS=1, RELEASES=1)
     return BackwardBuffers(k, v, q, do, lse, delta, ds, dq=dq)
@@ -112,7 +111,7 @@ def allocate_by_columns(descriptors, scale, Q_STAGES: gl.constexpr, DO_STAGES: g
     """Allocate ``BackwardBuffers`` for ``accumulate_by_columns``. IS_ORDERED: there are ``permits``."""
     k, v, q, do, lse, delta = allocate_operands(descriptors, Q_STAGES, DO_STAGES)
     DTYPE: gl.constexpr = descriptors.k.dtype
-    TILE: gl.constexpr = [shapes.KEYS, shapes.BACKWARD_BLOCK_M]
+    TILE: gl.constexpr = [channels.KEYS, channels.BACKWARD_BLOCK_M]
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for(TILE, DTYPE)
     p = channels.channel_of(gl.allocate_shared_memory(DTYPE, [1] + TILE, LAYOUT), 1)
     ds = channels.written_once(gl.allocate_shared_memory(DTYPE, [1] + TILE, LAYOUT))
@@ -124,21 +123,21 @@ def allocate_by_columns(descriptors, scale, Q_STAGES: gl.constexpr, DO_STAGES: g
         permits = channels.channel_of(None, STAGES=2)
         additions = channels.Channel(None, channels.allocate_barriers(2), empty=None, STAGES=2)
         permits.init(FILLS=1, RELEASES=1)
-        additions.init(FILLS=shapes.CONSUMERS, RELEASES=0)
+        additions.init(FILLS=channels.CONSUMERS, RELEASES=0)
     return BackwardBuffers(k, v, q, do, lse, delta, ds, None, p, ds_factor, permits, additions)
 
 
 @jit
 def own_rows(channel, WARPGROUP: gl.constexpr):
     """Return the rows of K or V that a warpgroup owns, (KEYS, BLOCK_D)."""
-    return backward_block.whole_tile(channel).slice(WARPGROUP * shapes.KEYS, shapes.KEYS, dim=0)
+    return backward_block.whole_tile(channel).slice(WARPGROUP * channels.KEYS, channels.KEYS, dim=0)
 
 
 @jit
 def give_ds(WARPGROUP: gl.constexpr, channel, ds, step):
     """Store a warpgroup's ds (KEYS, BLOCK_M) of the step before ``step`` for the product of dQ in ``step``."""
     cursor = channel.at(step)
-    channel.tile(cursor).slice(WARPGROUP * shapes.KEYS, shapes.KEYS, dim=1).permute((1, 0)).store(ds)
+    channel.tile(cursor).slice(WARPGROUP * channels.KEYS, channels.KEYS, dim=1).permute((1, 0)).store(ds)
     fence_async_shared()
     channel.fill(cursor)
 
@@ -150,7 +149,7 @@ def issue_dq(WARPGROUP: gl.constexpr, buffers, step, nothing):
     It makes the warpgroup's columns, as many as ``nothing``, zeros (BLOCK_M, columns), has.
     """
     ds_tile = buffers.ds.tile(buffers.ds.at(step))
-    HALF: gl.constexpr = buffers.k.buffer.shape[4] // shapes.CONSUMERS
+    HALF: gl.constexpr = buffers.k.buffer.shape[4] // channels.CONSUMERS
     k_columns = backward_block.whole_tile(buffers.k).slice(WARPGROUP * HALF, nothing.shape[1], dim=1)
     return warpgroup_mma(ds_tile, k_columns, nothing, use_acc=False, is_async=True)
 
@@ -171,7 +170,7 @@ def send_dq(WARPGROUP: gl.constexpr, dq, channel, step):
     own = channel.of_warpgroup(WARPGROUP)
     cursor = own.at(step)
     own.wait_empty(cursor)
-    tile = own.tile(cursor).reshape((shapes.BACKWARD_BLOCK_M, HALF))
+    tile = own.tile(cursor).reshape((channels.BACKWARD_BLOCK_M, HALF))
     if dq.shape[1] < HALF:
         tile = tile.slice(0, dq.shape[1], dim=1)
     tile.store(backward_transfers.stage_rows(dq))
@@ -197,23 +196,23 @@ def fold_by_keys(WARPGROUP: gl.constexpr, dk, dv, buffers, total, keys, queries,
     # With more columns the registers do not hold dQ in addition to dP.
     EARLY_DQ: gl.constexpr = BLOCK_D == 64
     DTYPE: gl.constexpr = q_blocks.buffer.dtype
-    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, shapes.BACKWARD_BLOCK_M, 16])
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, channels.BACKWARD_BLOCK_M, 16])
     P: gl.constexpr = gl.DotOperandLayout(0, dk.left.type.layout, 2)
     RIGHT: gl.constexpr = 0 if dk.right is None else dk.right.shape[1]
     # Groups of products in each of dV, dK, the scores and dP.
     GROUPS: gl.constexpr = 1 if dk.right is None else 2
     # Columns of dQ, of all rows of a query block: half of a tile's, or one of its two parts.
-    OWN: gl.constexpr = RIGHT if WARPGROUP == 1 and RIGHT else BLOCK_D // shapes.CONSUMERS
-    no_s = gl.zeros([shapes.KEYS, shapes.BACKWARD_BLOCK_M], gl.float32, S)
+    OWN: gl.constexpr = RIGHT if WARPGROUP == 1 and RIGHT else BLOCK_D // channels.CONSUMERS
+    no_s = gl.zeros([channels.KEYS, channels.BACKWARD_BLOCK_M], gl.float32, S)
     k_rows = None
     v_rows = None
     if BLOCK_D == 64:
         # Reading shared memory takes longer than the products. With more columns registers do not suffice for this.
         k_rows = own_rows(buffers.k, WARPGROUP).load(gl.DotOperandLayout(0, S, 2))
         v_rows = own_rows(buffers.v, WARPGROUP).load(gl.DotOperandLayout(0, S, 2))
-    no_dq = column_parts.part_zeros(shapes.BACKWARD_BLOCK_M, OWN)
-    key_rows = gl.arange(0, shapes.KEYS, gl.SliceLayout(1, S))
-    columns = gl.arange(0, shapes.BACKWARD_BLOCK_M, gl.SliceLayout(0, S))
+    no_dq = column_parts.part_zeros(channels.BACKWARD_BLOCK_M, OWN)
+    key_rows = gl.arange(0, channels.KEYS, gl.SliceLayout(1, S))
+    columns = gl.arange(0, channels.BACKWARD_BLOCK_M, gl.SliceLayout(0, S))
 
     block = 0
     group_head = 0
@@ -226,13 +225,13 @@ def fold_by_keys(WARPGROUP: gl.constexpr, dk, dv, buffers, total, keys, queries,
     for step in range(total):
         do_cursor = do_blocks.at(step)
         next_q = q_blocks.after(q_cursor)
-        start_m = (queries.first + block) * shapes.BACKWARD_BLOCK_M
-        q = q_blocks.tile(q_cursor).reshape((shapes.BACKWARD_BLOCK_M, BLOCK_D))
-        do = do_blocks.tile(do_cursor).reshape((shapes.BACKWARD_BLOCK_M, BLOCK_D))
+        start_m = (queries.first + block) * channels.BACKWARD_BLOCK_M
+        q = q_blocks.tile(q_cursor).reshape((channels.BACKWARD_BLOCK_M, BLOCK_D))
+        do = do_blocks.tile(do_cursor).reshape((channels.BACKWARD_BLOCK_M, BLOCK_D))
         lse = buffers.lse.index(q_cursor.slot).load(gl.SliceLayout(0, S))
         diagonal = masks.mask_offset(mask, sizes, keys, start_m)
         if mask.intervals is None:
-            diagonal -= WARPGROUP * shapes.KEYS
+            diagonal -= WARPGROUP * channels.KEYS
         is_masked = masks.needs_mask(mask, diagonal, block, queries)
         p, s = softmax.weigh(s, lse, is_masked, key_rows, columns, diagonal, mask, scale, DTYPE, CLAMP)
         p16 = gl.convert_layout(p.to(DTYPE), P)
@@ -298,9 +297,9 @@ def accumulate_by_keys(warpgroup, buffers, gradients, keys, queries, sizes, mask
     WARPGROUP: gl.constexpr = warpgroup.INDEX
     BLOCK_D: gl.constexpr = buffers.v.buffer.shape[4]
     RIGHT: gl.constexpr = column_parts.right_columns(gradients.format.D, BLOCK_D)
-    mask = masks.with_own_keys(mask, keys.start_n // shapes.KEYS + WARPGROUP)
-    dv = column_parts.zero_parts(shapes.KEYS, BLOCK_D, RIGHT)
-    dk = column_parts.zero_parts(shapes.KEYS, BLOCK_D, RIGHT)
+    mask = masks.with_own_keys(mask, keys.start_n // channels.KEYS + WARPGROUP)
+    dv = column_parts.zero_parts(channels.KEYS, BLOCK_D, RIGHT)
+    dk = column_parts.zero_parts(channels.KEYS, BLOCK_D, RIGHT)
     buffers.k.wait_full(buffers.k.at(0))
     buffers.v.wait_full(buffers.v.at(0))
     total = sizes.num_heads * queries.count
@@ -310,16 +309,18 @@ def accumulate_by_keys(warpgroup, buffers, gradients, keys, queries, sizes, mask
         dq_steps = total + 1
         # Of no block, in a layout that stores whole rows of shared memory.
         ROWS: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, 4], [0, 1])
-        no_ds = gl.zeros([shapes.KEYS, shapes.BACKWARD_BLOCK_M], buffers.k.buffer.dtype, ROWS)
+        no_ds = gl.zeros([channels.KEYS, channels.BACKWARD_BLOCK_M], buffers.k.buffer.dtype, ROWS)
         give_ds(WARPGROUP, buffers.ds, no_ds, 0)
         dk, dv = fold_by_keys(WARPGROUP, dk, dv, buffers, total, keys, queries, sizes, mask, scale)
     # Stage dv in V, because each warpgroup read only its own rows of it, and dk in the memory of dQ as soon as that has
     # been read.
-    own_keys = backward_block.KeyBlock(batch=keys.batch, head=keys.head, start_n=keys.start_n + WARPGROUP * shapes.KEYS)
+    own_keys = backward_block.KeyBlock(
+        batch=keys.batch, head=keys.head, start_n=keys.start_n + WARPGROUP * channels.KEYS
+    )
     dq = buffers.dq.of_warpgroup(WARPGROUP)
     # ``index`` and not ``slice``: ``store_dk`` reinterprets the stage again, and triton 3.8 refuses this for slices.
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    dk_stage = reinterpret(dq.tile(dq.at(dq_steps)), gl.float32, [1, shapes.KEYS, dq.buffer.shape[4]], FLAT).index(0)
+    dk_stage = reinterpret(dq.tile(dq.at(dq_steps)), gl.float32, [1, channels.KEYS, dq.buffer.shape[4]], FLAT).index(0)
     stages = backward_epilogue.Stages(dk=dk_stage, dv=own_rows(buffers.v, WARPGROUP), dk_channel=dq)
     backward_epilogue.store_or_pass_on(
         dk, dv, own_keys, sizes.NK, mask, scale, gradients, stages, dq_steps, WARPGROUP, FIRST_COLUMN=0
@@ -333,7 +334,7 @@ def add_half(pointer, dq):
     The order of its numbers is that of the registers, see ``postprocess_kernel.panel_offsets``: a warp adds 256
     contiguous bytes, a thread 8 of them. With 16 bytes a thread ptxas makes every product synchronous (C7512).
     """
-    rows = gl.arange(0, shapes.BACKWARD_BLOCK_M, gl.SliceLayout(1, dq.type.layout))
+    rows = gl.arange(0, channels.BACKWARD_BLOCK_M, gl.SliceLayout(1, dq.type.layout))
     columns = gl.arange(0, dq.shape[1], gl.SliceLayout(0, dq.type.layout))
     # The thread's own part first, so that the others are constants and take no registers, as in ``hide_pairs``.
     thread = ((rows // 16) * 128 + (rows % 8) * 8)[:, None] + (columns & 6)[None, :]
@@ -358,20 +359,20 @@ def fold_by_columns(WARPGROUP: gl.constexpr, dk, dv, buffers, dq_ptr, total, key
     """
     q_blocks, do_blocks, weights, ds_channel = buffers.q, buffers.do, buffers.p, buffers.ds
     BLOCK_D: gl.constexpr = buffers.k.buffer.shape[4]
-    OWN: gl.constexpr = BLOCK_D // shapes.CONSUMERS
+    OWN: gl.constexpr = BLOCK_D // channels.CONSUMERS
     # Columns of a product of dQ: registers suffice for half of this warpgroup's.
     HALF: gl.constexpr = OWN // 2
     DTYPE: gl.constexpr = q_blocks.buffer.dtype
-    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, shapes.BACKWARD_BLOCK_M, 16])
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, channels.BACKWARD_BLOCK_M, 16])
     DQ: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
-    no_s = gl.zeros([shapes.KEYS, shapes.BACKWARD_BLOCK_M], gl.float32, S)
-    no_dq = gl.zeros([shapes.BACKWARD_BLOCK_M, HALF], gl.float32, DQ)
+    no_s = gl.zeros([channels.KEYS, channels.BACKWARD_BLOCK_M], gl.float32, S)
+    no_dq = gl.zeros([channels.BACKWARD_BLOCK_M, HALF], gl.float32, DQ)
     p_tile = weights.tile(weights.at(0))
     ds_tile = ds_channel.tile(ds_channel.at(0))
     ds_t = ds_tile.permute((1, 0))
     if WARPGROUP == 0:
-        key_rows = gl.arange(0, shapes.KEYS, gl.SliceLayout(1, S))
-        columns = gl.arange(0, shapes.BACKWARD_BLOCK_M, gl.SliceLayout(0, S))
+        key_rows = gl.arange(0, channels.KEYS, gl.SliceLayout(1, S))
+        columns = gl.arange(0, channels.BACKWARD_BLOCK_M, gl.SliceLayout(0, S))
         token = backward_block.issue_product(backward_block.whole_tile(buffers.k), q_blocks, q_blocks.at(0), no_s)
     else:
         token = backward_block.issue_product(backward_block.whole_tile(buffers.v), do_blocks, do_blocks.at(0), no_s)
@@ -379,18 +380,18 @@ def fold_by_columns(WARPGROUP: gl.constexpr, dk, dv, buffers, dq_ptr, total, key
     group_head = 0
     if queries.IN_ORDER:
         block = queries.count - 1
-        dq_ptr += block * (shapes.BACKWARD_BLOCK_M * BLOCK_D)
+        dq_ptr += block * (channels.BACKWARD_BLOCK_M * BLOCK_D)
     for step in range(total):
         at_q = q_blocks.at(step)
         at_do = do_blocks.at(step)
         at_weights = weights.at(step)
         at_ds = ds_channel.at(step)
-        q = q_blocks.tile(at_q).reshape((shapes.BACKWARD_BLOCK_M, BLOCK_D)).slice(WARPGROUP * OWN, OWN, dim=1)
-        do = do_blocks.tile(at_do).reshape((shapes.BACKWARD_BLOCK_M, BLOCK_D)).slice(WARPGROUP * OWN, OWN, dim=1)
+        q = q_blocks.tile(at_q).reshape((channels.BACKWARD_BLOCK_M, BLOCK_D)).slice(WARPGROUP * OWN, OWN, dim=1)
+        do = do_blocks.tile(at_do).reshape((channels.BACKWARD_BLOCK_M, BLOCK_D)).slice(WARPGROUP * OWN, OWN, dim=1)
         x = warpgroup_mma_wait(0, deps=[token])
         if WARPGROUP == 0:
             lse = buffers.lse.index(at_q.slot).load(gl.SliceLayout(0, S))
-            diagonal = masks.mask_offset(mask, sizes, keys, (queries.first + block) * shapes.BACKWARD_BLOCK_M)
+            diagonal = masks.mask_offset(mask, sizes, keys, (queries.first + block) * channels.BACKWARD_BLOCK_M)
             is_masked = masks.needs_mask(mask, diagonal, block, queries)
             CLAMP: gl.constexpr = queries.num_masked is not None
             p, s = softmax.weigh(x, lse, is_masked, key_rows, columns, diagonal, mask, scale, DTYPE, CLAMP)
@@ -444,7 +445,7 @@ def fold_by_columns(WARPGROUP: gl.constexpr, dk, dv, buffers, dq_ptr, total, key
                 backward_block.whole_tile(buffers.v), do_blocks, do_blocks.at(step + 1), no_s
             )
             dq = warpgroup_mma_wait(1, deps=[dq_token])
-        add_half(dq_ptr + shapes.BACKWARD_BLOCK_M * HALF, dq)
+        add_half(dq_ptr + channels.BACKWARD_BLOCK_M * HALF, dq)
         if buffers.additions is not None:
             buffers.additions.fill(buffers.additions.at(step))
         if queries.IN_ORDER:
@@ -453,12 +454,12 @@ def fold_by_columns(WARPGROUP: gl.constexpr, dk, dv, buffers, dq_ptr, total, key
             if group_head == sizes.num_heads:
                 group_head = 0
                 block -= 1
-                dq_ptr -= (sizes.num_heads.to(gl.int64) * sizes.pitch + shapes.BACKWARD_BLOCK_M) * BLOCK_D
+                dq_ptr -= (sizes.num_heads.to(gl.int64) * sizes.pitch + channels.BACKWARD_BLOCK_M) * BLOCK_D
         else:
             block += 1
-            dq_ptr += shapes.BACKWARD_BLOCK_M * BLOCK_D
+            dq_ptr += channels.BACKWARD_BLOCK_M * BLOCK_D
             dq_ptr += gl.where(
-                block == queries.count, (sizes.pitch - queries.count * shapes.BACKWARD_BLOCK_M) * BLOCK_D, 0
+                block == queries.count, (sizes.pitch - queries.count * channels.BACKWARD_BLOCK_M) * BLOCK_D, 0
             )
             block = gl.where(block == queries.count, 0, block)
     warpgroup_mma_wait(0, deps=[token])
@@ -474,27 +475,27 @@ def accumulate_by_columns(warpgroup, buffers, dq_ptr, gradients, keys, queries, 
     WARPGROUP: gl.constexpr = warpgroup.INDEX
     k_smem, v_smem = buffers.k.buffer, buffers.v.buffer
     BLOCK_D: gl.constexpr = k_smem.shape[4]
-    OWN: gl.constexpr = BLOCK_D // shapes.CONSUMERS
+    OWN: gl.constexpr = BLOCK_D // channels.CONSUMERS
     DTYPE: gl.constexpr = k_smem.dtype
     DKV: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, OWN, 16])
     STAGE: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
     if WARPGROUP == 0:
-        mask = masks.with_own_keys(mask, keys.start_n // shapes.KEYS)
-    dv = gl.zeros([shapes.KEYS, OWN], gl.float32, DKV)
-    dk = gl.zeros([shapes.KEYS, OWN], gl.float32, DKV)
+        mask = masks.with_own_keys(mask, keys.start_n // channels.KEYS)
+    dv = gl.zeros([channels.KEYS, OWN], gl.float32, DKV)
+    dk = gl.zeros([channels.KEYS, OWN], gl.float32, DKV)
     buffers.k.wait_full(buffers.k.at(0))
     buffers.v.wait_full(buffers.v.at(0))
     total = sizes.num_heads * queries.count
     if total > 0:
         head_q = (keys.batch * sizes.HQ + backward_block.first_query_head(keys, sizes)).to(gl.int64)
-        row = head_q * sizes.pitch + queries.first * shapes.BACKWARD_BLOCK_M
-        dq_ptr += row * BLOCK_D + WARPGROUP * shapes.BACKWARD_BLOCK_M * OWN
+        row = head_q * sizes.pitch + queries.first * channels.BACKWARD_BLOCK_M
+        dq_ptr += row * BLOCK_D + WARPGROUP * channels.BACKWARD_BLOCK_M * OWN
         dk, dv = fold_by_columns(WARPGROUP, dk, dv, buffers, dq_ptr, total, keys, queries, sizes, mask, scale)
     # Stage dv in V and dk in K, in half of each. The other warpgroup may still multiply with them: its last scores or
     # dP, which it discards, or dQ from its own half of K.
     stages = backward_epilogue.Stages(
-        dk=reinterpret(k_smem, DTYPE, [shapes.CONSUMERS, shapes.KEYS, OWN], STAGE).index(WARPGROUP),
-        dv=reinterpret(v_smem, DTYPE, [shapes.CONSUMERS, shapes.KEYS, OWN], STAGE).index(WARPGROUP),
+        dk=reinterpret(k_smem, DTYPE, [channels.CONSUMERS, channels.KEYS, OWN], STAGE).index(WARPGROUP),
+        dv=reinterpret(v_smem, DTYPE, [channels.CONSUMERS, channels.KEYS, OWN], STAGE).index(WARPGROUP),
     )
     dk, dv = column_parts.ColumnParts(left=dk, right=None), column_parts.ColumnParts(left=dv, right=None)
     backward_epilogue.store_or_pass_on(

@@ -9,7 +9,7 @@ dK and dV in pairs, as in a tournament, through slots of memory, and the program
 import triton
 import triton.language as tl
 
-from fused_rope_attn.attention.hopper import channels, shapes
+from fused_rope_attn.attention.hopper import channels
 from fused_rope_attn.attention.hopper import columns as column_parts
 from fused_rope_attn.kernels import masks, ptxas, rotation, tiles
 from fused_rope_attn.kernels import norm as norms
@@ -27,7 +27,7 @@ def slot_words(columns):
     columns: those that a warpgroup has, with padding. A slot also has a counter for each warpgroup, int32, to which
     each warp adds 1 after it has stored its sums.
     """
-    return shapes.CONSUMERS.value * 2 * shapes.KEYS.value * columns
+    return channels.CONSUMERS.value * 2 * channels.KEYS.value * columns
 
 
 @record
@@ -56,7 +56,7 @@ def visited_blocks(blocks_ptr, num_blocks, block, HALVES: tl.constexpr):
     for i in tl.static_range(1, HALVES):
         first = tl.minimum(first, tl.load(bounds + i))
         end = tl.maximum(end, tl.load(bounds + num_blocks + i))
-    return first // shapes.BACKWARD_BLOCK_M, (end + shapes.BACKWARD_BLOCK_M - 1) // shapes.BACKWARD_BLOCK_M
+    return first // channels.BACKWARD_BLOCK_M, (end + channels.BACKWARD_BLOCK_M - 1) // channels.BACKWARD_BLOCK_M
 
 
 @jit
@@ -219,7 +219,7 @@ def allocate_query_channel(desc, stats_desc, STAGES: gl.constexpr, rope_desc=Non
 @jit
 def init_query_channel(channel):
     """Initialise the barriers of a channel of query blocks."""
-    channel.init(FILLS=1, RELEASES=shapes.CONSUMERS * shapes.WARPGROUP_THREADS)
+    channel.init(FILLS=1, RELEASES=channels.CONSUMERS * channels.WARPGROUP_THREADS)
 
 
 @jit
@@ -251,7 +251,7 @@ def interval_queries(intervals, start_n, share, HALVES: gl.constexpr):
     intervals: ``KeyIntervals``. share: the ``Share`` to which the count is limited; None: all blocks. Every key that
     the mask lets through exists.
     """
-    first, end = visited_blocks(intervals.blocks_ptr, intervals.num_blocks, start_n // shapes.KEYS, HALVES)
+    first, end = visited_blocks(intervals.blocks_ptr, intervals.num_blocks, start_n // channels.KEYS, HALVES)
     count = gl.maximum(0, end - first)
     if share is not None:
         count = gl.where(share.count > 0, count, 0)

@@ -7,7 +7,7 @@ warpgroups own half of each row, and exchange their sums over the columns throug
 """
 
 from fused_rope_attn.attention import norm_gradient_kernel
-from fused_rope_attn.attention.hopper import backward_block, backward_transfers, channels, shapes
+from fused_rope_attn.attention.hopper import backward_block, backward_transfers, channels
 from fused_rope_attn.attention.hopper import columns as column_parts
 from fused_rope_attn.kernels import norm as norms
 from fused_rope_attn.kernels import rotation as rotations
@@ -32,8 +32,8 @@ def own_norm(key_norm, block, SPLITS_COLUMNS: gl.constexpr):
     exchange = None
     if SPLITS_COLUMNS:
         EXCHANGE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-        exchange = gl.allocate_shared_memory(gl.float32, [3 * shapes.CONSUMERS, shapes.KEYS, 1], EXCHANGE)
-    SUMS: gl.constexpr = 1 if SPLITS_COLUMNS else shapes.CONSUMERS
+        exchange = gl.allocate_shared_memory(gl.float32, [3 * channels.CONSUMERS, channels.KEYS, 1], EXCHANGE)
+    SUMS: gl.constexpr = 1 if SPLITS_COLUMNS else channels.CONSUMERS
     return replace(key_norm, sums_ptr=key_norm.sums_ptr + block.to(gl.int64) * (SUMS * D), exchange=exchange)
 
 
@@ -61,7 +61,7 @@ def unnorm_keys(raw1, raw2, dk1, dk2, num_rows, rotation, key_norm, WARPGROUP: g
     COLUMNS: gl.constexpr = 2 * dk1.shape[1]
     norm = key_norm.norm
     weight1, weight2 = rotations.pair_norm_weights(norm, rotation, COLUMNS, PAIRS, FIRST_PAIR)
-    exists = (gl.arange(0, shapes.KEYS, gl.SliceLayout(1, PAIRS)) < num_rows)[:, None]
+    exists = (gl.arange(0, channels.KEYS, gl.SliceLayout(1, PAIRS)) < num_rows)[:, None]
     dk1, dk2 = gl.where(exists, dk1, 0.0), gl.where(exists, dk2, 0.0)
     sums = norms.unnorm_sums(raw1, raw2, dk1, dk2, weight1, weight2)
     sums_ptr = key_norm.sums_ptr
@@ -77,7 +77,7 @@ def unnorm_keys(raw1, raw2, dk1, dk2, num_rows, rotation, key_norm, WARPGROUP: g
 @jit
 def drop_keys(gradient, start_n, mask):
     """Return gradient (KEYS, columns) of the keys from start_n on with zeros for keys that do not exist."""
-    keys = gl.arange(0, shapes.KEYS, gl.SliceLayout(1, gradient.type.layout)) + start_n
+    keys = gl.arange(0, channels.KEYS, gl.SliceLayout(1, gradient.type.layout)) + start_n
     exists = (keys >= mask.first_key) & (keys < mask.num_keys)
     return gl.where(exists[:, None], gradient, 0.0)
 
@@ -114,7 +114,7 @@ def store_dv(rows, dv, stage):
     WHOLE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // COLUMNS, COLUMNS // 8], [4, 1], [1, 0])
     column_parts.store_parts(stage, dv, column_parts.LEFT)
     tile = stage.load(WHOLE)
-    tiles.store_tile(rows, tile, gl.arange(0, shapes.KEYS, gl.SliceLayout(1, WHOLE)), WHOLE)
+    tiles.store_tile(rows, tile, gl.arange(0, channels.KEYS, gl.SliceLayout(1, WHOLE)), WHOLE)
 
 
 @jit
@@ -123,7 +123,7 @@ def store_sums(rows, dv):
     # Four threads of a product's layout write a whole sector of 32 bytes.
     OWN: gl.constexpr = dv.type.layout
     rows = replace(rows, format=replace(rows.format, BLOCK_D=dv.shape[1]))
-    tiles.store_tile(rows, dv, gl.arange(0, shapes.KEYS, gl.SliceLayout(1, OWN)), OWN)
+    tiles.store_tile(rows, dv, gl.arange(0, channels.KEYS, gl.SliceLayout(1, OWN)), OWN)
 
 
 @jit
@@ -139,13 +139,13 @@ def store_dk(rows, dk, stage, keys, num_keys, gradients, WARPGROUP: gl.constexpr
     WHOLE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // COLUMNS, COLUMNS // 8], [4, 1], [1, 0])
     PAIRS: gl.constexpr = gl.BlockedLayout([1, 4], [256 // COLUMNS, COLUMNS // 8], [4, 1], [1, 0])
     STAGE: gl.constexpr = gl.SwizzledSharedLayout(4, 1, 8, [1, 0])
-    stage = reinterpret(stage, gl.float32, [shapes.KEYS, COLUMNS // 2], STAGE)
+    stage = reinterpret(stage, gl.float32, [channels.KEYS, COLUMNS // 2], STAGE)
     layouts = rotations.PairLayouts(PAIRS, WHOLE)
     key_norm, tables = gradients.key_norm, gradients.tables
     if key_norm is not None:
         origin = tiles.Origin(batch=keys.batch.to(gl.int64), head=keys.head.to(gl.int64), row=keys.start_n)
         raw_rows = tiles.head_rows(key_norm.raw, origin, rows.num_rows, rows.format)
-        raw_offs = gl.arange(0, shapes.KEYS, gl.SliceLayout(1, PAIRS))
+        raw_offs = gl.arange(0, channels.KEYS, gl.SliceLayout(1, PAIRS))
         raw1, raw2 = rotations.load_pairs(raw_rows, raw_offs, tables, layouts, FIRST_PAIR=FIRST_PAIR)
     first, second = unpack_parts(dk)
     column_parts.store_parts(stage, first, column_parts.LEFT // 2)
@@ -153,7 +153,7 @@ def store_dk(rows, dk, stage, keys, num_keys, gradients, WARPGROUP: gl.constexpr
     column_parts.store_parts(stage, second, column_parts.LEFT // 2)
     second = stage.load(PAIRS)
     rotation = rotations.head_rotation(tables, keys.batch.to(gl.int64), num_keys)
-    offs = gl.arange(0, shapes.KEYS, gl.SliceLayout(1, PAIRS))
+    offs = gl.arange(0, channels.KEYS, gl.SliceLayout(1, PAIRS))
     pairs = None
     if FIRST_PAIR:
         pairs = gl.arange(0, COLUMNS // 2, gl.SliceLayout(0, PAIRS)) + FIRST_PAIR
@@ -176,10 +176,10 @@ def sums_at(ptr, x):
     the 8 columns of a thread's four neighbours, 8 rows, 4 warps, the other 8 rows of a warp, and then more columns.
     """
     LAYOUT: gl.constexpr = x.type.layout
-    rows = gl.arange(0, shapes.KEYS, gl.SliceLayout(1, LAYOUT))
+    rows = gl.arange(0, channels.KEYS, gl.SliceLayout(1, LAYOUT))
     columns = gl.arange(0, x.shape[1], gl.SliceLayout(0, LAYOUT))
     of_rows = rows % 8 * 8 + rows // 16 * 64 + rows // 8 % 2 * 256
-    of_columns = columns // 8 * (8 * shapes.KEYS) + columns % 8
+    of_columns = columns // 8 * (8 * channels.KEYS) + columns % 8
     return ptr + of_rows[:, None] + of_columns[None, :]
 
 
@@ -191,7 +191,7 @@ def load_sums(ptr, parts):
         return column_parts.ColumnParts(left=left, right=None)
     else:
         return column_parts.ColumnParts(
-            left=left, right=parts.right + gl.load(sums_at(ptr + shapes.KEYS * column_parts.LEFT, parts.right))
+            left=left, right=parts.right + gl.load(sums_at(ptr + channels.KEYS * column_parts.LEFT, parts.right))
         )
 
 
@@ -200,7 +200,7 @@ def keep_sums(ptr, parts):
     """Store ``ColumnParts`` in float32."""
     gl.store(sums_at(ptr, parts.left), parts.left)
     if parts.right is not None:
-        gl.store(sums_at(ptr + shapes.KEYS * column_parts.LEFT, parts.right), parts.right)
+        gl.store(sums_at(ptr + channels.KEYS * column_parts.LEFT, parts.right), parts.right)
 
 
 @jit
@@ -222,16 +222,16 @@ def store_or_pass_on(
         if share is None:
             # Loaded again, because the loop has no registers for it.
             share = backward_block.load_share(gradients.share_ptr)
-        SUMS: gl.constexpr = shapes.KEYS * stages.dv.shape[1]
+        SUMS: gl.constexpr = channels.KEYS * stages.dv.shape[1]
         SLOT: gl.constexpr = backward_block.slot_words(stages.dv.shape[1])
         slot = share.slot + share.number
-        counter = gradients.counters_ptr + slot * shapes.CONSUMERS + WARPGROUP
+        counter = gradients.counters_ptr + slot * channels.CONSUMERS + WARPGROUP
         dk_ptr = gradients.slots_ptr + slot.to(gl.int64) * SLOT + WARPGROUP * (2 * SUMS)
         dv_ptr = dk_ptr + SUMS
         place = share.count - 1 - share.number
         distance = 1
         while (place % (2 * distance) == 0) & (place + distance < share.count):
-            schedule.wait_until(counter - distance * shapes.CONSUMERS, shapes.WARPGROUP_WARPS)
+            schedule.wait_until(counter - distance * channels.CONSUMERS, channels.WARPGROUP_WARPS)
             dk, dv = load_sums(dk_ptr - distance * SLOT, dk), load_sums(dv_ptr - distance * SLOT, dv)
             distance *= 2
         if place > 0:

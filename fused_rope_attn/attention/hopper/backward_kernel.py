@@ -29,7 +29,6 @@ from fused_rope_attn.attention.hopper import (
     backward_transfers,
     channels,
     latent_kernels,
-    shapes,
 )
 from fused_rope_attn.attention.hopper import masks as hopper_masks
 from fused_rope_attn.attention.hopper.backward_accumulate import accumulate_by_columns, accumulate_by_keys
@@ -124,8 +123,8 @@ def backward_kernel(q_desc, do_desc, k_desc, v_desc, stats_desc, dq_accumulator,
     BLOCK_D: gl.constexpr = q_desc.block_type.shape[3]
     SPLITS_COLUMNS: gl.constexpr = BLOCK_D > 128
     SPLITS_KEYS: gl.constexpr = not (IS_LATENT or SPLITS_COLUMNS)
-    BLOCK_M: gl.constexpr = shapes.BACKWARD_BLOCK_M
-    BLOCK_N: gl.constexpr = shapes.KEYS if SPLITS_COLUMNS else shapes.BACKWARD_BLOCK_N
+    BLOCK_M: gl.constexpr = channels.BACKWARD_BLOCK_M
+    BLOCK_N: gl.constexpr = channels.KEYS if SPLITS_COLUMNS else channels.BACKWARD_BLOCK_N
     # True if tiles may hold rows of keys that do not exist, before or after the others, inside the tensors.
     ZEROES_ROWS: gl.constexpr = READS_LENGTHS or call_masks.HAS_KEYS_BEFORE_WINDOW
     # True if the mask may let keys through that do not exist. A causal window hides all of them but those before
@@ -201,12 +200,12 @@ def backward_kernel(q_desc, do_desc, k_desc, v_desc, stats_desc, dq_accumulator,
     intervals, hidden_ptr, blind_ptr = None, None, None
     if HAS_INTERVALS:
         # One or two blocks for each tile, also if the last one has fewer keys.
-        num_blocks = num_tiles * (BLOCK_N // shapes.KEYS)
-        key_rows_ptr = call_masks.key_rows_ptr + batch.to(gl.int64) * 2 * num_blocks * shapes.KEYS
-        blocks_ptr = call_masks.blocks_ptr + batch.to(gl.int64) * (4 + shapes.KEYS // WORD) * num_blocks
+        num_blocks = num_tiles * (BLOCK_N // channels.KEYS)
+        key_rows_ptr = call_masks.key_rows_ptr + batch.to(gl.int64) * 2 * num_blocks * channels.KEYS
+        blocks_ptr = call_masks.blocks_ptr + batch.to(gl.int64) * (4 + channels.KEYS // WORD) * num_blocks
         blind_ptr = call_masks.blind_ptr + batch.to(gl.int64) * (pitch // WORD)
         intervals = hopper_masks.KeyIntervals(key_rows_ptr, blocks_ptr, num_blocks)
-        queries = backward_block.interval_queries(intervals, start_n, share, BLOCK_N // shapes.KEYS)
+        queries = backward_block.interval_queries(intervals, start_n, share, BLOCK_N // channels.KEYS)
         hidden_ptr = blocks_ptr + 4 * num_blocks + start_n // WORD
     mask = masks.Mask(num_keys, first_key if READS_LENGTHS else None, window, READS_LENGTHS, intervals)
     keys = backward_block.KeyBlock(batch=batch, head=head, start_n=start_n)
@@ -289,6 +288,6 @@ def backward_kernel(q_desc, do_desc, k_desc, v_desc, stats_desc, dq_accumulator,
         + ([(backward_transfers.reduce_in_order, (first,) + adds)] if WARPS_THAT_ADD == 3 else [])
         + ([(backward_transfers.reduce_in_order, (second,) + adds)] if WARPS_THAT_ADD == 3 else [])
         + ([(backward_transfers.reduce_in_order, (third,) + adds)] if WARPS_THAT_ADD == 3 else []),
-        [shapes.WARPGROUP_WARPS, 1] + [1] * WARPS_THAT_ADD,
-        [shapes.MULTIPLY_REGISTERS, shapes.LOAD_REGISTERS] + [shapes.LOAD_REGISTERS] * WARPS_THAT_ADD,
+        [channels.WARPGROUP_WARPS, 1] + [1] * WARPS_THAT_ADD,
+        [channels.MULTIPLY_REGISTERS, channels.LOAD_REGISTERS] + [channels.LOAD_REGISTERS] * WARPS_THAT_ADD,
     )

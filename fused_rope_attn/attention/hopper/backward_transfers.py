@@ -12,7 +12,7 @@ distance of one addition, and under a causal mask the longest program is both th
 start.
 """
 
-from fused_rope_attn.attention.hopper import backward_block, channels, masks, shapes
+from fused_rope_attn.attention.hopper import backward_block, channels, masks
 from fused_rope_attn.kernels import schedule
 from fused_rope_attn.kernels.records import record, replace
 from fused_rope_attn.runtime.triton_compat import TensorDescriptor, gl, jit, tma_reduce_add, tma_store, tma_store_wait
@@ -272,18 +272,18 @@ def send_block(dq_desc, dq, batch, head_q, block, step, ADD: gl.constexpr):
 
     dq: the channels of both warpgroups, one for each part of the columns; step: blocks sent before.
     """
-    shapes.BACKWARD_BLOCK_M: gl.constexpr = dq.buffer.shape[3]
+    channels.BACKWARD_BLOCK_M: gl.constexpr = dq.buffer.shape[3]
     COLUMNS: gl.constexpr = dq.buffer.shape[4]
-    for part in gl.static_range(shapes.CONSUMERS):
+    for part in gl.static_range(channels.CONSUMERS):
         own = dq.of_warpgroup(part)
         own.wait_full(own.at(step))
-        coordinates = [batch, head_q, block * shapes.BACKWARD_BLOCK_M, part * COLUMNS]
+        coordinates = [batch, head_q, block * channels.BACKWARD_BLOCK_M, part * COLUMNS]
         if ADD:
             tma_reduce_add(dq_desc, coordinates, own.tile(own.at(step)))
         else:
             tma_store(dq_desc, coordinates, own.tile(own.at(step)))
     tma_store_wait(0)
-    for part in gl.static_range(shapes.CONSUMERS):
+    for part in gl.static_range(channels.CONSUMERS):
         own = dq.of_warpgroup(part)
         own.release(own.at(step))
 
@@ -291,10 +291,10 @@ def send_block(dq_desc, dq, batch, head_q, block, step, ADD: gl.constexpr):
 @jit
 def drop_block(dq, step):
     """Release a block of dQ as soon as it has arrived, as ``send_block`` does, and discard it."""
-    for part in gl.static_range(shapes.CONSUMERS):
+    for part in gl.static_range(channels.CONSUMERS):
         own = dq.of_warpgroup(part)
         own.wait_full(own.at(step))
-    for part in gl.static_range(shapes.CONSUMERS):
+    for part in gl.static_range(channels.CONSUMERS):
         own = dq.of_warpgroup(part)
         own.release(own.at(step))
 
@@ -369,7 +369,7 @@ def previous_tile(intervals, tile, block, HALVES: gl.constexpr):
 @jit
 def words_of_group(progress, queries, sizes):
     """Return the pointer to the word of the first query block of the group's first head, and the words of a head."""
-    pitch = sizes.pitch // shapes.BACKWARD_BLOCK_M
+    pitch = sizes.pitch // channels.BACKWARD_BLOCK_M
     first = progress.key_head * sizes.num_heads * pitch + queries.first
     return progress.words_ptr + first, pitch
 
@@ -405,7 +405,7 @@ def reduce_in_order(adder, dq_desc, dq, progress, keys, queries, sizes):
             schedule.wait_until(word, progress.tile)
         else:
             schedule.wait_until(
-                word, previous_tile(progress.intervals, progress.tile, queries.first + block, shapes.CONSUMERS)
+                word, previous_tile(progress.intervals, progress.tile, queries.first + block, channels.CONSUMERS)
             )
         # Order this thread's accesses to memory before its next operations of the TMA.
         gl.inline_asm_elementwise("fence.proxy.async; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)

@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""Channels: how the warps of an sm_90 kernel pass tiles to one another through shared memory, and named barriers.
+"""Sizes of the sm_90 kernels, and channels: how warps pass tiles to one another through shared memory.
 
 A channel is CUTLASS's pipeline: producers fill its slots one after another, consumers empty them, and two mbarriers a
 slot say when it is full and when it is empty. Most tiles arrive through the TMA (``load_rows``).
@@ -11,6 +11,7 @@ two tiles of a sequence pay this round trip to memory.
 """
 
 from fused_rope_attn.kernels.records import record, replace
+from fused_rope_attn.kernels.sequences import PADDED_TILE_ROWS
 from fused_rope_attn.runtime.triton_compat import (
     async_copy,
     fence_async_shared,
@@ -20,6 +21,24 @@ from fused_rope_attn.runtime.triton_compat import (
     reinterpret,
     tma_load,
 )
+
+# All warps but the loading one are in warpgroups of four.
+WARPGROUP_WARPS = gl.constexpr(4)
+WARPGROUP_THREADS = gl.constexpr(128)
+# Warpgroups of a block of the backward that multiply, and so consume the loading warp's tiles.
+CONSUMERS = gl.constexpr(2)
+# Rows of one wgmma (its M): the query rows of a warpgroup in the forward, its key rows in the backward. The forward has
+# two or three such warpgroups, the backward two.
+ROWS = gl.constexpr(64)
+KEYS = gl.constexpr(64)
+
+# Query rows that the backward loads and multiplies at a time, and key rows of its tile, which both warpgroups share.
+BACKWARD_BLOCK_M = gl.constexpr(PADDED_TILE_ROWS.value)
+BACKWARD_BLOCK_N = gl.constexpr(128)
+# Registers of a thread of the backward's two warpgroups that multiply, and of the warps that load or add in all
+# kernels. A multiprocessor has 65,536: two warpgroups with 240 and one with 24 take 64,512.
+MULTIPLY_REGISTERS = gl.constexpr(240)
+LOAD_REGISTERS = gl.constexpr(24)
 
 # The hardware's named barriers, ``bar`` counters 0 to 15 of a block. Triton takes those of its partitions from 0 on.
 # The forward's warpgroup 0 waits at the first one for the tensor cores, warpgroups 1 and 2 at the next two.

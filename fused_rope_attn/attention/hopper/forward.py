@@ -10,7 +10,7 @@ import torch
 from fused_rope_attn.attention import arguments, prepass
 from fused_rope_attn.attention.configs import HopperForwardConfig
 from fused_rope_attn.attention.hopper import forward_kernel, forward_producers, forward_tiles, intervals
-from fused_rope_attn.attention.hopper.shapes import ROWS
+from fused_rope_attn.attention.hopper.channels import ROWS
 from fused_rope_attn.attention.prepass_kernel import TILE_WORDS
 from fused_rope_attn.attention.problem import Outputs, Problem, Saving, Tensors, split_outputs
 from fused_rope_attn.kernels import schedule, tiles

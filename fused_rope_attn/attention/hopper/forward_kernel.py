@@ -19,16 +19,8 @@ released its last ones. O is stored in two halves of its columns, through the sa
 import triton
 import triton.language as tl
 
-from fused_rope_attn.attention.hopper import (
-    channels,
-    columns,
-    forward_producers,
-    forward_tiles,
-    masks,
-    shapes,
-    softmax,
-)
-from fused_rope_attn.attention.hopper.shapes import ROWS
+from fused_rope_attn.attention.hopper import channels, columns, forward_producers, forward_tiles, masks, softmax
+from fused_rope_attn.attention.hopper.channels import ROWS
 from fused_rope_attn.kernels import ptxas, sequences, tiles
 from fused_rope_attn.kernels import softmax as row_softmax
 from fused_rope_attn.kernels.masks import Window
@@ -155,8 +147,8 @@ def forward_kernel(q_rot_desc, q_nope_desc, k_rot_desc, k_nope_desc, v_desc, o_d
     keys = channels.channel_of(k_smem, STAGES, k_rope)
     values = channels.channel_of(v_smem, STAGES)
     for i in gl.static_range(STAGES):
-        keys.init_slot(i, FILLS=1, RELEASES=CONSUMERS * shapes.WARPGROUP_THREADS)
-        values.init_slot(i, FILLS=1, RELEASES=CONSUMERS * shapes.WARPGROUP_THREADS)
+        keys.init_slot(i, FILLS=1, RELEASES=CONSUMERS * channels.WARPGROUP_THREADS)
+        values.init_slot(i, FILLS=1, RELEASES=CONSUMERS * channels.WARPGROUP_THREADS)
     arrival = None
     if HAS_BOUNDS or HAS_INTERVALS:
         arrival = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
@@ -207,10 +199,10 @@ def forward_kernel(q_rot_desc, q_nope_desc, k_rot_desc, k_nope_desc, v_desc, o_d
         + ([(attend, (replace(first, INDEX=2),))] if CONSUMERS == 3 else [])
         + ([(ROTATE, (announced, queries, source))] if ROTATES_QUERIES else [])
         + [(forward_producers.load, (loader, schedule, announced))],
-        [shapes.WARPGROUP_WARPS] * (TILE_READERS - 1) + [1],
+        [channels.WARPGROUP_WARPS] * (TILE_READERS - 1) + [1],
         [sizes.ATTEND_REGISTERS] * (CONSUMERS - 1)
         + ([sizes.ROTATE_REGISTERS] if ROTATES_QUERIES else [])
-        + [shapes.LOAD_REGISTERS],
+        + [channels.LOAD_REGISTERS],
     )
 
 

@@ -2,7 +2,7 @@
 """The sm_90 forward's warps that fill shared memory: one that loads tiles, and four that rotate queries."""
 
 from fused_rope_attn.attention.hopper import channels, forward_tiles, masks
-from fused_rope_attn.attention.hopper.shapes import ROWS
+from fused_rope_attn.attention.hopper.channels import ROWS
 from fused_rope_attn.kernels import rotation as rotary
 from fused_rope_attn.kernels.norm import Norm
 from fused_rope_attn.kernels.ptxas import opaque

@@ -8,7 +8,7 @@ The loading warp alone finds the next tile and divides its number into batch, he
 
 from triton import constexpr_function
 
-from fused_rope_attn.attention.hopper import channels, shapes
+from fused_rope_attn.attention.hopper import channels
 from fused_rope_attn.attention.prepass_kernel import TILE_WORDS
 from fused_rope_attn.kernels import masks, sequences
 from fused_rope_attn.kernels.records import record, replace
@@ -89,7 +89,7 @@ class Announcements:
     @jit
     def read(self, cursor, NAME: gl.constexpr, default=None):
         """Read an announced field of a tile; return ``default`` for another."""
-        ONE_WARPGROUP: gl.constexpr = gl.BlockedLayout([1], [32], [shapes.WARPGROUP_WARPS], [0])
+        ONE_WARPGROUP: gl.constexpr = gl.BlockedLayout([1], [32], [channels.WARPGROUP_WARPS], [0])
         INDEX: gl.constexpr = word_index(self.FIELDS, NAME)
         if INDEX is None:
             return default
@@ -104,7 +104,7 @@ def announcements(HAS_BOUNDS: gl.constexpr, IS_PACKED: gl.constexpr, READERS: gl
     FIELDS: gl.constexpr = announced_fields(HAS_BOUNDS, IS_PACKED)
     smem = gl.allocate_shared_memory(gl.int32, [TILE_STAGES * len(FIELDS), 1], mbarrier.MBarrierLayout())
     channel = channels.channel_of(smem, TILE_STAGES)
-    channel.init(FILLS=1, RELEASES=READERS * shapes.WARPGROUP_THREADS)
+    channel.init(FILLS=1, RELEASES=READERS * channels.WARPGROUP_THREADS)
     return Announcements(channel, FIELDS, NQ, NK)
 
 
@@ -372,7 +372,7 @@ def packed_work(schedule, index):
     rotated_row = row
     if schedule.QUERIES_IN_TILES:
         first_q = end - len_q
-        rotated_row = sequences.padded_row(first_q, sequence, shapes.BACKWARD_BLOCK_M) + row - first_q
+        rotated_row = sequences.padded_row(first_q, sequence, channels.BACKWARD_BLOCK_M) + row - first_q
     tile = make_tile(schedule, mask, row, head, head * 0, head, len_k - end, end, rotated_row)
     tile = replace(tile, num_blocks=gl.where(index < schedule.num_tiles, tile.num_blocks, 0))
     return Work(tile, index, head // schedule.GROUP_SIZE, first_k)

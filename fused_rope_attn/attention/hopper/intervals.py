@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from fused_rope_attn.attention import arguments as call_arguments
-from fused_rope_attn.attention.hopper import backward_block, shapes
+from fused_rope_attn.attention.hopper import backward_block, channels
 from fused_rope_attn.attention.problem import Problem, Tensors
 from fused_rope_attn.kernels import schedule, sequences
 from fused_rope_attn.kernels.intervals import NO_ROW, WORD, row_interval
@@ -260,9 +260,9 @@ def deal_shares(
         tl.store(shares_ptr + at + 2, number, mask=exists)
         tl.store(shares_ptr + at + 3, tl.zeros_like(lane) + count, mask=exists)
         tl.store(shares_ptr + at + 4, first_slot + head * slots_of_head, mask=exists)
-    own_counters = slots_of_head * num_heads * shapes.CONSUMERS
+    own_counters = slots_of_head * num_heads * channels.CONSUMERS
     for start in range(0, own_counters, LANES):
-        counters = counters_ptr + first_slot * shapes.CONSUMERS + start + lane
+        counters = counters_ptr + first_slot * channels.CONSUMERS + start + lane
         tl.store(counters, tl.zeros_like(lane), mask=start + lane < own_counters)
     if own == 0:
         for start in range(num_dealt * num_heads * backward_block.SHARE_WORDS, end, LANES):
@@ -386,7 +386,7 @@ class VisibleRows:
     """
 
     def __init__(self, problem: Problem, num_blocks: int, halves: int, num_rows: int, columns: int, section: int):
-        self.key_rows = KeyRows(problem, shapes.KEYS.value, num_blocks)
+        self.key_rows = KeyRows(problem, channels.KEYS.value, num_blocks)
         self.shape = (problem.batch, num_rows // WORD.value)
         multiprocessors, heads = device.num_sms(problem.device), problem.heads_kv
         tiles = problem.batch * num_blocks // halves
@@ -398,7 +398,7 @@ class VisibleRows:
             shares * backward_block.SHARE_WORDS.value,
             (slots, backward_block.slot_words(columns)),
         )
-        self.counters_shape = slots, shapes.CONSUMERS.value
+        self.counters_shape = slots, channels.CONSUMERS.value
         programs = problem.batch * triton.cdiv(self.shape[1], BLIND_WORDS)
         self.launch = launch.Launch(
             backward_rows_kernel,

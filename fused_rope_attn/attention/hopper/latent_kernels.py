@@ -21,7 +21,6 @@ from fused_rope_attn.attention.hopper import (
     channels,
     forward_producers,
     forward_tiles,
-    shapes,
 )
 from fused_rope_attn.attention.hopper import columns as column_parts
 from fused_rope_attn.attention.hopper import masks as hopper_masks
@@ -77,9 +76,9 @@ def allocate_buffers(descriptors, Q_STAGES: gl.constexpr, DO_STAGES: gl.constexp
     v.init(FILLS=1, RELEASES=0)
     backward_block.init_query_channel(q)
     backward_block.init_query_channel(do)
-    P_TILE: gl.constexpr = [shapes.CONSUMERS, shapes.KEYS, shapes.BACKWARD_BLOCK_M]
+    P_TILE: gl.constexpr = [channels.CONSUMERS, channels.KEYS, channels.BACKWARD_BLOCK_M]
     P_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for(
-        [shapes.KEYS, shapes.BACKWARD_BLOCK_M], descriptors.q.dtype
+        [channels.KEYS, channels.BACKWARD_BLOCK_M], descriptors.q.dtype
     )
     p = gl.allocate_shared_memory(descriptors.q.dtype, P_TILE, P_LAYOUT)
     return LatentBuffers(k=k, v=v, q=q, do=do, lse=lse, delta=delta, p=p)
@@ -89,7 +88,7 @@ def allocate_buffers(descriptors, Q_STAGES: gl.constexpr, DO_STAGES: gl.constexp
 def own_rows(channel, WARPGROUP: gl.constexpr):
     """Return a warpgroup's ``ScoreRows`` of K or V, at an ``opaque`` address, see ``backward_block.whole_tile``."""
     return column_parts.rows_in(
-        channel, channels.Cursor(slot=ptxas.opaque(0), step=None, parity=None), WARPGROUP * shapes.KEYS, shapes.KEYS
+        channel, channels.Cursor(slot=ptxas.opaque(0), step=None, parity=None), WARPGROUP * channels.KEYS, channels.KEYS
     )
 
 
@@ -98,7 +97,10 @@ def issue_scores(buffers, cursor, nothing, WARPGROUP: gl.constexpr):
     """Begin the scores of the warpgroup's keys and a query block as soon as that has arrived."""
     buffers.q.wait_full(cursor)
     return column_parts.issue_row_scores(
-        own_rows(buffers.k, WARPGROUP), column_parts.rows_in(buffers.q, cursor, 0, shapes.BACKWARD_BLOCK_M), nothing, 0
+        own_rows(buffers.k, WARPGROUP),
+        column_parts.rows_in(buffers.q, cursor, 0, channels.BACKWARD_BLOCK_M),
+        nothing,
+        0,
     )
 
 
@@ -107,22 +109,22 @@ def fold_queries(WARPGROUP: gl.constexpr, dk, dk_rope, dv, buffers, total, keys,
     """Fold ``total`` > 0 query blocks into dk, dk_rope and dv, each (KEYS, columns) float32; return the three."""
     q_blocks, do_blocks = buffers.q, buffers.do
     DTYPE: gl.constexpr = q_blocks.buffer.dtype
-    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, shapes.BACKWARD_BLOCK_M, 16])
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, channels.BACKWARD_BLOCK_M, 16])
     P: gl.constexpr = gl.DotOperandLayout(0, dv.type.layout, 2)
     P_ROPE: gl.constexpr = gl.DotOperandLayout(0, dk_rope.type.layout, 2)
-    no_s = gl.zeros([shapes.KEYS, shapes.BACKWARD_BLOCK_M], gl.float32, S)
-    key_rows = gl.arange(0, shapes.KEYS, gl.SliceLayout(1, S))
-    columns = gl.arange(0, shapes.BACKWARD_BLOCK_M, gl.SliceLayout(0, S))
+    no_s = gl.zeros([channels.KEYS, channels.BACKWARD_BLOCK_M], gl.float32, S)
+    key_rows = gl.arange(0, channels.KEYS, gl.SliceLayout(1, S))
+    columns = gl.arange(0, channels.BACKWARD_BLOCK_M, gl.SliceLayout(0, S))
     q_cursor = q_blocks.start_at(gl.to_tensor(0))
     s_token = issue_scores(buffers, q_cursor, no_s, WARPGROUP)
-    if WARPGROUP == shapes.CONSUMERS - 1:
-        channels.hand_over_tensor_cores(WARPGROUP, shapes.CONSUMERS)
+    if WARPGROUP == channels.CONSUMERS - 1:
+        channels.hand_over_tensor_cores(WARPGROUP, channels.CONSUMERS)
     for step in range(total):
         do_cursor = do_blocks.at(step)
         s = warpgroup_mma_wait(0, deps=[s_token])
         lse = buffers.lse.index(q_cursor.slot).load(gl.SliceLayout(0, S))
-        start_m = (queries.first + step) * shapes.BACKWARD_BLOCK_M
-        diagonal = start_m + mask.num_keys - sizes.NQ - keys.start_n - WARPGROUP * shapes.KEYS
+        start_m = (queries.first + step) * channels.BACKWARD_BLOCK_M
+        diagonal = start_m + mask.num_keys - sizes.NQ - keys.start_n - WARPGROUP * channels.KEYS
         is_masked = hopper_masks.needs_mask(mask, diagonal, step, queries)
         p, _ = weigh(
             s, lse, is_masked, key_rows, columns, diagonal, mask, scale, DTYPE, CLAMP=queries.num_masked is not None
@@ -133,21 +135,21 @@ def fold_queries(WARPGROUP: gl.constexpr, dk, dk_rope, dv, buffers, total, keys,
         do_blocks.wait_full(do_cursor)
         channels.wait_for_tensor_cores(WARPGROUP)
         dp_token = backward_block.issue_product(own_rows(buffers.v, WARPGROUP).columns, do_blocks, do_cursor, no_s)
-        do = column_parts.rows_in(do_blocks, do_cursor, 0, shapes.BACKWARD_BLOCK_M).columns
+        do = column_parts.rows_in(do_blocks, do_cursor, 0, channels.BACKWARD_BLOCK_M).columns
         dv = warpgroup_mma(gl.convert_layout(p16, P), do, dv, is_async=True)
-        channels.hand_over_tensor_cores(WARPGROUP, shapes.CONSUMERS)
+        channels.hand_over_tensor_cores(WARPGROUP, channels.CONSUMERS)
         dv, dp = warpgroup_mma_wait(0, deps=[dv, dp_token])
         delta = buffers.delta.index(do_cursor.slot).load(gl.SliceLayout(0, S))
         # P as dV takes it: 16 registers less than in float32.
         ds = (p_tile.load(S).to(gl.float32) * (dp - delta[None, :])).to(DTYPE)
-        q = column_parts.rows_in(q_blocks, q_cursor, 0, shapes.BACKWARD_BLOCK_M)
+        q = column_parts.rows_in(q_blocks, q_cursor, 0, channels.BACKWARD_BLOCK_M)
         channels.wait_for_tensor_cores(WARPGROUP)
         dk = warpgroup_mma(gl.convert_layout(ds, P), q.columns, dk, is_async=True)
         dk_rope = warpgroup_mma(gl.convert_layout(ds, P_ROPE), q.rope, dk_rope, is_async=True)
         do_blocks.release_by_threads(do_cursor)
         next_q = q_blocks.after(q_cursor)
         s_token = issue_scores(buffers, next_q, no_s, WARPGROUP)
-        channels.hand_over_tensor_cores(WARPGROUP, shapes.CONSUMERS)
+        channels.hand_over_tensor_cores(WARPGROUP, channels.CONSUMERS)
         # Only scores are in flight at the end of an iteration, see ``backward_accumulate.fold_by_keys``.
         dk, dk_rope = warpgroup_mma_wait(2, deps=[dk, dk_rope])
         q_blocks.release_by_threads(q_cursor)
@@ -193,16 +195,16 @@ def accumulate_latent(warpgroup, buffers, gradients, keys, queries, sizes, mask,
     mask.first_key None: all keys exist, or a window hides those that do not.
     """
     WARPGROUP: gl.constexpr = warpgroup.INDEX
-    dv = column_parts.part_zeros(shapes.KEYS, buffers.v.buffer.shape[4])
-    dk = column_parts.part_zeros(shapes.KEYS, buffers.k.buffer.shape[4])
-    dk_rope = column_parts.part_zeros(shapes.KEYS, buffers.k.rope.shape[4])
+    dv = column_parts.part_zeros(channels.KEYS, buffers.v.buffer.shape[4])
+    dk = column_parts.part_zeros(channels.KEYS, buffers.k.buffer.shape[4])
+    dk_rope = column_parts.part_zeros(channels.KEYS, buffers.k.rope.shape[4])
     buffers.k.wait_full(buffers.k.at(0))
     buffers.v.wait_full(buffers.v.at(0))
     if queries.count > 0:
         dk, dk_rope, dv = fold_queries(
             WARPGROUP, dk, dk_rope, dv, buffers, queries.count, keys, queries, sizes, mask, scale
         )
-    own = backward_block.KeyBlock(batch=keys.batch, head=keys.head, start_n=keys.start_n + WARPGROUP * shapes.KEYS)
+    own = backward_block.KeyBlock(batch=keys.batch, head=keys.head, start_n=keys.start_n + WARPGROUP * channels.KEYS)
     store_latent_gradients(dk, dk_rope, dv, buffers, own, sizes.NK, mask, scale, gradients, WARPGROUP)
 
 
@@ -286,10 +288,10 @@ def store_dq(dq, dq_rope, out, tile, start_m, position):
     origin = views.Origin(batch=tile.batch.to(gl.int64), head=tile.head.to(gl.int64), row=start_m)
     num_rows = tile.query_end - start_m
     rows = views.head_rows(out.dq_nope, origin, num_rows, out.format)
-    views.store_tile(rows, dq * out.softmax_scale, gl.arange(0, shapes.ROWS, gl.SliceLayout(1, OWN)), OWN)
+    views.store_tile(rows, dq * out.softmax_scale, gl.arange(0, channels.ROWS, gl.SliceLayout(1, OWN)), OWN)
     first, second = rotations.unpack_pairs(dq_rope * out.softmax_scale)
     PAIRS: gl.constexpr = first.type.layout
-    offs = gl.arange(0, shapes.ROWS, gl.SliceLayout(1, PAIRS))
+    offs = gl.arange(0, channels.ROWS, gl.SliceLayout(1, PAIRS))
     rotation = rotations.head_rotation(out.tables, tile.batch.to(gl.int64), tile.num_keys)
     # Otherwise the addresses of the angles of all pairs are kept for the next tile, on the stack.
     pairs = gl.arange(0, out.rope_format.BLOCK_D // 2, gl.SliceLayout(0, PAIRS)) + ptxas.opaque(0)
@@ -308,32 +310,32 @@ def accumulate_dq(WARPGROUP: gl.constexpr, tiles, queries, dos, keys, values, ou
     BLOCK_N: gl.constexpr = keys.buffer.shape[3]
     DTYPE: gl.constexpr = keys.buffer.dtype
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
-    rows = gl.arange(0, shapes.ROWS, gl.SliceLayout(1, S))
+    rows = gl.arange(0, channels.ROWS, gl.SliceLayout(1, S))
     columns = gl.arange(0, BLOCK_N, gl.SliceLayout(0, S))
-    no_s = gl.zeros([shapes.ROWS, BLOCK_N], gl.float32, S)
+    no_s = gl.zeros([channels.ROWS, BLOCK_N], gl.float32, S)
     queries, dos = queries.of_warpgroup(WARPGROUP), dos.of_warpgroup(WARPGROUP)
     tile_step = 0
     key_step = 0
     tile = forward_tiles.next_tile(tiles, tile_step)
     while tile.num_blocks > 0:
-        start_m = tile.start_m + WARPGROUP * shapes.ROWS
+        start_m = tile.start_m + WARPGROUP * channels.ROWS
         position = forward_tiles.query_position(tile, start_m)
-        stats = out.stats_ptr + tile.bh.to(gl.int64) * out.pitch + tile.rotated_row + WARPGROUP * shapes.ROWS
+        stats = out.stats_ptr + tile.bh.to(gl.int64) * out.pitch + tile.rotated_row + WARPGROUP * channels.ROWS
         exists = rows < tile.query_end - start_m
         lse = gl.load(stats + rows, mask=exists, other=float("inf"))
         delta = gl.load(stats + out.size + rows, mask=exists, other=0.0)
         at_tile = queries.at(tile_step)
         queries.wait_full(at_tile)
         dos.wait_full(at_tile)
-        q = column_parts.rows_in(queries, at_tile, 0, shapes.ROWS)
-        do = column_parts.rows_in(dos, at_tile, 0, shapes.ROWS).columns
-        dq = column_parts.part_zeros(shapes.ROWS, keys.buffer.shape[4])
-        dq_rope = column_parts.part_zeros(shapes.ROWS, keys.rope.shape[4])
+        q = column_parts.rows_in(queries, at_tile, 0, channels.ROWS)
+        do = column_parts.rows_in(dos, at_tile, 0, channels.ROWS).columns
+        dq = column_parts.part_zeros(channels.ROWS, keys.buffer.shape[4])
+        dq_rope = column_parts.part_zeros(channels.ROWS, keys.rope.shape[4])
         first = gl.to_tensor(0)
         if WARPGROUP == 0 and mask.window.right is not None:
             # The last keys of a tile may be hidden from its first half.
             last_block = forward_tiles.last_block(tile)
-            hidden = last_block * BLOCK_N > position + shapes.ROWS - 1 + mask.window.right
+            hidden = last_block * BLOCK_N > position + channels.ROWS - 1 + mask.window.right
             if hidden & (tile.num_blocks > 1):
                 keys.wait_full(keys.at(key_step))
                 keys.release_by_threads(keys.at(key_step))
@@ -393,25 +395,25 @@ def latent_dq_kernel(q_desc, q_rope_desc, k_desc, k_rope_desc, v_desc, do_desc, 
     HQ = do_desc.shape[1]
     # Numbers that a tile's announcement contains are None here, because Triton 3.6 fails on unused arguments of warps.
     tiles = forward_tiles.announcements(
-        HAS_BOUNDS, IS_PACKED, shapes.CONSUMERS, NQ=None if IS_PACKED else NQ, NK=None if HAS_BOUNDS else NK
+        HAS_BOUNDS, IS_PACKED, channels.CONSUMERS, NQ=None if IS_PACKED else NQ, NK=None if HAS_BOUNDS else NK
     )
     # Each warpgroup has a channel of one stage for its rows of Q, and one for those of dO.
-    full, empty = channels.allocate_barriers(shapes.CONSUMERS), channels.allocate_barriers(shapes.CONSUMERS)
+    full, empty = channels.allocate_barriers(channels.CONSUMERS), channels.allocate_barriers(channels.CONSUMERS)
     queries = channels.Channel(
-        channels.tiles_of(q_desc, shapes.CONSUMERS),
+        channels.tiles_of(q_desc, channels.CONSUMERS),
         full,
         empty,
         STAGES=1,
-        rope=channels.tiles_of(q_rope_desc, shapes.CONSUMERS),
+        rope=channels.tiles_of(q_rope_desc, channels.CONSUMERS),
     )
-    full, empty = channels.allocate_barriers(shapes.CONSUMERS), channels.allocate_barriers(shapes.CONSUMERS)
-    dos = channels.Channel(channels.tiles_of(do_desc, shapes.CONSUMERS), full, empty, STAGES=1)
+    full, empty = channels.allocate_barriers(channels.CONSUMERS), channels.allocate_barriers(channels.CONSUMERS)
+    dos = channels.Channel(channels.tiles_of(do_desc, channels.CONSUMERS), full, empty, STAGES=1)
     queries.init(FILLS=1, RELEASES=1)
     dos.init(FILLS=1, RELEASES=1)
     keys = channels.channel_of(channels.tiles_of(k_desc, K_STAGES), K_STAGES, channels.tiles_of(k_rope_desc, K_STAGES))
     values = channels.channel_of(channels.tiles_of(v_desc, V_STAGES), V_STAGES)
-    keys.init(FILLS=1, RELEASES=shapes.CONSUMERS * shapes.WARPGROUP_THREADS)
-    values.init(FILLS=1, RELEASES=shapes.CONSUMERS * shapes.WARPGROUP_THREADS)
+    keys.init(FILLS=1, RELEASES=channels.CONSUMERS * channels.WARPGROUP_THREADS)
+    values.init(FILLS=1, RELEASES=channels.CONSUMERS * channels.WARPGROUP_THREADS)
     arrival = None
     if HAS_BOUNDS:
         arrival = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
@@ -431,7 +433,7 @@ def latent_dq_kernel(q_desc, q_rope_desc, k_desc, k_rope_desc, v_desc, do_desc, 
         NQ=None if IS_PACKED else NQ,
         NK=None if IS_PACKED else NK,
         BLOCK_N=sizes.BLOCK_N,
-        BLOCK_M=shapes.CONSUMERS * shapes.ROWS,
+        BLOCK_M=channels.CONSUMERS * channels.ROWS,
         QUERIES_IN_TILES=IS_PACKED,
     )
     loader = forward_producers.Loader(
@@ -444,6 +446,6 @@ def latent_dq_kernel(q_desc, q_rope_desc, k_desc, k_rope_desc, v_desc, do_desc, 
             (accumulate_dq, (1, tiles, queries, dos, keys, values, out, mask)),
             (load_for_dq, (loader, schedule, tiles, sizes)),
         ],
-        [shapes.WARPGROUP_WARPS, 1],
-        [shapes.MULTIPLY_REGISTERS, shapes.LOAD_REGISTERS],
+        [channels.WARPGROUP_WARPS, 1],
+        [channels.MULTIPLY_REGISTERS, channels.LOAD_REGISTERS],
     )

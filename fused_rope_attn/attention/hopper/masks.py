@@ -8,7 +8,7 @@ block in a slot of K, ``row_number`` for how the mask counts query rows, and ``h
 must not see a key.
 """
 
-from fused_rope_attn.attention.hopper import shapes
+from fused_rope_attn.attention.hopper import channels
 from fused_rope_attn.attention.hopper.forward_tiles import last_block, query_position
 from fused_rope_attn.kernels.masks import Window, checks_positions
 from fused_rope_attn.kernels.records import record, replace
@@ -75,7 +75,9 @@ class PositionMask:
         """
         if self.IS_ALIGNED:
             if SEEN is not None:
-                scores = hide_keys(scores, rows - last_block(tile) * (2 * shapes.ROWS), columns, UPPER=True, SEEN=SEEN)
+                scores = hide_keys(
+                    scores, rows - last_block(tile) * (2 * channels.ROWS), columns, UPPER=True, SEEN=SEEN
+                )
         else:
             start_n = (last_block(tile) - visit.number) * scores.shape[1]
             if visit.number < tile.upper_masked:
@@ -119,7 +121,7 @@ class IntervalMask:
     @jit
     def visit(self, cursor, step, exists):
         """Return the ``Visit`` of the block in a slot of K that is full; zeros unless it ``exists``."""
-        ONE_WARPGROUP: gl.constexpr = gl.BlockedLayout([1], [32], [shapes.WARPGROUP_WARPS], [0])
+        ONE_WARPGROUP: gl.constexpr = gl.BlockedLayout([1], [32], [channels.WARPGROUP_WARPS], [0])
         STAGES: gl.constexpr = self.words.shape[0] // 2
         word = gl.max(self.words.index(cursor.slot).load(ONE_WARPGROUP), 0)
         num_blocks = gl.max(self.words.index(STAGES + cursor.slot).load(ONE_WARPGROUP), 0)
@@ -171,7 +173,9 @@ def with_own_keys(mask, block):
         bounds = intervals.blocks_ptr + block
         all_first = gl.load(bounds + 2 * intervals.num_blocks)
         all_end = gl.load(bounds + 3 * intervals.num_blocks)
-        own = OwnKeys(intervals.rows_ptr + block * shapes.KEYS, intervals.num_blocks * shapes.KEYS, all_first, all_end)
+        own = OwnKeys(
+            intervals.rows_ptr + block * channels.KEYS, intervals.num_blocks * channels.KEYS, all_first, all_end
+        )
         return replace(mask, intervals=own)
 
 
@@ -218,15 +222,15 @@ def needs_mask(mask, diagonal, block, queries):
     diagonal: as in ``hide_pairs``.
     """
     if mask.intervals is not None:
-        return (diagonal < mask.intervals.all_first) | (diagonal + shapes.BACKWARD_BLOCK_M > mask.intervals.all_end)
+        return (diagonal < mask.intervals.all_first) | (diagonal + channels.BACKWARD_BLOCK_M > mask.intervals.all_end)
     elif mask.window.left is None:
         return block < queries.num_masked
     else:
         # With a window few blocks are whole, and each block's position says what these keys need.
-        upper = shapes.KEYS - 1
+        upper = channels.KEYS - 1
         if mask.window.right is not None:
             upper -= mask.window.right
-        lower = mask.window.left - (shapes.BACKWARD_BLOCK_M - 1)
+        lower = mask.window.left - (channels.BACKWARD_BLOCK_M - 1)
         needed = (diagonal > lower) | ((mask.window.right is not None) & (diagonal < upper))
         if queries.num_masked is not None:
             needed = needed | (queries.num_masked >= queries.count)

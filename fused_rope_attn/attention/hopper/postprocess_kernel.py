@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 
 from fused_rope_attn.attention import norm_gradient_kernel
-from fused_rope_attn.attention.hopper import shapes
+from fused_rope_attn.attention.hopper import channels
 from fused_rope_attn.kernels import norm as norms
 from fused_rope_attn.kernels import rotation as rotations
 from fused_rope_attn.kernels import schedule, sequences, softmax, tiles
@@ -27,8 +27,10 @@ def panel_offsets(rows, columns, BLOCK_D: tl.constexpr):
     It is stored as panels of 8 columns, row after row, because a tensor core's results are 8 rows by 8 columns a
     register pair, two numbers a lane.
     """
-    row = (rows // shapes.BACKWARD_BLOCK_M) * (shapes.BACKWARD_BLOCK_M * BLOCK_D) + (rows % shapes.BACKWARD_BLOCK_M) * 8
-    column = (columns // 8) * (8 * shapes.BACKWARD_BLOCK_M) + columns % 8
+    row = (rows // channels.BACKWARD_BLOCK_M) * (channels.BACKWARD_BLOCK_M * BLOCK_D) + (
+        rows % channels.BACKWARD_BLOCK_M
+    ) * 8
+    column = (columns // 8) * (8 * channels.BACKWARD_BLOCK_M) + columns % 8
     return row[:, None] + column[None, :]
 
 
@@ -153,7 +155,7 @@ def postprocess_kernel(accumulator_ptr, progress_ptr, dq_out, tables, sinks, sum
             block, cu_q_ptr, cu_k_ptr, num_sequences, NQ, NK, BLOCK_N, CU
         )
         first_k, NK = sequences.packed_partner(cu_k_ptr, sequence, num_sequences, NK)
-        padded = sequences.padded_row(first_row, sequence, shapes.BACKWARD_BLOCK_M)
+        padded = sequences.padded_row(first_row, sequence, channels.BACKWARD_BLOCK_M)
     start = block * BLOCK_N
     start64 = tl.cast(first_row + start, tl.int64)
     offs = tiles.tile_range(BLOCK_N, 0, PAIRS)
@@ -189,7 +191,7 @@ def postprocess_kernel(accumulator_ptr, progress_ptr, dq_out, tables, sinks, sum
             # The block may be past its sequence's end, and past the end of the accumulator.
             added = whole_offs[:, None] < NQ - start
         if progress_ptr is not None:
-            word = progress_ptr + row // shapes.BACKWARD_BLOCK_M
+            word = progress_ptr + row // channels.BACKWARD_BLOCK_M
             if added is None:
                 added = tl.load(word) != 0
             else:

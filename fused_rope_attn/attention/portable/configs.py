@@ -7,24 +7,27 @@ Rows are chosen by architecture, element size, head dimension, strategy, length 
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from fused_rope_attn.attention.configs import (
     AMD,
+    ARCHS,
     INTERPRETER,
     LARGE,
-    MEDIUM,
     MIB,
-    NVIDIA,
     PDL,
-    SMALL,
     STRATEGIES,
     BackwardConfig,
     ForwardConfig,
     Tile,
 )
 from fused_rope_attn.runtime.rows import find_row
+
+
+def _on(arch: str, tile: Tile) -> Tile:
+    """Halve the warps on AMD's cards, whose warps have 64 threads."""
+    return replace(tile, num_warps=tile.num_warps // 2) if arch in AMD else tile
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,12 +41,12 @@ class Row:
     """
 
     arch: tuple[str, ...]
-    element_size: int
+    element_size: int | tuple[int, ...]
     head_dim: int
     strategy: tuple[str, ...] = STRATEGIES
     bucket: tuple[str, ...] | None = None
     masked: bool | None = None
-    latent: bool = False
+    latent: bool | None = False
     section_bytes: int = 0
     rotate_rows: int = 32
     rotate_heads: int = 4
@@ -69,7 +72,9 @@ class ForwardRow(Row):
 
     def config(self, arch: str, strategy: str) -> ForwardConfig:
         """Return the configuration of this row on ``arch`` with ``strategy``."""
-        return ForwardConfig(tile=self.tile, prefetch_rows=self.prefetch_rows, **self._options(arch, strategy))
+        return ForwardConfig(
+            tile=_on(arch, self.tile), prefetch_rows=self.prefetch_rows, **self._options(arch, strategy)
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,14 +86,14 @@ class BackwardRow(Row):
 
     def config(self, arch: str, strategy: str) -> BackwardConfig:
         """Return the configuration of this row on ``arch`` with ``strategy``."""
-        return BackwardConfig(dkdv=self.dkdv, dq=self.dq, **self._options(arch, strategy))
+        return BackwardConfig(dkdv=_on(arch, self.dkdv), dq=_on(arch, self.dq), **self._options(arch, strategy))
 
 
 AnyRow = TypeVar("AnyRow", ForwardRow, BackwardRow)
 
 
 # section_bytes: of K and V (or of Q and dO), 24 MiB stay in a Hopper L2 next to little other traffic, 8 MiB next to
-# much.
+# much. Rows for every card, ARCHS, are untimed: they are sized by the smallest shared memory, 64 KB, and by registers.
 # fmt: off
 FORWARD: tuple[ForwardRow, ...] = (
     # H200, 2026-11-21, triton 3.6.0; untimed on sm_100.
@@ -111,53 +116,21 @@ FORWARD: tuple[ForwardRow, ...] = (
     # H200, 2026-11-21, triton 3.6.0; untimed on sm_100.
     ForwardRow(arch=LARGE, element_size=2, head_dim=256, strategy=("prepass",),
         tile=Tile(64, 32, num_warps=4, num_stages=3), section_bytes=8 * MIB, tma=True),
-    # Sized by shared memory and registers, untimed.
-    ForwardRow(arch=MEDIUM, element_size=2, head_dim=64,
-        tile=Tile(128, 64, num_warps=4, num_stages=3)),
-    ForwardRow(arch=MEDIUM, element_size=2, head_dim=128,
-        tile=Tile(128, 32, num_warps=8, num_stages=3)),
-    ForwardRow(arch=SMALL, element_size=2, head_dim=64,
-        tile=Tile(128, 64, num_warps=8, num_stages=2)),
-    ForwardRow(arch=SMALL, element_size=2, head_dim=128,
-        tile=Tile(128, 32, num_warps=8, num_stages=2)),
-    ForwardRow(arch=MEDIUM + SMALL, element_size=2, head_dim=256,
-        tile=Tile(32, 32, num_warps=8, num_stages=1)),
-    # True float32 products run on the FMA units: sized by registers, untimed.
-    ForwardRow(arch=NVIDIA, element_size=4, head_dim=64,
-        tile=Tile(64, 16, num_warps=8, num_stages=1)),
-    ForwardRow(arch=NVIDIA, element_size=4, head_dim=128,
-        tile=Tile(32, 16, num_warps=8, num_stages=1)),
-    ForwardRow(arch=NVIDIA, element_size=4, head_dim=256,
-        tile=Tile(16, 16, num_warps=8, num_stages=1)),
-    # Sized by shared memory and registers, untimed.
-    ForwardRow(arch=AMD, element_size=2, head_dim=128,
-        tile=Tile(128, 32, num_warps=4, num_stages=2)),
-    ForwardRow(arch=AMD, element_size=2, head_dim=256,
-        tile=Tile(64, 32, num_warps=4, num_stages=1)),
-    ForwardRow(arch=AMD, element_size=4, head_dim=128,
-        tile=Tile(32, 32, num_warps=4, num_stages=1)),
-    ForwardRow(arch=AMD, element_size=4, head_dim=256,
-        tile=Tile(16, 16, num_warps=4, num_stages=1)),
-    # Multi-head latent attention. Sized by shared memory and registers, untimed.
-    ForwardRow(arch=LARGE, element_size=2, head_dim=192, latent=True,
-        tile=Tile(128, 64, num_warps=8, num_stages=2), section_bytes=24 * MIB),
-    ForwardRow(arch=MEDIUM + SMALL, element_size=2, head_dim=192, latent=True,
-        tile=Tile(128, 32, num_warps=8, num_stages=2)),
-    ForwardRow(arch=NVIDIA, element_size=4, head_dim=192, latent=True,
-        tile=Tile(32, 16, num_warps=8, num_stages=1)),
-    ForwardRow(arch=AMD, element_size=2, head_dim=192, latent=True,
-        tile=Tile(64, 32, num_warps=4, num_stages=1)),
-    ForwardRow(arch=AMD, element_size=4, head_dim=192, latent=True,
-        tile=Tile(16, 16, num_warps=4, num_stages=1)),
+    ForwardRow(arch=ARCHS, element_size=2, head_dim=64, tile=Tile(128, 64, num_warps=8, num_stages=2)),
+    ForwardRow(arch=ARCHS, element_size=2, head_dim=128, tile=Tile(128, 32, num_warps=8, num_stages=2)),
+    ForwardRow(arch=ARCHS, element_size=2, head_dim=256, tile=Tile(32, 32, num_warps=8, num_stages=1)),
+    # True float32 products run on the FMA units.
+    ForwardRow(arch=ARCHS, element_size=4, head_dim=64, tile=Tile(64, 16, num_warps=8, num_stages=1)),
+    ForwardRow(arch=ARCHS, element_size=4, head_dim=128, tile=Tile(32, 16, num_warps=8, num_stages=1)),
+    ForwardRow(arch=ARCHS, element_size=4, head_dim=256, tile=Tile(16, 16, num_warps=8, num_stages=1)),
+    # Multi-head latent attention.
+    ForwardRow(arch=ARCHS, element_size=2, head_dim=192, latent=True, tile=Tile(128, 32, num_warps=8, num_stages=2)),
+    ForwardRow(arch=ARCHS, element_size=4, head_dim=192, latent=True, tile=Tile(32, 16, num_warps=8, num_stages=1)),
     # More than one tile in few rows, so that small tests cross every border.
-    ForwardRow(arch=INTERPRETER, element_size=2, head_dim=192, latent=True,
-        tile=Tile(64, 32, num_warps=1, num_stages=1), rotate_rows=16),
-    ForwardRow(arch=INTERPRETER, element_size=4, head_dim=192, latent=True,
-        tile=Tile(64, 32, num_warps=1, num_stages=1), rotate_rows=16),
-    ForwardRow(arch=INTERPRETER, element_size=2, head_dim=256,
-        tile=Tile(64, 32, num_warps=1, num_stages=1), rotate_rows=16),
     ForwardRow(arch=INTERPRETER, element_size=4, head_dim=256,
         tile=Tile(64, 32, num_warps=1, num_stages=1), rotate_rows=16, tma=True),
+    ForwardRow(arch=INTERPRETER, element_size=(2, 4), head_dim=256, latent=None,
+        tile=Tile(64, 32, num_warps=1, num_stages=1), rotate_rows=16),
 )
 
 BACKWARD: tuple[BackwardRow, ...] = (
@@ -172,91 +145,44 @@ BACKWARD: tuple[BackwardRow, ...] = (
     BackwardRow(arch=LARGE, element_size=2, head_dim=64,
         dkdv=Tile(32, 128, num_warps=4, num_stages=3), dq=Tile(128, 64, num_warps=4, num_stages=3),
         section_bytes=8 * MIB, tma=True),
-    # Sized by shared memory and registers, untimed.
-    BackwardRow(arch=LARGE, element_size=2, head_dim=128, strategy=("inline",),
-        dkdv=Tile(32, 64, num_warps=8, num_stages=2), dq=Tile(64, 64, num_warps=4, num_stages=2)),
-    # H200, 2026-11-21, triton 3.6.0; untimed on sm_100.
     BackwardRow(arch=LARGE, element_size=2, head_dim=128, strategy=("prepass",), bucket=("tiny", "short"),
         dkdv=Tile(32, 64, num_warps=4, num_stages=3), dq=Tile(64, 64, num_warps=4, num_stages=2),
         section_bytes=24 * MIB, tma=True),
     BackwardRow(arch=LARGE, element_size=2, head_dim=128, strategy=("prepass",),
         dkdv=Tile(32, 64, num_warps=4, num_stages=3), dq=Tile(128, 64, num_warps=8, num_stages=3),
         section_bytes=8 * MIB, tma=True),
-    # Sized by shared memory and registers, untimed.
-    BackwardRow(arch=LARGE, element_size=2, head_dim=256, strategy=("inline",),
-        dkdv=Tile(64, 32, num_warps=8, num_stages=1), dq=Tile(32, 32, num_warps=8, num_stages=1)),
-    # With masks 64 key rows spill 992 bytes (triton 3.8), 32 spill nothing. Untimed.
-    BackwardRow(arch=LARGE, element_size=2, head_dim=256, strategy=("prepass",), masked=True,
-        dkdv=Tile(32, 32, num_warps=8, num_stages=2), dq=Tile(128, 32, num_warps=8, num_stages=2),
-        section_bytes=8 * MIB, tma=True),
     # 64x64 is 3 % faster with triton 3.6, but spills 856 bytes with 3.9. H200, 2026-11-21.
-    BackwardRow(arch=("sm_90",), element_size=2, head_dim=256, strategy=("prepass",),
+    BackwardRow(arch=("sm_90",), element_size=2, head_dim=256, strategy=("prepass",), masked=False,
         dkdv=Tile(32, 64, num_warps=8, num_stages=2), dq=Tile(128, 32, num_warps=8, num_stages=2),
         section_bytes=8 * MIB, tma=True),
-    # Sized by shared memory and registers, untimed.
-    BackwardRow(arch=("sm_100",), element_size=2, head_dim=256, strategy=("prepass",),
-        dkdv=Tile(64, 64, num_warps=8, num_stages=1), dq=Tile(128, 32, num_warps=8, num_stages=2),
+    # 64 key rows spill 992 bytes with masks (triton 3.8), and 760 on sm_100 (3.9); 32 spill nothing. Untimed.
+    BackwardRow(arch=LARGE, element_size=2, head_dim=256, strategy=("prepass",),
+        dkdv=Tile(32, 32, num_warps=8, num_stages=2), dq=Tile(128, 32, num_warps=8, num_stages=2),
         section_bytes=8 * MIB, tma=True),
-    # True float32 products run on the FMA units: sized by registers, untimed.
-    BackwardRow(arch=LARGE, element_size=4, head_dim=64,
-        dkdv=Tile(32, 32, num_warps=4, num_stages=1), dq=Tile(32, 32, num_warps=4, num_stages=1)),
-    BackwardRow(arch=LARGE, element_size=4, head_dim=128,
-        dkdv=Tile(32, 32, num_warps=8, num_stages=1), dq=Tile(32, 32, num_warps=8, num_stages=1)),
-    BackwardRow(arch=LARGE, element_size=4, head_dim=256,
-        dkdv=Tile(16, 32, num_warps=8, num_stages=1), dq=Tile(32, 16, num_warps=8, num_stages=1)),
-    # Sized by shared memory and registers, untimed.
-    BackwardRow(arch=MEDIUM, element_size=2, head_dim=64,
-        dkdv=Tile(64, 64, num_warps=4, num_stages=2), dq=Tile(64, 64, num_warps=4, num_stages=2)),
-    BackwardRow(arch=MEDIUM, element_size=2, head_dim=128,
-        dkdv=Tile(32, 128, num_warps=8, num_stages=2), dq=Tile(64, 64, num_warps=8, num_stages=2)),
-    BackwardRow(arch=MEDIUM, element_size=2, head_dim=256,
+    BackwardRow(arch=ARCHS, element_size=2, head_dim=64,
+        dkdv=Tile(64, 64, num_warps=8, num_stages=2), dq=Tile(64, 64, num_warps=8, num_stages=2)),
+    BackwardRow(arch=ARCHS, element_size=2, head_dim=128,
         dkdv=Tile(32, 64, num_warps=8, num_stages=1), dq=Tile(64, 32, num_warps=8, num_stages=1)),
-    BackwardRow(arch=SMALL, element_size=2, head_dim=64,
-        dkdv=Tile(64, 64, num_warps=4, num_stages=2), dq=Tile(64, 64, num_warps=4, num_stages=2)),
-    BackwardRow(arch=SMALL, element_size=2, head_dim=128,
-        dkdv=Tile(32, 64, num_warps=8, num_stages=1), dq=Tile(64, 32, num_warps=8, num_stages=1)),
-    BackwardRow(arch=SMALL, element_size=2, head_dim=256,
+    BackwardRow(arch=ARCHS, element_size=2, head_dim=256,
         dkdv=Tile(16, 32, num_warps=8, num_stages=1), dq=Tile(32, 16, num_warps=8, num_stages=1)),
-    # True float32 products run on the FMA units: sized by registers, untimed.
-    BackwardRow(arch=MEDIUM + SMALL, element_size=4, head_dim=64,
+    # True float32 products run on the FMA units.
+    BackwardRow(arch=ARCHS, element_size=4, head_dim=64,
         dkdv=Tile(32, 32, num_warps=4, num_stages=1), dq=Tile(32, 32, num_warps=4, num_stages=1)),
-    BackwardRow(arch=MEDIUM + SMALL, element_size=4, head_dim=128,
+    BackwardRow(arch=ARCHS, element_size=4, head_dim=128,
         dkdv=Tile(16, 32, num_warps=8, num_stages=1), dq=Tile(32, 16, num_warps=8, num_stages=1)),
-    BackwardRow(arch=MEDIUM + SMALL, element_size=4, head_dim=256,
+    BackwardRow(arch=ARCHS, element_size=4, head_dim=256,
         dkdv=Tile(16, 16, num_warps=8, num_stages=1), dq=Tile(16, 16, num_warps=8, num_stages=1)),
-    # Sized by shared memory and registers, untimed.
-    BackwardRow(arch=AMD, element_size=2, head_dim=64,
-        dkdv=Tile(32, 64, num_warps=4, num_stages=1), dq=Tile(64, 32, num_warps=4, num_stages=1)),
-    BackwardRow(arch=AMD, element_size=2, head_dim=128,
-        dkdv=Tile(32, 64, num_warps=4, num_stages=1), dq=Tile(64, 32, num_warps=4, num_stages=1)),
-    BackwardRow(arch=AMD, element_size=2, head_dim=256,
-        dkdv=Tile(16, 32, num_warps=4, num_stages=1), dq=Tile(32, 16, num_warps=4, num_stages=1)),
-    BackwardRow(arch=AMD, element_size=4, head_dim=256,
-        dkdv=Tile(16, 16, num_warps=4, num_stages=1), dq=Tile(16, 16, num_warps=4, num_stages=1)),
-    # Multi-head latent attention. Sized by shared memory and registers, untimed.
-    BackwardRow(arch=LARGE, element_size=2, head_dim=192, latent=True,
-        dkdv=Tile(32, 64, num_warps=8, num_stages=2), dq=Tile(64, 64, num_warps=8, num_stages=2),
-        section_bytes=8 * MIB),
-    BackwardRow(arch=MEDIUM, element_size=2, head_dim=192, latent=True,
-        dkdv=Tile(32, 64, num_warps=8, num_stages=2), dq=Tile(64, 32, num_warps=4, num_stages=2)),
-    BackwardRow(arch=SMALL, element_size=2, head_dim=192, latent=True,
-        dkdv=Tile(32, 32, num_warps=4, num_stages=1), dq=Tile(32, 32, num_warps=4, num_stages=1)),
-    BackwardRow(arch=NVIDIA, element_size=4, head_dim=192, latent=True,
+    # Multi-head latent attention.
+    BackwardRow(arch=ARCHS, element_size=2, head_dim=192, latent=True,
+        dkdv=Tile(32, 32, num_warps=4, num_stages=1), dq=Tile(64, 32, num_warps=8, num_stages=1)),
+    BackwardRow(arch=ARCHS, element_size=4, head_dim=192, latent=True,
         dkdv=Tile(16, 16, num_warps=8, num_stages=1), dq=Tile(16, 16, num_warps=8, num_stages=1)),
-    BackwardRow(arch=AMD, element_size=2, head_dim=192, latent=True,
-        dkdv=Tile(16, 32, num_warps=4, num_stages=1), dq=Tile(32, 16, num_warps=4, num_stages=1)),
-    BackwardRow(arch=AMD, element_size=4, head_dim=192, latent=True,
-        dkdv=Tile(16, 16, num_warps=4, num_stages=1), dq=Tile(16, 16, num_warps=4, num_stages=1)),
     # More than one tile in few rows, so that small tests cross every border.
-    BackwardRow(arch=INTERPRETER, element_size=2, head_dim=192, latent=True,
-        dkdv=Tile(32, 64, num_warps=1, num_stages=1), dq=Tile(64, 32, num_warps=1, num_stages=1), rotate_rows=16),
-    BackwardRow(arch=INTERPRETER, element_size=4, head_dim=192, latent=True,
-        dkdv=Tile(32, 64, num_warps=1, num_stages=1), dq=Tile(64, 32, num_warps=1, num_stages=1), rotate_rows=16),
-    BackwardRow(arch=INTERPRETER, element_size=2, head_dim=256,
-        dkdv=Tile(32, 64, num_warps=1, num_stages=1), dq=Tile(64, 32, num_warps=1, num_stages=1), rotate_rows=16),
     BackwardRow(arch=INTERPRETER, element_size=4, head_dim=256,
         dkdv=Tile(32, 64, num_warps=1, num_stages=1), dq=Tile(64, 32, num_warps=1, num_stages=1), rotate_rows=16,
         tma=True),
+    BackwardRow(arch=INTERPRETER, element_size=(2, 4), head_dim=256, latent=None,
+        dkdv=Tile(32, 64, num_warps=1, num_stages=1), dq=Tile(64, 32, num_warps=1, num_stages=1), rotate_rows=16),
 )
 # fmt: on
 

@@ -57,7 +57,7 @@ def weigh(acc, row_max, row_sum, scores, scale, HAS_EMPTY_ROWS: tl.constexpr):
 def add_values(running, keys, start_n, scale, CHECK_ROWS: tl.constexpr):
     """Return ``acc`` plus the last weights times the values of their keys, [start_n, start_n + BLOCK_N)."""
     offs_n = tl.arange(0, keys.BLOCK_N)
-    v = tiles.load_head_tile(keys.v, start_n, offs_n, CHECK_ROWS)
+    v = parts.load_head_tile(keys.v, start_n, offs_n, CHECK_ROWS)
     if CHECK_ROWS:
         v = parts.without_unseen(v, keys.mask, start_n, offs_n)
     p = running.p.to(v.dtype)

@@ -38,11 +38,25 @@ class Parts:
 
 
 @record
+class HeadTiles:
+    """Rows of one head of one sequence that are read tile by tile: by pointers, or by the TMA.
+
+    With a ``descriptor``, of the whole (B, H, N, D) tensor, ``rows.ptr`` is None. The TMA gives zeros past the end of
+    the tensor; where READS_LENGTHS, the sequence may end before it.
+    """
+
+    rows: tiles.Rows
+    descriptor: tl.tensor_descriptor | None
+    origin: tiles.Origin
+    READS_LENGTHS: tl.constexpr
+
+
+@record
 class PartTiles:
     """Rows of q or k of one head of a sequence, read tile by tile as ``Parts``."""
 
-    rope: tiles.HeadTiles
-    nope: tiles.HeadTiles | None
+    rope: HeadTiles
+    nope: HeadTiles | None
     rotation: rotation.Rotation | None  # of the rope part, which ``sign`` then multiplies; None: it is stored rotated
     position: tl.tensor  # of the first row
     sign: tl.tensor
@@ -54,9 +68,35 @@ class HeadKeys:
     """Keys and values of one head of a sequence, read BLOCK_N at a time."""
 
     k: PartTiles
-    v: tiles.HeadTiles
+    v: HeadTiles
     mask: Mask
     BLOCK_N: tl.constexpr
+
+
+@triton.jit
+def head_tiles(view, origin, num_rows, format, first_row, READS_LENGTHS: tl.constexpr, USE_TMA: tl.constexpr):
+    """Return the ``HeadTiles`` of one head of one sequence of a ``TensorView``."""
+    if USE_TMA:
+        rows = tiles.Rows(None, view.strides[2], view.strides[3], num_rows, first_row, format)
+        return HeadTiles(rows, descriptor=view.ptr, origin=origin, READS_LENGTHS=READS_LENGTHS)
+    else:
+        rows = tiles.head_rows(view, origin, num_rows, format, first_row)
+        return HeadTiles(rows, descriptor=None, origin=origin, READS_LENGTHS=READS_LENGTHS)
+
+
+@triton.jit
+def load_head_tile(of_head, start, offs, CHECK_ROWS: tl.constexpr):
+    """Load the rows ``start + offs`` of ``HeadTiles`` as ``load_tile`` does; offs: 0 to the tile's number of rows."""
+    rows, origin = of_head.rows, of_head.origin
+    if of_head.descriptor is not None:
+        where = [origin.batch.to(tl.int32), origin.head.to(tl.int32), origin.row + start, 0]
+        tile = tl.reshape(of_head.descriptor.load(where), (offs.shape[0], rows.format.BLOCK_D))
+        if CHECK_ROWS:
+            if of_head.READS_LENGTHS or rows.first_row is not None:
+                tile = tl.where(tiles.row_mask(rows, offs, start), tile, 0.0).to(tile.dtype)
+        return tile
+    else:
+        return tiles.load_tile(tiles.rows_from(rows, start), offs, CHECK_ROWS)
 
 
 @triton.jit
@@ -66,10 +106,10 @@ def query_parts(inputs, sequence, origin, first_row, rotation, sign, USE_TMA: tl
     inputs: the record of a kernel. first_row: rows before it may hold anything, and are read as zero; None: 0.
     """
     nope, num_rows, READS_LENGTHS = inputs.nope, sequence.num_queries, sequence.mask.READS_LENGTHS
-    rope = tiles.head_tiles(inputs.q, origin, num_rows, inputs.format, first_row, READS_LENGTHS, USE_TMA)
+    rope = head_tiles(inputs.q, origin, num_rows, inputs.format, first_row, READS_LENGTHS, USE_TMA)
     q_nope, nope_sign = None, None
     if nope is not None:
-        q_nope = tiles.head_tiles(nope.q, origin, num_rows, nope.format, first_row, READS_LENGTHS, USE_TMA=False)
+        q_nope = head_tiles(nope.q, origin, num_rows, nope.format, first_row, READS_LENGTHS, USE_TMA=False)
         nope_sign = nope.sign
     return PartTiles(rope, q_nope, rotation, sequence.q_offset, sign, nope_sign)
 
@@ -79,18 +119,18 @@ def keys_of_head(inputs, sequence, head, first_key, rotation, BLOCK_N: tl.conste
     """Return the ``HeadKeys`` of key head ``head`` (int64) of a ``Sequence``. The rest as in ``query_parts``."""
     origin = tiles.Origin(batch=sequence.batch, head=head, row=sequence.first_k)
     mask, nope, num_keys = sequence.mask, inputs.nope, sequence.num_keys
-    k = tiles.head_tiles(inputs.k, origin, num_keys, inputs.format, first_key, mask.READS_LENGTHS, USE_TMA)
-    v = tiles.head_tiles(inputs.v, origin, num_keys, inputs.value_format, first_key, mask.READS_LENGTHS, USE_TMA)
+    k = head_tiles(inputs.k, origin, num_keys, inputs.format, first_key, mask.READS_LENGTHS, USE_TMA)
+    v = head_tiles(inputs.v, origin, num_keys, inputs.value_format, first_key, mask.READS_LENGTHS, USE_TMA)
     k_nope = None
     if nope is not None:
-        k_nope = tiles.head_tiles(nope.k, origin, num_keys, nope.format, first_key, mask.READS_LENGTHS, USE_TMA=False)
+        k_nope = head_tiles(nope.k, origin, num_keys, nope.format, first_key, mask.READS_LENGTHS, USE_TMA=False)
     return HeadKeys(PartTiles(k, k_nope, rotation, position=0, sign=1.0, nope_sign=None), v, mask, BLOCK_N)
 
 
 @triton.jit
 def load_nope(part_tiles, start, offs, CHECK_ROWS: tl.constexpr = True):
     """Load the nope part of the rows ``start + offs`` of ``PartTiles``."""
-    tile = tiles.load_head_tile(part_tiles.nope, start, offs, CHECK_ROWS)
+    tile = load_head_tile(part_tiles.nope, start, offs, CHECK_ROWS)
     if part_tiles.nope_sign is None:
         return tile
     else:
@@ -102,7 +142,7 @@ def load_rope(part_tiles, start, offs, CHECK_ROWS: tl.constexpr = True):
     """Load the rope part of the rows ``start + offs`` of ``PartTiles``, in pair order."""
     turned, position, sign = part_tiles.rotation, part_tiles.position, part_tiles.sign
     if turned is None:
-        return tiles.load_head_tile(part_tiles.rope, start, offs, CHECK_ROWS)
+        return load_head_tile(part_tiles.rope, start, offs, CHECK_ROWS)
     else:
         rows = tiles.rows_from(part_tiles.rope.rows, start)
         return rotation.load_rotated(rows, offs, turned, start + position, sign, CHECK_ROWS)

@@ -16,6 +16,7 @@ from fused_rope_attn.integrations.transformers import (
     patch_report,
     unpatch_model,
 )
+from fused_rope_attn.integrations.transformers.patch import Capture
 from fused_rope_attn.integrations.transformers.state import DECODER, state_of
 from tests.support.hf_models import make_model
 from tests.support.hf_runs import assert_close
