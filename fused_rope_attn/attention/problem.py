@@ -337,11 +337,11 @@ def problem_of(
     token_tables: bool = False,
 ) -> Problem:
     """Return the ``Problem`` of checked ``Options`` and the rotary dim that the check has found."""
-    values = {
-        name: getattr(options, name) if normalise is None else normalise(getattr(options, name), tensors)
+    values = [
+        getattr(options, name) if normalise is None else normalise(getattr(options, name), tensors)
         for name, normalise in _NORMALISE
-    }
-    return describe(tensors, rotary_dim, max_seqlen, cache, token_tables, **values)
+    ]
+    return describe(tensors, rotary_dim, max_seqlen, cache, token_tables, *values)
 
 
 def describe(
@@ -350,9 +350,10 @@ def describe(
     max_seqlen: int = 0,
     cache: Cache | None = None,
     token_tables: bool = False,
+    *values: Any,
     **options: Any,
 ) -> Problem:
-    """Return the ``Problem`` of these tensors, and of options as a ``Problem`` holds them."""
+    """Return the ``Problem`` of these tensors, and of options as it holds them, in its order or by name."""
     q, k, v, _, _, sinks, kv_starts, kv_lens, cu_seqlens = tensors[:9]
     q_nope = tensors.q_nope
     batch, heads_q, len_q, head_dim = q.shape
@@ -380,6 +381,7 @@ def describe(
         "ieee",
         False,
         token_tables,
+        *values,
         **options,
     )
 
