@@ -119,7 +119,7 @@ class Rotate(_Prepass):
         in_tiles: store packed queries as ``Saving.TILES`` does, with zeros after each sequence.
         tile_rows: rows of a tile of queries. If they are packed, the launch that rotates k also describes each tile, in
             the words after the counter; counter and descriptions are ``counter_size`` words.
-        max_logit: the call also sets the numbers of max_logit to -inf.
+        fills_maxima: the call also sets the numbers of ``maxima`` to -inf.
         overlaps: the launch may begin while the one before it still runs. That one must not write this one's inputs.
     """
 
@@ -132,7 +132,7 @@ class Rotate(_Prepass):
         *,
         in_tiles: bool = False,
         tile_rows: int = 0,
-        max_logit: bool = False,
+        fills_maxima: bool = False,
         overlaps: bool = False,
     ):
         super().__init__(
@@ -144,7 +144,7 @@ class Rotate(_Prepass):
             in_tiles=in_tiles and problem.is_packed,
             pdl=config.pdl,
             overlaps=overlaps and config.pdl,
-            num_maxima=math.prod(problem.max_logit_shape) if max_logit else None,
+            num_maxima=math.prod(problem.maxima_shape) if fills_maxima else None,
         )
         self.name = name
         self.tile_rows = tile_rows if problem.is_packed else 0
@@ -158,11 +158,11 @@ class Rotate(_Prepass):
         stream: int,
         tensors: Tensors,
         counter: torch.Tensor | None = None,
-        max_logit: torch.Tensor | None = None,
+        maxima: torch.Tensor | None = None,
     ) -> torch.Tensor:
         out = torch.empty_strided(self.shape, self.strides, dtype=tensors.q.dtype, device=tensors.q.device)
         rotated = (out, None) if self.name == "q" else (None, out)
-        self.start(stream, tensors, (counter, max_logit, self.tile_rows), None, *rotated)
+        self.start(stream, tensors, (counter, maxima, self.tile_rows), None, *rotated)
         return out
 
 

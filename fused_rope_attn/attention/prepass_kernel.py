@@ -201,11 +201,11 @@ class NextLaunch:
     """Buffers that a pre-pass prepares for the next launch; each may be None.
 
     counters: num_counters int32 words, None: one, that become zero. With TILE_ROWS a table of the queries' tiles of so
-    many rows (``describe_tiles``) is TILE_WORDS words after the first. max_logit: num_maxima float32 that become -inf.
+    many rows (``describe_tiles``) is TILE_WORDS words after the first. maxima: num_maxima float32 that become -inf.
     """
 
     counters_ptr: tl.tensor | None
-    max_logit_ptr: tl.tensor | None
+    maxima_ptr: tl.tensor | None
     TILE_ROWS: tl.constexpr
 
 
@@ -220,10 +220,10 @@ def prepare_next_launch(following, ends, num_counters, num_maxima, NQ, NK, num_s
             for first in range(0, num_counters, 1024):
                 words = first + tl.arange(0, 1024)
                 tl.store(following.counters_ptr + words, tl.zeros((1024,), tl.int32), mask=words < num_counters)
-    if following.max_logit_ptr is not None:
+    if following.maxima_ptr is not None:
         for first in range(tl.program_id(0) * 128, num_maxima, tl.num_programs(0) * 128):
             offs = first + tl.arange(0, 128)
-            tl.store(following.max_logit_ptr + offs, float("-inf"), mask=offs < num_maxima)
+            tl.store(following.maxima_ptr + offs, float("-inf"), mask=offs < num_maxima)
     if following.TILE_ROWS:
         table_ptr, TILE_ROWS = following.counters_ptr + TILE_WORDS, following.TILE_ROWS
         describe_tiles(table_ptr, ends.cu_q_ptr, ends.cu_k_ptr, num_sequences, NQ, NK, TILE_ROWS, TILE_WORDS)
