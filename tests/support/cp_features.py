@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fused_rope_attn.distributed import (
     cp_shard,
-    gather,
+    methods,
     plan_cp,
     plan_varlen_cp,
     rope_attention_cp,
