@@ -46,7 +46,7 @@ class Rotate:
         in_tiles: store packed queries as ``Saving.TILES`` does, with zeros after each sequence.
         tile_rows: rows of a tile of queries. If they are packed, the launch that rotates k also describes each tile, in
             the words after the counter; counter and descriptions are ``counter_size`` words.
-        max_logit: the call also sets the numbers of max_logit to -inf.
+        fills_maxima: the call also sets the numbers of ``maxima`` to -inf.
         overlaps: the launch may begin while the one before it still runs. That one must not write this one's inputs.
     """
 
@@ -59,7 +59,7 @@ class Rotate:
         *,
         in_tiles: bool = False,
         tile_rows: int = 0,
-        max_logit: bool = False,
+        fills_maxima: bool = False,
         overlaps: bool = False,
     ):
         self.name, self.problem, of_queries = name, problem, name == "q"
@@ -84,7 +84,7 @@ class Rotate:
             position_limit=tensors.cos.shape[-2],
             NQ=problem.len_q if self.describes_tiles else None,
             NK=problem.len_k if of_queries else None,
-            num_maxima=math.prod(problem.max_logit_shape) if max_logit else None,
+            num_maxima=math.prod(problem.maxima_shape) if fills_maxima else None,
             HEADS=chunk,
             BLOCK_N=block_n,
             END_AFTER_PREVIOUS_LAUNCH=overlaps,
@@ -97,7 +97,7 @@ class Rotate:
         stream: int,
         tensors: Tensors,
         counter: torch.Tensor | None = None,
-        max_logit: torch.Tensor | None = None,
+        maxima: torch.Tensor | None = None,
     ) -> torch.Tensor:
         x = getattr(tensors, self.name)
         out = torch.empty_strided(self.shape, self.strides, dtype=x.dtype, device=x.device)
@@ -105,7 +105,7 @@ class Rotate:
         row_format = RowFormat.host(problem.head_dim, block_d(problem.head_dim), is_long(x.stride()))
         inputs = prepass_inputs(problem, tensors, self.name, out, row_format)
         cu_q = tensors.cu_seqlens_q if self.describes_tiles else None
-        following = kernels.NextLaunch.host(counter, cu_q, max_logit, self.tile_rows)
+        following = kernels.NextLaunch.host(counter, cu_q, maxima, self.tile_rows)
         self.launch(stream, inputs=inputs, following=following)
         return out
 

@@ -143,7 +143,7 @@ class _VisibleScores(_Visible):
         return _VisibleProduct.apply(grad, b, visible), _VisibleProduct.apply(*transposed), None
 
 
-def attend(
+def masked_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -293,7 +293,7 @@ def attention(
         k_rot = torch.cat((k_nope, k_rot.expand(-1, k_nope.shape[1], -1, -1)), -1)
     scores: dict[str, Any] = {"softmax_scale": softmax_scale, "softcap": softcap, "sinks": sinks}
     scores["return_max_logit"] = return_max_logit
-    o, lse, *row_max = attend(q_rot, k_rot, v, visible, **scores, apart=cu_seqlens_q is not None)
+    o, lse, *row_max = masked_attention(q_rot, k_rot, v, visible, **scores, apart=cu_seqlens_q is not None)
     return (o, lse, *(largest_of_sequences(x, cu_seqlens_q) for x in row_max))
 
 
