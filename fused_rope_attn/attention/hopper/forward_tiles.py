@@ -194,16 +194,6 @@ class Schedule:
     BLOCK_M: gl.constexpr  # query rows of a tile
     QUERIES_IN_TILES: gl.constexpr  # whether rotated packed queries, saved or loaded, have whole tiles to a sequence
 
-    @jit
-    def query_blocks(self):
-        """Return the tiles of a head of a call without packed sequences."""
-        return (self.NQ + self.BLOCK_M - 1) // self.BLOCK_M
-
-    @jit
-    def key_blocks(self):
-        """Return the key blocks of a call with intervals."""
-        return (self.NK + self.BLOCK_N - 1) // self.BLOCK_N
-
 
 @record
 class Work:
@@ -281,28 +271,12 @@ def make_tile(schedule, mask, start_m, bh, batch, head, q_offset, query_end, rot
 
 
 @jit
-def listed_work(schedule, index, start_m, bh, batch, head, num_keys, head_kv, first_k):
-    """Return the ``Work`` of a head's queries from row ``start_m`` on, tile number ``index``, by the ``VisitLists``."""
-    lists = schedule.source.lists
-    tile_number = batch * schedule.query_blocks() + start_m // schedule.BLOCK_M
-    visits_ptr = lists.visits_ptr + tile_number.to(gl.int64) * (1 + schedule.key_blocks())
-    WORDS: gl.constexpr = schedule.BLOCK_N // 32
-    hidden_ptr = lists.hidden_ptr + batch.to(gl.int64) * WORDS * schedule.key_blocks()
-    # The number of blocks is announced with each of them, so that warps that rotate queries need not wait for the
-    # launch that counts them. The tile's last block and what needs a mask are not read.
-    no = num_keys * 0
-    tile = QueryTile(start_m, bh, batch, head, no + 1, no, no, no, no, num_keys, schedule.NQ, start_m)
-    return Work(tile, index, head_kv, first_k, visits_ptr + 1, hidden_ptr)
-
-
-@jit
 def tile_work(schedule, index):
     """Return the ``Work`` of tile number ``index``, which exists."""
     # With intervals too, because the last rows of a prefix or a tree see the most keys.
     LAST_FIRST: gl.constexpr = masks.is_causal(schedule.window.right) or schedule.source.lists is not None
-    block, bh = scheduled_tile(
-        index, schedule.query_blocks(), schedule.num_heads, schedule.heads_per_section, LAST_FIRST
-    )
+    query_blocks = (schedule.NQ + schedule.BLOCK_M - 1) // schedule.BLOCK_M
+    block, bh = scheduled_tile(index, query_blocks, schedule.num_heads, schedule.heads_per_section, LAST_FIRST)
     start_m = block * schedule.BLOCK_M
     batch = bh // schedule.HQ
     head = bh % schedule.HQ
@@ -315,7 +289,16 @@ def tile_work(schedule, index):
         starts_ptr = None
     head_kv = head // schedule.GROUP_SIZE
     if source.lists is not None:
-        return listed_work(schedule, index, start_m, bh, batch, head, num_keys, head_kv, first_k)
+        key_blocks = (schedule.NK + schedule.BLOCK_N - 1) // schedule.BLOCK_N
+        tile_number = batch * query_blocks + start_m // schedule.BLOCK_M
+        visits_ptr = source.lists.visits_ptr + tile_number.to(gl.int64) * (1 + key_blocks)
+        WORDS: gl.constexpr = schedule.BLOCK_N // 32
+        hidden_ptr = source.lists.hidden_ptr + batch.to(gl.int64) * WORDS * key_blocks
+        # The number of blocks is announced with each of them, so that warps that rotate queries need not wait for the
+        # launch that counts them. The tile's last block and what needs a mask are not read.
+        no = num_keys * 0
+        tile = QueryTile(start_m, bh, batch, head, no + 1, no, no, no, no, num_keys, schedule.NQ, start_m)
+        return Work(tile, index, head_kv, first_k, visits_ptr + 1, hidden_ptr)
     else:
         q_offset = num_keys - schedule.NQ
         mask = masks.sequence_mask(
