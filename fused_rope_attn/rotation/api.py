@@ -9,10 +9,10 @@ import torch
 
 from fused_rope_attn.rotation import reference
 from fused_rope_attn.rotation.problem import WITH_NORMS, Norms, RotationOptions, RotationTensors, check_rotation
-from fused_rope_attn.runtime.axes import AXES, RotationLayout
 from fused_rope_attn.runtime.device import has_triton, is_interpreted
 from fused_rope_attn.runtime.differentiation import differentiable
-from fused_rope_attn.runtime.keywords import explain_keywords
+from fused_rope_attn.runtime.entry import explain_keywords
+from fused_rope_attn.runtime.layouts import AXES, RotationLayout
 
 if has_triton():  # elsewhere planning sends every call to the reference
     from fused_rope_attn.rotation import ops

@@ -11,13 +11,13 @@ from typing import Any, NamedTuple, get_type_hints
 import torch
 from torch import Tensor
 
-from fused_rope_attn.runtime import axes, checks
+from fused_rope_attn.runtime import checks, layouts
 from fused_rope_attn.runtime.forms import Form, Forms
 from fused_rope_attn.runtime.options import OPERATOR_TYPES
 
 # The axes B, H, N and D of a tensor in each layout; packed tokens have no batch.
 LAYOUTS: dict[str, Any] = {
-    layout: tuple(order.index(i) if i in order else None for i in range(4)) for layout, order in axes.AXES.items()
+    layout: tuple(order.index(i) if i in order else None for i in range(4)) for layout, order in layouts.AXES.items()
 }
 _ONE = Forms(x="B H N D")
 _PAIR = Forms(q="B HQ N D", k="B HKV N D", v="B HV N D")
@@ -100,7 +100,7 @@ def check_rotation(options: Any, tensors: RotationTensors, norms: Norms | None =
     rotary_dim, layout = options.rotary_dim, options.layout
     checks.check_bool("interleaved", options.interleaved)
     checks.check_bool("inverse", options.inverse)
-    axes.check_layout(layout, tuple(LAYOUTS))
+    layouts.check_layout(layout, tuple(LAYOUTS))
     first, forms = ("x", _ONE) if len(xs) == 1 else ("q", _PAIR)
     batch, _, length, head_dim, *_ = forms.check(layout, tuple(xs))
     x = xs[0]

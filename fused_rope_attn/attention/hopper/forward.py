@@ -66,7 +66,7 @@ class ForwardCall:
         self.o_strides = arguments.result_strides(outputs, [layouts.output_strides(q)])[0]
         self.lse_layout = layouts.layout_of_rows(q.shape)
         self.packed = problem.is_packed
-        self.max_logit_shape = problem.max_logit_shape if problem.return_max_logit else None
+        self.max_logit_shape = problem.maxima_shape if problem.return_max_logit else None
         self.saves_rotated = saving is not Saving.NOTHING
         if self.empty:
             return
