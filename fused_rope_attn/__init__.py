@@ -16,21 +16,19 @@ if TYPE_CHECKING:
     from fused_rope_attn.attention.api import (
         cu_seqlens_from_position_ids,
         plan,
-        plan_varlen,
-        rope_attention,
-        rope_attention_varlen,
-    )
-    from fused_rope_attn.attention.latent_api import (
         plan_mla,
         plan_mla_varlen,
+        plan_varlen,
+        rope_attention,
         rope_attention_mla,
         rope_attention_mla_varlen,
+        rope_attention_varlen,
     )
     from fused_rope_attn.attention.planning import Plan
     from fused_rope_attn.generation.api import plan_with_kvcache, rope_attention_with_kvcache, write_kvcache
     from fused_rope_attn.rotation.api import apply_rope, apply_rope_qk
     from fused_rope_attn.rotation.tables import RotaryEmbedding, permute_rope_layout, rope_tables, rope_tables_2d
-    from fused_rope_attn.runtime.axes import Layout, RotationLayout
+    from fused_rope_attn.runtime.layouts import Layout, RotationLayout
     from fused_rope_attn.runtime.options import Backend, Strategy
 
 __version__ = "0.1.0"
@@ -60,31 +58,19 @@ __all__ = [
     "write_kvcache",
 ]
 
-_MODULES = {
-    "Backend": "runtime.options",
-    "Layout": "runtime.axes",
-    "Plan": "attention.planning",
-    "RotaryEmbedding": "rotation.tables",
-    "RotationLayout": "runtime.axes",
-    "Strategy": "runtime.options",
-    "apply_rope": "rotation.api",
-    "apply_rope_qk": "rotation.api",
-    "cu_seqlens_from_position_ids": "attention.api",
-    "permute_rope_layout": "rotation.tables",
-    "plan": "attention.api",
-    "plan_mla": "attention.latent_api",
-    "plan_mla_varlen": "attention.latent_api",
-    "plan_varlen": "attention.api",
-    "plan_with_kvcache": "generation.api",
-    "rope_attention": "attention.api",
-    "rope_attention_mla": "attention.latent_api",
-    "rope_attention_mla_varlen": "attention.latent_api",
-    "rope_attention_varlen": "attention.api",
-    "rope_attention_with_kvcache": "generation.api",
-    "rope_tables": "rotation.tables",
-    "rope_tables_2d": "rotation.tables",
-    "write_kvcache": "generation.api",
+_NAMES = {
+    "attention.api": (
+        *("cu_seqlens_from_position_ids", "plan", "plan_mla", "plan_mla_varlen", "plan_varlen", "rope_attention"),
+        *("rope_attention_mla", "rope_attention_mla_varlen", "rope_attention_varlen"),
+    ),
+    "attention.planning": ("Plan",),
+    "generation.api": ("plan_with_kvcache", "rope_attention_with_kvcache", "write_kvcache"),
+    "rotation.api": ("apply_rope", "apply_rope_qk"),
+    "rotation.tables": ("RotaryEmbedding", "permute_rope_layout", "rope_tables", "rope_tables_2d"),
+    "runtime.layouts": ("Layout", "RotationLayout"),
+    "runtime.options": ("Backend", "Strategy"),
 }
+_MODULES = {name: module for module, names in _NAMES.items() for name in names}
 
 # Public packages. They are not in __all__, because a star import would load them.
 _PACKAGES = ("distributed", "experimental", "masks")

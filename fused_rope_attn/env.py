@@ -31,8 +31,6 @@ SWITCHES = (
     "HIP_VISIBLE_DEVICES",
     "TORCHDYNAMO_DISABLE",
 )
-# The report shows the plan of this call: a training step of a model of 8B parameters.
-BATCH, HEADS_Q, HEADS_KV, LENGTH, HEAD_DIM = 1, 32, 8, 4096, 128
 
 
 def environment() -> dict[str, Any]:
@@ -85,17 +83,13 @@ def run_quietly(*command: str) -> str:
 
 
 def typical_plan() -> dict[str, Any]:
-    """Return the choice of ``plan`` for a causal bfloat16 call with grouped heads, on the GPU if there is one."""
+    """Return the choice of ``plan`` in a training step of a model of 8B parameters, on the GPU if there is one."""
     where = torch.device("cuda" if device.cards() else "cpu")
-
-    def tensor(heads: int) -> torch.Tensor:
-        return torch.empty(BATCH, heads, LENGTH, HEAD_DIM, dtype=torch.bfloat16, device=where)
-
-    cos = torch.empty(LENGTH, HEAD_DIM // 2, device=where)
-    chosen = fused_rope_attn.plan(tensor(HEADS_Q), tensor(HEADS_KV), tensor(HEADS_KV), cos, cos, causal=True)
+    q, k, v = (torch.empty(1, heads, 4096, 128, dtype=torch.bfloat16, device=where) for heads in (32, 8, 8))
+    cos = torch.empty(4096, 64, device=where)
+    chosen = fused_rope_attn.plan(q, k, v, cos, cos, causal=True)
     return {
-        "call": f"rope_attention, bfloat16, causal, B {BATCH}, HQ {HEADS_Q}, HKV {HEADS_KV}, N {LENGTH}, "
-        f"D {HEAD_DIM}, on {where}",
+        "call": f"rope_attention, bfloat16, causal, B 1, HQ 32, HKV 8, N 4096, D 128, on {where}",
         "backend": chosen.backend,
         "strategy": chosen.strategy,
         "reason": chosen.reason,

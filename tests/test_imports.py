@@ -1,14 +1,29 @@
-"""Imports follow the architecture's arrows, the references stand alone, and importing the package is cheap."""
+"""Imports follow the architecture's arrows, the references stand alone, importing the package is cheap, and the house
+keeps its size: files, lines, imports, names, and the files that name an option."""
 
 import ast
 import os
+import re
 import subprocess
 import sys
+from collections import defaultdict
 from pathlib import Path
 
 from tests.support.paths import ROOT
 
 PACKAGE = "fused_rope_attn"
+# The house: lower a bar when the package falls below it, and raise none. The target is in the comment.
+MOST_LINES = 27_800  # 25,000
+MOST_FILES = 123  # 115
+MOST_HOPPER_FILES = 20
+MOST_IMPORTS = 4.4  # per cent of the lines; 4
+MOST_MODULES_WITH_A_NAME = 2
+NAMES_IN_MORE_MODULES: set[str] = {"attend", "forward", "load"}  # none
+MOST_FILES_WITH_AN_OPTION = {  # by pattern; 12, 9 and 10
+    "softcap|cap_scale": 14,
+    "return_max_logit|max_logit": 12,
+    "query_starts": 10,
+}
 FILES = sorted((ROOT / PACKAGE).rglob("*.py"))
 # From top to bottom: a room imports the rooms after it. Generation is above attention because a generation step is an
 # attention call with a cache, and attention is above rotation because its reference rotates with rotation's.
@@ -83,6 +98,43 @@ def test_references_stand_alone():
             for target in targets
             if not target.endswith("reference") and target.split(".")[0] != "runtime"
         ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_the_house_keeps_its_size():
+    """Count lines, files, imports, modules that define the same public name, and files that name an option."""
+    texts = {module_of(path): path.read_text(encoding="utf-8") for path in FILES}
+    trees = {module: ast.parse(text) for module, text in texts.items()}
+    lines = sum(len(text.splitlines()) for text in texts.values())
+    imports = sum(
+        node.end_lineno - node.lineno + 1
+        for tree in trees.values()
+        for node in ast.walk(tree)
+        if isinstance(node, (ast.Import, ast.ImportFrom))
+    )
+    modules_with = defaultdict(list)
+    for module, tree in trees.items():
+        for node in tree.body:
+            if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and not node.name.startswith("_"):
+                modules_with[node.name].append(module)
+    repeated = {name: set(found) for name, found in modules_with.items()}
+    repeated = {name: found for name, found in repeated.items() if len(found) > MOST_MODULES_WITH_A_NAME}
+    hopper = [module for module in texts if module.startswith("attention.hopper")]
+    wrong = [
+        f"{what}: {found}, more than {most}"
+        for what, found, most in (
+            ("lines", lines, MOST_LINES),
+            ("files", len(texts), MOST_FILES),
+            ("files of hopper", len(hopper), MOST_HOPPER_FILES),
+            ("imports, per cent", round(100 * imports / lines, 2), MOST_IMPORTS),
+            *(
+                (f"files with {option}", sum(bool(re.search(option, text)) for text in texts.values()), most)
+                for option, most in MOST_FILES_WITH_AN_OPTION.items()
+            ),
+        )
+        if found > most
+    ]
+    wrong += [f"{name} is in {sorted(repeated[name])}" for name in sorted(repeated.keys() - NAMES_IN_MORE_MODULES)]
     assert not wrong, "\n".join(wrong)
 
 

@@ -171,7 +171,7 @@ def compiling_for(arch: str) -> Iterator[list[dict[str, Any]]]:
 
     knobs = triton.knobs
     with (
-        mock.patch.multiple(device, arch=lambda _: arch, num_sms=lambda _: 128, l2_bytes=lambda _: 50 << 20),
+        mock.patch.multiple(device, arch=lambda _: arch, num_sms=lambda _: 128),
         mock.patch.object(triton.runtime.driver, "_active", compile_only_driver(arch)),
         knobs.compilation.scope(),
         knobs.nvidia.scope(),

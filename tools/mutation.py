@@ -1,6 +1,6 @@
 """Make one small change of a module at a time, and list those that no test notices.
 
-    python -m tools.mutation kernels/masks.py rotation/validation.py
+    python -m tools.mutation kernels/masks.py rotation/problem.py
     python -m tools.mutation attention/planning.py --tests tests/attention/test_plan.py --session plan.sqlite
 
 cosmic-ray makes the changes (``<`` for ``<=``, 2 for 1, ``and`` for ``or``) in a copy of the checkout, and keeps their

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from fused_rope_attn.rotation.configs import TABLE, RotationConfig
+from fused_rope_attn.rotation.launch import TABLE, RotationConfig
 from tools.jobs import LaunchJob, int32, meta
 
 SHAPES = {"bhsd": (2, 0, 1000), "bshd": (2, 1000, 0), "sbhd": (1000, 2, 0), "thd": (1000, 0)}  # 0: the heads

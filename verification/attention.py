@@ -105,7 +105,6 @@ class AttentionCheck(Call):
             variant[1],
             packed=self.seqlens is not None,
             no_keys=self.len_k == 0,
-            max_logit=self.return_max_logit,
         )
         return planning.obstacle("hopper" if variant[0] == "hopper" else "triton", needs)
 

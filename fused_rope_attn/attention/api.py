@@ -1,24 +1,29 @@
-"""Public functions: documentation, validation, plan, call."""
+"""Public functions: documentation, validation, plan, call.
+
+Multi-head latent attention describes its call in the records of ``rope_attention``, and is then a call of attention.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 
 from fused_rope_attn.attention import planning, reference
 from fused_rope_attn.attention.problem import Options, Problem, Tensors, arguments_by_name, problem_of
-from fused_rope_attn.attention.validation import check_attention, check_position_ids, check_token_tables
-from fused_rope_attn.runtime import axes
-from fused_rope_attn.runtime.autocast import autocast
-from fused_rope_attn.runtime.axes import Layout, from_heads_first
-from fused_rope_attn.runtime.context_parallel import in_context_parallel, refuse_context_parallel
+from fused_rope_attn.attention.validation import check_attention, check_position_ids
+from fused_rope_attn.runtime import entry
 from fused_rope_attn.runtime.device import has_triton
 from fused_rope_attn.runtime.differentiation import differentiable
-from fused_rope_attn.runtime.dry_run import Planned, is_dry_run, plan_of_call
-from fused_rope_attn.runtime.keywords import explain_keywords, parameters_of
-from fused_rope_attn.runtime.options import AttentionOptions, Backend, Strategy, VarlenOptions
+from fused_rope_attn.runtime.layouts import Layout, check_layout, from_heads_first, heads_first
+from fused_rope_attn.runtime.options import (
+    AttentionOptions,
+    Backend,
+    LatentOptions,
+    PackedLatentOptions,
+    Strategy,
+    VarlenOptions,
+)
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -28,7 +33,7 @@ if has_triton():
 else:  # planning sends every call to the reference
     eager = None  # type: ignore[assignment]
 
-_OF_ATTENTION = parameters_of(reference.attention)
+_OF_ATTENTION = entry.parameters_of(reference.attention)
 _ROWS = ("q", "k", "v", "q_nope", "k_nope")
 _DIFFERENTIABLE = ("q", "k", "v", "sinks", "q_norm", "k_norm", "q_nope", "k_nope")
 
@@ -68,7 +73,7 @@ def rope_attention(
 ) -> torch.Tensor | tuple[torch.Tensor, ...]: ...  # fmt: skip
 
 
-@explain_keywords
+@entry.explain_keywords
 def rope_attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -173,14 +178,13 @@ def rope_attention(
     kernels = (batch_invariant, deterministic, strategy)
     options = (*common, *scores, *kernels, causal, return_lse, return_max_logit)
     known = None if eager is None else eager.find(tensors, layout, options)
-    if known is not None and not is_dry_run():
+    if known is not None and not entry.is_dry_run():
         if layout == "bshd":
             tensors = tensors._replace(q=q.transpose(1, 2), k=k.transpose(1, 2), v=v.transpose(1, 2))
         o, lse, max_logit = known(tensors)
         return _asked_for(from_heads_first(o, layout), lse, max_logit, return_lse, return_max_logit)
-    axes.check_layout(layout)
-    problem, described = describe_call(check_attention, tensors, Options(*options), layout)
-    o, lse, max_logit = attend(problem, described, layout, return_lse)
+    problem, described = describe_call(tensors, Options(*options), layout, "rope_attention")
+    o, lse, max_logit = dispatch(problem, described, layout, return_lse, "rope_attention")
     if not torch.compiler.is_compiling() and (chosen := planning.choose_backend(problem)[0]) != "reference":
         eager.remember(tensors, layout, options, problem._replace(backend=chosen), described)
     return _asked_for(o, lse, max_logit, return_lse, return_max_logit)
@@ -226,7 +230,7 @@ def rope_attention_varlen(
 ) -> torch.Tensor | tuple[torch.Tensor, ...]: ...  # fmt: skip
 
 
-@explain_keywords
+@entry.explain_keywords
 def rope_attention_varlen(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -288,9 +292,159 @@ def rope_attention_varlen(
     kernels = (batch_invariant, deterministic, strategy)
     options = Options(*common, *scores, *kernels, causal, return_lse, return_max_logit)
     longest = (max_seqlen_q, max_seqlen_k)
-    problem, tensors = describe_call(check_attention, tensors, options, "thd", longest, token_tables)
-    o, lse, max_logit = attend(problem, tensors, "thd", return_lse)
-    return _asked_for(o, lse.squeeze(0), max_logit, return_lse, return_max_logit)
+    return run(tensors, options, "thd", "rope_attention_varlen", longest, token_tables=token_tables)
+
+
+@overload
+def rope_attention_mla(
+    q_nope: torch.Tensor, q_rope: torch.Tensor, k_nope: torch.Tensor, k_rope: torch.Tensor, v: torch.Tensor,
+    cos: torch.Tensor, sin: torch.Tensor, causal: bool = False, *,
+    return_lse: Literal[False] = False, **options: Unpack[LatentOptions],
+) -> torch.Tensor: ...  # fmt: skip
+
+
+@overload
+def rope_attention_mla(
+    q_nope: torch.Tensor, q_rope: torch.Tensor, k_nope: torch.Tensor, k_rope: torch.Tensor, v: torch.Tensor,
+    cos: torch.Tensor, sin: torch.Tensor, causal: bool = False, *,
+    return_lse: Literal[True], **options: Unpack[LatentOptions],
+) -> tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
+
+
+@overload
+def rope_attention_mla(
+    q_nope: torch.Tensor, q_rope: torch.Tensor, k_nope: torch.Tensor, k_rope: torch.Tensor, v: torch.Tensor,
+    cos: torch.Tensor, sin: torch.Tensor, causal: bool = False, *,
+    return_lse: bool, **options: Unpack[LatentOptions],
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
+
+
+@entry.explain_keywords
+def rope_attention_mla(
+    q_nope: torch.Tensor,
+    q_rope: torch.Tensor,
+    k_nope: torch.Tensor,
+    k_rope: torch.Tensor,
+    v: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    causal: bool = False,
+    *,
+    softmax_scale: float | None = None,
+    interleaved: bool = False,
+    window: tuple[int, int] | None = None,
+    kv_starts: torch.Tensor | None = None,
+    kv_lens: torch.Tensor | None = None,
+    layout: Layout = "bhsd",
+    return_lse: bool = False,
+    deterministic: bool = False,
+    backend: Backend = "auto",
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Attend as multi-head latent attention does (DeepSeek-V2, 2024), with the rotation inside; differentiable.
+
+    Scores are ``scale * (q_nope k_nope^T + rot(q_rope) rot(k_rope)^T)``. All heads share the rotated key head
+    ``k_rope``, which is rotated once and never expanded; no tensor is concatenated. The GPU kernels take DN and DV that
+    are multiples of 16 up to 128, and R that is a multiple of 16 up to 64; ``"auto"`` takes the reference for others.
+
+    Args:
+        q_nope: ``(B, H, NQ, DN)``, the columns of queries that are not rotated; float16, bfloat16 or float32, any
+            strides: the views that ``q.split`` gives run without a copy. The other tensors likewise, in the same dtype.
+        q_rope: ``(B, H, NQ, R)``, the columns that are rotated.
+        k_nope: ``(B, H, NK, DN)``, for example a view of ``kv_b_proj(...).split``, and so is v.
+        k_rope: ``(B, 1, NK, R)``.
+        v: ``(B, H, NK, DV)``.
+        cos, sin: as in ``rope_attention``; a table is full-width if it has R columns, else it has R/2.
+        causal: bottom-right aligned, as in ``rope_attention``.
+        softmax_scale: default ``(DN + R) ** -0.5``; any finite float. YaRN multiplies it by the square of its mscale.
+        interleaved: True rotates pairs ``(x[2i], x[2i+1])``, as DeepSeek's weights have them.
+        window, kv_starts, kv_lens, return_lse, deterministic: as in ``rope_attention``.
+        layout: ``"bhsd"``, or ``"bshd"``: all five tensors and o are ``(B, N, H, columns)``.
+        backend: as in ``rope_attention``; the sm_90 kernels, ``"hopper"``, serve DN = DV = 128, R = 64 and a positive
+            scale.
+
+    Returns:
+        o ``(B, H, NQ, DV)`` in the inputs' dtype, and with ``return_lse`` also lse ``(B, H, NQ)`` float32. The gradient
+        of k_rope is summed over heads in float32 and rounded once.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError, RuntimeError: as ``rope_attention`` raises them.
+    """
+    nope = {"q_nope": q_nope, "k_nope": k_nope}
+    tensors = Tensors(q_rope, k_rope, v, cos, sin, kv_starts=kv_starts, kv_lens=kv_lens, **nope)
+    options = Options(
+        softmax_scale, interleaved, window, backend, deterministic=deterministic, causal=causal, return_lse=return_lse
+    )
+    return run(tensors, options, layout, "rope_attention_mla", latent=True)
+
+
+@overload
+def rope_attention_mla_varlen(
+    q_nope: torch.Tensor, q_rope: torch.Tensor, k_nope: torch.Tensor, k_rope: torch.Tensor, v: torch.Tensor,
+    cos: torch.Tensor, sin: torch.Tensor, cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor, max_seqlen_q: int,
+    max_seqlen_k: int, causal: bool = False, *,
+    return_lse: Literal[False] = False, **options: Unpack[PackedLatentOptions],
+) -> torch.Tensor: ...  # fmt: skip
+
+
+@overload
+def rope_attention_mla_varlen(
+    q_nope: torch.Tensor, q_rope: torch.Tensor, k_nope: torch.Tensor, k_rope: torch.Tensor, v: torch.Tensor,
+    cos: torch.Tensor, sin: torch.Tensor, cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor, max_seqlen_q: int,
+    max_seqlen_k: int, causal: bool = False, *,
+    return_lse: Literal[True], **options: Unpack[PackedLatentOptions],
+) -> tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
+
+
+@overload
+def rope_attention_mla_varlen(
+    q_nope: torch.Tensor, q_rope: torch.Tensor, k_nope: torch.Tensor, k_rope: torch.Tensor, v: torch.Tensor,
+    cos: torch.Tensor, sin: torch.Tensor, cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor, max_seqlen_q: int,
+    max_seqlen_k: int, causal: bool = False, *,
+    return_lse: bool, **options: Unpack[PackedLatentOptions],
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
+
+
+@entry.explain_keywords
+def rope_attention_mla_varlen(
+    q_nope: torch.Tensor,
+    q_rope: torch.Tensor,
+    k_nope: torch.Tensor,
+    k_rope: torch.Tensor,
+    v: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    causal: bool = False,
+    *,
+    softmax_scale: float | None = None,
+    interleaved: bool = False,
+    window: tuple[int, int] | None = None,
+    return_lse: bool = False,
+    deterministic: bool = False,
+    backend: Backend = "auto",
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Attend as ``rope_attention_mla`` does, within packed sequences, as ``rope_attention_varlen`` packs them.
+
+    Args:
+        q_nope, q_rope: ``(T_q, H, DN)`` and ``(T_q, H, R)``, the tokens of all sequences one after another.
+        k_nope, k_rope, v: ``(T_k, H, DN)``, ``(T_k, 1, R)`` and ``(T_k, H, DV)``.
+        cos, sin: ``(S, R/2)``, ``(S, R)``, or either with a leading 1; ``S >= max_seqlen_k``.
+        cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k: as in ``rope_attention_varlen``.
+
+    The other arguments, and the errors, are those of ``rope_attention_mla``.
+
+    Returns:
+        o ``(T_q, H, DV)`` in the inputs' dtype, and with ``return_lse`` also lse ``(H, T_q)`` float32, natural log.
+    """
+    nope = {"q_nope": q_nope, "k_nope": k_nope}
+    tensors = Tensors(q_rope, k_rope, v, cos, sin, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, **nope)
+    options = Options(
+        softmax_scale, interleaved, window, backend, deterministic=deterministic, causal=causal, return_lse=return_lse
+    )
+    return run(tensors, options, "thd", "rope_attention_mla_varlen", (max_seqlen_q, max_seqlen_k), latent=True)
 
 
 def cu_seqlens_from_position_ids(
@@ -347,63 +501,72 @@ def plan(*arguments: Any, **options: Any) -> planning.Plan:
     Launch and write nothing. Raise the errors that the function would raise.
     """
     if arguments and callable(arguments[0]):
-        return plan_of_call(*arguments, **options)
-    return plan_of_call(rope_attention, *arguments, **options)
+        return entry.plan_of_call(*arguments, **options)
+    return entry.plan_of_call(rope_attention, *arguments, **options)
 
 
 def plan_varlen(*arguments: Any, **options: Any) -> planning.Plan:
     """Return ``plan(rope_attention_varlen, ...)``."""
-    return plan_of_call(rope_attention_varlen, *arguments, **options)
+    return entry.plan_of_call(rope_attention_varlen, *arguments, **options)
+
+
+def plan_mla(*arguments: Any, **options: Any) -> planning.Plan:
+    """Return ``plan(rope_attention_mla, ...)``."""
+    return entry.plan_of_call(rope_attention_mla, *arguments, **options)
+
+
+def plan_mla_varlen(*arguments: Any, **options: Any) -> planning.Plan:
+    """Return ``plan(rope_attention_mla_varlen, ...)``."""
+    return entry.plan_of_call(rope_attention_mla_varlen, *arguments, **options)
 
 
 def describe_call(
-    check: Callable[..., int],
-    tensors: Tensors,
-    options: Any,
-    layout: str,
-    longest: tuple[int, int] | None = None,
-    token_tables: bool = False,
-    function: str = "rope_attention",
+    tensors: Tensors, options: Any, layout: str, function: str, longest: tuple[int, int] | None = None, **kind: bool
 ) -> tuple[Problem, Tensors]:
     """Check the records of a call and return the ``Problem``, and the tensors as (B, H, N, D) whatever the layout.
 
-    check: ``check_attention`` or ``check_latent``. longest: max_seqlen_q and max_seqlen_k of packed sequences.
-    function: the public function that messages name, without its "_varlen".
+    function: the public function that messages name. longest: max_seqlen_q and max_seqlen_k of packed sequences. kind:
+    latent or token_tables, as ``check_attention`` takes them.
     """
-    if in_context_parallel():
-        refuse_context_parallel(function if longest is None else f"{function}_varlen")
-    given = tensors.q, tensors.k, tensors.v, tensors.q_nope, tensors.k_nope
-    rows = autocast(given)
-    if rows is not given:
-        tensors = tensors._replace(**dict(zip(_ROWS, rows)))
-    rotary_dim = check(tensors, options, layout, longest)
-    if longest is not None:
-        check_token_tables(token_tables, tensors)
-    if layout != "bhsd":
-        views = [None if x is None else axes.heads_first(x, layout) for x in rows]
-        tensors = tensors._replace(**dict(zip(_ROWS, views)))
-    max_seqlen = 0 if longest is None else max(longest)
+    entry.refuse_context_parallel(function)
+    if longest is None:
+        check_layout(layout)
+    tensors = entry.autocast(tensors, _ROWS)
+    rotary_dim = check_attention(tensors, options, layout, longest, **kind)
+    tensors = heads_first(tensors, layout, _ROWS)
+    max_seqlen, token_tables = 0 if longest is None else max(longest), kind.get("token_tables", False)
     return problem_of(tensors, options, rotary_dim, max_seqlen, token_tables=token_tables), tensors
 
 
-def attend(
-    problem: Problem, tensors: Tensors, layout: str, return_lse: bool, function: str = "rope_attention"
+def dispatch(
+    problem: Problem, tensors: Tensors, layout: str, return_lse: bool, function: str
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Run a described call by the backend that planning chooses; return (o in the layout, lse, max_logit).
 
     function: the public function that messages about unsupported derivatives name.
     """
-    if is_dry_run():
-        raise Planned(planning.plan_call(problem))
+    if entry.is_dry_run():
+        raise entry.Planned(planning.plan_call(problem))
     chosen, _ = planning.choose_backend(problem)
     if chosen != "reference":
         chosen_problem = problem if chosen == problem.backend else problem._replace(backend=chosen)
         o, lse, max_logit = eager.attention(chosen_problem, tensors, return_lse)
-        return from_heads_first(o, layout), lse, max_logit
-    views = differentiable(function, [getattr(tensors, name) for name in _DIFFERENTIABLE])
-    tensors = tensors._replace(**dict(zip(_DIFFERENTIABLE, views)))
-    o, lse, *more = reference.attention(**arguments_by_name(_OF_ATTENTION, problem, tensors))
-    return from_heads_first(o, layout, contiguous=True), lse, more[0] if more else None
+    else:
+        views = differentiable(function, [getattr(tensors, name) for name in _DIFFERENTIABLE])
+        tensors = tensors._replace(**dict(zip(_DIFFERENTIABLE, views)))
+        o, lse, *more = reference.attention(**arguments_by_name(_OF_ATTENTION, problem, tensors))
+        max_logit = more[0] if more else None
+    o = from_heads_first(o, layout, contiguous=chosen == "reference")
+    return o, lse.squeeze(0) if layout == "thd" else lse, max_logit
+
+
+def run(
+    tensors: Tensors, options: Any, layout: str, function: str, longest: tuple[int, int] | None = None, **kind: bool
+) -> Any:
+    """Describe a call as ``describe_call`` does, attend, and return the results that the caller asked for."""
+    problem, tensors = describe_call(tensors, options, layout, function, longest, **kind)
+    o, lse, max_logit = dispatch(problem, tensors, layout, options.return_lse, function)
+    return _asked_for(o, lse, max_logit, options.return_lse, options.return_max_logit)
 
 
 def _asked_for(o: Any, lse: Any, max_logit: Any, return_lse: bool, return_max_logit: bool) -> Any:

@@ -14,7 +14,7 @@ from fused_rope_attn.attention import ops
 from fused_rope_attn.attention.problem import Options, Problem, Tensors, flatten
 from fused_rope_attn.runtime import device
 from fused_rope_attn.runtime.calls import signature
-from fused_rope_attn.runtime.context_parallel import in_context_parallel
+from fused_rope_attn.runtime.entry import in_context_parallel
 from fused_rope_attn.runtime.registration import is_plain
 
 _MAX_KNOWN = 4096
@@ -24,9 +24,9 @@ _WINDOW, _RETURN_LSE = map(Options._fields.index, ("window", "return_lse"))
 def attention(
     problem: Problem, tensors: Tensors, returns_lse: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Return (o, lse, max_logit) of a problem that ``planning.choose_backend`` has admitted to the kernels.
+    """Return (o, lse, the largest logits) of a problem that ``planning.choose_backend`` has admitted to the kernels.
 
-    returns_lse: lse has a gradient. max_logit is meaningful only if the problem asks for it.
+    returns_lse: lse has a gradient. The largest logits are meaningful only if the problem asks for them.
 
     Tracing, fake tensors and modes see one operator. Ordinary calls skip the dispatcher.
     """

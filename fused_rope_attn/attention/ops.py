@@ -162,7 +162,7 @@ def without_none(gradients: Gradients, do: torch.Tensor) -> Gradients:
 def _forward_fake(*arguments):
     problem, tensors = rebuild(*arguments)
     q = tensors.q
-    shape = problem.max_logit_shape if problem.return_max_logit else (0,)
+    shape = problem.maxima_shape if problem.return_max_logit else (0,)
     o, lse = like_input(q, problem.value_dim), q.new_empty(q.shape[:3], dtype=torch.float32)
     return o, lse, lse.new_empty(shape)
 

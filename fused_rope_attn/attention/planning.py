@@ -55,12 +55,16 @@ def visited_keys(length: int, causal: bool, window: tuple[int, int] | None) -> i
 
 
 class Needs(NamedTuple):
-    """The properties of a call that decide whether a backend can serve it.
+    """The properties of a call that decide its kernels.
 
-    None of them depends on lengths that vary within a traced graph. packed: the call has packed sequences.
-    cached: it is a generation step. no_keys: K has no rows. batch_invariant: the option. max_logit: the option
-    return_max_logit. nope_dim and value_dim: as in ``Problem``, None except in multi-head latent attention, where
-    head_dim is that of q_rope. positive_scale: that softmax_scale is above 0, read there alone.
+    Those up to positive_scale decide whether a backend can serve it, and do not depend on lengths that vary within a
+    traced graph. cached: it is a generation step. no_keys: K has no rows. nope_dim and value_dim: as in ``Problem``,
+    None except in multi-head latent attention, where head_dim is that of q_rope. positive_scale: that softmax_scale is
+    above 0, read there alone.
+
+    The others choose among kernels. fixed_order: as ``_fixed_order`` returns it. length: a bucket. work: a level, see
+    ``configs.work_level``. short_sequences: packed ones are shorter than ``hopper_configs.LEAST_MEAN_LENGTH``, on
+    average. few_queries: fewer than ``LEAST_QUERIES`` there. fills_results: a launch must fill a result in any case.
     """
 
     arch: str
@@ -71,10 +75,19 @@ class Needs(NamedTuple):
     cached: bool = False
     no_keys: bool = False
     batch_invariant: bool = False
-    max_logit: bool = False
     nope_dim: int | None = None
     value_dim: int | None = None
     positive_scale: bool = True
+    backend: str = "auto"
+    fixed_order: FixedOrder | None = None
+    causal: bool = False
+    length: str = "long"
+    gqa: bool = False
+    work: int = 0
+    masked: bool = False
+    short_sequences: bool = False
+    few_queries: bool = False
+    fills_results: bool = False
 
 
 def obstacle(backend: str, needs: Needs) -> Obstacle | None:
@@ -107,31 +120,35 @@ def obstacle(backend: str, needs: Needs) -> Obstacle | None:
         )
     if backend == "triton":
         return _portable_machine_obstacle(needs.arch)
-    return _hopper_obstacle(needs)
+    if needs.strategy == "inline":
+        return NotImplementedError, "strategy must be 'auto' or 'prepass' for backend='hopper', but is 'inline'"
+    if needs.no_keys:
+        return NotImplementedError, "k must have at least one position for backend='hopper', but has 0"
+    if needs.arch != "sm_90":
+        return RuntimeError, f"backend='hopper' needs an sm_90 GPU (H100, H200), but q is on {needs.arch}"
+    return None
 
 
 def _latent_obstacle(backend: str, needs: Needs) -> Obstacle | None:
-    if backend == "hopper":
-        widths = (needs.nope_dim, needs.head_dim, needs.value_dim)
-        if widths != HOPPER_LATENT_DIMS:
-            served, found = (", ".join(map(str, x)) for x in (HOPPER_LATENT_DIMS, widths))
-            return NotImplementedError, (
-                f"q_nope, q_rope and v must have {served} columns for backend='hopper', but have {found}; the portable "
-                "kernels serve other widths"
-            )
-        if not needs.positive_scale:
-            return NotImplementedError, (
-                "softmax_scale must be positive for backend='hopper' in multi-head latent attention; the portable "
-                "kernels serve others"
-            )
-        return None
     dims = (("q_rope", needs.head_dim, MAX_ROPE_DIM), ("q_nope", needs.nope_dim, MAX_LATENT_DIM))
-    for name, columns, most in (*dims, ("v", needs.value_dim, MAX_LATENT_DIM)):
+    for name, columns, most in (*dims, ("v", needs.value_dim, MAX_LATENT_DIM)) if backend == "triton" else ():
         if columns is not None and (columns % LATENT_DIM_STEP or not LATENT_DIM_STEP <= columns <= most):
             return NotImplementedError, (
                 f"{name} must have a number of columns that is a multiple of {LATENT_DIM_STEP} from {LATENT_DIM_STEP} "
                 f"to {most} for the Triton kernels, but has {columns}"
             )
+    widths = (needs.nope_dim, needs.head_dim, needs.value_dim)
+    if backend == "hopper" and widths != HOPPER_LATENT_DIMS:
+        served, found = (", ".join(map(str, x)) for x in (HOPPER_LATENT_DIMS, widths))
+        return NotImplementedError, (
+            f"q_nope, q_rope and v must have {served} columns for backend='hopper', but have {found}; the portable "
+            "kernels serve other widths"
+        )
+    if backend == "hopper" and not needs.positive_scale:
+        return NotImplementedError, (
+            "softmax_scale must be positive for backend='hopper' in multi-head latent attention; the portable "
+            "kernels serve others"
+        )
     return None
 
 
@@ -143,16 +160,6 @@ def _portable_machine_obstacle(arch: str) -> Obstacle | None:
     return RuntimeError, f"the Triton kernels need a GPU, or TRITON_INTERPRET=1 for CPU tensors, but q is on {arch}"
 
 
-def _hopper_obstacle(needs: Needs) -> Obstacle | None:
-    if needs.strategy == "inline":
-        return NotImplementedError, "strategy must be 'auto' or 'prepass' for backend='hopper', but is 'inline'"
-    if needs.no_keys:
-        return NotImplementedError, "k must have at least one position for backend='hopper', but has 0"
-    if needs.arch != "sm_90":
-        return RuntimeError, f"backend='hopper' needs an sm_90 GPU (H100, H200), but q is on {needs.arch}"
-    return None
-
-
 def _arch(where: torch.device) -> str:
     return device.arch(where)
 
@@ -162,16 +169,22 @@ _arch._dynamo_marked_constant = True  # type: ignore[attr-defined]
 _portable_machine_obstacle._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def _needs(problem: Problem, arch: str, **lengths: bool) -> Needs:
-    """Return the ``Needs`` of a call on ``arch``; lengths: packed, cached and no_keys where they are read."""
-    options: dict[str, Any] = {
-        "batch_invariant": problem.batch_invariant,
-        "max_logit": problem.return_max_logit,
-    }
-    if problem.nope_dim is not None:
-        options |= {"nope_dim": problem.nope_dim, "value_dim": problem.value_dim}
-        options["positive_scale"] = problem.softmax_scale > 0
-    return Needs(arch, problem.dtype, problem.head_dim, problem.strategy, **options, **lengths)
+def _needs(problem: Problem, arch: str, no_keys: bool) -> Needs:
+    """Return the ``Needs`` of a call on ``arch`` that decide whether a backend can serve it."""
+    return Needs(
+        arch,
+        problem.dtype,
+        problem.head_dim,
+        problem.strategy,
+        problem.is_packed,
+        problem.cache is not None,
+        no_keys,
+        problem.batch_invariant,
+        problem.nope_dim,
+        None if problem.nope_dim is None else problem.value_dim,
+        problem.nope_dim is None or problem.softmax_scale > 0,
+        problem.backend,
+    )
 
 
 def choose_backend(problem: Problem) -> tuple[str, str]:
@@ -181,14 +194,12 @@ def choose_backend(problem: Problem) -> tuple[str, str]:
     """
     choose = _choose.__wrapped__ if torch.compiler.is_compiling() else _choose
     no_keys = problem.backend == "hopper" and problem.len_k == 0
-    cached = problem.cache is not None
-    needs = _needs(problem, _arch(problem.device), cached=cached, no_keys=no_keys)
-    return choose(problem.backend, needs, problem.device.type == "cpu")
+    return choose(_needs(problem, _arch(problem.device), no_keys), problem.device.type == "cpu")
 
 
 @functools.cache
-def _choose(backend: str, needs: Needs, on_cpu: bool) -> tuple[str, str]:
-    strategy = needs.strategy
+def _choose(needs: Needs, on_cpu: bool) -> tuple[str, str]:
+    backend, strategy = needs.backend, needs.strategy
     if backend == "reference":
         if strategy != "auto":
             raise ValueError(f"strategy={strategy!r} selects among kernels, but backend='reference' has none")
@@ -215,29 +226,24 @@ def plan_for(problem: Problem) -> Plan:
     launches, so that calls with the same launches have the same plan.
     """
     problem = problem.for_launch()
-    length = problem.len_k
-    longest = max(problem.len_q, length)
-    short_sequences = problem.sequences is not None and longest < hopper_configs.LEAST_MEAN_LENGTH * problem.sequences
-    few_queries = problem.sequences is None and problem.len_q < hopper_configs.LEAST_QUERIES
-    visited = length
-    if problem.sequences is not None:
-        longest, visited = min(problem.max_seqlen, longest), min(problem.max_seqlen, length)
-    visited = visited_keys(visited, problem.causal, problem.window)
+    length, most = problem.len_k, max(problem.len_q, problem.len_k)
+    packed = problem.sequences is not None
+    visited = visited_keys(problem.longest(length), problem.causal, problem.window)
     # Kernels multiply padded columns too; the sm_90 kernels skip some of them at head dims 72 to 96.
     queries = problem.batch * problem.heads_q * problem.len_q * block_d(problem.score_dim)
-    arch, packed = device.arch(problem.device), problem.sequences is not None
-    needs = _needs(problem, arch, packed=packed, no_keys=length == 0)
+    needs = _needs(problem, device.arch(problem.device), length == 0)
     return _plan(
-        needs,
-        problem.backend,
-        _fixed_order(problem),
-        problem.causal,
-        configs.bucket(longest),
-        problem.heads_q != problem.heads_kv,
-        configs.work_level(queries * visited),
-        problem.has_masks,
-        short_sequences,
-        few_queries,
+        needs._replace(
+            fixed_order=_fixed_order(problem),
+            causal=problem.causal,
+            length=configs.bucket(problem.longest(most)),
+            gqa=problem.heads_q != problem.heads_kv,
+            work=configs.work_level(queries * visited),
+            masked=problem.has_masks,
+            short_sequences=packed and most < hopper_configs.LEAST_MEAN_LENGTH * (problem.sequences or 0),
+            few_queries=not packed and problem.len_q < hopper_configs.LEAST_QUERIES,
+            fills_results=problem.fills_results,
+        )
     )
 
 
@@ -264,26 +270,12 @@ def _fixed_order(problem: Problem) -> FixedOrder | None:
 
 
 @functools.cache
-def _plan(
-    needs: Needs,
-    backend: str,
-    fixed_order: FixedOrder | None,
-    causal: bool,
-    length_bucket: str,
-    gqa: bool,
-    work: int,
-    masked: bool,
-    short_sequences: bool,
-    few_queries: bool,
-) -> Plan:
-    """Return the plan of calls with these properties.
-
-    fixed_order: as ``_fixed_order`` gives it. work: a level, see ``configs.work_level``. short_sequences: packed ones
-    are shorter than ``hopper_configs.LEAST_MEAN_LENGTH``, on average. few_queries: fewer than ``LEAST_QUERIES`` there.
-    """
+def _plan(needs: Needs) -> Plan:
+    """Return the plan of calls with these properties."""
+    work = needs.work
     # With ``batch_invariant`` the same tiles for all lengths, because the order of sums over keys is that of tiles. The
     # configurations of the sm_90 forward differ in ways that change no bit.
-    portable_shape: tuple[bool | str, ...] = ("long", True) if needs.batch_invariant else (length_bucket, masked)
+    portable_shape: tuple[bool | str, ...] = ("long", True) if needs.batch_invariant else (needs.length, needs.masked)
     # The one head of keys that latent attention rotates is too little work to rotate it again for each query block.
     latent = needs.nope_dim is not None
     strategy = "prepass" if latent else needs.strategy
@@ -293,14 +285,14 @@ def _plan(
         row_backward = hopper_configs.LATENT_BACKWARD
     elif hopper_obstacle is None:
         row, row_backward = (
-            find(needs.head_dim, causal, length_bucket, gqa, needs.packed, work)
+            find(needs.head_dim, needs.causal, needs.length, needs.gqa, needs.packed, work)
             for find in (hopper_configs.forward, hopper_configs.backward)
         )
-    elif backend == "hopper":
+    elif needs.backend == "hopper":
         raise hopper_obstacle[0](hopper_obstacle[1])
     # (whether the sm_90 kernels run the pass, why)
-    if backend != "auto":
-        forward = backward = (backend == "hopper", "asked for")
+    if needs.backend != "auto":
+        forward = backward = (needs.backend == "hopper", "asked for")
     elif hopper_obstacle is not None:
         forward = backward = (False, hopper_obstacle[1])
     elif needs.batch_invariant:
@@ -308,37 +300,38 @@ def _plan(
         forward = backward = (bool(row.least_work), reason)
     elif work < configs.TWO_LAUNCHES:
         forward = backward = (False, "a launch-bound call, and they cost the host less than the sm_90 ones")
-    elif short_sequences:
+    elif needs.short_sequences:
         mean = f"packed sequences of less than {hopper_configs.LEAST_MEAN_LENGTH} tokens on average"
         forward = backward = (False, f"{mean}, which leave the larger tiles of the sm_90 ones empty")
     else:
-        forward, backward = (_prefer(r, length_bucket, work) for r in (row, row_backward))
-        if few_queries and forward[0] and not latent:
+        forward, backward = (_prefer(r, needs.length, work) for r in (row, row_backward))
+        if needs.few_queries and forward[0] and not latent:
             few = f"fewer than {hopper_configs.LEAST_QUERIES} queries"
             forward = (False, f"{few}, which leave most of a tile of the sm_90 ones empty")
-    if backward[0] and fixed_order is not None:
-        backward = fixed_order
+    if backward[0] and needs.fixed_order is not None:
+        backward = needs.fixed_order
 
     head_dim = needs.head_dim + (needs.nope_dim or 0)
     portable = (configs.family(needs.arch), needs.dtype.itemsize, head_dim)
     if latent:
-        portable_shape = (length_bucket, masked, True)
+        portable_shape = (needs.length, needs.masked, True)
     why, backward_strategy = "the shared key head is rotated once" if latent else "strategy asked for", strategy
     if strategy == "auto":
         # Backward has a pre-process anyway, so rotating there costs no launch.
         strategy, backward_strategy = "prepass", "prepass"
         why = "K is rotated once instead of once per query block"
-        # max_logit needs a launch that fills it in any case.
-        if work < configs.TWO_LAUNCHES and not (forward[0] or needs.batch_invariant or needs.max_logit):
+        if work < configs.TWO_LAUNCHES and not (forward[0] or needs.batch_invariant or needs.fills_results):
             strategy, why = "inline", "so little work that one launch less is worth rotating K in the loop"
     # Both must rotate before their loops. Up to 128 columns the sm_90 forward rotates queries itself and stores them in
     # whole tiles, with padding between packed sequences, but the portable backward reads them without padding.
     rotates_before = (forward[0] or strategy == "prepass") and (backward[0] or backward_strategy == "prepass")
     stores_tiles = forward[0] and needs.head_dim <= hopper_configs.HEAD_DIM
+    words = [f"{'sm_90' if is_hopper else 'portable'} kernels: {reason}" for is_hopper, reason in (forward, backward)]
+    kernels = words[0] if forward == backward else f"forward, {words[0]}; backward, {words[1]}"
     return Plan(
         "hopper" if forward[0] else "triton",
         strategy,
-        f"{_which(forward, backward)}; {why}",
+        f"{kernels}; {why}",
         row.config if forward[0] else portable_configs.forward(*portable, strategy, *portable_shape),
         cast(configs.HopperBackwardConfig, row_backward.config)
         if backward[0]
@@ -349,23 +342,12 @@ def _plan(
     )
 
 
-def _prefer(row: hopper_configs.Row, length_bucket: str, work: int) -> tuple[bool, str]:
+def _prefer(row: hopper_configs.Row, length: str, work: int) -> tuple[bool, str]:
     """Return (whether ``"auto"`` takes the sm_90 kernels, the reason)."""
-    least_work = row.least_work.get(length_bucket)
+    least_work = row.least_work.get(length)
     if least_work is None:
-        return False, f"for {length_bucket} sequences at this head dim they are preferred to the sm_90 ones"
+        return False, f"for {length} sequences at this head dim they are preferred to the sm_90 ones"
     if work < least_work:
         least = f"2**{least_work.bit_length() - 1} multiply-adds"
         return False, f"too little work for the sm_90 ones, which need {least}"
     return True, "they are made for this card"
-
-
-def _which(forward: tuple[bool, str], backward: tuple[bool, str]) -> str:
-    """Return the first half of the reason: the kernels of each pass, and why."""
-
-    def words(hopper: bool, why: str) -> str:
-        return f"{'sm_90' if hopper else 'portable'} kernels: {why}"
-
-    if forward == backward:
-        return words(*forward)
-    return f"forward, {words(*forward)}; backward, {words(*backward)}"

@@ -1,41 +1,114 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, disable-error-code="attr-defined, arg-type"
-"""Launches of the pre-pass, which norms and rotates K or Q once, in pair order, and of a backward's pre-process."""
+"""Launches of the kernels over rows: the pre-pass, the pre-process of a backward pass, and the gradient of norms."""
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
 
-from fused_rope_attn.attention import arguments
-from fused_rope_attn.attention import prepass_kernel as kernels
+from fused_rope_attn.attention import arguments, prepass_kernel
+from fused_rope_attn.attention import norm_gradient_kernel as norms
 from fused_rope_attn.attention.problem import Problem, Tensors
 from fused_rope_attn.kernels.schedule import tile_count
 from fused_rope_attn.kernels.tiles import RowFormat
+from fused_rope_attn.runtime.device import is_interpreted
 from fused_rope_attn.runtime.launch import Launch
 from fused_rope_attn.runtime.layouts import block_d, contiguous_strides, is_long
 
-
-def prepass_inputs(problem: Problem, tensors: Tensors, name: str, out: torch.Tensor, row_format: Any) -> Any:
-    """Return the ``PrepassInputs`` of ``"q"`` or ``"k"``, whose rotated rows are written to out."""
-    of_queries, x = name == "q", getattr(tensors, name)
-    return kernels.PrepassInputs.host(
-        x=arguments.view(x),
-        out=arguments.view(out),
-        tables=arguments.tables_of(problem, tensors),
-        norm=arguments.norm_of(problem, getattr(tensors, f"{name}_norm")),
-        sign=arguments.scale_and_sign(problem.softmax_scale)[1] if of_queries else None,
-        lens_ptr=tensors.kv_lens,
-        cu_ptr=tensors.cu_seqlens_q if of_queries else tensors.cu_seqlens_k,
-        cu_k_ptr=tensors.cu_seqlens_k if of_queries else None,
-        format=row_format,
-        TOKEN_TABLES=problem.token_tables,
-    )
+# Rows by heads of one program of ``norm_gradient_kernel``, which writes one sum of its rows' weight gradients.
+ROWS, HEADS = 32, 4
+# Programs that share the sums of one weight's gradient.
+_PARTS = 64
 
 
-class Rotate:
+def raw(tensors: Tensors, is_rotated: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return q and k as the caller gave them. is_rotated: ``tensors.q`` and ``k`` are the rotated ones."""
+    return (tensors.raw_q, tensors.raw_k) if is_rotated else (tensors.q, tensors.k)
+
+
+class _Prepass:
+    """A launch of ``prepass_kernel`` for queries (their rotation, their statistics or both), for keys, or for all.
+
+    in_tiles: heads have ``arguments.padded_rows`` in the statistics, and in the rotated q if they are packed. overlaps:
+    the launch may begin while the one before it still runs. numbers: ``num_counters`` and ``num_maxima``.
+    """
+
+    def __init__(
+        self,
+        problem: Problem,
+        tensors: Tensors,
+        config,
+        *,
+        queries: bool,
+        keys: bool,
+        in_tiles: bool,
+        pdl: bool,
+        overlaps: bool = False,
+        **numbers: int | None,
+    ):
+        self.problem = problem
+        heads_kv, chunk, block = tensors.k.shape[1], config.rotate_heads, config.rotate_rows
+        is_padded = in_tiles and problem.is_packed
+        pitch = arguments.padded_rows(problem.len_q, problem.sequences) if in_tiles else problem.len_q
+        self.pitch, self.programs = pitch, 0
+        if queries:
+            blocks = pitch // block if is_padded else tile_count(pitch, problem.sequences, block)
+            self.programs = problem.batch * blocks * triton.cdiv(problem.heads_q, chunk)
+        if keys:
+            blocks = tile_count(problem.len_k, problem.sequences, block)
+            self.programs += problem.batch * blocks * triton.cdiv(heads_kv, chunk)
+        self.launch = Launch(
+            prepass_kernel.prepass_kernel,
+            self.programs,
+            {"num_warps": 4, **({"launch_pdl": True} if overlaps else {})},
+            {"num_counters": None, "num_maxima": None, **numbers},
+            B=problem.batch,
+            HQ=problem.heads_q,
+            HKV=heads_kv,
+            NQ=problem.len_q,
+            pitch=pitch,
+            NK=problem.len_k,
+            num_sequences=problem.sequences,
+            position_limit=tensors.cos.shape[-2],
+            HEADS=chunk,
+            BLOCK_N=block,
+            PAD_TO=arguments.PADDED_TILE_ROWS if is_padded else 0,
+            END_AFTER_PREVIOUS_LAUNCH=overlaps,
+            PDL=pdl,
+        )
+
+    def start(self, stream: int, tensors: Tensors, following: tuple, statistics=None, queries=None, keys=None) -> None:
+        """Launch. following: the fields of ``NextLaunch``; queries, keys: where they are written rotated."""
+        problem = self.problem
+
+        def inputs(x: torch.Tensor, out: torch.Tensor | None, weight: torch.Tensor | None, sign: float | None) -> Any:
+            if out is None:
+                return None
+            return prepass_kernel.PrepassInputs.host(
+                arguments.view(x),
+                arguments.view(out),
+                arguments.tables_of(problem, tensors),
+                arguments.norm_of(problem, weight),
+                sign,
+                RowFormat.host(problem.head_dim, block_d(problem.head_dim), is_long(x.stride())),
+            )
+
+        self.launch(
+            stream,
+            statistics=statistics,
+            queries=inputs(tensors.q, queries, tensors.q_norm, arguments.scale_and_sign(problem.softmax_scale)[1]),
+            keys=inputs(tensors.k, keys, tensors.k_norm, None),
+            ends=prepass_kernel.SequenceEnds.host(
+                tensors.kv_lens, tensors.cu_seqlens_q, tensors.cu_seqlens_k, problem.token_tables
+            ),
+            following=prepass_kernel.NextLaunch.host(*following),
+        )
+
+
+class Rotate(_Prepass):
     """Rotated copy of q ``(B, HQ, NQ, D)`` or k ``(B, HKV, NK, D)``, contiguous, columns in pair order.
 
     Keys that do not exist are not rotated, key j uses table row j, and q is multiplied by the scale's sign. A call with
@@ -46,7 +119,7 @@ class Rotate:
         in_tiles: store packed queries as ``Saving.TILES`` does, with zeros after each sequence.
         tile_rows: rows of a tile of queries. If they are packed, the launch that rotates k also describes each tile, in
             the words after the counter; counter and descriptions are ``counter_size`` words.
-        max_logit: the call also sets the numbers of max_logit to -inf.
+        fills_maxima: the call also sets the numbers of ``maxima`` to -inf.
         overlaps: the launch may begin while the one before it still runs. That one must not write this one's inputs.
     """
 
@@ -59,116 +132,56 @@ class Rotate:
         *,
         in_tiles: bool = False,
         tile_rows: int = 0,
-        max_logit: bool = False,
+        fills_maxima: bool = False,
         overlaps: bool = False,
     ):
-        self.name, self.problem, of_queries = name, problem, name == "q"
-        x = getattr(tensors, name)
-        batch, heads, length, _ = x.shape
-        self.describes_tiles = tile_rows > 0 and problem.is_packed
-        self.tile_rows = tile_rows if self.describes_tiles else 0
-        tiles = tile_count(problem.len_q, problem.sequences, tile_rows) if self.describes_tiles else 0
-        self.counter_size = kernels.TILE_WORDS.value * (1 + tiles)
-        self.shape = arguments.rotated_shape(problem, in_tiles=in_tiles) if of_queries else x.shape
-        self.strides = contiguous_strides(self.shape)
-        pad_to = arguments.PADDED_TILE_ROWS if in_tiles and problem.is_packed else 0
-        block_n, chunk = config.rotate_rows, config.rotate_heads
-        rows, overlaps = pad_to or block_n, overlaps and config.pdl
-        self.launch = Launch(
-            kernels.rotate_kernel,
-            tile_count(length, problem.sequences, rows) * (rows // block_n) * triton.cdiv(heads, chunk) * batch,
-            {"num_warps": 4, **({"launch_pdl": True} if overlaps else {})},
-            H=heads,
-            N=length,
-            num_sequences=problem.sequences,
-            position_limit=tensors.cos.shape[-2],
-            NQ=problem.len_q if self.describes_tiles else None,
-            NK=problem.len_k if of_queries else None,
-            num_maxima=math.prod(problem.max_logit_shape) if max_logit else None,
-            HEADS=chunk,
-            BLOCK_N=block_n,
-            END_AFTER_PREVIOUS_LAUNCH=overlaps,
-            PAD_TO=pad_to,
-            PDL=config.pdl,
+        super().__init__(
+            problem,
+            tensors,
+            config,
+            queries=name == "q",
+            keys=name == "k",
+            in_tiles=in_tiles and problem.is_packed,
+            pdl=config.pdl,
+            overlaps=overlaps and config.pdl,
+            num_maxima=math.prod(problem.maxima_shape) if fills_maxima else None,
         )
+        self.name = name
+        self.tile_rows = tile_rows if problem.is_packed else 0
+        tiles = tile_count(problem.len_q, problem.sequences, tile_rows) if self.tile_rows else 0
+        self.counter_size = prepass_kernel.TILE_WORDS.value * (1 + tiles)
+        self.shape = arguments.rotated_shape(problem, in_tiles=in_tiles) if name == "q" else tensors.k.shape
+        self.strides = contiguous_strides(self.shape)
 
     def __call__(
         self,
         stream: int,
         tensors: Tensors,
         counter: torch.Tensor | None = None,
-        max_logit: torch.Tensor | None = None,
+        maxima: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        x = getattr(tensors, self.name)
-        out = torch.empty_strided(self.shape, self.strides, dtype=x.dtype, device=x.device)
-        problem = self.problem
-        row_format = RowFormat.host(problem.head_dim, block_d(problem.head_dim), is_long(x.stride()))
-        inputs = prepass_inputs(problem, tensors, self.name, out, row_format)
-        cu_q = tensors.cu_seqlens_q if self.describes_tiles else None
-        following = kernels.NextLaunch.host(counter, cu_q, max_logit, self.tile_rows)
-        self.launch(stream, inputs=inputs, following=following)
+        out = torch.empty_strided(self.shape, self.strides, dtype=tensors.q.dtype, device=tensors.q.device)
+        rotated = (out, None) if self.name == "q" else (None, out)
+        self.start(stream, tensors, (counter, maxima, self.tile_rows), None, *rotated)
         return out
 
 
-class Preprocess:
+class Preprocess(_Prepass):
     """The pre-process of a backward pass: row statistics, and rotated copies of q and k.
 
     Args:
         do, o: in the layouts of all calls, as ``tensors`` are.
         rotates: whether it writes rotated copies.
-        in_tiles: heads have ``arguments.padded_rows`` in the statistics, and in the rotated q if they are packed.
-        least_columns: of tiles.
         columns: of the float32 accumulator of dq that becomes zero.
-        num_counters: int32 words that become zero.
+        launch: ``in_tiles`` and ``pdl`` of ``_Prepass``, and ``num_counters``, int32 words that become zero.
     """
 
-    def __init__(
-        self,
-        problem: Problem,
-        tensors: Tensors,
-        do: torch.Tensor,
-        o: torch.Tensor,
-        config,
-        *,
-        rotates: bool,
-        in_tiles: bool,
-        pdl: bool,
-        least_columns: int = 0,
-        columns: int = 0,
-        num_counters: int | None = None,
-    ):
-        self.problem, self.columns = problem, columns
-        length, sequences, heads_kv = problem.len_q, problem.sequences, tensors.k.shape[1]
-        pitch = arguments.padded_rows(length, sequences) if in_tiles else length
-        self.stats_size = 2 * problem.batch * problem.heads_q * pitch
-        is_wide = is_long(*(x.stride() for x in (tensors.q, tensors.k, do, o)))
-        self.format, self.value_format = (
-            RowFormat.host(x, max(least_columns, block_d(x)), is_wide) for x in (problem.head_dim, problem.value_dim)
-        )
-        chunk, block, is_padded = config.rotate_heads, config.rotate_rows, in_tiles and problem.is_packed
-        blocks = pitch // block if is_padded else tile_count(pitch, sequences, block)
-        programs = blocks * triton.cdiv(problem.heads_q, chunk)
-        if rotates:
-            programs += tile_count(problem.len_k, sequences, block) * triton.cdiv(heads_kv, chunk)
-        self.programs = problem.batch * programs
-        self.launch = Launch(
-            kernels.preprocess_kernel,
-            self.programs,
-            {"num_warps": 4},
-            num_counters=num_counters,
-            B=problem.batch,
-            HQ=problem.heads_q,
-            HKV=heads_kv,
-            NQ=length,
-            pitch=pitch,
-            NK=problem.len_k,
-            num_sequences=sequences,
-            position_limit=tensors.cos.shape[-2],
-            HEADS=chunk,
-            BLOCK_N=block,
-            PAD_TO=arguments.PADDED_TILE_ROWS if is_padded else 0,
-            PDL=pdl,
-        )
+    def __init__(self, problem, tensors: Tensors, do, o, config, *, rotates: bool, columns: int = 0, **launch):
+        super().__init__(problem, tensors, config, queries=True, keys=rotates, **launch)
+        self.columns, self.stats_size = columns, 2 * problem.batch * problem.heads_q * self.pitch
+        # Tiles have all columns of the accumulator, which are at least 64.
+        block = max(64 if columns else 0, block_d(problem.value_dim))
+        self.format = RowFormat.host(problem.value_dim, block, is_long(do.stride(), o.stride()))
 
     def __call__(
         self,
@@ -177,7 +190,7 @@ class Preprocess:
         do: torch.Tensor,
         o: torch.Tensor,
         lse: torch.Tensor,
-        rotated: tuple[torch.Tensor, torch.Tensor] | None = None,
+        rotated: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None),
         accumulator: torch.Tensor | None = None,
         progress: torch.Tensor | None = None,
         counters: torch.Tensor | None = None,
@@ -186,26 +199,117 @@ class Preprocess:
         # With known strides, because otherwise an allocation takes the host twice as long.
         stats = torch.empty_strided((self.stats_size,), (1,), dtype=torch.float32, device=o.device)
         if self.programs:
-            statistics = kernels.Statistics.host(
+            statistics = prepass_kernel.Statistics.host(
                 o=arguments.view(o),
                 do=arguments.view(do),
                 lse_ptr=lse,
                 dlse_ptr=tensors.dlse,
-                cu_q_ptr=tensors.cu_seqlens_q,
-                cu_k_ptr=tensors.cu_seqlens_k,
                 stats_ptr=stats,
                 accumulator_ptr=accumulator,
                 progress_ptr=progress,
-                counters_ptr=counters,
-                format=self.value_format,
+                format=self.format,
                 PROGRESS_ROWS=arguments.PADDED_TILE_ROWS,
                 COLUMNS=self.columns,
                 READS_LENGTHS=self.problem.reads_lengths,
             )
-            queries = keys = None
-            if rotated is not None:
-                queries, keys = (
-                    prepass_inputs(self.problem, tensors, *given, self.format) for given in zip("qk", rotated)
-                )
-            self.launch(stream, statistics=statistics, queries=queries, keys=keys)
+            self.start(stream, tensors, (counters, None, 0), statistics, *rotated)
         return stats
+
+
+class Sums(NamedTuple):
+    """Workspaces of one call: sums of q's and of k's rows by block, partial sums of these, and counters."""
+
+    q: Any
+    k: Any
+    parts: Any
+    counters: Any
+
+
+NO_SUMS = Sums(None, None, None, None)
+
+
+class SumsOfLaunches:
+    """Workspaces of the sm_90 backward, which adds up the weights' gradients without a launch of its own.
+
+    ``query_programs`` of the post-process write a row of sums each, and the main kernel writes ``key_sums`` rows.
+    """
+
+    # Programs of the post-process that add up the sums of the main kernel.
+    KEY_PARTS = 16
+
+    def __init__(self, problem: Problem, query_programs: int, key_sums: int):
+        parts = triton.cdiv(query_programs, norms.SUMS.value)
+        self.num_counters = parts + 2
+        self.shapes = tuple((rows, problem.head_dim) for rows in (query_programs, key_sums, parts + self.KEY_PARTS))
+
+    def allocate(self, where: torch.device, counters: torch.Tensor) -> Sums:
+        """Return uninitialised ``Sums``. counters: int32, cleared by the pre-process; the sums use the last ones."""
+        q, k, parts = (torch.empty(shape, dtype=torch.float32, device=where) for shape in self.shapes)
+        return Sums(q, k, parts, counters)
+
+
+class WeightGradients:
+    """Gradients of both norms' weights from sums of ``q_blocks`` and ``k_blocks`` blocks of rows, (blocks, D) each."""
+
+    def __init__(self, problem: Problem, q_blocks: int, k_blocks: int, pdl: bool):
+        self.shapes = (q_blocks, problem.head_dim), (k_blocks, problem.head_dim)
+        parts = 2 if is_interpreted() else _PARTS
+        self.parts_shape = (2, parts, problem.head_dim)
+        options = {"num_warps": 8, **({"launch_pdl": True} if pdl else {})}
+        numbers = {"q_blocks": q_blocks, "k_blocks": k_blocks, "PARTS": parts, "PDL": pdl}
+        self.launch = Launch(norms.weight_gradient_kernel, 2 * parts, options, numbers)
+
+    def allocate(self, where: torch.device) -> Sums:
+        """Return uninitialised ``Sums``."""
+        shapes = (*self.shapes, self.parts_shape)
+        q, k, parts = (torch.empty(shape, dtype=torch.float32, device=where) for shape in shapes)
+        return Sums(q, k, parts, torch.empty(2, dtype=torch.int32, device=where))
+
+    def __call__(self, stream: int, tensors: Tensors, sums: Sums) -> tuple[torch.Tensor, torch.Tensor]:
+        dq_norm, dk_norm = torch.empty_like(tensors.q_norm), torch.empty_like(tensors.k_norm)
+        columns = tensors.q.shape[3], block_d(tensors.q.shape[3])
+        queries = norms.WeightSums.host(sums.q, None, sums.parts, sums.counters, dq_norm, *columns)
+        keys = norms.WeightSums.host(sums.k, None, sums.parts, sums.counters, dk_norm, *columns)
+        self.launch(stream, queries=queries, keys=keys)
+        return dq_norm, dk_norm
+
+
+class NormGradients:
+    """The launches that turn dq and dk of normed rows into those of q and k, in place, after any backward norms.
+
+    is_rotated: as for the backward passes. strides: of dq, dk and dv.
+    """
+
+    def __init__(self, problem: Problem, tensors: Tensors, strides: tuple, is_rotated: bool, pdl: bool):
+        rows = raw(tensors, is_rotated)
+        q_blocks, k_blocks = (
+            problem.batch * triton.cdiv(length, ROWS) * triton.cdiv(heads, HEADS)
+            for length, heads in ((problem.len_q, problem.heads_q), (problem.len_k, problem.heads_kv))
+        )
+        self.problem, self.is_rotated = problem, is_rotated
+        self.weights = WeightGradients(problem, q_blocks, k_blocks, pdl)
+        is_wide = is_long(*(x.stride() for x in rows), *strides[:2])
+        self.format = RowFormat.host(problem.head_dim, block_d(problem.head_dim), is_wide)
+        self.launch = None
+        if q_blocks + k_blocks:
+            options = {"num_warps": 4, **({"launch_pdl": True} if pdl else {})}
+            own = {"B": problem.batch, "HEADS": HEADS, "BLOCK_N": ROWS, "PDL": pdl}
+            numbers = arguments.numbers_of(problem) | own
+            self.launch = Launch(norms.norm_gradient_kernel, q_blocks + k_blocks, options, numbers)
+
+    def __call__(
+        self, stream: int, tensors: Tensors, dq: torch.Tensor, dk: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Launch, and return the gradients of both weights in the weights' dtypes."""
+        if self.launch is None:
+            return torch.zeros_like(tensors.q_norm), torch.zeros_like(tensors.k_norm)
+        sums = self.weights.allocate(dq.device)
+        q, k = raw(tensors, self.is_rotated)
+
+        def rows(x: torch.Tensor, dx: torch.Tensor, weight: torch.Tensor, of_blocks: torch.Tensor) -> Any:
+            norm = arguments.norm_of(self.problem, weight)
+            return norms.NormedRows.host(arguments.view(x), arguments.view(dx), norm, of_blocks, self.format)
+
+        queries, keys = rows(q, dq, tensors.q_norm, sums.q), rows(k, dk, tensors.k_norm, sums.k)
+        self.launch(stream, queries=queries, keys=keys, counters_ptr=sums.counters)
+        return self.weights(stream, tensors, sums)

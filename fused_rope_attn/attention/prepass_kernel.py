@@ -50,54 +50,42 @@ def sequence_rows(pid, cu_ptr, partner_ptr, num_sequences, N, partner_N, pitch, 
             return tile, sequence, SequenceRows(first_row, num_rows, first_row, num_rows)
 
 
-@triton.jit
-def fill_minus_infinity(ptr, length, BLOCK: tl.constexpr):
-    """Set ``length`` float32 at ``ptr`` to -inf; each program of the grid sets its part."""
-    for start in range(tl.program_id(0) * BLOCK, length, tl.num_programs(0) * BLOCK):
-        offs = start + tl.arange(0, BLOCK)
-        tl.store(ptr + offs, float("-inf"), mask=offs < length)
+@record
+class SequenceEnds:
+    """The ends of sequences: lens (B,) int32, the keys that exist, or cu (sequences + 1,) of both tensors; or None."""
+
+    lens_ptr: tl.tensor | None
+    cu_q_ptr: tl.tensor | None
+    cu_k_ptr: tl.tensor | None
+    TOKEN_TABLES: tl.constexpr  # row t of the tables belongs to packed key t
 
 
 @record
 class PrepassInputs:
-    """The tensors of a pre-pass: x (B, H, N, D) and out, which is in pair order and times ``sign``.
-
-    lens (B,) int32: the keys that exist; those past them are left alone, queries end with them. cu (sequences + 1,)
-    int32: positions restart, and for queries cu_k holds the ends of their keys. Each may be None.
-    """
+    """The tensors of a rotation: x (B, H, N, D) and out, which is in pair order and times ``sign``."""
 
     x: tiles.TensorView
     out: tiles.TensorView
     tables: rotations.RotaryTables
     norm: Norm | None  # before the rotation
     sign: tl.tensor | None  # None: 1
-    lens_ptr: tl.tensor | None
-    cu_ptr: tl.tensor | None
-    cu_k_ptr: tl.tensor | None
     format: tiles.RowFormat
-    TOKEN_TABLES: tl.constexpr  # row t of the tables belongs to packed key t
 
 
 @triton.jit
-def first_position(inputs, rows, batch, sequence, num_sequences, NK):
-    """Return the position of a sequence's first query. inputs: ``PrepassInputs`` of queries of NK keys."""
-    NK = sequences.existing_keys(inputs.lens_ptr, batch, NK)
-    if inputs.cu_ptr is not None:
-        _, NK = sequences.packed_partner(inputs.cu_k_ptr, sequence, num_sequences, NK)
-    return NK - rows.num_rows
-
-
-@triton.jit
-def rotate_block(inputs, rows, batch, start, position, position_limit, first_head, last_head, BLOCK_N: tl.constexpr):
+def rotate_block(
+    inputs, rows, batch, start, position, position_limit, first_head, last_head, BLOCK_N: tl.constexpr,
+    TOKEN_TABLES: tl.constexpr,
+):  # fmt: skip
     """Norm, if there is a norm, and rotate rows [start, start + BLOCK_N) of heads [first_head, last_head).
 
     inputs: ``PrepassInputs``; rows: the ``SequenceRows``; position: of the sequence's first row. Rows of out that x
     does not have become zero. The angles and the norm's weights are read once for all heads.
     """
-    if inputs.TOKEN_TABLES:
+    if TOKEN_TABLES:
         position_limit -= rows.first_row
     rotation = rotations.head_rotation(inputs.tables, batch, position_limit, inputs.norm)
-    if inputs.TOKEN_TABLES:
+    if TOKEN_TABLES:
         rotation = rotations.rotation_from(rotation, rows.first_row)
     BLOCK_D: tl.constexpr = inputs.format.BLOCK_D
     offs = tl.arange(0, BLOCK_N)
@@ -117,83 +105,14 @@ def rotate_block(inputs, rows, batch, start, position, position_limit, first_hea
 
 
 @triton.jit
-def describe_tiles(
-    table_ptr, cu_q_ptr, cu_k_ptr, num_sequences, NQ, NK, BLOCK: tl.constexpr, ENTRY_WORDS: tl.constexpr
-):
-    """Write what attention needs to know of each tile of BLOCK queries; the programs of a launch share the tiles.
-
-    table (``count_tiles``, ENTRY_WORDS) int32: the tile's first row, the row after its sequence's last (not greater
-    than the first: the tile holds no query), the sequence's first key row, its numbers of keys and of queries, and the
-    sequence's own number. The other words are not written.
-    """
-    for tile in range(tl.program_id(0), schedule.count_tiles(NQ, num_sequences, BLOCK), tl.num_programs(0)):
-        sequence, first_q, len_q, block = sequences.packed_tile(tile, cu_q_ptr, cu_k_ptr, num_sequences, NQ, NK, BLOCK)
-        first_k, len_k = sequences.packed_partner(cu_k_ptr, sequence, num_sequences, NK)
-        entry = table_ptr + tile * ENTRY_WORDS
-        tl.store(entry, first_q + block * BLOCK)
-        tl.store(entry + 1, first_q + len_q)
-        tl.store(entry + 2, first_k)
-        tl.store(entry + 3, len_k)
-        tl.store(entry + 4, len_q)
-        tl.store(entry + 5, sequence)
-
-
-@record
-class NextLaunch:
-    """Buffers that a pre-pass prepares for the next launch; each may be None.
-
-    counter: an int32 word that becomes zero. With cu_q, those of the queries, a table of the queries' tiles of
-    TILE_ROWS rows (``describe_tiles``) follows TILE_WORDS words later. max_logit: float32 that become -inf.
-    """
-
-    counter_ptr: tl.tensor | None
-    cu_q_ptr: tl.tensor | None
-    max_logit_ptr: tl.tensor | None
-    TILE_ROWS: tl.constexpr
-
-
-@triton.jit(do_not_specialize=["H", "N", "num_sequences", "position_limit", "NQ", "NK", "num_maxima"])
-def rotate_kernel(
-    inputs, following, H, N, num_sequences, position_limit, NQ, NK, num_maxima, HEADS: tl.constexpr,
-    BLOCK_N: tl.constexpr, END_AFTER_PREVIOUS_LAUNCH: tl.constexpr, PAD_TO: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """Write x of ``PrepassInputs`` rotated to out. Grid: (row blocks * head chunks * batch).
-
-    The rows are N keys, or with NK, queries of as many keys. following: ``NextLaunch``, with tiles of NQ queries and
-    num_maxima numbers.
-
-    PAD_TO: packed rows of out are padded as ``sequence_rows`` says, with zeros.
-
-    END_AFTER_PREVIOUS_LAUNCH: the launch overlaps with another pre-pass and ends after it, so that a kernel that waits
-    for this launch finds both complete.
-    """
-    inputs, following = unpack((inputs, following))
-    cu_ptr, cu_k_ptr = inputs.cu_ptr, inputs.cu_k_ptr
-    schedule.let_next_launch_start(PDL)
-    if following.counter_ptr is not None:
-        if tl.program_id(0) == 0:
-            tl.store(following.counter_ptr, 0)
-    if following.max_logit_ptr is not None:
-        fill_minus_infinity(following.max_logit_ptr, num_maxima, BLOCK=128)
-    if following.cu_q_ptr is not None:
-        table_ptr = following.counter_ptr + TILE_WORDS
-        describe_tiles(table_ptr, following.cu_q_ptr, cu_ptr, num_sequences, NQ, N, following.TILE_ROWS, TILE_WORDS)
-    # Last head first, because the attention kernel begins with the first ones: their keys are then still in the L2.
-    pid = tl.num_programs(0) - 1 - tl.program_id(0)
-    if PAD_TO:
-        blocks = schedule.count_tiles(N, num_sequences, PAD_TO) * (PAD_TO // BLOCK_N)
-    else:
-        blocks = schedule.count_tiles(N, num_sequences, BLOCK_N)
+def rotate_keys(pid, keys, ends, H, N, num_sequences, position_limit, HEADS: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Write block ``pid`` of rotated keys: BLOCK_N rows of HEADS heads. Keys that do not exist are left alone."""
+    blocks = schedule.count_tiles(N, num_sequences, BLOCK_N)
     block, chunk, batch = schedule.block_of_heads(pid, blocks, tl.cdiv(H, HEADS))
-    if NK is None:
-        N = sequences.existing_keys(inputs.lens_ptr, batch, N)
-    block, sequence, rows = sequence_rows(block, cu_ptr, cu_k_ptr, num_sequences, N, NK, N, BLOCK_N, PAD_TO)
-    position = 0
-    if NK is not None:
-        position = first_position(inputs, rows, batch, sequence, num_sequences, NK)
-    first_head, last_head = chunk * HEADS, tl.minimum(chunk * HEADS + HEADS, H)
-    rotate_block(inputs, rows, batch, block * BLOCK_N, position, position_limit, first_head, last_head, BLOCK_N)
-    schedule.wait_for_previous_launch(END_AFTER_PREVIOUS_LAUNCH)
+    N = sequences.existing_keys(ends.lens_ptr, batch, N)
+    block, _, rows = sequence_rows(block, ends.cu_k_ptr, None, num_sequences, N, None, N, BLOCK_N, PAD_TO=0)
+    first, last = chunk * HEADS, tl.minimum(chunk * HEADS + HEADS, H)
+    rotate_block(keys, rows, batch, block * BLOCK_N, 0, position_limit, first, last, BLOCK_N, ends.TOKEN_TABLES)
 
 
 @record
@@ -202,19 +121,16 @@ class Statistics:
 
     stats (2, B, HQ, pitch) float32: lse in base 2 (+inf if a row saw nothing, so that p = exp2(s - lse) = 0) and delta
     = sum(o * do) - dlse; both are 0 from NQ to pitch, which are equal for packed sequences. accumulator (B, HQ, pitch,
-    COLUMNS) float32, progress (B * HQ * pitch / PROGRESS_ROWS,) int32, and counters (num_counters,) int32 become zero.
+    COLUMNS) float32 and progress (B * HQ * pitch / PROGRESS_ROWS,) int32 become zero.
     """
 
     o: tiles.TensorView  # (B, HQ, NQ, DV)
     do: tiles.TensorView
     lse_ptr: tl.tensor  # (B, HQ, NQ) float32
     dlse_ptr: tl.tensor | None  # the gradient of lse
-    cu_q_ptr: tl.tensor | None
-    cu_k_ptr: tl.tensor | None
     stats_ptr: tl.tensor
     accumulator_ptr: tl.tensor | None
     progress_ptr: tl.tensor | None
-    counters_ptr: tl.tensor | None
     format: tiles.RowFormat  # of o and do
     PROGRESS_ROWS: tl.constexpr
     COLUMNS: tl.constexpr
@@ -258,57 +174,120 @@ def write_statistics(out, o, do, rows, batch_head, start, NQ, pitch, size, BLOCK
         tiles.store_tile(cleared, tl.zeros((BLOCK_N, BLOCK_D), tl.float32), offs)
 
 
-@triton.jit(do_not_specialize="num_counters B HQ HKV NQ pitch NK num_sequences position_limit".split())
-def preprocess_kernel(statistics, queries, keys, num_counters, B, HQ, HKV, NQ, pitch, NK, num_sequences, position_limit,
-                      HEADS: tl.constexpr, BLOCK_N: tl.constexpr, PAD_TO: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
-    """Write ``Statistics``, and rotated copies of queries and keys, ``PrepassInputs``, unless both are None.
+@triton.jit
+def describe_tiles(
+    table_ptr, cu_q_ptr, cu_k_ptr, num_sequences, NQ, NK, BLOCK: tl.constexpr, ENTRY_WORDS: tl.constexpr
+):
+    """Write what attention needs to know of each tile of BLOCK queries; the programs of a launch share the tiles.
 
-    Grid: query programs, then key programs.
-
-    PAD_TO, a multiple of BLOCK_N or 0: stats, accumulator and the rotated q have a packed sequence's rows from
-    ``padded_row`` on, up to a multiple of PAD_TO. Rows without a query are 0 there too, and pitch is that of
-    ``count_tiles`` tiles.
+    table (``count_tiles``, ENTRY_WORDS) int32: the tile's first row, the row after its sequence's last (not greater
+    than the first: the tile holds no query), the sequence's first key row, its numbers of keys and of queries, and the
+    sequence's own number. The other words are not written.
     """
-    statistics, queries, keys = unpack((statistics, queries, keys))
-    schedule.let_next_launch_start(PDL)
-    pid = tl.program_id(0)
-    if statistics.counters_ptr is not None:
-        if pid == 0:
+    for tile in range(tl.program_id(0), schedule.count_tiles(NQ, num_sequences, BLOCK), tl.num_programs(0)):
+        sequence, first_q, len_q, block = sequences.packed_tile(tile, cu_q_ptr, cu_k_ptr, num_sequences, NQ, NK, BLOCK)
+        first_k, len_k = sequences.packed_partner(cu_k_ptr, sequence, num_sequences, NK)
+        entry = table_ptr + tile * ENTRY_WORDS
+        tl.store(entry, first_q + block * BLOCK)
+        tl.store(entry + 1, first_q + len_q)
+        tl.store(entry + 2, first_k)
+        tl.store(entry + 3, len_k)
+        tl.store(entry + 4, len_q)
+        tl.store(entry + 5, sequence)
+
+
+@record
+class NextLaunch:
+    """Buffers that a pre-pass prepares for the next launch; each may be None.
+
+    counters: num_counters int32 words, None: one, that become zero. With TILE_ROWS a table of the queries' tiles of so
+    many rows (``describe_tiles``) is TILE_WORDS words after the first. maxima: num_maxima float32 that become -inf.
+    """
+
+    counters_ptr: tl.tensor | None
+    maxima_ptr: tl.tensor | None
+    TILE_ROWS: tl.constexpr
+
+
+@triton.jit
+def prepare_next_launch(following, ends, num_counters, num_maxima, NQ, NK, num_sequences):
+    """Fill the buffers of ``NextLaunch``; the programs of the grid share the work."""
+    if following.counters_ptr is not None:
+        if num_counters is None:
+            if tl.program_id(0) == 0:
+                tl.store(following.counters_ptr, 0)
+        elif tl.program_id(0) == 0:
             for first in range(0, num_counters, 1024):
                 words = first + tl.arange(0, 1024)
-                tl.store(statistics.counters_ptr + words, tl.zeros((1024,), tl.int32), mask=words < num_counters)
-    if PAD_TO:
-        q_blocks = pitch // BLOCK_N
-    else:
-        q_blocks = schedule.count_tiles(pitch, num_sequences, BLOCK_N)
+                tl.store(following.counters_ptr + words, tl.zeros((1024,), tl.int32), mask=words < num_counters)
+    if following.maxima_ptr is not None:
+        for first in range(tl.program_id(0) * 128, num_maxima, tl.num_programs(0) * 128):
+            offs = first + tl.arange(0, 128)
+            tl.store(following.maxima_ptr + offs, float("-inf"), mask=offs < num_maxima)
+    if following.TILE_ROWS:
+        table_ptr, TILE_ROWS = following.counters_ptr + TILE_WORDS, following.TILE_ROWS
+        describe_tiles(table_ptr, ends.cu_q_ptr, ends.cu_k_ptr, num_sequences, NQ, NK, TILE_ROWS, TILE_WORDS)
+
+
+_NUMBERS = "num_counters num_maxima B HQ HKV NQ pitch NK num_sequences position_limit".split()
+
+
+@triton.jit(do_not_specialize=_NUMBERS)
+def prepass_kernel(statistics, queries, keys, ends, following, num_counters, num_maxima, B, HQ, HKV, NQ, pitch, NK,
+                   num_sequences, position_limit, HEADS: tl.constexpr, BLOCK_N: tl.constexpr, PAD_TO: tl.constexpr,
+                   END_AFTER_PREVIOUS_LAUNCH: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+    """Write rotated copies of queries, keys or both, ``PrepassInputs``, and a backward pass's ``Statistics``.
+
+    Each of them may be None. Grid: row blocks * head chunks * B of queries, with queries or statistics, then of keys.
+    ends: ``SequenceEnds``; following: ``NextLaunch``.
+
+    PAD_TO, a multiple of BLOCK_N or 0: the statistics, the accumulator and the rotated queries have a packed sequence's
+    rows from ``padded_row`` on, up to a multiple of PAD_TO. Rows without a query are 0 there too, and pitch is that of
+    ``count_tiles`` tiles.
+
+    END_AFTER_PREVIOUS_LAUNCH: the launch overlaps with another pre-pass and ends after it, so that a kernel that waits
+    for this launch finds both complete.
+    """
+    statistics, queries, keys, ends, following = unpack((statistics, queries, keys, ends, following))
+    schedule.let_next_launch_start(PDL)
+    prepare_next_launch(following, ends, num_counters, num_maxima, NQ, NK, num_sequences)
+    pid = tl.program_id(0)
+    if statistics is None:
+        # Last head first, because attention begins with the first ones: their keys are then still in the L2.
+        pid = tl.num_programs(0) - 1 - pid
+    q_blocks = pitch // BLOCK_N if PAD_TO else schedule.count_tiles(pitch, num_sequences, BLOCK_N)
     q_chunks = tl.cdiv(HQ, HEADS)
-    if pid < q_blocks * q_chunks * B:
+    if statistics is None and queries is None:
+        rotate_keys(pid, keys, ends, HKV, NK, num_sequences, position_limit, HEADS, BLOCK_N)
+    elif pid < q_blocks * q_chunks * B:
         block, chunk, batch = schedule.block_of_heads(pid, q_blocks, q_chunks)
-        first_head = chunk * HEADS
-        last_head = tl.minimum(first_head + HEADS, HQ)
+        first_head, last_head = chunk * HEADS, tl.minimum(chunk * HEADS + HEADS, HQ)
         block, sequence, rows = sequence_rows(
-            block, statistics.cu_q_ptr, statistics.cu_k_ptr, num_sequences, NQ, NK, pitch, BLOCK_N, PAD_TO
+            block, ends.cu_q_ptr, ends.cu_k_ptr, num_sequences, NQ, NK, pitch, BLOCK_N, PAD_TO
         )
         if queries is not None:
-            position = first_position(queries, rows, batch, sequence, num_sequences, NK)
+            num_keys = sequences.existing_keys(ends.lens_ptr, batch, NK)
+            if ends.cu_q_ptr is not None:
+                _, num_keys = sequences.packed_partner(ends.cu_k_ptr, sequence, num_sequences, NK)
+            position = num_keys - rows.num_rows
         start = block * BLOCK_N
-        size = tl.cast(B, tl.int64) * HQ * pitch
-        for head in range(first_head, last_head):
-            origin = tiles.Origin(batch, tl.cast(head, tl.int64), rows.first_row + start)
-            o = tiles.head_rows(statistics.o, origin, rows.num_rows - start, statistics.format)
-            do = tiles.head_rows(statistics.do, origin, rows.num_rows - start, statistics.format)
-            batch_head = batch * HQ + origin.head
-            write_statistics(statistics, o, do, rows, batch_head, start, NQ, pitch, size, BLOCK_N)
+        if statistics is not None:
+            size = tl.cast(B, tl.int64) * HQ * pitch
+            for head in range(first_head, last_head):
+                origin = tiles.Origin(batch, tl.cast(head, tl.int64), rows.first_row + start)
+                o = tiles.head_rows(statistics.o, origin, rows.num_rows - start, statistics.format)
+                do = tiles.head_rows(statistics.do, origin, rows.num_rows - start, statistics.format)
+                batch_head = batch * HQ + origin.head
+                write_statistics(statistics, o, do, rows, batch_head, start, NQ, pitch, size, BLOCK_N)
         if queries is not None:
             if not PAD_TO:
                 rows = replace(rows, num_padded=rows.num_rows)
-            rotate_block(queries, rows, batch, start, position, position_limit, first_head, last_head, BLOCK_N)
+            rotate_block(
+                queries, rows, batch, start, position, position_limit, first_head, last_head, BLOCK_N,
+                ends.TOKEN_TABLES,
+            )  # fmt: skip
     else:
         if keys is not None:
             pid -= q_blocks * q_chunks * B
-            blocks = schedule.count_tiles(NK, num_sequences, BLOCK_N)
-            block, chunk, batch = schedule.block_of_heads(pid, blocks, tl.cdiv(HKV, HEADS))
-            NK = sequences.existing_keys(keys.lens_ptr, batch, NK)
-            block, _, rows = sequence_rows(block, keys.cu_ptr, None, num_sequences, NK, None, NK, BLOCK_N, PAD_TO=0)
-            first_head, last_head = chunk * HEADS, tl.minimum(chunk * HEADS + HEADS, HKV)
-            rotate_block(keys, rows, batch, block * BLOCK_N, 0, position_limit, first_head, last_head, BLOCK_N)
+            rotate_keys(pid, keys, ends, HKV, NK, num_sequences, position_limit, HEADS, BLOCK_N)
+    schedule.wait_for_previous_launch(END_AFTER_PREVIOUS_LAUNCH)

@@ -85,7 +85,7 @@ class Outputs(NamedTuple):
 
     q_rot ``(B, HQ, NQ, D)`` and k_rot ``(B, HKV, NK, D)``, contiguous, are the operands of Q K^T: normed, rotated, in
     pair order, q times the sign of softmax_scale. With ``Saving.TILES`` q_rot has ``arguments.padded_rows`` rows.
-    max_logit: float32, of ``Problem.max_logit_shape``.
+    max_logit: float32, of ``Problem.maxima_shape``.
     """
 
     o: Any
@@ -112,14 +112,13 @@ class Saved(NamedTuple):
     """The tensors that a forward pass keeps for backward: its results and its inputs.
 
     is_rotated: q and k are the forward pass's ``q_rot`` and ``k_rot``. If there are norms, ``tensors.raw_q`` and
-    ``raw_k`` are the caller's q and k. max_logit: a result that backward does not need.
+    ``raw_k`` are the caller's q and k.
     """
 
     o: Any
     lse: Any
     tensors: Tensors
     is_rotated: bool = False
-    max_logit: Any = None
 
 
 def split_outputs(tensors: Sequence[Any], count: int) -> tuple[Tensors, tuple]:
@@ -201,7 +200,7 @@ class Problem(NamedTuple):
 
     @property
     def cache_is_rotated(self) -> bool:
-        """True in a generation step whose cache holds rotated keys."""
+        """True in a generation step with rotated keys in its cache."""
         return self.cache is not None and self.cache.is_rotated
 
     @property
@@ -219,9 +218,14 @@ class Problem(NamedTuple):
         return self.head_dim + (self.nope_dim or 0)
 
     @property
-    def max_logit_shape(self) -> tuple[int, int]:
+    def maxima_shape(self) -> tuple[int, int]:
         """Shape of max_logit: batch entries, or packed sequences, and query heads."""
         return (self.batch if self.sequences is None else self.sequences, self.heads_q)
+
+    @property
+    def fills_results(self) -> bool:
+        """True if a launch must fill a result before the kernels write to it."""
+        return self.return_max_logit
 
     @property
     def has_norms(self) -> bool:
@@ -333,11 +337,11 @@ def problem_of(
     token_tables: bool = False,
 ) -> Problem:
     """Return the ``Problem`` of checked ``Options`` and the rotary dim that the check has found."""
-    values = {
-        name: getattr(options, name) if normalise is None else normalise(getattr(options, name), tensors)
+    values = [
+        getattr(options, name) if normalise is None else normalise(getattr(options, name), tensors)
         for name, normalise in _NORMALISE
-    }
-    return describe(tensors, rotary_dim, max_seqlen, cache, token_tables, **values)
+    ]
+    return describe(tensors, rotary_dim, max_seqlen, cache, token_tables, *values)
 
 
 def describe(
@@ -346,9 +350,10 @@ def describe(
     max_seqlen: int = 0,
     cache: Cache | None = None,
     token_tables: bool = False,
+    *values: Any,
     **options: Any,
 ) -> Problem:
-    """Return the ``Problem`` of these tensors, and of options as a ``Problem`` holds them."""
+    """Return the ``Problem`` of these tensors, and of options as it holds them, in its order or by name."""
     q, k, v, _, _, sinks, kv_starts, kv_lens, cu_seqlens = tensors[:9]
     q_nope = tensors.q_nope
     batch, heads_q, len_q, head_dim = q.shape
@@ -376,6 +381,7 @@ def describe(
         "ieee",
         False,
         token_tables,
+        *values,
         **options,
     )
 

@@ -75,7 +75,7 @@ def packed_positions(
     ends = ((cu_seqlens_q, len_q), (cu_seqlens_k, len_k))
     wrong = [(cu[0] != 0) | (cu[1:] < cu[:-1]).any() | (cu[-1] > length) for cu, length in ends]
     (sequence, index), (sequence_k, key) = (_sequences(*x) for x in ends)
-    more_keys = F.pad((cu_seqlens_k - cu_seqlens_q).diff().long(), (0, 1))  # tokens after the last sequence have none
+    more_keys = F.pad((cu_seqlens_k - cu_seqlens_q).diff().long(), (0, 1))  # 0 after the last sequence
     is_outside = wrong[0] | wrong[1] | (sequence == cu_seqlens_q.shape[0] - 1)
     position = torch.where(is_outside, -1, index + more_keys[sequence])
     return position, key, sequence.unsqueeze(-1) == sequence_k.unsqueeze(-2)
@@ -143,7 +143,7 @@ class _VisibleScores(_Visible):
         return _VisibleProduct.apply(grad, b, visible), _VisibleProduct.apply(*transposed), None
 
 
-def attend(
+def masked_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -281,7 +281,7 @@ def attention(
         visible = visible_pairs(position, key, causal, **masks) & is_same
     if token_tables:
         position = key = torch.arange(len_k, device=q.device)[None]
-    # What a hidden row holds (a padding token, NaN) must not reach a result or a gradient.
+    # Hidden rows may hold anything, such as padding or NaN. It must not reach a result or a gradient.
     dead, absent = ~visible.any(-1), ~visible.any(-2)
     q, q_nope = hide(q, dead), hide(q_nope, dead)
     k, v, k_nope = hide(k, absent), hide(v, absent), hide(k_nope, absent)
@@ -293,7 +293,7 @@ def attention(
         k_rot = torch.cat((k_nope, k_rot.expand(-1, k_nope.shape[1], -1, -1)), -1)
     scores: dict[str, Any] = {"softmax_scale": softmax_scale, "softcap": softcap, "sinks": sinks}
     scores["return_max_logit"] = return_max_logit
-    o, lse, *row_max = attend(q_rot, k_rot, v, visible, **scores, apart=cu_seqlens_q is not None)
+    o, lse, *row_max = masked_attention(q_rot, k_rot, v, visible, **scores, apart=cu_seqlens_q is not None)
     return (o, lse, *(largest_of_sequences(x, cu_seqlens_q) for x in row_max))
 
 

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from fused_rope_attn.attention.problem import Tensors, check_options
 from fused_rope_attn.runtime import checks
-from fused_rope_attn.runtime.axes import AXES
 from fused_rope_attn.runtime.checks import shown
 from fused_rope_attn.runtime.forms import Form, Forms
+from fused_rope_attn.runtime.layouts import AXES
 from fused_rope_attn.runtime.registration import is_plain
 
 ATTENTION = Forms(q="B HQ NQ D", k="B HKV NK D", v="B HKV NK D")
@@ -29,43 +29,42 @@ def check_attention(
     layout: str = "bhsd",
     longest: tuple[Any, Any] | None = None,
     rows: int | None = None,
+    latent: bool = False,
+    token_tables: Any = False,
 ) -> int:
     """Check a call of attention as its caller gave it, and return the rotary dim R.
 
     tensors, options: ``Tensors`` in the caller's layout, and ``Options``. longest: max_seqlen_q and max_seqlen_k of
-    packed sequences. rows: that the tables need, if not NK or max_seqlen_k.
+    packed sequences. rows: that the tables need, if not NK or max_seqlen_k. latent: it is multi-head latent attention,
+    where q_rope and k_rope are q and k. token_tables: of ``rope_attention_varlen``.
 
     Raise TypeError or ValueError with the argument, the expectation and the given value.
     """
     q, k, v, cos, sin = tensors[:5]
-    batch, heads_q, len_q, head_dim, heads_kv, len_k = ATTENTION.check(layout, (q, k, v))
-    checks.check_heads(heads_q, heads_kv, head_dim)
+    names, rotary_dim = ("q", "k"), options.rotary_dim
+    if not latent:
+        batch, heads_q, len_q, head_dim, heads_kv, len_k = ATTENTION.check(layout, (q, k, v))
+        checks.check_heads(heads_q, heads_kv, head_dim)
+    else:
+        given = (q, tensors.q_nope, k, tensors.k_nope, v)
+        batch, heads_q, len_q, head_dim, nope_dim, len_k, value_dim = LATENT.check(layout, given)
+        checks.check_columns("q_rope", heads_q, head_dim)
+        for name, columns in (("q_nope", nope_dim), ("v", value_dim)):
+            if columns < 1:
+                raise ValueError(f"{name} must have at least one column, but has 0")
+        names, rotary_dim = ("q_rope", "k_rope"), head_dim
     if rows is None:
-        rows = len_k if longest is None else check_sequences(tensors, longest)
+        rows = len_k if longest is None else check_sequences(tensors, longest, names)
         if longest is None and len_q > len_k and tensors.kv_lens is None:
-            _check_more_queries(q, k, options.causal, layout)
+            _check_more_queries(q, k, options.causal, layout, names)
     check_options(tensors, options, (batch, heads_q, len_k, head_dim))
-    return checks.check_tables(cos, sin, q, batch, rows, head_dim, options.rotary_dim, "q", "k")
+    rotary_dim = checks.check_tables(cos, sin, q, batch, rows, head_dim, rotary_dim, *names)
+    if token_tables is not False:
+        _check_token_tables(token_tables, tensors)
+    return rotary_dim
 
 
-def check_latent(tensors: Tensors, options: Any, layout: str = "bhsd", longest: tuple[Any, Any] | None = None) -> int:
-    """Check a call of multi-head latent attention as `check_attention` does; q_rope and k_rope are q and k."""
-    q, k, v, cos, sin = tensors[:5]
-    rows = q, tensors.q_nope, k, tensors.k_nope, v
-    batch, heads, len_q, rotary_dim, nope_dim, len_k, value_dim = LATENT.check(layout, rows)
-    checks.check_columns("q_rope", heads, rotary_dim)
-    for name, columns in (("q_nope", nope_dim), ("v", value_dim)):
-        if columns < 1:
-            raise ValueError(f"{name} must have at least one column, but has 0")
-    names = ("q_rope", "k_rope")
-    if longest is None and len_q > len_k and tensors.kv_lens is None:
-        _check_more_queries(q, k, options.causal, layout, names)
-    positions = len_k if longest is None else check_sequences(tensors, longest, names)
-    check_options(tensors, options, (batch, heads, len_k, rotary_dim))
-    return checks.check_tables(cos, sin, q, batch, positions, rotary_dim, rotary_dim, *names)
-
-
-def _check_more_queries(q: Tensor, k: Tensor, causal: bool, layout: str, names: tuple[str, str] = ("q", "k")) -> None:
+def _check_more_queries(q: Tensor, k: Tensor, causal: bool, layout: str, names: tuple[str, str]) -> None:
     """Refuse more queries than keys if the call is not causal; if it is, warn once that the first ones see no key.
 
     With fewer key heads than query heads, tensors in the wrong layout look like this. names: of q and k, for messages.
@@ -89,7 +88,7 @@ def _check_more_queries(q: Tensor, k: Tensor, causal: bool, layout: str, names: 
         )
 
 
-def check_sequences(tensors: Tensors, longest: tuple[Any, Any], names: tuple[str, str] = ("q", "k")) -> Any:
+def check_sequences(tensors: Tensors, longest: tuple[Any, Any], names: tuple[str, str]) -> Any:
     """Check the bounds of packed sequences of tokens (T, H, D), and return the rows that tables need.
 
     Values of cu_seqlens on a GPU are not read. names: of q and k, for messages.
@@ -118,11 +117,9 @@ def check_sequences(tensors: Tensors, longest: tuple[Any, Any], names: tuple[str
     return longest[1]
 
 
-def check_token_tables(token_tables: bool, tensors: Tensors) -> None:
-    """Check token_tables of `rope_attention_varlen` with its checked tensors (T, H, D)."""
+def _check_token_tables(token_tables: bool, tensors: Tensors) -> None:
+    """Check tables with a row for each of a call's tokens, (T, H, D)."""
     checks.check_bool("token_tables", token_tables)
-    if not token_tables:
-        return
     rows_q, rows_k, rows = tensors.q.shape[0], tensors.k.shape[0], tensors.cos.shape[-2]
     cu_seqlens_q, cu_seqlens_k = tensors.cu_seqlens_q, tensors.cu_seqlens_k
     if rows_q != rows_k:

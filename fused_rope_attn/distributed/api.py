@@ -15,13 +15,10 @@ from fused_rope_attn.distributed import ops
 from fused_rope_attn.distributed.documents import OF_THE_PLAN, DocumentPlan
 from fused_rope_attn.distributed.groups import Group, agree, fail_together, group_of
 from fused_rope_attn.distributed.layout import CpPlan, check_sharding, choose_method, chunks_of, owners_of, work_of
-from fused_rope_attn.runtime import axes, checks
-from fused_rope_attn.runtime.autocast import autocast
-from fused_rope_attn.runtime.axes import Layout, from_heads_first
+from fused_rope_attn.runtime import checks, entry
 from fused_rope_attn.runtime.differentiation import refuse_tangents
-from fused_rope_attn.runtime.dry_run import Planned, is_dry_run, plan_of_call
 from fused_rope_attn.runtime.forms import Forms
-from fused_rope_attn.runtime.keywords import explain_keywords
+from fused_rope_attn.runtime.layouts import Layout, check_layout, from_heads_first, heads_first
 from fused_rope_attn.runtime.options import Backend, CpMethod, CpOptions, PackedCpOptions
 
 if TYPE_CHECKING:
@@ -49,7 +46,7 @@ def rope_attention_cp(
 # fmt: on
 
 
-@explain_keywords
+@entry.explain_keywords
 def rope_attention_cp(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -135,7 +132,7 @@ def rope_attention_varlen_cp(
 # fmt: on
 
 
-@explain_keywords
+@entry.explain_keywords
 def rope_attention_varlen_cp(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -188,7 +185,7 @@ def plan_cp(*arguments: Any, **options: Any) -> CpPlan:
 
     Communicates nothing, so that one rank alone may ask; raises what ``rope_attention_cp`` would raise on this rank.
     """
-    return plan_of_call(rope_attention_cp, *arguments, **options)
+    return entry.plan_of_call(rope_attention_cp, *arguments, **options)
 
 
 _LOCAL = Forms(q="B HQ N/P D", k="B HKV N/P D", v="B HKV N/P D")
@@ -203,8 +200,8 @@ def _run_together(
     """Return (o, lse) of the call ``describe(*arguments)``, once all ranks agree; if one raises, the others raise."""
     if torch.compiler.is_compiling():
         return ops.parallel_attention(*describe(*arguments)[:3])
-    if is_dry_run():
-        raise Planned(describe(*arguments)[-1])
+    if entry.is_dry_run():
+        raise entry.Planned(describe(*arguments)[-1])
     try:
         cut, problem, tensors, _ = describe(*arguments)
     except Exception as error:
@@ -217,9 +214,9 @@ def _describe(tensors: Tensors, options: Any, members: Group, sharding, total_le
     """Check the records of a call of ``rope_attention_cp`` and describe it."""
     check_sharding("sharding", sharding, members.size)
     _check_method("method", method, None)
-    axes.check_layout(layout)
-    q, k, v = autocast(tensors[:3])
-    cos, tensors = tensors.cos, tensors._replace(q=q, k=k, v=v)
+    check_layout(layout)
+    tensors = entry.autocast(tensors, ("q", "k", "v"))
+    q, k, v, cos = tensors[:4]
     parts, size = len(chunks_of(0, members.size, sharding)), members.size
     local = _LOCAL.check(layout, (q, k, v))[2]
     rows = cos.shape[-2] if isinstance(cos, torch.Tensor) and cos.ndim > 1 else 0
@@ -243,13 +240,14 @@ def _describe(tensors: Tensors, options: Any, members: Group, sharding, total_le
 def _describe_packed(tensors: Tensors, options: Any, plan: DocumentPlan, method) -> _Described:
     """Check the records of a call of ``rope_attention_varlen_cp`` and describe it."""
     _check_method("method", method, None)
-    q, k, v = autocast(tensors[:3])
-    local = _LOCAL.check("thd", (q, k, v))[2]
+    tensors = entry.autocast(tensors, ("q", "k", "v"))
+    q = tensors.q
+    local = _LOCAL.check("thd", tensors[:3])[2]
     if local != plan.local:
         raise ValueError(f"q must have the {plan.local} tokens that the plan gives a rank, but has {local}")
     if plan.cu_seqlens.device != q.device:
         raise ValueError(f"plan must be on q's device {q.device}, but is on {plan.cu_seqlens.device}: give device=")
-    tensors = tensors._replace(q=q, k=k, v=v, cu_seqlens_q=plan.cu_seqlens, cu_seqlens_k=plan.cu_seqlens)
+    tensors = tensors._replace(cu_seqlens_q=plan.cu_seqlens, cu_seqlens_k=plan.cu_seqlens)
     problem, tensors = _checked(tensors, options, plan.max_seqlen, "thd", plan.max_seqlen)
     if torch.compiler.is_compiling():
         # A graph is for many plans.
@@ -266,8 +264,7 @@ def _checked(tensors: Tensors, options: Any, rows: int, layout: str, longest: in
     rows: how many the tables must have. longest: of packed sequences.
     """
     rotary_dim = check_attention(tensors, options, layout, rows=rows)
-    q, k, v = (axes.heads_first(x, layout) for x in tensors[:3])
-    tensors = tensors._replace(q=q, k=k, v=v)
+    tensors = heads_first(tensors, layout, ("q", "k", "v"))
     problem = problem_of(tensors, options, rotary_dim, longest)
     planning.choose_backend(problem)  # raises if an explicit one cannot run
     if problem.batch_invariant and not problem.causal:

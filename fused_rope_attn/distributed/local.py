@@ -12,7 +12,7 @@ from fused_rope_attn.attention import ops, planning, reference
 from fused_rope_attn.attention.planning import Plan
 from fused_rope_attn.attention.problem import Gradients, Problem, Saved, Tensors, arguments_by_name
 from fused_rope_attn.runtime import device
-from fused_rope_attn.runtime.keywords import parameters_of
+from fused_rope_attn.runtime.entry import parameters_of
 
 _OF_ATTENTION = parameters_of(reference.attention)
 # About 20 us, in cycles of a GPU's clock.

@@ -8,7 +8,7 @@ import torch
 
 from fused_rope_attn.attention.ops import backward_fake, needs_gradient, without_none
 from fused_rope_attn.attention.problem import DESCRIBED, SCHEMA, Gradients, Problem, Tensors, flatten, rebuild
-from fused_rope_attn.distributed import gather, heads, layout
+from fused_rope_attn.distributed import layout, methods
 from fused_rope_attn.distributed.documents import plan_numbered
 from fused_rope_attn.distributed.groups import agree, exchange, group_named, join_rows
 from fused_rope_attn.runtime import device
@@ -68,9 +68,10 @@ def _run(cut: Cut, problem: Problem, tensors: Tensors, *of_backward: torch.Tenso
         else:
             work = layout.work_of(group.size, cut.sharding, problem.len_q, cut.total, *masks)
         call = layout.ParallelCall(group, work, problem.len_q, cut.total, cut.tables_are_local)
-        module: Any = heads if method == "all_to_all" else gather
-        run = module.backward_pass if of_backward else module.forward_pass
-        return run(call, problem, tensors, *of_backward)
+        forward, backward = methods.gather_forward, methods.gather_backward
+        if method == "all_to_all":
+            forward, backward = methods.heads_forward, methods.heads_backward
+        return (backward if of_backward else forward)(call, problem, tensors, *of_backward)
 
 
 def _split(arguments: tuple) -> tuple[Cut, Problem, Tensors]:

@@ -12,13 +12,9 @@ from fused_rope_attn.attention.problem import Options, Problem, arguments_by_nam
 from fused_rope_attn.generation import planning, reference
 from fused_rope_attn.generation import problem as steps
 from fused_rope_attn.generation.problem import StepTensors, Written
-from fused_rope_attn.runtime import axes
-from fused_rope_attn.runtime.autocast import autocast
-from fused_rope_attn.runtime.axes import Layout, from_heads_first
-from fused_rope_attn.runtime.context_parallel import in_context_parallel, refuse_context_parallel
+from fused_rope_attn.runtime import entry
 from fused_rope_attn.runtime.device import has_triton
-from fused_rope_attn.runtime.dry_run import Planned, is_dry_run, plan_of_call
-from fused_rope_attn.runtime.keywords import explain_keywords, fill, parameters_of
+from fused_rope_attn.runtime.layouts import Layout, check_layout, from_heads_first, heads_first
 from fused_rope_attn.runtime.options import Backend, StepOptions
 
 if TYPE_CHECKING:
@@ -27,7 +23,7 @@ if TYPE_CHECKING:
 if has_triton():  # elsewhere planning sends every call to the reference
     from fused_rope_attn.generation import launch
 
-_OF_STEP = parameters_of(reference.attention_with_kvcache)
+_OF_STEP = entry.parameters_of(reference.attention_with_kvcache)
 
 
 # fmt: off
@@ -56,7 +52,7 @@ def rope_attention_with_kvcache(
 # fmt: on
 
 
-@explain_keywords
+@entry.explain_keywords
 def rope_attention_with_kvcache(
     q: torch.Tensor,
     k_cache: torch.Tensor,
@@ -169,10 +165,10 @@ def rope_attention_with_kvcache(
 
 def plan_with_kvcache(*arguments: Any, **options: Any) -> Plan:
     """Return ``plan(rope_attention_with_kvcache, ...)``."""
-    return plan_of_call(rope_attention_with_kvcache, *arguments, **options)
+    return entry.plan_of_call(rope_attention_with_kvcache, *arguments, **options)
 
 
-@explain_keywords
+@entry.explain_keywords
 def write_kvcache(
     k: torch.Tensor,
     v: torch.Tensor,
@@ -232,16 +228,15 @@ def run_write(*arguments, backend: str = "auto", **options) -> None:
     bound.apply_defaults()
     given = bound.arguments
     kept = {name: given[name] for name in ("cache_is_rotated", "rotary_dim", "interleaved")}
-    _write(fill(Written, given), given["layout"], **kept, backend=backend)
+    _write(entry.fill(Written, given), given["layout"], **kept, backend=backend)
 
 
 def _write(tensors: Written, layout: str, *, backend: str = "auto", **options: Any) -> None:
-    if in_context_parallel():
-        refuse_context_parallel("write_kvcache")
-    axes.check_layout(layout)
+    entry.refuse_context_parallel("write_kvcache")
+    check_layout(layout)
     options["rotary_dim"] = steps.check_write(tensors, layout=layout, **options)
-    tensors = _heads_first(tensors, layout, "k_cache", "v_cache")
-    tensors = _heads_first(tensors, layout if tensors.cu_seqlens is None else "thd", "k", "v")
+    tensors = heads_first(tensors, layout, ("k_cache", "v_cache"))
+    tensors = heads_first(tensors, layout if tensors.cu_seqlens is None else "thd", ("k", "v"))
     problem = steps.describe_write(tensors, **options, backend=backend)
     chosen, _ = planning.choose_step_backend(problem)
     if chosen != "reference":
@@ -252,30 +247,18 @@ def _write(tensors: Written, layout: str, *, backend: str = "auto", **options: A
 
 def _describe(tensors: StepTensors, options: Any, cache_is_rotated: bool, layout: str) -> tuple[Problem, StepTensors]:
     """Check the records of a step and return the ``Problem``, and the tensors as (B, H, N, D) whatever the layout."""
-    if in_context_parallel():
-        refuse_context_parallel("rope_attention_with_kvcache")
-    axes.check_layout(layout)
-    given = tensors.q, tensors.k, tensors.v
-    rows = autocast(given)
-    if rows is not given:
-        tensors = tensors._replace(**dict(zip("qkv", rows)))
+    entry.refuse_context_parallel("rope_attention_with_kvcache")
+    check_layout(layout)
+    tensors = entry.autocast(tensors, ("q", "k", "v"))
     rotary_dim = steps.check_kvcache(tensors, options, cache_is_rotated, layout)
-    tensors = _heads_first(tensors, layout, "q", "k_cache", "v_cache", "k", "v")
+    tensors = heads_first(tensors, layout, ("q", "k_cache", "v_cache", "k", "v"))
     return steps.step_of(tensors, options, rotary_dim, cache_is_rotated), tensors
-
-
-def _heads_first(tensors: Any, layout: str, *names: str) -> Any:
-    """Return the record with views (B, H, N, D) of these tensors; None stays None."""
-    if layout == "bhsd":
-        return tensors
-    given = {name: x for name in names if (x := getattr(tensors, name)) is not None}
-    return tensors._replace(**{name: axes.heads_first(x, layout) for name, x in given.items()})
 
 
 def _attend(problem: Problem, tensors: StepTensors, layout: str) -> tuple[torch.Tensor, torch.Tensor]:
     """(o in the layout, lse) of a described step, by the backend that planning chooses."""
-    if is_dry_run():
-        raise Planned(planning.plan_step(problem))
+    if entry.is_dry_run():
+        raise entry.Planned(planning.plan_step(problem))
     chosen, _ = planning.choose_step_backend(problem)
     if chosen != "reference":
         o, lse = launch.launch_step(problem, tensors)

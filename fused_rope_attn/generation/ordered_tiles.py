@@ -272,7 +272,7 @@ def highest_scores(scores, WARPS: gl.constexpr):
 @jit
 def mask_and_cap(scores, scale, walk, positions, start, window, DTYPE: gl.constexpr):
     """Return scores (BLOCK_N, BLOCK_R), capped, and -inf where a query does not see a key."""
-    scores = cap_scores(scores, scale.cap_scale, DTYPE)
+    scores = cap_scores(scores, scale, DTYPE)
     offs = gl.arange(0, scores.shape[0], gl.SliceLayout(1, scores.type.layout))
     if (start < walk.seen_from) | (start + walk.BLOCK_N > walk.seen_until):
         mask = masks.Mask(walk.keys.num_keys, walk.keys.first_key, window, READS_LENGTHS=True)

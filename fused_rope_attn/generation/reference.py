@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fused_rope_attn.attention.reference import attend, hide, norm_rotate, table_rows, visible_pairs
+from fused_rope_attn.attention.reference import hide, masked_attention, norm_rotate, table_rows, visible_pairs
 from fused_rope_attn.rotation.reference import norm, normalise_tables, rotate
 from fused_rope_attn.runtime.registration import is_plain
 
@@ -220,5 +220,5 @@ def attention_with_kvcache(
     keys, values = hide(keys, absent), hide(values, absent)
     if not cache_is_rotated:
         keys = rotate(keys, cos[:, None, :capacity], sin[:, None, :capacity], interleaved=interleaved)
-    o, lse = attend(q_rot, keys, values, visible, softmax_scale=softmax_scale, softcap=softcap, sinks=sinks)
+    o, lse = masked_attention(q_rot, keys, values, visible, softmax_scale=softmax_scale, softcap=softcap, sinks=sinks)
     return o, lse

@@ -46,14 +46,14 @@ def patch_model(model: Model) -> Model:
     if reasons or not found:
         raise NotImplementedError("; ".join(sorted(reasons)) or "model has no attention module of LitGPT")
     for module in found:
-        module.forward = MethodType(forward, module)
+        module.forward = MethodType(_attend, module)
     return model
 
 
 def unpatch_model(model: Model) -> Model:
     """Undo ``patch_model``; return the same model."""
     for module in model.modules():
-        if getattr(module.__dict__.get("forward"), "__func__", None) is forward:
+        if getattr(module.__dict__.get("forward"), "__func__", None) is _attend:
             del module.forward
     return model
 
@@ -70,14 +70,14 @@ def _obstacle(module: Attention) -> str:
 
 
 def _forward_or_refuse(self: Attention, *args: Any, **kwargs: Any) -> Tensor:
-    """Attend as ``forward`` does in every model of the process, which is the command's way."""
+    """Attend as ``_attend`` does in every model of the process, which is the command's way."""
     reason = _obstacle(self)
     if reason:
         raise NotImplementedError(reason)
-    return forward(self, *args, **kwargs)
+    return _attend(self, *args, **kwargs)
 
 
-def forward(
+def _attend(
     self: Attention,
     x: Tensor,
     cos: Tensor,

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import torch
 
 from fused_rope_attn.rotation import reference
-from fused_rope_attn.rotation.problem import WITH_NORMS, RotationOptions, RotationTensors
-from fused_rope_attn.rotation.validation import LAYOUTS, Norms, check_rotation
-from fused_rope_attn.runtime.axes import RotationLayout
+from fused_rope_attn.rotation.problem import WITH_NORMS, Norms, RotationOptions, RotationTensors, check_rotation
 from fused_rope_attn.runtime.device import has_triton, is_interpreted
 from fused_rope_attn.runtime.differentiation import differentiable
-from fused_rope_attn.runtime.keywords import explain_keywords
+from fused_rope_attn.runtime.entry import explain_keywords
+from fused_rope_attn.runtime.layouts import AXES, RotationLayout
 
 if has_triton():  # elsewhere planning sends every call to the reference
     from fused_rope_attn.rotation import ops
@@ -59,9 +59,8 @@ def apply_rope(
         TypeError: wrong type or dtype.
         ValueError: wrong shape, range, device or combination.
     """
-    outs = None if out is None else {"out": out}
-    (rotated,) = _apply({"x": x}, cos, sin, rotary_dim, interleaved, inverse, layout, position_ids, cu_seqlens, outs)
-    return rotated
+    tensors = RotationTensors([x], None if out is None else [out], cos, sin, position_ids, cu_seqlens)
+    return _apply((rotary_dim, interleaved, inverse, layout), tensors)[0]
 
 
 @explain_keywords
@@ -105,44 +104,41 @@ def apply_rope_qk(
         TypeError, ValueError: as ``apply_rope``.
         NotImplementedError: forward-mode differentiation; double backward with norms.
     """
-    xs = {"q": q, "k": k} if v is None else {"q": q, "k": k, "v": v}
-    outs = None
+    xs = [q, k] if v is None else [q, k, v]
     if out is not None:
         if not isinstance(out, (tuple, list)):
             raise TypeError(f"out must be a tuple of {len(xs)} tensors or None, but is {type(out).__name__}")
         if len(out) != len(xs):
-            raise ValueError(f"out must hold {len(xs)} tensors, for {', '.join(xs)}, but holds {len(out)}")
-        outs = {f"out[{i}]": x for i, x in enumerate(out)}
+            names = ", ".join("qkv"[: len(xs)])
+            raise ValueError(f"out must hold {len(xs)} tensors, for {names}, but holds {len(out)}")
+    tensors = RotationTensors(xs, None if out is None else list(out), cos, sin, position_ids, cu_seqlens)
     norms = Norms(q, q_norm, k_norm, norm_eps, norm_offset)
-    return tuple(_apply(xs, cos, sin, rotary_dim, interleaved, inverse, layout, position_ids, cu_seqlens, outs, norms))
+    return tuple(_apply((rotary_dim, interleaved, inverse, layout), tensors, norms))
 
 
-def _apply(xs, cos, sin, rotary_dim, interleaved, inverse, layout, position_ids, cu_seqlens, outs, norms=None):
-    places = {"layout": layout, "position_ids": position_ids, "cu_seqlens": cu_seqlens}
-    flags = {"rotary_dim": rotary_dim, "interleaved": interleaved, "inverse": inverse}
-    rotary_dim = check_rotation(xs, cos, sin, **flags, **places, outs=outs, norms=norms)
-    if position_ids is not None and position_ids.ndim < 3:
-        position_ids = position_ids[None, None] if position_ids.ndim == 1 else position_ids[:, None]
-    given = None if outs is None else list(outs.values())
-    tensors = RotationTensors(list(xs.values()), given, cos, sin, position_ids, cu_seqlens)
-    options = RotationOptions(rotary_dim, interleaved, inverse, layout)
-    if norms is not None and norms.q_norm is not None:
-        tensors = tensors._replace(weights=[norms.q_norm, norms.k_norm])
-        options = options._replace(norm_eps=norms.norm_eps, norm_offset=norms.norm_offset)
-    return rotate_checked(options, tensors)
+def _apply(options: tuple, tensors: RotationTensors, norms: Norms | None = None) -> list[torch.Tensor]:
+    """Check and rotate. options: the first ``RotationOptions``, as the caller gave them."""
+    rotary_dim = check_rotation(RotationOptions(*options), tensors, norms)
+    ids = tensors.position_ids
+    if ids is not None and ids.ndim < 3:
+        tensors = tensors._replace(position_ids=ids[None, None] if ids.ndim == 1 else ids[:, None])
+    if norms is None or norms.q_norm is None:
+        return rotate_checked(RotationOptions(rotary_dim, *options[1:]), tensors)
+    of_norms = {"norm_eps": norms.norm_eps, "norm_offset": norms.norm_offset}
+    tensors = tensors._replace(weights=[norms.q_norm, norms.k_norm])
+    return rotate_checked(RotationOptions(rotary_dim, *options[1:], **of_norms), tensors)
 
 
 def rotate_checked(options: RotationOptions, tensors: RotationTensors) -> list[torch.Tensor]:
     """Rotate as ``apply_rope`` does, without checks, for callers who know that their arguments are right."""
     if _has_kernel(tensors.xs[0]):
         return ops.rotate_by_kernel(options, tensors)
-    count = len(tensors.xs)
     if tensors.weights:
         given = differentiable(WITH_NORMS, (*tensors.xs, *tensors.weights))
     else:  # linear: the operator is its own backward, which can be differentiated as often as one likes
         given = differentiable("apply_rope", tensors.xs, orders=math.inf)
-    xs, weights = given[:count], given[count:]
-    rotated = [_reference(x, weight, options, tensors) for x, weight in zip(xs, (*weights, *(None for _ in xs)))]
+    count = len(tensors.xs)
+    rotated = [_reference(*one, options, tensors) for one in itertools.zip_longest(given[:count], given[count:])]
     return rotated if tensors.outs is None else [out.copy_(x) for out, x in zip(tensors.outs, rotated)]
 
 
@@ -153,17 +149,14 @@ def _has_kernel(x: torch.Tensor) -> bool:
     return x.is_cuda or (is_interpreted() and x.device.type == "cpu" and x.dtype is not torch.bfloat16)
 
 
-def _reference(
-    x: torch.Tensor, weight: torch.Tensor | None, options: RotationOptions, tensors: RotationTensors
-) -> torch.Tensor:
-    batch_axis, *others = LAYOUTS[options.layout]
-    packed = batch_axis is None  # tokens without a batch are one batch
-    axes = (0, *(axis + 1 for axis in others)) if batch_axis is None else (batch_axis, *others)
-    if packed:
-        x = x.unsqueeze(0)
+def _reference(x: torch.Tensor, weight: torch.Tensor | None, options: RotationOptions, tensors: RotationTensors):
+    order = AXES[options.layout]
+    packed = len(order) == 3
+    if packed:  # tokens without a batch are one batch
+        x, order = x.unsqueeze(0), (0, *order)
     names = ("rotary_dim", "interleaved", "inverse", "norm_eps", "norm_offset")
-    chosen = {name: getattr(options, name) for name in names}
-    places = {"position_ids": tensors.position_ids, "cu_seqlens": tensors.cu_seqlens}
-    rotated = reference.rotation(x.permute(axes), tensors.cos, tensors.sin, weight=weight, **places, **chosen)
-    rotated = rotated.permute([axes.index(axis) for axis in range(4)])
+    given = {name: getattr(options, name) for name in names}
+    given |= {"position_ids": tensors.position_ids, "cu_seqlens": tensors.cu_seqlens}
+    x = x.permute([order.index(axis) for axis in range(4)])
+    rotated = reference.rotation(x, tensors.cos, tensors.sin, weight=weight, **given).permute(order)
     return rotated.squeeze(0) if packed else rotated

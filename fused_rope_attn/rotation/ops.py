@@ -13,37 +13,21 @@ import torch
 
 from fused_rope_attn.rotation import launch, problem
 from fused_rope_attn.rotation.problem import RotationOptions, RotationTensors
-from fused_rope_attn.runtime import device
 from fused_rope_attn.runtime.differentiation import SingleLevelFunction, apply_in_operator, last_gradients
 from fused_rope_attn.runtime.registration import Operator, is_plain
-
-
-def _launch(options: RotationOptions, tensors: RotationTensors) -> None:
-    sizes = [x.numel() for x in tensors.xs]
-    if tensors.weights or 0 in sizes:
-        tensors = _selected(tensors, [i for i, size in enumerate(sizes) if size])
-    if tensors.xs:
-        with device.guard(tensors.cos.device):
-            launch.launch_rotation(options, tensors)
-
-
-def _selected(tensors: RotationTensors, kept: list[int]) -> RotationTensors:
-    """Return the tensors of a call with the xs of these indices only, and weights as kernels read them."""
-    weights = [tensors.weights[i].contiguous() for i in kept if i < len(tensors.weights)]
-    return tensors._replace(xs=[tensors.xs[i] for i in kept], outs=[tensors.outs[i] for i in kept], weights=weights)
 
 
 def _rotate_new(options: RotationOptions, tensors: RotationTensors) -> list[torch.Tensor]:
     # The memory order of the input, as any pointwise operation of PyTorch gives it.
     outs = [torch.empty_like(x) for x in tensors.xs]
-    _launch(options, tensors._replace(outs=outs))
+    launch.launch_rotation(options, tensors._replace(outs=outs))
     return outs
 
 
 def _rotate_into(options: RotationOptions, tensors: RotationTensors) -> None:
     pairs = zip(tensors.xs, tensors.outs)
     in_place = all((x.data_ptr(), x.stride()) == (out.data_ptr(), out.stride()) for x, out in pairs)
-    _launch(options._replace(in_place=in_place), tensors)
+    launch.launch_rotation(options._replace(in_place=in_place), tensors)
 
 
 class _Rotation(SingleLevelFunction):
@@ -104,21 +88,9 @@ def _empty_gradients(tensors: RotationTensors, normed, wanted) -> list[torch.Ten
 
 def _unrotate(options: RotationOptions, tensors: RotationTensors, normed, wanted) -> list[torch.Tensor | None]:
     """Return the gradients that are wanted, of inputs and then of weights; xs are those of the results."""
-    count, norms = len(tensors.xs), len(normed)
+    count = len(tensors.xs)
     dxs = _empty_gradients(tensors, normed, wanted)[:count]
-    kept = [i for i in range(count) if tensors.xs[i].numel()]
-    some = [i for i in kept if i < norms]
-    # Zeros, unless rows are added up.
-    dweights: list[torch.Tensor | None] = [torch.zeros_like(weight) for weight in tensors.weights]
-    tensors = _selected(tensors._replace(outs=dxs), kept)
-    if some:
-        asked = tuple(wanted[count + i] for i in some)
-        with device.guard(tensors.cos.device):
-            found = launch.launch_norm_gradient(options, tensors, [normed[i] for i in some], asked)
-        for i, gradient in zip(some, found):
-            dweights[i] = gradient
-    else:
-        _launch(options, tensors)
+    dweights = launch.launch_norm_gradient(options, tensors._replace(outs=dxs), normed, tuple(wanted[count:]))
     return [gradient for gradient, is_wanted in zip((*dxs, *dweights), wanted) if is_wanted]
 
 

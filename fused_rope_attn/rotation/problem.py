@@ -1,14 +1,28 @@
-"""One call of the rotation alone: its options, and its tensors.
+"""One call of the rotation alone: its options, its tensors, and every refusal of `apply_rope` and `apply_rope_qk`.
 
-``SCHEMA``, ``to_arguments`` and ``from_arguments`` are derived from the fields of both.
+A refusal is raised before anything is written, launched or allocated. ``SCHEMA``, ``to_arguments`` and
+``from_arguments`` are derived from the fields of both records.
 """
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple, get_type_hints
 
+import torch
+from torch import Tensor
+
+from fused_rope_attn.runtime import checks, layouts
+from fused_rope_attn.runtime.forms import Form, Forms
 from fused_rope_attn.runtime.options import OPERATOR_TYPES
 
+# The axes B, H, N and D of a tensor in each layout; packed tokens have no batch.
+LAYOUTS: dict[str, Any] = {
+    layout: tuple(order.index(i) if i in order else None for i in range(4)) for layout, order in layouts.AXES.items()
+}
+_ONE = Forms(x="B H N D")
+_PAIR = Forms(q="B HQ N D", k="B HKV N D", v="B HV N D")
+_IDS = Form("N | B N | 1 N | B 2 N | 1 2 N", torch.int32, torch.int64)
+_ENDS, _WEIGHT = Form("sequences+1", torch.int32), Form("D", torch.float32, None)
 # The function that messages about derivatives name for calls with norms.
 WITH_NORMS = "apply_rope_qk with norms"
 
@@ -54,10 +68,99 @@ SCHEMA = ", ".join(f"{kind} {name}" for name, kind in (_TENSORS | _OPTIONS).item
 
 def to_arguments(options: RotationOptions, tensors: RotationTensors) -> tuple:
     """Return the operators' arguments after their inputs and outputs, as ``SCHEMA`` names them."""
-    return (*[getattr(tensors, name) for name in _TENSORS], *[getattr(options, name) for name in _OPTIONS])
+    return (*tensors[2:], *[getattr(options, name) for name in _OPTIONS])
 
 
 def from_arguments(xs: Any, outs: Any, *arguments: Any) -> tuple[RotationOptions, RotationTensors]:
-    """Inverse of ``to_arguments``; ``outs`` is None where the call makes them."""
+    """Undo ``to_arguments``; ``outs`` is None where the call makes them."""
     options = RotationOptions(**dict(zip(_OPTIONS, arguments[len(_TENSORS) :])))
     return options, RotationTensors(xs, outs, *arguments[: len(_TENSORS)])
+
+
+class Norms(NamedTuple):
+    """The arguments of a norm of q and k, as a caller gave them, and q.
+
+    torch.compile would make inputs of the graph of the numbers in a record without a tensor.
+    """
+
+    q: Any
+    q_norm: Any
+    k_norm: Any
+    norm_eps: Any
+    norm_offset: Any
+
+
+def check_rotation(options: Any, tensors: RotationTensors, norms: Norms | None = None) -> int:
+    """Check a call of `apply_rope`, with one x, or of `apply_rope_qk`, and return the rotary dim R.
+
+    options and tensors hold what the caller gave, a position id for each token with one axis or two. Raises TypeError
+    or ValueError naming the argument, what was expected and what came.
+    """
+    xs, outs, cos, sin, position_ids, cu_seqlens, _ = tensors
+    rotary_dim, layout = options.rotary_dim, options.layout
+    checks.check_bool("interleaved", options.interleaved)
+    checks.check_bool("inverse", options.inverse)
+    layouts.check_layout(layout, tuple(LAYOUTS))
+    first, forms = ("x", _ONE) if len(xs) == 1 else ("q", _PAIR)
+    batch, _, length, head_dim, *_ = forms.check(layout, tuple(xs))
+    x = xs[0]
+    if head_dim < 2:
+        raise ValueError(f"{first} must have a head dim of at least 2, but has shape {checks.shown(x.shape)}")
+
+    if position_ids is not None and cu_seqlens is not None:
+        raise ValueError("position_ids must be None where cu_seqlens is given: both say where every token stands")
+    if position_ids is not None:
+        _IDS.check("position_ids", position_ids, first, x, {"B": batch, "N": length})
+    if cu_seqlens is not None:
+        if layout != "thd":
+            raise ValueError(f"cu_seqlens must be None unless layout is 'thd', but layout is {layout!r}")
+        _ENDS.check("cu_seqlens", cu_seqlens, first, x, {})
+        if cu_seqlens.shape[0] < 1 or not cu_seqlens.is_contiguous():
+            found = f"shape {checks.shown(cu_seqlens.shape)} and strides {cu_seqlens.stride()}"
+            raise ValueError(f"cu_seqlens must be contiguous with shape (sequences+1,), but has {found}")
+        checks.check_ends("cu_seqlens", cu_seqlens, length, first)
+    elif layout == "thd" and position_ids is None:
+        raise ValueError("cu_seqlens must be given for layout 'thd' (or position_ids), but is None")
+
+    rows = length if position_ids is None and cu_seqlens is None else 0
+    if position_ids is None or position_ids.ndim < 3:
+        rotary_dim = checks.check_tables(cos, sin, x, batch, rows, head_dim, rotary_dim, first, first)
+    else:  # two ids: the tables serve one half of the rotary dims, which is rotated as if it were a head of its own
+        if rotary_dim is not None:
+            rotary_dim = checks.check_rotary_dim(rotary_dim, head_dim)
+            if rotary_dim % 4:
+                raise ValueError(f"rotary_dim must be a multiple of 4 for two position ids, but is {rotary_dim}")
+        half = None if rotary_dim is None else rotary_dim // 2
+        rotary_dim = 2 * checks.check_tables(cos, sin, x, batch, rows, head_dim // 2, half, first, first)
+    weights = {} if norms is None else {"q_norm": norms.q_norm, "k_norm": norms.k_norm}
+    if norms is not None:
+        if (norms.q_norm is None) != (norms.k_norm is None):
+            checks.refuse_one_of_two(**weights)
+        for name, weight in weights.items():
+            if weight is not None:
+                _WEIGHT.check(name, weight, first, x, {"D": head_dim})
+        checks.check_norm_eps("norm_eps", norms.norm_eps, norms)
+        checks.check_norm_offset("norm_offset", norms.norm_offset, norms)
+    if outs is not None:
+        _check_outs(xs, outs, weights)
+    return rotary_dim
+
+
+def _check_outs(xs: list[Tensor], outs: list[Any], weights: dict[str, Any]) -> None:
+    for i, (x, out) in enumerate(zip(xs, outs)):
+        name, out_name = ("x", "out") if len(xs) == 1 else ("qkv"[i], f"out[{i}]")
+        checks.check_kinds(**{out_name: out})
+        for what, found, expected in (("dtype", out.dtype, x.dtype), ("shape", out.shape, x.shape)):
+            if found != expected:
+                error = TypeError if what == "dtype" else ValueError
+                raise error(f"{out_name} must have {name}'s {what} {expected}, but has {found}")
+        if out.device != x.device:
+            checks.refuse_device(x.device, name, **{out_name: out})
+        if out.numel() and any(stride == 0 and size > 1 for stride, size in zip(out.stride(), out.shape)):
+            raise ValueError(f"{out_name} must not be expanded: several elements share memory, strides {out.stride()}")
+        if torch.is_grad_enabled() and (x.requires_grad or out.requires_grad):
+            wanting = name if x.requires_grad else out_name
+            raise ValueError(f"{out_name} must be None where {wanting} requires a gradient: there is none through out=")
+    for name, weight in weights.items():
+        if weight is not None and weight.requires_grad and torch.is_grad_enabled():
+            raise ValueError(f"out must be None where {name} requires a gradient: there is none through out=")

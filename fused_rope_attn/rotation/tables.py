@@ -7,9 +7,9 @@ from typing import Any
 import torch
 
 from fused_rope_attn.rotation.api import apply_rope, apply_rope_qk
-from fused_rope_attn.rotation.validation import LAYOUTS
-from fused_rope_attn.runtime.axes import RotationLayout
+from fused_rope_attn.rotation.problem import LAYOUTS
 from fused_rope_attn.runtime.checks import check_int, check_positive
+from fused_rope_attn.runtime.layouts import RotationLayout
 
 
 def rope_tables(

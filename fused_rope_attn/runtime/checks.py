@@ -110,40 +110,42 @@ def check_choice(choices: tuple[str, ...]) -> Callable[[str, Any, Any], None]:
     return check
 
 
-def check_real(name: str, value: Any, expected: str = "a float") -> None:
-    if not is_real(value):
-        raise TypeError(f"{name} must be {expected}, but is {kind_of(value)}")
-    if not is_finite(value):
-        raise ValueError(f"{name} must be finite, but is {value}")
+def is_finite(value: Any) -> bool:
+    """Say whether a number is neither infinite nor NaN. ``math.isfinite`` refuses numbers that torch.compile traces."""
+    return bool(-math.inf < value < math.inf)
 
 
-def check_softmax_scale(name: str, value: Any, _: Any) -> None:
-    if value is not None:
-        check_real(name, value, "a float or None")
+def check_number(
+    expected: str = "a float", limits: str = "finite", holds: Callable[[Any], bool] = is_finite
+) -> Callable[..., None]:
+    """Return the check of a real number that ``holds``. None passes if it is expected."""
+
+    def check(name: str, value: Any, _: Any = None) -> None:
+        if value is None and expected.endswith("None"):
+            return
+        if not is_real(value):
+            raise TypeError(f"{name} must be {expected}, but is {kind_of(value)}")
+        if not holds(value):
+            raise ValueError(f"{name} must be {limits}, but is {value}")
+
+    return check
 
 
-def check_softcap(name: str, value: Any, _: Any) -> None:
-    if value != 0.0 or not is_real(value):
-        check_positive(name, value, "finite and positive, or 0.0 for none")
+def _of_norms(*checks: Callable[..., None]) -> Callable[..., None]:
+    """Return the check of an option of norms. Without norms a graph must not read the number and make it an input."""
+
+    def check(name: str, value: Any, tensors: Any) -> None:
+        if tensors.q_norm is not None or not torch.compiler.is_compiling():
+            for each in checks:
+                each(name, value)
+
+    return check
 
 
-def check_positive(name: str, value: Any, expected: str = "finite and positive") -> None:
-    if not is_real(value):
-        raise TypeError(f"{name} must be a float, but is {kind_of(value)}")
-    if not 0.0 < value < math.inf:
-        raise ValueError(f"{name} must be {expected}, but is {value}")
-
-
-def check_norm_offset(name: str, value: Any, tensors: Any) -> None:
-    if tensors.q_norm is not None or not torch.compiler.is_compiling():
-        check_real(name, value)  # not without norms: to read the number would make it an input of the graph
-
-
-def check_norm_eps(name: str, value: Any, tensors: Any) -> None:
-    if tensors.q_norm is not None or not torch.compiler.is_compiling():
-        check_real(name, value)
-        if value < 0:
-            raise ValueError(f"{name} must be at least 0, but is {value}")
+check_softmax_scale = check_number("a float or None")
+check_positive = check_number(limits="finite and positive", holds=lambda value: 0.0 < value < math.inf)
+check_norm_offset = _of_norms(check_number())
+check_norm_eps = _of_norms(check_number(), check_number(limits="at least 0", holds=lambda value: value >= 0))
 
 
 def check_window(name: str, window: Any, _: Any) -> None:
@@ -255,11 +257,6 @@ def check_int(name: str, value: Any, expected: str = "an int") -> Any:
     if not is_int(value):
         raise TypeError(f"{name} must be {expected}, but is {kind_of(value)}")
     return as_int(value)
-
-
-def is_finite(value: Any) -> bool:
-    """Say whether a number is neither infinite nor NaN. ``math.isfinite`` refuses numbers that torch.compile traces."""
-    return bool(-math.inf < value < math.inf)
 
 
 def is_real(value: Any) -> bool:

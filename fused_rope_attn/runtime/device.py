@@ -66,11 +66,6 @@ def num_sms(device: torch.device) -> int:
     return _properties(_indexed(device).index).multi_processor_count if device.type == "cuda" else 1
 
 
-def l2_bytes(device: torch.device) -> int:
-    """Return the size of the L2 in bytes; 0 without a GPU."""
-    return _properties(_indexed(device).index).L2_cache_size if device.type == "cuda" else 0
-
-
 def has_gpu() -> bool:
     """Return whether torch sees a GPU."""
     return torch.cuda.is_available()

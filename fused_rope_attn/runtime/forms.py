@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, strided
 from torch.compiler import is_compiling
 
-from fused_rope_attn.runtime.axes import AXES, in_layout
 from fused_rope_attn.runtime.checks import check_kinds, named, refuse_device, shown
+from fused_rope_attn.runtime.layouts import AXES
 
 # float64 is for the reference (gradcheck, tolerances); planning refuses it for the kernels.
 INPUT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -41,7 +41,7 @@ class Forms:
     def _find(self, layout: str, count: int) -> tuple[int, Any, Any]:
         forms = list(self._forms.values())[:count]
         one = {"1", *(form[0] for form in forms)} if layout == "thd" else {"1"}  # packed tokens have no batch axis
-        symbols = ["1", *(symbol for form in forms for symbol in in_layout(form, layout))]
+        symbols = ["1", *(form[i] for form in forms for i in AXES[layout])]
         places = [0 if symbol in one else symbols.index(symbol) for symbol in symbols]
         found = [0 if symbol in one else symbols.index(symbol) for symbol in _distinct(forms)]
         return len(AXES[layout]), itemgetter(*places), itemgetter(*found)
@@ -88,7 +88,7 @@ class Forms:
                 raise TypeError(f"{name} must have {of}'s dtype {named(first.dtype)}{other}, but is {named(x.dtype)}")
             if x.device != first.device:
                 refuse_device(first.device, of, **{name: x})
-            axes = in_layout(self._forms[name], layout)
+            axes = tuple(self._forms[name][i] for i in AXES[layout])
             if layout == "thd":
                 axes = tuple(_PACKED.get(symbol, symbol) for symbol in axes)
             expected = f"{name} must have shape {in_words(axes)}"

@@ -1,11 +1,56 @@
-"""Memory layouts as launches need them: strides, alignment, and whether the TMA can address a tensor."""
+"""Layouts of tensors: the order of axes in a caller's, and strides and alignment as launches need them.
+
+Inside the package all tensors are (B, H, N, D).
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any, Literal, get_args
+
 import torch
 
+from fused_rope_attn.runtime import checks
+
+Layout = Literal["bhsd", "bshd"]
+# flash-attn takes "bshd". Packed tokens, (T, H, D), are "thd": callers of attention cannot choose it.
+LAYOUTS: tuple[Layout, ...] = get_args(Layout)
+RotationLayout = Literal["bhsd", "bshd", "sbhd", "thd"]
+# For each axis of a layout its place in (B, H, N, D).
+AXES = {"bhsd": (0, 1, 2, 3), "bshd": (0, 2, 1, 3), "sbhd": (2, 0, 1, 3), "thd": (2, 1, 3)}
 # Rows and columns of the largest tile; a stride beyond 2**31 / this needs 64-bit offsets inside a tile.
 _LARGEST_TILE = 256
+
+
+def check_layout(layout: Any, layouts: tuple[str, ...] = LAYOUTS) -> None:
+    if layout not in layouts:
+        checks.refuse_choice("layout", layout, layouts)
+
+
+def heads_first(tensors: Any, layout: str, names: Iterable[str]) -> Any:
+    """Return a record with views (B, H, N, D) of these of its tensors; None stays None.
+
+    Packed tokens are one batch entry.
+    """
+    if layout == "bhsd":
+        return tensors
+    given = {name: x for name in names if (x := getattr(tensors, name)) is not None}
+    is_packed = layout == "thd"
+    views = {n: x.transpose(0, 1).unsqueeze(0) if is_packed else x.transpose(1, 2) for n, x in given.items()}
+    return tensors._replace(**views)
+
+
+def from_heads_first(o: torch.Tensor, layout: str, *, contiguous: bool = False) -> torch.Tensor:
+    """Return a result (B, H, N, D) as a view in the caller's layout.
+
+    contiguous: copy a result that is not stored as (B, N, H, D). Results of the reference are not.
+    """
+    if layout == "bhsd":
+        return o
+    o = o.transpose(1, 2)
+    if contiguous:
+        o = o.contiguous()
+    return o.squeeze(0) if layout == "thd" else o
 
 
 def block_d(head_dim: int) -> int:
@@ -21,13 +66,13 @@ def table_strides(
     A full-width table has each angle twice. The strides select its first R/2 columns, or if interleaved every second
     one. This makes no view.
     """
-    return _one_table(cos, rotary_dim, interleaved), _one_table(sin, rotary_dim, interleaved)
 
+    def read(table: torch.Tensor) -> tuple[int, int, int]:
+        strides = table.stride()
+        column = strides[-1] * 2 if interleaved and table.shape[-1] == rotary_dim else strides[-1]
+        return (strides[0] if len(strides) == 3 and table.shape[0] > 1 else 0, strides[-2], column)
 
-def _one_table(table: torch.Tensor, rotary_dim: int, interleaved: bool) -> tuple[int, int, int]:
-    strides = table.stride()
-    column = strides[-1] * 2 if interleaved and table.shape[-1] == rotary_dim else strides[-1]
-    return (strides[0] if len(strides) == 3 and table.shape[0] > 1 else 0, strides[-2], column)
+    return read(cos), read(sin)
 
 
 def is_long(*strides: tuple[int, ...]) -> bool:

@@ -7,6 +7,7 @@ options out, with defaults and documentation, and a field of ``Problem`` holds w
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypedDict, get_args, get_type_hints
@@ -14,8 +15,8 @@ from typing import Annotated, Any, Literal, TypedDict, get_args, get_type_hints
 import torch
 
 from fused_rope_attn.runtime import checks
-from fused_rope_attn.runtime.axes import Layout
 from fused_rope_attn.runtime.forms import Form
+from fused_rope_attn.runtime.layouts import Layout
 
 Backend = Literal["auto", "reference", "triton", "hopper"]
 Strategy = Literal["auto", "inline", "prepass"]
@@ -81,6 +82,7 @@ def _deterministic(value: bool, _: Any) -> bool:
     return value or torch.are_deterministic_algorithms_enabled()
 
 
+_CAP = checks.check_number(limits="finite and positive, or 0.0 for none", holds=lambda value: 0.0 <= value < math.inf)
 _FLAG = Option(False, checks.check_bool)
 _BOUNDS = Option(None, Form("B", torch.int32))
 _INTERVALS = Option(None, Form("B NK | 1 NK", torch.int32))
@@ -108,7 +110,7 @@ class ScoreOptions(CommonOptions, total=False):
     """Options of every function except those of multi-head latent attention."""
 
     rotary_dim: Annotated[int | None, Option()]  # ``check_tables`` finds it, because the tables' width decides
-    softcap: Annotated[float, Option(0.0, checks.check_softcap, _float)]
+    softcap: Annotated[float, Option(0.0, _CAP, _float)]
     norm_eps: Annotated[float, Option(1e-6, checks.check_norm_eps, _of_norms)]
     norm_offset: Annotated[float, Option(0.0, checks.check_norm_offset, _of_norms)]
     sinks: Annotated[torch.Tensor | None, Option(None, Form("HQ", torch.float32, None))]

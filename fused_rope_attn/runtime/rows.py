@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 Row = TypeVar("Row")
 
@@ -17,17 +17,17 @@ def find_row(rows: Sequence[Row], **key: object) -> Row:
     Raises:
         LookupError: no row matches.
     """
+
+    def matches(name: str, field: Any, value: Any) -> bool:
+        if field is None:
+            return True
+        if name == "head_dim" or name.startswith("most_"):
+            return value is not None and value <= field
+        if name.startswith("from_"):
+            return value is not None and value >= field
+        return value in field if isinstance(field, tuple) else value == field
+
     for row in rows:
-        if all(_matches(name, getattr(row, name), value) for name, value in key.items()):
+        if all(matches(name, getattr(row, name), value) for name, value in key.items()):
             return row
     raise LookupError(f"no configuration for {key}")
-
-
-def _matches(name: str, field: object, value: object) -> bool:
-    if field is None:
-        return True
-    if name == "head_dim" or name.startswith("most_"):
-        return value is not None and value <= field  # type: ignore[operator]
-    if name.startswith("from_"):
-        return value is not None and value >= field  # type: ignore[operator]
-    return value in field if isinstance(field, tuple) else value == field

@@ -99,7 +99,7 @@ def test_packed_calls_refuse_forward_mode(backend):
     def run(q, k, v):
         return rope_attention_varlen(q, k, v, cos, sin, *ends, 4, 5, True, backend=backend)
 
-    with pytest.raises(NotImplementedError, match=FORWARD_MODE):
+    with pytest.raises(NotImplementedError, match=FORWARD_MODE.replace(":", "(_varlen)?:")):
         with_tangent(run, (q, k, v), 2)
 
 

@@ -38,7 +38,6 @@ def test_launchers_only_allocate(label, monkeypatch):
 
     monkeypatch.setattr(device, "arch", lambda where: "sm_90")
     monkeypatch.setattr(device, "num_sms", lambda where: 132)
-    monkeypatch.setattr(device, "l2_bytes", lambda where: 50 << 20)
     monkeypatch.setattr(Launch, "__call__", lambda self, *given, **own: None)
     for call in CALLS:
         monkeypatch.setattr(call, "__call__", recorded(call.__call__))

@@ -1,10 +1,13 @@
 """The rotation's configurations, and the tile shapes that its launcher makes of them."""
 
 from fused_rope_attn.attention.configs import ARCHS
-from fused_rope_attn.rotation.configs import TABLE, RotationConfig
-from fused_rope_attn.rotation.configs import rotation as choose
-from fused_rope_attn.rotation.launch import tile_shape
+from fused_rope_attn.rotation.launch import TABLE, RotationConfig, tile_shape
+from fused_rope_attn.runtime.rows import find_row
 from tests.support.marks import interpreted
+
+
+def choose(arch, size, norms=False):
+    return find_row(TABLE, arch=arch, most_bytes=size, norms=norms).config
 
 
 @interpreted

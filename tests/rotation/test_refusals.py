@@ -4,12 +4,20 @@ import pytest
 import torch
 
 from fused_rope_attn import RotaryEmbedding, apply_rope, apply_rope_qk, permute_rope_layout, rope_tables_2d
-from fused_rope_attn.rotation.validation import check_rotation
+from fused_rope_attn.rotation.problem import RotationOptions, RotationTensors, check_rotation
 from tests.support.dtypes import F16, F32
 
 
 def zeros(*shape, dtype=F32):
     return torch.zeros(shape, dtype=dtype)
+
+
+def rotary_dim_of(
+    xs, cos, sin, *, outs=None, position_ids=None, cu_seqlens=None, rotary_dim=None, inverse=False, layout="bhsd"
+):
+    """The rotary dim that the check of a right call returns."""
+    tensors = RotationTensors(xs, outs, cos, sin, position_ids, cu_seqlens)
+    return check_rotation(RotationOptions(rotary_dim, False, inverse, layout), tensors)
 
 
 WEIGHT = zeros(8)
@@ -157,22 +165,9 @@ def test_large_tensors_of_every_layout_pass(layout, shape, changes):
     heads = shape.index(600)
     fewer = x.narrow(heads, 0, 1)
     rotary_dim = changes.get("rotary_dim")
-    outs = {"out[0]": out, "out[1]": torch.empty_like(fewer)}
-    rest = {"position_ids": None, "cu_seqlens": None} | given
-    assert (
-        check_rotation(
-            {"q": x, "k": fewer},
-            table,
-            table.clone(),
-            rotary_dim=rotary_dim,
-            interleaved=False,
-            inverse=True,
-            layout=layout,
-            outs=outs,
-            **rest,
-        )
-        == 512
-    )
+    outs = [out, torch.empty_like(fewer)]
+    options = {"rotary_dim": rotary_dim, "inverse": True, "layout": layout}
+    assert rotary_dim_of([x, fewer], table, table.clone(), outs=outs, **options, **given) == 512
 
 
 @pytest.mark.parametrize(
@@ -182,18 +177,7 @@ def test_each_axis_is_found_in_every_layout(layout, shape):
     """B = 3, H = 7, N = 5 and D = 16: tables of 10 columns hold each angle twice for no other D."""
 
     def rotary_dim(*table):
-        return check_rotation(
-            {"x": zeros(*shape)},
-            zeros(*table),
-            zeros(*table),
-            rotary_dim=None,
-            interleaved=False,
-            inverse=False,
-            layout=layout,
-            position_ids=None,
-            cu_seqlens=None,
-            outs=None,
-        )
+        return rotary_dim_of([zeros(*shape)], zeros(*table), zeros(*table), layout=layout)
 
     assert rotary_dim(3, 5, 10) == 10 and rotary_dim(5, 8) == 16
     for table, pattern in (
@@ -209,12 +193,11 @@ def test_each_axis_is_found_in_every_layout(layout, shape):
 
 def test_packed_tokens_have_their_axes_too():
     x, ends, ids = zeros(5, 7, 16), torch.tensor([0, 5], dtype=torch.int32), torch.arange(5)
-    options = {"interleaved": False, "inverse": False, "layout": "thd", "outs": None}
-    for where in ({"cu_seqlens": ends, "position_ids": None}, {"cu_seqlens": None, "position_ids": ids}):
+    for where in ({"cu_seqlens": ends}, {"position_ids": ids}):
         table = zeros(5, 10)
-        assert check_rotation({"x": x}, table, table, rotary_dim=None, **options, **where) == 10
+        assert rotary_dim_of([x], table, table, layout="thd", **where) == 10
         with pytest.raises(ValueError, match="^cos .*D = 16"):
-            check_rotation({"x": x}, zeros(5, 17), zeros(5, 17), rotary_dim=None, **options, **where)
+            rotary_dim_of([x], zeros(5, 17), zeros(5, 17), layout="thd", **where)
 
 
 def test_axes_of_one_entry_may_be_expanded():
@@ -230,26 +213,19 @@ def test_axes_of_one_entry_may_be_expanded():
 
 
 def test_two_ids_of_every_token_take_a_multiple_of_four_columns():
-    given = {"interleaved": False, "inverse": False, "layout": "bhsd", "cu_seqlens": None, "outs": None}
     for head_dim, rotary_dim in ((16, 12), (16, 4), (8, 8)):
         table, ids = zeros(9, rotary_dim // 4), torch.zeros(1, 2, 3, dtype=torch.int32)
-        x = {"x": zeros(1, 1, 3, head_dim)}
-        assert check_rotation(x, table, table, rotary_dim=rotary_dim, position_ids=ids, **given) == rotary_dim
+        x = [zeros(1, 1, 3, head_dim)]
+        assert rotary_dim_of(x, table, table, rotary_dim=rotary_dim, position_ids=ids) == rotary_dim
     # Tokens with ids need no rows of their own.
-    assert (
-        check_rotation(
-            {"x": zeros(1, 1, 0, 8)}, table[:0], table[:0], rotary_dim=4, position_ids=ids[0, 0, :0], **given
-        )
-        == 4
-    )
+    nothing = [zeros(1, 1, 0, 8)]
+    assert rotary_dim_of(nothing, table[:0], table[:0], rotary_dim=4, position_ids=ids[0, 0, :0]) == 4
 
 
 @pytest.mark.parametrize("head_dim", [2, 3])
 def test_the_narrowest_heads(head_dim):
     x, table = zeros(1, 1, 1, head_dim), zeros(1, 1)
-    options = {"rotary_dim": None, "interleaved": False, "inverse": False, "layout": "bhsd"}
-    nothing = {"position_ids": None, "cu_seqlens": None, "outs": None}
-    assert check_rotation({"x": x}, table, table, **options, **nothing) == 2
+    assert rotary_dim_of([x], table, table) == 2
 
 
 @pytest.mark.parametrize(

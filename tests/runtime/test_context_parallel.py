@@ -10,7 +10,7 @@ import torch.distributed
 import torch.nn.functional as functional
 
 import fused_rope_attn as package
-from fused_rope_attn.runtime.context_parallel import in_context_parallel
+from fused_rope_attn.runtime.entry import in_context_parallel
 from tests.support.paths import ROOT
 
 
@@ -92,7 +92,7 @@ def test_compiled_code_sees_it_come_and_go(context, dispatcher):
 def test_looking_imports_nothing():
     program = """
 import sys
-from fused_rope_attn.runtime.context_parallel import in_context_parallel
+from fused_rope_attn.runtime.entry import in_context_parallel
 before = set(sys.modules)
 assert not in_context_parallel()
 assert set(sys.modules) == before

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fused_rope_attn.distributed import (
     cp_shard,
-    gather,
+    methods,
     plan_cp,
     plan_varlen_cp,
     rope_attention_cp,
@@ -200,11 +200,11 @@ def in_sections(ranks: tuple[int, ...], options: dict[str, Any], section_bytes: 
     """o, lse and gradients where all heads travel at once, and where several sections of them do."""
     group, shards, tables = _inputs(ranks, heads=(16, 8))
     sinks = torch.linspace(-1.0, 1.0, 16).requires_grad_()
-    found, usual = [], gather.SECTION_BYTES
-    for gather.SECTION_BYTES in (usual, section_bytes):
+    found, usual = [], methods.SECTION_BYTES
+    for methods.SECTION_BYTES in (usual, section_bytes):
         given = {"sinks": sinks, "return_lse": True, **options}
         o, lse = rope_attention_cp(*shards, *tables, group=group, **given)
         gradients = torch.autograd.grad(o.square().sum(), (*shards, sinks))
         found.append(dict(zip(("o", "lse", "dq", "dk", "dv", "dsinks"), (o.detach(), lse.detach(), *gradients))))
-    gather.SECTION_BYTES = usual
+    methods.SECTION_BYTES = usual
     return found[0], found[1]

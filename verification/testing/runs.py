@@ -206,7 +206,7 @@ def _reference_heads(
         max_logit = lse.new_full(q.shape[:2], -math.inf)
         dk_rot, dv = (torch.zeros(k.shape, dtype=sum_dtype, device=k.device) for _ in range(2))
         for part in parts:
-            o_part, lse_part, row_max = reference.attend(
+            o_part, lse_part, row_max = reference.masked_attention(
                 leaves[0][:, :, part],
                 leaves[1],
                 leaves[2],

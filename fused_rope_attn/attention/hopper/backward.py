@@ -9,7 +9,7 @@ import torch
 import triton
 
 from fused_rope_attn.attention import arguments as call_arguments
-from fused_rope_attn.attention import configs, norm_gradient, prepass
+from fused_rope_attn.attention import configs, prepass
 from fused_rope_attn.attention.hopper import (
     backward_block,
     backward_kernel,
@@ -122,7 +122,7 @@ class BackwardCall:
         query_programs = row_blocks * triton.cdiv(heads_q, post_heads)
         # Up to head dim 128 the main kernel's two warpgroups have rows of sums of their own.
         key_sums = key_programs * (1 if self.wide else channels.CONSUMERS.value)
-        self.sums = norm_gradient.SumsOfLaunches(problem, query_programs, key_sums) if problem.has_norms else None
+        self.sums = prepass.SumsOfLaunches(problem, query_programs, key_sums) if problem.has_norms else None
         own_columns = pad_d // 2 if self.wide else pad_d
         num_slots = (parts - 1) * key_programs
         self.slots_shape = num_slots, backward_block.slot_words(own_columns)
@@ -130,7 +130,7 @@ class BackwardCall:
         self.slot_counters = num_slots * channels.CONSUMERS.value
         self.num_counters = self.slot_counters + (0 if self.sums is None else self.sums.num_counters)
         if self.sums is not None:
-            raw_strides = tuple(x.stride() for x in norm_gradient.raw(given, is_rotated))
+            raw_strides = tuple(x.stride() for x in prepass.raw(given, is_rotated))
             is_wide |= layouts.is_long(*raw_strides)
         pdl = {"launch_pdl": True} if config.pdl else {}
         self.preprocess = prepass.Preprocess(
@@ -142,7 +142,6 @@ class BackwardCall:
             rotates=not is_rotated,
             in_tiles=True,
             pdl=config.pdl,
-            least_columns=64,
             columns=columns,
             num_counters=self.num_counters or None,
         )
@@ -258,16 +257,16 @@ class BackwardCall:
         counters: Any = None
         if self.num_counters:
             counters = torch.empty(self.num_counters, dtype=torch.int32, device=where)
-        sums, raw_q, raw_k, dq_norm, dk_norm = norm_gradient.NO_SUMS, None, None, None, None
+        sums, raw_q, raw_k, dq_norm, dk_norm = prepass.NO_SUMS, None, None, None, None
         if self.sums is not None:
             sums = self.sums.allocate(where, counters)
-            raw_q, raw_k = norm_gradient.raw(tensors, self.is_rotated)
+            raw_q, raw_k = prepass.raw(tensors, self.is_rotated)
             dq_norm, dk_norm = torch.empty_like(q_norm), torch.empty_like(k_norm)
         parts = None if sinks is None else q.new_empty(self.dsinks_shape, dtype=torch.float32)
         stream = device.current_stream(where)
         # Before the pre-process: the main kernel reads these before it waits for that.
         rows = {} if self.visible_rows is None else self.visible_rows(stream, tensors, lse)
-        rotated = None if self.is_rotated else (q_rot, k_rot)
+        rotated = (None, None) if self.is_rotated else (q_rot, k_rot)
         stats = self.preprocess(stream, tensors, do, o, lse, rotated, cleared, progress, counters)
         slots, slot_counters = rows.get("slots_ptr"), rows.get("slot_counters_ptr")
         if self.slot_counters:

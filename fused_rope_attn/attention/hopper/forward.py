@@ -66,7 +66,7 @@ class ForwardCall:
         self.o_strides = arguments.result_strides(outputs, [layouts.output_strides(q)])[0]
         self.lse_layout = layouts.layout_of_rows(q.shape)
         self.packed = problem.is_packed
-        self.max_logit_shape = problem.max_logit_shape if problem.return_max_logit else None
+        self.max_logit_shape = problem.maxima_shape if problem.return_max_logit else None
         self.saves_rotated = saving is not Saving.NOTHING
         if self.empty:
             return
@@ -176,7 +176,7 @@ class ForwardCall:
             if self.saves_rotated:
                 q_rot = torch.empty_strided(*self.q_rot_layout, dtype=q.dtype, device=q.device)
         k = tensors.k if self.rotate_keys is None else self.rotate_keys(stream, tensors, counter)
-        problem, scale = self.problem, arguments.scale_of(self.problem)
+        problem = self.problem
         self.launch(
             stream,
             q_rot_desc=None if q_rot is None else self.q_rot(q_rot),
@@ -196,8 +196,7 @@ class ForwardCall:
                 lists=lists,
             ),
             scores=forward_kernel.Softmax.host(
-                scale.qk_scale,
-                scale.cap_scale,
+                arguments.scale_of(problem),
                 tensors.sinks,
                 # Pinning takes registers. With a window a tile has few blocks, so they cost more than they save. Packed
                 # calls have no spare registers, and would spill 168 bytes.

@@ -31,10 +31,9 @@ from fused_rope_attn.runtime.triton_compat import gl, jit, mbarrier
 
 @record
 class Softmax:
-    """Scales and choices of the step from scores to weights."""
+    """Scale and choices of the step from scores to weights."""
 
-    qk_scale: gl.tensor  # > 0, includes log2(e), and the cap if there is one
-    cap_scale: gl.tensor | None  # factor of scores before their tanh
+    scale: row_softmax.ScoreScale
     sinks_ptr: gl.tensor | None  # (HQ,)
     PIN_SUMS: gl.constexpr  # see ``ptxas.pin``
     VALUES: gl.constexpr  # when a block's product with the values is awaited, see ``attend``
@@ -283,9 +282,9 @@ def attend(attention):
     first = compat.warpgroup_mma_wait(0, deps=[first])
     keys.release_by_threads(at_keys, exists)
     compat.barrier()  # see ``multiply``
-    first = softmax.cap_scores(first, scores.cap_scale, DTYPE)
+    first = softmax.cap_scores(first, scores.scale, DTYPE)
     first = mask.hide(first, row_numbers, first_columns, first_visit, tile, SEEN)
-    first, state = softmax.weigh_first(first, scores.qk_scale, ROW)
+    first, state = softmax.weigh_first(first, scores.scale.qk_scale, ROW)
     p = softmax.whole_weights(softmax.pack_weights(first, DTYPE), S)
     if INDEX == attention.COUNT - 1:
         channels.hand_over_tensor_cores(attention.INDEX, attention.COUNT)
@@ -309,11 +308,11 @@ def attend(attention):
                 if step + 1 == tile.num_blocks:
                     queries.release(at_queries)
             s = mask.hide(s, row_numbers, key_columns, visit, tile)
-            running, subtrahend, correction = softmax.follow_maximum(s, running, scores.qk_scale)
+            running, subtrahend, correction = softmax.follow_maximum(s, running, scores.scale.qk_scale)
             if scores.VALUES == "before weights":
                 acc = columns.wait_for_parts(acc, PENDING=0)
                 values.release_by_threads(values.at(key_step - 1))
-            p, running = softmax.weigh_scores(s, subtrahend, correction, running, scores.qk_scale)
+            p, running = softmax.weigh_scores(s, subtrahend, correction, running, scores.scale.qk_scale)
             if scores.PIN_SUMS:
                 ptxas.pin(running.sums)
             if scores.VALUES == "after weights":
@@ -342,7 +341,7 @@ def attend(attention):
         first, acc, first_visit = multiply(attention, q, acc, p, correction, key_step, 0, exists, FIRST_COUNT)
         tile = first_visit.counted(tile)
         first = mask.hide(first, row_numbers, first_columns, first_visit, tile, SEEN)
-        first, state = softmax.weigh_first(first, scores.qk_scale, ROW)
+        first, state = softmax.weigh_first(first, scores.scale.qk_scale, ROW)
 
         seen, factor = finish_rows(attention, finished, rows, running)
         compat.tma_store_wait(0)
@@ -410,7 +409,7 @@ def multiply(attention, q, acc, p, correction, key_step, step, exists, COUNT: gl
         # The groups of the values may stay in flight.
         s = compat.warpgroup_mma_wait(2 if RIGHT else 1, deps=[s])
     keys.release_by_threads(at_keys, exists)
-    return softmax.cap_scores(s, scores.cap_scale, q.columns.dtype), acc, visit
+    return softmax.cap_scores(s, scores.scale, q.columns.dtype), acc, visit
 
 
 @jit

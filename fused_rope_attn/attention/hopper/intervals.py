@@ -308,36 +308,8 @@ def backward_rows_kernel(
         write_blind_rows(program - num_tiles, blind_ptr, lse_ptr, NQ, HQ, num_words, BLOCK)
 
 
-# The tensors of ``Visits`` in calls without intervals.
-NO_VISITS: dict[str, Any] = {"visits_ptr": None, "key_rows_ptr": None, "hidden_ptr": None}
 # Words of a program of ``write_blind_rows``.
 BLIND_WORDS = 32
-
-
-class KeyRows:
-    """The rows that see each of ``num_blocks`` blocks of ``block_n`` keys, as ``key_rows_kernel`` writes them."""
-
-    def __init__(self, problem: Problem, block_n: int, num_blocks: int):
-        self.problem = problem
-        batch, num_keys = problem.batch, num_blocks * block_n
-        self.shapes = (batch, 2, num_keys), (batch, 4 * num_blocks + num_keys // WORD.value)
-        self.launch = launch.Launch(
-            key_rows_kernel,
-            batch * triton.cdiv(num_blocks, BLOCKS.value),
-            {"num_warps": 4},
-            call_arguments.numbers_of(problem),
-            num_blocks=num_blocks,
-            BLOCK_N=block_n,
-        )
-
-    def __call__(self, stream: int, tensors: Tensors) -> dict[str, Any]:
-        """Launch, and return the results by the names of kernels' arguments."""
-        key_rows, blocks = (torch.empty(x, dtype=torch.int32, device=tensors.q.device) for x in self.shapes)
-        found: dict[str, Any] = {"key_rows_ptr": key_rows, "blocks_ptr": blocks}
-        # The backward counts blocks from the tensor's first key.
-        masks = call_arguments.masks_of(self.problem, tensors)._replace(FROM_START=tl.constexpr(False))
-        self.launch(stream, masks=masks, **found)
-        return found
 
 
 class Visits:
@@ -378,7 +350,7 @@ class Visits:
 
 
 class VisibleRows:
-    """``KeyRows`` for a backward pass, a bit for each of num_rows rows of q that sees no key, and ``Share``s.
+    """The rows that see each key, a bit for each of num_rows rows of q that sees no key, and ``Share``s.
 
     num_blocks: blocks of KEYS keys, ``halves`` of them in a tile. columns: as for ``slot_words``. section: key heads
     that run together. programs: those of the main kernel, one for each share; None for a deterministic call, which has
@@ -386,27 +358,35 @@ class VisibleRows:
     """
 
     def __init__(self, problem: Problem, num_blocks: int, halves: int, num_rows: int, columns: int, section: int):
-        self.key_rows = KeyRows(problem, channels.KEYS.value, num_blocks)
-        self.shape = (problem.batch, num_rows // WORD.value)
+        self.problem, batch, num_keys = problem, problem.batch, num_blocks * channels.KEYS.value
+        self.key_shapes = (batch, 2, num_keys), (batch, 4 * num_blocks + num_keys // WORD.value)
+        self.shape = (batch, num_rows // WORD.value)
         multiprocessors, heads = device.num_sms(problem.device), problem.heads_kv
-        tiles = problem.batch * num_blocks // halves
+        tiles = batch * num_blocks // halves
         # A share has half of a multiprocessor's mean work or more, and a tile one slot less than shares.
         slots = 2 * multiprocessors // heads * heads
         shares = tiles * heads + slots
         self.programs = None if problem.is_deterministic else shares
-        self.shares_size, self.slots_shape = (
-            shares * backward_block.SHARE_WORDS.value,
-            (slots, backward_block.slot_words(columns)),
-        )
+        self.shares_size = shares * backward_block.SHARE_WORDS.value
+        self.slots_shape = slots, backward_block.slot_words(columns)
         self.counters_shape = slots, channels.CONSUMERS.value
-        programs = problem.batch * triton.cdiv(self.shape[1], BLIND_WORDS)
+        programs = batch * triton.cdiv(self.shape[1], BLIND_WORDS)
+        numbers = call_arguments.numbers_of(problem)
+        self.key_rows = launch.Launch(
+            key_rows_kernel,
+            batch * triton.cdiv(num_blocks, BLOCKS.value),
+            {"num_warps": 4},
+            numbers,
+            num_blocks=num_blocks,
+            BLOCK_N=channels.KEYS.value,
+        )
         self.launch = launch.Launch(
             backward_rows_kernel,
             programs + (0 if self.programs is None else tiles),
             {"num_warps": 4},
-            call_arguments.numbers_of(problem),
+            numbers,
             num_words=self.shape[1],
-            batch_stride=self.key_rows.shapes[1][1],
+            batch_stride=self.key_shapes[1][1],
             num_blocks=num_blocks,
             num_tiles=tiles,
             num_shares=shares,
@@ -419,7 +399,11 @@ class VisibleRows:
 
     def __call__(self, stream: int, tensors: Tensors, lse: torch.Tensor) -> dict[str, Any]:
         """Launch, and return the results by the names of the main kernel's arguments. lse ``(B, HQ, NQ)``."""
-        found = self.key_rows(stream, tensors)
+        key_rows, blocks = (torch.empty(x, dtype=torch.int32, device=lse.device) for x in self.key_shapes)
+        found: dict[str, Any] = {"key_rows_ptr": key_rows, "blocks_ptr": blocks}
+        # Blocks are counted from the tensor's first key.
+        masks = call_arguments.masks_of(self.problem, tensors)._replace(FROM_START=tl.constexpr(False))
+        self.key_rows(stream, masks=masks, **found)
         found["blind_ptr"] = torch.empty(self.shape, dtype=torch.int32, device=lse.device)
         if self.programs is not None:
             found["shares_ptr"] = torch.empty(self.shares_size, dtype=torch.int32, device=lse.device)

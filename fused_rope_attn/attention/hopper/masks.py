@@ -75,9 +75,8 @@ class PositionMask:
         """
         if self.IS_ALIGNED:
             if SEEN is not None:
-                scores = hide_keys(
-                    scores, rows - last_block(tile) * (2 * channels.ROWS), columns, UPPER=True, SEEN=SEEN
-                )
+                last = rows - last_block(tile) * (2 * channels.ROWS)
+                scores = hide_keys(scores, last, columns, UPPER=True, SEEN=SEEN)
         else:
             start_n = (last_block(tile) - visit.number) * scores.shape[1]
             if visit.number < tile.upper_masked:

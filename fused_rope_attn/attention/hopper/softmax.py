@@ -85,19 +85,19 @@ def finish_output(acc, seen, factor, DTYPE: gl.constexpr):
 
 
 @jit
-def cap_scores(scores, cap_scale, DTYPE: gl.constexpr):
-    """Return tanh(scores * cap_scale), for inputs of DTYPE; cap_scale None: the scores unchanged.
+def cap_scores(scores, scale, DTYPE: gl.constexpr):
+    """Return scores after the cap of ``scale``, a ``ScoreScale``, for inputs of DTYPE; without a cap unchanged.
 
     bfloat16 takes the hardware's tanh, which is exact to 2**-11 of its value: a quarter of the error of rounding a
     score to bfloat16. It is one instruction of the unit that makes the exponentials, which is the bottleneck;
     ``softmax.tanh`` is two of them and a division.
     """
-    if cap_scale is None:
+    if scale.cap_scale is None:
         return scores
     elif DTYPE == gl.bfloat16:
-        return approximate_tanh(scores * cap_scale)
+        return approximate_tanh(scores * scale.cap_scale)
     else:
-        return tanh(scores * cap_scale, PRECISE=False)
+        return tanh(scores * scale.cap_scale, PRECISE=False)
 
 
 @record
@@ -224,7 +224,7 @@ def weigh(s, lse, is_masked, keys, columns, diagonal, mask, scale, DTYPE: gl.con
                 p = gl.where(p > 1.0, 1.0, p)
     else:
         # Mask before the exponential: a branch after it would keep scores and p alive, for which registers are lacking.
-        s = cap_scores(s, scale.cap_scale, DTYPE)
+        s = cap_scores(s, scale, DTYPE)
         if is_masked:
             s = masks.hide_pairs(mask, s, HIDDEN, keys, columns, diagonal)
         p = gl.minimum(gl.exp2(s * scale.qk_scale - lse[None, :]), 1.0, propagate_nan=tl.PropagateNan.ALL)

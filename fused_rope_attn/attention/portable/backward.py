@@ -10,10 +10,9 @@ import torch
 from fused_rope_attn.attention import arguments
 from fused_rope_attn.attention.configs import BackwardConfig
 from fused_rope_attn.attention.intervals import IntervalBlocks
-from fused_rope_attn.attention.norm_gradient import NormGradients
 from fused_rope_attn.attention.portable import backward_kernels as kernels
 from fused_rope_attn.attention.portable import parts
-from fused_rope_attn.attention.prepass import Preprocess
+from fused_rope_attn.attention.prepass import NormGradients, Preprocess
 from fused_rope_attn.attention.problem import Gradients, Problem, Tensors, split_outputs
 from fused_rope_attn.kernels.schedule import heads_per_section, tile_count
 from fused_rope_attn.kernels.tiles import RowFormat
@@ -164,7 +163,7 @@ class BackwardCall:
         stream = device.current_stream(q.device)
         if self.find_blocks is not None:
             blocks = self.find_blocks(stream, tensors)
-        rotated = None if self.takes_given else (q_rot, k_rot)
+        rotated = (None, None) if self.takes_given else (q_rot, k_rot)
         stats = self.preprocess(stream, tensors, do, o, lse, rotated)
         read = {
             "inputs": kernels.BackwardInputs.host(

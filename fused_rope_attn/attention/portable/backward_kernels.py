@@ -38,7 +38,7 @@ class BackwardInputs:
     k: tiles.TensorView
     v: tiles.TensorView
     do: tiles.TensorView
-    stats_ptr: tl.tensor  # ``preprocess_kernel``'s (2, B, HQ, NQ) float32: lse in base 2, then delta
+    stats_ptr: tl.tensor  # ``prepass_kernel``'s (2, B, HQ, NQ) float32: lse in base 2, then delta
     format: tiles.RowFormat
     value_format: tiles.RowFormat
     nope: parts.NopeViews | None

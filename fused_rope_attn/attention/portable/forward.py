@@ -283,13 +283,13 @@ class ForwardCall:
         self.o_shape = (*q.shape[:3], problem.value_dim)
         self.o_strides = arguments.result_strides(outputs, [layouts.output_strides(q, problem.value_dim)])[0]
         self.lse_layout = layouts.layout_of_rows(q.shape)
-        self.max_logit_shape = problem.max_logit_shape if problem.return_max_logit else None
+        self.max_logit_shape = problem.maxima_shape if problem.return_max_logit else None
         self.empty = problem.batch * problem.len_q == 0
         self.problem = problem
         self.rotate_keys = None
         k_like = k
         if config.strategy == "prepass" and not keys_are_ready and problem.batch * problem.len_k > 0:
-            self.rotate_keys = Rotate("k", given, problem, config, max_logit=problem.return_max_logit)
+            self.rotate_keys = Rotate("k", given, problem, config, fills_maxima=problem.fills_results)
             k_like = k.new_empty(k.shape)
         inline = self.rotate_keys is None and not keys_are_ready
         tile, pad_d = config.tile, layouts.block_d(problem.head_dim)
@@ -347,7 +347,7 @@ class ForwardCall:
         # Before the pre-pass: the kernel reads the bounds before it waits for that.
         blocks = None if self.find_blocks is None else self.find_blocks(stream, tensors)
         if self.rotate_keys is not None:
-            k = self.rotate_keys(stream, tensors, max_logit=max_logit)
+            k = self.rotate_keys(stream, tensors, maxima=max_logit)
         q_rot = None
         if self.saves_rotated:
             q_rot = torch.empty_strided(*self.q_rot_layout, dtype=q.dtype, device=q.device)

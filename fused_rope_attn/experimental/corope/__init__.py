@@ -10,8 +10,8 @@ from torch import Tensor
 
 from fused_rope_attn.experimental.corope import reference
 from fused_rope_attn.runtime import checks, device
-from fused_rope_attn.runtime.autocast import is_autocast_on
 from fused_rope_attn.runtime.differentiation import differentiable, last_gradients
+from fused_rope_attn.runtime.entry import is_autocast_on
 from fused_rope_attn.runtime.forms import Forms
 
 if device.has_triton():  # elsewhere every call takes the reference

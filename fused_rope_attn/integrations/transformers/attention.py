@@ -52,8 +52,12 @@ def forward(module: AttentionModule, hidden_states: Tensor, *args: Any, **kwargs
             return patch.previous(hidden_states, *args, **kwargs)
         return type(module).forward(module, hidden_states, *args, **kwargs)
 
-    if batch.otherwise is not None and not _shows_sequences(module, past, kwargs):
-        batch = batch.otherwise
+    if batch.otherwise is not None:
+        # flash-attention reads the positions that it is handed. Masks show no sequences once the decoder has a cache,
+        # even an empty one that it has made itself.
+        reads_positions = patch.hands_positions_on and kwargs.get("position_ids") is not None
+        separates = reads_positions if obstacles.uses_flash(module.config) else past is None
+        batch = batch if separates else batch.otherwise
     if batch.by_type is not None:
         batch = batch.by_type.get(type_of(module) or "", batch)
     convention = patch.convention
@@ -61,7 +65,7 @@ def forward(module: AttentionModule, hidden_states: Tensor, *args: Any, **kwargs
     # Not by ``pop``, because torch.compile of torch 2.11 takes the list for a tuple.
     latent: Latent | None = others[0] if convention.latent else None
     gate = others if latent is None else others[1:]
-    q, k, norms = _normed(module, convention, q, k, past is not None)
+    q, k, norms = _normed(module, patch, q, k, past is not None)
     if convention.query_scale is not None:
         q = convention.query_scale(module, q, kwargs, past)
         if latent is not None:
@@ -98,28 +102,17 @@ def forward(module: AttentionModule, hidden_states: Tensor, *args: Any, **kwargs
     return convention.output(module, o.transpose(1, 2).flatten(2), *gate), None
 
 
-def _shows_sequences(module: AttentionModule, past: Any, kwargs: dict[str, Any]) -> bool:
-    """Return whether a module's own attention would separate the sequences that position ids tell.
-
-    flash-attention reads the positions that it is handed. Masks show no sequences once the decoder has a cache, even an
-    empty one that it has made itself.
-    """
-    if obstacles.uses_flash(module.config):
-        return getattr(module, state.PATCH).hands_positions_on and kwargs.get("position_ids") is not None
-    return past is None
-
-
 def _normed(
-    module: AttentionModule, convention: Convention, q: Tensor, k: Tensor, cached: bool
+    module: AttentionModule, patch: state.Patch, q: Tensor, k: Tensor, cached: bool
 ) -> tuple[Tensor, Tensor, HeadNorms | None]:
     """Return q, k (B, H, N, D), and the norms that the kernels compute. Run the module's own if they cannot."""
-    pair = convention.norms_of(module)
+    pair = patch.convention.norms_of(module)
     if pair is None:
         return q, k, None
     norms = rotations.head_norms(*pair)
     reason = norms if isinstance(norms, str) else rotations.unfit_for(norms, q, cached)
     if not torch.compiler.is_compiling():
-        getattr(module, state.PATCH).own_norms = reason
+        patch.own_norms = reason
     if not reason:
         return q, k, cast(HeadNorms, norms)
     # The norms take (B, N, H, D), because Cohere's has a weight for every head.

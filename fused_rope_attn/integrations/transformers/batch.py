@@ -22,8 +22,8 @@ from fused_rope_attn.integrations.transformers.obstacles import Pass
 from fused_rope_attn.integrations.transformers.rotations import Kept
 from fused_rope_attn.masks import intervals_of_dense
 from fused_rope_attn.runtime.checks import kind_of
-from fused_rope_attn.runtime.context_parallel import in_context_parallel
 from fused_rope_attn.runtime.device import is_capturing
+from fused_rope_attn.runtime.entry import in_context_parallel
 
 # transformers 5.23 and later count the chunks of packed documents from each document's first token.
 _COUNTS_CHUNKS_BY_DOCUMENT = hasattr(masking_utils, "remap_positions_for_packed_sequence")

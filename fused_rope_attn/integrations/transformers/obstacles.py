@@ -17,8 +17,8 @@ from transformers import masking_utils, modeling_utils
 from fused_rope_attn.attention.planning import LATENT_DIM_STEP, MAX_LATENT_DIM, MAX_ROPE_DIM
 from fused_rope_attn.integrations.transformers import caches, families
 from fused_rope_attn.integrations.transformers.state import PATCH, state_of
-from fused_rope_attn.runtime.context_parallel import in_context_parallel
 from fused_rope_attn.runtime.device import is_capturing
+from fused_rope_attn.runtime.entry import in_context_parallel
 
 # Since 5.6 the masks and the attention functions of transformers both read `is_causal`, of the config or of the call.
 # Before, each of them read something else or nothing.

@@ -305,23 +305,17 @@ def describe_batch(decoder: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple
     if given.get(PLAN) is not None:
         raise ValueError(f"{PLAN} must be given to a model whose ranks patch_model knows, but this one has no cp_group")
     if batch is None:
-        batch = describe(Pass(known.attentions, decoder.config, given))
-        if not batch.original and known.own_cache and _makes_cache(decoder, given):
+        call = Pass(known.attentions, decoder.config, given)
+        batch, wanted = describe(call), given.get("use_cache")
+        wanted = getattr(decoder.config, "use_cache", False) if wanted is None else wanted
+        if not batch.original and known.own_cache and wanted and call.past is None:
             batch = Batch(f"a cache of type {known.own_cache}, which the decoder makes,")
     if batch.original:
         refuse_what_lacks_masks(decoder.config, given, batch.original)
         state.warn_of(known.passes, batch.original)
-        return args, kwargs | {BATCH: batch}
-    if known.reads_masks:
+    if batch.original or known.reads_masks:
         return args, kwargs | {BATCH: batch}
     return (), given | {BATCH: batch, "attention_mask": _no_mask(given)}
-
-
-def _makes_cache(decoder: nn.Module, given: dict[str, Any]) -> bool:
-    """Return whether a decoder makes a cache in a call, because it is given none and asked to use one."""
-    wanted = given.get("use_cache")
-    config: Any = decoder.config
-    return caches.cache_of(given) is None and bool(getattr(config, "use_cache", False) if wanted is None else wanted)
 
 
 def describe_before_masks(model: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
@@ -486,9 +480,8 @@ class Serving(state.Method):
         size = getattr(config, "page_size", None) or config.block_size
         if asked == 0 or size < caches.FEWEST_ROWS or any(map(obstacles.window_of, patched)):
             return
-        longest = 0
-        if workload_hints is not None:
-            longest = workload_hints.max_prompt_length + workload_hints.max_generated_length
+        hints = workload_hints
+        longest = 0 if hints is None else hints.max_prompt_length + hints.max_generated_length
         pages = math.ceil(longest / size) + 1 if longest else _PAGES_OF_A_REQUEST
         config.max_blocks_per_request = asked or pages + pages % 2
 

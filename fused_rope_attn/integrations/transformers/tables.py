@@ -7,7 +7,6 @@ import importlib.util
 import inspect
 import re
 import sys
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -156,13 +155,11 @@ def _evaluate(module: Any, seq_len: int, layer_type: str | None) -> list[torch.T
         tables = (tables.real, tables.imag)
     columns = getattr(module, f"{layer_type}_inv_freq" if options else "inv_freq").numel()
     rows = [table.reshape(-1, seq_len, table.shape[-1])[0] for table in tables]
-    return [row if row.shape[1] == columns else _half(row) for row in rows]
-
-
-def _half(table: torch.Tensor) -> torch.Tensor:
-    """Return the angles of a table that has each of them twice, as two halves or in adjacent columns."""
-    first, second = table.chunk(2, dim=1)
-    return first if torch.equal(first, second) else table[:, ::2]
+    if rows[0].shape[1] == columns:
+        return rows
+    # Each angle is there twice, in two halves or in adjacent columns.
+    halves = [row.chunk(2, dim=1) for row in rows]
+    return [x if torch.equal(x, again) else row[:, ::2] for row, (x, again) in zip(rows, halves)]
 
 
 def _own_rotary_class(config_class: type) -> Any:
@@ -175,7 +172,10 @@ def _own_rotary_class(config_class: type) -> Any:
     """
     kinds = _known_classes(config_class)
     for kind in kinds:
-        classes = {name: x for name, x in vars(_model_file(kind)).items() if inspect.isclass(x)}
+        file = kind.__module__.replace(".configuration_", ".modeling_")
+        if importlib.util.find_spec(file) is None:  # the model is that of another family, for example of Llama
+            file = transformers.MODEL_MAPPING[kind].__module__
+        classes = {name: x for name, x in vars(importlib.import_module(file)).items() if inspect.isclass(x)}
         named = {name: inspect.signature(x).parameters for name, x in classes.items() if "Rotary" in name}
         rotary = {name for name, parameters in named.items() if "config" in parameters}
         built: set[str] = set()
@@ -196,14 +196,6 @@ def _own_rotary_class(config_class: type) -> Any:
 def _known_classes(config_class: type) -> list[type]:
     """Return a config class and its bases, as far as they belong to models of transformers."""
     return [kind for kind in config_class.__mro__ if kind.__module__.startswith("transformers.models.")]
-
-
-def _model_file(config_class: type) -> ModuleType:
-    """Return the module of transformers that defines the model of a config class."""
-    name = config_class.__module__.replace(".configuration_", ".modeling_")
-    if importlib.util.find_spec(name) is None:  # the model is that of another family, for example of Llama
-        name = transformers.MODEL_MAPPING[config_class].__module__
-    return importlib.import_module(name)
 
 
 def _refuse_unread(reader: _Reader, parameters: dict[str, Any], rotary: type, own: bool) -> None:
