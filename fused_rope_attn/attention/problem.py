@@ -200,7 +200,7 @@ class Problem(NamedTuple):
 
     @property
     def cache_is_rotated(self) -> bool:
-        """True in a generation step whose cache holds rotated keys."""
+        """True in a generation step with rotated keys in its cache."""
         return self.cache is not None and self.cache.is_rotated
 
     @property

@@ -75,7 +75,7 @@ def packed_positions(
     ends = ((cu_seqlens_q, len_q), (cu_seqlens_k, len_k))
     wrong = [(cu[0] != 0) | (cu[1:] < cu[:-1]).any() | (cu[-1] > length) for cu, length in ends]
     (sequence, index), (sequence_k, key) = (_sequences(*x) for x in ends)
-    more_keys = F.pad((cu_seqlens_k - cu_seqlens_q).diff().long(), (0, 1))  # tokens after the last sequence have none
+    more_keys = F.pad((cu_seqlens_k - cu_seqlens_q).diff().long(), (0, 1))  # 0 after the last sequence
     is_outside = wrong[0] | wrong[1] | (sequence == cu_seqlens_q.shape[0] - 1)
     position = torch.where(is_outside, -1, index + more_keys[sequence])
     return position, key, sequence.unsqueeze(-1) == sequence_k.unsqueeze(-2)
@@ -281,7 +281,7 @@ def attention(
         visible = visible_pairs(position, key, causal, **masks) & is_same
     if token_tables:
         position = key = torch.arange(len_k, device=q.device)[None]
-    # What a hidden row holds (a padding token, NaN) must not reach a result or a gradient.
+    # Hidden rows may hold anything, such as padding or NaN. It must not reach a result or a gradient.
     dead, absent = ~visible.any(-1), ~visible.any(-2)
     q, q_nope = hide(q, dead), hide(q_nope, dead)
     k, v, k_nope = hide(k, absent), hide(v, absent), hide(k_nope, absent)

@@ -66,13 +66,13 @@ def table_strides(
     A full-width table has each angle twice. The strides select its first R/2 columns, or if interleaved every second
     one. This makes no view.
     """
-    return _one_table(cos, rotary_dim, interleaved), _one_table(sin, rotary_dim, interleaved)
 
+    def read(table: torch.Tensor) -> tuple[int, int, int]:
+        strides = table.stride()
+        column = strides[-1] * 2 if interleaved and table.shape[-1] == rotary_dim else strides[-1]
+        return (strides[0] if len(strides) == 3 and table.shape[0] > 1 else 0, strides[-2], column)
 
-def _one_table(table: torch.Tensor, rotary_dim: int, interleaved: bool) -> tuple[int, int, int]:
-    strides = table.stride()
-    column = strides[-1] * 2 if interleaved and table.shape[-1] == rotary_dim else strides[-1]
-    return (strides[0] if len(strides) == 3 and table.shape[0] > 1 else 0, strides[-2], column)
+    return read(cos), read(sin)
 
 
 def is_long(*strides: tuple[int, ...]) -> bool:
