@@ -261,7 +261,7 @@ def backward_kernel(q_desc, do_desc, k_desc, v_desc, stats_desc, dq_accumulator,
         progress = backward_transfers.Progress(programs.progress_ptr, bh, tile, num_begun, intervals, PDL)
     if IS_LATENT:
         own_sizes = backward_block.Sizes(HQ=None, first_head=None, num_heads=None, NQ=NQ, pitch=None, NK=NK)
-        own = (buffers, latent_kernels.gradients_of(gradients), keys, queries, own_sizes, mask, scale)
+        own = (buffers, replace(gradients, tables=None), keys, queries, own_sizes, mask, scale)
     elif SPLITS_COLUMNS:
         own = (buffers, dq_accumulator, gradients, keys, queries, sizes, mask, scale)
         if IS_ORDERED:

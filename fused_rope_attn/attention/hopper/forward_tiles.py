@@ -62,19 +62,32 @@ def query_position(tile, row):
 def announced_fields(has_bounds, is_packed):
     """Return the fields of ``QueryTile`` that are announced; the others follow from these and from NQ and NK.
 
-    has_bounds: a tile's keys may begin after key 0 or end before NK.
+    They are words of a string, because Triton 3.6 holds no string in a tuple. has_bounds: a tile's keys may begin after
+    key 0 or end before NK.
     """
     names = "start_m bh batch head num_blocks upper_masked"
     if has_bounds:
         names += " last_block lower_masked_from first_key num_keys"
-    return tuple((names + " query_end rotated_row" * is_packed).split())
+    return names + " query_end rotated_row" * is_packed
 
 
 @constexpr_function
 def word_index(fields, name):
     """Return which word of an announcement holds a field; None if it is not announced."""
-    names = list(fields)
+    names = fields.split()
     return names.index(name) if name in names else None
+
+
+@constexpr_function
+def field_at(fields, index):
+    """Return the field that a word of an announcement holds."""
+    return fields.split()[index]
+
+
+@constexpr_function
+def count_words(fields):
+    """Return how many words announce a tile."""
+    return len(fields.split())
 
 
 @record
@@ -87,14 +100,14 @@ class Announcements:
     NK: gl.tensor | None
 
     @jit
-    def read(self, cursor, NAME: gl.constexpr, default=None):
+    def read(self, cursor, NAME: gl.constexpr, default=0):
         """Read an announced field of a tile; return ``default`` for another."""
         ONE_WARPGROUP: gl.constexpr = gl.BlockedLayout([1], [32], [channels.WARPGROUP_WARPS], [0])
         INDEX: gl.constexpr = word_index(self.FIELDS, NAME)
         if INDEX is None:
             return default
         else:
-            word = self.channel.buffer.index(cursor.slot * len(self.FIELDS) + INDEX)
+            word = self.channel.buffer.index(cursor.slot * count_words(self.FIELDS) + INDEX)
             return gl.max(word.load(ONE_WARPGROUP), 0)
 
 
@@ -102,7 +115,8 @@ class Announcements:
 def announcements(HAS_BOUNDS: gl.constexpr, IS_PACKED: gl.constexpr, READERS: gl.constexpr, NQ, NK):
     """Allocate the ``Announcements`` that READERS warpgroups read."""
     FIELDS: gl.constexpr = announced_fields(HAS_BOUNDS, IS_PACKED)
-    smem = gl.allocate_shared_memory(gl.int32, [TILE_STAGES * len(FIELDS), 1], mbarrier.MBarrierLayout())
+    WORDS: gl.constexpr = count_words(FIELDS)
+    smem = gl.allocate_shared_memory(gl.int32, [TILE_STAGES * WORDS, 1], mbarrier.MBarrierLayout())
     channel = channels.channel_of(smem, TILE_STAGES)
     channel.init(FILLS=1, RELEASES=READERS * channels.WARPGROUP_THREADS)
     return Announcements(channel, FIELDS, NQ, NK)
@@ -112,12 +126,12 @@ def announcements(HAS_BOUNDS: gl.constexpr, IS_PACKED: gl.constexpr, READERS: gl
 def announce_tile(tiles, step, tile):
     """Announce ``tile`` as number ``step``."""
     ONE_WARP: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    FIELDS: gl.constexpr = tiles.FIELDS
+    WORDS: gl.constexpr = count_words(tiles.FIELDS)
     cursor = tiles.channel.at(step)
     tiles.channel.wait_empty(cursor)
-    for i in gl.static_range(len(FIELDS)):
-        word = tiles.channel.buffer.index(cursor.slot * len(FIELDS) + i)
-        word.store(gl.full([1], getattr(tile, FIELDS[i]), gl.int32, ONE_WARP))
+    for i in gl.static_range(WORDS):
+        word = tiles.channel.buffer.index(cursor.slot * WORDS + i)
+        word.store(gl.full([1], getattr(tile, field_at(tiles.FIELDS, i)), gl.int32, ONE_WARP))
     tiles.channel.fill(cursor)
 
 
@@ -129,6 +143,9 @@ def next_tile(tiles, step):
     start_m = tiles.read(cursor, "start_m")
     bh, batch, head = tiles.read(cursor, "bh"), tiles.read(cursor, "batch"), tiles.read(cursor, "head")
     num_blocks = tiles.read(cursor, "num_blocks")
+    last_block = None
+    if word_index(tiles.FIELDS, "last_block") is not None:
+        last_block = tiles.read(cursor, "last_block")
     tile = QueryTile(
         start_m,
         bh,
@@ -136,11 +153,11 @@ def next_tile(tiles, step):
         head,
         num_blocks,
         upper_masked=tiles.read(cursor, "upper_masked"),
-        last_block=tiles.read(cursor, "last_block"),
+        last_block=last_block,
         lower_masked_from=tiles.read(cursor, "lower_masked_from", num_blocks),
-        first_key=tiles.read(cursor, "first_key", 0),
-        num_keys=tiles.read(cursor, "num_keys", tiles.NK),
-        query_end=tiles.read(cursor, "query_end", tiles.NQ),
+        first_key=tiles.read(cursor, "first_key"),
+        num_keys=tiles.read(cursor, "num_keys", 0 if tiles.NK is None else tiles.NK),
+        query_end=tiles.read(cursor, "query_end", 0 if tiles.NQ is None else tiles.NQ),
         rotated_row=tiles.read(cursor, "rotated_row", start_m),
     )
     tiles.channel.release_by_threads(cursor)
@@ -193,16 +210,6 @@ class Schedule:
     BLOCK_N: gl.constexpr
     BLOCK_M: gl.constexpr  # query rows of a tile
     QUERIES_IN_TILES: gl.constexpr  # whether rotated packed queries, saved or loaded, have whole tiles to a sequence
-
-    @jit
-    def query_blocks(self):
-        """Return the tiles of a head of a call without packed sequences."""
-        return (self.NQ + self.BLOCK_M - 1) // self.BLOCK_M
-
-    @jit
-    def key_blocks(self):
-        """Return the key blocks of a call with intervals."""
-        return (self.NK + self.BLOCK_N - 1) // self.BLOCK_N
 
 
 @record
@@ -281,28 +288,12 @@ def make_tile(schedule, mask, start_m, bh, batch, head, q_offset, query_end, rot
 
 
 @jit
-def listed_work(schedule, index, start_m, bh, batch, head, num_keys, head_kv, first_k):
-    """Return the ``Work`` of a head's queries from row ``start_m`` on, tile number ``index``, by the ``VisitLists``."""
-    lists = schedule.source.lists
-    tile_number = batch * schedule.query_blocks() + start_m // schedule.BLOCK_M
-    visits_ptr = lists.visits_ptr + tile_number.to(gl.int64) * (1 + schedule.key_blocks())
-    WORDS: gl.constexpr = schedule.BLOCK_N // 32
-    hidden_ptr = lists.hidden_ptr + batch.to(gl.int64) * WORDS * schedule.key_blocks()
-    # The number of blocks is announced with each of them, so that warps that rotate queries need not wait for the
-    # launch that counts them. The tile's last block and what needs a mask are not read.
-    no = num_keys * 0
-    tile = QueryTile(start_m, bh, batch, head, no + 1, no, no, no, no, num_keys, schedule.NQ, start_m)
-    return Work(tile, index, head_kv, first_k, visits_ptr + 1, hidden_ptr)
-
-
-@jit
 def tile_work(schedule, index):
     """Return the ``Work`` of tile number ``index``, which exists."""
     # With intervals too, because the last rows of a prefix or a tree see the most keys.
     LAST_FIRST: gl.constexpr = masks.is_causal(schedule.window.right) or schedule.source.lists is not None
-    block, bh = scheduled_tile(
-        index, schedule.query_blocks(), schedule.num_heads, schedule.heads_per_section, LAST_FIRST
-    )
+    query_blocks = (schedule.NQ + schedule.BLOCK_M - 1) // schedule.BLOCK_M
+    block, bh = scheduled_tile(index, query_blocks, schedule.num_heads, schedule.heads_per_section, LAST_FIRST)
     start_m = block * schedule.BLOCK_M
     batch = bh // schedule.HQ
     head = bh % schedule.HQ
@@ -315,7 +306,16 @@ def tile_work(schedule, index):
         starts_ptr = None
     head_kv = head // schedule.GROUP_SIZE
     if source.lists is not None:
-        return listed_work(schedule, index, start_m, bh, batch, head, num_keys, head_kv, first_k)
+        key_blocks = (schedule.NK + schedule.BLOCK_N - 1) // schedule.BLOCK_N
+        tile_number = batch * query_blocks + start_m // schedule.BLOCK_M
+        visits_ptr = source.lists.visits_ptr + tile_number.to(gl.int64) * (1 + key_blocks)
+        WORDS: gl.constexpr = schedule.BLOCK_N // 32
+        hidden_ptr = source.lists.hidden_ptr + batch.to(gl.int64) * WORDS * key_blocks
+        # The number of blocks is announced with each of them, so that warps that rotate queries need not wait for the
+        # launch that counts them. The tile's last block and what needs a mask are not read.
+        no = num_keys * 0
+        tile = QueryTile(start_m, bh, batch, head, no + 1, no, no, no, no, num_keys, schedule.NQ, start_m)
+        return Work(tile, index, head_kv, first_k, visits_ptr + 1, hidden_ptr)
     else:
         q_offset = num_keys - schedule.NQ
         mask = masks.sequence_mask(

@@ -46,25 +46,6 @@ class LatentBuffers:
     p: gl.shared_memory_descriptor
 
 
-@record
-class LatentGradients:
-    """``KeyGradients`` without what latent attention does not use: Triton 3.6 fails on unused arguments of warps."""
-
-    dk: views.TensorView
-    dv: views.TensorView
-    dk_parts: views.TensorView
-    format: views.RowFormat  # of dk and dv
-    rope_format: views.RowFormat
-
-
-@jit
-def gradients_of(gradients):
-    """Return the ``LatentGradients`` of ``KeyGradients``."""
-    R: gl.constexpr = gradients.tables.R
-    rope_format = views.RowFormat(R, R, gradients.format.USE_INT64_OFFSETS)
-    return LatentGradients(gradients.dk, gradients.dv, gradients.dk_parts, gradients.format, rope_format)
-
-
 @jit
 def allocate_buffers(descriptors, Q_STAGES: gl.constexpr, DO_STAGES: gl.constexpr):
     """Allocate ``LatentBuffers`` and initialise their barriers."""
@@ -185,7 +166,9 @@ def store_latent_gradients(dk, dk_rope, dv, buffers, keys, NK, mask, scale, grad
     backward_epilogue.store_dv(
         dk_rows, column_parts.ColumnParts(left=dk, right=None), own_rows(buffers.k, WARPGROUP).columns
     )
-    backward_epilogue.store_sums(views.head_rows(gradients.dk_parts, origin, num_rows, gradients.rope_format), dk_rope)
+    R: gl.constexpr = dk_rope.shape[1]
+    rope_format = views.RowFormat(R, R, gradients.format.USE_INT64_OFFSETS)
+    backward_epilogue.store_sums(views.head_rows(gradients.dk_parts, origin, num_rows, rope_format), dk_rope)
 
 
 @jit
