@@ -13,12 +13,12 @@ from tests.support.paths import ROOT
 
 PACKAGE = "fused_rope_attn"
 # The house: lower a bar when the package falls below it, and raise none. The target is in the comment.
-MOST_LINES = 27_610  # 25,000
+MOST_LINES = 27_590  # 25,000
 MOST_FILES = 117  # 115
 MOST_HOPPER_FILES = 20
 MOST_IMPORTS = 4.2  # per cent of the lines; 4
 MOST_MODULES_WITH_A_NAME = 2
-NAMES_IN_MORE_MODULES = {"forward", "load"}  # none
+NAMES_IN_MORE_MODULES = {"forward"}  # none
 MOST_FILES_WITH_AN_OPTION = {  # by pattern; 12, 9 and 10
     "softcap|cap_scale": 13,
     "return_max_logit|max_logit": 9,

@@ -9,16 +9,9 @@ of the weights' gradients. A second launch adds those up.
 import triton
 import triton.language as tl
 
+from fused_rope_attn.kernels import rotation as rotations
 from fused_rope_attn.kernels.norm import Norm, unnorm_pairs
 from fused_rope_attn.kernels.records import record, replace, unpack
-from fused_rope_attn.kernels.rotation import (
-    Pairing,
-    load_pairs,
-    norm_columns,
-    pair_norm_weights,
-    store_pairs,
-    tile_pairs,
-)
 from fused_rope_attn.kernels.schedule import block_of_heads, wait_for_previous_launch
 from fused_rope_attn.kernels.tiles import Origin, RowFormat, TensorView, head_rows, tile_range
 from fused_rope_attn.runtime.triton_compat import barrier
@@ -64,8 +57,8 @@ def store_weight_sums(ptr, first, second, norm, pairing, LAYOUT: tl.constexpr = 
 
     LAYOUT: of the members in Gluon kernels; FIRST_PAIR: their first pair.
     """
-    pairs = tile_pairs(2 * first.shape[1], LAYOUT, FIRST_PAIR)
-    columns1, columns2, exists = norm_columns(pairs, norm.D, pairing)
+    pairs = rotations.tile_pairs(2 * first.shape[1], LAYOUT, FIRST_PAIR)
+    columns1, columns2, exists = rotations.norm_columns(pairs, norm.D, pairing)
     tl.store(ptr + columns1, tl.sum(first, 0), mask=exists)
     tl.store(ptr + columns2, tl.sum(second, 0), mask=exists)
 
@@ -79,18 +72,18 @@ def unnorm_block(pid, rows, H, N, HEADS: tl.constexpr, BLOCK_N: tl.constexpr):
     block, chunk, batch = block_of_heads(pid, tl.cdiv(N, BLOCK_N), tl.cdiv(H, HEADS))
     start, last_head = block * BLOCK_N, tl.minimum(chunk * HEADS + HEADS, H)
     BLOCK_D: tl.constexpr = rows.format.BLOCK_D
-    halves = Pairing(R=rows.norm.D, INTERLEAVED=False)
-    weight1, weight2 = pair_norm_weights(rows.norm, halves, BLOCK_D)
+    halves = rotations.Pairing(R=rows.norm.D, INTERLEAVED=False)
+    weight1, weight2 = rotations.pair_norm_weights(rows.norm, halves, BLOCK_D)
     offs = tl.arange(0, BLOCK_N)
     dweight1 = tl.zeros((BLOCK_N, BLOCK_D // 2), tl.float32)
     dweight2 = tl.zeros((BLOCK_N, BLOCK_D // 2), tl.float32)
     for head in range(chunk * HEADS, last_head):
         origin = Origin(batch, tl.cast(head, tl.int64), start)
-        first, second = load_pairs(head_rows(rows.x, origin, N - start, rows.format), offs, halves)
+        first, second = rotations.load_pairs(head_rows(rows.x, origin, N - start, rows.format), offs, halves)
         dx_rows = head_rows(rows.dx, origin, N - start, rows.format)
-        dy1, dy2 = load_pairs(dx_rows, offs, halves)
+        dy1, dy2 = rotations.load_pairs(dx_rows, offs, halves)
         dx1, dx2, of_rows1, of_rows2 = unnorm_pairs(first, second, dy1, dy2, weight1, weight2, rows.norm)
-        store_pairs(dx_rows, dx1, dx2, offs, halves)
+        rotations.store_pairs(dx_rows, dx1, dx2, offs, halves)
         dweight1 += of_rows1
         dweight2 += of_rows2
     sums_ptr = rows.sums_ptr + tl.cast(pid, tl.int64) * rows.norm.D

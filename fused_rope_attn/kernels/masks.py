@@ -89,7 +89,7 @@ def visible(mask, positions_q, positions_k, rows=None):
 
 @triton.jit
 def first_key(starts_ptr, batch, q_offset, num_keys, left):
-    """The first key that any query of a sequence sees: keys before it do not exist. 0 <= first_key <= num_keys."""
+    """Return the first key that any query sees: keys before it do not exist. 0 <= first_key <= num_keys."""
     start = 0
     if starts_ptr is not None:
         start = tl.maximum(start, tl.load(starts_ptr + batch))
@@ -100,8 +100,8 @@ def first_key(starts_ptr, batch, q_offset, num_keys, left):
 
 @triton.jit
 def first_query(mask, q_offset):
-    """The first query row that sees a key: the rows before it, and no others, see nothing. NO_ROW where none sees one
-    because there are no keys from first_key on."""
+    """Return the first query row that sees a key: the rows before it, and no others, see nothing. NO_ROW where none
+    sees one because there are no keys from first_key on."""
     row = tl.maximum(0, -q_offset)
     if mask.first_key is not None:
         if mask.window.right is not None:

@@ -37,7 +37,7 @@ class Norm:
 
 @triton.constexpr_function
 def log2(power):
-    """The exponent of a power of two."""
+    """Return the exponent of a power of two."""
     return power.bit_length() - 1
 
 
@@ -63,7 +63,7 @@ def tree_sum(x, LAYOUT: tl.constexpr = None):
 
 @triton.jit
 def inverse_rms(square_sum, norm):
-    """``rsqrt(mean(x ** 2) + eps)`` from the rows' sums of squares, any shape.
+    """Return ``rsqrt(mean(x ** 2) + eps)`` from the rows' sums of squares, any shape.
 
     It is 0 where the mean and eps are, so that a row of zeros stays one; a row that is not finite stays so.
     """
@@ -74,7 +74,7 @@ def inverse_rms(square_sum, norm):
 
 @triton.jit
 def load_norm_weights(norm, columns, exists):
-    """``offset + weight`` of ``columns`` (C,) as float32; 0 where ``exists`` is false, None: all of them exist."""
+    """Load ``offset + weight`` of ``columns`` (C,), float32; 0 where ``exists`` is false, None: all of them exist."""
     weight = load_where(norm.weight_ptr + columns, exists, 0.0).to(tl.float32) + norm.offset
     if exists is not None:
         weight = tl.where(exists, weight, 0.0)
@@ -90,7 +90,7 @@ def norm_gradient(g, n, projection, scale, norm):
 
 @triton.jit
 def pair_inverse_rms(first, second, norm, LAYOUT: tl.constexpr = None):
-    """``inverse_rms`` of rows of ``rotation.load_pairs``, (rows, 1) float32: the same bits in every kernel.
+    """Return ``inverse_rms`` of rows of ``rotation.load_pairs``, (rows, 1) float32: the same bits in every kernel.
 
     LAYOUT: that of the pairs, which Gluon kernels name.
     """
@@ -110,7 +110,7 @@ def unnorm_sums(first, second, dy1, dy2, weight1, weight2):
 
 @triton.jit
 def unnorm_with(first, second, dy1, dy2, weight1, weight2, sums, norm):
-    """``unnorm_pairs`` of parts of rows, given the ``unnorm_sums`` of all their columns."""
+    """Return ``unnorm_pairs`` of parts of rows, given the ``unnorm_sums`` of all their columns."""
     counts = sums[2] != 0.0
     scale = tl.where(counts, inverse_rms(sums[0], norm), 0.0)
     projection = tl.where(counts, sums[1], 0.0) * scale

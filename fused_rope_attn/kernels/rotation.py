@@ -119,13 +119,13 @@ def load_angles(rotation, positions, BLOCK_D: tl.constexpr, LAYOUT: tl.constexpr
 
 @triton.jit
 def pack_pairs(first, second):
-    """(rows, P), (rows, P) -> (rows, 2P) in pair order."""
+    """Join (rows, P) and (rows, P) to (rows, 2P) in pair order."""
     return tl.reshape(tl.join(first, second), (first.shape[0], 2 * first.shape[1]))
 
 
 @triton.jit
 def unpack_pairs(x):
-    """(rows, 2P) in pair order -> (rows, P), (rows, P)."""
+    """Split (rows, 2P) in pair order into (rows, P) and (rows, P)."""
     return tl.split(tl.reshape(x, (x.shape[0], x.shape[1] // 2, 2)))
 
 

@@ -25,7 +25,7 @@ def tile_count(length: int, num_sequences: int | None, block: int) -> int:
 
 @triton.jit
 def scheduled_tile(pid, num_tiles, num_heads, heads_per_section, LAST_TILE_FIRST: tl.constexpr):
-    """(tile, head) of program ``pid``, of ``num_tiles`` tiles of each of ``num_heads`` heads (of all batch entries).
+    """Return (tile, head) of program ``pid``, of num_tiles tiles of each of num_heads heads (of all batch entries).
 
     Heads run in sections of ``heads_per_section``; the keys and values of a section share the L2. Under a causal mask
     the last tiles take the longest: with LAST_TILE_FIRST they start first.
@@ -86,7 +86,7 @@ def overlapped_tile(pid, num_tiles, num_heads, heads_per_section, most_overlappi
 
 @triton.jit
 def block_of_heads(pid, num_blocks, num_chunks):
-    """(block of rows, chunk of heads, batch int64) of program ``pid``; neighbours have neighbouring blocks."""
+    """Return (block of rows, chunk of heads, batch int64) of program ``pid``; neighbours have neighbouring blocks."""
     block = pid % num_blocks
     chunk = (pid // num_blocks) % num_chunks
     batch = (pid // (num_blocks * num_chunks)).to(tl.int64)

@@ -12,7 +12,7 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def tanh(x, PRECISE: tl.constexpr):
-    """tanh with one exponential and one division, to about 1e-7; exp2 may overflow. PRECISE: relative to x too.
+    """Return tanh with one exponential and one division, to about 1e-7; exp2 may overflow. PRECISE: relative to x too.
 
     Capped scores are small against their cap, which multiplies the error: float32 needs the series near 0.
     """
@@ -27,7 +27,7 @@ def tanh(x, PRECISE: tl.constexpr):
 
 @triton.jit
 def approximate_tanh(x):
-    """tanh by the instruction of NVIDIA's cards, exact to 2**-11 of its value."""
+    """Return tanh by the instruction of NVIDIA's cards, exact to 2**-11 of its value."""
     return tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
 
 
@@ -42,7 +42,7 @@ class ScoreScale:
 
 @triton.jit
 def score_product(a, b, scale):
-    """a b^T of queries and keys, or of keys and queries, (len(a), len(b)) float32; capped, tanh(cap_scale * a b^T).
+    """Return a b^T of queries and keys, or the reverse, (len(a), len(b)) float32; capped, tanh(cap_scale * a b^T).
 
     A logit in base 2 is this times ``scale.qk_scale``.
     """
@@ -145,7 +145,7 @@ def log_sum_exp(seen, row_max, divisor):
 
 @triton.jit
 def finish_softmax(acc, row_max, row_sum, sink):
-    """(o, lse) of the running sums ``acc`` (rows, columns), and of ``row_max``, ``row_sum`` and ``sink``.
+    """Return (o, lse) of the running sums ``acc`` (rows, columns), and of ``row_max``, ``row_sum`` and ``sink``.
 
     The latter as ``finish_sums`` takes them. A row that saw no key has o = 0 and lse = -inf.
     """

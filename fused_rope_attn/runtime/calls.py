@@ -117,7 +117,7 @@ class Replay:
         self._make_results = getattr(type(results), "_make", tuple)
         self._make_block = functools.partial(Block, launches, len(tensors), len(self._maps))
         self._free_blocks: list[Block] = []
-        found = driver.load()
+        found = driver.cuda_driver()
         assert found is not None  # a ``Kernel`` needs it
         self._driver = found
         self._names = ", ".join(launch.kernel.fn.__name__ for launch, _ in recorded.launches)

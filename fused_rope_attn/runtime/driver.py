@@ -85,7 +85,7 @@ class Driver:
 
 
 @functools.cache
-def load() -> Driver | None:
+def cuda_driver() -> Driver | None:
     """Return the driver of this process; None without one (a CPU, AMD), or if it lacks one of the functions."""
     try:
         return None if torch.version.hip else Driver(ctypes.CDLL("libcuda.so.1"))
@@ -123,7 +123,7 @@ class TensorMap:
                 self.maps.clear()
             memory, begin = _aligned(_MAP_BYTES)
             where = ctypes.c_void_p(ctypes.addressof(memory) + begin)
-            driver: Any = load()
+            driver: Any = cuda_driver()
             code = driver.encode(where, *self._before_address, ctypes.c_void_p(address), *self._after_address)
             if code:
                 raise RuntimeError(f"no tensor map of {self.name} could be made: {driver.message(code)}")
@@ -150,7 +150,7 @@ class Kernel:
 
     def __init__(self, compiled: Any, grid: Sequence[int], given: Mapping[str, Any]):
         metadata = compiled.metadata._asdict()
-        driver: Any = load()
+        driver: Any = cuda_driver()
         for reason, applies in (
             ("there is no CUDA driver with the functions that launches need", driver is None),
             ("this release of Triton is not known", not LAUNCHER_IS_KNOWN),

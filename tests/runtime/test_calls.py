@@ -23,7 +23,7 @@ class Toy:
 
     def __init__(self, monkeypatch, **options):
         self.driver = RecordingDriver(**options)
-        monkeypatch.setattr(driver, "load", lambda: self.driver)
+        monkeypatch.setattr(driver, "cuda_driver", lambda: self.driver)
         self.launches = [Launch(ToyKernel(compiled_kernel()), GRID[0], {"num_warps": 4}, ARGUMENTS) for _ in range(2)]
         self.source = Source(inputs()[1], [1, 1, 64, 64], LAYOUT)
         self.ran = 0
@@ -258,7 +258,7 @@ def test_what_is_no_replay_is_refused(toy, case):
 
 
 def test_without_a_driver_nothing_is_replayed(toy, monkeypatch):
-    monkeypatch.setattr(driver, "load", lambda: None)
+    monkeypatch.setattr(driver, "cuda_driver", lambda: None)
     call = Call(toy.run)
     for _ in range(3):
         call(inputs())

@@ -67,7 +67,7 @@ def calls(request, monkeypatch):
     """(makes a step of a seed, compares two results, results of three seeds by Triton's launcher)."""
     make = CALLS[request.param]
     with monkeypatch.context() as patched:
-        patched.setattr(driver, "load", lambda: None)
+        patched.setattr(driver, "cuda_driver", lambda: None)
         forget_calls()
         expected = [[x.clone() for x in make(seed)()] for seed in range(3)]
     forget_calls()

@@ -28,7 +28,7 @@ def recorder(monkeypatch):
 
 
 def install(monkeypatch, found):
-    monkeypatch.setattr(driver, "load", lambda: found)
+    monkeypatch.setattr(driver, "cuda_driver", lambda: found)
     return found
 
 
@@ -213,9 +213,9 @@ class Library:
 
 @pytest.fixture
 def fresh_load():
-    driver.load.cache_clear()
+    driver.cuda_driver.cache_clear()
     yield
-    driver.load.cache_clear()
+    driver.cuda_driver.cache_clear()
 
 
 OLDER = Library("cuLaunchKernelEx"), Library("cuFuncGetParamInfo"), Library("cuTensorMapEncodeTiled")
@@ -233,7 +233,7 @@ def test_the_driver_is_libcuda(monkeypatch, fresh_load, library):
 
     monkeypatch.setattr(driver.ctypes, "CDLL", load)
     monkeypatch.setattr(driver.torch.version, "hip", None)
-    found = driver.load()
+    found = driver.cuda_driver()
     if library is None or library.missing:
         assert found is None
     else:
@@ -244,4 +244,4 @@ def test_the_driver_is_libcuda(monkeypatch, fresh_load, library):
 def test_there_is_no_cuda_driver_for_amd(monkeypatch, fresh_load):
     monkeypatch.setattr(driver.ctypes, "CDLL", lambda name: Library())
     monkeypatch.setattr(driver.torch.version, "hip", "6.4")
-    assert driver.load() is None
+    assert driver.cuda_driver() is None

@@ -97,7 +97,7 @@ class ToyKernel:
 
 
 class RecordingDriver:
-    """A replacement of ``driver.load``; every launch adds the values in its block of arguments to ``launches``.
+    """A replacement of ``driver.cuda_driver``; every launch adds the values in its block of arguments to ``launches``.
 
     code: the error code of launches, 0 for none. sizes: of the kernel's parameters. seconds: the time of a launch.
     """

@@ -67,6 +67,22 @@ def parts_of_group(problem: Problem, tiles: int, row_bytes: int) -> int:
     return parts
 
 
+def masks_of(problem: Problem, tensors: Tensors, rows: dict[str, torch.Tensor]) -> Any:
+    """Return the ``BackwardMasks``. rows: of ``VisibleRows``; empty without intervals."""
+    left = problem.window_left
+    return backward_kernel.BackwardMasks.host(
+        starts_ptr=None if rows else tensors.kv_starts,
+        lens_ptr=tensors.kv_lens,
+        cu_q_ptr=tensors.cu_seqlens_q,
+        cu_k_ptr=tensors.cu_seqlens_k,
+        key_rows_ptr=rows.get("key_rows_ptr"),
+        blocks_ptr=rows.get("blocks_ptr"),
+        blind_ptr=rows.get("blind_ptr"),
+        READS_LENGTHS=problem.reads_lengths and not rows,
+        HAS_KEYS_BEFORE_WINDOW=left is not None and problem.len_k - problem.len_q > left and not rows,
+    )
+
+
 class BackwardCall:
     """The launches of one backward signature: pre-process, main kernel, post-process.
 
@@ -285,7 +301,7 @@ class BackwardCall:
             dq_accumulator=accumulator if self.wide else self.dq_source(accumulator),
             q_rope_desc=None,
             k_rope_desc=None,
-            call_masks=self._masks(tensors, rows),
+            call_masks=masks_of(self.problem, tensors, rows),
             gradients=backward_block.KeyGradients.host(
                 dk=call_arguments.view(dk),
                 dv=call_arguments.view(dv),
@@ -327,21 +343,6 @@ class BackwardCall:
         )
         dsinks = None if parts is None else parts.sum(0).to(sinks.dtype)
         return Gradients(dq, dk, dv, dsinks, dq_norm, dk_norm)
-
-    def _masks(self, tensors: Tensors, rows: dict[str, torch.Tensor]) -> Any:
-        """Return the ``BackwardMasks``. rows: of ``VisibleRows``; empty without intervals."""
-        problem, left = self.problem, self.problem.window_left
-        return backward_kernel.BackwardMasks.host(
-            starts_ptr=None if rows else tensors.kv_starts,
-            lens_ptr=tensors.kv_lens,
-            cu_q_ptr=tensors.cu_seqlens_q,
-            cu_k_ptr=tensors.cu_seqlens_k,
-            key_rows_ptr=rows.get("key_rows_ptr"),
-            blocks_ptr=rows.get("blocks_ptr"),
-            blind_ptr=rows.get("blind_ptr"),
-            READS_LENGTHS=problem.reads_lengths and not rows,
-            HAS_KEYS_BEFORE_WINDOW=left is not None and problem.len_k - problem.len_q > left and not rows,
-        )
 
 
 class LatentBackwardCall:
@@ -396,8 +397,6 @@ class LatentBackwardCall:
         self.stats_source = launch.Source(stats, [channels.BACKWARD_BLOCK_M.value], gl.NVMMASharedLayout(0, 32, rank=1))
         num_heads, row_bytes = batch * heads, q.element_size() * (problem.score_dim + problem.value_dim)
         numbers = call_arguments.numbers_of(problem)
-        left = problem.window_left
-        self.has_keys_before_window = left is not None and len_k - len_q > left
         self.keys = launch.Launch(
             backward_kernel.backward_kernel,
             schedule.tile_count(len_k, sequences, channels.BACKWARD_BLOCK_N.value) * num_heads,
@@ -478,17 +477,7 @@ class LatentBackwardCall:
             **of_keys,
             stats_desc=self.stats_source(stats),
             dq_accumulator=None,
-            call_masks=backward_kernel.BackwardMasks.host(
-                tensors.kv_starts,
-                tensors.kv_lens,
-                tensors.cu_seqlens_q,
-                tensors.cu_seqlens_k,
-                None,
-                None,
-                None,
-                READS_LENGTHS=problem.reads_lengths,
-                HAS_KEYS_BEFORE_WINDOW=self.has_keys_before_window,
-            ),
+            call_masks=masks_of(problem, tensors, {}),
             gradients=backward_block.KeyGradients.host(
                 dk=call_arguments.view(dk_nope),
                 dv=call_arguments.view(dv),

@@ -232,7 +232,7 @@ def dkdv_kernel(
     inputs, q_desc, do_desc, masks, rotations, dk, dv, num_sequences, window_left, window_right, num_heads,
     heads_per_section, HKV, GROUP_SIZE, NQ, NK, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv of BLOCK_N keys of one key head, summed in float32 over its query heads.
+    """Write dk and dv of BLOCK_N keys of one key head, summed in float32 over its query heads.
 
     Grid: (``count_tiles`` of the keys * B * HKV). inputs: ``BackwardInputs``; q_desc and do_desc: descriptors if it
     reads by the TMA. masks: ``MaskArguments``. rotations: ``CallRotation``. dk (B, HKV, NK, D), dv (B, HKV, NK, DV).
@@ -364,7 +364,7 @@ def dq_kernel(
     inputs, k_desc, v_desc, masks, rotations, outputs, num_sequences, window_left, window_right, num_heads,
     heads_per_section, HQ, GROUP_SIZE, NQ, NK, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """dq of BLOCK_M query rows of one head, and their part of the sink's gradient.
+    """Write dq of BLOCK_M query rows of one head, and their part of the sink's gradient.
 
     Grid: (``count_tiles`` of the queries * B * HQ). The arguments are as in ``dkdv_kernel``; outputs: ``QueryOutputs``.
     The masks have the blocks of ``interval_blocks_kernel``. With PDL it starts while dkdv_kernel drains: it reads only
@@ -445,13 +445,12 @@ def sum_heads_kernel(
     offs = tl.arange(0, BLOCK_N)
     first_rows = tiles.head_rows(parts, replace(tile.origin, head=0), tile.num_rows, row_format)
     first_rows = tiles.rows_from(first_rows, start_n)
-    columns = tl.arange(0, row_format.BLOCK_D)
-    pointers = tiles.row_pointers(first_rows, offs, columns)[None, :, :]
-    exists = (tiles.row_mask(first_rows, offs) & (columns[None, :] < row_format.D))[None, :, :]
     total = tl.zeros((BLOCK_N, row_format.BLOCK_D), tl.float32)
     for first_head in range(0, num_heads, HEADS):
         head = (first_head + tl.arange(0, HEADS))[:, None, None]
-        of_heads = pointers + head.to(tl.int64) * parts.strides[1]
-        total += tl.sum(tl.load(of_heads, mask=(head < num_heads) & exists, other=0.0), axis=0)
+        columns = tl.arange(0, row_format.BLOCK_D)
+        pointers = tiles.row_pointers(first_rows, offs, columns)[None, :, :] + head.to(tl.int64) * parts.strides[1]
+        exists = tiles.row_mask(first_rows, offs) & (columns[None, :] < row_format.D)
+        total += tl.sum(tl.load(pointers, mask=(head < num_heads) & exists[None, :, :], other=0.0), axis=0)
     dk_rows = tiles.head_rows(dk, tile.origin, tile.num_rows, row_format)
     store_unrotated(tiles.rows_from(dk_rows, start_n), total, offs, of_sequence, start_n)

@@ -26,7 +26,7 @@ from fused_rope_attn.runtime.rows import find_row
 
 
 def _on(arch: str, tile: Tile) -> Tile:
-    """Halve the warps on AMD's cards, whose warps have 64 threads."""
+    """Halve the warps on AMD's cards, because their warps have 64 threads."""
     return replace(tile, num_warps=tile.num_warps // 2) if arch in AMD else tile
 
 

@@ -177,7 +177,7 @@ def forward_kernel(
     heads_per_section, HQ, GROUP_SIZE, NQ, NK, position_limit, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """One block of BLOCK_M query rows of one head. Grid: (``count_tiles`` of the queries * B * HQ).
+    """Attend with BLOCK_M query rows of one head. Grid: (``count_tiles`` of the queries * B * HQ).
 
     inputs: ``ForwardInputs``; k_desc and v_desc: descriptors if it reads by the TMA. masks: ``MaskArguments``, with the
     blocks of ``interval_blocks_kernel``. rotations: ``CallRotation``; without its ROTATE_INLINE k is stored normed and
