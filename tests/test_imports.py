@@ -13,7 +13,7 @@ from tests.support.paths import ROOT
 
 PACKAGE = "fused_rope_attn"
 # The house: lower a bar when the package falls below it, and raise none. The target is in the comment.
-MOST_LINES = 27_590  # 25,000
+MOST_LINES = 27_570  # 25,000
 MOST_FILES = 117  # 115
 MOST_HOPPER_FILES = 20
 MOST_IMPORTS = 4.2  # per cent of the lines; 4
