@@ -202,15 +202,15 @@ def needs_gradient(tensors: Tensors) -> bool:
 
 
 class AttentionCall:
-    """A signature of attention by the kernels: ``call(tensors)`` returns (o, lse, max_logit or None).
+    """Attention by the kernels for all calls of one signature: ``call(tensors)`` returns (o, lse, max_logit or None).
 
     Args:
-        problem: as ``planning.choose_backend`` has admitted it to the kernels.
-        tensors: of such a call.
+        problem: one that ``planning.choose_backend`` admits to the kernels.
+        tensors: those of one such call. Only their presence is read.
         returns_lse: the caller gets lse, which then has a gradient.
-        keyset: the dispatcher's, if the call comes from it; None in ordinary eager mode. A call of the dispatcher saves
-            q and k unrotated, because while a graph is traced it is not known which kernels will run, and whether
-            their backward could read rotated ones.
+        keyset: None in ordinary eager mode. In a call by PyTorch's dispatcher, its set of dispatch keys. The call then
+            saves q and k unrotated, because the kernels are not known while a graph is traced, and not every backward
+            kernel reads rotated q and k.
     """
 
     __slots__ = ("problem", "returns_more", "weights", "keyset", "_passes")
@@ -219,7 +219,7 @@ class AttentionCall:
         self.problem, self.keyset = problem, keyset
         self.returns_more = returns_lse or problem.return_max_logit
         self.weights = tuple((name, i) for name, i in _WEIGHTS.items() if getattr(tensors, name) is not None)
-        # Whether a tensor takes a gradient, so that q and k are saved rotated, to the forward pass.
+        # The forward pass with gradients (True), which also saves q and k rotated, and the one without (False).
         self._passes: dict[bool, Call] = {}
 
     def __call__(self, tensors: Tensors) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:

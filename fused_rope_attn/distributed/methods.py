@@ -8,7 +8,7 @@ H, D), because adjacent rows of a chunk are then adjacent in memory: no copy is 
 their arrival and the kernels or sums that read them.
 
 ``"all_to_all"``: sequence shards of all heads become whole sequences of a part of the heads, and back. Each rank then
-makes one ordinary call of attention, whose dk and dv are exact: nothing is summed over ranks.
+makes one ordinary call of attention. Its dk and dv are complete, so that no sum over ranks is needed.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ def gather_forward(call: ParallelCall, problem: Problem, tensors: Tensors) -> tu
                     if out is None:
                         o[:, heads, rows].copy_(o_part[:, :, : rows.stop - rows.start])
                     lse[:, heads, rows].copy_(lse_part[:, :, : rows.stop - rows.start])
-    for keys in run.arriving:  # a rank that only sends has not waited
+    for keys in run.arriving:  # on a rank that only sends, no segment waited for the exchange
         keys.exchange.wait()
     return o, lse
 

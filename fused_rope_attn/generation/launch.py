@@ -140,7 +140,7 @@ def outputs_of(tensors: StepTensors, o_strides: tuple[int, ...]) -> Any:
 def launch_by_tiles(
     function: Any, problem: Problem, given: StepTensors | Written, tiles: int, block_t: int, pdl: bool, **numbers: int
 ) -> Launch:
-    """Return the launch of a kernel whose programs take one of ``tiles`` tiles of up to four key heads."""
+    """Return the launch of a kernel in which a program takes one of ``tiles`` tiles of tokens, of up to 4 key heads."""
     heads = min(4, problem.heads_kv)
     programs = -(-problem.heads_kv // heads) * tiles * problem.batch
     options, blocks = {"num_warps": 4, **asserts_of(given)}, {"BLOCK_T": block_t, "HEADS": heads, "PDL": pdl}

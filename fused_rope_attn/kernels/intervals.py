@@ -29,7 +29,7 @@ class Intervals:
     ends_ptr: tl.tensor | None  # query_ends (1|B, NK) int32; None: NQ
     blocks_ptr: tl.tensor | None  # the results of ``interval_blocks_kernel``; None if the kernel does not need them
     strides: tl.tuple  # from one batch entry to the next, of starts and ends; 0: all have the same
-    # Of a sequence, whose first key the first two pointers are then of:
+    # For the intervals of one sequence. starts_ptr and ends_ptr then point to the sequence's first key.
     batch: tl.tensor | None = None  # int64
     num_rows: tl.tensor | None = None  # NQ
     num_keys: tl.tensor | None = None  # NK; some of these keys may not exist

@@ -125,9 +125,9 @@ def unnorm_pairs(first, second, dy1, dy2, weight1, weight2, norm):
     """Return dx of the first and second members of pairs, and dweight of each row's, all float32.
 
     It is the gradient of ``(first * weight1, second * weight2)`` times ``pair_inverse_rms``.
-    first and second are the rows before the norm, dy1 and dy2 gradients of the rows after it. A row whose gradient is
-    zero gives zeros whatever it holds, for it may be padding; it adds nothing to a sum of dweight (rows, BLOCK_D / 2)
-    over the rows. Rows that do not exist must have such a gradient.
+    first and second are the rows before the norm, dy1 and dy2 gradients of the rows after it. A row with a gradient of
+    zero may be padding that holds NaN, so it gives zeros and adds nothing to a sum of dweight (rows, BLOCK_D / 2) over
+    the rows. Rows that do not exist must have a gradient of zero.
     """
     sums = unnorm_sums(first, second, dy1, dy2, weight1, weight2)
     return unnorm_with(first, second, dy1, dy2, weight1, weight2, sums, norm)

@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""How many tiles there are, which program takes which, and how launches wait for each other."""
+"""The number of tiles, the order in which programs take them, and waits between launches."""
 
 import triton
 import triton.language as tl

@@ -223,7 +223,7 @@ class Call:
         return results
 
 
-# Signatures and their calls. A configuration is kept alive, so that its id stays its own.
+# From a signature to (its call, its configurations), which are kept alive because the signature has their ids.
 _known: dict[tuple, tuple[Call, tuple]] = {}
 
 
@@ -240,10 +240,9 @@ def signature(tensors: Sequence[torch.Tensor | None]) -> tuple:
 def call_of(
     prepare: Callable[..., Callable[[Any], Any]], problem: Any, tensors: Sequence[torch.Tensor | None], *config: Any
 ) -> Call:
-    """Return the call of this signature, whose ``run`` is ``prepare(problem, tensors, *config)``.
+    """Return the ``Call`` of this signature. If there is none, make it by ``Call(prepare(problem, tensors, *config))``.
 
-    problem: a hashable record of everything that is not a tensor. Forget all calls when they are more than any program
-    uses in turn.
+    problem: a hashable record of everything that is not a tensor. When ``_MAX_CALLS`` calls are known, forget them all.
     """
     key = (prepare, problem, *map(id, config), signature(tensors))
     entry = _known.get(key)

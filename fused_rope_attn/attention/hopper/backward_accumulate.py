@@ -307,7 +307,7 @@ def accumulate_by_keys(warpgroup, buffers, gradients, keys, queries, sizes, mask
     dq_steps = 0
     if total > 0:
         dq_steps = total + 1
-        # Of no block, in a layout that stores whole rows of shared memory.
+        # Step 0 multiplies zeros. This layout stores whole rows of shared memory.
         ROWS: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, 4], [0, 1])
         no_ds = gl.zeros([channels.KEYS, channels.BACKWARD_BLOCK_M], buffers.k.buffer.dtype, ROWS)
         give_ds(WARPGROUP, buffers.ds, no_ds, 0)

@@ -50,8 +50,9 @@ class Batch(NamedTuple):
     cu_seqlens: (sequences + 1,) int32 of packed sequences, through all rows of the batch; None if nothing is packed.
     max_seqlen: an upper bound of their lengths.
     longest: (max_seqlen,) int64: the tokens of the longest sequence; all sequences use their table rows.
-    otherwise: the batch for layers whose own attention would not separate the sequences of cu_seqlens, which were found
-        from position ids. ``attention.forward`` chooses by the arguments of each layer. None if cu_seqlens always hold.
+    otherwise: None if cu_seqlens hold for all layers. Else they were found from position ids, and this is the batch for
+        those layers in which the unpatched model does not separate sequences. ``attention.forward`` chooses by the
+        arguments of each layer.
     kept: None if the layers share nothing.
     causal: False for bidirectional attention, and with intervals.
     intervals: the first query that sees each key, and the one after the last (1|B, N) int32, in place of causality and
