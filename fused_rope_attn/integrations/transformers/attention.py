@@ -129,12 +129,9 @@ def features_of(module: AttentionModule, convention: Convention, q: Tensor, batc
     features: dict[str, Any] = {"causal": batch.causal, "softmax_scale": float(module.scaling), "window": window}
     if convention.latent:
         return features
-    sinks = module.sinks if convention.sinks else None
-    if sinks is not None and sinks.dtype not in (torch.float32, q.dtype):
-        sinks = sinks.float()
     if batch.intervals is not None:
         features["query_starts"], features["query_ends"] = batch.intervals
-    return features | {"softcap": convention.cap_of(module), "sinks": sinks}
+    return features | convention.of_scores(module, q)
 
 
 def _attend(tokens: Tokens, batch: Batch, options: dict[str, Any]) -> Tensor:
