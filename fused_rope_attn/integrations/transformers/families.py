@@ -278,10 +278,17 @@ class Convention:
         parameters = module.rope_scaling if hasattr(module, "rope_scaling") else module.config.rope_parameters
         return [by_section(table, tuple(parameters["mrope_section"])) for table in narrow]
 
-    def cached(self, k_rope: Tensor, interleaved: bool) -> Tensor:
-        """Return rotated k_rope (B, 1, N, R) as the module caches it (``apply_rotary_pos_emb_interleave``)."""
-        sorts = interleaved and self.latent == "sorted"
-        return k_rope.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2) if sorts else k_rope
+    def latent_rows(self, module: AttentionModule, latent: Latent, k_rope: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the two tensors that a module of multi-head latent attention gives to its cache.
+
+        They are the latent vectors and the rotated k_rope (B, 1, N, R) if the module expands the cache in each step,
+        and otherwise the keys and values of all heads.
+        """
+        if self.latent == "sorted" and self.is_interleaved(module):  # as by ``apply_rotary_pos_emb_interleave``
+            k_rope = k_rope.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+        if hasattr(module, "expand_kv"):
+            return latent.compressed, k_rope
+        return torch.cat((latent.k_nope, k_rope.expand(-1, v.shape[1], -1, -1)), dim=-1), v
 
     def output(self, module: AttentionModule, rows: Tensor, *gate: Tensor) -> Tensor:
         """Return the output (B, N, width) of attention's rows (B, N, HQ * D), and of the gate if there is one.
