@@ -13,18 +13,24 @@ makes one ordinary call of attention. Its dk and dv are complete, so that no sum
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+from collections.abc import Iterator
 
 import torch
 
-from fused_rope_attn.attention.problem import Gradients, Problem, Saved, Tensors
-from fused_rope_attn.distributed import local
+from fused_rope_attn.attention import ops, planning, reference
+from fused_rope_attn.attention.problem import Gradients, Problem, Saved, Tensors, arguments_by_name
 from fused_rope_attn.distributed.groups import Exchange, exchange, join_rows
 from fused_rope_attn.distributed.layout import ParallelCall, Run, Segment
+from fused_rope_attn.runtime import device, entry
 from fused_rope_attn.runtime.layouts import like_input
 
 # Bytes that a rank receives in the first section: below it a message is too short for the links' full rate.
 SECTION_BYTES = 8 << 20
+_OF_ATTENTION = entry.parameters_of(reference.attention)
+# About 20 us, in cycles of a GPU's clock.
+PAUSE_CYCLES = 40_000
 
 Heads = tuple[int, int]  # [first, last) of the key heads
 Rows = tuple[int, int]  # [first, last) of a buffer
@@ -45,6 +51,108 @@ def sections_of(heads: int, bytes_of_head: int, *, backward: bool, hidden: bool)
     return list(itertools.pairwise(sorted(limits)))
 
 
+def _plan_of(problem: Problem) -> planning.Plan | None:
+    """Return the kernels of one GPU's call of the whole sequence, ``problem``, because o and lse are to have the same
+    bits; None for the reference."""
+    chosen, _ = planning.choose_backend(problem)
+    return None if chosen == "reference" else planning.plan_for(problem._replace(backend=chosen))
+
+
+def segment_forward(
+    plan: planning.Plan | None, problem: Problem, tensors: Tensors, out: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (o, lse) of one segment. out: the buffer for o; by default it is allocated."""
+    if plan is not None:
+        outputs = ops.forward_by(plan, problem, tensors, out)
+        return outputs.o, outputs.lse
+    o, lse = reference.attention(**arguments_by_name(_OF_ATTENTION, problem, tensors))
+    return (o if out is None else out.copy_(o)), lse
+
+
+def segment_backward(
+    plan: planning.Plan | None, problem: Problem, do: torch.Tensor, saved: Saved, outs: tuple = (None, None, None)
+) -> Gradients:
+    """Return the gradients of one segment in q's dtype; if ``problem`` sums keys, dk and dv in float32 (float64 for
+    float64). outs: buffers for dq, dk and dv; None: allocated."""
+    if plan is not None:
+        return ops.backward_by(plan, problem, do, saved, outs)
+    tensors = saved.tensors
+    wide = torch.promote_types(problem.dtype, torch.float32)
+    with _recording():
+        leaves = {
+            name: x.detach().to(wide if name in "qkv" else x.dtype).requires_grad_()
+            for name in ("q", "k", "v", "sinks", "q_norm", "k_norm")
+            if (x := getattr(tensors, name)) is not None
+        }
+        o, lse = segment_forward(None, problem, tensors._replace(**leaves))
+        results, upstream = ((o,), (do,)) if tensors.dlse is None else ((o, lse), (do, tensors.dlse))
+        found = torch.autograd.grad(results, [*leaves.values()], [x.to(wide) for x in upstream], materialize_grads=True)
+    key_dtype = wide if problem.sums_keys else problem.dtype
+    dtypes = problem.dtype, key_dtype, key_dtype
+    first = [x.to(dtype) if out is None else out.copy_(x) for x, dtype, out in zip(found, dtypes, outs)]
+    return Gradients(*first, **{f"d{name}": x for name, x in list(zip(leaves, found))[3:]})
+
+
+@contextlib.contextmanager
+def _recording() -> Iterator[None]:
+    """Let autograd record inside, also in an operator's implementation, which the dispatcher calls below autograd."""
+    included = torch._C._dispatch_tls_local_include_set()
+    excluded = torch._C._dispatch_tls_local_exclude_set()
+    for key in ("AutogradCPU", "AutogradCUDA", "AutogradOther", "ADInplaceOrView"):
+        excluded = excluded.remove(getattr(torch._C.DispatchKey, key))
+    with torch._C._ForceDispatchKeyGuard(included, excluded), torch.enable_grad():
+        yield
+
+
+class TwoStreams:
+    """The current stream, number 0, and a side stream, number 1, so that one launch fills the multiprocessors that
+    another leaves. Without a GPU both do nothing.
+
+    The side stream waits for the current one at the beginning of the ``with`` block, and the current one for the side
+    stream at its end. Memory that both use must be allocated before the block and held until its end.
+    """
+
+    def __init__(self, where: torch.device):
+        self.streams = device.two_streams(where)
+
+    def __enter__(self) -> TwoStreams:
+        self.wait_for_other(1)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.wait_for_other(0)
+
+    def stream(self, number: int) -> contextlib.AbstractContextManager[object]:
+        """Return a context in which launches go to this stream."""
+        return contextlib.nullcontext() if self.streams is None else device.on_stream(self.streams[number])
+
+    def wait_for_other(self, number: int) -> None:
+        """Let this stream wait for all work so far of the other one."""
+        if self.streams is not None:
+            self.streams[number].wait_stream(self.streams[1 - number])
+
+    def lend_to_main(self, tensors: list[torch.Tensor]) -> None:
+        """Let the current stream read ``tensors`` of either stream, after the streams have joined."""
+        if self.streams is not None:
+            for x in tensors:
+                x.record_stream(self.streams[0])
+
+    def pause(self) -> None:
+        """Join both streams and stop them for a moment, so that an exchange that began before finds free
+        multiprocessors. Otherwise it may find none on one rank until the launches end, while it occupies some on the
+        other ranks, which wait for that rank."""
+        if self.streams is not None:
+            self.wait_for_other(0)
+            device.pause(PAUSE_CYCLES)
+            self.wait_for_other(1)
+
+
+def _whole_tables(call: ParallelCall, tensors: Tensors) -> list[torch.Tensor]:
+    """Return cos and sin with the rows of the whole sequence."""
+    both = [tensors.cos, tensors.sin]
+    return [join_rows(call.group, call.owners, x, x.ndim - 2) for x in both] if call.tables_are_local else both
+
+
 class _Pass:
     """The segments of this rank as calls of attention, for the key heads of one section at a time."""
 
@@ -55,28 +163,21 @@ class _Pass:
         bytes_of_head = 2 * batch * call.work.most_received * columns * tensors.k.element_size()
         sections = sections_of(heads, bytes_of_head, backward=backward, hidden=call.work.all_have_local_work)
         self.arriving = [_Keys(call, tensors.k, tensors.v, section) for section in sections]
-        self.tables = self._tables()
+        both = _whole_tables(call, tensors)
+        self.tables = [self._tables_of(segment, both) for segment in call.own.segments]
         # All segments take the kernels of the whole sequence.
         length = problem.len_q * call.group.size
-        self.plan = local.plan_of(problem._replace(len_q=length, len_k=length))
+        self.plan = _plan_of(problem._replace(len_q=length, len_k=length))
 
-    def _tables(self) -> list[tuple[torch.Tensor, ...]]:
-        """Return cos and sin of each segment."""
-        call = self.call
-        both: tuple[torch.Tensor, ...] = (self.tensors.cos, self.tensors.sin)
-        if call.tables_are_local:
-            both = tuple(join_rows(call.group, call.owners, x, x.ndim - 2) for x in both)
-        found = []
-        for segment in call.own.segments:
-            if segment.cu_seqlens_k:
-                found.append(both)
-                continue
-            parts = [(run.chunk * call.chunk + run.first, run.rows) for run in call.own.buffer]
-            if segment.position is not None:
-                parts = [(segment.position, segment.num_keys)]
-            rows = [[x.narrow(-2, *part) for part in parts] for x in both]
-            found.append(tuple(x[0] if len(x) == 1 else torch.cat(x, dim=-2) for x in rows))
-        return found
+    def _tables_of(self, segment: Segment, both: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Return the rows of cos and sin for the keys of a segment."""
+        if segment.cu_seqlens_k:
+            return both
+        parts = [(run.chunk * self.call.chunk + run.first, run.rows) for run in self.call.own.buffer]
+        if segment.position is not None:
+            parts = [(segment.position, segment.num_keys)]
+        rows = [[x.narrow(-2, *part) for part in parts] for x in both]
+        return [x[0] if len(x) == 1 else torch.cat(x, dim=-2) for x in rows]
 
     def order(self, number: int) -> list[tuple[int, int]]:
         """Return (stream, segment) of section ``number``, the one with most work first. Single segments alternate."""
@@ -126,14 +227,14 @@ def gather_forward(call: ParallelCall, problem: Problem, tensors: Tensors) -> tu
         o.zero_()
         lse.fill_(float("-inf"))
     run = _Pass(call, problem, tensors, backward=False)
-    with local.TwoStreams(o.device) as streams:
+    with TwoStreams(o.device) as streams:
         for number, keys in enumerate(run.arriving):
             for stream, index in run.order(number):
                 with streams.stream(stream):
                     segment, heads, one, given = run.step(index, keys)
                     rows = slice(*segment.rows)
                     out = None if segment.padding else o[:, heads, rows]
-                    o_part, lse_part = local.segment_forward(run.plan, one, given, out)
+                    o_part, lse_part = segment_forward(run.plan, one, given, out)
                     if out is None:
                         o[:, heads, rows].copy_(o_part[:, :, : rows.stop - rows.start])
                     lse[:, heads, rows].copy_(lse_part[:, :, : rows.stop - rows.start])
@@ -155,7 +256,7 @@ def gather_backward(
     last = run.arriving[-1].heads
     leaving = [_KeyGradients(call, tensors.k, heads) for heads in ((0, last[0]), last) if heads[0] < heads[1]]
     weights: list[tuple[Gradients, slice]] = []
-    with local.TwoStreams(dq.device) as streams:
+    with TwoStreams(dq.device) as streams:
         for number, keys in enumerate(run.arriving):
             sums = leaving[-1] if keys.heads == last else leaving[0]
             own = slice(keys.heads[0] - sums.heads[0], keys.heads[1] - sums.heads[0])
@@ -170,7 +271,7 @@ def gather_backward(
                     of_keys = _heads_first(sums.buffer[slice(*segment.keys), :, :, own])
                     outs = None if segment.padding else dq[:, heads, rows], *(of_keys if is_direct else (None, None))
                     one = one._replace(sums_keys=True)
-                    found = local.segment_backward(run.plan, one, do_part, Saved(o_part, lse_part, given), outs)
+                    found = segment_backward(run.plan, one, do_part, Saved(o_part, lse_part, given), outs)
                     if segment.padding:
                         dq[:, heads, rows].copy_(found.dq[:, :, : rows.stop - rows.start])
                     if not is_direct:
@@ -301,7 +402,7 @@ def _gaps(ranges: list[Rows], within: Rows) -> list[Rows]:
 def heads_forward(call: ParallelCall, problem: Problem, tensors: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (o, lse) of the local rows. Arguments as in ``gather_forward``."""
     one, given, _ = _own_heads(call, problem, tensors)
-    o, lse = local.segment_forward(local.plan_of(one), one, given)
+    o, lse = segment_forward(_plan_of(one), one, given)
     o, lse = to_rows(call, [(o, 0.0), (lse, float("-inf"))])
     return like_input(tensors.q).copy_(o), lse
 
@@ -314,7 +415,7 @@ def heads_backward(
     dlse = torch.zeros_like(lse) if tensors.dlse is None else tensors.dlse
     one, given, (do, o, of_rows) = _own_heads(call, problem, tensors, do, o, torch.stack((lse, dlse), -1))
     lse, dlse = (x.contiguous() for x in of_rows.unbind(-1))
-    found = local.segment_backward(local.plan_of(one), one, do, Saved(o, lse, given._replace(dlse=dlse)))
+    found = segment_backward(_plan_of(one), one, do, Saved(o, lse, given._replace(dlse=dlse)))
     gradients = to_rows(call, [(x, 0.0) for x in found[:3]])
     dq, dk, dv = (like_input(x).copy_(dx) for x, dx in zip(tensors[:3], gradients))
     dsinks = None
@@ -329,9 +430,7 @@ def _own_heads(
 ) -> tuple[Problem, Tensors, list[torch.Tensor]]:
     """Return this rank's heads of the whole sequence as one call, and those of ``others``, which have a row a query."""
     q, k, v, *of_others = (x[:, :, : call.total] for x in to_heads(call, [*tensors[:3], *others]))
-    cos, sin = tensors.cos, tensors.sin
-    if call.tables_are_local:
-        cos, sin = (join_rows(call.group, call.owners, x, x.ndim - 2) for x in (cos, sin))
+    cos, sin = _whole_tables(call, tensors)
     sinks = None if tensors.sinks is None else tensors.sinks.unflatten(0, (call.group.size, -1))[call.group.rank]
     problem = problem._replace(heads_q=q.shape[1], heads_kv=k.shape[1], len_q=call.total, len_k=call.total)
     return problem, tensors._replace(q=q, k=k, v=v, cos=cos, sin=sin, sinks=sinks), of_others

@@ -106,29 +106,26 @@ def as_rows(of_tokens, of_heads, HEADS_INNER: tl.constexpr):
 
 @triton.jit
 def token_positions(angles, batch, tokens, N, SECTION: tl.constexpr):
-    """Return the table rows of a section of the ``tokens`` of a batch entry, of N tokens."""
+    """Return the table rows of a section of the ``tokens`` of a batch entry, of N tokens.
+
+    Packed tokens have positions in their own sequences, and -1 after the last one.
+    """
     if angles.ids_ptr is not None:
         ids = angles.ids_ptr + batch * angles.ids_strides[0] + SECTION * angles.ids_strides[1]
         return tl.load(ids + tokens.to(tl.int64) * angles.ids_strides[2], mask=tokens < N, other=0)
-    elif angles.cu_seqlens_ptr is not None:
-        return packed_positions(angles, tokens)
-    else:
+    elif angles.cu_seqlens_ptr is None:
         return tokens
-
-
-@triton.jit
-def packed_positions(angles, tokens):
-    """Find the position of every token in its own sequence; -1 after the last sequence."""
-    low = tl.zeros_like(tokens)
-    high = low + angles.num_sequences
-    for _ in range(angles.search_steps):
-        middle = (low + high + 1) // 2
-        begun = tl.load(angles.cu_seqlens_ptr + middle) <= tokens
-        low = tl.where(begun, middle, low)
-        high = tl.where(begun, high, middle - 1)
-    begin = tl.load(angles.cu_seqlens_ptr + low)
-    tl.device_assert(tokens >= begin, "cu_seqlens must begin with 0 and never fall")
-    return tl.where(low < angles.num_sequences, tokens - begin, -1)
+    else:
+        low = tl.zeros_like(tokens)
+        high = low + angles.num_sequences
+        for _ in range(angles.search_steps):
+            middle = (low + high + 1) // 2
+            begun = tl.load(angles.cu_seqlens_ptr + middle) <= tokens
+            low = tl.where(begun, middle, low)
+            high = tl.where(begun, high, middle - 1)
+        begin = tl.load(angles.cu_seqlens_ptr + low)
+        tl.device_assert(tokens >= begin, "cu_seqlens must begin with 0 and never fall")
+        return tl.where(low < angles.num_sequences, tokens - begin, -1)
 
 
 @triton.jit
@@ -191,12 +188,12 @@ def column_pointers(view, tile, columns):
 
 @triton.jit
 def section_columns(tile, SECTION: tl.constexpr):
-    """Return the columns of the first and second members of a section's pairs, (BLOCK_PAIRS,) each."""
+    """Return the columns of the first and second members of a section's pairs, and which exist, (BLOCK_PAIRS,) each."""
     pairs, R = tl.arange(0, tile.shape.BLOCK_PAIRS), tile.rotation.R
     if tile.rotation.INTERLEAVED:
-        return SECTION * R + 2 * pairs, SECTION * R + 2 * pairs + 1
+        return SECTION * R + 2 * pairs, SECTION * R + 2 * pairs + 1, pairs < R // 2
     else:
-        return SECTION * R + pairs, SECTION * R + pairs + R // 2
+        return SECTION * R + pairs, SECTION * R + pairs + R // 2, pairs < R // 2
 
 
 @triton.jit
@@ -220,7 +217,7 @@ def load_rows(view, tile):
             first = tl.load(column_pointers(view, tile, columns), mask=tile.mask, other=0.0)
             second = first
         else:
-            columns1, columns2 = section_columns(tile, section)
+            columns1, columns2, _ = section_columns(tile, section)
             first = tl.load(column_pointers(view, tile, columns1), mask=tile.mask, other=0.0)
             second = tl.load(column_pointers(view, tile, columns2), mask=tile.mask, other=0.0)
         firsts, seconds = firsts + (first,), seconds + (second,)
@@ -249,7 +246,7 @@ def store_section(view, tile, x1, x2, SECTION: tl.constexpr):
         x = tl.reshape(tl.join(x1, x2), (x1.shape[0], x1.shape[1], 2 * tile.shape.BLOCK_PAIRS)).to(dtype)
         tl.store(column_pointers(view, tile, columns), x, mask=tile.mask)
     else:
-        columns1, columns2 = section_columns(tile, SECTION)
+        columns1, columns2, _ = section_columns(tile, SECTION)
         tl.store(column_pointers(view, tile, columns1), x1.to(dtype), mask=tile.mask)
         tl.store(column_pointers(view, tile, columns2), x2.to(dtype), mask=tile.mask)
 
@@ -263,18 +260,8 @@ def store_tail(view, tile, x):
 
 
 @triton.jit
-def section_norm_weights(norm, tile, SECTION: tl.constexpr):
-    """Load the norm's weights of the first and second members of a section's pairs, (1, 1, BLOCK_PAIRS) each."""
-    columns1, columns2 = section_columns(tile, SECTION)
-    exists = tl.arange(0, tile.shape.BLOCK_PAIRS) < tile.rotation.R // 2
-    weight1, weight2 = norms.load_norm_weights(norm, columns1, exists), norms.load_norm_weights(norm, columns2, exists)
-    return weight1[None, None, :], weight2[None, None, :]
-
-
-@triton.jit
-def tail_norm_weights(norm, tile):
-    """Load the norm's weights of the columns after the sections, (1, 1, BLOCK_TAIL)."""
-    columns, exists = tail_columns(tile)
+def norm_weights(norm, columns, exists):
+    """Load the norm's weights of ``columns`` (C,), (1, 1, C)."""
     return norms.load_norm_weights(norm, columns, exists)[None, None, :]
 
 
@@ -309,7 +296,8 @@ def rotate_tile(operand, tile):
     for section in tl.static_range(tile.shape.SECTIONS):
         angles = section_angles(tile, section)
         if norm is not None:
-            weight1, weight2 = section_norm_weights(norm, tile, section)
+            columns1, columns2, exists = section_columns(tile, section)
+            weight1, weight2 = norm_weights(norm, columns1, exists), norm_weights(norm, columns2, exists)
         x1, x2 = section_pairs(rows, tile, section)
         # The order of ``kernels.rotation.norm_and_rotate``, for the same bits.
         if norm is not None:
@@ -321,7 +309,8 @@ def rotate_tile(operand, tile):
     if tile.shape.COPY_TAIL:
         x = rows[2][0]
         if norm is not None:
-            x = x.to(tl.float32) * tail_norm_weights(norm, tile) * scale
+            columns, exists = tail_columns(tile)
+            x = x.to(tl.float32) * norm_weights(norm, columns, exists) * scale
         store_tail(operand.out, tile, x)
 
 
@@ -354,22 +343,20 @@ def unrotate_tile(operand, tile, tile_index):
         dy1, dy2 = tl.where(tile.exists, dy1, 0.0), tl.where(tile.exists, dy2, 0.0)
         x1, x2 = section_pairs(rows, tile, section)
         n1, n2 = x1 * scale, x2 * scale
+        columns1, columns2, exists = section_columns(tile, section)
         if operand.partial_ptr is not None:
-            columns1, columns2 = section_columns(tile, section)
-            is_pair = tl.arange(0, tile.shape.BLOCK_PAIRS) < tile.rotation.R // 2
-            store_weight_gradient(partial_ptr, columns1, is_pair, dy1 * n1)
-            store_weight_gradient(partial_ptr, columns2, is_pair, dy2 * n2)
-        weight1, weight2 = section_norm_weights(norm, tile, section)
-        g1, g2 = dy1 * weight1, dy2 * weight2
+            store_weight_gradient(partial_ptr, columns1, exists, dy1 * n1)
+            store_weight_gradient(partial_ptr, columns2, exists, dy2 * n2)
+        g1, g2 = dy1 * norm_weights(norm, columns1, exists), dy2 * norm_weights(norm, columns2, exists)
         projection += norms.row_sum(g1 * n1 + g2 * n2)
         g_firsts, g_seconds = g_firsts + (g1,), g_seconds + (g2,)
         n_firsts, n_seconds = n_firsts + (n1,), n_seconds + (n2,)
     if tile.shape.COPY_TAIL:
         n, dy = rows[2][0].to(tl.float32) * scale, dy_rows[2][0].to(tl.float32)
+        columns, exists = tail_columns(tile)
         if operand.partial_ptr is not None:
-            columns, exists = tail_columns(tile)
             store_weight_gradient(partial_ptr, columns, exists, dy * n)
-        g = dy * tail_norm_weights(norm, tile)
+        g = dy * norm_weights(norm, columns, exists)
         projection += norms.row_sum(g * n)
 
     if operand.out is not None:
