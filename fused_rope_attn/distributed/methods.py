@@ -314,19 +314,6 @@ def _heads_first(buffer: torch.Tensor) -> torch.Tensor:
     return buffer.permute(1, 2, 3, 0, 4)
 
 
-def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy rows of the same dtype, in words of 8 bytes if both allow it, because PyTorch's copy of tensors that are not
-    contiguous moves one element at a time."""
-
-    def has_words(x: torch.Tensor) -> bool:
-        numbers = (*x.stride()[:-1], x.shape[-1], x.storage_offset())
-        return x.stride(-1) == 1 and x.data_ptr() % 8 == 0 and not any(n * x.element_size() % 8 for n in numbers)
-
-    if has_words(target) and has_words(source):
-        target, source = target.view(torch.int64), source.view(torch.int64)
-    target.copy_(source)
-
-
 class _Keys:
     """The keys and values of one section's heads that this rank's queries see, from k and v (B, H, N / P, D)."""
 
@@ -338,7 +325,7 @@ class _Keys:
             run, first = call.work.own.get(chunk), place * call.chunk
             if run is not None:
                 for target, x in zip(_heads_first(self.buffer[run.start :][: run.rows]), own):
-                    _copy(target, x[:, :, first : first + run.rows])
+                    target.copy_(x[:, :, first : first + run.rows])
         inputs = [[self.buffer[m.sent :][: m.rows] for m in part] for part in call.sent]
         outputs = [[self.buffer[m.received :][: m.rows] for m in part] for part in call.received]
         self.exchange = Exchange(call.group, outputs, inputs, self.buffer, most=call.work.most_messages)

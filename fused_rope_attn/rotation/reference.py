@@ -16,11 +16,8 @@ def normalise_tables(cos: Tensor, sin: Tensor, rotary_dim: int, interleaved: boo
     """
 
     def normalise(table: Tensor) -> Tensor:
-        if table.ndim == 2:
-            table = table.unsqueeze(0)
-        if table.shape[-1] == rotary_dim:
-            table = table[..., ::2] if interleaved else table[..., : rotary_dim // 2]
-        return table
+        table = table.unsqueeze(0) if table.ndim == 2 else table
+        return _pairs(table, interleaved)[0] if table.shape[-1] == rotary_dim else table
 
     return normalise(cos), normalise(sin)
 

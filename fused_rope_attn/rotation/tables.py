@@ -137,7 +137,9 @@ class RotaryEmbedding(torch.nn.Module):
         """The module's cos and sin ``(S, R/2)`` float32 on ``device``, grown to ``seq_len`` rows if need be."""
         check_sizes(seq_len=seq_len)
         known = self._tables
-        if known is None or not _on(known[0].device, device):
+        # "cuda" is any GPU.
+        places = () if known is None else (known[0].device, torch.device(known[0].device.type))
+        if known is None or (device is not None and torch.device(device) not in places):
             rows = max(seq_len, self.max_seq_len)
         elif known[0].shape[0] < seq_len:
             rows, device = max(seq_len, 2 * known[0].shape[0]), known[0].device  # twice: decoding grows rarely
@@ -153,14 +155,6 @@ class RotaryEmbedding(torch.nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.dim}, max_seq_len={self.max_seq_len}, base={self.base}, interleaved={self.interleaved}"
-
-
-def _on(device: torch.device, wanted: torch.device | str | None) -> bool:
-    """True where ``device`` is the wanted one; "cuda" is any GPU."""
-    if wanted is None:
-        return True
-    wanted = torch.device(wanted)
-    return device.type == wanted.type and wanted.index in (None, device.index)
 
 
 def permute_rope_layout(

@@ -106,10 +106,11 @@ def causal_pairs(offs_m, offs_n, N):
 
 
 @triton.jit
-def split_mileage(mileage):
-    """int64 fixed point -> whole steps (int32) and the rest in [0, 1)."""
+def distances_of(mileage, local):
+    """Return the ``Distances`` of rows' mileage after a tile, int64 fixed point, and steps within the tile."""
     whole = mileage >> FRACTION_BITS
-    return whole.to(tl.int32), (mileage - (whole << FRACTION_BITS)).to(tl.float32) / ONE
+    rest = (mileage - (whole << FRACTION_BITS)).to(tl.float32) / ONE
+    return Distances(whole.to(tl.int32), rest, local)
 
 
 @triton.jit
@@ -224,14 +225,15 @@ def group_pointers(rows, stride_head, offs_m, heads):
 
 
 @triton.jit
-def load_group(view, program, shape):
-    """Load a program's rows of a ``TensorView`` as one tile (BLOCK_M * HEADS, BLOCK_D), row m * HEADS + h."""
+def program_pointers(view, program, shape):
+    """Return pointers to a program's rows of a ``TensorView``, (BLOCK_M * HEADS, BLOCK_D) with row m * HEADS + h, and
+    which elements exist."""
     ROWS: tl.constexpr = shape.BLOCK_M * shape.HEADS
     rows = tiles.head_rows(view, program.leader, shape.N, shape.format)
     pointers = tl.reshape(group_pointers(rows, view.strides[1], program.offs_m, program.heads), (ROWS,))
     columns = tl.arange(0, shape.format.BLOCK_D)
     mask = tl.reshape(program.exists, (ROWS,))[:, None] & (columns[None, :] < shape.format.D)
-    return tl.load(pointers[:, None] + columns[None, :] * rows.stride_column, mask=mask, other=0.0)
+    return pointers[:, None] + columns[None, :] * rows.stride_column, mask
 
 
 @triton.jit
@@ -307,8 +309,7 @@ def corope_forward_kernel(
     blocks = tl.cdiv(tl.minimum(N, program.start_m + BLOCK_M), BLOCK_N)
     for block in range(blocks):
         keys = find_keys(program, (blocks - 1 - block) * BLOCK_N, shape)
-        whole, rest = split_mileage(mileage)
-        distances = Distances(whole, rest, keys.local)
+        distances = distances_of(mileage, keys.local)
         scores = tile_scores(keys, program, distances, inputs.frequencies, shape)
         mileage += keys.total
         exists = causal_pairs(offs_m, keys.offs_n, N)
@@ -319,15 +320,12 @@ def corope_forward_kernel(
         acc = tl.dot(p.to(v_tile.dtype), v_tile, acc * correction[:, None], input_precision=shape.PRECISION)
 
     # Every stored row has seen itself. Rows past the end have seen all keys and are not stored.
-    o_leader = tiles.head_rows(o_view, program.leader, N, shape.format)
-    o_rows = tl.reshape(group_pointers(o_leader, o_view.strides[1], program.offs_m, program.heads), (ROWS,))
-    columns = tl.arange(0, BLOCK_D)
-    mask = tl.reshape(program.exists, (ROWS,))
-    o = (acc / row_sum[:, None]).to(o_view.ptr.dtype.element_ty)
-    tl.store(o_rows[:, None] + columns[None, :], o, mask=mask[:, None] & (columns[None, :] < shape.format.D))
+    o_rows, o_exists = program_pointers(o_view, program, shape)
+    tl.store(o_rows, (acc / row_sum[:, None]).to(o_view.ptr.dtype.element_ty), mask=o_exists)
     lse_base = lse_ptr + group * GROUP_SIZE * N
     lse_rows = tiles.tile_pointers(lse_base, offs_m, program.heads, 1, N, USE_INT64_OFFSETS=True)
-    tl.store(tl.reshape(lse_rows, (ROWS,)), row_max + tl.math.log2(row_sum), mask=mask)
+    lse = row_max + tl.math.log2(row_sum)
+    tl.store(tl.reshape(lse_rows, (ROWS,)), lse, mask=tl.reshape(program.exists, (ROWS,)))
     # Every chunk of a group's heads finds the leader's mileage, and the first chunk's program stores it. The
     # chunk is broadcast before the comparison: in Triton's interpreter `&` of a block and a scalar condition gives
     # integers, which 3.9 refuses as a mask.
@@ -368,7 +366,9 @@ def corope_backward_kernel(
     slot_exists = (slots % (HEAD_SLOTS // HEADS) == 0) & (slot_heads < GROUP_SIZE)
     q_slots_exist = (offs_m < N)[:, None] & slot_exists[None, :]
 
-    do, o = load_group(do_view, program, shape), load_group(o_view, program, shape)
+    do_rows, do_exists = program_pointers(do_view, program, shape)
+    o_rows, o_exists = program_pointers(o_view, program, shape)
+    do, o = tl.load(do_rows, mask=do_exists, other=0.0), tl.load(o_rows, mask=o_exists, other=0.0)
     delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
     # Rows and heads that do not exist get p = 0 by their lse.
     lse_rows = tiles.tile_pointers(lse_ptr + group * GROUP_SIZE * N, offs_m, heads, 1, N, USE_INT64_OFFSETS=True)
@@ -380,8 +380,7 @@ def corope_backward_kernel(
     for start_n in range(0, tl.minimum(N, program.start_m + BLOCK_M), BLOCK_N):
         keys = find_keys(program, start_n, shape)
         remaining_mileage -= keys.total
-        whole, rest = split_mileage(remaining_mileage)
-        distances = Distances(whole, rest, keys.local)
+        distances = distances_of(remaining_mileage, keys.local)
         scores = tile_scores(keys, program, distances, inputs.frequencies, shape)
         exists = causal_pairs(offs_m, keys.offs_n, N)
         p = tl.where(exists[:, None, :], tl.math.exp2(scores * shape.qk_scale - lse[:, :, None]), 0.0)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -77,13 +77,6 @@ def _config(rows: tuple[CoRopeRow, ...], q: torch.Tensor, k: torch.Tensor) -> Co
     return CoRopeConfig(row.block_m, row.block_n, heads, num_warps=8)
 
 
-class Options(NamedTuple):
-    """The key of a prepared launch, in addition to its tensors' signatures and its configuration."""
-
-    softmax_scale: float
-    precision: str  # of products of float32
-
-
 @functools.lru_cache(maxsize=64)
 def frequency_tables(base: float, head_dim: int, where: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (multiples, revolutions) for ``distance_phases``, computed in float64.
@@ -100,30 +93,32 @@ def frequency_tables(base: float, head_dim: int, where: torch.device) -> tuple[t
     return wrapped.to(where), revolutions.float().to(where)
 
 
-def _prepare(kernel, options: Options, tensors: tuple, config: CoRopeConfig, strides: list, **own: Any) -> Launch:
-    """Return the launch of either pass. strides: of all (B, H, N, D) tensors that it reads or writes by strides."""
+def _prepare(kernel, key: tuple, tensors: tuple, config: CoRopeConfig, strides: list, **own: Any) -> Launch:
+    """Return the launch of either pass. key: softmax_scale, and the precision of products of float32. strides: of all
+    (B, H, N, D) tensors that it reads or writes by strides."""
+    softmax_scale, precision = key
     (batch, heads_q, length, head_dim), heads_kv = tensors[0].shape, tensors[1].shape[1]
     group_size = heads_q // heads_kv
     # Offsets within a group, in addition to those within a tile.
     is_wide = layouts.is_long(*strides) or any(s[1] * group_size + s[2] * length + s[3] * 256 >= 2**31 for s in strides)
-    qk_scale, sizes = options.softmax_scale * softmax.LOG2E.value, (config.heads, config.block_m, config.block_n)
+    qk_scale, sizes = softmax_scale * softmax.LOG2E.value, (config.heads, config.block_m, config.block_n)
     row_format = tiles.RowFormat.host(head_dim, layouts.block_d(head_dim), is_wide)
-    shape = kernels.Shape.host(qk_scale, *sizes, options.precision, row_format)
+    shape = kernels.Shape.host(qk_scale, *sizes, precision, row_format)
     num_groups, head_chunks = batch * heads_kv, triton.cdiv(group_size, config.heads)
     numbers = {"num_groups": num_groups, "head_chunks": head_chunks, "HKV": heads_kv, "GROUP_SIZE": group_size}
     programs = triton.cdiv(length, config.block_m) * num_groups * head_chunks
-    own_options = {"num_warps": config.num_warps, "num_stages": 1}
-    return Launch(kernel, programs, own_options, numbers, N=length, shape=shape, **own)
+    options = {"num_warps": config.num_warps, "num_stages": 1}
+    return Launch(kernel, programs, options, numbers, N=length, shape=shape, **own)
 
 
 def _inputs(*tensors) -> Any:
     return kernels.CoRopeInputs.host(*map(tiles.view, tensors[:3]), kernels.Frequencies.host(*tensors[3:5]))
 
 
-def _prepare_forward(options: Options, tensors: tuple, config: CoRopeConfig | None):
+def _prepare_forward(key: tuple, tensors: tuple, config: CoRopeConfig | None):
     config = config or _config(FORWARD, *tensors[:2])
     strides = [layouts.output_strides(tensors[0]), *(x.stride() for x in tensors[:3])]
-    launch = _prepare(kernels.corope_forward_kernel, options, tensors, config, strides)
+    launch = _prepare(kernels.corope_forward_kernel, key, tensors, config, strides)
 
     def run(tensors: tuple) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         q, k, *_ = tensors
@@ -138,13 +133,13 @@ def _prepare_forward(options: Options, tensors: tuple, config: CoRopeConfig | No
     return run
 
 
-def _prepare_backward(options: Options, tensors: tuple, config: CoRopeConfig | None):
+def _prepare_backward(key: tuple, tensors: tuple, config: CoRopeConfig | None):
     config = config or _config(BACKWARD, *tensors[:2])
     # Three tf32 products are as exact as one in float32 if an operand has 16 bits, and need no FMA loop.
     exact = "ieee" if tensors[0].dtype is torch.float32 or torch.version.hip else "tf32x3"
-    own = {"HEAD_SLOTS": max(16, config.heads), "DISTANCE_PRECISION": exact, "softmax_scale": options.softmax_scale}
+    own = {"HEAD_SLOTS": max(16, config.heads), "DISTANCE_PRECISION": exact, "softmax_scale": key[0]}
     strides = [x.stride() for x in (*tensors[:3], *tensors[5:7])]
-    launch = _prepare(kernels.corope_backward_kernel, options, tensors, config, strides, **own)
+    launch = _prepare(kernels.corope_backward_kernel, key, tensors, config, strides, **own)
 
     def run(tensors: tuple) -> None:
         do, o, *others = tensors[5:]
@@ -162,9 +157,8 @@ def corope_forward(q, k, v, *, base, softmax_scale, config=None):
     or None. Returns o (shape of q, its memory order), lse ``(B, HQ, N)`` float32 in base 2, and every row's whole
     mileage ``(B, HKV, N)`` int64, in units of 2**-23.
     """
-    options = Options(softmax_scale, device.dot_precision(q.dtype))
     tensors = (q, k, v, *frequency_tables(base, q.shape[3], q.device))
-    return call_of(_prepare_forward, options, tensors, config)(tensors)
+    return call_of(_prepare_forward, (softmax_scale, device.dot_precision(q.dtype)), tensors, config)(tensors)
 
 
 def corope_backward(do, q, k, v, o, lse, mileage, *, base, softmax_scale, config=None):
@@ -174,7 +168,6 @@ def corope_backward(do, q, k, v, o, lse, mileage, *, base, softmax_scale, config
     """
     sums = tuple(torch.zeros(x.shape, dtype=torch.float32, device=q.device) for x in (q, k, v))
     if q.numel():
-        options = Options(softmax_scale, device.dot_precision(q.dtype))
         tensors = (q, k, v, *frequency_tables(base, q.shape[3], q.device), do, o, lse, mileage, *sums)
-        call_of(_prepare_backward, options, tensors, config)(tensors)
+        call_of(_prepare_backward, (softmax_scale, device.dot_precision(q.dtype)), tensors, config)(tensors)
     return tuple(layouts.like_input(x).copy_(total) for x, total in zip((q, k, v), sums))

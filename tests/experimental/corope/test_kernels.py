@@ -106,8 +106,7 @@ def write_phases(
 ):
     """cos and sin of every row's distance (mileage in fixed point plus local steps) at each frequency."""
     rows, pairs, key = tl.arange(0, ROWS), tl.arange(0, PADDED), tl.arange(0, 1)
-    whole, rest = kernels.split_mileage(tl.load(mileage_ptr + rows))
-    distance = kernels.Distances(whole=whole, rest=rest, local=tl.load(local_ptr + rows)[:, None])
+    distance = kernels.distances_of(tl.load(mileage_ptr + rows), tl.load(local_ptr + rows)[:, None])
     frequencies = kernels.Frequencies(multiples_ptr, revolutions_ptr)
     cos, sin = kernels.distance_phases(pairs, distance, frequencies, D)
     out = out_ptr + (rows[:, None, None] * (D // 2) + pairs[None, :, None]) * 2 + key
