@@ -13,8 +13,8 @@ import torch
 from fused_rope_attn.attention import ops
 from fused_rope_attn.attention.problem import Options, Problem, Tensors, flatten
 from fused_rope_attn.runtime import device
-from fused_rope_attn.runtime.calls import signature
 from fused_rope_attn.runtime.entry import in_context_parallel
+from fused_rope_attn.runtime.launch import signature
 from fused_rope_attn.runtime.registration import is_plain
 
 _MAX_KNOWN = 4096

@@ -23,8 +23,8 @@ from fused_rope_attn.attention.problem import (
     split_outputs,
 )
 from fused_rope_attn.runtime import device
-from fused_rope_attn.runtime.calls import Call, call_of
 from fused_rope_attn.runtime.differentiation import SingleLevelFunction, apply_in_operator, in_forward_mode
+from fused_rope_attn.runtime.launch import Call, call_of
 from fused_rope_attn.runtime.layouts import like_input, with_aligned_rows
 from fused_rope_attn.runtime.registration import Operator
 

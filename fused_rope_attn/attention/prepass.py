@@ -255,21 +255,21 @@ class NormGradients:
 
     def __init__(self, problem: Problem, tensors: Tensors, strides: tuple, is_rotated: bool, pdl: bool):
         rows = raw(tensors, is_rotated)
-        blocks = [
+        q_blocks, k_blocks = (
             problem.batch * triton.cdiv(length, ROWS) * triton.cdiv(heads, HEADS)
             for length, heads in ((problem.len_q, problem.heads_q), (problem.len_k, problem.heads_kv))
-        ]
+        )
         self.problem, self.is_rotated = problem, is_rotated
-        self.sums = SumsOfLaunches(problem, *blocks, key_parts=triton.cdiv(blocks[1], norms.SUMS.value))
+        self.sums = SumsOfLaunches(problem, q_blocks, k_blocks, triton.cdiv(k_blocks, norms.SUMS.value))
         self.num_counters = self.sums.num_counters
         is_wide = is_long(*(x.stride() for x in rows), *strides[:2])
         self.format = RowFormat.host(problem.head_dim, block_d(problem.head_dim), is_wide)
         self.launch = None
-        if all(blocks):
+        if q_blocks and k_blocks:
             options = {"num_warps": 4, **({"launch_pdl": True} if pdl else {})}
             own = {"B": problem.batch, "HEADS": HEADS, "BLOCK_N": ROWS, "PDL": pdl}
             numbers = arguments.numbers_of(problem) | own
-            self.launch = Launch(norms.norm_gradient_kernel, sum(blocks), options, numbers)
+            self.launch = Launch(norms.norm_gradient_kernel, q_blocks + k_blocks, options, numbers)
 
     def __call__(
         self, stream: int, tensors: Tensors, dq: torch.Tensor, dk: torch.Tensor, counters: torch.Tensor

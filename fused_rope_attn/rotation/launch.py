@@ -21,8 +21,7 @@ from fused_rope_attn.kernels.tiles import TensorView
 from fused_rope_attn.rotation import kernel
 from fused_rope_attn.rotation.problem import LAYOUTS, RotationOptions, RotationTensors
 from fused_rope_attn.runtime import device
-from fused_rope_attn.runtime.calls import call_of
-from fused_rope_attn.runtime.launch import Launch
+from fused_rope_attn.runtime.launch import Launch, call_of
 from fused_rope_attn.runtime.layouts import table_strides
 from fused_rope_attn.runtime.rows import find_row
 

@@ -33,24 +33,19 @@ def _rotate_into(options: RotationOptions, tensors: RotationTensors) -> None:
 class _Rotation(SingleLevelFunction):
     """Saves tables, positions, and the inputs and weights of ``norms`` norms.
 
-    given: cos, sin, two of positions, weights, xs. keyset: the dispatcher's, or None for a call that skips it.
+    given: cos, sin, two of positions, weights, xs. outs: the results. plain: the call skips the dispatcher.
     """
 
     @staticmethod
-    def forward(ctx, keyset, options: RotationOptions, norms: int, *given):
-        cos, sin, position_ids, cu_seqlens, *rest = given
-        weights, xs = rest[:norms], rest[norms:]
-        ctx.save_for_backward(*given[: 4 + norms], *xs[:norms])
-        ctx.plain, ctx.norms, ctx.options = keyset is None, norms, options._replace(inverse=not options.inverse)
+    def forward(ctx, plain: bool, options: RotationOptions, outs: list[torch.Tensor], norms: int, *given):
+        ctx.save_for_backward(*given[: 4 + 2 * norms])
+        ctx.plain, ctx.norms, ctx.options = plain, norms, options._replace(inverse=not options.inverse)
         ctx.set_materialize_grads(False)
-        tensors = RotationTensors(xs, None, cos, sin, position_ids, cu_seqlens, weights)
-        if ctx.plain:
-            return tuple(_rotate_new(options, tensors))
-        return tuple(_rope.below_function(keyset, xs, *problem.to_arguments(options, tensors)))
+        return tuple(outs)
 
     @staticmethod
     def backward(ctx, *dos):
-        norms, needed = ctx.norms, ctx.needs_input_grad[7:]
+        norms, needed = ctx.norms, ctx.needs_input_grad[8:]
         cos, sin, position_ids, cu_seqlens, *rest = ctx.saved_tensors
         # For each output: whether the gradients of its input and of its weight are wanted.
         asked = [(needed[norms + i], i < norms and needed[i]) for i in range(len(dos))]
@@ -72,7 +67,7 @@ class _Rotation(SingleLevelFunction):
             places = [norms + i for i in of] + some
             for place, gradient in zip(itertools.compress(places, wanted), found):
                 gradients[place] = gradient
-        return *(None,) * 7, *gradients
+        return *(None,) * 8, *gradients
 
 
 def _empty_gradients(tensors: RotationTensors, normed, wanted) -> list[torch.Tensor | None]:
@@ -96,11 +91,8 @@ def _unrotate(options: RotationOptions, tensors: RotationTensors, normed, wanted
 
 def _rope_norm_backward_autograd(keyset, dos, normed, wanted, *arguments):
     tensors = [*dos, *normed, *problem.from_arguments(dos, None, *arguments)[1].weights]
-
-    def compute():
-        return tuple(_rope_norm_backward.below_autograd(keyset, dos, normed, wanted, *arguments))
-
-    return list(last_gradients(problem.WITH_NORMS, compute, tensors))
+    gradients = _rope_norm_backward.below_autograd(keyset, dos, normed, wanted, *arguments)
+    return list(last_gradients(problem.WITH_NORMS, gradients, tensors))
 
 
 def _rope_norm_backward_fake(dos, normed, wanted, *arguments):
@@ -109,9 +101,12 @@ def _rope_norm_backward_fake(dos, normed, wanted, *arguments):
 
 
 def _apply(keyset, options: RotationOptions, tensors: RotationTensors) -> list[torch.Tensor]:
-    weights = tensors.weights
-    given = (*tensors[2:6], *weights, *tensors.xs)
-    return list(apply_in_operator(_Rotation, keyset, options, len(weights), *given))
+    xs, weights = tensors.xs, tensors.weights
+    if keyset is None:
+        outs = _rotate_new(options, tensors)
+    else:
+        outs = _rope.below_autograd(keyset, xs, *problem.to_arguments(options, tensors))
+    return list(apply_in_operator(_Rotation, keyset is None, options, outs, len(weights), *tensors[2:6], *weights, *xs))
 
 
 def _needs_gradient(tensors: RotationTensors) -> bool:
