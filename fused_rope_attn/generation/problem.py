@@ -54,7 +54,7 @@ def cache_of(problem: Problem) -> Cache:
 def step_of(tensors: StepTensors, options: Any, rotary_dim: int, cache_is_rotated: bool) -> Problem:
     """Return the ``Problem`` of a step, of checked ``Options`` and the rotary dim that the check has found."""
     seen, cache = _as_attention(tensors, cache_is_rotated)
-    return _with_capacity(of_attention.problem_of(seen, options, rotary_dim, 0, cache), cache, tensors)
+    return _with_capacity(of_attention.problem_of(seen, options, rotary_dim, cache=cache), cache, tensors)
 
 
 def describe_step(tensors: StepTensors, *, cache_is_rotated: bool, **options: Any) -> Problem:

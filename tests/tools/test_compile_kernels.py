@@ -90,8 +90,8 @@ def test_the_table_answers_every_call(arch):
                 for bucket in configs.BUCKETS:
                     for masked in (True, False):
                         key = (arch, element_size, head_dim, strategy, bucket, masked)
-                        assert portable_configs.forward(*key).strategy == strategy
-                        assert portable_configs.backward(*key).strategy == strategy
+                        assert portable_configs.forward_config(*key).strategy == strategy
+                        assert portable_configs.backward_config(*key).strategy == strategy
 
 
 def test_the_sm_90_backend_compiles_for_sm_90_alone(compiled):
@@ -111,7 +111,7 @@ def test_the_sm_90_tables_answer_every_call():
         for causal in (True, False):
             for bucket in configs.BUCKETS:
                 for gqa in (True, False):
-                    for find in (hopper_configs.forward, hopper_configs.backward):
+                    for find in (hopper_configs.forward_row, hopper_configs.backward_row):
                         for packed in (True, False):
                             row = find(head_dim, causal, bucket, gqa, packed)
                             assert set(row.least_work) <= set(configs.BUCKETS)
