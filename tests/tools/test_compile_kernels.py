@@ -73,7 +73,8 @@ def test_no_row_is_left_out(arch):
             assert any((direction, row.element_size, row.head_dim, config) in compiled for config in of_row), row
     for row in generation_configs.DECODE:
         if arch in row.arch:
-            assert ("decode", row.element_size, row.head_dim, row.config_on(arch)) in compiled, row
+            keys = [("decode", size, row.head_dim, row.config_on(arch)) for size in row.element_size]
+            assert any(key in compiled for key in keys), row
     latent = [("forward", [hopper_configs.LATENT_FORWARD]), ("backward", [hopper_configs.LATENT_BACKWARD])]
     of_rotated = [("forward", hopper_configs.FORWARD), ("backward", hopper_configs.BACKWARD)]
     for direction, table in of_rotated + latent:
