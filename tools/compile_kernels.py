@@ -136,6 +136,9 @@ class Job(LaunchJob):
             prepare(problem, given, self.config, self.rotated)(given)
 
 
+FINDERS = (("forward", portable_configs.forward_config), ("backward", portable_configs.backward_config))
+
+
 def table_jobs(arch: str, full: bool = False) -> list[Job]:
     """A job for each configuration that calls without masks get on ``arch``, at the largest head dimension of its row.
 
@@ -145,7 +148,7 @@ def table_jobs(arch: str, full: bool = False) -> list[Job]:
     ``full`` compiles all that too, and a head dimension that is no power of two.
     """
     jobs = []
-    for direction, find in (("forward", portable_configs.forward), ("backward", portable_configs.backward)):
+    for direction, find in FINDERS:
         for element_size, head_dim, bucket in itertools.product((2, 4), (64, 128, 256), configs.BUCKETS):
             # An order of the blocks is no other code: rows that differ in it alone are one job.
             inline, prepass = (
@@ -198,8 +201,7 @@ def mask_jobs(arch: str, full: bool = False) -> list[Job]:
     jobs = [
         Job(**BF16, arch=arch, direction=direction, head_dim=head_dim, config=config, gqa=True, masks=masks)
         for strategy, head_dim, masks in chosen
-        for direction in ("forward", "backward")
-        for find in [getattr(portable_configs, f"{direction}_config")]
+        for direction, find in FINDERS
         for config in [replace(find(arch, 2, head_dim, strategy, "medium", True), section_bytes=0)]
     ]
     if arch == "sm_90":

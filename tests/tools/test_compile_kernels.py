@@ -15,7 +15,7 @@ from fused_rope_attn.attention.portable import configs as portable_configs
 from fused_rope_attn.generation import configs as generation_configs
 from tests.support.paths import ROOT
 from tools import aot
-from tools.compile_kernels import find_jobs, repeated_job
+from tools.compile_kernels import FINDERS, find_jobs, repeated_job
 
 pytestmark = [pytest.mark.aot, pytest.mark.timeout(1800)]
 
@@ -75,7 +75,7 @@ def test_no_row_is_left_out(arch):
     keys = itertools.product((2, 4), (64, 128, 192, 256), configs.STRATEGIES, configs.BUCKETS, (False, True))
     for element_size, head_dim, strategy, bucket, masked in keys:
         latent = head_dim == 192
-        for direction, find in (("forward", portable_configs.forward), ("backward", portable_configs.backward)):
+        for direction, find in FINDERS:
             if strategy == "prepass" or not latent:
                 config = find(arch, element_size, head_dim, strategy, bucket, masked, latent)
                 assert (direction, element_size, head_dim, tiles_of(config)) in compiled, (direction, config)
