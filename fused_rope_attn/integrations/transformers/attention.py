@@ -168,15 +168,14 @@ def _attend(tokens: Tokens, batch: Batch, options: dict[str, Any]) -> Tensor:
 
 def _attend_shard(tokens: Tokens, batch: Batch, options: dict[str, Any]) -> Tensor:
     """Attend with this rank's rows of a sequence that several ranks share: o (B, HQ, N / P, D)."""
-    shared = cast(state.Shared, batch.shared)
-    if shared.plan is not None:
+    if batch.plan is not None:
         # A document's rows have different tables on each rank, so rotate them before attention.
-        tokens = tokens.rotated(rotations.identity_tables(shared.plan.max_seqlen, tokens.q.device))
+        tokens = tokens.rotated(rotations.identity_tables(batch.plan.max_seqlen, tokens.q.device))
         q, k, v = (x[0].transpose(0, 1) for x in tokens[:3])
-        o = rope_attention_varlen_cp(q, k, v, *tokens.tables.arrays, shared.plan, **options | tokens.options)
+        o = rope_attention_varlen_cp(q, k, v, *tokens.tables.arrays, batch.plan, **options | tokens.options)
         return o.transpose(0, 1).unsqueeze(0)
     q, k, v, tables = tokens[:4]
-    (cos, sin), ranks = tables.arrays, shared.shards.options
+    (cos, sin), ranks = tables.arrays, cast(state.Shards, batch.shared).options
     if kept_of(batch) is not None:  # gather the rows of all ranks once for all layers of a pass
         if tables.joined is None:
             cos, sin = (cp_unshard(table, 1, **ranks) for table in (cos, sin))

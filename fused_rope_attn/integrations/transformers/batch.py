@@ -59,7 +59,8 @@ class Batch(NamedTuple):
         of the modules' windows; or None.
     by_type: the batches of layers by their type in ``config.layer_types``; other layers have this batch.
     inclusive_window: a bidirectional window of w reaches keys at distance w; else w - 1, as a causal one.
-    shared: set if several ranks share the sequences; all other fields except ``kept`` and ``causal`` are then unused.
+    shared: the ranks that share the sequences, and ``plan``: of packed documents, or None. All other fields except
+        ``kept`` and ``causal`` are then unused.
     own_tables: the sequences in cu_seqlens have their own table rows.
     paged: set in a pass of continuous batching; all other fields except ``kept`` are then unused.
     """
@@ -77,7 +78,8 @@ class Batch(NamedTuple):
     causal: bool = True
     inclusive_window: bool = False
     own_tables: bool = False
-    shared: state.Shared | None = None
+    shared: state.Shards | None = None
+    plan: documents.DocumentPlan | None = None
     paged: caches.PagedPass | None = None
     intervals: Intervals | None = None
     by_type: dict[str, Any] | None = None
@@ -99,14 +101,16 @@ def describe(call: Pass, made: bool = False) -> Batch:
     four times before a first step.
     Under torch.compile a padding mask must have no holes, because nothing can check it.
 
-    made: the masks are made outside of the decoder, with the cache that is given. Else the decoder makes them, perhaps
-        after a cache.
+    made: ``generate``, or a model like Gemma 3's, makes the masks, with the cache that is given. Those are causal even
+        if the modules are not. Else the decoder makes them, perhaps after a cache.
     """
     obstacles.refuse_wrong_calls(call)
     causal, past = obstacles.is_causal(call), call.past
     if caches.is_paged(past):
         reason = obstacles.obstacle_to_pages(call, causal)
         return Batch(reason) if reason else Batch(paged=caches.PagedPass(call.given), kept=Kept())
+    if made and not causal:
+        return Batch("bidirectional attention with masks that are made outside of the decoder")
     first = call.attentions[0]
     is_latent = bool(state.state_of(first, state.PATCH).convention.latent)
     masks = None if is_latent else dense_masks(call)  # latent attention takes no intervals
@@ -463,8 +467,8 @@ def intervals_by_type(masks: dict[str, Tensor], device: torch.device) -> dict[st
     return found if bool(torch.stack(exact).all()) else None
 
 
-def describe_shard(call: Pass, shards: state.Shards) -> state.Shared:
-    """Return the ``Shared`` of a decoder's forward pass over one rank's shard.
+def describe_shard(call: Pass, shards: state.Shards) -> Batch:
+    """Return the Batch of a decoder's forward pass over one rank's shard.
 
     All ranks exchange their position ids: a document begins at every id that is not the one before it plus one. A batch
     may have a plan of its documents, which makes this unnecessary and tells how the batch is cut. Raise if the pass
@@ -505,7 +509,8 @@ def describe_shard(call: Pass, shards: state.Shards) -> state.Shared:
         raise ValueError(f"{PLAN} must be of the {every} tokens that all ranks have, but is of {plan.total}")
     elif position_ids.shape[0] > 1:
         raise NotImplementedError(_SEVERAL_ROWS)
-    return state.Shared(shards, bool(causal), plan)
+    kept = None if torch.compiler.is_compiling() else Kept()
+    return Batch(shared=shards, plan=plan, causal=bool(causal), kept=kept)
 
 
 def _plan(position_ids: Tensor, shards: state.Shards) -> documents.DocumentPlan | None:
