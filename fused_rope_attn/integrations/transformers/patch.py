@@ -19,7 +19,6 @@ from transformers import PreTrainedModel
 
 from fused_rope_attn.integrations.transformers import attention, caches, families, obstacles, state
 from fused_rope_attn.integrations.transformers.batch import BATCH, PLAN, Batch, describe, describe_shard
-from fused_rope_attn.integrations.transformers.obstacles import PAGES, Pass
 from fused_rope_attn.integrations.transformers.state import DECODER, MASK_MAKER, PATCH, state_of
 from fused_rope_attn.runtime.device import has_gpu
 
@@ -298,14 +297,14 @@ def describe_batch(decoder: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple
     batch = given.get(BATCH)
     if known.shards is not None:
         if batch is None:
-            batch = describe_shard(Pass(known.attentions, decoder.config, given), known.shards)
+            batch = describe_shard(obstacles.Pass(known.attentions, decoder.config, given), known.shards)
         given.pop(PLAN, None)
         # A cache would hold this rank's shard only, so make none.
         return (), given | {BATCH: batch, "attention_mask": _no_mask(given), "use_cache": False}
     if given.get(PLAN) is not None:
         raise ValueError(f"{PLAN} must be given to a model whose ranks patch_model knows, but this one has no cp_group")
     if batch is None:
-        call = Pass(known.attentions, decoder.config, given)
+        call = obstacles.Pass(known.attentions, decoder.config, given)
         batch, wanted = describe(call), given.get("use_cache")
         wanted = getattr(decoder.config, "use_cache", False) if wanted is None else wanted
         if not batch.original and known.own_cache and wanted and call.past is None:
@@ -325,12 +324,13 @@ def describe_before_masks(model: nn.Module, args: tuple, kwargs: dict) -> tuple[
     """
     known: state.Decoder = getattr(model, MASK_MAKER)
     given = dict(zip(known.names, args)) | kwargs
-    if given.get(BATCH) is not None or _sees_later_tokens(model, given):
+    rule = _rule_of(model)
+    if given.get(BATCH) is not None or rule is None or rule(model, given):
         return args, kwargs
     config, wanted = known.module.config, given.get("output_attentions")
     if wanted is None:  # with transformers 4.57 the model's config decides, with 5 the decoder's
         wanted = any(getattr(x, "output_attentions", False) for x in (model.config, config))
-    batch = describe(Pass(known.attentions, config, given | {"output_attentions": wanted}), made=True)
+    batch = describe(obstacles.Pass(known.attentions, config, given | {"output_attentions": wanted}), made=True)
     if batch.original or known.reads_masks:
         return args, kwargs | {BATCH: batch}
     return (), given | {BATCH: batch, "attention_mask": _no_mask(given)}
@@ -343,15 +343,9 @@ def _rule_of(model: nn.Module) -> Callable[[nn.Module, dict[str, Any]], bool] | 
     return next((_MASK_MAKERS[name] for name in names if name in _MASK_MAKERS), None)
 
 
-def _sees_later_tokens(model: nn.Module, given: dict[str, Any]) -> bool:
-    """Return whether the masks that a model makes of its inputs may be other than causal."""
-    rule = _rule_of(model)
-    return rule is None or rule(model, given)
-
-
 def _no_mask(given: dict[str, Any]) -> torch.Tensor:
     """Return (B, 1, 0, 0). transformers passes on a mask of four dimensions, and then builds no other."""
-    tokens = Pass([], None, given).tokens
+    tokens = obstacles.Pass([], None, given).tokens
     return torch.empty((tokens.shape[0], 1, 0, 0), dtype=torch.bool, device=tokens.device)
 
 
@@ -373,9 +367,10 @@ class Preparation(state.Method):
         made = mask is not given and (given is None or getattr(given, "ndim", 0) == 2)
         if decoder is None or caches.cache_of(inputs) is None or not made:
             return inputs
-        if inputs.get("token_type_ids") is not None and (maker is None or _sees_later_tokens(maker, inputs)):
+        rule = None if maker is None else _rule_of(maker)
+        if inputs.get("token_type_ids") is not None and (rule is None or rule(cast(nn.Module, maker), inputs)):
             return inputs
-        call = Pass(getattr(decoder, DECODER).attentions, decoder.config, inputs | {"attention_mask": given})
+        call = obstacles.Pass(getattr(decoder, DECODER).attentions, decoder.config, inputs | {"attention_mask": given})
         return inputs | {BATCH: describe(call, made=True)}
 
 
@@ -417,9 +412,9 @@ class Serving(state.Method):
         own, config = self.own, cast(Any, self.model.config)
         before, kept = obstacles.implementation_of(config), getattr(self.model, _KEPT, None)
         made_with_masks = kept is not None and not getattr(kept, _MARK, False)
-        if before == PAGES or made_with_masks or not self._reads_pages(before):
+        if before == obstacles.PAGES or made_with_masks or not self._reads_pages(before):
             return own(*args, **kwargs)
-        config._attn_implementation = PAGES
+        config._attn_implementation = obstacles.PAGES
         try:
             manager = own(*args, **kwargs)
         except BaseException:
@@ -514,7 +509,7 @@ def refuse_what_lacks_masks(config: Any, given: dict[str, Any], reason: str) -> 
     """
     implementation = obstacles.implementation_of(config)
     unmasked = caches.is_paged(caches.cache_of(given)) and given.get("attention_mask") is None
-    if implementation == PAGES or unmasked and implementation in obstacles.MASKED:
+    if implementation == obstacles.PAGES or unmasked and implementation in obstacles.MASKED:
         raise NotImplementedError(
             f"{reason} is not served by the fused kernels, and this continuous batching was begun without the "
             "masks of the model's own attention: call unpatch_model(model) before it begins"
