@@ -242,7 +242,10 @@ def allocate_query_channel(desc, rope_desc, stats_desc, STAGES: gl.constexpr):
     The loading warp fills a slot and its row of them together, and both warpgroups release it.
     """
     buffer = channels.tiles_of(desc, STAGES)
-    channel = channels.channel_of(buffer, STAGES, channels.tiles_of(rope_desc, STAGES))
+    rope = None
+    if rope_desc is not None:
+        rope = channels.tiles_of(rope_desc, STAGES)
+    channel = channels.channel_of(buffer, STAGES, rope)
     return channel, gl.allocate_shared_memory(gl.float32, [STAGES, desc.block_type.shape[2]], stats_desc.layout)
 
 
@@ -254,7 +257,10 @@ def allocate_buffers(
     """Allocate the ``Buffers`` that all loops have, and initialise their barriers. The descriptors are the kernel's."""
     q, lse = allocate_query_channel(q_desc, q_rope_desc, stats_desc, Q_STAGES)
     do, delta = allocate_query_channel(do_desc, None, stats_desc, DO_STAGES)
-    k = channels.written_once(channels.tiles_of(k_desc, 1), channels.tiles_of(k_rope_desc, 1))
+    k_rope = None
+    if k_rope_desc is not None:
+        k_rope = channels.tiles_of(k_rope_desc, 1)
+    k = channels.written_once(channels.tiles_of(k_desc, 1), k_rope)
     v = channels.written_once(channels.tiles_of(v_desc, 1))
     k.init(FILLS=1, RELEASES=0)
     v.init(FILLS=1, RELEASES=0)

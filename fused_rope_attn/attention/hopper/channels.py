@@ -239,11 +239,8 @@ def written_once(buffer, rope=None):
 
 @jit
 def tiles_of(desc, COUNT: gl.constexpr):
-    """Allocate COUNT tiles of the blocks that a descriptor loads; None without one."""
-    if desc is None:
-        return None
-    else:
-        return gl.allocate_shared_memory(desc.dtype, [COUNT] + desc.block_type.shape, desc.layout)
+    """Allocate COUNT tiles of the blocks that a descriptor loads."""
+    return gl.allocate_shared_memory(desc.dtype, [COUNT] + desc.block_type.shape, desc.layout)
 
 
 @record
