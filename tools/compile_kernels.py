@@ -137,36 +137,35 @@ class Job(LaunchJob):
 
 
 def table_jobs(arch: str, full: bool = False) -> list[Job]:
-    """A job for each strategy of each row that serves ``arch``, at the row's largest head dimension.
+    """A job for each configuration that calls without masks get on ``arch``, at the largest head dimension of its row.
 
     Causal (the masked and the unmasked loop are both in it), bfloat16 for the 2-byte rows, halves: the other variants
-    differ by a few instructions. Both strategies on sm_90 in 2 bytes; otherwise the first of a row, inline where it has
-    both, which takes more registers and shared memory.
+    differ by a few instructions. Both strategies on sm_90 in 2 bytes; otherwise the pre-pass where inline has other
+    tiles, because inline takes more registers and shared memory in the same ones.
     ``full`` compiles all that too, and a head dimension that is no power of two.
     """
     jobs = []
-    for direction, table in (("forward", portable_configs.FORWARD), ("backward", portable_configs.BACKWARD)):
-        for row, strategy in itertools.product(table, configs.STRATEGIES):
-            if arch not in row.arch or strategy not in row.strategy or row.masked:  # those are mask_jobs'
-                continue
-            if row.latent:  # those are latent_jobs'
-                continue
-            thorough = arch == "sm_90" and row.element_size == 2
-            if not thorough and strategy != row.strategy[0] and not full:
-                continue
+    for direction, find in (("forward", portable_configs.forward), ("backward", portable_configs.backward)):
+        for element_size, head_dim, bucket in itertools.product((2, 4), (64, 128, 256), configs.BUCKETS):
+            # An order of the blocks is no other code: rows that differ in it alone are one job.
+            inline, prepass = (
+                replace(find(arch, element_size, head_dim, strategy, bucket), section_bytes=0)
+                for strategy in configs.STRATEGIES
+            )
             job = Job(
                 arch=arch,
                 direction=direction,
-                dtype=torch.bfloat16 if row.element_size == 2 else torch.float32,
-                head_dim=row.head_dim,
-                # An order of the blocks is no other code: rows that differ in it alone are one job.
-                config=replace(row.config(arch, strategy), section_bytes=0),
-                # Forward has a store more than without; backward is one launch only so.
-                rotated=strategy == "prepass" and direction == "forward",
+                dtype=torch.bfloat16 if element_size == 2 else torch.float32,
+                head_dim=head_dim,
+                config=inline,
             )
             jobs.append(job)
-            if full:
-                jobs += [*_variants(job), replace(job, causal=False)]
+            is_other = replace(prepass, strategy="inline", tma=False) != inline
+            if is_other or (arch == "sm_90" and element_size == 2) or full:
+                # Forward has a store more than without; backward is one launch only so.
+                jobs.append(replace(job, config=prepass, rotated=direction == "forward"))
+    if full:
+        jobs = [other for job in jobs for other in (job, *_variants(job), replace(job, causal=False))]
     return list(dict.fromkeys(jobs))
 
 

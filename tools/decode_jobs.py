@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, replace
 
 import torch
@@ -113,53 +114,52 @@ def decode_jobs(arch: str, full: bool = False) -> list[DecodeJob]:
     """A job for each row of the table that serves ``arch``; in ``aot.THOROUGH`` also D 128 with masks, 16 tokens and
     raw keys, on sm_90 pages and chunks of a prompt. ``full`` adds those everywhere, and layouts."""
     jobs = []
-    for row in configs.DECODE:
-        if arch not in row.arch:
+    for row, size, rotated in itertools.product(configs.DECODE, (1, 2, 4), (True, False)):
+        if arch not in row.arch or size not in row.element_size or (size == 1 and arch not in configs.FLOAT8):
             continue
-        for rotated in (True, False):
-            if row.rotated not in (None, rotated):
-                continue
-            featured = arch in aot.THOROUGH and row.head_dim == 128 and row.element_size == 2
-            # If both take the same row, rotating in the loop is compiled for few.
-            if row.rotated is None and not rotated and not featured and not full:
-                continue
-            dtype = torch.float32 if row.element_size == 4 else torch.bfloat16
-            config = configs.decode(arch, row.element_size, row.head_dim, rotated, row.most_page, row.small is True)
-            page_size = None if row.most_page is None else 16
-            job = DecodeJob(
-                arch=arch,
-                dtype=dtype,
-                head_dim=row.head_dim,
-                config=config,
-                of_rotated=rotated,
-                page_size=page_size,
-                float8=row.element_size == 1,
-            )
-            jobs.append(job)
-            if arch == "sm_90" and row.element_size < 4 and row.head_dim == 128 and (rotated or full):
-                # A page of 128 rows holds whole tiles, one of 16 does not.
-                for rows in (16, 128):
-                    if configs.decode(arch, row.element_size, 128, rotated, rows, row.small is True) == config:
-                        jobs.append(replace(job, page_size=rows))
-                        if rows == 16 and row.element_size == 2 or full:
-                            jobs.append(replace(job, page_size=rows, norms=True))
-                chunk = configs.chunk(arch, row.element_size, row.head_dim, rotated)
-                if row.element_size == 2 or full:
-                    jobs.append(replace(job, config=chunk, page_size=16, len_q=300))
-            if arch == "sm_90" and featured and not rotated and page_size is None:
-                gathered = replace(hopper_configs.forward(128, True, "long", True).config, section_bytes=0)
-                jobs.append(replace(job, config=gathered, page_size=16, len_q=300))
-                ordered = replace(job, of_rotated=True)
-                for least_units in (1, 1 << 30):  # one loop for each key head, or launches for scores and values
-                    config = configs.OrderedConfig(block_n=128, least_units=least_units)
-                    jobs.append(replace(ordered, config=config, page_size=16))
-                    wide = configs.OrderedConfig(block_n=64, least_units=least_units)
-                    jobs.append(replace(ordered, config=wide, head_dim=256, len_q=8, masked=True, norms=True))
-            if featured and (rotated or arch == "sm_90"):
-                jobs.append(replace(job, masked=True, interleaved=True, rotary_dim=64, head_dim=120, len_q=16))
-            if full:
-                jobs += [replace(job, len_q=16), replace(job, append=False), replace(job, interleaved=True)]
-                jobs.append(replace(job, masked=True, rotary_dim=row.head_dim // 2, head_dim=row.head_dim - 8))
-                if row.element_size == 2:
-                    jobs.append(replace(job, dtype=torch.float16))
+        if row.rotated not in (None, rotated):
+            continue
+        featured = arch in aot.THOROUGH and row.head_dim == 128 and size == 2
+        config = configs.decode(arch, size, row.head_dim, rotated, row.most_page)
+        # If both take the same row, rotating in the loop is compiled for few.
+        is_known = config == configs.decode(arch, size, row.head_dim, True, row.most_page)
+        if not rotated and is_known and not featured and not full:
+            continue
+        page_size = None if row.most_page is None else 16
+        job = DecodeJob(
+            arch=arch,
+            dtype=torch.float32 if size == 4 else torch.bfloat16,
+            head_dim=row.head_dim,
+            config=config,
+            of_rotated=rotated,
+            page_size=page_size,
+            float8=size == 1,
+        )
+        jobs.append(job)
+        if arch == "sm_90" and size < 4 and row.head_dim == 128 and (rotated or full):
+            # A page of 128 rows holds whole tiles, one of 16 does not.
+            for rows in (16, 128):
+                if configs.decode(arch, size, 128, rotated, rows, row.small is None) == config:
+                    jobs.append(replace(job, page_size=rows))
+                    if rows == 16 and size == 2 or full:
+                        jobs.append(replace(job, page_size=rows, norms=True))
+            chunk = configs.chunk(arch, size, row.head_dim, rotated)
+            if size == 2 or full:
+                jobs.append(replace(job, config=chunk, page_size=16, len_q=300))
+        if arch == "sm_90" and featured and not rotated and page_size is None:
+            gathered = replace(hopper_configs.forward(128, True, "long", True).config, section_bytes=0)
+            jobs.append(replace(job, config=gathered, page_size=16, len_q=300))
+            ordered = replace(job, of_rotated=True)
+            for least_units in (1, 1 << 30):  # one loop for each key head, or launches for scores and values
+                config = configs.OrderedConfig(block_n=128, least_units=least_units)
+                jobs.append(replace(ordered, config=config, page_size=16))
+                wide = configs.OrderedConfig(block_n=64, least_units=least_units)
+                jobs.append(replace(ordered, config=wide, head_dim=256, len_q=8, masked=True, norms=True))
+        if featured and (rotated or arch == "sm_90"):
+            jobs.append(replace(job, masked=True, interleaved=True, rotary_dim=64, head_dim=120, len_q=16))
+        if full:
+            jobs += [replace(job, len_q=16), replace(job, append=False), replace(job, interleaved=True)]
+            jobs.append(replace(job, masked=True, rotary_dim=row.head_dim // 2, head_dim=row.head_dim - 8))
+            if size == 2:
+                jobs.append(replace(job, dtype=torch.float16))
     return list(dict.fromkeys(jobs))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -13,9 +12,12 @@ import torch
 from torch import Tensor
 
 from fused_rope_attn.attention import planning
+from fused_rope_attn.attention.problem import DESCRIBED
 from fused_rope_attn.generation import api, reference
 from fused_rope_attn.generation.configs import FLOAT8
+from fused_rope_attn.generation.problem import StepTensors, Written, describe_step, describe_write
 from fused_rope_attn.generation.reference import quantise
+from fused_rope_attn.runtime.entry import fill
 from verification import testing
 from verification.calls import Call, Finding, Made, Ran, References, same_bits
 from verification.memory import SHARED, in_pages, lay, rows_in_pool, same_float8
@@ -112,9 +114,12 @@ class DecodeCheck(Call):
                 found[name] = x.to(to, copy=True, memory_format=torch.contiguous_format)
         if dtype == torch.float64:
             found |= {name: found[name].double() for name in ("cos", "sin")}
-        right = getattr(reference, self.function.removeprefix("rope_"))
-        resolved = {"softmax_scale": self.scale, "rotary_dim": self.rotary, "cache_is_rotated": self.rotated}
-        returned = right(**found, **self.options(inspect.signature(right).parameters, **resolved))
+        is_write = self.function == "write_kvcache"
+        tensors = fill(Written if is_write else StepTensors, found)
+        describe, names = (describe_write, ("interleaved",)) if is_write else (describe_step, DESCRIBED)
+        own = {"cache_is_rotated": self.rotated, "rotary_dim": self.rotary}
+        problem = describe(tensors, **own, **self.options(names, softmax_scale=self.scale))
+        returned = getattr(reference, self.function.removeprefix("rope_"))(problem, tensors)
         written = self.written(made)
         caches = {name: found[name] for name in CACHES}
         return dict(zip(self.outputs, returned or ())) | caches | {"keys": _rows(caches["k_cache"], written)}

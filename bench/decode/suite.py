@@ -19,6 +19,7 @@ from bench.report import Row
 from bench.suite import Entry, Options, Suite, Times, Trial, normal
 from fused_rope_attn import rope_tables
 from fused_rope_attn.generation import reference
+from fused_rope_attn.generation.problem import StepTensors, describe_step
 from fused_rope_attn.generation.reference import quantise
 
 
@@ -93,9 +94,9 @@ def compared(o: Tensor, step: Step, provider: DecodeProvider) -> Iterator[Compar
             if provider.float8:
                 scales = dict.fromkeys(("k_scale", "v_scale"), torch.full((1,), FLOAT8_SCALE, device=q.device))
                 caches = [quantise(x, scales["k_scale"]) for x in caches]
-            given = q, *caches, cos, sin, k, v, step.lengths[b : b + 1]
-            rotated = not provider.raw
-            results.append(reference.attention_with_kvcache(*given, cache_is_rotated=rotated, **options, **scales)[0])
+            tensors = StepTensors(q, *caches, cos, sin, k, v, step.lengths[b : b + 1], **scales)
+            problem = describe_step(tensors, cache_is_rotated=not provider.raw, **options)
+            results.append(reference.attention_with_kvcache(problem, tensors)[0])
         yield "o", o[b : b + 1, heads], results[0], results[1]
 
 

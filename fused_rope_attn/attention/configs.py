@@ -1,7 +1,7 @@
 """Launch configurations of attention: their records, and the terms in which every table is written.
 
 The tables are ``portable/configs.py`` and ``hopper/configs.py``, one file for each backend; ``generation/configs.py``
-and ``rotation/launch.py`` have those of the other packages. A table is data: the first row that matches wins, rows are
+and ``rotation/ops.py`` have those of the other packages. A table is data: the first row that matches wins, rows are
 never chosen by exact length, and the comment above a row, which holds for the rows after it too up to the next comment,
 gives its reason. Cards, dates and releases of Triton are those of its timing; docs/experiments has the figures.
 """

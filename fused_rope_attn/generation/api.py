@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import torch
 
 from fused_rope_attn.attention.planning import Plan
-from fused_rope_attn.attention.problem import Options, Problem, arguments_by_name
+from fused_rope_attn.attention.problem import Options, Problem
 from fused_rope_attn.generation import planning, reference
 from fused_rope_attn.generation import problem as steps
 from fused_rope_attn.generation.problem import StepTensors, Written
@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
 if has_triton():  # elsewhere planning sends every call to the reference
     from fused_rope_attn.generation import launch
-
-_OF_STEP = entry.parameters_of(reference.attention_with_kvcache)
 
 
 # fmt: off
@@ -159,7 +157,12 @@ def rope_attention_with_kvcache(
     common, scores = (softmax_scale, interleaved, window, backend), (rotary_dim, softcap, norm_eps, norm_offset)
     options = Options(*common, *scores, batch_invariant, causal=causal, return_lse=return_lse)
     problem, tensors = _describe(tensors, options, cache_is_rotated, layout)
-    o, lse = _attend(problem, tensors, layout)
+    if entry.is_dry_run():
+        raise entry.Planned(planning.plan_step(problem))
+    is_eager = planning.choose_step_backend(problem)[0] == "reference"
+    run = reference.attention_with_kvcache if is_eager else launch.launch_step
+    o, lse = run(problem, tensors)
+    o = from_heads_first(o, layout, contiguous=is_eager)
     return (o, lse) if return_lse else o
 
 
@@ -239,10 +242,8 @@ def _write(tensors: Written, layout: str, *, backend: str = "auto", **options: A
     tensors = heads_first(tensors, layout if tensors.cu_seqlens is None else "thd", ("k", "v"))
     problem = steps.describe_write(tensors, **options, backend=backend)
     chosen, _ = planning.choose_step_backend(problem)
-    if chosen != "reference":
-        launch.launch_write(problem, tensors)
-    else:
-        reference.write_kvcache(**tensors._asdict(), **options)
+    run = reference.write_kvcache if chosen == "reference" else launch.launch_write
+    run(problem, tensors)
 
 
 def _describe(tensors: StepTensors, options: Any, cache_is_rotated: bool, layout: str) -> tuple[Problem, StepTensors]:
@@ -252,16 +253,5 @@ def _describe(tensors: StepTensors, options: Any, cache_is_rotated: bool, layout
     tensors = entry.autocast(tensors, ("q", "k", "v"))
     rotary_dim = steps.check_kvcache(tensors, options, cache_is_rotated, layout)
     tensors = heads_first(tensors, layout, ("q", "k_cache", "v_cache", "k", "v"))
-    return steps.step_of(tensors, options, rotary_dim, cache_is_rotated), tensors
-
-
-def _attend(problem: Problem, tensors: StepTensors, layout: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """(o in the layout, lse) of a described step, by the backend that planning chooses."""
-    if entry.is_dry_run():
-        raise entry.Planned(planning.plan_step(problem))
-    chosen, _ = planning.choose_step_backend(problem)
-    if chosen != "reference":
-        o, lse = launch.launch_step(problem, tensors)
-        return from_heads_first(o, layout), lse
-    o, lse = reference.attention_with_kvcache(**arguments_by_name(_OF_STEP, problem, tensors))
-    return from_heads_first(o, layout, contiguous=True), lse
+    given = {"cache_is_rotated": cache_is_rotated, "options": options, "rotary_dim": rotary_dim}
+    return steps.describe_step(tensors, **given), tensors

@@ -92,7 +92,7 @@ class DecodeRow:
     """
 
     arch: tuple[str, ...]
-    element_size: int
+    element_size: tuple[int, ...]
     head_dim: int
     config: DecodeConfig
     rotated: bool | None = None
@@ -101,111 +101,83 @@ class DecodeRow:
 
     def config_on(self, arch: str) -> DecodeConfig:
         """Return the configuration as ``arch`` takes it."""
-        apart = ROWS_APART if arch in LARGE and self.element_size < 4 else self.config.rows_apart
+        apart = ROWS_APART if arch in LARGE and max(self.element_size) < 4 else self.config.rows_apart
         return replace(self.config, pdl=arch in PDL, rows_apart=apart)
 
 
 # The cards, and the interpreter, on which the kernels read and write float8_e4m3fn.
 FLOAT8 = (*LARGE, "sm_89", "sm_120", INTERPRETER[0])
-SMALL_FLOAT8 = tuple(arch for arch in SMALL if arch in FLOAT8)
 
-# A multiprocessor must have about 40 KB under way to keep an H200's memory busy (4.8 TB/s, 1 us, 132 of them).
+# A multiprocessor must have about 40 KB under way to keep an H200's memory busy (4.8 TB/s, 1 us, 132 of them). Rows
+# without a date are untimed: two programs of LARGE rows have as much in flight, others fit shared memory and registers.
 # fmt: off
 DECODE: tuple[DecodeRow, ...] = (
-    # Two programs have 64 KB of keys and values in flight each, by arithmetic. Untimed.
-    DecodeRow(arch=LARGE, element_size=2, head_dim=64, rotated=True,
+    DecodeRow(arch=LARGE, element_size=(1,), head_dim=64,
+        config=DecodeConfig(block_n=128, num_warps=4, num_stages=4)),
+    DecodeRow(arch=LARGE, element_size=(2,), head_dim=64, rotated=True,
+        config=DecodeConfig(block_n=128, num_warps=4, num_stages=3)),
+    # H200, 2026-11-22, B8-32K: .63 of bf16's time with triton 3.6.0, tiles of 128 keys .69; small caches .98.
+    DecodeRow(arch=LARGE, element_size=(1,), head_dim=128, rotated=True, most_page=127, small=False,
+        config=DecodeConfig(block_n=64, num_warps=2, num_stages=3, programs_per_sm=4)),
+    # H200, 2026-11-22, B8-32K: .57 of bf16's time with triton 3.9.0, .63 with 3.6.0; B8-4K: .85 in pages.
+    DecodeRow(arch=LARGE, element_size=(1,), head_dim=128, rotated=True,
         config=DecodeConfig(block_n=128, num_warps=4, num_stages=3)),
     # H200, 2026-11-23: pages of 16 cost 2 to 5 %, and 5 to 20 % where each row looks its page up.
-    DecodeRow(arch=LARGE, element_size=2, head_dim=128, rotated=True, most_page=63,
+    DecodeRow(arch=LARGE, element_size=(2,), head_dim=128, rotated=True, most_page=63,
         config=DecodeConfig(block_n=32, num_warps=2, num_stages=3, programs_per_sm=4, by_page=True)),
     # H200, 2026-11-22: as fast as one program of 128 keys at equal lengths, up to 4 % faster with 64 sequences, .80 of
     # its time where lengths are mixed.
-    DecodeRow(arch=LARGE, element_size=2, head_dim=128, rotated=True,
+    DecodeRow(arch=LARGE, element_size=(2,), head_dim=128, rotated=True,
         config=DecodeConfig(block_n=64, num_warps=4, num_stages=3, registers_apart=192)),
-    # Two programs have 64 KB of keys and values in flight each, by arithmetic. Untimed.
-    DecodeRow(arch=LARGE, element_size=2, head_dim=256, rotated=True,
+    # On LARGE cards these are for raw keys: the angles of a tile are as many bytes as its keys and values.
+    DecodeRow(arch=LARGE + MEDIUM + SMALL, element_size=(1, 2), head_dim=64,
+        config=DecodeConfig(block_n=64, num_warps=4, num_stages=3)),
+    DecodeRow(arch=LARGE + MEDIUM + SMALL, element_size=(1, 2), head_dim=128,
+        config=DecodeConfig(block_n=32, num_warps=4, num_stages=3)),
+    DecodeRow(arch=LARGE, element_size=(1,), head_dim=256,
         config=DecodeConfig(block_n=32, num_warps=4, num_stages=4)),
-    # The angles of a tile are as many bytes as its keys and values in 2-byte elements. Untimed.
-    DecodeRow(arch=LARGE, element_size=2, head_dim=64, rotated=False,
-        config=DecodeConfig(block_n=64, num_warps=4, num_stages=3)),
-    DecodeRow(arch=LARGE, element_size=2, head_dim=128, rotated=False,
-        config=DecodeConfig(block_n=32, num_warps=4, num_stages=3)),
-    DecodeRow(arch=LARGE, element_size=2, head_dim=256, rotated=False,
-        config=DecodeConfig(block_n=16, num_warps=4, num_stages=3)),
-    # Two programs have as many bytes in flight each as one of 2-byte elements, by arithmetic. Untimed.
-    DecodeRow(arch=LARGE, element_size=1, head_dim=64,
-        config=DecodeConfig(block_n=128, num_warps=4, num_stages=4)),
-    # H200, 2026-11-22, B8-4K: .85 of bf16's time in pages, programs of 2 warps .98.
-    DecodeRow(arch=LARGE, element_size=1, head_dim=128, rotated=True, small=True,
-        config=DecodeConfig(block_n=128, num_warps=4, num_stages=3)),
-    # H200, 2026-11-22, B8-32K: .63 of bf16's time with triton 3.6.0, tiles of 128 keys .69.
-    DecodeRow(arch=LARGE, element_size=1, head_dim=128, rotated=True, most_page=127,
-        config=DecodeConfig(block_n=64, num_warps=2, num_stages=3, programs_per_sm=4)),
-    # H200, 2026-11-22, B8-32K: .57 of bf16's time with triton 3.9.0, .63 with 3.6.0.
-    DecodeRow(arch=LARGE, element_size=1, head_dim=128, rotated=True,
-        config=DecodeConfig(block_n=128, num_warps=4, num_stages=3)),
-    # The angles of a tile are as many bytes as its keys and values in 2-byte elements. Untimed.
-    DecodeRow(arch=LARGE, element_size=1, head_dim=128, rotated=False,
-        config=DecodeConfig(block_n=32, num_warps=4, num_stages=3)),
-    # Two programs have as many bytes in flight each as one of 2-byte elements, by arithmetic. Untimed.
-    DecodeRow(arch=LARGE, element_size=1, head_dim=256,
+    DecodeRow(arch=LARGE, element_size=(2,), head_dim=256, rotated=True,
         config=DecodeConfig(block_n=32, num_warps=4, num_stages=4)),
-    # Sized by shared memory and registers. Untimed.
-    DecodeRow(arch=SMALL_FLOAT8, element_size=1, head_dim=64,
-        config=DecodeConfig(block_n=64, num_warps=4, num_stages=3)),
-    DecodeRow(arch=SMALL_FLOAT8, element_size=1, head_dim=128,
-        config=DecodeConfig(block_n=32, num_warps=4, num_stages=3)),
-    DecodeRow(arch=SMALL_FLOAT8, element_size=1, head_dim=256,
+    DecodeRow(arch=LARGE + MEDIUM + SMALL, element_size=(1, 2), head_dim=256,
         config=DecodeConfig(block_n=16, num_warps=4, num_stages=3)),
-    DecodeRow(arch=MEDIUM + SMALL, element_size=2, head_dim=64,
-        config=DecodeConfig(block_n=64, num_warps=4, num_stages=3)),
-    DecodeRow(arch=MEDIUM + SMALL, element_size=2, head_dim=128,
-        config=DecodeConfig(block_n=32, num_warps=4, num_stages=3)),
-    DecodeRow(arch=MEDIUM + SMALL, element_size=2, head_dim=256,
-        config=DecodeConfig(block_n=16, num_warps=4, num_stages=3)),
-    # True float32 products run on the FMA units: sized by registers. Untimed.
-    DecodeRow(arch=NVIDIA, element_size=4, head_dim=64,
+    # True float32 products run on the FMA units: sized by registers.
+    DecodeRow(arch=NVIDIA, element_size=(4,), head_dim=64,
         config=DecodeConfig(block_n=32, num_warps=4, num_stages=2)),
-    DecodeRow(arch=NVIDIA, element_size=4, head_dim=128,
+    DecodeRow(arch=NVIDIA, element_size=(4,), head_dim=128,
         config=DecodeConfig(block_n=16, num_warps=8, num_stages=2)),
-    DecodeRow(arch=NVIDIA, element_size=4, head_dim=256,
+    DecodeRow(arch=NVIDIA, element_size=(4,), head_dim=256,
         config=DecodeConfig(block_n=16, num_warps=8, num_stages=1)),
-    # Sized by shared memory and registers. Untimed.
-    DecodeRow(arch=AMD, element_size=2, head_dim=128,
+    DecodeRow(arch=AMD, element_size=(2,), head_dim=128,
         config=DecodeConfig(block_n=64, num_warps=4, num_stages=2)),
-    DecodeRow(arch=AMD, element_size=2, head_dim=256,
+    DecodeRow(arch=AMD, element_size=(2,), head_dim=256,
         config=DecodeConfig(block_n=32, num_warps=4, num_stages=2)),
-    DecodeRow(arch=AMD, element_size=4, head_dim=128,
+    DecodeRow(arch=AMD, element_size=(4,), head_dim=128,
         config=DecodeConfig(block_n=32, num_warps=4, num_stages=1)),
-    DecodeRow(arch=AMD, element_size=4, head_dim=256,
+    DecodeRow(arch=AMD, element_size=(4,), head_dim=256,
         config=DecodeConfig(block_n=16, num_warps=4, num_stages=1)),
     # num_sms is 1 in the interpreter: enough programs that heads are shared, and that some have more than one.
     # More than one tile in few rows, so that small tests cross every border.
-    DecodeRow(arch=INTERPRETER, element_size=1, head_dim=256,
-        config=DecodeConfig(block_n=16, num_warps=1, num_stages=1, programs_per_sm=5, combine_parts=2, rows_apart=16)),
-    DecodeRow(arch=INTERPRETER, element_size=2, head_dim=256,
-        config=DecodeConfig(block_n=16, num_warps=1, num_stages=1, programs_per_sm=5, combine_parts=2, rows_apart=16)),
-    DecodeRow(arch=INTERPRETER, element_size=4, head_dim=256,
+    DecodeRow(arch=INTERPRETER, element_size=(1, 2, 4), head_dim=256,
         config=DecodeConfig(block_n=16, num_warps=1, num_stages=1, programs_per_sm=5, combine_parts=2, rows_apart=16)),
 )
 
 # Chunks of prompts: steps of CHUNK_ROWS query rows and more. Where no row matches, they are steps like any other.
 CHUNKS: tuple[DecodeRow, ...] = (
     # H200, 2026-11-22, 512 tokens onto 32K: 328 TFLOP/s in pages, tiles of 64 keys 234; contiguous 2 % less.
-    # by_page: ptxas 13.4 loses a register in pages of 16 if each row looks up its page. 3.9.0, 2026-11-24. Untimed.
-    DecodeRow(arch=LARGE, element_size=2, head_dim=128, rotated=True,
+    # by_page: ptxas 13.4 loses a register in pages of 16 if each row looks up its page. 3.9.0, 2026-11-24.
+    DecodeRow(arch=LARGE, element_size=(2,), head_dim=128, rotated=True,
         config=DecodeConfig(block_n=128, num_warps=8, num_stages=3, programs_per_sm=1, block_m=128, by_page=True)),
-    # The angles leave fewer registers. Untimed.
-    DecodeRow(arch=LARGE, element_size=2, head_dim=128, rotated=False,
+    # Raw keys: the angles leave fewer registers.
+    DecodeRow(arch=LARGE, element_size=(2,), head_dim=128, rotated=False,
         config=DecodeConfig(block_n=32, num_warps=4, num_stages=3, block_m=64)),
     # H200, 2026-11-22, 512 tokens onto 32K in pages of 64: 266 TFLOP/s, tiles of 64 keys 203.
-    DecodeRow(arch=LARGE, element_size=1, head_dim=128, rotated=True,
+    DecodeRow(arch=LARGE, element_size=(1,), head_dim=128, rotated=True,
         config=DecodeConfig(block_n=128, num_warps=8, num_stages=3, programs_per_sm=1, block_m=128)),
-    # The angles leave fewer registers. Untimed.
-    DecodeRow(arch=LARGE, element_size=1, head_dim=128, rotated=False,
+    # Raw keys: the angles leave fewer registers.
+    DecodeRow(arch=LARGE, element_size=(1,), head_dim=128, rotated=False,
         config=DecodeConfig(block_n=32, num_warps=8, num_stages=3, programs_per_sm=1, block_m=64)),
     # More than one tile in few rows, so that small tests cross every border.
-    DecodeRow(arch=INTERPRETER, element_size=4, head_dim=256,
+    DecodeRow(arch=INTERPRETER, element_size=(4,), head_dim=256,
         config=DecodeConfig(block_n=32, num_warps=1, num_stages=1, programs_per_sm=5, combine_parts=2, block_m=128)),
 )
 # fmt: on

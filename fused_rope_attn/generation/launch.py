@@ -32,7 +32,6 @@ from fused_rope_attn.kernels.schedule import tile_count
 from fused_rope_attn.kernels.tiles import RowFormat
 from fused_rope_attn.runtime import device
 from fused_rope_attn.runtime.calls import call_of
-from fused_rope_attn.runtime.entry import fill
 from fused_rope_attn.runtime.launch import Launch
 from fused_rope_attn.runtime.layouts import (
     block_d,
@@ -150,8 +149,7 @@ def launch_by_tiles(
 class StepCall:
     """The launches of one signature: every program's share of all key tiles, then the sums over shared blocks."""
 
-    def __init__(self, problem: Problem, tensors: tuple, config: DecodeConfig):
-        given = StepTensors(*tensors)
+    def __init__(self, problem: Problem, given: StepTensors, config: DecodeConfig):
         q, cache = given.q, cache_of(problem)
         group_rows = problem.len_q * problem.group_size
         block_m, block_n = row_block(group_rows, most=config.block_m or DECODE_ROWS), config.block_n
@@ -195,8 +193,7 @@ class StepCall:
         options = {"num_warps": 4, **({"launch_pdl": True} if config.pdl else {}), **asserts_of(given)}
         self.combine = Launch(kernel.combine_kernel, all_rows, options, shared, BLOCK_PARTS=config.combine_parts)
 
-    def __call__(self, flat: tuple) -> tuple[torch.Tensor, torch.Tensor]:
-        tensors = StepTensors(*flat)
+    def __call__(self, tensors: StepTensors) -> tuple[torch.Tensor, torch.Tensor]:
         outputs, results = outputs_of(tensors, self.o_strides)
         given = {
             "inputs": step_inputs(self.problem, tensors, self.tiles, self.columns),
@@ -212,27 +209,26 @@ class StepCall:
 class WriteCall:
     """The launch of one signature that puts new keys and values into a cache."""
 
-    def __init__(self, problem: Problem, tensors: tuple, pdl: bool = False):
+    def __init__(self, problem: Problem, given: StepTensors | Written, pdl: bool = False):
         """pdl: the next launch may begin early, and waits for this one."""
-        given = Written(*tensors)
         block_t = 16 if device.is_interpreted() else 32
         tiles = tile_count(problem.len_q, problem.sequences, block_t)
         self.problem = problem
         self.columns = columns_of(block_d(problem.head_dim), given.k, given.v, given.k_cache, given.v_cache)
         self.launch = launch_by_tiles(cache_kernels.write_kernel, problem, given, tiles, block_t, pdl)
 
-    def __call__(self, flat: tuple, k_norm: torch.Tensor | None = None, sums: torch.Tensor | None = None) -> None:
-        """k_norm (D,): the weights of a norm of k, if the problem has one; sums as ``write_kernel`` writes them."""
-        tensors, problem = Written(*flat), self.problem
+    def __call__(self, tensors: StepTensors | Written, sums: torch.Tensor | None = None) -> None:
+        """sums: as ``write_kernel`` writes them."""
+        problem = self.problem
         written = cache_kernels.WriteInputs.host(
             k=arguments.view(tensors.k),
             v=arguments.view(tensors.v),
             cache=cache_inputs(problem, tensors, self.columns),
             tables=arguments.tables_of(problem, tensors),
-            k_norm=arguments.norm_of(problem, k_norm),
+            k_norm=arguments.norm_of(problem, getattr(tensors, "k_norm", None)),
             seqlens_ptr=tensors.cache_seqlens,
-            new_lens_ptr=tensors.new_lens,
-            cu_seqlens_ptr=tensors.cu_seqlens,
+            new_lens_ptr=getattr(tensors, "new_lens", None),
+            cu_seqlens_ptr=getattr(tensors, "cu_seqlens", None),
             sums_ptr=sums,
             format=RowFormat.host(problem.head_dim, *self.columns),
         )
@@ -249,8 +245,7 @@ class GatheredCall:
     the end of the cache.
     """
 
-    def __init__(self, problem: Problem, tensors: tuple, config: HopperForwardConfig | ForwardConfig):
-        given = StepTensors(*tensors)
+    def __init__(self, problem: Problem, given: StepTensors, config: HopperForwardConfig | ForwardConfig):
         q, v_cache, cache = given.q, given.v_cache, cache_of(problem)
         self.is_hopper = isinstance(config, HopperForwardConfig)
         reads_cache = self.is_hopper and cache.page_size is None and not cache.is_float8 and has_descriptor(v_cache)
@@ -259,7 +254,7 @@ class GatheredCall:
         # The portable kernels also read rows of new tokens past the end of the cache. The TMA has zeros there.
         rows = problem.len_k if self.is_hopper else attention.len_k
         self.shape = (problem.batch, problem.heads_kv, rows, problem.head_dim)
-        self.write = WriteCall(problem, fill(Written, given._asdict())) if cache.appends else None
+        self.write = WriteCall(problem, given) if cache.appends else None
         like = q.new_empty(self.shape, device="meta") if q.device.type == "meta" else q.new_empty(self.shape)
         seen = self._seen(given, like, like if self.gathers_values else v_cache, given.cache_seqlens)
         call: Any = hopper.ForwardCall if self.is_hopper else portable.ForwardCall
@@ -283,13 +278,13 @@ class GatheredCall:
         weights = {"q_norm": given.q_norm, "k_norm": given.k_norm}
         return Tensors(given.q, k, v, given.cos, given.sin, given.sinks, given.kv_starts, lens, **weights)
 
-    def __call__(self, flat: tuple) -> tuple[torch.Tensor, torch.Tensor]:
-        tensors, problem = StepTensors(*flat), self.problem
+    def __call__(self, tensors: StepTensors) -> tuple[torch.Tensor, torch.Tensor]:
+        problem = self.problem
         q, lens = tensors.q, tensors.cache_seqlens
         stream = device.current_stream(q.device)
         if self.write is not None:
             lens = torch.empty(problem.batch, dtype=torch.int32, device=q.device)
-            self.write(fill(Written, tensors._asdict()), k_norm=tensors.k_norm, sums=lens)
+            self.write(tensors, sums=lens)
         keys = torch.empty(self.shape, dtype=q.dtype, device=q.device)
         values = torch.empty(self.shape, dtype=q.dtype, device=q.device) if self.gathers_values else None
         if values is not None and problem.len_k < self.shape[2]:
@@ -319,8 +314,7 @@ class OrderedCall:
     units, scores and values.
     """
 
-    def __init__(self, problem: Problem, tensors: tuple, config: OrderedConfig):
-        given = StepTensors(*tensors)
+    def __init__(self, problem: Problem, given: StepTensors, config: OrderedConfig):
         q, cache = given.q, cache_of(problem)
         rows, block_n = problem.len_q * problem.group_size, config.block_n
         block_r = row_block(rows, least=8)
@@ -334,7 +328,7 @@ class OrderedCall:
         self.o_strides = output_strides(q)
         self.columns = columns_of(pad_d, q, given.k_cache, given.v_cache, self.o_strides)
         self.lengths = {"HAS_NEW_KEYS": cache.appends, "BLOCK_N": block_n, "IN_ORDER": True}
-        self.write = WriteCall(problem, fill(Written, given._asdict()), pdl=True) if cache.appends else None
+        self.write = WriteCall(problem, given, pdl=True) if cache.appends else None
         # Those of a unit's scores, and as many of its values if there are enough columns.
         programs = min(max(1, config.programs // units), config.programs_of_head, most_tiles)
         shared = numbers_of(problem, given) | {
@@ -375,11 +369,10 @@ class OrderedCall:
         sizes["STAGES"] = min(config.value_stages, room // stage)
         self.launches = (queries, score, Launch(ordered_split.value_kernel, programs, options, shared, **sizes))
 
-    def __call__(self, flat: tuple) -> tuple[torch.Tensor, torch.Tensor]:
-        tensors = StepTensors(*flat)
+    def __call__(self, tensors: StepTensors) -> tuple[torch.Tensor, torch.Tensor]:
         on = tensors.q.device
         if self.write is not None:
-            self.write(fill(Written, tensors._asdict()), k_norm=tensors.k_norm)
+            self.write(tensors)
         outputs, results = outputs_of(tensors, self.o_strides)
         workspaces = [torch.empty(shape, dtype=dtype, device=on) for shape, dtype in self.workspaces]
         given = {
@@ -392,11 +385,11 @@ class OrderedCall:
         return results
 
 
-def prepare_step(problem: Problem, tensors: tuple, override: DecodeConfig | None) -> Callable:
+def prepare_step(problem: Problem, tensors: StepTensors, override: DecodeConfig | None) -> Callable:
     """Return the launches of a step, by the configuration that planning chooses, or by ``override``."""
     if override is None:
         ordered = planning.ordered_config(problem)
-        if ordered is not None and can_copy(StepTensors(*tensors)):
+        if ordered is not None and can_copy(tensors):
             return OrderedCall(problem, tensors, ordered)
         gathered = planning.gathered_config(problem)
         if gathered is not None:

@@ -15,9 +15,12 @@ from fused_rope_attn.attention.problem import Cache, OperatorArguments, Problem,
 from fused_rope_attn.runtime import checks
 from fused_rope_attn.runtime.checks import named, shown
 from fused_rope_attn.runtime.differentiation import refuse_tangents
+from fused_rope_attn.runtime.entry import fill
 from fused_rope_attn.runtime.forms import Form, Forms
 from fused_rope_attn.runtime.options import StepOptions
 from fused_rope_attn.runtime.registration import is_plain
+
+FLOAT8 = torch.float8_e4m3fn
 
 
 class StepTensors(NamedTuple):
@@ -51,32 +54,19 @@ def cache_of(problem: Problem) -> Cache:
     return cast(Cache, problem.cache)
 
 
-def step_of(tensors: StepTensors, options: Any, rotary_dim: int, cache_is_rotated: bool) -> Problem:
-    """Return the ``Problem`` of a step, of checked ``Options`` and the rotary dim that the check has found."""
-    seen, cache = _as_attention(tensors, cache_is_rotated)
-    return _with_capacity(of_attention.problem_of(seen, options, rotary_dim, 0, cache), cache, tensors)
-
-
-def describe_step(tensors: StepTensors, *, cache_is_rotated: bool, **options: Any) -> Problem:
-    """Return the ``Problem`` of a step; ``options`` as ``attention.problem.describe`` takes them."""
-    seen, cache = _as_attention(tensors, cache_is_rotated)
-    return _with_capacity(of_attention.describe(seen, cache=cache, **options), cache, tensors)
-
-
-def _as_attention(tensors: StepTensors, cache_is_rotated: bool) -> tuple[Tensors, Cache]:
-    """Return a step's tensors as those of attention to the whole cache, and the ``Cache`` of its ``Problem``."""
+def describe_step(tensors: Any, *, cache_is_rotated: bool, options: Any = None, **described: Any) -> Problem:
+    """Return the ``Problem`` of a step: of checked ``Options`` and the rotary dim that the check has found, or of
+    options as ``attention.problem.describe`` takes them."""
     q, k_cache, v_cache, cos, sin, k, _, cache_seqlens, kv_starts, sinks, block_table, _, _, q_norm, k_norm = tensors
     page_size = None if block_table is None else k_cache.shape[2]
-    cache = Cache(cache_is_rotated, k is not None, page_size, k_cache.dtype is torch.float8_e4m3fn)
+    cache = Cache(cache_is_rotated, k is not None, page_size, k_cache.dtype is FLOAT8)
+    # The call is described as attention to the whole cache.
     seen = Tensors(q, k_cache, v_cache, cos, sin, sinks, kv_starts, cache_seqlens, None, None, q_norm, k_norm)
-    return seen, cache
-
-
-def _with_capacity(problem: Problem, cache: Cache, tensors: StepTensors) -> Problem:
-    """Return the problem with the capacity of a sequence's pages for its number of keys."""
-    if cache.page_size is None:
-        return problem
-    return problem._replace(len_k=tensors.block_table.shape[1] * cache.page_size)
+    if options is None:
+        problem = of_attention.describe(seen, cache=cache, **described)
+    else:
+        problem = of_attention.problem_of(seen, options, cache=cache, **described)
+    return problem if page_size is None else problem._replace(len_k=block_table.shape[1] * page_size)
 
 
 _WRITTEN = ("k_cache", "v_cache")
@@ -103,26 +93,16 @@ class Written(NamedTuple):
     v_scale: Any = None
 
 
-def describe_write(
-    tensors: Written, *, cache_is_rotated: bool, rotary_dim: int, interleaved: bool, backend: str = "auto"
-) -> Problem:
+def describe_write(tensors: Written, **options: Any) -> Problem:
     """Return the ``Problem`` of a write of checked new tokens: a step with the new keys as queries."""
-    k, v, k_cache, v_cache, cos, sin, block_table, cache_seqlens, _, cu_seqlens, _, _ = tensors
-    problem = describe_step(
-        StepTensors(k, k_cache, v_cache, cos, sin, k, v, cache_seqlens, block_table=block_table),
-        cache_is_rotated=cache_is_rotated,
-        causal=True,
-        rotary_dim=rotary_dim,
-        interleaved=interleaved,
-        backend=backend,
-    )
-    return problem if cu_seqlens is None else problem._replace(sequences=cu_seqlens.shape[0] - 1)
+    step = fill(StepTensors, tensors._asdict() | {"q": tensors.k})
+    problem = describe_step(step, causal=True, **options)
+    return problem if tensors.cu_seqlens is None else problem._replace(sequences=tensors.cu_seqlens.shape[0] - 1)
 
 
 WRITE = OperatorArguments(Written, ("rotary_dim", "interleaved", "cache_is_rotated"), describe_write, _WRITTEN)
 
 
-FLOAT8 = torch.float8_e4m3fn
 MIN_PAGE_SIZE = 16
 _FLOAT8 = {"k_cache": FLOAT8, "v_cache": FLOAT8}
 _NEW = {"k": "B HKV NQ D", "v": "B HKV NQ D"}
@@ -169,9 +149,7 @@ def check_kvcache(tensors: StepTensors, options: Any, cache_is_rotated: bool, la
     _LENGTHS.check("cache_seqlens", cache_seqlens, "q", q, {"B": batch})
     rotary_dim = checks.check_tables(cos, sin, q, batch, capacity, head_dim, options.rotary_dim, "q", of_rows)
     of_attention.check_options(tensors, options, (batch, heads_q, capacity, head_dim), _OPTIONS)
-    every = tensors._asdict()
-    refused = ("q", "k_cache", "v_cache", "k", "v", "sinks", "k_scale", "v_scale", "q_norm", "k_norm")
-    refuse_gradients("rope_attention_with_kvcache", **{name: every[name] for name in refused})
+    refuse_gradients("rope_attention_with_kvcache", tensors)
     return rotary_dim
 
 
@@ -189,7 +167,12 @@ def check_new_kind_of_cache(
         expected = f"k_cache's dtype {named(tensors.k_cache.dtype)}"
         raise TypeError(f"v_cache must have {expected}, but is {named(tensors.v_cache.dtype)}")
     for name, scale in (("k_scale", tensors.k_scale), ("v_scale", tensors.v_scale)):
-        check_cache_scale(name, scale, tensors.k_cache, of, first, heads_kv)
+        if scale is not None:
+            if tensors.k_cache.dtype != FLOAT8:
+                is_now = named(tensors.k_cache.dtype)
+                raise ValueError(f"{name} must be None unless the caches are float8_e4m3fn; they are {is_now}")
+            checks.check_kinds(**{name: scale})
+            _SCALE.check(name, scale.reshape(-1) if scale.numel() == 1 else scale, of, first, {"HKV": heads_kv})
     if tensors.block_table is None:
         return rows, "k_cache"
     if pages < 1:
@@ -253,16 +236,6 @@ def share_elements(
     return 0 not in sizes and reaches(distance, len(terms))
 
 
-def check_cache_scale(name: str, scale: Any, cache: Tensor, of: str, first: Tensor, heads_kv: int) -> None:
-    """Check that a scale belongs to a float8_e4m3fn cache, and that it is one number, or one for each key head."""
-    if scale is None:
-        return
-    if cache.dtype != FLOAT8:
-        raise ValueError(f"{name} must be None unless the caches are float8_e4m3fn; they are {named(cache.dtype)}")
-    checks.check_kinds(**{name: scale})
-    _SCALE.check(name, scale.reshape(-1) if scale.numel() == 1 else scale, of, first, {"HKV": heads_kv})
-
-
 def check_written(k_cache: Tensor, v_cache: Tensor) -> None:
     """Check that the caches can be written."""
     for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
@@ -301,17 +274,16 @@ def check_write(tensors: Written, *, cache_is_rotated: Any, rotary_dim: Any, int
     check_apart(k_cache, v_cache, paged=block_table is not None)
     check_written(k_cache, v_cache)
     rotary_dim = checks.check_tables(cos, sin, k, batch, rows, head_dim, rotary_dim, "k", of_rows)
-    refuse_gradients("write_kvcache", k=k, v=v, k_cache=k_cache, v_cache=v_cache, k_scale=k_scale, v_scale=v_scale)
+    refuse_gradients("write_kvcache", tensors)
     return rotary_dim
 
 
-def refuse_gradients(function: str, /, **arguments: Tensor | None) -> None:
+def refuse_gradients(function: str, tensors: StepTensors | Written) -> None:
     """Refuse tensors that require a gradient while gradients are enabled, and in the name of `function` tangents."""
-    refuse_tangents(function, arguments.values())
-    if not torch.is_grad_enabled():
-        return
-    for name, x in arguments.items():
-        if x is not None and x.requires_grad:
+    given = {name: x for name, x in tensors._asdict().items() if x is not None and name not in ("cos", "sin")}
+    refuse_tangents(function, given.values())
+    for name, x in given.items() if torch.is_grad_enabled() else ():
+        if x.requires_grad:
             raise ValueError(
                 f"{name} must not require a gradient: the generation step has none; call it under torch.no_grad() "
                 f"or pass {name}.detach()"

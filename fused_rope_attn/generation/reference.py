@@ -1,4 +1,7 @@
-"""The generation step in eager PyTorch: the semantics that its kernel is held to, and the fallback on any device."""
+"""The generation step in eager PyTorch: the semantics that its kernel is held to, and the fallback on any device.
+
+Functions take the records of a checked call: its ``Problem``, and its ``StepTensors`` or ``Written``.
+"""
 
 from typing import Any
 
@@ -32,13 +35,18 @@ def stored(x: Tensor) -> Tensor:
     return x.view(torch.uint8) if x.dtype == FLOAT8 else x
 
 
-def needed_pages(block_table: Tensor, needed: Tensor, num_pages: int, page_size: int) -> Tensor:
-    """Entries (B, pages) int64 of the pages in which a row is ``needed`` (B, pages * page_size); others are 0.
+def needed_pages(tensors: Any, needed: Tensor) -> Tensor:
+    """Return the entries (B, pages) int64 of the pages in which a row is ``needed`` (B, S_max); others are 0.
 
-    One of them outside the pool raises ValueError, on a GPU PyTorch's device-side assertion.
+    One of them outside the pool raises ValueError, on a GPU PyTorch's device-side assertion. A contiguous cache is a
+    pool with one page a sequence.
     """
+    num_pages, _, page_size, _ = tensors.k_cache.shape
+    pages = torch.arange(num_pages, device=needed.device)
+    if tensors.block_table is None:
+        return pages.unsqueeze(1)
     of_page = needed.unflatten(1, (-1, page_size)).any(-1)
-    entries = torch.where(of_page, block_table.long(), 0)
+    entries = torch.where(of_page, tensors.block_table.long(), 0)
     if entries.device.type == "cpu" and is_plain(entries):
         outside = entries[(entries < 0) | (entries >= num_pages)]
         if outside.numel():
@@ -46,18 +54,13 @@ def needed_pages(block_table: Tensor, needed: Tensor, num_pages: int, page_size:
                 f"block_table must hold pages of the pool, 0 to {num_pages - 1}, for every row that exists, but holds "
                 f"{outside[0].item()}"
             )
-    return torch.arange(num_pages, device=entries.device).index_select(0, entries.flatten()).view_as(entries)
+    return pages.index_select(0, entries.flatten()).view_as(entries)
 
 
 def gather_pages(pool: Tensor, entries: Tensor) -> Tensor:
     """Gather the sequences (B, HKV, pages * page_size, D) with these ``entries`` (B, pages) from the pool."""
     found = stored(pool).index_select(0, entries.flatten()).unflatten(0, entries.shape)
     return found.transpose(1, 2).flatten(2, 3).view(pool.dtype)
-
-
-def own_pages(cache: Tensor) -> Tensor:
-    """Return the entries (B, 1) of a contiguous cache (B, HKV, S, D), which is a pool with one page a sequence."""
-    return torch.arange(cache.shape[0], device=cache.device).unsqueeze(1)
 
 
 def write_pages(pool: Tensor, x: Tensor, position: Tensor, entries: Tensor) -> None:
@@ -77,148 +80,90 @@ def write_pages(pool: Tensor, x: Tensor, position: Tensor, entries: Tensor) -> N
     stored(pool).copy_(rows[:-1].unflatten(0, (-1, page_size)).transpose(1, 2))
 
 
-def write_kvcache(
-    k: Tensor,
-    v: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    *,
-    block_table: Tensor | None,
-    cache_seqlens: Tensor | None,
-    new_lens: Tensor | None,
-    cu_seqlens: Tensor | None,
-    k_scale: Tensor | None,
-    v_scale: Tensor | None,
-    cache_is_rotated: bool,
-    rotary_dim: int,
-    interleaved: bool,
-) -> None:
-    """Arguments as in `fused_rope_attn.write_kvcache`, validated; k and v (B, HKV, N, D), packed ones with B = 1."""
-    num_pages, _, page_size, _ = k_cache.shape
-    capacity = page_size if block_table is None else block_table.shape[1] * page_size
-    token = torch.arange(k.shape[2], device=k.device)
-    if cu_seqlens is None:
-        batch, index = k.shape[0], token.expand(k.shape[0], -1)
-        exists = index < (k.shape[2] if new_lens is None else new_lens.unsqueeze(1))
+def cached_rows(problem: Any, tensors: Any) -> Tensor:
+    """Return how many rows of each sequence are in the caches before the call, (1|B, 1) int64."""
+    if tensors.cache_seqlens is None:
+        return torch.zeros(1, 1, dtype=torch.int64, device=problem.device)
+    return tensors.cache_seqlens.long().clamp(0, problem.len_k).unsqueeze(1)
+
+
+def write_kvcache(problem: Any, tensors: Any) -> None:
+    """Run `fused_rope_attn.write_kvcache`."""
+    k, v, capacity = tensors.k, tensors.v, problem.len_k
+    token = torch.arange(problem.len_q, device=k.device)
+    if tensors.cu_seqlens is None:
+        index = token.expand(k.shape[0], -1)
+        exists = index < (problem.len_q if tensors.new_lens is None else tensors.new_lens.unsqueeze(1))
     else:  # every sequence takes all tokens, and writes its own
-        batch = cu_seqlens.shape[0] - 1
-        ends = cu_seqlens.long().unsqueeze(1)
+        ends = tensors.cu_seqlens.long().unsqueeze(1)
         index = token - ends[:-1]
         exists = (index >= 0) & (token < ends[1:])
-        k, v = (x.expand(batch, -1, -1, -1) for x in (k, v))
-    cached = torch.zeros(batch, dtype=torch.int32, device=k.device) if cache_seqlens is None else cache_seqlens
-    cached = cached.long().clamp(0, capacity).unsqueeze(1)
+        k, v = (x.expand(index.shape[0], -1, -1, -1) for x in (k, v))
+    cached = cached_rows(problem, tensors)
     position = torch.where(exists & (cached + index < capacity), cached + index, -1)
-    cos, sin = normalise_tables(cos, sin, rotary_dim, interleaved)
-    entries = own_pages(k_cache)
-    if block_table is not None:
-        row = torch.arange(capacity, device=k.device)
-        needed = (row >= cached) & (row <= position.amax(1, keepdim=True)) if k.shape[2] else row < 0 * cached
-        entries = needed_pages(block_table, needed, num_pages, page_size)
-    caches, tables, scales = (k_cache, v_cache), (cos, sin), (k_scale, v_scale)
-    flags: dict[str, Any] = {"cache_is_rotated": cache_is_rotated, "interleaved": interleaved}
-    append((k, v), caches, tables, position, entries, scales, **flags)
+    row = torch.arange(capacity, device=k.device)
+    needed = (row >= cached) & (row < cached + (position >= 0).sum(1, keepdim=True))
+    tables = normalise_tables(tensors.cos, tensors.sin, problem.rotary_dim, problem.interleaved)
+    append(problem, tensors._replace(k=k, v=v), tables, position, needed_pages(tensors, needed))
 
 
 def append(
-    new: tuple[Tensor, Tensor],
-    caches: tuple[Tensor, Tensor],
+    problem: Any,
+    tensors: Any,
     tables: tuple[Tensor, Tensor],
     position: Tensor,
     entries: Tensor,
-    scales: tuple[Tensor | None, Tensor | None],
-    *,
-    cache_is_rotated: bool,
-    interleaved: bool,
-    k_norm: Tensor | None = None,
-    norm_eps: float | None = None,
-    norm_offset: float | None = None,
 ) -> None:
-    """Write new k and v (B, HKV, N, D) into rows `position` (B, N) of the caches; a negative position is left out.
+    """Write the new k and v (B, HKV, N, D) into rows `position` (B, N) of the caches; negative ones are left out.
 
-    With a `k_norm`, k is normed before. `entries` (B, pages): of the block table, or `own_pages`. The tables are
-    `normalise_tables`'.
+    tables: of `normalise_tables`. entries (B, pages): of `needed_pages`.
     """
-    k, v = new
-    is_float8 = caches[0].dtype == FLOAT8
-    wide = k.float() if is_float8 and k.dtype != torch.float64 else k  # rounded once, to float8
-    if cache_is_rotated:
-        options: dict[str, Any] = {"interleaved": interleaved, "norm_eps": norm_eps, "norm_offset": norm_offset}
-        k = norm_rotate(wide, k_norm, *table_rows(*tables, position), **options)
-    elif k_norm is None or norm_eps is None or norm_offset is None:
-        k = wide
-    else:
-        k = norm(wide, k_norm, norm_eps, norm_offset).to(wide.dtype)
-    for cache, x, scale in zip(caches, (k, v), scales):
+    k, v, weight = tensors.k, tensors.v, getattr(tensors, "k_norm", None)
+    is_float8 = tensors.k_cache.dtype == FLOAT8
+    k = k.float() if is_float8 and k.dtype != torch.float64 else k  # rounded once, to float8
+    if problem.cache_is_rotated:
+        k = norm_rotate(k, weight, *table_rows(*tables, position), **options_of(problem))
+    elif weight is not None:
+        k = norm(k, weight, problem.norm_eps, problem.norm_offset).to(k.dtype)
+    written = (tensors.k_cache, k, tensors.k_scale), (tensors.v_cache, v, tensors.v_scale)
+    for cache, x, scale in written:
         write_pages(cache, quantise(x, scale) if is_float8 else x, position, entries)
 
 
-def attention_with_kvcache(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    k: Tensor | None,
-    v: Tensor | None,
-    cache_seqlens: Tensor,
-    *,
-    cache_is_rotated: bool,
-    causal: bool,
-    softmax_scale: float,
-    rotary_dim: int,
-    interleaved: bool = False,
-    window: tuple[int, int] | None = None,
-    softcap: float = 0.0,
-    sinks: Tensor | None = None,
-    kv_starts: Tensor | None = None,
-    block_table: Tensor | None = None,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-    q_norm: Tensor | None = None,
-    k_norm: Tensor | None = None,
-    norm_eps: float | None = None,
-    norm_offset: float | None = None,
-) -> tuple[Tensor, Tensor]:
-    """The generation step in eager PyTorch: arguments as in `fused_rope_attn.rope_attention_with_kvcache`, validated.
+def options_of(problem: Any) -> dict[str, Any]:
+    """Return the options of `norm_rotate`."""
+    return {name: getattr(problem, name) for name in ("interleaved", "norm_eps", "norm_offset")}
 
-    Writes `k` and `v` (B, HKV, NQ, D) into the caches (B, HKV, S, D) at rows `cache_seqlens + i`, k rotated if the
-    cache is, and attends like `attention` with `kv_lens` after the new tokens. A token without a row in the cache is
-    not written, and its query is dead. `kv_starts` (B,): keys before it do not exist.
 
-    With `block_table` (B, pages) the caches are pools (num_pages, HKV, page_size, D). Caches in float8_e4m3fn hold keys
-    and values divided by `k_scale` and `v_scale`, and queries see new tokens as they are written there too. With norms
-    the queries and the new keys are normed; caches hold keys that are.
+def attention_with_kvcache(problem: Any, tensors: Any) -> tuple[Tensor, Tensor]:
+    """Run `fused_rope_attn.rope_attention_with_kvcache`, and return o and lse.
+
+    Write the new tokens, k rotated if the cache is, and attend like `attention` with `kv_lens` after them. A token
+    without a row in the cache is not written, and its query is dead. Queries see new tokens as the cache stores them.
     """
-    num_pages, _, page_size, _ = k_cache.shape
-    len_q, capacity = q.shape[2], page_size if block_table is None else block_table.shape[1] * page_size
-    cos, sin = normalise_tables(cos, sin, rotary_dim, interleaved)
-    cached = cache_seqlens.long().clamp(0, capacity).unsqueeze(1)
-    index = torch.arange(len_q, device=q.device)
-    position = cached + index if k is not None else cached - len_q + index
+    q, k_cache, v_cache, len_q, capacity = tensors.q, tensors.k_cache, tensors.v_cache, problem.len_q, problem.len_k
+    cos, sin = normalise_tables(tensors.cos, tensors.sin, problem.rotary_dim, problem.interleaved)
+    cached = cached_rows(problem, tensors)
+    new = 0 if tensors.k is None else len_q
+    position = cached + new - len_q + torch.arange(len_q, device=q.device)
     position = torch.where(position < capacity, position, -1)
-    length = cached if k is None else (cached + len_q).clamp(max=capacity)
-    options: dict[str, Any] = {"interleaved": interleaved, "norm_eps": norm_eps, "norm_offset": norm_offset}
+    length = (cached + new).clamp(max=capacity)
     row = torch.arange(capacity, device=q.device)[None]
-    visible = visible_pairs(position, row, causal, window=window, kv_starts=kv_starts, kv_lens=length.squeeze(1))
+    masks: dict[str, Any] = {"window": problem.window, "kv_starts": tensors.kv_starts, "kv_lens": length.squeeze(1)}
+    visible = visible_pairs(position, row, problem.causal, **masks)
     absent = ~visible.any(-2)
-    q_rot = norm_rotate(hide(q, ~visible.any(-1)), q_norm, *table_rows(cos, sin, position), **options)
-    entries = own_pages(k_cache)
-    if block_table is not None:
-        needed = ~absent
-        if k is not None:  # written, whether or not a query sees it
-            needed = needed | ((row >= cached) & (row < length))
-        entries = needed_pages(block_table, needed, num_pages, page_size)
-    if k is not None and v is not None:
-        scales, options["cache_is_rotated"] = (k_scale, v_scale), cache_is_rotated
-        append((k, v), (k_cache, v_cache), (cos, sin), position, entries, scales, k_norm=k_norm, **options)
-    keys, values = (x if block_table is None else gather_pages(x, entries) for x in (k_cache, v_cache))
+    rows_of_q = table_rows(cos, sin, position)
+    q_rot = norm_rotate(hide(q, ~visible.any(-1)), tensors.q_norm, *rows_of_q, **options_of(problem))
+    # New rows are written, whether or not a query sees them.
+    entries = needed_pages(tensors, ~absent | ((row >= cached) & (row < length)))
+    if tensors.k is not None:
+        append(problem, tensors, (cos, sin), position, entries)
+    keys, values = (x if tensors.block_table is None else gather_pages(x, entries) for x in (k_cache, v_cache))
     if k_cache.dtype == FLOAT8:
-        keys, values = (dequantise(x, scale, q.dtype) for x, scale in ((keys, k_scale), (values, v_scale)))
+        keys, values = dequantise(keys, tensors.k_scale, q.dtype), dequantise(values, tensors.v_scale, q.dtype)
     keys, values = hide(keys, absent), hide(values, absent)
-    if not cache_is_rotated:
-        keys = rotate(keys, cos[:, None, :capacity], sin[:, None, :capacity], interleaved=interleaved)
-    o, lse = masked_attention(q_rot, keys, values, visible, softmax_scale=softmax_scale, softcap=softcap, sinks=sinks)
+    if not problem.cache_is_rotated:
+        keys = rotate(keys, cos[:, None, :capacity], sin[:, None, :capacity], interleaved=problem.interleaved)
+    scores: dict[str, Any] = {"softmax_scale": problem.softmax_scale, "softcap": problem.softcap}
+    o, lse = masked_attention(q_rot, keys, values, visible, **scores, sinks=tensors.sinks)
     return o, lse

@@ -7,6 +7,7 @@ import torch
 
 from fused_rope_attn import plan_with_kvcache, rope_attention_with_kvcache, rope_tables
 from fused_rope_attn.generation import reference
+from fused_rope_attn.generation.problem import StepTensors, describe_step
 from fused_rope_attn.generation.reference import quantise, stored
 from tests.support.dtypes import BF16
 from tests.support.internals import generation_planning
@@ -113,7 +114,8 @@ def test_a_chunk_is_within_tolerance(name):
         copies[3:5] = [x.to(dtype) if dtype == torch.float64 else x for x in arguments[3:5]]
         wanted = {"causal": True, "softmax_scale": arguments[0].shape[3] ** -0.5} | options
         wanted |= {"norm_eps": 1e-6, "norm_offset": 0.0} if "q_norm" in options else {}
-        results.append(reference.attention_with_kvcache(*copies, **wanted))
+        tensors = StepTensors(*copies, **{name: wanted.pop(name) for name in StepTensors._fields if name in wanted})
+        results.append(reference.attention_with_kvcache(describe_step(tensors, **wanted), tensors))
     o, lse = rope_attention_with_kvcache(*arguments, **options, return_lse=True)
     (wanted_o, wanted_lse), (eager, _) = results
     held = testing.compare("o", o, wanted_o, eager, grad=False, dtype=BF16)

@@ -60,24 +60,7 @@ def forward(module: AttentionModule, hidden_states: Tensor, *args: Any, **kwargs
         batch = batch if separates else batch.otherwise
     if batch.by_type is not None:
         batch = batch.by_type.get(type_of(module) or "", batch)
-    convention = patch.convention
-    q, k, v, *others = convention.heads_of(module, hidden_states)
-    # Not by ``pop``, because torch.compile of torch 2.11 takes the list for a tuple.
-    latent: Latent | None = others[0] if convention.latent else None
-    gate = others if latent is None else others[1:]
-    q, k, norms = _normed(module, patch, q, k, past is not None)
-    if convention.query_scale is not None:
-        q = convention.query_scale(module, q, kwargs, past)
-        if latent is not None:
-            latent = latent._replace(q_nope=convention.query_scale(module, latent.q_nope, kwargs, past))
-    tables = rotations.tables_for(module, convention, kwargs.get("position_embeddings"), q, kept_of(batch))
-    tokens = Tokens(q, k, v, tables, norms, latent)
-    after = convention.norms_of(module, after_rotation=True)
-    if after is not None:
-        tokens = tokens.rotated(rotations.identity_tables(q.shape[2], q.device))
-        q, k = (norm(x) for norm, x in zip(after, tokens[:2]))
-        tokens = tokens._replace(q=q, k=k)
-    features = features_of(module, convention, q, batch)
+    tokens, features, gate = prepared(module, hidden_states, batch, past, kwargs)
     if patch.batch_invariant:
         features["batch_invariant"] = True
     trained = features | {"deterministic": patch.deterministic}  # options of the operators that have gradients
@@ -87,19 +70,58 @@ def forward(module: AttentionModule, hidden_states: Tensor, *args: Any, **kwargs
         o = attend_paged(obstacles.layer_of(module), tokens, batch, features)
     elif past is None:
         o = _attend(tokens, batch, trained)
-    elif caches.tokens_seen(past, module.layer_idx) == 0:
-        # The cache needs rotated keys, but attention rotates them again, because that costs less than to write rotated
-        # queries and read them back.
-        o = _attend(tokens, batch, trained)
-        if latent is not None:
-            k_rope = convention.cached(tokens.rotated_keys(), tables.options["interleaved"])
-            rows = caches.latent_rows(module, latent, k_rope, v)
-            past.update(*rows, module.layer_idx, *caches.update_options(kwargs))
-        else:
-            _begin_cache(tokens, past, module.layer_idx, kept_of(batch) is not None, caches.update_options(kwargs))
     else:
-        o = _attend_cache(module.layer_idx, tokens, past, batch, features, caches.update_options(kwargs))
-    return convention.output(module, o.transpose(1, 2).flatten(2), *gate), None
+        # transformers 4.57 tells static caches by an argument where to write.
+        place, position = module.layer_idx, kwargs.get("cache_position")
+        cache_options = () if position is None else ({"cache_position": position},)
+        if caches.tokens_seen(past, place) != 0:
+            o = _attend_cache(place, tokens, past, batch, features, cache_options)
+        else:
+            # The cache needs rotated keys, but attention rotates them again, because that costs less than to write
+            # rotated queries and read them back.
+            o = _attend(tokens, batch, trained)
+            if tokens.latent is not None:
+                rows = patch.convention.latent_rows(module, tokens.latent, tokens.rotated_keys(), tokens.v)
+                past.update(*rows, place, *cache_options)
+            else:
+                _begin_cache(tokens, past, place, kept_of(batch) is not None, cache_options)
+    return patch.convention.output(module, o.transpose(1, 2).flatten(2), *gate), None
+
+
+def prepared(
+    module: AttentionModule, hidden_states: Tensor, batch: Batch, past: Any, given: dict[str, Any]
+) -> tuple[Tokens, dict[str, Any], list[Tensor]]:
+    """Return the heads of hidden states (B, N, width), the options of attention, and the gate if the module has one.
+
+    past: the cache of the call, or None. given: the other keywords of the call.
+    """
+    patch = state.state_of(module, state.PATCH)
+    convention: Convention = patch.convention
+    q, k, v, *others = convention.heads_of(module, hidden_states)
+    # Not by ``pop``, because torch.compile of torch 2.11 takes the list for a tuple.
+    latent: Latent | None = others[0] if convention.latent else None
+    gate = others if latent is None else others[1:]
+    q, k, norms = _normed(module, patch, q, k, past is not None)
+    if convention.query_scale is not None:
+        q = convention.query_scale(module, q, given, past)
+        if latent is not None:
+            latent = latent._replace(q_nope=convention.query_scale(module, latent.q_nope, given, past))
+    tables = rotations.tables_for(module, convention, given.get("position_embeddings"), q, kept_of(batch))
+    tokens = Tokens(q, k, v, tables, norms, latent)
+    after = convention.norms_of(module, after_rotation=True)
+    if after is not None:
+        tokens = tokens.rotated(rotations.identity_tables(q.shape[2], q.device))
+        tokens = tokens._replace(q=after[0](tokens.q), k=after[1](tokens.k))
+    keys, window = convention.window_of(module) if batch.intervals is None else None, None
+    if keys is not None:  # a number that includes the query's own
+        reach = keys if batch.inclusive_window else keys - 1
+        window = (keys - 1, 0) if batch.causal else (reach, reach)
+    features: dict[str, Any] = {"causal": batch.causal, "softmax_scale": float(module.scaling), "window": window}
+    if latent is None:
+        features |= convention.of_scores(module, q)
+        if batch.intervals is not None:
+            features["query_starts"], features["query_ends"] = batch.intervals
+    return tokens, features, gate
 
 
 def _normed(
@@ -118,23 +140,6 @@ def _normed(
     # The norms take (B, N, H, D), because Cohere's has a weight for every head.
     q, k = (norm(x.transpose(1, 2)).transpose(1, 2) for norm, x in zip(pair, (q, k)))
     return q, k, None
-
-
-def features_of(module: AttentionModule, convention: Convention, q: Tensor, batch: Batch) -> dict[str, Any]:
-    """Return the options that all operators of this module's attention take."""
-    keys, window = convention.window_of(module) if batch.intervals is None else None, None
-    if keys is not None:  # a number that includes the query's own
-        reach = keys if batch.inclusive_window else keys - 1
-        window = (keys - 1, 0) if batch.causal else (reach, reach)
-    features: dict[str, Any] = {"causal": batch.causal, "softmax_scale": float(module.scaling), "window": window}
-    if convention.latent:
-        return features
-    sinks = module.sinks if convention.sinks else None
-    if sinks is not None and sinks.dtype not in (torch.float32, q.dtype):
-        sinks = sinks.float()
-    if batch.intervals is not None:
-        features["query_starts"], features["query_ends"] = batch.intervals
-    return features | {"softcap": convention.cap_of(module), "sinks": sinks}
 
 
 def _attend(tokens: Tokens, batch: Batch, options: dict[str, Any]) -> Tensor:

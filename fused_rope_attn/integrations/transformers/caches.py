@@ -98,23 +98,6 @@ def count_written(layer: StaticLayer, tokens: int) -> None:
         layer.cumulative_length.add_(tokens)  # in place: compiled graphs know its address
 
 
-def latent_rows(module: nn.Module, latent: families.Latent, k_rope: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the two tensors that a module of multi-head latent attention gives to its cache.
-
-    They are the latent vectors and k_rope (B, 1, N, R) if the module expands the cache in each step, and otherwise the
-    keys and values of all heads.
-    """
-    if hasattr(module, "expand_kv"):
-        return latent.compressed, k_rope
-    return torch.cat((latent.k_nope, k_rope.expand(-1, v.shape[1], -1, -1)), dim=-1), v
-
-
-def update_options(kwargs: dict) -> tuple:
-    """Return the argument by which transformers 4.57 tells static caches where to write."""
-    position = kwargs.get("cache_position")
-    return () if position is None else ({"cache_position": position},)
-
-
 def foreign_cache(past: Any, places: list[int]) -> str:
     """Return why a cache (or None) may return other keys and values than transformers' caches, "" if it cannot.
 

@@ -107,7 +107,7 @@ def unfit_for(norms: HeadNorms, q: Tensor, cached: bool) -> str:
             return f"weights in {named(weight.dtype)} for heads in {named(q.dtype)}"
     if norms.keeps_dtype:
         return ""
-    autocast = torch.is_autocast_enabled(q.device.type)
+    autocast = not q.is_meta and torch.is_autocast_enabled(q.device.type)
     promoted = not (weights[0].dtype is weights[1].dtype is q.dtype) or (norms.autocast and autocast)
     # The module's own norms then return float32. Autocast casts it to q's dtype for attention, but not for a cache.
     if promoted and (cached or not autocast):
