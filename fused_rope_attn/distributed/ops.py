@@ -141,7 +141,7 @@ _GRADIENTS = ", ".join(["Tensor"] * len(Gradients._fields))
 _backward = Operator(
     f"context_parallel_backward(Tensor do, Tensor o, Tensor lse, {_SCHEMA}) -> ({_GRADIENTS})",
     run=lambda do, o, lse, *arguments: without_none(_run(*_split(arguments), do, o, lse), do),
-    fake=lambda do, o, lse, *arguments: backward_fake(do, o, lse, *arguments[6:]),
+    fake=lambda do, o, lse, *arguments: backward_fake(do, o, lse, False, *arguments[6:]),
     function="rope_attention_cp",
     is_gradient=True,
 )

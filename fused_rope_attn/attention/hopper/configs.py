@@ -205,14 +205,14 @@ BACKWARD: tuple[Row, ...] = (
 # fmt: on
 
 
-def forward(
+def forward_row(
     head_dim: int, causal: bool, bucket: str, gqa: bool, packed: bool = False, work: int = WORK_LEVELS[-1]
 ) -> Row:
     """Return the row of the forward pass for these properties and one of ``WORK_LEVELS``."""
     return find_row(FORWARD, head_dim=head_dim, causal=causal, bucket=bucket, gqa=gqa, packed=packed, from_work=work)
 
 
-def backward(
+def backward_row(
     head_dim: int, causal: bool, bucket: str, gqa: bool, packed: bool = False, work: int = WORK_LEVELS[-1]
 ) -> Row:
     """Return the row of the backward pass for these properties and one of ``WORK_LEVELS``."""
