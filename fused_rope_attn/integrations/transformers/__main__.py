@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from fused_rope_attn import plan, plan_mla, plan_with_kvcache
 from fused_rope_attn.integrations.transformers import attention, families, obstacles, patch_model, state
 from fused_rope_attn.integrations.transformers.batch import Batch
-from fused_rope_attn.integrations.transformers.obstacles import Pass
 from fused_rope_attn.integrations.transformers.tables import rope_tables_from_config
 from fused_rope_attn.masks import chunks
 
@@ -107,7 +106,7 @@ def _lines_of(module: Any, calls: Calls) -> Iterator[str]:
     latent = bool(cast(families.Convention, families.convention_of(module)).latent)
     rows, options = call_of(module, calls)
     yield ", ".join((type(module).__name__, *_facts(module, rows, options)))
-    obstacle = obstacles.obstacle_of_any_kind(Pass([module.train()], module.config, {}), options["causal"])
+    obstacle = obstacles.obstacle_of_any_kind(obstacles.Pass([module.train()], module.config, {}), options["causal"])
     if obstacle:
         yield f"  training: its own forward, because of {obstacle.rstrip(',')}"
     chosen = (plan_mla if latent else plan)(*rows, **options)
@@ -127,7 +126,7 @@ def call_of(module: Any, calls: Calls) -> tuple[list[Tensor], dict[str, Any]]:
     """Return the tensors and options that a module's attention would have in training, uninitialised, on the card."""
     convention = cast(families.Convention, families.convention_of(module))
     chunk, embeddings = convention.chunk_of(module), None
-    batch = Batch(causal=bool(obstacles.is_causal(Pass([module], module.config, {}))))
+    batch = Batch(causal=bool(obstacles.is_causal(obstacles.Pass([module], module.config, {}))))
     if chunk:
         batch = Batch(causal=False, intervals=chunks(chunk, calls.length))
     parameters = getattr(module.config, "rope_parameters", None) or {}
