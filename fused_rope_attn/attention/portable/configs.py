@@ -54,7 +54,7 @@ class Row:
     def config(self, arch: str, strategy: str) -> Any:
         """Return the configuration of this row on ``arch`` with ``strategy``."""
 
-        def on_arch(tile: Tile) -> Tile:
+        def on_arch(tile: Any) -> Tile:
             # Warps of AMD's cards have 64 threads.
             return replace(tile, num_warps=tile.num_warps // 2) if arch in AMD else tile
 
