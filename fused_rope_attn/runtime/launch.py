@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs
-"""Calls by their signatures, and the kernel launches of which they consist.
+"""Calls by their signatures, and the kernel launches that they make.
 
 ``kernel[grid](...)`` of Triton examines every argument again at each launch, which takes about 35 us for these kernels.
 A ``Launch`` lets Triton do so once, when it compiles. A ``Call`` prepares its launches at the first time, records them

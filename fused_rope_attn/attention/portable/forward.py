@@ -273,12 +273,7 @@ class ForwardCall:
     """
 
     def __init__(
-        self,
-        problem: Problem,
-        tensors: tuple,
-        config: ForwardConfig,
-        saving: Saving = Saving.NOTHING,
-        keys_are_ready: bool = False,
+        self, problem: Problem, tensors: tuple, config: ForwardConfig, saving=Saving.NOTHING, keys_are_ready=False
     ):
         given, outputs = split_outputs(tensors, 1)
         q, k, v = given.q, given.k, given.v
