@@ -21,8 +21,7 @@ from fused_rope_attn.generation.problem import STEP, WRITE, StepTensors, Written
 from fused_rope_attn.kernels.schedule import tile_count
 from fused_rope_attn.kernels.tiles import RowFormat
 from fused_rope_attn.runtime import device, layouts
-from fused_rope_attn.runtime.calls import call_of
-from fused_rope_attn.runtime.launch import Launch
+from fused_rope_attn.runtime.launch import Launch, call_of
 from fused_rope_attn.runtime.registration import Operator, is_plain
 
 
