@@ -20,15 +20,14 @@ from collections.abc import Iterator
 import torch
 
 from fused_rope_attn.attention import ops, planning, reference
-from fused_rope_attn.attention.problem import Gradients, Problem, Saved, Tensors, arguments_by_name
+from fused_rope_attn.attention.problem import Gradients, Problem, Saved, Tensors
 from fused_rope_attn.distributed.groups import Exchange, exchange, join_rows
 from fused_rope_attn.distributed.layout import ParallelCall, Run, Segment
-from fused_rope_attn.runtime import device, entry
+from fused_rope_attn.runtime import device
 from fused_rope_attn.runtime.layouts import like_input
 
 # Bytes that a rank receives in the first section: below it a message is too short for the links' full rate.
 SECTION_BYTES = 8 << 20
-_OF_ATTENTION = entry.parameters_of(reference.attention)
 # About 20 us, in cycles of a GPU's clock.
 PAUSE_CYCLES = 40_000
 
@@ -65,7 +64,7 @@ def segment_forward(
     if plan is not None:
         outputs = ops.run_forward(problem, tensors, plan, out)
         return outputs.o, outputs.lse
-    o, lse = reference.attention(**arguments_by_name(_OF_ATTENTION, problem, tensors))
+    o, lse = reference.attention(problem, tensors)
     return (o if out is None else out.copy_(o)), lse
 
 
