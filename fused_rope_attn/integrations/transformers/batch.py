@@ -90,10 +90,9 @@ def kept_of(batch: Batch) -> Kept | None:
 def describe(call: obstacles.Pass, made: bool = False) -> Batch:
     """Return the Batch of a decoder's forward pass.
 
-    Synchronise with the device at most once, and not at all in a decoding step after a described prompt, under
-    torch.compile, or without mask and positions. Under flash-attention, which reads positions too, synchronise at most
-    four times before a first step.
-    Under torch.compile a padding mask must have no holes, because nothing can check it.
+    Synchronise with the device at most once, under flash-attention, which reads positions too, at most four times, and
+    not at all in a decoding step after a described prompt, under torch.compile, or without mask and positions. Under
+    torch.compile a padding mask must have no holes, because nothing can check it.
 
     made: ``generate``, or a model like Gemma 3's, makes the masks, with the cache that is given. Those are causal even
         if the modules are not. Else the decoder makes them, perhaps after a cache.
@@ -319,10 +318,9 @@ def _padded(mask: Tensor, past: Cache | None, length: int) -> Batch:
 
 
 def _padded_both_ways(mask: Tensor) -> Batch:
-    """Return the Batch of a padding mask (B, keys) of bidirectional attention.
+    """Return the Batch of a padding mask (B, keys) of bidirectional attention, where all padding must be hidden.
 
-    Padding on either side must be hidden, so the tokens of every row become one packed sequence, and the padding
-    between the tokens of two rows another.
+    The tokens of every row become one packed sequence, and the padding between the tokens of two rows another.
     """
     present = mask != 0
     size, length = present.shape
@@ -403,11 +401,9 @@ def _lengths(call: obstacles.Pass, seen: int | None) -> Tensor:
 def dense_masks(call: obstacles.Pass) -> dict[str, Tensor] | None:
     """Return the masks of four dimensions of a call by type of layer, "" for all; None if one can be no intervals.
 
-    Users give such masks, and models like PaliGemma and Gemma 3 make them for tokens that see later ones. The hidden
-    keys differ between models and releases, so they are read from the masks themselves.
-
-    Masks have a row for each of the pass's tokens, a column for each, and perhaps more columns for the empty rows of a
-    static cache. Eager attention adds them to scores, and SDPA adds them or takes True for visible.
+    Users give such masks, and models like PaliGemma and Gemma 3 make them for tokens that see later ones. They have a
+    row for each of the pass's tokens, a column for each, and perhaps more columns for the empty rows of a static cache.
+    Eager attention adds them to scores, and SDPA adds them or takes True for visible.
     """
     mask: Any = call.given.get("attention_mask")
     masks: dict[str, Any] = mask if isinstance(mask, dict) else {"": mask}
