@@ -349,7 +349,7 @@ def key_source(view, walk, row_format, R: gl.constexpr, INTERLEAVED: gl.constexp
 def entries_of(source, walk, visit):
     """Load the entries of the block table for the rows of the walk's tile ``visit``; a zero if there are no pages.
 
-    ``first_elements`` takes them. They are loaded a tile early, because the load takes as long as the copy. They are in
+    They are loaded a tile early, because the load takes as long as the copy. They are in
     the pool, even if an assertion is about to stop the call.
     """
     if walk.pages is not None:
@@ -364,26 +364,11 @@ def entries_of(source, walk, visit):
 
 
 @jit
-def first_elements(source, walk, visit, entries):
-    """Return pointers to the rows from which ``source.offsets`` are counted in the tile ``visit``.
-
-    That is the tile's first row, or for each row the first one of its page, (BLOCK_N, 1). entries: of ``entries_of``.
-    They are computed before a wait for the slot, so that the copies begin at once after it.
-    """
-    rows = source.rows
-    if walk.pages is not None:
-        pages = gl.convert_layout(entries, gl.SliceLayout(1, source.LAYOUT)).to(gl.int64)
-        return (rows.ptr + pages * source.page_stride)[:, None]
-    else:
-        return rows.ptr + gl.to_tensor(walk.last - visit * walk.BLOCK_N).to(gl.int64) * rows.stride_row
-
-
-@jit
 def copy_rows(source, walk, visit, first, tile):
     """Begin to copy the rows of the walk's tile ``visit``, zeros for those that no query sees, and commit nothing.
 
-    first: of ``first_elements``. Tiles after the last one are zeros. Pages outside the pool count as its last page;
-    ``query_kernel`` stops the call.
+    first: pointers from which ``source.offsets`` are counted. Tiles after the last one are zeros. Pages outside the
+    pool count as its last page; ``query_kernel`` stops the call.
     """
     offs = gl.arange(0, walk.BLOCK_N, gl.SliceLayout(1, source.LAYOUT))
     start = walk.last - visit * walk.BLOCK_N
@@ -393,15 +378,13 @@ def copy_rows(source, walk, visit, first, tile):
             rows = replace(source.rows, ptr=0)
             offsets = tiles.row_pointers(rows, rows_in_pages(walk, start, offs), source.columns)
     pointers = first + offsets
-    if source.IS_WHOLE:
-        if (start >= walk.keys.first_key) & (start + walk.BLOCK_N <= walk.keys.num_keys):
-            async_load(tile, pointers)
-        else:
-            mask = (start + offs >= walk.keys.first_key) & (start + offs < walk.keys.num_keys)
-            async_load(tile, pointers, mask[:, None])
+    mask = ((start + offs >= walk.keys.first_key) & (start + offs < walk.keys.num_keys))[:, None]
+    if not source.IS_WHOLE:
+        async_load(tile, pointers, mask & source.exists[None, :])
+    elif (start >= walk.keys.first_key) & (start + walk.BLOCK_N <= walk.keys.num_keys):
+        async_load(tile, pointers)
     else:
-        mask = (start + offs >= walk.keys.first_key) & (start + offs < walk.keys.num_keys)
-        async_load(tile, pointers, mask[:, None] & source.exists[None, :])
+        async_load(tile, pointers, mask)
 
 
 @jit
@@ -426,12 +409,19 @@ def copy_tiles(source, walk, part, channel, STEP: gl.constexpr = 1):
     A tensor core's tile may have more columns than are copied; they are not stored.
     """
     COLUMNS: gl.constexpr = source.columns.shape[0]
+    rows = source.rows
     entries = entries_of_step(source, walk, part, 0, STEP)
     for number in range(steps_of(part.tiles, STEP)):
         following = entries_of_step(source, walk, part, number + 1, STEP)
         for i in gl.static_range(STEP):
             visit = part.first + (number * STEP + i) * part.programs
-            first = first_elements(source, walk, visit, entries[i])
+            # Pointers to the tile's first row, or for each row to the first one of its page, (BLOCK_N, 1). They are
+            # computed before the wait for the slot, so that the copies begin at once after it.
+            if walk.pages is not None:
+                pages = gl.convert_layout(entries[i], gl.SliceLayout(1, source.LAYOUT)).to(gl.int64)
+                first = (rows.ptr + pages * source.page_stride)[:, None]
+            else:
+                first = rows.ptr + gl.to_tensor(walk.last - visit * walk.BLOCK_N).to(gl.int64) * rows.stride_row
             cursor = channel.at(number * STEP + i)
             channel.wait_empty(cursor)
             copy_rows(source, walk, visit, first, channel.tile(cursor).slice(0, COLUMNS, dim=1))
