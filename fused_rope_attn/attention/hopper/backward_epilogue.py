@@ -85,23 +85,20 @@ def drop_keys(gradient, start_n, mask):
 @jit
 def drop_keys_of_parts(gradient, start_n, mask):
     """Apply ``drop_keys`` to ``ColumnParts``."""
-    if gradient.right is None:
-        return column_parts.ColumnParts(left=drop_keys(gradient.left, start_n, mask), right=None)
-    else:
-        return column_parts.ColumnParts(
-            left=drop_keys(gradient.left, start_n, mask), right=drop_keys(gradient.right, start_n, mask)
-        )
+    dropped = replace(gradient, left=drop_keys(gradient.left, start_n, mask))
+    if gradient.right is not None:
+        dropped = replace(dropped, right=drop_keys(gradient.right, start_n, mask))
+    return dropped
 
 
 @jit
 def unpack_parts(x):
     """Return the first and the second members of the pairs of ``ColumnParts``, as ``ColumnParts``."""
     left1, left2 = rotations.unpack_pairs(x.left)
-    if x.right is None:
-        return column_parts.ColumnParts(left=left1, right=None), column_parts.ColumnParts(left=left2, right=None)
-    else:
+    right1, right2 = None, None
+    if x.right is not None:
         right1, right2 = rotations.unpack_pairs(x.right)
-        return column_parts.ColumnParts(left=left1, right=right1), column_parts.ColumnParts(left=left2, right=right2)
+    return column_parts.ColumnParts(left1, right1), column_parts.ColumnParts(left2, right2)
 
 
 @jit
@@ -186,13 +183,11 @@ def sums_at(ptr, x):
 @jit
 def load_sums(ptr, parts):
     """Return ``ColumnParts`` plus what ``keep_sums`` has stored."""
-    left = parts.left + gl.load(sums_at(ptr, parts.left))
-    if parts.right is None:
-        return column_parts.ColumnParts(left=left, right=None)
-    else:
-        return column_parts.ColumnParts(
-            left=left, right=parts.right + gl.load(sums_at(ptr + channels.KEYS * column_parts.LEFT, parts.right))
-        )
+    sums = replace(parts, left=parts.left + gl.load(sums_at(ptr, parts.left)))
+    if parts.right is not None:
+        right_ptr = sums_at(ptr + channels.KEYS * column_parts.LEFT, parts.right)
+        sums = replace(sums, right=parts.right + gl.load(right_ptr))
+    return sums
 
 
 @jit

@@ -155,30 +155,21 @@ def announce(pointer, number=1, RAISE: gl.constexpr = False):
 def send_block(dq_desc, dq, batch, head_q, block, step, ADD: gl.constexpr):
     """Store a block of dQ, or ADD it to the accumulator, as soon as it has arrived, and release its memory.
 
-    dq: the channels of both warpgroups, one for each part of the columns; step: blocks sent before.
+    dq_desc None: discard it. dq: the channels of both warpgroups, one for each part of the columns; step: blocks sent
+    before.
     """
-    channels.BACKWARD_BLOCK_M: gl.constexpr = dq.buffer.shape[3]
     COLUMNS: gl.constexpr = dq.buffer.shape[4]
     for part in gl.static_range(channels.CONSUMERS):
         own = dq.of_warpgroup(part)
         own.wait_full(own.at(step))
-        coordinates = [batch, head_q, block * channels.BACKWARD_BLOCK_M, part * COLUMNS]
-        if ADD:
-            tma_reduce_add(dq_desc, coordinates, own.tile(own.at(step)))
-        else:
-            tma_store(dq_desc, coordinates, own.tile(own.at(step)))
-    tma_store_wait(0)
-    for part in gl.static_range(channels.CONSUMERS):
-        own = dq.of_warpgroup(part)
-        own.release(own.at(step))
-
-
-@jit
-def drop_block(dq, step):
-    """Release a block of dQ as soon as it has arrived, as ``send_block`` does, and discard it."""
-    for part in gl.static_range(channels.CONSUMERS):
-        own = dq.of_warpgroup(part)
-        own.wait_full(own.at(step))
+        if dq_desc is not None:
+            coordinates = [batch, head_q, block * channels.BACKWARD_BLOCK_M, part * COLUMNS]
+            if ADD:
+                tma_reduce_add(dq_desc, coordinates, own.tile(own.at(step)))
+            else:
+                tma_store(dq_desc, coordinates, own.tile(own.at(step)))
+    if dq_desc is not None:
+        tma_store_wait(0)
     for part in gl.static_range(channels.CONSUMERS):
         own = dq.of_warpgroup(part)
         own.release(own.at(step))
@@ -189,7 +180,7 @@ def reduce(dq_desc, dq, keys, queries, sizes):
     """Add every dQ block to the accumulator (B, HQ, pitch, columns) through the TMA; one warp's work."""
     # dQ is delayed by one step; discard the first, empty block.
     if queries.count > 0:
-        drop_block(dq, 0)
+        send_block(None, dq, 0, 0, 0, 0, ADD=False)
     step = 1
     for group_head in range(sizes.num_heads):
         head_q = backward_block.first_query_head(keys, sizes) + group_head
@@ -270,7 +261,7 @@ def reduce_in_order(member, progress, dq_desc, dq, keys, queries, sizes):
     # dQ is delayed by one step; discard the first, empty block. The next one is the first warp's.
     if ADDER == ADDERS - 1:
         if total > 0:
-            drop_block(dq, 0)
+            send_block(None, dq, 0, 0, 0, 0, ADD=False)
     schedule.wait_for_previous_launch(progress.PDL)
     words, pitch = words_of_group(progress, queries, sizes)
     head_q = backward_block.first_query_head(keys, sizes)
