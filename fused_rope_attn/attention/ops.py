@@ -13,9 +13,9 @@ from fused_rope_attn.attention import configs, planning
 from fused_rope_attn.attention import problem as records
 from fused_rope_attn.attention.problem import Gradients, Outputs, Problem, Saved, Saving, Tensors, flatten, rebuild
 from fused_rope_attn.runtime import device
-from fused_rope_attn.runtime.calls import Call, call_of, signature
 from fused_rope_attn.runtime.differentiation import SingleLevelFunction, apply_in_operator, in_forward_mode
 from fused_rope_attn.runtime.entry import in_context_parallel
+from fused_rope_attn.runtime.launch import Call, call_of, signature
 from fused_rope_attn.runtime.layouts import like_input, with_aligned_rows
 from fused_rope_attn.runtime.registration import Operator, is_plain
 

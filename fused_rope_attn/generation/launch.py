@@ -30,8 +30,7 @@ from fused_rope_attn.generation.problem import STEP, WRITE, StepTensors, Written
 from fused_rope_attn.kernels.schedule import tile_count
 from fused_rope_attn.kernels.tiles import RowFormat
 from fused_rope_attn.runtime import device
-from fused_rope_attn.runtime.calls import call_of
-from fused_rope_attn.runtime.launch import Launch
+from fused_rope_attn.runtime.launch import Launch, call_of
 from fused_rope_attn.runtime.layouts import (
     block_d,
     contiguous_strides,

@@ -25,9 +25,8 @@ from fused_rope_attn.kernels.rotation import RotaryTables
 from fused_rope_attn.rotation import kernel, problem
 from fused_rope_attn.rotation.problem import RotationOptions, RotationTensors
 from fused_rope_attn.runtime import device
-from fused_rope_attn.runtime.calls import call_of
 from fused_rope_attn.runtime.differentiation import SingleLevelFunction, apply_in_operator, last_gradients
-from fused_rope_attn.runtime.launch import Launch
+from fused_rope_attn.runtime.launch import Launch, call_of
 from fused_rope_attn.runtime.layouts import table_strides
 from fused_rope_attn.runtime.registration import Operator, is_plain
 from fused_rope_attn.runtime.rows import find_row
@@ -206,24 +205,19 @@ def _rotate_into(options: RotationOptions, tensors: RotationTensors) -> None:
 class _Rotation(SingleLevelFunction):
     """Saves tables, positions, and the inputs and weights of ``norms`` norms.
 
-    given: cos, sin, two of positions, weights, xs. keyset: the dispatcher's, or None for a call that skips it.
+    given: cos, sin, two of positions, weights, xs. outs: the results. plain: the call skips the dispatcher.
     """
 
     @staticmethod
-    def forward(ctx, keyset, options: RotationOptions, norms: int, *given):
-        cos, sin, position_ids, cu_seqlens, *rest = given
-        weights, xs = rest[:norms], rest[norms:]
-        ctx.save_for_backward(*given[: 4 + norms], *xs[:norms])
-        ctx.plain, ctx.norms, ctx.options = keyset is None, norms, options._replace(inverse=not options.inverse)
+    def forward(ctx, plain: bool, options: RotationOptions, outs: list[torch.Tensor], norms: int, *given):
+        ctx.save_for_backward(*given[: 4 + 2 * norms])
+        ctx.plain, ctx.norms, ctx.options = plain, norms, options._replace(inverse=not options.inverse)
         ctx.set_materialize_grads(False)
-        tensors = RotationTensors(xs, None, cos, sin, position_ids, cu_seqlens, weights)
-        if ctx.plain:
-            return tuple(_rotate_new(options, tensors))
-        return tuple(_rope.below_function(keyset, xs, *problem.to_arguments(options, tensors)))
+        return tuple(outs)
 
     @staticmethod
     def backward(ctx, *dos):
-        norms, needed = ctx.norms, ctx.needs_input_grad[7:]
+        norms, needed = ctx.norms, ctx.needs_input_grad[8:]
         cos, sin, position_ids, cu_seqlens, *rest = ctx.saved_tensors
         # For each output: whether the gradients of its input and of its weight are wanted.
         asked = [(needed[norms + i], i < norms and needed[i]) for i in range(len(dos))]
@@ -245,17 +239,22 @@ class _Rotation(SingleLevelFunction):
             places = [norms + i for i in of] + some
             for place, gradient in zip(itertools.compress(places, wanted), found):
                 gradients[place] = gradient
-        return *(None,) * 7, *gradients
+        return *(None,) * 8, *gradients
 
 
 def _rotate(keyset, options: RotationOptions, tensors: RotationTensors) -> list[torch.Tensor]:
-    """Return rotated copies of ``xs``, differentiable if they or the weights are. keyset: as for ``_Rotation``."""
+    """Return rotated copies of ``xs``, differentiable if they or the weights are.
+
+    keyset: the dispatcher's, or None for a call that skips it.
+    """
     xs, _, *tables, weights = tensors
-    if torch.is_grad_enabled() and any(x.requires_grad for x in (*xs, *weights)):
-        return list(apply_in_operator(_Rotation, keyset, options, len(weights), *tables, *weights, *xs))
     if keyset is None:
-        return _rotate_new(options, tensors)
-    return _rope.below_autograd(keyset, xs, *problem.to_arguments(options, tensors))
+        outs = _rotate_new(options, tensors)
+    else:
+        outs = _rope.below_autograd(keyset, xs, *problem.to_arguments(options, tensors))
+    if torch.is_grad_enabled() and any(x.requires_grad for x in (*xs, *weights)):
+        return list(apply_in_operator(_Rotation, keyset is None, options, outs, len(weights), *tables, *weights, *xs))
+    return outs
 
 
 def _empty_gradients(tensors: RotationTensors, normed, wanted) -> list[torch.Tensor | None]:
@@ -275,11 +274,8 @@ def _unrotate(options: RotationOptions, tensors: RotationTensors, normed, wanted
 
 def _rope_norm_backward_autograd(keyset, dos, normed, wanted, *arguments):
     tensors = [*dos, *normed, *problem.from_arguments(dos, None, *arguments)[1].weights]
-
-    def compute():
-        return tuple(_rope_norm_backward.below_autograd(keyset, dos, normed, wanted, *arguments))
-
-    return list(last_gradients(problem.WITH_NORMS, compute, tensors))
+    gradients = _rope_norm_backward.below_autograd(keyset, dos, normed, wanted, *arguments)
+    return list(last_gradients(problem.WITH_NORMS, gradients, tensors))
 
 
 def _rope_norm_backward_fake(dos, normed, wanted, *arguments):

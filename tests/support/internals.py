@@ -11,7 +11,8 @@ from fused_rope_attn.generation import launch as generation_launch
 from fused_rope_attn.generation import planning as generation_planning
 from fused_rope_attn.generation import problem as generation_problem
 from fused_rope_attn.generation.api import rope_attention_with_kvcache, run_write
-from fused_rope_attn.runtime import calls, checks
+from fused_rope_attn.runtime import checks
+from fused_rope_attn.runtime import launch as calls
 from fused_rope_attn.runtime.entry import fill
 from verification.testing import Results, masks_of, norms_of
 

@@ -51,7 +51,6 @@ class ForwardCall:
         self.empty = problem.batch * problem.len_q == 0
         self.o_shape = q.shape
         self.o_strides = arguments.result_strides(outputs, [layouts.output_strides(q)])[0]
-        self.lse_layout = layouts.layout_of_rows(q.shape)
         self.packed = problem.is_packed
         self.max_logit_shape = problem.maxima_shape if problem.return_max_logit else None
         self.saves_rotated = saving is not Saving.NOTHING
@@ -141,11 +140,11 @@ class ForwardCall:
         q = tensors.q
         if o is None:
             o = torch.empty_strided(self.o_shape, self.o_strides, dtype=q.dtype, device=q.device)
-        lse = torch.empty_strided(*self.lse_layout, dtype=torch.float32, device=q.device)
+        lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
         max_logit = highest = None
         if self.max_logit_shape is not None:
             max_logit = torch.empty(self.max_logit_shape, dtype=torch.float32, device=q.device)
-            highest = torch.empty_strided(*self.lse_layout, dtype=torch.float32, device=q.device)
+            highest = torch.empty_like(lse)
         if self.empty:
             return Outputs(o, lse, max_logit=None if max_logit is None else max_logit.fill_(float("-inf")))
         stream = device.current_stream(q.device)
