@@ -12,15 +12,8 @@ two tiles of a sequence pay this round trip to memory.
 
 from fused_rope_attn.kernels.records import record, replace
 from fused_rope_attn.kernels.sequences import PADDED_TILE_ROWS
-from fused_rope_attn.runtime.triton_compat import (
-    async_copy,
-    fence_async_shared,
-    gl,
-    jit,
-    mbarrier,
-    reinterpret,
-    tma_load,
-)
+from fused_rope_attn.runtime import triton_compat as compat
+from fused_rope_attn.runtime.triton_compat import gl, jit, mbarrier
 
 # All warps but the loading one are in warpgroups of four.
 WARPGROUP_WARPS = gl.constexpr(4)
@@ -39,6 +32,8 @@ BACKWARD_BLOCK_N = gl.constexpr(128)
 # kernels. A multiprocessor has 65,536: two warpgroups with 240 and one with 24 take 64,512.
 MULTIPLY_REGISTERS = gl.constexpr(240)
 LOAD_REGISTERS = gl.constexpr(24)
+# Registers of a thread of the four warps that rotate the forward's queries. With fewer they spill.
+ROTATE_REGISTERS = gl.constexpr(72)
 
 # The hardware's named barriers, ``bar`` counters 0 to 15 of a block. Triton takes those of its partitions from 0 on.
 # The forward's warpgroup 0 waits at the first one for the tensor cores, warpgroups 1 and 2 at the next two.
@@ -116,21 +111,16 @@ class Channel:
     rope: gl.shared_memory_descriptor | None = None
 
     @jit
-    def init_slot(self, slot, FILLS: gl.constexpr, RELEASES: gl.constexpr):
-        """Initialise the mbarriers of a slot, which FILLS arrivals fill and RELEASES arrivals release.
+    def init(self, FILLS: gl.constexpr, RELEASES: gl.constexpr):
+        """Initialise the mbarriers of all slots: FILLS arrivals fill one, and RELEASES arrivals release it.
 
         ``release`` is one arrival for each warpgroup, ``release_by_threads`` one for each thread.
         """
-        mbarrier.init(self.full.index(slot), count=FILLS)
-        if self.empty is not None:
-            mbarrier.init(self.empty.index(slot), count=RELEASES)
-
-    @jit
-    def init(self, FILLS: gl.constexpr, RELEASES: gl.constexpr):
-        """Initialise the mbarriers of all slots, as ``init_slot`` does."""
         SLOTS: gl.constexpr = self.full.shape[0]
         for slot in gl.static_range(SLOTS):
-            self.init_slot(slot, FILLS, RELEASES)
+            mbarrier.init(self.full.index(slot), count=FILLS)
+            if self.empty is not None:
+                mbarrier.init(self.empty.index(slot), count=RELEASES)
 
     @jit
     def of_warpgroup(self, WARPGROUP: gl.constexpr):
@@ -216,7 +206,7 @@ class Channel:
         """
         if pred:
             # No copies of this thread are pending, so that its arrival is immediate.
-            async_copy.mbarrier_arrive(self.empty.index(cursor.slot), increment_count=False)
+            compat.async_copy.mbarrier_arrive(self.empty.index(cursor.slot), increment_count=False)
 
 
 @jit
@@ -263,7 +253,7 @@ class RopePart:
 
 @jit
 def rope_part(desc, head, channel, cursor):
-    """Return the ``RopePart`` of a slot. desc None: other warps write the rotated columns, or there are none."""
+    """Return the ``RopePart`` of a slot; desc None: there are none. Functions return no None with Triton 3.6."""
     smem = None
     if desc is not None:
         smem = channel.rope.index(cursor.slot)
@@ -282,8 +272,8 @@ def zero_rows(tile, first_row, last_row):
     ONE_WARP: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     # A row of a panel, and eight of them at a time, in words.
-    rows = reinterpret(tile, gl.int32, [PANELS * ROWS, 32], FLAT)
-    eights = reinterpret(tile, gl.int32, [PANELS * ROWS // 8, 256], FLAT)
+    rows = compat.reinterpret(tile, gl.int32, [PANELS * ROWS, 32], FLAT)
+    eights = compat.reinterpret(tile, gl.int32, [PANELS * ROWS // 8, 256], FLAT)
     row = gl.to_tensor(first_row)
     while row < last_row:
         if (row % 8 == 0) & (row + 8 <= last_row):
@@ -326,10 +316,10 @@ def load_rows(desc, batch, head, row, tile, full, stats=None, rope=None):
     OF_ROPE: gl.constexpr = rope.desc.block_type.nbytes if HAS_ROPE else 0
     mbarrier.expect(full, desc.block_type.nbytes + OF_STATS + OF_ROPE)
     if stats is not None:
-        tma_load(stats.desc, [stats.start], full, stats.smem)
+        compat.tma_load(stats.desc, [stats.start], full, stats.smem)
     if HAS_ROPE:
-        tma_load(rope.desc, [batch, rope.head, row, 0], full, rope.smem)
-    tma_load(desc, [batch, head, row, 0], full, tile)
+        compat.tma_load(rope.desc, [batch, rope.head, row, 0], full, rope.smem)
+    compat.tma_load(desc, [batch, head, row, 0], full, tile)
 
 
 @jit
@@ -350,7 +340,7 @@ def load_existing_rows(
         if rope is not None and rope.smem is not None:
             zero_rows(rope.smem, 0, gl.minimum(first_row - row, BLOCK))
             zero_rows(rope.smem, gl.maximum(last_row - row, 0), BLOCK)
-        fence_async_shared()
+        compat.fence_async_shared()
         mbarrier.arrive(full)
         arrivals += 1
     else:
@@ -368,7 +358,7 @@ def load_seen_rows(desc, batch, head, row, tile, full, words_ptr, is_hidden, arr
         load_rows(desc, batch, head, row, tile, arrival, stats)
         mbarrier.wait(arrival, arrivals & 1)
         zero_hidden_rows(tile, words_ptr)
-        fence_async_shared()
+        compat.fence_async_shared()
         mbarrier.arrive(full)
         arrivals += 1
     else:

@@ -85,7 +85,7 @@ def load(loader, schedule, tiles):
     if schedule.tiles_per_head is not None:
         # The pre-pass has described the tiles.
         wait_for_previous_launch(loader.PDL)
-    work = forward_tiles.first_work(schedule)
+    work = forward_tiles.work_from(schedule, gl.program_id(0))
     forward_tiles.announce_tile(tiles, 0, work.tile)
     # The pre-pass writes the counter and the keys. The warps that rotate queries need neither, and have begun.
     wait_for_previous_launch(loader.PDL)
@@ -104,7 +104,7 @@ def load(loader, schedule, tiles):
             # After the first keys, because their slot is free earlier than the queries' memory.
             load_queries(loader, tile, tile_step)
         tile_step += 1
-        following = forward_tiles.next_work(schedule, work)
+        following = forward_tiles.work_from(schedule, forward_tiles.take_index(schedule, work.index))
         forward_tiles.announce_tile(tiles, tile_step, following.tile)
         # Early, because they take a round trip to memory.
         first_visit, following_blocks = following.first_visit()
@@ -282,51 +282,6 @@ def rotate_queries(tiles, queries, source):
                     rotated = queries.of_warpgroup(warpgroup).tile(at_queries)
                     save_queries(source, tile, tile.start_m + warpgroup * ROWS, rotated)
         queries.fill(at_queries)
-        tile_step += 1
-        tile = forward_tiles.next_tile(tiles, tile_step)
-    if source.saved_desc is not None:
-        tma_store_wait(0)
-
-
-@jit
-def rotate_rope(tiles, queries, source):
-    """Rotate q_rope of each tile into shared memory, and save it if asked to; a warpgroup's work.
-
-    Each warpgroup that attends has one slot, ``queries.rope``, next to the columns that the loading warp loads. Its
-    rows are rotated in registers before the slot is empty.
-    """
-    BLOCK_D: gl.constexpr = queries.rope.shape[4]
-    CONSUMERS: gl.constexpr = queries.full.shape[0]
-    LINES: gl.constexpr = gl.BlockedLayout([1, 1], [32, 1], [4, 1], [1, 0])
-    CHUNK: gl.constexpr = 2048 // BLOCK_D
-    tile_step = 0
-    tile = forward_tiles.next_tile(tiles, tile_step)
-    while tile.num_blocks > 0:
-        given = tile_queries(source, tile, None, BLOCK_D)
-        prefetch_rows(given.rows, tile.start_m, tile.query_end, CONSUMERS * ROWS, LINES)
-        for warpgroup in gl.static_range(CONSUMERS):
-            chunks = ()
-            for chunk in gl.static_range(ROWS // CHUNK):
-                # These warps lack registers for the addresses of all rows at once, and for angles of two chunks.
-                if chunk > 0:
-                    barrier()
-                q = given.rotated(opaque(tile.start_m) + warpgroup * ROWS + chunk * CHUNK, CHUNK)
-                chunks = chunks + (q.to(queries.rope.dtype),)
-            own = queries.of_warpgroup(warpgroup)
-            cursor = own.at(tile_step)
-            own.wait_empty(cursor)
-            if source.saved_desc is not None and warpgroup == 0:
-                # Until the stores of the last tile have read the slots.
-                tma_store_wait(0)
-                barrier()
-            rotated = own.rope.index(cursor.slot).reshape((ROWS, BLOCK_D))
-            for chunk in gl.static_range(ROWS // CHUNK):
-                rotated.slice(chunk * CHUNK, CHUNK, dim=0).store(chunks[chunk])
-            fence_async_shared()
-            if source.saved_desc is not None:
-                barrier()
-                save_queries(source, tile, tile.start_m + warpgroup * ROWS, rotated)
-            own.fill(cursor)
         tile_step += 1
         tile = forward_tiles.next_tile(tiles, tile_step)
     if source.saved_desc is not None:

@@ -1,9 +1,9 @@
 # mypy: ignore-errors
 """Tiles of the sm_90 forward: their order, the keys that they see, and how the loading warp announces them.
 
-The loading warp alone finds the next tile and divides its number into batch, head and key blocks (``first_work``,
-``next_work``). It announces the tile to the other warps as a few int32 numbers in shared memory (``announce_tile``,
-``next_tile``). All warps count the announced tiles: ``tile_step``.
+The loading warp alone finds the next tile and divides its number into batch, head and key blocks (``work_from``). It
+announces the tile to the other warps as a few int32 numbers in shared memory (``announce_tile``, ``next_tile``). All
+warps count the announced tiles: ``tile_step``.
 """
 
 from triton import constexpr_function
@@ -211,6 +211,20 @@ class Schedule:
     QUERIES_IN_TILES: gl.constexpr  # whether rotated packed queries, saved or loaded, have whole tiles to a sequence
 
 
+@jit
+def schedule_of(source, window, desc, num_tiles, heads_per_section, tiles_per_head, GROUP_SIZE, NQ, NK,
+                BLOCK_N: gl.constexpr, BLOCK_M: gl.constexpr, QUERIES_IN_TILES: gl.constexpr):  # fmt: skip
+    """Return the ``Schedule`` of a call with queries like those of ``desc``, (B, HQ, NQ, D)."""
+    HQ = desc.shape[1]
+    num_heads = desc.shape[0] * HQ
+    if tiles_per_head is not None:
+        HQ, NQ, NK = None, None, None
+    return Schedule(
+        source, window, num_tiles, num_heads, heads_per_section, tiles_per_head, HQ, GROUP_SIZE, NQ, NK, BLOCK_N,
+        BLOCK_M, QUERIES_IN_TILES,
+    )  # fmt: skip
+
+
 @record
 class Work:
     """A ``QueryTile`` and what only the loading warp needs."""
@@ -378,18 +392,11 @@ def packed_work(schedule, index):
 
 
 @jit
-def first_work(schedule):
-    """Return the ``Work`` that this block of the grid begins with."""
-    if schedule.tiles_per_head is not None:
-        return packed_work(schedule, gl.program_id(0))
-    else:
-        return tile_work(schedule, gl.program_id(0))
+def work_from(schedule, index):
+    """Return the ``Work`` of tile number ``index``, or one of no blocks if there is no such tile.
 
-
-@jit
-def next_work(schedule, work):
-    """Return the ``Work`` that follows this block's ``work``, or one of no blocks if no tile is left for it."""
-    index = take_index(schedule, work.index)
+    A block of the grid begins with its own number, and goes on with that of ``take_index``.
+    """
     if schedule.tiles_per_head is not None:
         return packed_work(schedule, index)
     else:
@@ -399,5 +406,4 @@ def next_work(schedule, work):
             # A tile past the last one has no lengths and no visits to read.
             index = gl.minimum(index, schedule.num_tiles - 1)
         work = tile_work(schedule, index)
-        tile = replace(work.tile, num_blocks=gl.where(exists, work.tile.num_blocks, 0))
-        return replace(work, tile=tile)
+        return replace(work, tile=replace(work.tile, num_blocks=gl.where(exists, work.tile.num_blocks, 0)))
