@@ -136,6 +136,9 @@ class Job(LaunchJob):
             prepare(problem, given, self.config, self.rotated)(given)
 
 
+FINDERS = (("forward", portable_configs.forward_config), ("backward", portable_configs.backward_config))
+
+
 def table_jobs(arch: str, full: bool = False) -> list[Job]:
     """A job for each configuration that calls without masks get on ``arch``, at the largest head dimension of its row.
 
@@ -145,7 +148,7 @@ def table_jobs(arch: str, full: bool = False) -> list[Job]:
     ``full`` compiles all that too, and a head dimension that is no power of two.
     """
     jobs = []
-    for direction, find in (("forward", portable_configs.forward), ("backward", portable_configs.backward)):
+    for direction, find in FINDERS:
         for element_size, head_dim, bucket in itertools.product((2, 4), (64, 128, 256), configs.BUCKETS):
             # An order of the blocks is no other code: rows that differ in it alone are one job.
             inline, prepass = (
@@ -200,12 +203,12 @@ def mask_jobs(arch: str, full: bool = False) -> list[Job]:
     jobs = [
         Job(**BF16, arch=arch, direction=direction, head_dim=head_dim, config=config, gqa=True, masks=masks)
         for strategy, head_dim, masks in chosen
-        for direction, find in (("forward", portable_configs.forward), ("backward", portable_configs.backward))
+        for direction, find in FINDERS
         for config in [replace(find(arch, 2, head_dim, strategy, "medium", True), section_bytes=0)]
     ]
     if arch == "sm_90":
         # Rows that are no multiple of 16 elements apart, which ptxas 12.8 has miscompiled (``tools.uninitialised``).
-        config = portable_configs.forward(arch, 2, 24, "inline", "tiny", True)
+        config = portable_configs.forward_config(arch, 2, 24, "inline", "tiny", True)
         call = {"direction": "forward", "dtype": torch.float16, "head_dim": 24, "config": config}
         narrow = Job(**call, arch=arch, gqa=True, interleaved=True, masks=("kv_starts",))
         jobs += [narrow, replace(narrow, causal=False)]
@@ -264,8 +267,8 @@ def hopper_jobs(arch: str, full: bool = False) -> list[Job]:
     jobs: list[Job] = []
     dims = 64, hopper_configs.HEAD_DIM, hopper_configs.WIDE_HEAD_DIM
     for direction, table, find in (
-        ("forward", hopper_configs.FORWARD, hopper_configs.forward),
-        ("backward", hopper_configs.BACKWARD, hopper_configs.backward),
+        ("forward", hopper_configs.FORWARD, hopper_configs.forward_row),
+        ("backward", hopper_configs.BACKWARD, hopper_configs.backward_row),
     ):
         narrow = hopper_configs.NARROW_HEAD_DIM
         widths = {64, narrow, hopper_configs.HEAD_DIM, *(row.head_dim for row in table)}

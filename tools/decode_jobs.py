@@ -147,7 +147,7 @@ def decode_jobs(arch: str, full: bool = False) -> list[DecodeJob]:
             if size == 2 or full:
                 jobs.append(replace(job, config=chunk, page_size=16, len_q=300))
         if arch == "sm_90" and featured and not rotated and page_size is None:
-            gathered = replace(hopper_configs.forward(128, True, "long", True).config, section_bytes=0)
+            gathered = replace(hopper_configs.forward_row(128, True, "long", True).config, section_bytes=0)
             jobs.append(replace(job, config=gathered, page_size=16, len_q=300))
             ordered = replace(job, of_rotated=True)
             for least_units in (1, 1 << 30):  # one loop for each key head, or launches for scores and values

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from fused_rope_attn.rotation.launch import TABLE, RotationConfig
+from fused_rope_attn.rotation.ops import TABLE, RotationConfig
 from tools.jobs import LaunchJob, int32, meta
 
 SHAPES = {"bhsd": (2, 0, 1000), "bshd": (2, 1000, 0), "sbhd": (1000, 2, 0), "thd": (1000, 0)}  # 0: the heads
@@ -33,7 +33,7 @@ class RotationJob(LaunchJob):
     title = "rotation"
 
     def launch(self) -> None:
-        from fused_rope_attn.rotation.launch import launch_norm_gradient, launch_rotation
+        from fused_rope_attn.rotation.ops import launch_rotation
         from fused_rope_attn.rotation.problem import RotationOptions, RotationTensors
 
         shapes = [[size or heads for size in SHAPES[self.layout]] for heads in self.heads]
@@ -46,10 +46,8 @@ class RotationJob(LaunchJob):
         tensors = RotationTensors(xs, [torch.empty_like(x) for x in xs], cos, cos, ids, ends)
         if self.norm:
             tensors = tensors._replace(weights=[meta(self.head_dim) for _ in xs[:2]])
-        if self.norm == "backward":
-            launch_norm_gradient(options, tensors, xs[:2], (True, True)[: len(xs)], self.config)
-        else:
-            launch_rotation(options, tensors, self.config)
+        of_backward = (xs[:2], (True, True)[: len(xs)]) if self.norm == "backward" else ()
+        launch_rotation(options, tensors, *of_backward, config=(self.config,))
 
 
 def rotation_jobs(arch: str, full: bool = False) -> list[RotationJob]:

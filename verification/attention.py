@@ -98,15 +98,8 @@ class AttentionCheck(Call):
     def obstacle(self, arch: str, variant: tuple[str, str]) -> planning.Obstacle | None:
         if variant[0] == "reference" or variant == ("auto", "auto"):
             return None
-        needs = planning.Needs(
-            arch,
-            self.dtype,
-            self.head_dim,
-            variant[1],
-            packed=self.seqlens is not None,
-            no_keys=self.len_k == 0,
-        )
-        return planning.obstacle("hopper" if variant[0] == "hopper" else "triton", needs)
+        problem = planning.Problem(self.dtype, self.head_dim, len_k=self.len_k, strategy=variant[1])
+        return planning.obstacle("hopper" if variant[0] == "hopper" else "triton", problem, arch)
 
     def references(self, made: Made, device: str) -> References:
         """Compute the references of all heads, or of the compared ones, which become batch entries."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fused_rope_attn.attention import planning
-from fused_rope_attn.attention.problem import DESCRIBED
+from fused_rope_attn.attention.problem import DESCRIBED, Cache
 from fused_rope_attn.generation import api, reference
 from fused_rope_attn.generation.configs import FLOAT8
 from fused_rope_attn.generation.problem import StepTensors, Written, describe_step, describe_write
@@ -91,7 +91,7 @@ class DecodeCheck(Call):
             return None
         if self.float8 is not None and arch not in FLOAT8 and variant[0] == "triton":
             return NotImplementedError, "float8_e4m3fn caches need one of"
-        return planning.obstacle(variant[0], planning.Needs(arch, self.dtype, self.head_dim, cached=True))
+        return planning.obstacle(variant[0], planning.Problem(self.dtype, self.head_dim, cache=Cache(True, True)), arch)
 
     def entry(self, variant: tuple[str, str]) -> Callable[..., Any]:
         if variant[0] == "auto":

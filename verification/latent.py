@@ -67,8 +67,8 @@ class LatentCheck(AttentionCheck):
         if variant[0] in ("reference", "auto"):
             return None
         dims = {"nope_dim": self.nope, "value_dim": self.value}
-        needs = planning.Needs(arch, self.dtype, self.head_dim, **dims, positive_scale=self.scale > 0)
-        return planning.obstacle(variant[0], needs)
+        problem = planning.Problem(self.dtype, self.head_dim, **dims, softmax_scale=self.scale)
+        return planning.obstacle(variant[0], problem, arch)
 
     def references(self, made: Made, device: str) -> References:
         given = made.given

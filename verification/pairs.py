@@ -89,7 +89,7 @@ class PairCheck(Call):
             return ValueError, "batch_invariant"
         if variant[0] == "auto":
             return None
-        return planning.obstacle(variant[0], planning.Needs(arch, self.dtype, self.head_dim, batch_invariant=True))
+        return planning.obstacle(variant[0], planning.Problem(self.dtype, self.head_dim, batch_invariant=True), arch)
 
     def run(self, machine: Any) -> Iterator[Finding]:
         """Compare the rows that both ways compute, to the bit, and those of the first way with float64 unless the

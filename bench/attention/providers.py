@@ -89,8 +89,8 @@ def _no_hopper(case: testing.Case) -> str | None:
     from fused_rope_attn.runtime import device
 
     where = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    needs = planning.Needs(device.arch(where), case.dtype, case.head_dim, "auto", no_keys=case.len_k == 0)
-    obstacle = planning.obstacle("hopper", needs)
+    problem = planning.Problem(case.dtype, case.head_dim, len_k=case.len_k)
+    obstacle = planning.obstacle("hopper", problem, device.arch(where))
     return None if obstacle is None else obstacle[1]
 
 

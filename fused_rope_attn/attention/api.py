@@ -29,9 +29,9 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 if has_triton():
-    from fused_rope_attn.attention import eager
+    from fused_rope_attn.attention import ops
 else:  # planning sends every call to the reference
-    eager = None  # type: ignore[assignment]
+    ops = None  # type: ignore[assignment]
 
 _OF_ATTENTION = entry.parameters_of(reference.attention)
 _ROWS = ("q", "k", "v", "q_nope", "k_nope")
@@ -177,17 +177,13 @@ def rope_attention(
     common, scores = (softmax_scale, interleaved, window, backend), (rotary_dim, softcap, norm_eps, norm_offset)
     kernels = (batch_invariant, deterministic, strategy)
     options = (*common, *scores, *kernels, causal, return_lse, return_max_logit)
-    known = None if eager is None else eager.find(tensors, layout, options)
-    if known is not None and not entry.is_dry_run():
-        if layout == "bshd":
-            tensors = tensors._replace(q=q.transpose(1, 2), k=k.transpose(1, 2), v=v.transpose(1, 2))
-        o, lse, max_logit = known(tensors)
-        return _asked_for(from_heads_first(o, layout), lse, max_logit, return_lse, return_max_logit)
-    problem, described = describe_call(tensors, Options(*options), layout, "rope_attention")
-    o, lse, max_logit = dispatch(problem, described, layout, return_lse, "rope_attention")
-    if not torch.compiler.is_compiling() and (chosen := planning.choose_backend(problem)[0]) != "reference":
-        eager.remember(tensors, layout, options, problem._replace(backend=chosen), described)
-    return _asked_for(o, lse, max_logit, return_lse, return_max_logit)
+    known = None if ops is None else ops.find(tensors, layout, options)
+    if known is None or entry.is_dry_run():
+        return run(tensors, Options(*options), layout, "rope_attention")
+    if layout == "bshd":
+        tensors = tensors._replace(q=q.transpose(1, 2), k=k.transpose(1, 2), v=v.transpose(1, 2))
+    o, lse, max_logit = known(tensors)
+    return _asked_for(from_heads_first(o, layout), lse, max_logit, return_lse, return_max_logit)
 
 
 @overload
@@ -538,34 +534,29 @@ def describe_call(
     return problem_of(tensors, options, rotary_dim, max_seqlen, token_tables=token_tables), tensors
 
 
-def dispatch(
-    problem: Problem, tensors: Tensors, layout: str, return_lse: bool, function: str
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Run a described call by the backend that planning chooses; return (o in the layout, lse, max_logit).
+def run(
+    tensors: Tensors, options: Any, layout: str, function: str, longest: tuple[int, int] | None = None, **kind: bool
+) -> Any:
+    """Describe a call as ``describe_call`` does, attend by the backend that planning chooses, and return the results.
 
-    function: the public function that messages about unsupported derivatives name.
+    Remember calls of ``rope_attention``. function: the public function that messages name.
     """
+    problem, described = describe_call(tensors, options, layout, function, longest, **kind)
     if entry.is_dry_run():
         raise entry.Planned(planning.plan_call(problem))
     chosen, _ = planning.choose_backend(problem)
     if chosen != "reference":
-        chosen_problem = problem if chosen == problem.backend else problem._replace(backend=chosen)
-        o, lse, max_logit = eager.attention(chosen_problem, tensors, return_lse)
+        problem = problem if chosen == problem.backend else problem._replace(backend=chosen)
+        o, lse, max_logit = ops.attention(problem, described, options.return_lse)
+        if function == "rope_attention" and not torch.compiler.is_compiling():
+            ops.remember(tensors, layout, options, problem, described)
     else:
-        views = differentiable(function, [getattr(tensors, name) for name in _DIFFERENTIABLE])
-        tensors = tensors._replace(**dict(zip(_DIFFERENTIABLE, views)))
-        o, lse, *more = reference.attention(**arguments_by_name(_OF_ATTENTION, problem, tensors))
+        views = differentiable(function, [getattr(described, name) for name in _DIFFERENTIABLE])
+        described = described._replace(**dict(zip(_DIFFERENTIABLE, views)))
+        o, lse, *more = reference.attention(**arguments_by_name(_OF_ATTENTION, problem, described))
         max_logit = more[0] if more else None
     o = from_heads_first(o, layout, contiguous=chosen == "reference")
-    return o, lse.squeeze(0) if layout == "thd" else lse, max_logit
-
-
-def run(
-    tensors: Tensors, options: Any, layout: str, function: str, longest: tuple[int, int] | None = None, **kind: bool
-) -> Any:
-    """Describe a call as ``describe_call`` does, attend, and return the results that the caller asked for."""
-    problem, tensors = describe_call(tensors, options, layout, function, longest, **kind)
-    o, lse, max_logit = dispatch(problem, tensors, layout, options.return_lse, function)
+    lse = lse.squeeze(0) if layout == "thd" else lse
     return _asked_for(o, lse, max_logit, options.return_lse, options.return_max_logit)
 
 

@@ -3,32 +3,20 @@
 
 A row needs the sum of g * n over all its columns (kernels/norm.py), and only the weights' gradient needs other rows. So
 one pass over the rows suffices, in place: it reads dx and x, computes the statistic of x again, and writes dx and sums
-of the weights' gradients. A second launch adds those up.
+of the weights' gradients. The programs that finish last add those up.
 """
 
 import triton
 import triton.language as tl
 
+from fused_rope_attn.kernels import norm as norms
 from fused_rope_attn.kernels import rotation as rotations
-from fused_rope_attn.kernels.norm import Norm, unnorm_pairs
+from fused_rope_attn.kernels import schedule, tiles
 from fused_rope_attn.kernels.records import record, replace, unpack
-from fused_rope_attn.kernels.schedule import block_of_heads, wait_for_previous_launch
-from fused_rope_attn.kernels.tiles import Origin, RowFormat, TensorView, head_rows, tile_range
 from fused_rope_attn.runtime.triton_compat import barrier
 
 # Rows of sums that are added up at a time; the last of so many programs adds up their sums.
 SUMS = tl.constexpr(32)
-
-
-@record
-class NormedRows:
-    """Rows (B, H, N, D) as the caller gave them, and the gradient of the normed ones, which becomes theirs in place."""
-
-    x: TensorView
-    dx: TensorView
-    norm: Norm
-    sums_ptr: tl.tensor  # (blocks, D) float32: each block's part of the weight's gradient
-    format: RowFormat
 
 
 @record
@@ -64,64 +52,10 @@ def store_weight_sums(ptr, first, second, norm, pairing, LAYOUT: tl.constexpr = 
 
 
 @triton.jit
-def unnorm_block(pid, rows, H, N, HEADS: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Turn dx of block ``pid`` of ``NormedRows``, BLOCK_N rows of HEADS heads, into that of x, in place.
-
-    The sum of the weight's gradient over these rows goes to row ``pid`` of sums.
-    """
-    block, chunk, batch = block_of_heads(pid, tl.cdiv(N, BLOCK_N), tl.cdiv(H, HEADS))
-    start, last_head = block * BLOCK_N, tl.minimum(chunk * HEADS + HEADS, H)
-    BLOCK_D: tl.constexpr = rows.format.BLOCK_D
-    halves = rotations.Pairing(R=rows.norm.D, INTERLEAVED=False)
-    weight1, weight2 = rotations.pair_norm_weights(rows.norm, halves, BLOCK_D)
-    offs = tl.arange(0, BLOCK_N)
-    dweight1 = tl.zeros((BLOCK_N, BLOCK_D // 2), tl.float32)
-    dweight2 = tl.zeros((BLOCK_N, BLOCK_D // 2), tl.float32)
-    for head in range(chunk * HEADS, last_head):
-        origin = Origin(batch, tl.cast(head, tl.int64), start)
-        first, second = rotations.load_pairs(head_rows(rows.x, origin, N - start, rows.format), offs, halves)
-        dx_rows = head_rows(rows.dx, origin, N - start, rows.format)
-        dy1, dy2 = rotations.load_pairs(dx_rows, offs, halves)
-        dx1, dx2, of_rows1, of_rows2 = unnorm_pairs(first, second, dy1, dy2, weight1, weight2, rows.norm)
-        rotations.store_pairs(dx_rows, dx1, dx2, offs, halves)
-        dweight1 += of_rows1
-        dweight2 += of_rows2
-    sums_ptr = rows.sums_ptr + tl.cast(pid, tl.int64) * rows.norm.D
-    store_weight_sums(sums_ptr, dweight1, dweight2, rows.norm, halves)
-
-
-@triton.jit
-def clear_counters(counters_ptr):
-    """Zero the counters of ``weight_gradient_kernel``, which is the next launch; one program's work."""
-    if tl.program_id(0) == 0:
-        tl.store(counters_ptr, 0)
-        tl.store(counters_ptr + 1, 0)
-
-
-@triton.jit(do_not_specialize=["HQ", "HKV", "NQ", "NK", "B"])
-def norm_gradient_kernel(
-    queries, keys, counters_ptr, HQ, HKV, NQ, NK, B, HEADS: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr
-):
-    """Turn dq and dk of normed rows into those of q and k, in place. Grid: blocks of q, then blocks of k.
-
-    queries and keys are ``NormedRows``. Packed sequences are rows like any others.
-    """
-    queries, keys = unpack((queries, keys))
-    wait_for_previous_launch(PDL)
-    clear_counters(counters_ptr)
-    pid = tl.program_id(0)
-    q_blocks = tl.cdiv(NQ, BLOCK_N) * tl.cdiv(HQ, HEADS) * B
-    if pid < q_blocks:
-        unnorm_block(pid, queries, HQ, NQ, HEADS, BLOCK_N)
-    else:
-        unnorm_block(pid - q_blocks, keys, HKV, NK, HEADS, BLOCK_N)
-
-
-@triton.jit
 def add_rows(sums, ptr, first, last):
     """Add up rows [first, last) of a matrix (rows, D) float32 of ``WeightSums`` in one order, (BLOCK_D,)."""
-    rows = tile_range(SUMS, 0, sums.LAYOUT)
-    columns = tile_range(sums.BLOCK_D, 1, sums.LAYOUT)
+    rows = tiles.tile_range(SUMS, 0, sums.LAYOUT)
+    columns = tiles.tile_range(sums.BLOCK_D, 1, sums.LAYOUT)
     total = zeros_like_ranges(rows, columns)
     for start in range(first, last, SUMS):
         offsets = (start + rows).to(tl.int64)[:, None] * sums.D + columns[None, :]
@@ -134,7 +68,7 @@ def add_rows(sums, ptr, first, last):
 @triton.jit
 def store_row(sums, ptr, row):
     """Write a row (BLOCK_D,) of ``add_rows``, rounded to the memory's dtype."""
-    columns = tile_range(sums.BLOCK_D, 1, sums.LAYOUT)
+    columns = tiles.tile_range(sums.BLOCK_D, 1, sums.LAYOUT)
     tl.store(ptr + columns, row.to(ptr.dtype.element_ty), mask=columns < sums.D)
 
 
@@ -181,19 +115,62 @@ def add_own_sums(sums, pid):
             store_row(sums, sums.gradient_ptr, add_rows(sums, sums.parts_ptr, 0, parts))
 
 
-@triton.jit(do_not_specialize=["q_blocks", "k_blocks"])
-def weight_gradient_kernel(queries, keys, q_blocks, k_blocks, PARTS: tl.constexpr, PDL: tl.constexpr):
-    """Write the gradients of both weights from q_blocks and k_blocks rows of sums. Grid: (2 * PARTS,).
+@record
+class NormedRows:
+    """Rows (B, H, N, D) as the caller gave them, and the gradient of the normed ones, which becomes theirs in place."""
 
-    queries and keys are ``WeightSums`` without counts, with one workspace (2, PARTS, D) and its counters (2,): zeros,
-    see ``clear_counters``.
+    x: tiles.TensorView
+    dx: tiles.TensorView
+    norm: norms.Norm
+    sums: WeightSums  # a row of each block, without their count
+    format: tiles.RowFormat
+
+
+@triton.jit
+def unnorm_block(pid, blocks, rows, H, N, HEADS: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Turn dx of block ``pid`` of ``NormedRows``, BLOCK_N rows of HEADS heads, into that of x, in place.
+
+    The sum of the weight's gradient over these rows goes to row ``pid`` of sums, which has ``blocks`` rows.
+    """
+    block, chunk, batch = schedule.block_of_heads(pid, tl.cdiv(N, BLOCK_N), tl.cdiv(H, HEADS))
+    start, last_head = block * BLOCK_N, tl.minimum(chunk * HEADS + HEADS, H)
+    BLOCK_D: tl.constexpr = rows.format.BLOCK_D
+    halves = rotations.Pairing(R=rows.norm.D, INTERLEAVED=False)
+    weight1, weight2 = rotations.pair_norm_weights(rows.norm, halves, BLOCK_D)
+    offs = tl.arange(0, BLOCK_N)
+    dweight1 = tl.zeros((BLOCK_N, BLOCK_D // 2), tl.float32)
+    dweight2 = tl.zeros((BLOCK_N, BLOCK_D // 2), tl.float32)
+    for head in range(chunk * HEADS, last_head):
+        origin = tiles.Origin(batch, tl.cast(head, tl.int64), start)
+        first, second = rotations.load_pairs(tiles.head_rows(rows.x, origin, N - start, rows.format), offs, halves)
+        dx_rows = tiles.head_rows(rows.dx, origin, N - start, rows.format)
+        dy1, dy2 = rotations.load_pairs(dx_rows, offs, halves)
+        dx1, dx2, of_rows1, of_rows2 = norms.unnorm_pairs(first, second, dy1, dy2, weight1, weight2, rows.norm)
+        rotations.store_pairs(dx_rows, dx1, dx2, offs, halves)
+        dweight1 += of_rows1
+        dweight2 += of_rows2
+    sums_ptr = rows.sums.sums_ptr + tl.cast(pid, tl.int64) * rows.norm.D
+    store_weight_sums(sums_ptr, dweight1, dweight2, rows.norm, halves)
+    add_own_sums(replace(rows.sums, count=blocks), pid)
+
+
+@triton.jit(do_not_specialize=["HQ", "HKV", "NQ", "NK", "B"])
+def norm_gradient_kernel(
+    queries, keys, HQ, HKV, NQ, NK, B, HEADS: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr
+):
+    """Turn dq and dk of normed rows into those of q and k, in place. Grid: blocks of q, then blocks of k.
+
+    queries and keys are ``NormedRows`` with one workspace and its counters: zeros, the queries' first. Packed sequences
+    are rows like any others.
     """
     queries, keys = unpack((queries, keys))
-    wait_for_previous_launch(PDL)
+    schedule.wait_for_previous_launch(PDL)
     pid = tl.program_id(0)
-    if pid < PARTS:
-        add_sums(replace(queries, count=q_blocks), pid, PARTS)
+    q_blocks = tl.cdiv(NQ, BLOCK_N) * tl.cdiv(HQ, HEADS) * B
+    if pid < q_blocks:
+        unnorm_block(pid, q_blocks, queries, HQ, NQ, HEADS, BLOCK_N)
     else:
-        parts_ptr, counters_ptr = keys.parts_ptr + PARTS * keys.D, keys.counters_ptr + 1
-        sums = replace(keys, count=k_blocks, parts_ptr=parts_ptr, counters_ptr=counters_ptr)
-        add_sums(sums, pid - PARTS, PARTS)
+        sums, parts = keys.sums, tl.cdiv(q_blocks, SUMS)
+        parts_ptr, counters_ptr = sums.parts_ptr + parts * sums.D, sums.counters_ptr + 1 + parts
+        keys = replace(keys, sums=replace(sums, parts_ptr=parts_ptr, counters_ptr=counters_ptr))
+        unnorm_block(pid - q_blocks, tl.num_programs(0) - q_blocks, keys, HKV, NK, HEADS, BLOCK_N)

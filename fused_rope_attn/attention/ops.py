@@ -1,32 +1,23 @@
-"""The torch.library operators of attention, their autograd, and the calls of the backends' launchers."""
+"""Attention by the kernels: eager calls, the torch.library operators, their autograd, and the launchers' calls."""
 
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from fused_rope_attn.attention import configs, planning
-from fused_rope_attn.attention.problem import (
-    READ_BY_THE_DEVICE,
-    SCHEMA,
-    Gradients,
-    Outputs,
-    Problem,
-    Saved,
-    Saving,
-    Tensors,
-    flatten,
-    rebuild,
-    split_outputs,
-)
+from fused_rope_attn.attention import problem as records
+from fused_rope_attn.attention.problem import Gradients, Outputs, Problem, Saved, Saving, Tensors, flatten, rebuild
 from fused_rope_attn.runtime import device
-from fused_rope_attn.runtime.calls import Call, call_of
 from fused_rope_attn.runtime.differentiation import SingleLevelFunction, apply_in_operator, in_forward_mode
+from fused_rope_attn.runtime.entry import in_context_parallel
+from fused_rope_attn.runtime.launch import Call, call_of, signature
 from fused_rope_attn.runtime.layouts import like_input, with_aligned_rows
-from fused_rope_attn.runtime.registration import Operator
+from fused_rope_attn.runtime.registration import Operator, is_plain
 
 
 @functools.cache
@@ -47,93 +38,69 @@ def _launchers(portable: bool) -> tuple[Callable, Callable]:
     return hopper_forward, hopper_backward
 
 
-def _readable(tensors: Tensors) -> Tensors:
-    """Return the tensors as kernels read them; those with another layout are copied.
+def _readable(tensors: Sequence, of_backward: bool) -> tuple:
+    """Return the tensors of a pass as kernels read them; those with another layout are copied.
 
-    Rows of q, k and v begin at multiples of 16 bytes. Tensors that only the device reads have unit stride.
+    Rows of q, k, v, do and o begin at multiples of 16 bytes. Tensors that only the device reads have unit stride.
+    tensors: the fields of ``Tensors`` and output buffers, after do, o and lse in a backward pass.
     """
-    rows = ("q", "k", "v") if tensors.q_nope is None else ("q", "k", "v", "q_nope", "k_nope")
-    changed = {name: with_aligned_rows(getattr(tensors, name)) for name in rows}
-    changed |= {name: x.contiguous() for name in READ_BY_THE_DEVICE if (x := getattr(tensors, name)) is not None}
-    changed = {name: x for name, x in changed.items() if x is not getattr(tensors, name)}
-    return tensors._replace(**changed) if changed else tensors
+    if of_backward:
+        do, o, lse, *tensors = tensors
+        return (with_aligned_rows(do), with_aligned_rows(o), lse, *_readable(tensors, False))
+    given, outputs = records.split_outputs(tensors, 0)
+    copies: dict[str, Callable] = dict.fromkeys(("q", "k", "v", "q_nope", "k_nope"), with_aligned_rows)
+    copies |= dict.fromkeys(records.READ_BY_THE_DEVICE, torch.Tensor.contiguous)
+    found = {name: copy(x) for name, copy in copies.items() if (x := getattr(given, name)) is not None}
+    return (*given._replace(**found), *outputs)
 
 
-def _readable_forward(tensors: Sequence) -> tuple:
-    given, outputs = split_outputs(tensors, 0)
-    return (*_readable(given), *outputs)
-
-
-def _readable_backward(tensors: Sequence) -> tuple:
-    do, o, lse, *of_forward = tensors
-    return (with_aligned_rows(do), with_aligned_rows(o), lse, *_readable_forward(of_forward))
-
-
-def _same(some: Sequence, others: Sequence) -> bool:
-    return all(x is y for x, y in zip(some, others))
-
-
-def _prepare_forward(
-    problem: Problem, tensors: Sequence, saves_rotated: bool, plan: planning.Plan | None = None
-) -> Callable[[Sequence], Outputs]:
-    readable = _readable_forward(tensors)
-    if not _same(readable, tensors):
-        run = _prepare_forward(problem, readable, saves_rotated, plan)
-        return lambda tensors: run(_readable_forward(tensors))
+def _prepare(
+    problem: Problem, tensors: Sequence, of_backward: bool, rotated: bool, plan: planning.Plan | None = None
+) -> Callable[[Sequence], Any]:
+    """Return a pass by its launches. rotated: forward saves q and k rotated, if its kernels can; backward gets such."""
+    readable = _readable(tensors, of_backward)
+    if not all(map(operator.is_, readable, tensors)):
+        run = _prepare(problem, readable, of_backward, rotated, plan)
+        return lambda tensors: run(_readable(tensors, of_backward))
     plan = plan or planning.plan_for(problem)
+    config = plan.backward if of_backward else plan.forward
+    prepare = _launchers(isinstance(config, (configs.ForwardConfig, configs.BackwardConfig)))[of_backward]
+    if of_backward:
+        return prepare(problem, tensors, config, rotated)
     saving = Saving.NOTHING
-    if saves_rotated and plan.saves_rotated:
+    if rotated and plan.saves_rotated:
         reads_tiles = isinstance(plan.backward, configs.HopperBackwardConfig) and problem.is_packed
         saving = Saving.TILES if reads_tiles else Saving.ROWS
-    prepare = _launchers(isinstance(plan.forward, configs.ForwardConfig))[0]
-    return prepare(problem, tensors, plan.forward, saving)
+    return prepare(problem, tensors, config, saving)
 
 
-def _prepare_backward(
-    problem: Problem, tensors: Sequence, is_rotated: bool, plan: planning.Plan | None = None
-) -> Callable[[Sequence], Gradients]:
-    readable = _readable_backward(tensors)
-    if not _same(readable, tensors):
-        run = _prepare_backward(problem, readable, is_rotated, plan)
-        return lambda tensors: run(_readable_backward(tensors))
-    config = (plan or planning.plan_for(problem)).backward
-    prepare = _launchers(isinstance(config, configs.BackwardConfig))[1]
-    return prepare(problem, tensors, config, is_rotated)
+def forward_call(
+    problem: Problem, tensors: Sequence, saves_rotated: bool = False, plan: planning.Plan | None = None
+) -> Call:
+    """Return the call of a forward pass, which takes these tensors and returns ``Outputs``.
 
-
-def forward_call(problem: Problem, tensors: Tensors, saves_rotated: bool = False) -> Call:
-    """Return the call of a forward pass, which takes ``Tensors`` and returns ``Outputs``.
-
-    saves_rotated: also return q_rot and k_rot, if the kernels support it; else they are None.
+    tensors: ``Tensors``, perhaps followed by a buffer for o. saves_rotated: also return q_rot and k_rot, if the kernels
+    support it; else they are None. plan: of the kernels, by default that of the problem.
     """
-    return call_of(_prepare_forward, problem.for_launch(), tensors, saves_rotated)
+    return call_of(_prepare, problem.for_launch(), tensors, False, saves_rotated, plan)
 
 
-def run_forward(problem: Problem, tensors: Tensors) -> Outputs:
-    """Run a forward pass that saves nothing."""
+def run_forward(
+    problem: Problem, tensors: Tensors, plan: planning.Plan | None = None, out: torch.Tensor | None = None
+) -> Outputs:
+    """Run a forward pass that saves nothing. plan: as in ``forward_call``. out: a buffer for o, if not new memory."""
+    given = tensors if out is None else (*tensors, out)
     with device.guard(problem.device):
-        return forward_call(problem, tensors)(tensors)
+        return forward_call(problem, given, plan=plan)(given)
 
 
-def run_backward(problem: Problem, do: torch.Tensor, saved: Saved) -> Gradients:
-    """Run a backward pass."""
-    tensors = (do, saved.o, saved.lse, *saved.tensors)
+def run_backward(
+    problem: Problem, do: torch.Tensor, saved: Saved, plan: planning.Plan | None = None, outputs: tuple = ()
+) -> Gradients:
+    """Run a backward pass. plan: as in ``forward_call``. outputs: buffers for dq, dk and dv, None for new memory."""
+    given = (do, saved.o, saved.lse, *saved.tensors, *outputs)
     with device.guard(problem.device):
-        return call_of(_prepare_backward, problem.for_launch(), tensors, saved.is_rotated)(tensors)
-
-
-def forward_by(plan: planning.Plan, problem: Problem, tensors: Tensors, out: torch.Tensor | None = None) -> Outputs:
-    """Run a forward pass without autograd by the kernels of a plan. out: a buffer for o, if not new memory."""
-    with device.guard(problem.device):
-        given = tensors if out is None else (*tensors, out)
-        return call_of(_prepare_forward, problem.for_launch(), given, False, plan)(given)
-
-
-def backward_by(plan: planning.Plan, problem: Problem, do: torch.Tensor, saved: Saved, outputs: tuple) -> Gradients:
-    """Run the backward pass of ``forward_by``. outputs: buffers for dq, dk and dv, None for new memory."""
-    with device.guard(problem.device):
-        given = (do, saved.o, saved.lse, *saved.tensors, *outputs)
-        return call_of(_prepare_backward, problem.for_launch(), given, saved.is_rotated, plan)(given)
+        return call_of(_prepare, problem.for_launch(), given, True, saved.is_rotated, plan)(given)
 
 
 def _forward_impl(*arguments):
@@ -142,16 +109,11 @@ def _forward_impl(*arguments):
     return results.o, results.lse, results.lse.new_empty(0) if lacks else results.max_logit
 
 
-def _backward_impl(do, o, lse, *arguments):
+def _backward_impl(do, o, lse, is_rotated, *arguments):
     problem, tensors = rebuild(*arguments)
-    return without_none(run_backward(problem, do, Saved(o, lse, tensors)), do)
-
-
-def _rotated_backward_impl(do, o, lse, *arguments):
-    problem, tensors = rebuild(*arguments)
-    # q_rot holds packed queries with padding.
+    # Saved q_rot holds packed queries with padding.
     problem = problem._replace(len_q=o.shape[2])
-    return without_none(run_backward(problem, do, Saved(o, lse, tensors, is_rotated=True)), do)
+    return without_none(run_backward(problem, do, Saved(o, lse, tensors, is_rotated)), do)
 
 
 def without_none(gradients: Gradients, do: torch.Tensor) -> Gradients:
@@ -167,24 +129,15 @@ def _forward_fake(*arguments):
     return o, lse, lse.new_empty(shape)
 
 
-def backward_fake(do, o, lse, *arguments):
+def backward_fake(do, o, lse, is_rotated, *arguments):
     """Return uninitialised gradients, as ``without_none`` returns them, for tracing."""
     _, tensors = rebuild(*arguments)
-    return like_input(tensors.q), like_input(tensors.k), like_input(tensors.v), *_fake_rest(do, tensors)
-
-
-def _rotated_backward_fake(do, o, lse, *arguments):
-    _, tensors = rebuild(*arguments)
-    if tensors.q_nope is not None:
-        dq = like_input(tensors.q_nope, tensors.q.shape[3])
-        return dq, like_input(tensors.k), like_input(tensors.v), *_fake_rest(do, tensors)
-    return like_input(o), like_input(tensors.v), like_input(tensors.v), *_fake_rest(do, tensors)
-
-
-def _fake_rest(do, tensors: Tensors) -> list[torch.Tensor]:
-    """Return the gradients after dv in the form of ``without_none``."""
-    given = [getattr(tensors, name) for name in _WEIGHTS]
-    return [do.new_empty(0) if x is None else torch.empty_like(x) if x.ndim == 1 else like_input(x) for x in given]
+    dq, dk = tensors.q, tensors.k
+    if is_rotated:  # the layouts of the caller's q and k are those of other tensors
+        dq, dk = (o, tensors.v) if tensors.q_nope is None else (tensors.q_nope, dk)
+    rest = [getattr(tensors, name) for name in _WEIGHTS]
+    empty = [do.new_empty(0) if x is None else torch.empty_like(x) if x.ndim == 1 else like_input(x) for x in rest]
+    return like_input(dq, tensors.q.shape[3]), like_input(dk), like_input(tensors.v), *empty
 
 
 # Tensors that may have a gradient, in addition to q, k and v: name in ``Tensors`` to index in ``Gradients``.
@@ -248,8 +201,7 @@ class AttentionCall:
         # With create_graph, or where dO has a tangent, the operator's own autograd must see the call, to refuse it.
         if self.keyset is None and type(do) is torch.Tensor and not torch.is_grad_enabled() and not in_forward_mode():
             return run_backward(self.problem, do, saved)
-        operator = _rotated_backward if saved.is_rotated else _backward
-        return operator(do, saved.o, saved.lse, *flatten(self.problem, saved.tensors))
+        return _backward(do, saved.o, saved.lse, saved.is_rotated, *flatten(self.problem, saved.tensors))
 
 
 class Attention(SingleLevelFunction):
@@ -292,27 +244,90 @@ def _forward_autograd(keyset, *arguments):
 
 # backend="auto" is resolved inside the operators. The last result is max_logit, empty unless the call asks for it.
 forward_operator = Operator(
-    f"attention_forward({SCHEMA}) -> (Tensor, Tensor, Tensor)",
+    f"attention_forward({records.SCHEMA}) -> (Tensor, Tensor, Tensor)",
     run=_forward_impl,
     fake=_forward_fake,
     function="rope_attention",
     autograd=_forward_autograd,
 )
 _GRADIENTS = ", ".join(["Tensor"] * len(Gradients._fields))
-# The results after dv are empty if the call has no such tensor.
+# The results after dv are empty if the call has no such tensor. With is_rotated q and k are those that an eager forward
+# pass saved rotated; a second differentiation then reaches this operator through o.
 _backward = Operator(
-    f"attention_backward(Tensor do, Tensor o, Tensor lse, {SCHEMA}) -> ({_GRADIENTS})",
+    f"attention_backward(Tensor do, Tensor o, Tensor lse, bool is_rotated, {records.SCHEMA}) -> ({_GRADIENTS})",
     run=_backward_impl,
     fake=backward_fake,
     function="rope_attention",
     is_gradient=True,
 )
-# For an eager forward pass that saved q and k rotated, if its backward pass has to go through the dispatcher. A second
-# differentiation reaches this operator through o, because the saved q and k are not the caller's.
-_rotated_backward = Operator(
-    f"attention_rotated_backward(Tensor do, Tensor o, Tensor lse, {SCHEMA}) -> ({_GRADIENTS})",
-    run=_rotated_backward_impl,
-    fake=_rotated_backward_fake,
-    function="rope_attention",
-    is_gradient=True,
-)
+
+
+def attention(
+    problem: Problem, tensors: Tensors, returns_lse: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Return (o, lse, max_logit) of a problem that ``planning.choose_backend`` has admitted to the kernels.
+
+    returns_lse: lse has a gradient. max_logit is meaningful only if the problem asks for it. Tracing, fake tensors and
+    modes see one operator. Ordinary calls skip the dispatcher.
+    """
+    if not is_plain(*tensors):
+        return forward_operator(*flatten(problem, tensors))
+    return AttentionCall(problem, tensors, returns_lse)(tensors)
+
+
+# Calls of ``rope_attention`` by signature. A known call is not checked, described or planned again.
+_known: dict[tuple, AttentionCall] = {}
+_MAX_KNOWN = 4096
+_WINDOW, _RETURN_LSE = map(records.Options._fields.index, ("window", "return_lse"))
+
+
+def _key(tensors: Tensors, layout: Any, options: tuple) -> tuple | None:
+    """Return the signature of a call, with the types of its options, because ``1 == True``.
+
+    It is None for traced calls, in modes and under autocast.
+    """
+    if not is_plain(*tensors) or in_context_parallel():
+        return None
+    if torch.is_autocast_enabled() or torch.is_autocast_enabled("cpu"):
+        return None
+    window, q = options[_WINDOW], tensors.q
+    if type(window) not in (tuple, type(None)):
+        return None
+    return (
+        signature(tensors),
+        tensors.cos.requires_grad or tensors.sin.requires_grad,  # refused
+        layout,
+        options,
+        *map(type, options),
+        *map(type, window or ()),
+        torch.are_deterministic_algorithms_enabled(),
+        # A setting decides the precision of products in float32, and it may change between calls.
+        q.dtype is torch.float32 and device.dot_precision(q.dtype),
+    )
+
+
+def find(tensors: Tensors, layout: Any, options: tuple) -> AttentionCall | None:
+    """Return the call that was remembered for this signature, or None."""
+    try:
+        key = _key(tensors, layout, options)
+        return None if key is None else _known.get(key)  # a graph would guard the whole dictionary
+    # An argument is no tensor, an option is not hashable, or a tensor has no strides: the checks will refuse it.
+    except (AttributeError, TypeError, RuntimeError):
+        return None
+
+
+def remember(tensors: Tensors, layout: Any, options: tuple, problem: Problem, described: Tensors) -> None:
+    """Keep a call for ``find``. described: the tensors as (B, H, N, D).
+
+    Forget all calls once there are more than any program uses in turn.
+    """
+    key = _key(tensors, layout, options)
+    if key is not None:
+        if len(_known) >= _MAX_KNOWN:
+            _known.clear()
+        _known[key] = AttentionCall(problem, described, options[_RETURN_LSE])
+
+
+def forget() -> None:
+    """Forget all calls, so that each is examined again."""
+    _known.clear()

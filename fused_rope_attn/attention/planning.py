@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 
@@ -23,7 +23,6 @@ MAX_ROPE_DIM, MAX_LATENT_DIM, LATENT_DIM_STEP = 64, 128, 16
 HOPPER_LATENT_DIMS = (128, 64, 128)
 HOPPER_DTYPES: tuple[torch.dtype, ...] = (torch.float16, torch.bfloat16)
 Obstacle = tuple[type[Exception], str]
-FixedOrder = tuple[bool, str]
 
 
 @dataclass(frozen=True)
@@ -54,101 +53,67 @@ def visited_keys(length: int, causal: bool, window: tuple[int, int] | None) -> i
     return length if left < 0 or right < 0 else min(length, left + right + 1)
 
 
-class Needs(NamedTuple):
-    """The properties of a call that decide its kernels.
-
-    Those up to positive_scale decide whether a backend can serve it, and do not depend on lengths that vary within a
-    traced graph. cached: it is a generation step. no_keys: K has no rows. nope_dim and value_dim: as in ``Problem``,
-    None except in multi-head latent attention, where head_dim is that of q_rope. positive_scale: that softmax_scale is
-    above 0, read there alone.
-
-    The others choose among kernels. fixed_order: as ``_fixed_order`` returns it. length: a bucket. work: a level, see
-    ``configs.work_level``. short_sequences: packed ones are shorter than ``hopper_configs.LEAST_MEAN_LENGTH``, on
-    average. few_queries: fewer than ``LEAST_QUERIES`` there. fills_results: a launch must fill a result in any case.
-    """
-
-    arch: str
-    dtype: torch.dtype
-    head_dim: int
-    strategy: str = "auto"
-    packed: bool = False
-    cached: bool = False
-    no_keys: bool = False
-    batch_invariant: bool = False
-    nope_dim: int | None = None
-    value_dim: int | None = None
-    positive_scale: bool = True
-    backend: str = "auto"
-    fixed_order: FixedOrder | None = None
-    causal: bool = False
-    length: str = "long"
-    gqa: bool = False
-    work: int = 0
-    masked: bool = False
-    short_sequences: bool = False
-    few_queries: bool = False
-    fills_results: bool = False
-
-
-def obstacle(backend: str, needs: Needs) -> Obstacle | None:
+def obstacle(backend: str, problem: Problem, arch: str) -> Obstacle | None:
     """Return the error that explains why the ``backend`` "triton" or "hopper" cannot run a call; None if it can.
 
-    No other function states the limits of a backend.
+    No other function states the limits of a backend. arch: of the call's device. Of the sizes that vary within a traced
+    graph only len_k is read, for "hopper" alone.
     """
     if not device.has_triton():
         return RuntimeError, f"backend={backend!r} needs the package triton, which is not installed here"
     name, dtypes = "the Triton kernels", KERNEL_DTYPES
     if backend == "hopper":
         name, dtypes = ("backend='hopper'", HOPPER_DTYPES)
-        if needs.cached and not needs.batch_invariant:
+        if problem.cache is not None and not problem.batch_invariant:
             return NotImplementedError, (
                 "cache_seqlens is not served by backend='hopper' yet, but by the portable kernels"
             )
-    if needs.batch_invariant and needs.strategy == "inline":
+    if problem.batch_invariant and problem.strategy == "inline":
         return NotImplementedError, "strategy must be 'auto' or 'prepass' with batch_invariant=True, but is 'inline'"
-    if needs.dtype not in dtypes:
+    if problem.dtype not in dtypes:
         listed = " or ".join(", ".join(str(x).removeprefix("torch.") for x in dtypes).rsplit(", ", 1))
-        return NotImplementedError, f"q must be {listed} for {name}, but is {needs.dtype}"
-    if needs.nope_dim is not None:
-        found = _latent_obstacle(backend, needs)
+        return NotImplementedError, f"q must be {listed} for {name}, but is {problem.dtype}"
+    if problem.nope_dim is not None:
+        found = _latent_obstacle(backend, problem)
         if found is not None:
             return found
-    elif needs.head_dim % HEAD_DIM_STEP or not MIN_HEAD_DIM <= needs.head_dim <= MAX_HEAD_DIM:
+    elif problem.head_dim % HEAD_DIM_STEP or not MIN_HEAD_DIM <= problem.head_dim <= MAX_HEAD_DIM:
         return NotImplementedError, (
             f"q must have a head dim that is a multiple of {HEAD_DIM_STEP} from {MIN_HEAD_DIM} to {MAX_HEAD_DIM} for "
-            f"{name}, but has {needs.head_dim}"
+            f"{name}, but has {problem.head_dim}"
         )
     if backend == "triton":
-        return _portable_machine_obstacle(needs.arch)
-    if needs.strategy == "inline":
+        return _portable_machine_obstacle(arch)
+    if problem.strategy == "inline":
         return NotImplementedError, "strategy must be 'auto' or 'prepass' for backend='hopper', but is 'inline'"
-    if needs.no_keys:
+    if problem.len_k == 0:
         return NotImplementedError, "k must have at least one position for backend='hopper', but has 0"
-    if needs.arch != "sm_90":
-        return RuntimeError, f"backend='hopper' needs an sm_90 GPU (H100, H200), but q is on {needs.arch}"
+    if arch != "sm_90":
+        return RuntimeError, f"backend='hopper' needs an sm_90 GPU (H100, H200), but q is on {arch}"
     return None
 
 
-def _latent_obstacle(backend: str, needs: Needs) -> Obstacle | None:
-    dims = (("q_rope", needs.head_dim, MAX_ROPE_DIM), ("q_nope", needs.nope_dim, MAX_LATENT_DIM))
-    for name, columns, most in (*dims, ("v", needs.value_dim, MAX_LATENT_DIM)) if backend == "triton" else ():
-        if columns is not None and (columns % LATENT_DIM_STEP or not LATENT_DIM_STEP <= columns <= most):
+def _latent_obstacle(backend: str, problem: Problem) -> Obstacle | None:
+    widths = (problem.nope_dim or 0, problem.head_dim, problem.value_dim)
+    if backend == "hopper":
+        if widths != HOPPER_LATENT_DIMS:
+            served, found = (", ".join(map(str, x)) for x in (HOPPER_LATENT_DIMS, widths))
+            return NotImplementedError, (
+                f"q_nope, q_rope and v must have {served} columns for backend='hopper', but have {found}; the portable "
+                "kernels serve other widths"
+            )
+        if problem.softmax_scale <= 0:
+            return NotImplementedError, (
+                "softmax_scale must be positive for backend='hopper' in multi-head latent attention; the portable "
+                "kernels serve others"
+            )
+        return None
+    for name, columns, most in zip(("q_nope", "q_rope", "v"), widths, (MAX_LATENT_DIM, MAX_ROPE_DIM, MAX_LATENT_DIM)):
+        if columns % LATENT_DIM_STEP or not LATENT_DIM_STEP <= columns <= most:
             return NotImplementedError, (
                 f"{name} must have a number of columns that is a multiple of {LATENT_DIM_STEP} from {LATENT_DIM_STEP} "
                 f"to {most} for the Triton kernels, but has {columns}"
             )
-    widths = (needs.nope_dim, needs.head_dim, needs.value_dim)
-    if backend == "hopper" and widths != HOPPER_LATENT_DIMS:
-        served, found = (", ".join(map(str, x)) for x in (HOPPER_LATENT_DIMS, widths))
-        return NotImplementedError, (
-            f"q_nope, q_rope and v must have {served} columns for backend='hopper', but have {found}; the portable "
-            "kernels serve other widths"
-        )
-    if backend == "hopper" and not needs.positive_scale:
-        return NotImplementedError, (
-            "softmax_scale must be positive for backend='hopper' in multi-head latent attention; the portable "
-            "kernels serve others"
-        )
     return None
 
 
@@ -169,47 +134,21 @@ _arch._dynamo_marked_constant = True  # type: ignore[attr-defined]
 _portable_machine_obstacle._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def _needs(problem: Problem, arch: str, no_keys: bool) -> Needs:
-    """Return the ``Needs`` of a call on ``arch`` that decide whether a backend can serve it."""
-    return Needs(
-        arch,
-        problem.dtype,
-        problem.head_dim,
-        problem.strategy,
-        problem.is_packed,
-        problem.cache is not None,
-        no_keys,
-        problem.batch_invariant,
-        problem.nope_dim,
-        None if problem.nope_dim is None else problem.value_dim,
-        problem.nope_dim is None or problem.softmax_scale > 0,
-        problem.backend,
-    )
-
-
 def choose_backend(problem: Problem) -> tuple[str, str]:
     """Return ("reference", the reason), or (the backend for ``plan_for``, a reason that may be "").
 
     Read only properties that are constants of a traced graph. Raise if an explicit backend cannot run.
     """
-    choose = _choose.__wrapped__ if torch.compiler.is_compiling() else _choose
-    no_keys = problem.backend == "hopper" and problem.len_k == 0
-    return choose(_needs(problem, _arch(problem.device), no_keys), problem.device.type == "cpu")
-
-
-@functools.cache
-def _choose(needs: Needs, on_cpu: bool) -> tuple[str, str]:
-    backend, strategy = needs.backend, needs.strategy
+    backend, strategy, on_cpu = problem.backend, problem.strategy, problem.device.type == "cpu"
     if backend == "reference":
         if strategy != "auto":
             raise ValueError(f"strategy={strategy!r} selects among kernels, but backend='reference' has none")
-        if needs.batch_invariant:
+        if problem.batch_invariant:
             raise ValueError("batch_invariant=True needs kernels: the bits of backend='reference' depend on the batch")
         return "reference", "asked for"
-    kernels = "hopper" if backend == "hopper" else "triton"
-    found = obstacle(kernels, needs)
+    found = obstacle("hopper" if backend == "hopper" else "triton", problem, _arch(problem.device))
     if found is not None:
-        if backend != "auto" or strategy != "auto" or (needs.batch_invariant and not on_cpu):
+        if backend != "auto" or strategy != "auto" or (problem.batch_invariant and not on_cpu):
             raise found[0](found[1])
         return "reference", found[1]
     if backend == "auto" and on_cpu:
@@ -217,34 +156,6 @@ def _choose(needs: Needs, on_cpu: bool) -> tuple[str, str]:
             return "triton", f"strategy={strategy!r} asks for kernels, which run in Triton's interpreter"
         return "reference", "CPU tensors take the reference; backend='triton' would run in Triton's interpreter"
     return backend, ""
-
-
-def plan_for(problem: Problem) -> Plan:
-    """Return the kernels' plan for a problem that ``choose_backend`` has admitted.
-
-    Plans are cached by properties of the call, not by exact lengths. The longest packed sequence is rounded as for
-    launches, so that calls with the same launches have the same plan.
-    """
-    problem = problem.for_launch()
-    length, most = problem.len_k, max(problem.len_q, problem.len_k)
-    packed = problem.sequences is not None
-    visited = visited_keys(problem.longest(length), problem.causal, problem.window)
-    # Kernels multiply padded columns too; the sm_90 kernels skip some of them at head dims 72 to 96.
-    queries = problem.batch * problem.heads_q * problem.len_q * block_d(problem.score_dim)
-    needs = _needs(problem, device.arch(problem.device), length == 0)
-    return _plan(
-        needs._replace(
-            fixed_order=_fixed_order(problem),
-            causal=problem.causal,
-            length=configs.bucket(problem.longest(most)),
-            gqa=problem.heads_q != problem.heads_kv,
-            work=configs.work_level(queries * visited),
-            masked=problem.has_masks,
-            short_sequences=packed and most < hopper_configs.LEAST_MEAN_LENGTH * (problem.sequences or 0),
-            few_queries=not packed and problem.len_q < hopper_configs.LEAST_QUERIES,
-            fills_results=problem.fills_results,
-        )
-    )
 
 
 def plan_call(problem: Problem) -> Plan:
@@ -256,7 +167,22 @@ def plan_call(problem: Problem) -> Plan:
     return replace(kernels, reason=f"{reason}; {kernels.reason}") if reason else kernels
 
 
-def _fixed_order(problem: Problem) -> FixedOrder | None:
+def plan_for(problem: Problem) -> Plan:
+    """Return the kernels' plan for a problem that ``choose_backend`` has admitted.
+
+    The longest packed sequence is rounded as for launches, so that calls with the same launches have the same plan.
+    """
+    return _plan(problem.for_launch(), device.arch(problem.device))
+
+
+def _work(problem: Problem) -> int:
+    """Return the level of work of a call, one of ``configs.WORK_LEVELS``."""
+    # Kernels multiply padded columns too; the sm_90 kernels skip some of them at head dims 72 to 96.
+    queries = problem.batch * problem.heads_q * problem.len_q * block_d(problem.score_dim)
+    return configs.work_level(queries * visited_keys(problem.longest(problem.len_k), problem.causal, problem.window))
+
+
+def _fixed_order(problem: Problem) -> tuple[bool, str] | None:
     """Return (whether the sm_90 backward can add dQ in a fixed order, why), or None if any order will do."""
     if not problem.is_deterministic or problem.nope_dim is not None:
         return None
@@ -269,76 +195,74 @@ def _fixed_order(problem: Problem) -> FixedOrder | None:
     return True, f"{asked}, so dQ is added in the order of the key blocks"
 
 
-@functools.cache
-def _plan(needs: Needs) -> Plan:
-    """Return the plan of calls with these properties."""
-    work = needs.work
-    # With ``batch_invariant`` the same tiles for all lengths, because the order of sums over keys is that of tiles. The
-    # configurations of the sm_90 forward differ in ways that change no bit.
-    portable_shape: tuple[bool | str, ...] = ("long", True) if needs.batch_invariant else (needs.length, needs.masked)
+@functools.lru_cache(maxsize=1024)  # context parallelism finds launches by their plan, in every call
+def _plan(problem: Problem, arch: str) -> Plan:
+    work, most = _work(problem), max(problem.len_q, problem.len_k)
+    length, is_packed, backend = configs.bucket(problem.longest(most)), problem.is_packed, problem.backend
     # The one head of keys that latent attention rotates is too little work to rotate it again for each query block.
-    latent = needs.nope_dim is not None
-    strategy = "prepass" if latent else needs.strategy
-    hopper_obstacle = obstacle("hopper", needs)
-    if hopper_obstacle is None and latent:
-        row = hopper_configs.LATENT_PACKED_FORWARD if needs.packed else hopper_configs.LATENT_FORWARD
+    latent = problem.nope_dim is not None
+    strategy = "prepass" if latent else problem.strategy
+    found = obstacle("hopper", problem, arch)
+    if found is not None and backend == "hopper":
+        raise found[0](found[1])
+    if latent:
+        row = hopper_configs.LATENT_PACKED_FORWARD if is_packed else hopper_configs.LATENT_FORWARD
         row_backward = hopper_configs.LATENT_BACKWARD
-    elif hopper_obstacle is None:
+    elif found is None:
         row, row_backward = (
-            find(needs.head_dim, needs.causal, needs.length, needs.gqa, needs.packed, work)
-            for find in (hopper_configs.forward, hopper_configs.backward)
+            find(problem.head_dim, problem.causal, length, problem.group_size > 1, is_packed, work)
+            for find in (hopper_configs.forward_row, hopper_configs.backward_row)
         )
-    elif needs.backend == "hopper":
-        raise hopper_obstacle[0](hopper_obstacle[1])
     # (whether the sm_90 kernels run the pass, why)
-    if needs.backend != "auto":
-        forward = backward = (needs.backend == "hopper", "asked for")
-    elif hopper_obstacle is not None:
-        forward = backward = (False, hopper_obstacle[1])
-    elif needs.batch_invariant:
+    if backend != "auto":
+        forward = backward = (backend == "hopper", "asked for")
+    elif found is not None:
+        forward = backward = (False, found[1])
+    elif problem.batch_invariant:
         reason = "with batch_invariant they depend on dtype, head dim and options only"
         forward = backward = (bool(row.least_work), reason)
     elif work < configs.TWO_LAUNCHES:
         forward = backward = (False, "a launch-bound call, and they cost the host less than the sm_90 ones")
-    elif needs.short_sequences:
+    elif is_packed and most < hopper_configs.LEAST_MEAN_LENGTH * (problem.sequences or 0):
         mean = f"packed sequences of less than {hopper_configs.LEAST_MEAN_LENGTH} tokens on average"
         forward = backward = (False, f"{mean}, which leave the larger tiles of the sm_90 ones empty")
     else:
-        forward, backward = (_prefer(r, needs.length, work) for r in (row, row_backward))
-        if needs.few_queries and forward[0] and not latent:
+        forward, backward = (_prefer(r, length, work) for r in (row, row_backward))
+        few_queries = not is_packed and problem.len_q < hopper_configs.LEAST_QUERIES
+        if few_queries and forward[0] and not latent:
             few = f"fewer than {hopper_configs.LEAST_QUERIES} queries"
             forward = (False, f"{few}, which leave most of a tile of the sm_90 ones empty")
-    if backward[0] and needs.fixed_order is not None:
-        backward = needs.fixed_order
+    if backward[0]:
+        backward = _fixed_order(problem) or backward
 
-    head_dim = needs.head_dim + (needs.nope_dim or 0)
-    portable = (configs.family(needs.arch), needs.dtype.itemsize, head_dim)
-    if latent:
-        portable_shape = (needs.length, needs.masked, True)
+    portable = (configs.family(arch), problem.dtype.itemsize, problem.score_dim)
+    # With ``batch_invariant`` the same tiles for all lengths, because the order of sums over keys is that of tiles. The
+    # configurations of the sm_90 forward differ in ways that change no bit.
+    shape = ("long", True) if problem.batch_invariant else (length, problem.has_masks, latent)
     why, backward_strategy = "the shared key head is rotated once" if latent else "strategy asked for", strategy
     if strategy == "auto":
         # Backward has a pre-process anyway, so rotating there costs no launch.
         strategy, backward_strategy = "prepass", "prepass"
         why = "K is rotated once instead of once per query block"
-        if work < configs.TWO_LAUNCHES and not (forward[0] or needs.batch_invariant or needs.fills_results):
+        if work < configs.TWO_LAUNCHES and not (forward[0] or problem.batch_invariant or problem.fills_results):
             strategy, why = "inline", "so little work that one launch less is worth rotating K in the loop"
     # Both must rotate before their loops. Up to 128 columns the sm_90 forward rotates queries itself and stores them in
     # whole tiles, with padding between packed sequences, but the portable backward reads them without padding.
     rotates_before = (forward[0] or strategy == "prepass") and (backward[0] or backward_strategy == "prepass")
-    stores_tiles = forward[0] and needs.head_dim <= hopper_configs.HEAD_DIM
+    stores_tiles = forward[0] and problem.head_dim <= hopper_configs.HEAD_DIM
     words = [f"{'sm_90' if is_hopper else 'portable'} kernels: {reason}" for is_hopper, reason in (forward, backward)]
     kernels = words[0] if forward == backward else f"forward, {words[0]}; backward, {words[1]}"
     return Plan(
         "hopper" if forward[0] else "triton",
         strategy,
         f"{kernels}; {why}",
-        row.config if forward[0] else portable_configs.forward(*portable, strategy, *portable_shape),
+        row.config if forward[0] else portable_configs.forward_config(*portable, strategy, *shape),
         cast(configs.HopperBackwardConfig, row_backward.config)
         if backward[0]
-        else portable_configs.backward(*portable, backward_strategy, *portable_shape),
+        else portable_configs.backward_config(*portable, backward_strategy, *shape),
         forward[0] and backward[0]
         if latent  # the portable kernels read latent queries as the caller gave them
-        else rotates_before and not (needs.packed and stores_tiles and not backward[0]),
+        else rotates_before and not (is_packed and stores_tiles and not backward[0]),
     )
 
 

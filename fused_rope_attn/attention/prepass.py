@@ -14,14 +14,11 @@ from fused_rope_attn.attention import norm_gradient_kernel as norms
 from fused_rope_attn.attention.problem import Problem, Tensors
 from fused_rope_attn.kernels.schedule import tile_count
 from fused_rope_attn.kernels.tiles import RowFormat
-from fused_rope_attn.runtime.device import is_interpreted
 from fused_rope_attn.runtime.launch import Launch
 from fused_rope_attn.runtime.layouts import block_d, contiguous_strides, is_long
 
 # Rows by heads of one program of ``norm_gradient_kernel``, which writes one sum of its rows' weight gradients.
 ROWS, HEADS = 32, 4
-# Programs that share the sums of one weight's gradient.
-_PARTS = 64
 
 
 def raw(tensors: Tensors, is_rotated: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -229,18 +226,19 @@ NO_SUMS = Sums(None, None, None, None)
 
 
 class SumsOfLaunches:
-    """Workspaces of the sm_90 backward, which adds up the weights' gradients without a launch of its own.
+    """Workspaces of a backward pass that adds up the weights' gradients without a launch of its own.
 
-    ``query_programs`` of the post-process write a row of sums each, and the main kernel writes ``key_sums`` rows.
+    ``q_rows`` programs of its last launch write a row of sums each, for q. k's ``k_rows`` are written by that launch
+    too, as with ``norm_gradient_kernel``, or by the launch before it. Then ``key_parts`` programs add them up.
     """
 
-    # Programs of the post-process that add up the sums of the main kernel.
+    # Programs of the sm_90 post-process that add up the sums of the main kernel.
     KEY_PARTS = 16
 
-    def __init__(self, problem: Problem, query_programs: int, key_sums: int):
-        parts = triton.cdiv(query_programs, norms.SUMS.value)
+    def __init__(self, problem: Problem, q_rows: int, k_rows: int, key_parts: int = KEY_PARTS):
+        parts = triton.cdiv(q_rows, norms.SUMS.value) + key_parts
         self.num_counters = parts + 2
-        self.shapes = tuple((rows, problem.head_dim) for rows in (query_programs, key_sums, parts + self.KEY_PARTS))
+        self.shapes = tuple((rows, problem.head_dim) for rows in (q_rows, k_rows, parts))
 
     def allocate(self, where: torch.device, counters: torch.Tensor) -> Sums:
         """Return uninitialised ``Sums``. counters: int32, cleared by the pre-process; the sums use the last ones."""
@@ -248,36 +246,11 @@ class SumsOfLaunches:
         return Sums(q, k, parts, counters)
 
 
-class WeightGradients:
-    """Gradients of both norms' weights from sums of ``q_blocks`` and ``k_blocks`` blocks of rows, (blocks, D) each."""
-
-    def __init__(self, problem: Problem, q_blocks: int, k_blocks: int, pdl: bool):
-        self.shapes = (q_blocks, problem.head_dim), (k_blocks, problem.head_dim)
-        parts = 2 if is_interpreted() else _PARTS
-        self.parts_shape = (2, parts, problem.head_dim)
-        options = {"num_warps": 8, **({"launch_pdl": True} if pdl else {})}
-        numbers = {"q_blocks": q_blocks, "k_blocks": k_blocks, "PARTS": parts, "PDL": pdl}
-        self.launch = Launch(norms.weight_gradient_kernel, 2 * parts, options, numbers)
-
-    def allocate(self, where: torch.device) -> Sums:
-        """Return uninitialised ``Sums``."""
-        shapes = (*self.shapes, self.parts_shape)
-        q, k, parts = (torch.empty(shape, dtype=torch.float32, device=where) for shape in shapes)
-        return Sums(q, k, parts, torch.empty(2, dtype=torch.int32, device=where))
-
-    def __call__(self, stream: int, tensors: Tensors, sums: Sums) -> tuple[torch.Tensor, torch.Tensor]:
-        dq_norm, dk_norm = torch.empty_like(tensors.q_norm), torch.empty_like(tensors.k_norm)
-        columns = tensors.q.shape[3], block_d(tensors.q.shape[3])
-        queries = norms.WeightSums.host(sums.q, None, sums.parts, sums.counters, dq_norm, *columns)
-        keys = norms.WeightSums.host(sums.k, None, sums.parts, sums.counters, dk_norm, *columns)
-        self.launch(stream, queries=queries, keys=keys)
-        return dq_norm, dk_norm
-
-
 class NormGradients:
-    """The launches that turn dq and dk of normed rows into those of q and k, in place, after any backward norms.
+    """The launch that turns dq and dk of normed rows into those of q and k, in place, after any backward norms.
 
-    is_rotated: as for the backward passes. strides: of dq, dk and dv.
+    is_rotated: as for the backward passes. strides: of dq, dk and dv. ``num_counters``: int32 words that a call takes,
+    zeros.
     """
 
     def __init__(self, problem: Problem, tensors: Tensors, strides: tuple, is_rotated: bool, pdl: bool):
@@ -287,29 +260,33 @@ class NormGradients:
             for length, heads in ((problem.len_q, problem.heads_q), (problem.len_k, problem.heads_kv))
         )
         self.problem, self.is_rotated = problem, is_rotated
-        self.weights = WeightGradients(problem, q_blocks, k_blocks, pdl)
+        self.sums = SumsOfLaunches(problem, q_blocks, k_blocks, triton.cdiv(k_blocks, norms.SUMS.value))
+        self.num_counters = self.sums.num_counters
         is_wide = is_long(*(x.stride() for x in rows), *strides[:2])
         self.format = RowFormat.host(problem.head_dim, block_d(problem.head_dim), is_wide)
         self.launch = None
-        if q_blocks + k_blocks:
+        if q_blocks and k_blocks:
             options = {"num_warps": 4, **({"launch_pdl": True} if pdl else {})}
             own = {"B": problem.batch, "HEADS": HEADS, "BLOCK_N": ROWS, "PDL": pdl}
             numbers = arguments.numbers_of(problem) | own
             self.launch = Launch(norms.norm_gradient_kernel, q_blocks + k_blocks, options, numbers)
 
     def __call__(
-        self, stream: int, tensors: Tensors, dq: torch.Tensor, dk: torch.Tensor
+        self, stream: int, tensors: Tensors, dq: torch.Tensor, dk: torch.Tensor, counters: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Launch, and return the gradients of both weights in the weights' dtypes."""
-        if self.launch is None:
+        if self.launch is None:  # no query meets a key
             return torch.zeros_like(tensors.q_norm), torch.zeros_like(tensors.k_norm)
-        sums = self.weights.allocate(dq.device)
+        sums = self.sums.allocate(dq.device, counters)
+        dq_norm, dk_norm = torch.empty_like(tensors.q_norm), torch.empty_like(tensors.k_norm)
         q, k = raw(tensors, self.is_rotated)
 
-        def rows(x: torch.Tensor, dx: torch.Tensor, weight: torch.Tensor, of_blocks: torch.Tensor) -> Any:
+        def rows(x: torch.Tensor, dx: torch.Tensor, weight: torch.Tensor, of_blocks: Any, gradient: Any) -> Any:
+            columns = self.problem.head_dim, block_d(self.problem.head_dim)
+            to_add = norms.WeightSums.host(of_blocks, None, sums.parts, counters, gradient, *columns)
             norm = arguments.norm_of(self.problem, weight)
-            return norms.NormedRows.host(arguments.view(x), arguments.view(dx), norm, of_blocks, self.format)
+            return norms.NormedRows.host(arguments.view(x), arguments.view(dx), norm, to_add, self.format)
 
-        queries, keys = rows(q, dq, tensors.q_norm, sums.q), rows(k, dk, tensors.k_norm, sums.k)
-        self.launch(stream, queries=queries, keys=keys, counters_ptr=sums.counters)
-        return self.weights(stream, tensors, sums)
+        queries = rows(q, dq, tensors.q_norm, sums.q, dq_norm)
+        self.launch(stream, queries=queries, keys=rows(k, dk, tensors.k_norm, sums.k, dk_norm))
+        return dq_norm, dk_norm

@@ -10,7 +10,7 @@ from __future__ import annotations
 import enum
 from collections import namedtuple
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple, get_type_hints
+from typing import Any, NamedTuple, cast, get_type_hints
 
 import torch
 
@@ -58,10 +58,6 @@ class Tensors(NamedTuple):
     dlse: Any = None
     q_nope: Any = None
     k_nope: Any = None
-
-    def given(self) -> list[Any]:
-        """Return the tensors that are given, in their order."""
-        return [x for x in self if x is not None]
 
 
 # Fields of ``Tensors`` that only the device reads.
@@ -156,30 +152,28 @@ class Problem(NamedTuple):
     and o. nope_dim: columns of q_nope and k_nope, None except in multi-head latent attention, where head_dim and
     rotary_dim are both R, and heads_kv is the number of heads of k_nope and v.
 
-    The fields from causal on are options, each with a row in ``CallOptions``.
+    The fields from causal to return_max_logit are options, each with a row in ``CallOptions``.
     """
 
     dtype: torch.dtype
-    device: torch.device
-    batch: int
-    heads_q: int
-    heads_kv: int
-    len_q: int
-    len_k: int
     head_dim: int
-    rotary_dim: int
-    value_dim: int
-    nope_dim: int | None
-    max_seqlen: int
-    sequences: int | None
-    has_sinks: bool
-    has_kv_starts: bool
-    has_kv_lens: bool
-    has_intervals: bool
-    cache: Cache | None
-    precision: str
-    sums_keys: bool
-    token_tables: bool
+    device: torch.device = torch.device("cpu")
+    batch: int = 1
+    heads_q: int = 1
+    heads_kv: int = 1
+    len_q: int = 1
+    len_k: int = 1
+    rotary_dim: int = 0
+    value_dim: int = 0
+    nope_dim: int | None = None
+    max_seqlen: int = 0
+    sequences: int | None = None
+    has_sinks: bool = False
+    has_kv_starts: bool = False
+    has_kv_lens: bool = False
+    has_intervals: bool = False
+    cache: Cache | None = None
+    token_tables: bool = False
     causal: bool = False
     softmax_scale: float = 1.0
     interleaved: bool = False
@@ -192,6 +186,8 @@ class Problem(NamedTuple):
     strategy: str = "auto"
     batch_invariant: bool = False
     return_max_logit: bool = False
+    precision: str = "ieee"
+    sums_keys: bool = False
 
     @property
     def group_size(self) -> int:
@@ -248,18 +244,14 @@ class Problem(NamedTuple):
     @property
     def window_left(self) -> int | None:
         """Keys before the query's own, as kernels take them: None for no bound."""
-        if self.window is None or self.window[0] < 0:
-            return None
-        return min(self.window[0], _WIDEST_WINDOW)
+        left = -1 if self.window is None else self.window[0]
+        return None if left < 0 else min(left, _WIDEST_WINDOW)
 
     @property
     def window_right(self) -> int | None:
         """Keys after the query's own, as kernels take them: 0 if causal, None for no bound."""
-        if self.causal:
-            return 0
-        if self.window is None or self.window[1] < 0:
-            return None
-        return min(self.window[1], _WIDEST_WINDOW)
+        right = 0 if self.causal else -1 if self.window is None else self.window[1]
+        return None if right < 0 else min(right, _WIDEST_WINDOW)
 
     def longest(self, length: int) -> int:
         """Return the most rows that one sequence can have in tensors of ``length`` rows."""
@@ -283,19 +275,11 @@ class Problem(NamedTuple):
 
 
 ROWS = rows_of(CallOptions)
-
-
-def _record(name: str, defaults: dict[str, Any]) -> Any:
-    return namedtuple(name, defaults, defaults=defaults.values(), module=__name__)
-
-
+_OPTIONS = {name: row.default for name, row in ROWS.items() if name not in Tensors._fields}
 # The options other than tensors, as a caller gave them, in the order of the table.
-Options: Any = _record("Options", {name: row.default for name, row in ROWS.items() if name not in Tensors._fields})
-_CHECKS: Any = tuple((name, ROWS[name].check) for name in Options._fields)
-_DEFAULTS = tuple(Options())
-# The options that a ``Problem`` holds, and that operators take: its last fields.
-DESCRIBED = Problem._fields[Problem._fields.index("causal") :]
-_NORMALISE = tuple((name, ROWS[name].normalise) for name in DESCRIBED)
+Options = cast(Any, namedtuple)("Options", _OPTIONS, defaults=_OPTIONS.values(), module=__name__)
+# The options that a ``Problem`` holds, and that operators take.
+DESCRIBED = Problem._fields[Problem._fields.index("causal") : Problem._fields.index("precision")]
 
 
 def forms_of(record: Any) -> tuple[tuple[int, str, Form], ...]:
@@ -314,12 +298,11 @@ def check_options(tensors: Any, options: Any, sizes: tuple[int, int, int, int], 
     """
     # Skip defaults in eager calls. Not in traced calls, where the comparison would make each option a graph input.
     every = torch.compiler.is_compiling()
-    for value, default, row in zip(options, _DEFAULTS, _CHECKS):
-        if (value is default or (type(value) is type(default) and value == default)) and not every:
-            continue
-        name, check = row
-        if check is not None:
-            check(name, value, tensors)
+    for value, (name, default) in zip(options, _OPTIONS.items()):
+        if every or not (value is default or (type(value) is type(default) and value == default)):
+            check = ROWS[name].check
+            if check is not None:
+                check(name, value, tensors)  # type: ignore[operator]
     if (tensors.q_norm is None) != (tensors.k_norm is None):
         checks.refuse_one_of_two(q_norm=tensors.q_norm, k_norm=tensors.k_norm)
     for row in forms:
@@ -328,20 +311,13 @@ def check_options(tensors: Any, options: Any, sizes: tuple[int, int, int, int], 
             form.check(name, x, "q", tensors.q, dict(zip(("B", "HQ", "NK", "D"), sizes)))
 
 
-def problem_of(
-    tensors: Tensors,
-    options: Any,
-    rotary_dim: int,
-    max_seqlen: int = 0,
-    cache: Cache | None = None,
-    token_tables: bool = False,
-) -> Problem:
-    """Return the ``Problem`` of checked ``Options`` and the rotary dim that the check has found."""
-    values = [
-        getattr(options, name) if normalise is None else normalise(getattr(options, name), tensors)
-        for name, normalise in _NORMALISE
-    ]
-    return describe(tensors, rotary_dim, max_seqlen, cache, token_tables, *values)
+def problem_of(tensors: Tensors, options: Any, rotary_dim: int, max_seqlen: int = 0, **more: Any) -> Problem:
+    """Return the ``Problem`` of checked ``Options``; the other arguments are those of ``describe``."""
+    values: dict[str, Any] = {}
+    for name in DESCRIBED:
+        normalise, value = ROWS[name].normalise, getattr(options, name)
+        values[name] = value if normalise is None else normalise(value, tensors)
+    return describe(tensors, rotary_dim, max_seqlen, **more, **values)
 
 
 def describe(
@@ -350,40 +326,21 @@ def describe(
     max_seqlen: int = 0,
     cache: Cache | None = None,
     token_tables: bool = False,
-    *values: Any,
     **options: Any,
 ) -> Problem:
-    """Return the ``Problem`` of these tensors, and of options as it holds them, in its order or by name."""
-    q, k, v, _, _, sinks, kv_starts, kv_lens, cu_seqlens = tensors[:9]
-    q_nope = tensors.q_nope
+    """Return the ``Problem`` of these tensors, and of options as it holds them.
+
+    rotary_dim: as the check has found it.
+    """
+    q, _, v, _, _, sinks, kv_starts, kv_lens, cu_seqlens = tensors[:9]
     batch, heads_q, len_q, head_dim = q.shape
     _, heads_kv, len_k, value_dim = v.shape
-    # By position: this is on the path of every eager call.
-    return Problem(
-        q.dtype,
-        q.device,
-        batch,
-        heads_q,
-        heads_kv,
-        len_q,
-        len_k,
-        head_dim,
-        rotary_dim,
-        value_dim,
-        None if q_nope is None else q_nope.shape[3],
-        as_int(max_seqlen),
-        None if cu_seqlens is None else cu_seqlens.shape[0] - 1,
-        sinks is not None,
-        kv_starts is not None,
-        kv_lens is not None,
-        tensors.query_starts is not None or tensors.query_ends is not None,
-        cache,
-        "ieee",
-        False,
-        token_tables,
-        *values,
-        **options,
-    )
+    nope_dim = None if tensors.q_nope is None else tensors.q_nope.shape[3]
+    sizes = (batch, heads_q, heads_kv, len_q, len_k, rotary_dim, value_dim, nope_dim, as_int(max_seqlen))
+    sequences = None if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    has_intervals = tensors.query_starts is not None or tensors.query_ends is not None
+    given = (sinks is not None, kv_starts is not None, kv_lens is not None, has_intervals)
+    return Problem(q.dtype, head_dim, q.device, *sizes, sequences, *given, cache, token_tables, **options)
 
 
 def arguments_by_name(names: Iterable[str], problem: Problem, tensors: Any) -> dict[str, Any]:

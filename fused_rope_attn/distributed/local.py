@@ -31,7 +31,7 @@ def segment_forward(
 ) -> tuple[Tensor, Tensor]:
     """Return (o, lse) of one segment. out: the buffer for o; by default it is allocated."""
     if plan is not None:
-        outputs = ops.forward_by(plan, problem, tensors, out)
+        outputs = ops.run_forward(problem, tensors, plan, out)
         return outputs.o, outputs.lse
     o, lse = reference.attention(**arguments_by_name(_OF_ATTENTION, problem, tensors))
     return (o if out is None else out.copy_(o)), lse
@@ -43,7 +43,7 @@ def segment_backward(
     """Return the gradients of one segment in q's dtype; if ``problem`` sums keys, dk and dv in float32 (float64 for
     float64). outs: buffers for dq, dk and dv; None: allocated."""
     if plan is not None:
-        return ops.backward_by(plan, problem, do, saved, outs)
+        return ops.run_backward(problem, do, saved, plan, outs)
     tensors = saved.tensors
     wide = torch.promote_types(problem.dtype, torch.float32)
     with _recording():

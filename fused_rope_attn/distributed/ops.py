@@ -91,25 +91,20 @@ def _forward_fake(*arguments):
 
 
 class _ContextParallel(SingleLevelFunction):
-    """``keyset`` is the dispatcher's, or None for a call that skips it."""
+    """results: o and lse of the forward pass. plain: the call skips the dispatcher."""
 
     @staticmethod
-    def forward(ctx, keyset, cut: Cut, problem: Problem, *arguments):
-        tensors = Tensors(*arguments)
-        if keyset is None:
-            o, lse = _run(cut, problem, tensors)
-        else:
-            o, lse = _forward.below_function(keyset, *cut, *flatten(problem, tensors))
-        ctx.plain, ctx.cut, ctx.problem = keyset is None, cut, problem
-        ctx.save_for_backward(o, lse, *tensors)
+    def forward(ctx, plain: bool, cut: Cut, problem: Problem, results: tuple, *tensors):
+        ctx.plain, ctx.cut, ctx.problem = plain, cut, problem
+        ctx.save_for_backward(*results, *tensors)
         ctx.set_materialize_grads(False)
-        return o, lse
+        return results
 
     @staticmethod
     def backward(ctx, do, dlse):
         o, lse, *saved = ctx.saved_tensors
         tensors = Tensors(*saved)._replace(dlse=dlse)
-        needs = Tensors(*ctx.needs_input_grad[3:])
+        needs = Tensors(*ctx.needs_input_grad[4:])
         if do is None:
             # The other ranks may have a gradient, and wait for this rank's part in theirs.
             do = torch.zeros_like(o)
@@ -119,14 +114,15 @@ class _ContextParallel(SingleLevelFunction):
             gradients = Gradients(*_backward(do, o, lse, *ctx.cut, *flatten(ctx.problem, tensors)))
         dq, dk, dv, dsinks, dq_norm, dk_norm = gradients[:6]
         of = Tensors(dq, dk, dv, None, None, sinks=dsinks, q_norm=dq_norm, k_norm=dk_norm)
-        return None, None, None, *(gradient if needed else None for gradient, needed in zip(of, needs))
+        return None, None, None, None, *(gradient if needed else None for gradient, needed in zip(of, needs))
 
 
 def _forward_autograd(keyset, *arguments):
     cut, problem, tensors = _split(arguments)
+    results = _forward.below_autograd(keyset, *arguments)
     if needs_gradient(tensors):
-        return apply_in_operator(_ContextParallel, keyset, cut, problem, *tensors)
-    return _forward.below_autograd(keyset, *arguments)
+        return apply_in_operator(_ContextParallel, False, cut, problem, results, *tensors)
+    return results
 
 
 _forward = Operator(
@@ -141,7 +137,7 @@ _GRADIENTS = ", ".join(["Tensor"] * len(Gradients._fields))
 _backward = Operator(
     f"context_parallel_backward(Tensor do, Tensor o, Tensor lse, {_SCHEMA}) -> ({_GRADIENTS})",
     run=lambda do, o, lse, *arguments: without_none(_run(*_split(arguments), do, o, lse), do),
-    fake=lambda do, o, lse, *arguments: backward_fake(do, o, lse, *arguments[6:]),
+    fake=lambda do, o, lse, *arguments: backward_fake(do, o, lse, False, *arguments[6:]),
     function="rope_attention_cp",
     is_gradient=True,
 )
@@ -151,9 +147,10 @@ def parallel_attention(cut: Cut, problem: Problem, tensors: Tensors) -> tuple[to
     """Return (o, lse) of the local rows of a call on which all ranks have agreed."""
     if not is_plain(*tensors):
         return _forward(*cut, *flatten(problem, tensors))
+    results = _run(cut, problem, tensors)
     if needs_gradient(tensors):
-        return apply_in_operator(_ContextParallel, None, cut, problem, *tensors)
-    return _run(cut, problem, tensors)
+        return apply_in_operator(_ContextParallel, True, cut, problem, results, *tensors)
+    return results
 
 
 def _unshard_impl(x: torch.Tensor, dim: int, name: str, sharding: str, sums: bool) -> torch.Tensor:
@@ -180,9 +177,9 @@ class _Unshard(SingleLevelFunction):
     """The gradient of the join is the sum, and that of the sum is the join."""
 
     @staticmethod
-    def forward(ctx, keyset, x, *options):
+    def forward(ctx, results, x, *options):
         ctx.options = options
-        return unshard.below_function(keyset, x, *options)
+        return results[0]
 
     @staticmethod
     def backward(ctx, gradient):
@@ -196,5 +193,5 @@ unshard: Operator = Operator(
     run=_unshard_impl,
     fake=_unshard_fake,
     function="cp_unshard",
-    autograd=lambda keyset, *arguments: apply_in_operator(_Unshard, keyset, *arguments),
+    autograd=lambda keyset, *given: apply_in_operator(_Unshard, [unshard.below_autograd(keyset, *given)], *given),
 )

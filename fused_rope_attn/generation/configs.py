@@ -67,16 +67,15 @@ class OrderedConfig:
     """The configuration of a step in the order of the sm_90 forward, by tiles of its ``block_n`` keys.
 
     From ``least_units`` key heads of all sequences on, one program goes through all keys of each, most_stages deep in
-    the load pipeline. With fewer, ``programs`` programs compute the scores, but at most programs_of_head of a key head,
-    and about as many add up the values, of least_columns columns or more. Those weigh step_rows query rows of several
-    tiles at a time; their pipeline of values has up to value_stages stages. Timed on an H200 with 3.9.0, 2026-11-26.
+    the load pipeline. With fewer, up to ``programs`` programs compute the scores, and about as many add up the values,
+    of least_columns columns or more. Those weigh step_rows query rows of several tiles at a time; their pipeline of
+    values has up to value_stages stages. Timed on an H200 with 3.9.0, 2026-11-26.
     """
 
     block_n: int
     least_units: int = 48
     most_stages: int = 6
     programs: int = 64
-    programs_of_head: int = 4
     least_columns: int = 16
     step_rows: int = 32
     value_stages: int = 12

@@ -19,8 +19,7 @@ from fused_rope_attn.generation import (
     cache_kernels,
     inputs,
     kernel,
-    ordered_attend,
-    ordered_split,
+    ordered_kernels,
     ordered_tiles,
     planning,
 )
@@ -31,8 +30,7 @@ from fused_rope_attn.generation.problem import STEP, WRITE, StepTensors, Written
 from fused_rope_attn.kernels.schedule import tile_count
 from fused_rope_attn.kernels.tiles import RowFormat
 from fused_rope_attn.runtime import device
-from fused_rope_attn.runtime.calls import call_of
-from fused_rope_attn.runtime.launch import Launch
+from fused_rope_attn.runtime.launch import Launch, call_of
 from fused_rope_attn.runtime.layouts import (
     block_d,
     contiguous_strides,
@@ -330,7 +328,7 @@ class OrderedCall:
         self.lengths = {"HAS_NEW_KEYS": cache.appends, "BLOCK_N": block_n, "IN_ORDER": True}
         self.write = WriteCall(problem, given, pdl=True) if cache.appends else None
         # Those of a unit's scores, and as many of its values if there are enough columns.
-        programs = min(max(1, config.programs // units), config.programs_of_head, most_tiles)
+        programs = min(max(1, config.programs // units), ordered_tiles.MOST_PROGRAMS.value, most_tiles)
         shared = numbers_of(problem, given) | {
             "most_tiles": most_tiles,
             "programs": programs,
@@ -341,7 +339,6 @@ class OrderedCall:
         # It may overlap with the write alone: other launches before it may have made its inputs.
         options = {"num_warps": 4, **asserts_of(given), **(overlaps if cache.appends else {})}
         queries = Launch(ordered_tiles.query_kernel, units, options, shared)
-        self.most_programs = config.programs
         self.workspaces: list[Any] = [((units, block_r, pad_d), q.dtype)]
         # With more rows the sums of wide heads take more registers than a thread has.
         if units >= config.least_units and block_r <= 32:
@@ -350,15 +347,15 @@ class OrderedCall:
             # Products of two warpgroups have 128 rows at least.
             warps = 8 if min(block_n, pad_d) >= 128 else 4
             options, sizes = {"num_warps": warps, **overlaps}, {"STAGES": stages, "WARPS": warps}
-            attend = Launch(ordered_attend.attend_kernel, units, options, shared, **sizes)
+            attend = Launch(ordered_kernels.attend_kernel, units, options, shared, **sizes)
             self.launches: tuple[Launch, ...] = (queries, attend)
             return
         of_tile = (units, most_tiles, min(rows, block_r))
         self.workspaces += [((*of_tile, block_n), torch.float32), (of_tile, torch.float32)]
-        self.workspaces += [((units, config.programs), torch.int32)]
+        self.workspaces += [((units, ordered_tiles.MOST_PROGRAMS.value), torch.int32)]
         score_stages = min(config.most_stages, (220 * 1024 - 2 * block_r * pad_d) // (2 * block_n * pad_d))
         options = {"num_warps": 4, **overlaps}
-        score = Launch(ordered_split.score_kernel, units * programs, options, shared, STAGES=score_stages)
+        score = Launch(ordered_kernels.score_kernel, units * programs, options, shared, STAGES=score_stages)
         columns = max(config.least_columns, min(pad_d, 128) // (1 << (programs.bit_length() - 1)))
         step = max(1, min(config.step_rows // block_r, 1 << (programs.bit_length() - 1)))
         stage = 2 * block_n * max(64, columns)
@@ -367,7 +364,7 @@ class OrderedCall:
         programs = units * -(-problem.head_dim // columns)
         sizes = {"COLUMNS": columns, "STEP": step, "SCORE_SLOTS": slots}
         sizes["STAGES"] = min(config.value_stages, room // stage)
-        self.launches = (queries, score, Launch(ordered_split.value_kernel, programs, options, shared, **sizes))
+        self.launches = (queries, score, Launch(ordered_kernels.value_kernel, programs, options, shared, **sizes))
 
     def __call__(self, tensors: StepTensors) -> tuple[torch.Tensor, torch.Tensor]:
         on = tensors.q.device
@@ -378,7 +375,7 @@ class OrderedCall:
         given = {
             "inputs": step_inputs(self.problem, tensors, self.lengths, self.columns),
             "outputs": outputs,
-            "workspaces": ordered_tiles.Workspaces.host(*workspaces, MOST_PROGRAMS=self.most_programs),
+            "workspaces": ordered_tiles.Workspaces.host(*workspaces),
         }
         for launch in self.launches:
             launch(device.current_stream(on), given)

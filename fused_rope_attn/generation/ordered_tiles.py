@@ -4,8 +4,8 @@
 The sm_90 forward visits tiles of BLOCK_N keys from the last one down. The weights of a tile depend on the maxima of the
 tiles before it, and the output and the sums of the weights are added up tile by tile. Scores depend on nothing else.
 
-Long batches have a program for each unit, up to BLOCK_R query rows of one key head of one sequence, which goes through
-its tiles in that order (``attend_kernel``). Few sequences would leave most of the card idle: there several programs
+Long batches have a program for each unit, the query rows of one key head of one sequence, which goes through its tiles
+in that order (``attend_kernel``). Few sequences would leave most of the card idle: there several programs
 compute the scores of a unit's tiles (``score_kernel``), and others weigh them and add up the values, split over their
 columns (``value_kernel``). Both kernels run at the same time.
 
@@ -36,6 +36,8 @@ NUMBERS = "window_left window_right programs B HKV GROUP_SIZE NQ S num_pages pos
 # Warps that copy, in partitions of their own, and those that add up sums of weights.
 COPY_WARPS = gl.constexpr(4)
 SUM_WARPS = gl.constexpr(4)
+# The programs that share the scores of a unit, at most.
+MOST_PROGRAMS = gl.constexpr(4)
 COPY_REGISTERS = gl.constexpr(152)
 SUM_REGISTERS = gl.constexpr(96)
 
@@ -66,54 +68,17 @@ def sums_layout(rows, warps):
 
 
 @record
-class Unit:
-    """Up to BLOCK_R query rows of one key head of one sequence: row r belongs to token ``r // GROUP_SIZE``."""
-
-    sequence: tl.tensor
-    head_kv: tl.tensor
-    number: tl.tensor  # among all units
-    start: tl.tensor  # its first row
-    num_rows: tl.tensor
-    BLOCK_R: tl.constexpr
-
-
-@triton.jit
-def unit_of(sequence, block, row_blocks, HKV, rows, BLOCK_R: tl.constexpr):
-    """Return the ``Unit`` with number ``block`` among the ``row_blocks`` * HKV units of a sequence."""
-    start = block % row_blocks * BLOCK_R
-    number = sequence * HKV * row_blocks + block
-    return Unit(sequence, block // row_blocks, number, start, tl.minimum(BLOCK_R, rows - start), BLOCK_R)
-
-
-@record
 class Workspaces:
     """Buffers of an ordered step; the last three are None if ``attend_kernel`` does the rest.
 
     rotated (units, BLOCK_R, BLOCK_D): of ``query_kernel``. scores (units, most_tiles, rows, BLOCK_N) and maxima (units,
-    most_tiles, rows) float32, and progress (units, MOST_PROGRAMS) int32: of ``score_kernel``.
+    most_tiles, rows) float32, and progress (units, MOST_PROGRAMS) int32: of ``score_kernel``; rows: NQ * GROUP_SIZE.
     """
 
     rotated_ptr: tl.tensor
     scores_ptr: tl.tensor | None = None
     maxima_ptr: tl.tensor | None = None
     progress_ptr: tl.tensor | None = None
-    MOST_PROGRAMS: tl.constexpr
-
-
-@triton.jit
-def look_up(pages, keys, start, offs):
-    """Return ``page_entries`` of the tile ``start + offs``; for rows before the first key that is seen, where pages may
-    be gone, that of this key's page. They are in the pool, even if an assertion is about to stop the call."""
-    positions = tl.cast(tl.maximum(start + offs, keys.first_key), tl.uint32, bitcast=True)
-    entries = running.page_entries(pages, positions, tl.cast(keys.num_keys, tl.uint32, bitcast=True))
-    return tl.minimum(entries, tl.cast(pages.num_pages - 1, tl.uint32, bitcast=True))
-
-
-@triton.jit
-def group_pairs(x):
-    """Return x (rows, columns) in pair order with the first members of every eight pairs before the second ones."""
-    x = tl.reshape(x, (x.shape[0], x.shape[1] // 16, 8, 2))
-    return tl.reshape(tl.permute(x, (0, 1, 3, 2)), (x.shape[0], x.shape[1] * x.shape[2] * x.shape[3]))
 
 
 @triton.jit
@@ -131,9 +96,9 @@ def member_columns(BLOCK_D: tl.constexpr, D: tl.constexpr, R: tl.constexpr, LAYO
 
 
 @triton.jit
-def query_positions(keys, unit, offs, GROUP_SIZE, S):
+def query_positions(keys, offs, GROUP_SIZE, S):
     """Return the positions of a unit's query rows ``offs``, -1 for those of tokens past the end of the cache."""
-    positions = keys.q_offset + (unit.start + offs) // GROUP_SIZE
+    positions = keys.q_offset + offs // GROUP_SIZE
     return tl.where(positions < S, positions, -1)
 
 
@@ -145,44 +110,39 @@ def query_kernel(
     """Norm and rotate the queries of one unit, and check that its pages are in the pool. Grid: (units,).
 
     inputs: ``StepInputs``, with lengths IN_ORDER; workspaces: ``Workspaces``. rotated gets q's dtype, in the order of
-    ``group_pairs``, or interleaved ones in that of memory; rows that do not exist are 0. progress becomes zeros.
+    ``key_operand``, or interleaved ones in that of memory; rows that do not exist are 0. progress becomes zeros.
     """
     schedule.let_next_launch_start(PDL)
     inputs, workspaces = unpack((inputs, workspaces))
     inputs = step.complete_step(inputs, B, NQ, S, num_pages, position_limit, window_left, window_right)
     BLOCK_D: tl.constexpr = inputs.format.BLOCK_D
-    rows = NQ * GROUP_SIZE
-    row_blocks = tl.cdiv(rows, BLOCK_R)
-    units = HKV * row_blocks
     number = tl.program_id(0)
-    unit = unit_of(number // units, number % units, row_blocks, HKV, rows, BLOCK_R)
-    keys = step.cached_keys(inputs.lengths, unit.sequence)
-    batch, head_kv = tl.cast(unit.sequence, tl.int64), tl.cast(unit.head_kv, tl.int64)
-    q_rows = step.query_rows(batch, head_kv, unit.start, unit.num_rows, GROUP_SIZE, BLOCK_R)
-    positions = query_positions(keys, unit, q_rows.offs_m, GROUP_SIZE, S)
+    keys = step.cached_keys(inputs.lengths, number // HKV)
+    batch, head_kv = tl.cast(number // HKV, tl.int64), tl.cast(number % HKV, tl.int64)
+    q_rows = step.query_rows(batch, head_kv, 0, NQ * GROUP_SIZE, GROUP_SIZE, BLOCK_R)
+    positions = query_positions(keys, q_rows.offs_m, GROUP_SIZE, S)
     table = inputs.cache.table
     if table is not None:
         # The units of a sequence share its pages.
         pages = running.sequence_pages(table, q_rows.batch, 0, 0)
         PAGE_SIZE: tl.constexpr = table.PAGE_SIZE
         PAGES: tl.constexpr = 512
-        first_page = keys.first_key // PAGE_SIZE + number % units * PAGES
+        first_page = keys.first_key // PAGE_SIZE + number % HKV * PAGES
         highest = tl.zeros((PAGES,), tl.uint32)
-        for start in range(first_page * PAGE_SIZE, keys.num_keys, units * PAGES * PAGE_SIZE):
+        for start in range(first_page * PAGE_SIZE, keys.num_keys, HKV * PAGES * PAGE_SIZE):
             first_rows = start + tl.arange(0, PAGES) * PAGE_SIZE
             highest = tl.maximum(highest, running.page_entries(pages, first_rows, keys.num_keys))
         running.assert_in_pool(highest, pages)
     if workspaces.progress_ptr is not None:
-        MOST_PROGRAMS: tl.constexpr = workspaces.MOST_PROGRAMS
         program = tl.arange(0, MOST_PROGRAMS)
-        zeros = tl.zeros((MOST_PROGRAMS,), tl.int32)
-        tl.store(workspaces.progress_ptr + number * MOST_PROGRAMS + program, zeros)
+        tl.store(workspaces.progress_ptr + number * MOST_PROGRAMS + program, tl.zeros((MOST_PROGRAMS,), tl.int32))
     rotations = inputs.rotations
     of_sequence = rotation.head_rotation(rotations.tables, q_rows.batch, position_limit, rotations.q_norm)
     rows = step.rows_of_queries(inputs.q, q_rows, inputs.format)
     q = rotation.load_rotated(rows, q_rows.offs_m, of_sequence, positions - q_rows.offs_m, rotations.q_sign)
     if not rotations.tables.INTERLEAVED:
-        q = group_pairs(q)
+        # The first members of every eight pairs, and then the second ones.
+        q = tl.permute(tl.reshape(q, (BLOCK_R, BLOCK_D // 16, 8, 2)), (0, 1, 3, 2)).reshape((BLOCK_R, BLOCK_D))
     at = workspaces.rotated_ptr + (tl.cast(number, tl.int64) * BLOCK_R + q_rows.offs_m)[:, None] * BLOCK_D
     tl.store(at + tl.arange(0, BLOCK_D)[None, :], q)
     # The next launch waits for this one, and so for the new tokens, which are being written.
@@ -282,14 +242,19 @@ def mask_and_cap(scores, scale, walk, positions, start, window, DTYPE: gl.conste
 
 @record
 class Walk:
-    """A unit, and the tiles of its sequence: number 0 is the last one."""
+    """A unit, and the tiles of its sequence: number 0 is the last one. Row r belongs to token ``r // GROUP_SIZE``."""
 
-    unit: Unit
+    sequence: gl.tensor
+    head_kv: gl.tensor
+    number: gl.tensor  # of the unit
+    rows: gl.tensor  # query rows, also of a tile in the workspaces
+    GROUP_SIZE: gl.tensor
+    NQ: gl.tensor
+    S: gl.tensor
     keys: step.CachedKeys
     tiles: gl.tensor
     pages: running.SequencePages | None
     first_tile: gl.tensor  # of the workspaces: the one of the last tile
-    rows: gl.tensor  # of a tile in the workspaces
     last: gl.tensor  # position of the last tile's first key
     seen_from: gl.tensor  # every query sees the keys from here on
     seen_until: gl.tensor  # ... before this one
@@ -297,18 +262,15 @@ class Walk:
 
 
 @jit
-def walk_of(number, inputs, HKV, GROUP_SIZE, most_tiles, BLOCK_R: gl.constexpr):
+def walk_of(number, inputs, HKV, GROUP_SIZE, most_tiles):
     """Return the ``Walk`` of unit ``number`` of complete ``StepInputs``."""
     lengths, window, table = inputs.lengths, inputs.window, inputs.cache.table
-    rows = lengths.NQ * GROUP_SIZE
-    row_blocks = (rows + BLOCK_R - 1) // BLOCK_R
-    units = HKV * row_blocks
-    unit = unit_of(number // units, number % units, row_blocks, HKV, rows, BLOCK_R)
-    keys = step.cached_keys(lengths, unit.sequence)
+    sequence = number // HKV
+    keys = step.cached_keys(lengths, sequence)
     num_tiles = step.count_key_tiles(keys, lengths.BLOCK_N)
     pages = None
     if table is not None:
-        pages = running.sequence_pages(table, gl.to_tensor(unit.sequence).to(gl.int64), 0, 0)
+        pages = running.sequence_pages(table, gl.to_tensor(sequence).to(gl.int64), 0, 0)
     first_tile = gl.to_tensor(number).to(gl.int64) * most_tiles + num_tiles - 1
     last = keys.first_tile + (num_tiles - 1) * lengths.BLOCK_N
     first_position, last_position = keys.q_offset, keys.q_offset + lengths.NQ - 1
@@ -318,8 +280,19 @@ def walk_of(number, inputs, HKV, GROUP_SIZE, most_tiles, BLOCK_R: gl.constexpr):
     if window.right is not None:
         seen_until = gl.minimum(seen_until, first_position + window.right + 1)
     seen_until = gl.where((first_position >= 0) & (last_position < lengths.S), seen_until, 0)
-    stored = gl.minimum(rows, BLOCK_R)
-    return Walk(unit, keys, num_tiles, pages, first_tile, stored, last, seen_from, seen_until, lengths.BLOCK_N)
+    return Walk(
+        sequence, number - sequence * HKV, number, lengths.NQ * GROUP_SIZE, GROUP_SIZE, lengths.NQ, lengths.S, keys,
+        num_tiles, pages, first_tile, last, seen_from, seen_until, lengths.BLOCK_N,
+    )  # fmt: skip
+
+
+@record
+class Part:
+    """A program's part of a walk: the tiles ``first``, ``first + programs`` and so on, ``tiles`` of them."""
+
+    first: gl.tensor
+    programs: gl.tensor
+    tiles: gl.tensor
 
 
 @record
@@ -345,10 +318,10 @@ def rows_in_pages(walk, start, offs):
 @jit
 def source_of(view, walk, row_format, columns, exists, LAYOUT: gl.constexpr, IS_WHOLE: gl.constexpr):
     """Return the ``Source`` of a walk's unit."""
-    batch = gl.to_tensor(walk.unit.sequence).to(gl.int64)
+    batch = gl.to_tensor(walk.sequence).to(gl.int64)
     if walk.pages is not None:
         batch *= 0  # the pool
-    origin = tiles.Origin(batch=batch, head=gl.to_tensor(walk.unit.head_kv).to(gl.int64), row=0)
+    origin = tiles.Origin(batch=batch, head=gl.to_tensor(walk.head_kv).to(gl.int64), row=0)
     rows = tiles.head_rows(view, origin, walk.keys.num_keys, row_format, walk.keys.first_key)
     page_stride = tiles.row_stride(view.strides[0], view.ptr, row_format.ALIGNED)
     offs = gl.arange(0, walk.BLOCK_N, gl.SliceLayout(1, LAYOUT))
@@ -376,11 +349,16 @@ def key_source(view, walk, row_format, R: gl.constexpr, INTERLEAVED: gl.constexp
 def entries_of(source, walk, visit):
     """Load the entries of the block table for the rows of the walk's tile ``visit``; a zero if there are no pages.
 
-    ``first_elements`` takes them. They are loaded a tile early, because the load takes as long as the copy.
+    ``first_elements`` takes them. They are loaded a tile early, because the load takes as long as the copy. They are in
+    the pool, even if an assertion is about to stop the call.
     """
     if walk.pages is not None:
         offs = gl.arange(0, walk.BLOCK_N, entry_layout(walk.BLOCK_N, source.columns.shape[0], COPY_WARPS))
-        return look_up(walk.pages, walk.keys, walk.last - visit * walk.BLOCK_N, offs)
+        # Rows before the first key that is seen, where pages may be gone, look up the page of this key.
+        start = walk.last - visit * walk.BLOCK_N
+        positions = tl.cast(tl.maximum(start + offs, walk.keys.first_key), tl.uint32, bitcast=True)
+        found = running.page_entries(walk.pages, positions, tl.cast(walk.keys.num_keys, tl.uint32, bitcast=True))
+        return tl.minimum(found, tl.cast(walk.pages.num_pages - 1, tl.uint32, bitcast=True))
     else:
         return gl.to_tensor(0)
 
@@ -427,7 +405,43 @@ def copy_rows(source, walk, visit, first, tile):
 
 
 @jit
-def store_unit(walk, acc, row_max, row_sum, outputs, NQ, HQ, GROUP_SIZE, column, end):
+def entries_of_step(source, walk, part, number, STEP: gl.constexpr):
+    """Return a tuple of ``entries_of`` the tiles of step ``number`` of a ``Part``."""
+    entries = ()
+    for i in gl.static_range(STEP):
+        entries = entries + (entries_of(source, walk, part.first + (number * STEP + i) * part.programs),)
+    return entries
+
+
+@jit
+def steps_of(tiles, STEP: gl.constexpr):
+    """Return the number of steps of STEP tiles that so many tiles take."""
+    return (tiles + STEP - 1) // STEP
+
+
+@jit
+def copy_tiles(source, walk, part, channel, STEP: gl.constexpr = 1):
+    """Copy the tiles of a ``Part`` in steps of STEP tiles, zeros for those after the last one.
+
+    A tensor core's tile may have more columns than are copied; they are not stored.
+    """
+    COLUMNS: gl.constexpr = source.columns.shape[0]
+    entries = entries_of_step(source, walk, part, 0, STEP)
+    for number in range(steps_of(part.tiles, STEP)):
+        following = entries_of_step(source, walk, part, number + 1, STEP)
+        for i in gl.static_range(STEP):
+            visit = part.first + (number * STEP + i) * part.programs
+            first = first_elements(source, walk, visit, entries[i])
+            cursor = channel.at(number * STEP + i)
+            channel.wait_empty(cursor)
+            copy_rows(source, walk, visit, first, channel.tile(cursor).slice(0, COLUMNS, dim=1))
+            fill_by_copies(channel, cursor)
+        entries = following
+    async_copy.wait_group(0)
+
+
+@jit
+def store_unit(walk, acc, row_max, row_sum, outputs, HQ, column, end):
     """Write the output of a unit, acc (columns, BLOCK_R) of columns from ``column`` on before ``end``, and its lse.
 
     outputs: ``StepOutputs``. row_max, in base 2, and row_sum (BLOCK_R,): as the sm_90 forward leaves them.
@@ -435,11 +449,10 @@ def store_unit(walk, acc, row_max, row_sum, outputs, NQ, HQ, GROUP_SIZE, column,
     LAYOUT: gl.constexpr = acc.type.layout
     ROW: gl.constexpr = gl.SliceLayout(0, LAYOUT)
     BLOCK_R: gl.constexpr = acc.shape[1]
-    unit = walk.unit
+    GROUP_SIZE = walk.GROUP_SIZE
     offs = gl.arange(0, BLOCK_R, ROW)
-    row = unit.start + offs
-    tokens, heads = row // GROUP_SIZE, unit.head_kv * GROUP_SIZE + row % GROUP_SIZE
-    exists = offs < unit.num_rows
+    tokens, heads = offs // GROUP_SIZE, walk.head_kv * GROUP_SIZE + offs % GROUP_SIZE
+    exists = offs < walk.rows
     sink = None
     if outputs.sinks_ptr is not None:
         sink = gl.load(outputs.sinks_ptr + heads, mask=exists, other=0.0).to(gl.float32) * LOG2E
@@ -447,13 +460,14 @@ def store_unit(walk, acc, row_max, row_sum, outputs, NQ, HQ, GROUP_SIZE, column,
     factor = gl.where(seen, weight / divisor, 0.0)
     o = gl.where(seen[None, :], acc * factor[None, :], 0.0).to(outputs.o.ptr.dtype.element_ty)
     columns = column + gl.arange(0, acc.shape[0], gl.SliceLayout(1, LAYOUT))
-    batch = gl.to_tensor(unit.sequence).to(gl.int64)
+    batch = gl.to_tensor(walk.sequence).to(gl.int64)
     o_strides = outputs.o.strides
     rows = batch * o_strides[0] + heads.to(gl.int64) * o_strides[1] + tokens.to(gl.int64) * o_strides[2]
     at = outputs.o.ptr + rows[None, :] + columns[:, None] * o_strides[3]
     gl.store(at, o, mask=exists[None, :] & (columns < end)[:, None])
     if column == 0:
-        gl.store(outputs.lse_ptr + (batch * HQ + heads) * NQ + tokens, log_sum_exp(seen, row_max, divisor), mask=exists)
+        lse = log_sum_exp(seen, row_max, divisor)
+        gl.store(outputs.lse_ptr + (batch * HQ + heads) * walk.NQ + tokens, lse, mask=exists)
 
 
 @jit

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import itertools
 import math
+from typing import Any
 
 import torch
 
 from fused_rope_attn.rotation import reference
-from fused_rope_attn.rotation.problem import WITH_NORMS, Norms, RotationOptions, RotationTensors, check_rotation
+from fused_rope_attn.rotation.problem import WITH_NORMS, RotationOptions, RotationTensors, check_rotation
 from fused_rope_attn.runtime.device import has_triton, is_interpreted
 from fused_rope_attn.runtime.differentiation import differentiable
 from fused_rope_attn.runtime.entry import explain_keywords
@@ -111,22 +112,21 @@ def apply_rope_qk(
         if len(out) != len(xs):
             names = ", ".join("qkv"[: len(xs)])
             raise ValueError(f"out must hold {len(xs)} tensors, for {names}, but holds {len(out)}")
-    tensors = RotationTensors(xs, None if out is None else list(out), cos, sin, position_ids, cu_seqlens)
-    norms = Norms(q, q_norm, k_norm, norm_eps, norm_offset)
-    return tuple(_apply((rotary_dim, interleaved, inverse, layout), tensors, norms))
+    tensors = RotationTensors(
+        xs, None if out is None else list(out), cos, sin, position_ids, cu_seqlens, (q_norm, k_norm)
+    )
+    return tuple(_apply((rotary_dim, interleaved, inverse, layout), tensors, norm_eps, norm_offset))
 
 
-def _apply(options: tuple, tensors: RotationTensors, norms: Norms | None = None) -> list[torch.Tensor]:
-    """Check and rotate. options: the first ``RotationOptions``, as the caller gave them."""
-    rotary_dim = check_rotation(RotationOptions(*options), tensors, norms)
+def _apply(options: tuple, tensors: RotationTensors, *of_norms: Any) -> list[torch.Tensor]:
+    """Check and rotate. options, of_norms: the fields of ``RotationOptions``, as the caller gave them."""
+    rotary_dim = check_rotation(RotationOptions(*options), tensors, *of_norms)
     ids = tensors.position_ids
     if ids is not None and ids.ndim < 3:
         tensors = tensors._replace(position_ids=ids[None, None] if ids.ndim == 1 else ids[:, None])
-    if norms is None or norms.q_norm is None:
-        return rotate_checked(RotationOptions(rotary_dim, *options[1:]), tensors)
-    of_norms = {"norm_eps": norms.norm_eps, "norm_offset": norms.norm_offset}
-    tensors = tensors._replace(weights=[norms.q_norm, norms.k_norm])
-    return rotate_checked(RotationOptions(rotary_dim, *options[1:], **of_norms), tensors)
+    if tensors.q_norm is None:
+        of_norms, tensors = (), tensors._replace(weights=())
+    return rotate_checked(RotationOptions(rotary_dim, *options[1:], *of_norms), tensors)
 
 
 def rotate_checked(options: RotationOptions, tensors: RotationTensors) -> list[torch.Tensor]:
@@ -156,7 +156,7 @@ def _reference(x: torch.Tensor, weight: torch.Tensor | None, options: RotationOp
         x, order = x.unsqueeze(0), (0, *order)
     names = ("rotary_dim", "interleaved", "inverse", "norm_eps", "norm_offset")
     given = {name: getattr(options, name) for name in names}
-    given |= {"position_ids": tensors.position_ids, "cu_seqlens": tensors.cu_seqlens}
+    given |= {"position_ids": tensors.position_ids, "cu_seqlens": tensors.cu_seqlens, "weight": weight}
     x = x.permute([order.index(axis) for axis in range(4)])
-    rotated = reference.rotation(x, tensors.cos, tensors.sin, weight=weight, **given).permute(order)
+    rotated = reference.rotation(x, tensors.cos, tensors.sin, **given).permute(order)
     return rotated.squeeze(0) if packed else rotated

@@ -1,56 +1,223 @@
-"""The torch.library operators of the rotation alone, with norms and without, and their autograd.
+# mypy: allow-untyped-defs, allow-incomplete-defs, disable-error-code="attr-defined, arg-type"
+"""The torch.library operators of the rotation alone, with norms and without, their autograd, and their launches.
 
 The gradient of a rotation is the transposed rotation of the gradient: the operator is its own backward, so that nothing
 but tables and positions is saved, and double backward is exact. With norms the gradient needs what was normed too, has
 an operator of its own, and cannot be differentiated again.
+
+A memory-bound kernel needs bytes in flight, whatever the head dimension and the dtype: rows of the table of tiles give
+bytes, and the launch turns them into tokens by heads. ``attention/configs.py`` explains tables.
 """
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
+import triton
 
-from fused_rope_attn.rotation import launch, problem
+from fused_rope_attn.kernels import tiles
+from fused_rope_attn.kernels.norm import Norm
+from fused_rope_attn.kernels.rotation import RotaryTables
+from fused_rope_attn.rotation import kernel, problem
 from fused_rope_attn.rotation.problem import RotationOptions, RotationTensors
+from fused_rope_attn.runtime import device
 from fused_rope_attn.runtime.differentiation import SingleLevelFunction, apply_in_operator, last_gradients
+from fused_rope_attn.runtime.launch import Launch, call_of
+from fused_rope_attn.runtime.layouts import table_strides
 from fused_rope_attn.runtime.registration import Operator, is_plain
+from fused_rope_attn.runtime.rows import find_row
+
+
+@dataclass(frozen=True)
+class RotationConfig:
+    """The tile of one program.
+
+    tile_bytes: bytes that it loads; divided by 32 * num_warps, the bytes that a thread has in flight.
+    run_bytes: how many of them are neighbours in memory: heads of one token, or tokens of one head, whichever are.
+    """
+
+    tile_bytes: int
+    run_bytes: int
+    num_warps: int
+
+
+@dataclass(frozen=True)
+class RotationRow:
+    """Hold one row: ``config`` for the calls that the other fields select.
+
+    most_bytes: of a call's largest tensor. norms: whether the call has any. None matches anything.
+    """
+
+    config: RotationConfig
+    arch: tuple[str, ...] | None = None
+    most_bytes: int | None = None
+    norms: bool | None = None
+
+
+# fmt: off
+TABLE: tuple[RotationRow, ...] = (
+    # More than one tile in few rows, so that small tests cross every border.
+    RotationRow(arch=("interpreter",), config=RotationConfig(tile_bytes=1 << 11, run_bytes=1 << 8, num_warps=1)),
+    # Twice the programs, with eight 16-byte loads of a thread in flight. Untimed.
+    RotationRow(most_bytes=4 << 20, config=RotationConfig(tile_bytes=1 << 13, run_bytes=1 << 12, num_warps=4)),
+    # 90 registers forward and 128 backward on sm_90, so that smaller tiles keep more in flight. Untimed.
+    RotationRow(norms=True, config=RotationConfig(tile_bytes=1 << 13, run_bytes=1 << 12, num_warps=4)),
+    # H200, triton 3.6.0, 2026-11-21: .94 to .99 of a copy at seven shapes, both layouts.
+    RotationRow(config=RotationConfig(tile_bytes=1 << 14, run_bytes=1 << 12, num_warps=8)),
+)
+# fmt: on
+
+# Columns that pass through, as a multiple of those that rotate, up to which a tile's size does not count them.
+_MOST_TAIL = 4
+
+
+def tile_shape(config: RotationConfig, row_bytes: int, heads: int, heads_inner: bool) -> tuple[int, int]:
+    """Return (tokens, heads) of a tile with rows of ``row_bytes``. Heads are a constant of a model, lengths are not."""
+    total = max(1, config.tile_bytes // row_bytes)
+    inner = max(1, min(total, config.run_bytes // row_bytes))
+    block_heads = min(triton.next_power_of_2(heads), inner if heads_inner else total // inner)
+    return total // block_heads, block_heads
+
+
+def _prepare(key, flat: tuple, *config: RotationConfig):
+    """Prepare the launch of one signature, which returns the partial sums of the weights' gradients that are wanted.
+
+    key: the options, the number of xs and of weights, and for each weight whether its gradient is wanted.
+    """
+    options, count, norms, wanted = key
+    axes = problem.LAYOUTS[options.layout]
+
+    def split(flat: tuple) -> tuple[RotationTensors, list]:
+        cos, sin, ids, ends, *rest = flat[2 * count :]
+        tensors = RotationTensors(flat[:count], flat[count : 2 * count], cos, sin, ids, ends, rest[:norms])
+        return tensors, rest[norms:]
+
+    def in_order(sizes, absent) -> tuple[int, ...]:
+        return tuple(absent if axis is None else sizes[axis] for axis in axes)
+
+    def view(x: torch.Tensor | None) -> Any:
+        return None if x is None else tiles.view(x, in_order(x.stride(), 0))
+
+    (xs, outs, cos, _, ids, ends, _), normed = split(flat)
+    x = xs[0]
+    most_bytes = max(x.numel() * x.element_size() for x in xs)
+    arch = device.arch(cos.device)
+    chosen = config[0] if config else find_row(TABLE, arch=arch, most_bytes=most_bytes, norms=norms > 0).config
+    heads = [in_order(x.shape, 1)[1] for x in xs]
+    batch, _, length, head_dim = in_order(x.shape, 1)
+    sections = 1 if ids is None else ids.shape[1]
+    width, tail = options.rotary_dim // sections, head_dim - options.rotary_dim
+    block_pairs, block_tail = triton.next_power_of_2(width // 2), triton.next_power_of_2(tail) if tail else 1
+    # A tile also holds what passes through, which is much where few columns of many rotate.
+    columns = max(triton.next_power_of_2(2 * block_pairs * sections), block_tail // _MOST_TAIL)
+    if norms:  # or is normed
+        columns = triton.next_power_of_2(head_dim)
+    # One token (a step of decoding) is all heads, in any order.
+    _, head, row, _ = in_order(x.stride(), 0)
+    heads_inner = head < row or length == 1
+    fewest = min((h for h in heads if h), default=1)
+    rows, block_heads = tile_shape(chosen, columns * x.element_size(), fewest, heads_inner)
+    # True where an offset between two elements of one tile can pass 2**31.
+    strides = [in_order(x.stride(), 0) for x in (*xs, *outs, *normed) if x is not None]
+    is_wide = any(rows * row + block_heads * head + head_dim * column >= 2**31 for _, head, row, column in strides)
+    # A norm changes the tail too, which a call in place without norms leaves as it is.
+    copies_tail = tail > 0 and not (options.in_place and not norms)
+    tile = rows, block_heads, heads_inner, is_wide
+    sequences = None if ends is None else ends.shape[0] - 1
+    numbers = {
+        **dict(itertools.zip_longest(("H0", "H1", "H2"), heads)),
+        "N": length,
+        "num_positions": cos.shape[-2],
+        "num_sequences": sequences,
+        "search_steps": None if sequences is None else sequences.bit_length(),
+        "shape": kernel.TileShape.host(*tile, head_dim, sections, block_pairs, block_tail, copies_tail),
+    }
+    programs = [triton.cdiv(length, rows) * batch * triton.cdiv(h, block_heads) for h in heads]
+    launch = Launch(kernel.rotation_kernel, sum(programs), {"num_warps": chosen.num_warps}, numbers)
+    # A program writes one partial sum of its weight's gradient.
+    shapes = [(of_x, head_dim) if is_wanted else None for of_x, is_wanted in zip(programs, wanted)]
+    of_table = width, options.interleaved
+    is_full = cos.shape[-1] == width
+    of_norm = float(options.norm_eps or 0.0), float(options.norm_offset or 0.0), head_dim
+
+    def run(flat: tuple) -> tuple[torch.Tensor | None, ...]:
+        (xs, outs, cos, sin, ids, ends, weights), normed = split(flat)
+        partials = [None if shape is None else cos.new_empty(shape, dtype=torch.float32) for shape in shapes]
+        if sum(programs):
+            of_norms = [Norm.host(weight, *of_norm) for weight in weights]
+            several = itertools.zip_longest(xs, outs, of_norms, normed, partials)
+            operands = [
+                kernel.RotatedTensor.host(view(x), view(out), norm, view(y), sums) for x, out, norm, y, sums in several
+            ]
+            given = dict(itertools.zip_longest(("tensor0", "tensor1", "tensor2"), operands))
+            tables = RotaryTables.host(cos, sin, *table_strides(cos, sin, *of_table), *of_table)
+            ids_strides = None if ids is None else (ids.stride(0) if ids.shape[0] > 1 else 0, *ids.stride()[1:])
+            angles = kernel.Angles.host(tables, ids, ids_strides, ends, None, None, is_full, options.inverse)
+            launch(device.current_stream(cos.device), given, angles=angles)
+        return tuple(partials)
+
+    return run
+
+
+def launch_rotation(
+    options: RotationOptions,
+    tensors: RotationTensors,
+    normed: Sequence[torch.Tensor] = (),
+    wanted: tuple[bool, ...] = (),
+    config: tuple[RotationConfig, ...] = (),
+) -> tuple[torch.Tensor | None, ...]:
+    """Fill ``outs`` with the rotated ``xs``, in one launch. If there are ``weights``, the first xs are normed before.
+
+    Args:
+        normed: makes the launch the gradient of norm and rotation: the forward call's inputs of the norms, one for each
+            of ``weights``. options are those of the forward call with the opposite ``inverse``, xs gradients of its
+            outs, and outs receive those of its xs; an out that is None is not wanted.
+        wanted: whether the gradient of each weight is wanted.
+        config: one to run instead of the table's.
+
+    Returns:
+        for each of ``wanted`` the parts (programs, D) of the weight's gradient, each the float32 sum of the rows of a
+        tile, or None. To add them up in one order gives the same bits in every run.
+    """
+    xs, outs, *tables, weights = tensors
+    flat = (*xs, *outs, *tables, *[w.contiguous() for w in weights], *normed)
+    with device.guard(tensors.cos.device):
+        return call_of(_prepare, (options, len(xs), len(weights), wanted), flat, *config)(flat)
 
 
 def _rotate_new(options: RotationOptions, tensors: RotationTensors) -> list[torch.Tensor]:
     # The memory order of the input, as any pointwise operation of PyTorch gives it.
     outs = [torch.empty_like(x) for x in tensors.xs]
-    launch.launch_rotation(options, tensors._replace(outs=outs))
+    launch_rotation(options, tensors._replace(outs=outs))
     return outs
 
 
 def _rotate_into(options: RotationOptions, tensors: RotationTensors) -> None:
     pairs = zip(tensors.xs, tensors.outs)
     in_place = all((x.data_ptr(), x.stride()) == (out.data_ptr(), out.stride()) for x, out in pairs)
-    launch.launch_rotation(options._replace(in_place=in_place), tensors)
+    launch_rotation(options._replace(in_place=in_place), tensors)
 
 
 class _Rotation(SingleLevelFunction):
     """Saves tables, positions, and the inputs and weights of ``norms`` norms.
 
-    given: cos, sin, two of positions, weights, xs. keyset: the dispatcher's, or None for a call that skips it.
+    given: cos, sin, two of positions, weights, xs. outs: the results. plain: the call skips the dispatcher.
     """
 
     @staticmethod
-    def forward(ctx, keyset, options: RotationOptions, norms: int, *given):
-        cos, sin, position_ids, cu_seqlens, *rest = given
-        weights, xs = rest[:norms], rest[norms:]
-        ctx.save_for_backward(*given[: 4 + norms], *xs[:norms])
-        ctx.plain, ctx.norms, ctx.options = keyset is None, norms, options._replace(inverse=not options.inverse)
+    def forward(ctx, plain: bool, options: RotationOptions, outs: list[torch.Tensor], norms: int, *given):
+        ctx.save_for_backward(*given[: 4 + 2 * norms])
+        ctx.plain, ctx.norms, ctx.options = plain, norms, options._replace(inverse=not options.inverse)
         ctx.set_materialize_grads(False)
-        tensors = RotationTensors(xs, None, cos, sin, position_ids, cu_seqlens, weights)
-        if ctx.plain:
-            return tuple(_rotate_new(options, tensors))
-        return tuple(_rope.below_function(keyset, xs, *problem.to_arguments(options, tensors)))
+        return tuple(outs)
 
     @staticmethod
     def backward(ctx, *dos):
-        norms, needed = ctx.norms, ctx.needs_input_grad[7:]
+        norms, needed = ctx.norms, ctx.needs_input_grad[8:]
         cos, sin, position_ids, cu_seqlens, *rest = ctx.saved_tensors
         # For each output: whether the gradients of its input and of its weight are wanted.
         asked = [(needed[norms + i], i < norms and needed[i]) for i in range(len(dos))]
@@ -72,35 +239,43 @@ class _Rotation(SingleLevelFunction):
             places = [norms + i for i in of] + some
             for place, gradient in zip(itertools.compress(places, wanted), found):
                 gradients[place] = gradient
-        return *(None,) * 7, *gradients
+        return *(None,) * 8, *gradients
+
+
+def _rotate(keyset, options: RotationOptions, tensors: RotationTensors) -> list[torch.Tensor]:
+    """Return rotated copies of ``xs``, differentiable if they or the weights are.
+
+    keyset: the dispatcher's, or None for a call that skips it.
+    """
+    xs, _, *tables, weights = tensors
+    if keyset is None:
+        outs = _rotate_new(options, tensors)
+    else:
+        outs = _rope.below_autograd(keyset, xs, *problem.to_arguments(options, tensors))
+    if torch.is_grad_enabled() and any(x.requires_grad for x in (*xs, *weights)):
+        return list(apply_in_operator(_Rotation, keyset is None, options, outs, len(weights), *tables, *weights, *xs))
+    return outs
 
 
 def _empty_gradients(tensors: RotationTensors, normed, wanted) -> list[torch.Tensor | None]:
     """Allocate gradients in the order of ``wanted``, in the memory order of the norms' inputs or their gradients."""
-    like = [*normed, *tensors.xs[len(normed) :]]
-    dxs = [torch.empty_like(x) if is_wanted else None for x, is_wanted in zip(like, wanted)]
-    dweights = [
-        weight.new_empty(weight.shape) if is_wanted else None
-        for weight, is_wanted in zip(tensors.weights, wanted[len(like) :])
-    ]
-    return dxs + dweights
+    like = [*normed, *tensors.xs[len(normed) :], *tensors.weights]
+    return [torch.empty_like(x) if is_wanted else None for x, is_wanted in zip(like, wanted)]
 
 
-def _unrotate(options: RotationOptions, tensors: RotationTensors, normed, wanted) -> list[torch.Tensor | None]:
+def _unrotate(options: RotationOptions, tensors: RotationTensors, normed, wanted) -> list[torch.Tensor]:
     """Return the gradients that are wanted, of inputs and then of weights; xs are those of the results."""
     count = len(tensors.xs)
-    dxs = _empty_gradients(tensors, normed, wanted)[:count]
-    dweights = launch.launch_norm_gradient(options, tensors._replace(outs=dxs), normed, tuple(wanted[count:]))
-    return [gradient for gradient, is_wanted in zip((*dxs, *dweights), wanted) if is_wanted]
+    dxs = _empty_gradients(tensors, normed, wanted[:count])
+    partials = launch_rotation(options, tensors._replace(outs=dxs), normed, tuple(wanted[count:]))
+    dweights = [part.sum(0).to(w.dtype) for part, w in zip(partials, tensors.weights) if part is not None]
+    return [dx for dx in dxs if dx is not None] + dweights
 
 
 def _rope_norm_backward_autograd(keyset, dos, normed, wanted, *arguments):
     tensors = [*dos, *normed, *problem.from_arguments(dos, None, *arguments)[1].weights]
-
-    def compute():
-        return tuple(_rope_norm_backward.below_autograd(keyset, dos, normed, wanted, *arguments))
-
-    return list(last_gradients(problem.WITH_NORMS, compute, tensors))
+    gradients = _rope_norm_backward.below_autograd(keyset, dos, normed, wanted, *arguments)
+    return list(last_gradients(problem.WITH_NORMS, gradients, tensors))
 
 
 def _rope_norm_backward_fake(dos, normed, wanted, *arguments):
@@ -108,29 +283,12 @@ def _rope_norm_backward_fake(dos, normed, wanted, *arguments):
     return [gradient for gradient in found if gradient is not None]
 
 
-def _apply(keyset, options: RotationOptions, tensors: RotationTensors) -> list[torch.Tensor]:
-    weights = tensors.weights
-    given = (*tensors[2:6], *weights, *tensors.xs)
-    return list(apply_in_operator(_Rotation, keyset, options, len(weights), *given))
-
-
-def _needs_gradient(tensors: RotationTensors) -> bool:
-    return torch.is_grad_enabled() and any(x.requires_grad for x in (*tensors.xs, *tensors.weights))
-
-
-def _rope_autograd(keyset, xs, *arguments):
-    options, tensors = problem.from_arguments(xs, None, *arguments)
-    if _needs_gradient(tensors):
-        return _apply(keyset, options, tensors)
-    return _rope.below_autograd(keyset, xs, *arguments)
-
-
 _rope = Operator(
     f"rope(Tensor[] xs, {problem.SCHEMA}) -> Tensor[]",
     run=lambda xs, *arguments: _rotate_new(*problem.from_arguments(xs, None, *arguments)),
     fake=lambda xs, *arguments: [torch.empty_like(x) for x in xs],
     function="apply_rope",
-    autograd=_rope_autograd,
+    autograd=lambda keyset, xs, *arguments: _rotate(keyset, *problem.from_arguments(xs, None, *arguments)),
 )
 # xs: gradients of the results; normed: inputs of the norms, one for each weight; wanted: one for each x and weight.
 _rope_norm_backward = Operator(
@@ -152,12 +310,10 @@ def rotate_by_kernel(options: RotationOptions, tensors: RotationTensors) -> list
     """Rotated copies of ``xs``, or ``outs`` filled with them. Ordinary eager calls skip the dispatcher."""
     xs, outs, *tables, weights = tensors
     plain = is_plain(*xs, *(outs or ()), *tables, *weights)
-    if outs is not None:
-        if plain:
-            _rotate_into(options, tensors)
-        else:
-            _rope_out(xs, outs, *problem.to_arguments(options, tensors))
-        return outs
-    if not plain:
-        return _rope(xs, *problem.to_arguments(options, tensors))
-    return _apply(None, options, tensors) if _needs_gradient(tensors) else _rotate_new(options, tensors)
+    if outs is None:
+        return _rotate(None, options, tensors) if plain else _rope(xs, *problem.to_arguments(options, tensors))
+    if plain:
+        _rotate_into(options, tensors)
+    else:
+        _rope_out(xs, outs, *problem.to_arguments(options, tensors))
+    return outs

@@ -6,6 +6,7 @@ A refusal is raised before anything is written, launched or allocated. ``SCHEMA`
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple, get_type_hints
 
 import torch
@@ -19,8 +20,7 @@ from fused_rope_attn.runtime.options import OPERATOR_TYPES
 LAYOUTS: dict[str, Any] = {
     layout: tuple(order.index(i) if i in order else None for i in range(4)) for layout, order in layouts.AXES.items()
 }
-_ONE = Forms(x="B H N D")
-_PAIR = Forms(q="B HQ N D", k="B HKV N D", v="B HV N D")
+_ONE, _PAIR = Forms(x="B H N D"), Forms(q="B HQ N D", k="B HKV N D", v="B HV N D")
 _IDS = Form("N | B N | 1 N | B 2 N | 1 2 N", torch.int32, torch.int64)
 _ENDS, _WEIGHT = Form("sequences+1", torch.int32), Form("D", torch.float32, None)
 # The function that messages about derivatives name for calls with norms.
@@ -30,24 +30,25 @@ WITH_NORMS = "apply_rope_qk with norms"
 class RotationOptions(NamedTuple):
     """Everything of one call but its tensors. layout: a key of ``LAYOUTS``.
 
-    in_place: the outputs are the inputs, so that columns that pass through are there already. norm_eps and norm_offset:
-    of the norms; None where the call has no weights, since a number, even a default, is an input to who traces it.
+    norm_eps and norm_offset: of the norms; None without weights, because torch.compile would turn a number, even a
+    default, into a graph input. in_place: the outputs are the inputs, which hold the columns that pass through already.
     """
 
     rotary_dim: int
     interleaved: bool
     inverse: bool
     layout: str
-    in_place: bool = False
     norm_eps: float | None = None
     norm_offset: float | None = None
+    in_place: bool = False
 
 
 class RotationTensors(NamedTuple):
     """The tensors of one call: one to three xs of equal batch, length, head dim and dtype, and as many outs or None.
 
     position_ids ``(1|B, sections, N)`` or None; cu_seqlens ``(sequences + 1,)`` int32 or None. weights: none, or those
-    of the norms of the first xs, ``(D,)`` each.
+    of the norms of the first xs, ``(D,)`` each. A caller of `apply_rope_qk` may leave each None and
+    give position_ids fewer axes.
     """
 
     xs: Any
@@ -57,6 +58,10 @@ class RotationTensors(NamedTuple):
     position_ids: Any
     cu_seqlens: Any
     weights: Any = ()
+
+    @property
+    def q_norm(self) -> Any:
+        return self.weights[0] if self.weights else None
 
 
 _TENSORS = {"cos": "Tensor", "sin": "Tensor", "position_ids": "Tensor?", "cu_seqlens": "Tensor?", "weights": "Tensor[]"}
@@ -77,26 +82,13 @@ def from_arguments(xs: Any, outs: Any, *arguments: Any) -> tuple[RotationOptions
     return options, RotationTensors(xs, outs, *arguments[: len(_TENSORS)])
 
 
-class Norms(NamedTuple):
-    """The arguments of a norm of q and k, as a caller gave them, and q.
+def check_rotation(options: Any, tensors: RotationTensors, norm_eps: Any = None, norm_offset: Any = None) -> int:
+    """Check a call of `apply_rope`, with one x, or of `apply_rope_qk`, which has norm_eps; return the rotary dim R.
 
-    torch.compile would make inputs of the graph of the numbers in a record without a tensor.
+    options and tensors hold what the caller gave. Raises TypeError or ValueError naming the argument, what was expected
+    and what came.
     """
-
-    q: Any
-    q_norm: Any
-    k_norm: Any
-    norm_eps: Any
-    norm_offset: Any
-
-
-def check_rotation(options: Any, tensors: RotationTensors, norms: Norms | None = None) -> int:
-    """Check a call of `apply_rope`, with one x, or of `apply_rope_qk`, and return the rotary dim R.
-
-    options and tensors hold what the caller gave, a position id for each token with one axis or two. Raises TypeError
-    or ValueError naming the argument, what was expected and what came.
-    """
-    xs, outs, cos, sin, position_ids, cu_seqlens, _ = tensors
+    xs, outs, cos, sin, position_ids, cu_seqlens, weights = tensors
     rotary_dim, layout = options.rotary_dim, options.layout
     checks.check_bool("interleaved", options.interleaved)
     checks.check_bool("inverse", options.inverse)
@@ -132,21 +124,21 @@ def check_rotation(options: Any, tensors: RotationTensors, norms: Norms | None =
                 raise ValueError(f"rotary_dim must be a multiple of 4 for two position ids, but is {rotary_dim}")
         half = None if rotary_dim is None else rotary_dim // 2
         rotary_dim = 2 * checks.check_tables(cos, sin, x, batch, rows, head_dim // 2, half, first, first)
-    weights = {} if norms is None else {"q_norm": norms.q_norm, "k_norm": norms.k_norm}
-    if norms is not None:
-        if (norms.q_norm is None) != (norms.k_norm is None):
-            checks.refuse_one_of_two(**weights)
-        for name, weight in weights.items():
-            if weight is not None:
-                _WEIGHT.check(name, weight, first, x, {"D": head_dim})
-        checks.check_norm_eps("norm_eps", norms.norm_eps, norms)
-        checks.check_norm_offset("norm_offset", norms.norm_offset, norms)
+    if weights:
+        q_norm, k_norm = weights
+        if (q_norm is None) != (k_norm is None):
+            checks.refuse_one_of_two(q_norm=q_norm, k_norm=k_norm)
+        if q_norm is not None:
+            _WEIGHT.check("q_norm", q_norm, first, x, {"D": head_dim})
+            _WEIGHT.check("k_norm", k_norm, first, x, {"D": head_dim})
+        checks.check_norm_eps("norm_eps", norm_eps, tensors)
+        checks.check_norm_offset("norm_offset", norm_offset, tensors)
     if outs is not None:
         _check_outs(xs, outs, weights)
     return rotary_dim
 
 
-def _check_outs(xs: list[Tensor], outs: list[Any], weights: dict[str, Any]) -> None:
+def _check_outs(xs: list[Tensor], outs: list[Any], weights: Sequence[Tensor | None]) -> None:
     for i, (x, out) in enumerate(zip(xs, outs)):
         name, out_name = ("x", "out") if len(xs) == 1 else ("qkv"[i], f"out[{i}]")
         checks.check_kinds(**{out_name: out})
@@ -161,6 +153,6 @@ def _check_outs(xs: list[Tensor], outs: list[Any], weights: dict[str, Any]) -> N
         if torch.is_grad_enabled() and (x.requires_grad or out.requires_grad):
             wanting = name if x.requires_grad else out_name
             raise ValueError(f"{out_name} must be None where {wanting} requires a gradient: there is none through out=")
-    for name, weight in weights.items():
+    for name, weight in zip(("q_norm", "k_norm"), weights):
         if weight is not None and weight.requires_grad and torch.is_grad_enabled():
             raise ValueError(f"out must be None where {name} requires a gradient: there is none through out=")

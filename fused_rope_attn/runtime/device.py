@@ -25,16 +25,8 @@ def has_triton() -> bool:
     return _HAS_TRITON
 
 
-@functools.cache
-def triton_release() -> tuple[int, int]:
-    """Return (major, minor) of the installed Triton. This imports Triton, which callers need anyway."""
-    import triton
-
-    major, minor = triton.__version__.split(".")[:2]
-    return int(major), int(minor)
-
-
 _CURRENT_GPU = torch.device("cuda")
+_NO_GUARD = nullcontext()
 
 
 def _indexed(device: torch.device) -> torch.device:
@@ -73,32 +65,25 @@ def has_gpu() -> bool:
 
 def cards() -> list[dict[str, object]]:
     """Return index, name, architecture, multiprocessors and memory in GiB of every GPU that torch sees. Starts CUDA."""
-    found: list[dict[str, object]] = []
-    for index in range(torch.cuda.device_count() if has_gpu() else 0):
-        properties = torch.cuda.get_device_properties(index)
-        found.append(
-            {
-                "index": index,
-                "name": properties.name,
-                "arch": arch(torch.device("cuda", index)),
-                "multiprocessors": properties.multi_processor_count,
-                "memory_gib": round(properties.total_memory / 2**30, 1),
-            }
-        )
-    return found
+    every = range(torch.cuda.device_count() if has_gpu() else 0)
+    return [
+        {
+            "index": index,
+            "name": _properties(index).name,
+            "arch": arch(torch.device("cuda", index)),
+            "multiprocessors": _properties(index).multi_processor_count,
+            "memory_gib": round(_properties(index).total_memory / 2**30, 1),
+        }
+        for index in every
+    ]
 
 
-def current_gpu() -> int:
-    """Return the index of this thread's current GPU."""
-    return torch.cuda.current_device()
-
-
-def make_current(device: torch.device) -> None:
-    """Make the context of a GPU current in this thread, which may not have used the GPU yet.
+def make_context_current() -> None:
+    """Make the context of the current GPU current in this thread, which may not have used the GPU yet.
 
     An allocation from PyTorch's cache does not do so. Any question to the CUDA runtime does.
     """
-    torch.cuda.mem_get_info(device)
+    torch.cuda.mem_get_info()
 
 
 def current_stream(device: torch.device) -> int:
@@ -135,9 +120,6 @@ def pause(cycles: int) -> None:
     torch.cuda._sleep(cycles)
 
 
-_NO_GUARD = nullcontext()
-
-
 def is_current(device: torch.device) -> bool:
     """Return whether ``device`` is the current GPU, or no GPU."""
     return device.index is None or device.index == torch._C._cuda_getDevice()
@@ -145,9 +127,7 @@ def is_current(device: torch.device) -> bool:
 
 def guard(device: torch.device) -> AbstractContextManager[None]:
     """Return a context in which kernels launch on ``device``; free if it is the current GPU."""
-    if is_current(device):
-        return _NO_GUARD
-    return torch.cuda.device(device)
+    return _NO_GUARD if is_current(device) else torch.cuda.device(device)
 
 
 def is_capturing(device: torch.device) -> bool:

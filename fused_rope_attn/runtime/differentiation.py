@@ -7,8 +7,7 @@ then a program would work on one machine and raise on another.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +17,8 @@ from torch.autograd import forward_ad
 # is active, and of operators, which the dispatcher calls once for each transform. ``torch.autograd.Function`` looks for
 # transforms in ``apply``: up to torch 2.13 it costs host time, and from 2.14 on it raises in operators. A private name.
 SingleLevelFunction: Any = torch.autograd.function._SingleLevelFunction
+_NO_FORWARD_MODE = "{}: forward-mode differentiation (torch.func.jvp, torch.autograd.forward_ad) is not supported"
+_NO_DOUBLE_BACKWARD = "{}: double backward (create_graph=True) is not supported"
 
 
 def apply_in_operator(function: Any, *arguments: Any) -> Any:
@@ -34,16 +35,6 @@ def apply_in_operator(function: Any, *arguments: Any) -> Any:
         return function.apply(*arguments)
     finally:
         functorch.set_single_level_autograd_function_allowed(allowed)
-
-
-@contextlib.contextmanager
-def recording() -> Iterator[None]:
-    """Switch gradients and tangents on again inside the forward of an autograd function.
-
-    The outer transforms of torch.func run below that function, and would see no derivative otherwise.
-    """
-    with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True):  # a private name
-        yield
 
 
 def in_forward_mode() -> bool:
@@ -63,40 +54,31 @@ def refuse_tangents(function: str, tensors: Iterable[Any]) -> None:
         if isinstance(x, (list, tuple)):
             refuse_tangents(function, x)
         elif isinstance(x, torch.Tensor) and (compiling or forward_ad.unpack_dual(x).tangent is not None):
-            raise NotImplementedError(_no_forward_mode(function))
-
-
-def _no_forward_mode(function: str) -> str:
-    return f"{function}: forward-mode differentiation (torch.func.jvp, torch.autograd.forward_ad) is not supported"
-
-
-def _no_double_backward(function: str) -> str:
-    return f"{function}: double backward (create_graph=True) is not supported"
+            raise NotImplementedError(_NO_FORWARD_MODE.format(function))
 
 
 class _Computed(SingleLevelFunction):
-    """Gradients that a kernel computes, as functions of ``inputs``."""
+    """Gradients that a kernel has computed, as functions of ``inputs``."""
 
     @staticmethod
-    def forward(ctx, function: str, compute: Callable[[], Any], *inputs):
+    def forward(ctx, function: str, gradients: Sequence[Any], *inputs):
         ctx.set_materialize_grads(False)
         ctx.function = function
-        with recording():
-            return compute()
+        return tuple(gradients)
 
     @staticmethod
     def backward(ctx, *gradients):
-        raise NotImplementedError(_no_double_backward(ctx.function))
+        raise NotImplementedError(_NO_DOUBLE_BACKWARD.format(ctx.function))
 
 
-def last_gradients(function: str, compute: Callable[[], Any], inputs: Sequence[Any]) -> Any:
-    """Return what ``compute()`` returns, gradients that depend on ``inputs``; to differentiate them again raises.
+def last_gradients(function: str, gradients: Sequence[Any], inputs: Sequence[Any]) -> Sequence[Any]:
+    """Return gradients that a kernel has computed from ``inputs``; to differentiate them again raises.
 
     function: the public function that the message names. Call this in autograd kernels of operators.
     """
     if torch.is_grad_enabled() and torch._C._any_requires_grad(*inputs):
-        return apply_in_operator(_Computed, function, compute, *inputs)
-    return compute()
+        return apply_in_operator(_Computed, function, gradients, *inputs)
+    return gradients
 
 
 class _Limited(torch.autograd.Function):
@@ -116,7 +98,7 @@ class _Limited(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *gradients):
         if ctx.orders == 0:
-            raise NotImplementedError(_no_double_backward(ctx.function))
+            raise NotImplementedError(_NO_DOUBLE_BACKWARD.format(ctx.function))
         # By create_graph, in a transform of torch.func, or with tangents the gradients may be differentiated again.
         if torch.is_grad_enabled() or in_forward_mode():
             given = iter(_Limited.apply(ctx.function, ctx.orders - 1, *[x for x in gradients if x is not None]))
@@ -125,7 +107,7 @@ class _Limited(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx, *tangents):
-        raise NotImplementedError(_no_forward_mode(ctx.function))
+        raise NotImplementedError(_NO_FORWARD_MODE.format(ctx.function))
 
 
 def differentiable(function: str, tensors: Sequence[Any], orders: float = 1) -> list[Any]:

@@ -95,13 +95,6 @@ def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, int, int, int]:
     return (heads * length * head_dim, length * head_dim, head_dim, 1)
 
 
-def layout_of_rows(shape: tuple[int, ...]) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
-    """Return (shape, strides) of a contiguous tensor with one number for each row of a (B, H, N, D) tensor."""
-    batch, heads, length, _ = shape
-    # Sizes of 0 count as 1, as PyTorch has it.
-    return (batch, heads, length), (max(1, heads) * max(1, length), max(1, length), 1)
-
-
 def output_strides(x: torch.Tensor, columns: int | None = None) -> tuple[int, int, int, int]:
     """Return the strides of ``like_input(x, columns)``."""
     batch, heads, length, head_dim = x.shape

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
-from fused_rope_attn.runtime.differentiation import in_forward_mode, last_gradients, recording, refuse_tangents
+from fused_rope_attn.runtime.differentiation import in_forward_mode, last_gradients, refuse_tangents
 
 _NAMESPACE = "fused_rope_attn"
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, type(None)))
@@ -76,17 +76,12 @@ class Operator:
         return self._autograd(keyset, *arguments)
 
     def _once(self, keyset, *arguments):
-        return last_gradients(self.function, lambda: self.below_autograd(keyset, *arguments), arguments)
+        return last_gradients(self.function, self.below_autograd(keyset, *arguments), arguments)
 
     def below_autograd(self, keyset, *arguments):
         """Call the operator below autograd, from its own autograd implementation."""
         with torch._C._AutoDispatchBelowAutograd():
             return self.overload.redispatch(keyset & torch._C._after_autograd_keyset, *arguments)
-
-    def below_function(self, keyset, *arguments):
-        """Call ``below_autograd`` from the forward of the operator's autograd function."""
-        with recording():
-            return self.below_autograd(keyset, *arguments)
 
 
 def _entry(x: Any, dim: Any, index: int) -> Any:

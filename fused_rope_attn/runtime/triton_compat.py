@@ -16,8 +16,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language import core
 
-from fused_rope_attn.runtime.device import triton_release
-
 __all__ = [
     "COPIES_OPERANDS", "LAUNCHER_IS_KNOWN", "TensorDescriptor", "aggregate", "async_copy", "async_load", "barrier",
     "fence_async_shared", "gl", "jit", "mbarrier", "reinterpret", "tma_load", "tma_reduce_add", "tma_store",
@@ -53,6 +51,7 @@ else:  # 3.6 and 3.7 have the operation without a Gluon name
 
 # Since 3.7 Triton copies the register operands of a product, to avoid a fault of ptxas. The copies cost nothing unless
 # two products read the same registers.
-COPIES_OPERANDS = gl.constexpr(triton_release() >= (3, 7))
+_RELEASE = tuple(map(int, triton.__version__.split(".")[:2]))
+COPIES_OPERANDS = gl.constexpr(_RELEASE >= (3, 7))
 # ``driver.parameters_of`` follows the launch rules of these releases.
-LAUNCHER_IS_KNOWN = (3, 6) <= triton_release() < (3, 10)
+LAUNCHER_IS_KNOWN = (3, 6) <= _RELEASE < (3, 10)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fused_rope_attn import rope_attention
-from fused_rope_attn.attention import eager
+from fused_rope_attn.attention import ops
 from fused_rope_attn.runtime.launch import Launch
 from tests.support.attention import assert_equal
 from tests.support.gpu import ODD_LENGTHS, assert_alike, is_sm_90
@@ -57,7 +57,7 @@ def call(request):
         (assert_equal if backend == "triton" else assert_alike)(given, expected)
 
     yield make, compare
-    eager.forget()
+    ops.forget()
 
 
 def moved(x):
@@ -68,7 +68,7 @@ def moved(x):
 
 def expected_of(make, monkeypatch, seeds):
     with monkeypatch.context() as patched:
-        patched.setattr(eager, "find", lambda *arguments: None)
+        patched.setattr(ops, "find", lambda *arguments: None)
         return [[x.clone() for x in make(seed)()] for seed in seeds]
 
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from fused_rope_attn import rope_attention
-from fused_rope_attn.attention import api, eager
+from fused_rope_attn.attention import api, ops
 from tests.support.marks import interpreted
 from verification.testing import Case, make_inputs
 
@@ -17,11 +17,11 @@ OTHERS = make_inputs(Case(1, 2, 1, 16, 16, 16, seed=4))
 @pytest.fixture
 def examined(monkeypatch):
     """A list that grows with every call that is examined; nothing is known at first."""
-    eager.forget()
+    ops.forget()
     seen, describe = [], api.describe_call
     monkeypatch.setattr(api, "describe_call", lambda *a, **options: seen.append(options) or describe(*a, **options))
     yield seen
-    eager.forget()
+    ops.forget()
 
 
 def call(inputs=INPUTS, causal=True, **options):

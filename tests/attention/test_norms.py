@@ -210,7 +210,7 @@ def test_opcheck():
     forward, backward = OPERATORS.attention_forward.default, OPERATORS.attention_backward.default
     o, lse, _ = forward(*arguments)
     torch.library.opcheck(forward, arguments)
-    torch.library.opcheck(backward, (inputs.do, o, lse, *arguments))
+    torch.library.opcheck(backward, (inputs.do, o, lse, False, *arguments))
     leaves = [
         x.detach().clone().requires_grad_() if i < 3 or x is not None and x.shape == (16,) else x
         for i, x in enumerate(arguments[:14])
@@ -248,9 +248,7 @@ def test_a_backward_pass_through_the_dispatcher():
     expected = torch.autograd.grad(o.square().sum(), list(tensors.values()), retain_graph=True)
     with Record() as record:
         found = torch.autograd.grad(o.square().sum(), list(tensors.values()), create_graph=True)
-    assert [name for name in record.operators if "attention" in name] == [
-        "fused_rope_attn.attention_rotated_backward.default"
-    ]
+    assert [name for name in record.operators if "attention" in name] == ["fused_rope_attn.attention_backward.default"]
     assert_equal(found, expected)
     with pytest.raises(NotImplementedError, match="double backward"):
         found[3].sum().backward()

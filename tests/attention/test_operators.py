@@ -28,7 +28,7 @@ def test_opcheck(layout, full_width, strategy):
     o, lse, _ = forward(*arguments)
     torch.library.opcheck(forward, arguments)
     torch.library.opcheck(forward, (*leaves(inputs), *arguments[3:]), test_utils="test_aot_dispatch_dynamic")
-    torch.library.opcheck(backward, (inputs.do, o, lse, *arguments))
+    torch.library.opcheck(backward, (inputs.do, o, lse, False, *arguments))
 
 
 @interpreted
@@ -71,7 +71,7 @@ def test_opcheck_with_masks(names, strategy):
     o, lse, max_logit = forward(*arguments)
     assert max_logit.shape == (2, 2)
     torch.library.opcheck(forward, arguments)
-    torch.library.opcheck(backward, (inputs.do, o, lse, *arguments))
+    torch.library.opcheck(backward, (inputs.do, o, lse, False, *arguments))
     if case.sinks:
         arguments[ARGUMENT_OF_SINKS].requires_grad_()
     torch.library.opcheck(forward, (*leaves(inputs), *arguments[3:]), test_utils="test_aot_dispatch_dynamic")

@@ -56,9 +56,9 @@ def test_the_portable_kernels_dtypes_are_listed(arch):
 
 
 @pytest.mark.parametrize("head_dim", [128, 256])
-@pytest.mark.parametrize("packed", [False, True])
-def test_nothing_stands_in_the_way_of_a_plain_call(packed, head_dim):
-    assert planning.obstacle("hopper", planning.Needs("sm_90", BF16, head_dim, packed=packed)) is None
+@pytest.mark.parametrize("sequences", [None, 1])
+def test_nothing_stands_in_the_way_of_a_plain_call(sequences, head_dim):
+    assert planning.obstacle("hopper", planning.Problem(BF16, head_dim, sequences=sequences), "sm_90") is None
 
 
 def test_what_needs_no_addresses_is_refused_at_once(arch):

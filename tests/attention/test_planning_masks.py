@@ -34,8 +34,8 @@ def test_packed_calls_are_planned_by_their_longest_sequence(arch):
             packed_plan(8, 1 << 16, longest, heads=(8, 8), head_dim=64, backend="triton", **masks)
             for longest in (1 << 16, 300)
         )
-        assert long.forward == portable_configs.forward("sm_90", 2, 64, "prepass", "long", True)
-        assert short.forward == portable_configs.forward("sm_90", 2, 64, "prepass", "tiny", True)
+        assert long.forward == portable_configs.forward_config("sm_90", 2, 64, "prepass", "long", True)
+        assert short.forward == portable_configs.forward_config("sm_90", 2, 64, "prepass", "tiny", True)
         assert long.forward != short.forward
     few = {"sequences": 8, "tokens": 4096, "heads": (8, 8), "head_dim": 64}
     assert packed_plan(**few, longest=2).strategy == "inline"  # 2**21 * 2 at most
@@ -75,7 +75,7 @@ def test_short_packed_sequences_stay_portable(arch):
 
 
 def test_masked_calls_have_tiles_of_their_own(arch):
-    plain, masked = (portable_configs.backward("sm_90", 2, 64, "prepass", "long", m) for m in (False, True))
+    plain, masked = (portable_configs.backward_config("sm_90", 2, 64, "prepass", "long", m) for m in (False, True))
     given = call(8192, head_dim=64, backend="triton")
     assert plan(**given, window=(9, 0)).backward == masked != plain
     assert plan(**given).backward == plain

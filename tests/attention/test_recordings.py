@@ -8,8 +8,7 @@ from fused_rope_attn.attention.hopper import backward as hopper_backward
 from fused_rope_attn.attention.hopper import forward as hopper_forward
 from fused_rope_attn.attention.portable import backward, forward
 from fused_rope_attn.runtime import device
-from fused_rope_attn.runtime.calls import Recording
-from fused_rope_attn.runtime.launch import Launch
+from fused_rope_attn.runtime.launch import Launch, Recording
 from tools.compile_kernels import Job, find_jobs
 
 CALLS = (

@@ -91,7 +91,7 @@ def test_kernels_take_no_row_for_one_of_a_sequence_where_ends_are_wrong(ends, wr
     arguments[ARGUMENT_OF_MAX_LOGIT] = True
     o, lse, max_logit = OPERATORS.attention_forward(*arguments)
     assert max_logit.shape == (3, PACKED.heads_q) and (max_logit == -math.inf).all()
-    gradients = OPERATORS.attention_backward(inputs.do, o, lse, *arguments)
+    gradients = OPERATORS.attention_backward(inputs.do, o, lse, False, *arguments)
     assert_nothing_is_seen((o, lse, *gradients[:4]))
 
 

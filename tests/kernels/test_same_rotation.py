@@ -40,9 +40,9 @@ from fused_rope_attn.attention.portable import configs as portable_configs
 from tools.compile_kernels import Job, compile_job
 from tools.decode_jobs import write_jobs
 from tools.rotation_jobs import rotation_jobs
-inline, prepass = (portable_configs.forward("sm_90", 2, 64, strategy, "short")
+inline, prepass = (portable_configs.forward_config("sm_90", 2, 64, strategy, "short")
                    for strategy in ("inline", "prepass"))
-hopper = hopper_configs.forward(128, True, "long", False, False).config
+hopper = hopper_configs.forward_row(128, True, "long", False, False).config
 call = {"arch": "sm_90", "direction": "forward", "dtype": torch.float16}
 jobs = [Job(**call, head_dim=64, config=config, norms=norms) for config in (inline, prepass) for norms in (False, True)]
 jobs += [Job(**call, head_dim=128, config=hopper, rotated=True, norms=norms) for norms in (False, True)]

@@ -37,7 +37,7 @@ def test_every_kernel_gives_the_same_bits(case, monkeypatch):
     found = rotated_by_every_kernel(case, monkeypatch, "cuda")
     if is_sm_90() and case.dtype != F32 and case.layout != "odd":
         problem, tensors = described_for_launch(make_inputs(case, "cuda"), case)
-        config = hopper_configs.forward(case.head_dim, True, "long", False, False).config
+        config = hopper_configs.forward_row(case.head_dim, True, "long", False, False).config
         saved = hopper_forward.ForwardCall(problem, tensors, config, Saving.ROWS)(tensors)
         found["sm_90 forward and pre-pass"] = tuple(in_memory_order(x, case) for x in (saved.q_rot, saved.k_rot))
     assert_one_rotation(found)

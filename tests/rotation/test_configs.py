@@ -1,7 +1,7 @@
 """The rotation's configurations, and the tile shapes that its launcher makes of them."""
 
 from fused_rope_attn.attention.configs import ARCHS
-from fused_rope_attn.rotation.launch import TABLE, RotationConfig, tile_shape
+from fused_rope_attn.rotation.ops import TABLE, RotationConfig, tile_shape
 from fused_rope_attn.runtime.rows import find_row
 from tests.support.marks import interpreted
 

@@ -4,14 +4,15 @@ import functools
 
 import torch
 
-from fused_rope_attn.attention import configs, eager, ops, planning
+from fused_rope_attn.attention import configs, ops, planning
 from fused_rope_attn.attention.problem import Gradients, Options, Outputs, Tensors, describe, flatten, problem_of
 from fused_rope_attn.attention.validation import check_attention
 from fused_rope_attn.generation import launch as generation_launch
 from fused_rope_attn.generation import planning as generation_planning
 from fused_rope_attn.generation import problem as generation_problem
 from fused_rope_attn.generation.api import rope_attention_with_kvcache, run_write
-from fused_rope_attn.runtime import calls, checks
+from fused_rope_attn.runtime import checks
+from fused_rope_attn.runtime import launch as calls
 from fused_rope_attn.runtime.entry import fill
 from verification.testing import Results, masks_of, norms_of
 
@@ -66,7 +67,7 @@ def described_for_launch(inputs, case):
 
 
 def operator_arguments(inputs, case, **options):
-    """Return the arguments of ``attention_forward`` as a list; in ``attention_backward`` they follow do, o and lse."""
+    """Return the arguments of ``attention_forward`` as a list; ``attention_backward`` has four before them."""
     return list(flatten(*described(inputs, case, **options)))
 
 
@@ -78,7 +79,7 @@ def run_operators(inputs, case, *, forward, backward, **options):
     """``Results`` of the two operators, called one after the other with a backend each."""
     o, lse, _ = OPERATORS.attention_forward(*operator_arguments(inputs, case, backend=forward, **options))
     dq, dk, dv, dsinks, dq_norm, dk_norm, *_ = OPERATORS.attention_backward(
-        inputs.do, o, lse, *operator_arguments(inputs, case, backend=backward, **options)
+        inputs.do, o, lse, False, *operator_arguments(inputs, case, backend=backward, **options)
     )
     results = Results(o, lse, dq, dk, dv)
     results.dsinks = dsinks if case.sinks else None
@@ -104,7 +105,7 @@ def kvcache_arguments(q, k_cache, v_cache, cos, sin, k, v, cache_seqlens, sinks,
 
 def go_through_the_dispatcher(monkeypatch):
     """Attention calls its operators by PyTorch's dispatcher, also where it could call the launchers directly."""
-    monkeypatch.setattr(eager, "is_plain", lambda *tensors: False)
+    monkeypatch.setattr(ops, "is_plain", lambda *tensors: False)
 
 
 def _replace_launchers(monkeypatch, portable, forward, backward):
@@ -145,7 +146,7 @@ def forget_plans():
 
 def forget_calls():
     """Every call is examined, prepared and recorded again."""
-    eager.forget()
+    ops.forget()
     calls.forget()
 
 
@@ -199,16 +200,16 @@ def rotate_without_the_kernel(monkeypatch):
 def forget_warnings():
     """Messages that are given once per process are given again."""
     checks._said.clear()
-    eager.forget()
+    ops.forget()
 
 
 def described_problems(monkeypatch):
     """A list to which the forward operator of attention, which then runs as before, adds its problems."""
     seen, call = [], ops.forward_call
 
-    def note(problem, tensors, saves_rotated=False):
+    def note(problem, *given, **options):
         seen.append(problem)
-        return call(problem, tensors, saves_rotated)
+        return call(problem, *given, **options)
 
     monkeypatch.setattr(ops, "forward_call", note)
     return seen

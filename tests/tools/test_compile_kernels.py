@@ -15,7 +15,7 @@ from fused_rope_attn.attention.portable import configs as portable_configs
 from fused_rope_attn.generation import configs as generation_configs
 from tests.support.paths import ROOT
 from tools import aot
-from tools.compile_kernels import find_jobs, repeated_job
+from tools.compile_kernels import FINDERS, find_jobs, repeated_job
 
 pytestmark = [pytest.mark.aot, pytest.mark.timeout(1800)]
 
@@ -75,7 +75,7 @@ def test_no_row_is_left_out(arch):
     keys = itertools.product((2, 4), (64, 128, 192, 256), configs.STRATEGIES, configs.BUCKETS, (False, True))
     for element_size, head_dim, strategy, bucket, masked in keys:
         latent = head_dim == 192
-        for direction, find in (("forward", portable_configs.forward), ("backward", portable_configs.backward)):
+        for direction, find in FINDERS:
             if strategy == "prepass" or not latent:
                 config = find(arch, element_size, head_dim, strategy, bucket, masked, latent)
                 assert (direction, element_size, head_dim, tiles_of(config)) in compiled, (direction, config)
@@ -99,8 +99,8 @@ def test_the_table_answers_every_call(arch):
                 for bucket in configs.BUCKETS:
                     for masked in (True, False):
                         key = (arch, element_size, head_dim, strategy, bucket, masked)
-                        assert portable_configs.forward(*key).strategy == strategy
-                        assert portable_configs.backward(*key).strategy == strategy
+                        assert portable_configs.forward_config(*key).strategy == strategy
+                        assert portable_configs.backward_config(*key).strategy == strategy
 
 
 def test_the_sm_90_backend_compiles_for_sm_90_alone(compiled):
@@ -119,7 +119,7 @@ def test_the_sm_90_tables_answer_every_call():
         for causal in (True, False):
             for bucket in configs.BUCKETS:
                 for gqa in (True, False):
-                    for find in (hopper_configs.forward, hopper_configs.backward):
+                    for find in (hopper_configs.forward_row, hopper_configs.backward_row):
                         for packed in (True, False):
                             row = find(head_dim, causal, bucket, gqa, packed)
                             assert set(row.least_work) <= set(configs.BUCKETS)

@@ -97,7 +97,7 @@ class BackwardCall:
         q, k, v = given.q, given.k, given.v
         batch, heads_q, len_q, len_k = problem.batch, problem.heads_q, problem.len_q, problem.len_k
         sequences = problem.sequences
-        self.problem = problem
+        self.problem, self.stages = problem, (config.q_stages, config.do_stages, config.pdl)
         self.is_rotated = is_rotated
         self.strides = dq_strides, dk_strides, dv_strides = call_arguments.result_strides(
             outputs, call_arguments.gradient_strides(given, o, is_rotated)
@@ -188,7 +188,6 @@ class BackwardCall:
             heads_per_section=section,
             window_left=None if problem.has_intervals else numbers["window_left"],
             window_right=None if problem.has_intervals else numbers["window_right"],
-            stages=backward_kernel.BackwardStages.host(config.q_stages, config.do_stages, config.pdl),
         )
         self.format = RowFormat.host(problem.head_dim, pad_d, is_wide)
         self.group_parts = None if parts == 1 else parts
@@ -314,7 +313,7 @@ class BackwardCall:
                 slots_ptr=slots,
                 counters_ptr=slot_counters,
             ),
-            programs=backward_kernel.Programs.host(self.group_parts, self.most_overlapping, progress),
+            programs=backward_kernel.Programs.host(self.group_parts, self.most_overlapping, progress, *self.stages),
             scale=call_arguments.scale_of(self.problem),
         )
         norm_sums = None
@@ -358,7 +357,7 @@ class LatentBackwardCall:
         do, o, _, *of_forward = tensors
         given, outputs = split_outputs(of_forward, 3)
         q, k, v, q_nope, k_nope = given.q, given.k, given.v, given.q_nope, given.k_nope
-        self.problem = problem
+        self.problem, self.stages = problem, (config.q_stages, config.do_stages, config.pdl)
         batch, heads, len_q, len_k = problem.batch, problem.heads_q, problem.len_q, problem.len_k
         sequences, rope, columns = problem.sequences, problem.head_dim, q_nope.shape[3]
         rows = (q, k, v, q_nope, k_nope)
@@ -410,7 +409,6 @@ class LatentBackwardCall:
             ),
             window_left=numbers["window_left"],
             window_right=numbers["window_right"],
-            stages=backward_kernel.BackwardStages.host(config.q_stages, config.do_stages, config.pdl),
         )
         self.format = RowFormat.host(columns, layouts.block_d(columns), is_wide)
         tiles = schedule.tile_count(len_q, sequences, block_m)
@@ -487,7 +485,7 @@ class LatentBackwardCall:
                 format=self.format,
                 TOKEN_TABLES=problem.token_tables,
             ),
-            programs=backward_kernel.Programs.host(None, None, None),
+            programs=backward_kernel.Programs.host(None, None, None, *self.stages),
             scale=scale,
         )
         self.queries(

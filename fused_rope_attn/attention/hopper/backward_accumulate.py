@@ -26,7 +26,7 @@ from fused_rope_attn.attention.hopper import (
     softmax,
 )
 from fused_rope_attn.attention.hopper import columns as column_parts
-from fused_rope_attn.kernels.records import record
+from fused_rope_attn.kernels.records import replace
 from fused_rope_attn.runtime.triton_compat import (
     COPIES_OPERANDS,
     barrier,
@@ -42,75 +42,29 @@ from fused_rope_attn.runtime.triton_compat import (
 DS_STAGES = gl.constexpr(2)
 
 
-@record
-class BackwardBuffers:
-    """Shared memory that these warpgroups use. k, v: (1, 1, 1, keys, BLOCK_D) 16-bit; lse, delta: see ``Destinations``.
-
-    By keys: ds has slots of (BLOCK_M, BLOCK_N) 16-bit, full when both warpgroups have written their keys, empty when
-    the products of both have read it; the slot of step s holds dS of step s - 1, and zeros in step 0. dq: a channel for
-    each warpgroup, with tiles (1, 1, BLOCK_M, BLOCK_D / CONSUMERS) float32 and a slot for each warp that adds them.
-
-    By columns: p holds P of a block, (KEYS, BLOCK_M) 16-bit; the first warpgroup fills it and the second releases it.
-    ds_factor, filled with it: ``softmax.derivative_factor`` if that is not P. ds: (KEYS, BLOCK_M) 16-bit, which the
-    second warpgroup fills. permits, additions: channels without tiles, or None if dQ is added in any order.
-    ``permit_additions`` fills the first when both warpgroups may add a step's dQ, both fill the second when they have,
-    and ``announce_additions`` empties the first then.
-    """
-
-    k: channels.Channel
-    v: channels.Channel
-    q: channels.Channel
-    do: channels.Channel
-    lse: gl.shared_memory_descriptor
-    delta: gl.shared_memory_descriptor
-    ds: channels.Channel
-    dq: channels.Channel | None = None
-    p: channels.Channel | None = None
-    ds_factor: gl.shared_memory_descriptor | None = None
-    permits: channels.Channel | None = None
-    additions: channels.Channel | None = None
-
-
 @jit
-def allocate_operands(descriptors, Q_STAGES: gl.constexpr, DO_STAGES: gl.constexpr):
-    """Return (k, v, q, do, lse, delta) of ``BackwardBuffers``, with initialised barriers."""
-    q, lse = backward_block.allocate_query_channel(descriptors.q, descriptors.stats, Q_STAGES)
-    do, delta = backward_block.allocate_query_channel(descriptors.do, descriptors.stats, DO_STAGES)
-    k = channels.written_once(channels.tiles_of(descriptors.k, 1))
-    v = channels.written_once(channels.tiles_of(descriptors.v, 1))
-    k.init(FILLS=1, RELEASES=0)
-    v.init(FILLS=1, RELEASES=0)
-    backward_block.init_query_channel(q)
-    backward_block.init_query_channel(do)
-    return k, v, q, do, lse, delta
-
-
-@jit
-def allocate_by_keys(descriptors, dq_desc, Q_STAGES: gl.constexpr, DO_STAGES: gl.constexpr, ADDERS: gl.constexpr):
-    """Allocate ``BackwardBuffers`` for ``accumulate_by_keys``. ADDERS: warps that add dQ by turns."""
-    k, v, q, do, lse, delta = allocate_operands(descriptors, Q_STAGES, DO_STAGES)
+def add_buffers_by_keys(buffers, dq_desc, ADDERS: gl.constexpr):
+    """Return the ``Buffers`` for ``accumulate_by_keys``. ADDERS: warps that add dQ by turns."""
     BLOCK_M: gl.constexpr = channels.BACKWARD_BLOCK_M
     BLOCK_N: gl.constexpr = channels.BACKWARD_BLOCK_N
-    DS_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_M, BLOCK_N], descriptors.k.dtype)
-    ds_smem = gl.allocate_shared_memory(descriptors.k.dtype, [DS_STAGES, BLOCK_M, BLOCK_N], DS_LAYOUT)
-    ds = channels.channel_of(ds_smem, DS_STAGES)
+    DTYPE: gl.constexpr = buffers.k.buffer.dtype
+    DS_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_M, BLOCK_N], DTYPE)
+    ds = channels.channel_of(gl.allocate_shared_memory(DTYPE, [DS_STAGES, BLOCK_M, BLOCK_N], DS_LAYOUT), DS_STAGES)
     ds.init(FILLS=channels.CONSUMERS, RELEASES=channels.CONSUMERS * channels.WARPGROUP_THREADS)
     # With more than 64 columns shared memory does not hold a tile for each adding warp.
-    SHARED: gl.constexpr = ADDERS > 1 and descriptors.q.block_type.shape[3] > 64
-    DQ_TILES: gl.constexpr = channels.CONSUMERS if SHARED else channels.CONSUMERS * ADDERS
-    dq_smem = gl.allocate_shared_memory(gl.float32, [DQ_TILES] + dq_desc.block_type.shape, dq_desc.layout)
+    SHARED: gl.constexpr = ADDERS > 1 and buffers.q.buffer.shape[4] > 64
+    dq_smem = channels.tiles_of(dq_desc, channels.CONSUMERS if SHARED else channels.CONSUMERS * ADDERS)
     full = channels.allocate_barriers(channels.CONSUMERS * ADDERS)
     empty = channels.allocate_barriers(channels.CONSUMERS * ADDERS)
     dq = channels.Channel(dq_smem, full, empty, STAGES=ADDERS, SHARED=SHARED)
     dq.init(FILLS=1, RELEASES=1)
-    return BackwardBuffers(k, v, q, do, lse, delta, ds, dq=dq)
+    return replace(buffers, ds=ds, dq=dq)
 
 
 @jit
-def allocate_by_columns(descriptors, scale, Q_STAGES: gl.constexpr, DO_STAGES: gl.constexpr, IS_ORDERED: gl.constexpr):
-    """Allocate ``BackwardBuffers`` for ``accumulate_by_columns``. IS_ORDERED: there are ``permits``."""
-    k, v, q, do, lse, delta = allocate_operands(descriptors, Q_STAGES, DO_STAGES)
-    DTYPE: gl.constexpr = descriptors.k.dtype
+def add_buffers_by_columns(buffers, scale, IS_ORDERED: gl.constexpr):
+    """Return the ``Buffers`` for ``accumulate_by_columns``. IS_ORDERED: there are ``permits``."""
+    DTYPE: gl.constexpr = buffers.k.buffer.dtype
     TILE: gl.constexpr = [channels.KEYS, channels.BACKWARD_BLOCK_M]
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for(TILE, DTYPE)
     p = channels.channel_of(gl.allocate_shared_memory(DTYPE, [1] + TILE, LAYOUT), 1)
@@ -124,7 +78,7 @@ def allocate_by_columns(descriptors, scale, Q_STAGES: gl.constexpr, DO_STAGES: g
         additions = channels.Channel(None, channels.allocate_barriers(2), empty=None, STAGES=2)
         permits.init(FILLS=1, RELEASES=1)
         additions.init(FILLS=channels.CONSUMERS, RELEASES=0)
-    return BackwardBuffers(k, v, q, do, lse, delta, ds, None, p, ds_factor, permits, additions)
+    return replace(buffers, ds=ds, p=p, ds_factor=ds_factor, permits=permits, additions=additions)
 
 
 @jit
@@ -289,12 +243,12 @@ def fold_by_keys(WARPGROUP: gl.constexpr, dk, dv, buffers, total, keys, queries,
 
 
 @jit
-def accumulate_by_keys(warpgroup, buffers, gradients, keys, queries, sizes, mask, scale):
+def accumulate_by_keys(member, buffers, gradients, keys, queries, sizes, mask, scale):
     """Compute dk and dv of keys [KEYS * WARPGROUP, KEYS * WARPGROUP + KEYS) of the block, and half its dQ's columns.
 
     mask.first_key None: all keys exist, or a window hides those that do not.
     """
-    WARPGROUP: gl.constexpr = warpgroup.INDEX
+    WARPGROUP: gl.constexpr = member.INDEX
     BLOCK_D: gl.constexpr = buffers.v.buffer.shape[4]
     RIGHT: gl.constexpr = column_parts.right_columns(gradients.format.D, BLOCK_D)
     mask = masks.with_own_keys(mask, keys.start_n // channels.KEYS + WARPGROUP)
@@ -467,12 +421,12 @@ def fold_by_columns(WARPGROUP: gl.constexpr, dk, dv, buffers, dq_ptr, total, key
 
 
 @jit
-def accumulate_by_columns(warpgroup, buffers, dq_ptr, gradients, keys, queries, sizes, mask, scale):
+def accumulate_by_columns(member, buffers, dq_ptr, gradients, keys, queries, sizes, mask, scale):
     """Compute half of the columns of dk and dv of the block's KEYS keys, and of their share of dQ.
 
     dq_ptr: the accumulator. mask.first_key None: all keys exist, or a window hides those that do not.
     """
-    WARPGROUP: gl.constexpr = warpgroup.INDEX
+    WARPGROUP: gl.constexpr = member.INDEX
     k_smem, v_smem = buffers.k.buffer, buffers.v.buffer
     BLOCK_D: gl.constexpr = k_smem.shape[4]
     OWN: gl.constexpr = BLOCK_D // channels.CONSUMERS

@@ -200,26 +200,73 @@ def whole_tile(channel):
     return channel.buffer.index(slot).reshape((channel.buffer.shape[3], COLUMNS))
 
 
-@jit
-def allocate_query_channel(desc, stats_desc, STAGES: gl.constexpr, rope_desc=None):
-    """Allocate a ``Channel`` for the blocks of desc, (1, 1, BLOCK_M, BLOCK_D), and (STAGES, BLOCK_M) float32.
+@record
+class Buffers:
+    """Shared memory of the warpgroups that multiply, and of the warps around them. What a loop does not use is None.
 
-    The latter holds a number for each row: lse with Q, delta with dO. The loading warp fills a slot and its row of them
-    together, and both warpgroups release it. rope_desc: of the rotated columns of Q in latent attention, else None.
+    k, v (1, 1, 1, keys, BLOCK_D), q, do: slots of (1, 1, BLOCK_M, BLOCK_D), all 16-bit. lse, delta (stages of q, or of
+    do, BLOCK_M) float32, base 2, which fill with them.
+
+    By keys: ds has slots of (BLOCK_M, BLOCK_N) 16-bit, full when both warpgroups have written their keys, empty when
+    the products of both have read it; the slot of step s holds dS of step s - 1, and zeros in step 0. dq: a channel for
+    each warpgroup, with tiles (1, 1, BLOCK_M, BLOCK_D / CONSUMERS) float32 and a slot for each warp that adds them.
+
+    By columns: p holds P of a block, (KEYS, BLOCK_M) 16-bit; the first warpgroup fills it and the second releases it.
+    ds_factor, filled with it: ``softmax.derivative_factor`` if that is not P. ds: (KEYS, BLOCK_M) 16-bit, which the
+    second warpgroup fills. permits, additions: channels without tiles, or None if dQ is added in any order.
+    ``permit_additions`` fills the first when both warpgroups may add a step's dQ, both fill the second when they have,
+    and ``announce_additions`` empties the first then.
+
+    Latent attention: k and q hold rotated columns too (``Channel.rope``). p: (CONSUMERS, KEYS, BLOCK_M) 16-bit, no
+    channel, because each warpgroup has its own.
     """
-    BLOCK_M: gl.constexpr = desc.block_type.shape[2]
-    buffer = gl.allocate_shared_memory(desc.dtype, [STAGES] + desc.block_type.shape, desc.layout)
+
+    k: channels.Channel
+    v: channels.Channel
+    q: channels.Channel
+    do: channels.Channel
+    lse: gl.shared_memory_descriptor
+    delta: gl.shared_memory_descriptor
+    ds: channels.Channel | None = None
+    dq: channels.Channel | None = None
+    p: channels.Channel | gl.shared_memory_descriptor | None = None
+    ds_factor: gl.shared_memory_descriptor | None = None
+    permits: channels.Channel | None = None
+    additions: channels.Channel | None = None
+
+
+@jit
+def allocate_query_channel(desc, rope_desc, stats_desc, STAGES: gl.constexpr):
+    """Allocate a ``Channel`` for blocks of Q or dO and a float32 for each row, (STAGES, BLOCK_M), and return both.
+
+    The loading warp fills a slot and its row of them together, and both warpgroups release it.
+    """
+    buffer = channels.tiles_of(desc, STAGES)
     rope = None
     if rope_desc is not None:
         rope = channels.tiles_of(rope_desc, STAGES)
     channel = channels.channel_of(buffer, STAGES, rope)
-    return channel, gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], stats_desc.layout)
+    return channel, gl.allocate_shared_memory(gl.float32, [STAGES, desc.block_type.shape[2]], stats_desc.layout)
 
 
 @jit
-def init_query_channel(channel):
-    """Initialise the barriers of a channel of query blocks."""
-    channel.init(FILLS=1, RELEASES=channels.CONSUMERS * channels.WARPGROUP_THREADS)
+def allocate_buffers(
+    q_desc, do_desc, k_desc, v_desc, stats_desc, q_rope_desc, k_rope_desc, Q_STAGES: gl.constexpr,
+    DO_STAGES: gl.constexpr,
+):  # fmt: skip
+    """Allocate the ``Buffers`` that all loops have, and initialise their barriers. The descriptors are the kernel's."""
+    q, lse = allocate_query_channel(q_desc, q_rope_desc, stats_desc, Q_STAGES)
+    do, delta = allocate_query_channel(do_desc, None, stats_desc, DO_STAGES)
+    k_rope = None
+    if k_rope_desc is not None:
+        k_rope = channels.tiles_of(k_rope_desc, 1)
+    k = channels.written_once(channels.tiles_of(k_desc, 1), k_rope)
+    v = channels.written_once(channels.tiles_of(v_desc, 1))
+    k.init(FILLS=1, RELEASES=0)
+    v.init(FILLS=1, RELEASES=0)
+    q.init(FILLS=1, RELEASES=channels.CONSUMERS * channels.WARPGROUP_THREADS)
+    do.init(FILLS=1, RELEASES=channels.CONSUMERS * channels.WARPGROUP_THREADS)
+    return Buffers(k, v, q, do, lse, delta)
 
 
 @jit

@@ -62,20 +62,14 @@ class BackwardMasks:
 
 @record
 class Programs:
-    """The division of work among programs, and the order in which they add to dQ."""
+    """The division of work among programs, the order in which they add to dQ, and blocks of Q and of dO in flight."""
 
     group_parts: gl.tensor | None  # programs for each tile of a group, which divide its query heads; None: one
     most_overlapping: gl.tensor | None  # for ``overlapped_tile``; None: dQ is added in any order
     progress_ptr: gl.tensor | None  # in a fixed order the words of ``Progress``, zero before the first block
-
-
-@record
-class BackwardStages:
-    """Blocks of Q and of dO in flight; PDL: launches overlap."""
-
     Q_STAGES: tl.constexpr
     DO_STAGES: tl.constexpr
-    PDL: tl.constexpr
+    PDL: tl.constexpr  # launches overlap
 
 
 @constexpr_function
@@ -89,7 +83,7 @@ def warps_that_add(is_latent, splits_columns, is_ordered):
 @jit(do_not_specialize=_NUMBERS)
 def backward_kernel(q_desc, do_desc, k_desc, v_desc, stats_desc, dq_accumulator, q_rope_desc, k_rope_desc, call_masks,
                     gradients, programs, scale, GROUP_SIZE, pitch, stats_size, num_sequences, heads_per_section,
-                    window_left, window_right, stages):  # fmt: skip
+                    window_left, window_right):  # fmt: skip
     """Compute dk, dv of a block of keys of one key head, and their share of dQ.
 
     Grid: (``count_tiles`` of the keys * B * HKV * group_parts), or one for each share of ``deal_shares``.
@@ -100,8 +94,7 @@ def backward_kernel(q_desc, do_desc, k_desc, v_desc, stats_desc, dq_accumulator,
     pointer, each BLOCK_M rows in the order of ``add_half``. In a fixed order the first key block that sees a query
     block stores its dQ, so that dq_accumulator need not be zero for BLOCK_D up to 128 without intervals.
 
-    call_masks: ``BackwardMasks``; gradients: ``KeyGradients``; programs: ``Programs``; scale: ``ScoreScale``;
-    stages: ``BackwardStages``.
+    call_masks: ``BackwardMasks``; gradients: ``KeyGradients``; programs: ``Programs``; scale: ``ScoreScale``.
     heads_per_section groups, or parts of them, are scheduled together. The window is as in ``kernels.masks.Window``.
 
     Multi-head latent attention: q_desc and k_desc hold the columns that are not rotated, q_rope_desc (B, HQ, NQ, R) and
@@ -111,10 +104,8 @@ def backward_kernel(q_desc, do_desc, k_desc, v_desc, stats_desc, dq_accumulator,
     Packed sequences, B = 1: the pre-process pads q, stats and dq to whole query blocks of BLOCK_M rows, so that a block
     that is added to dq stays within a sequence.
     """
-    call_masks, gradients, programs, scale, stages = unpack((call_masks, gradients, programs, scale, stages))
-    Q_STAGES: gl.constexpr = stages.Q_STAGES
-    DO_STAGES: gl.constexpr = stages.DO_STAGES
-    PDL: gl.constexpr = stages.PDL
+    call_masks, gradients, programs, scale = unpack((call_masks, gradients, programs, scale))
+    PDL: gl.constexpr = programs.PDL
     IS_ORDERED: gl.constexpr = programs.most_overlapping is not None
     IS_PACKED: gl.constexpr = num_sequences is not None
     IS_LATENT: gl.constexpr = k_rope_desc is not None
@@ -206,7 +197,7 @@ def backward_kernel(q_desc, do_desc, k_desc, v_desc, stats_desc, dq_accumulator,
         blind_ptr = call_masks.blind_ptr + batch.to(gl.int64) * (pitch // WORD)
         intervals = hopper_masks.KeyIntervals(key_rows_ptr, blocks_ptr, num_blocks)
         queries = backward_block.interval_queries(intervals, start_n, share, BLOCK_N // channels.KEYS)
-        hidden_ptr = blocks_ptr + 4 * num_blocks + start_n // WORD
+        hidden_ptr = blocks_ptr + 4 * num_blocks
     mask = masks.Mask(num_keys, first_key if READS_LENGTHS else None, window, READS_LENGTHS, intervals)
     keys = backward_block.KeyBlock(batch=batch, head=head, start_n=start_n)
     num_masked = queries.num_masked if CLAMPS_WEIGHTS and not HAS_INTERVALS else None
@@ -226,68 +217,72 @@ def backward_kernel(q_desc, do_desc, k_desc, v_desc, stats_desc, dq_accumulator,
     query_rows = backward_block.QueryBlocks(first_block, num_masked=None, count=queries.count, IN_ORDER=IS_ORDERED)
     if not ZEROES_ROWS:
         first_key_row, end_key_row = None, None
-    existing = backward_transfers.ExistingRows(
-        first_row if READS_LENGTHS else None, first_key_row, end_key_row, do_shift, do_end, hidden_ptr, blind_ptr
-    )
+    if not READS_LENGTHS:
+        first_row = None
 
     # Shared memory and channels.
     sizes = backward_block.Sizes(HQ=HQ, first_head=first_head, num_heads=own_heads, NQ=NQ, pitch=pitch, NK=NK)
-    descriptors = backward_transfers.Descriptors(q_desc, k_desc, v_desc, do_desc, stats_desc, q_rope_desc, k_rope_desc)
     if gradients.key_norm is not None:
         row = pid
         if share is not None:
             row = bh * num_tiles + share.tile
         gradients = replace(gradients, key_norm=backward_epilogue.own_norm(gradients.key_norm, row, SPLITS_COLUMNS))
+    buffers = backward_block.allocate_buffers(
+        q_desc, do_desc, k_desc, v_desc, stats_desc, q_rope_desc, k_rope_desc, programs.Q_STAGES, programs.DO_STAGES
+    )
     if IS_LATENT:
-        buffers = latent_kernels.allocate_buffers(descriptors, Q_STAGES, DO_STAGES)
+        buffers = latent_kernels.add_buffers(buffers)
     elif SPLITS_COLUMNS:
-        buffers = backward_accumulate.allocate_by_columns(descriptors, scale, Q_STAGES, DO_STAGES, IS_ORDERED)
+        buffers = backward_accumulate.add_buffers_by_columns(buffers, scale, IS_ORDERED)
     else:
         NUM_ADDERS: gl.constexpr = backward_transfers.ADDERS if IS_ORDERED else 1
-        buffers = backward_accumulate.allocate_by_keys(descriptors, dq_accumulator, Q_STAGES, DO_STAGES, NUM_ADDERS)
+        buffers = backward_accumulate.add_buffers_by_keys(buffers, dq_accumulator, NUM_ADDERS)
     arrival = None
     if ZEROES_ROWS or HAS_INTERVALS:
         arrival = channels.allocate_barriers(1).index(0)
         mbarrier.init(arrival, count=1)
-    destinations = backward_transfers.Destinations(
-        buffers.k, buffers.v, buffers.q, buffers.do, buffers.lse, buffers.delta, arrival
+    k = backward_transfers.Operand(
+        k_desc, buffers.k, arrival, rope_desc=k_rope_desc, first=first_key_row, end=end_key_row, words_ptr=hidden_ptr
     )
+    v = replace(k, desc=v_desc, channel=buffers.v, rope_desc=None)
+    do = backward_transfers.Operand(
+        do_desc, buffers.do, arrival, stats_desc, buffers.delta, None, first_row, do_end, blind_ptr, do_shift
+    )
+    q = replace(do, desc=q_desc, channel=buffers.q, stats=buffers.lse, rope_desc=q_rope_desc)
+    if not IS_LATENT:
+        q = replace(q, end=None, shift=None)
 
     # The warps: two warpgroups that multiply, one warp that loads, and up to three that add dQ or say when to add it.
-    launch = backward_transfers.LaunchOrder(PDL, IS_LATE=IS_LATENT)
-    loads = (descriptors, destinations, key_rows, query_rows, existing, sizes, stats_size, launch)
-    first, second, third = backward_block.Member(0), backward_block.Member(1), backward_block.Member(2)
+    loads = (q, do, k, v, key_rows, query_rows, sizes, stats_size, backward_transfers.LaunchOrder(PDL, IS_LATENT))
+    zero, one, two = backward_block.Member(0), backward_block.Member(1), backward_block.Member(2)
     if IS_ORDERED:
         progress = backward_transfers.Progress(programs.progress_ptr, bh, tile, num_begun, intervals, PDL)
+    own = (gradients, keys, queries, sizes, mask, scale)
     if IS_LATENT:
         own_sizes = backward_block.Sizes(HQ=None, first_head=None, num_heads=None, NQ=NQ, pitch=None, NK=NK)
-        own = (buffers, replace(gradients, tables=None), keys, queries, own_sizes, mask, scale)
-    elif SPLITS_COLUMNS:
-        own = (buffers, dq_accumulator, gradients, keys, queries, sizes, mask, scale)
-        if IS_ORDERED:
-            order = (buffers.permits, progress, query_rows, sizes)
+        own = (replace(gradients, tables=None), keys, queries, own_sizes, mask, scale)
+    if SPLITS_COLUMNS:
+        own = (dq_accumulator,) + own
+        order = (buffers.permits, query_rows, sizes)
     else:
-        own = (buffers, gradients, keys, queries, sizes, mask, scale)
-        if IS_ORDERED:
-            adds = (dq_accumulator, buffers.dq, progress, key_rows, query_rows, sizes)
-        else:
-            adds = (dq_accumulator, buffers.dq, key_rows, query_rows, sizes)
+        adds = (dq_accumulator, buffers.dq, key_rows, query_rows, sizes)
+    first, second = (zero, buffers) + own, (one, buffers) + own
     WARPS_THAT_ADD: gl.constexpr = warps_that_add(IS_LATENT, SPLITS_COLUMNS, IS_ORDERED)
     gl.warp_specialize(
-        ([(accumulate_latent, (first,) + own), (accumulate_latent, (second,) + own)] if IS_LATENT else [])
-        + (
-            [(accumulate_by_columns, (first,) + own), (accumulate_by_columns, (second,) + own)]
-            if SPLITS_COLUMNS
-            else []
-        )
-        + ([(accumulate_by_keys, (first,) + own), (accumulate_by_keys, (second,) + own)] if SPLITS_KEYS else [])
+        ([(accumulate_latent, first), (accumulate_latent, second)] if IS_LATENT else [])
+        + ([(accumulate_by_columns, first), (accumulate_by_columns, second)] if SPLITS_COLUMNS else [])
+        + ([(accumulate_by_keys, first), (accumulate_by_keys, second)] if SPLITS_KEYS else [])
         + [(backward_transfers.load, loads)]
         + ([(backward_transfers.reduce, adds)] if WARPS_THAT_ADD == 1 else [])
-        + ([(backward_transfers.permit_additions, order)] if WARPS_THAT_ADD == 2 else [])
-        + ([(backward_transfers.announce_additions, (buffers.additions,) + order)] if WARPS_THAT_ADD == 2 else [])
-        + ([(backward_transfers.reduce_in_order, (first,) + adds)] if WARPS_THAT_ADD == 3 else [])
-        + ([(backward_transfers.reduce_in_order, (second,) + adds)] if WARPS_THAT_ADD == 3 else [])
-        + ([(backward_transfers.reduce_in_order, (third,) + adds)] if WARPS_THAT_ADD == 3 else []),
+        + ([(backward_transfers.permit_additions, (progress,) + order)] if WARPS_THAT_ADD == 2 else [])
+        + (
+            [(backward_transfers.announce_additions, (progress,) + order + (buffers.additions,))]
+            if WARPS_THAT_ADD == 2
+            else []
+        )
+        + ([(backward_transfers.reduce_in_order, (zero, progress) + adds)] if WARPS_THAT_ADD == 3 else [])
+        + ([(backward_transfers.reduce_in_order, (one, progress) + adds)] if WARPS_THAT_ADD == 3 else [])
+        + ([(backward_transfers.reduce_in_order, (two, progress) + adds)] if WARPS_THAT_ADD == 3 else []),
         [channels.WARPGROUP_WARPS, 1] + [1] * WARPS_THAT_ADD,
         [channels.MULTIPLY_REGISTERS, channels.LOAD_REGISTERS] + [channels.LOAD_REGISTERS] * WARPS_THAT_ADD,
     )

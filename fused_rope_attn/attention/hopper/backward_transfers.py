@@ -19,233 +19,118 @@ from fused_rope_attn.runtime.triton_compat import TensorDescriptor, gl, jit, tma
 
 
 @record
-class Descriptors:
-    """The tensors that the TMA loads: q, do (B, HQ, NQ, D), k, v (B, HKV, NK, D); stats as for ``load``.
+class Operand:
+    """A tensor (B, H, N, columns) of which the loading warp loads tiles of rows, and the channel that they fill.
 
-    q_rope (B, HQ, NQ, R) and k_rope (B, 1, NK, R): the rotated columns of latent attention, which loads q and its rows
-    without padding, as dO; else None.
+    With Q come the rows' lse and with dO their delta: from stats_desc into stats, (STAGES, BLOCK_M) float32. rope_desc:
+    of the rotated columns of the same rows in latent attention. Of K or V, and of other tensors, these are None.
+
+    Only the rows from ``first`` to ``end`` exist (None: all, or the TMA writes the zeros). With intervals a row has a
+    bit in the words at words_ptr if it sees no key, or no query sees it. With packed sequences Q and its statistics are
+    padded, and dO is not: a row of dO is stored ``shift`` rows after that of the statistics. arrival: an mbarrier at
+    which the loading warp waits for a tile before it zeroes rows of it; None if it never does.
     """
 
-    q: TensorDescriptor
-    k: TensorDescriptor
-    v: TensorDescriptor
-    do: TensorDescriptor
-    stats: TensorDescriptor
-    q_rope: TensorDescriptor | None = None
-    k_rope: TensorDescriptor | None = None
+    desc: TensorDescriptor
+    channel: channels.Channel
+    arrival: gl.shared_memory_descriptor | None
+    stats_desc: TensorDescriptor | None = None
+    stats: gl.shared_memory_descriptor | None = None
+    rope_desc: TensorDescriptor | None = None
+    first: gl.tensor | None = None
+    end: gl.tensor | None = None
+    words_ptr: gl.tensor | None = None
+    shift: gl.tensor | None = None
 
 
 @record
 class LaunchOrder:
-    """The overlap of a launch with others."""
+    """The overlap of a launch with others. IS_LATE: ``load`` lets the next one start, after the pre-process."""
 
     PDL: gl.constexpr
-    IS_LATE: gl.constexpr  # the loading warp lets the next launch start, once the pre-process has finished
-
-
-@record
-class Destinations:
-    """The channels that the loading warp fills.
-
-    arrival: the loading warp's own mbarrier, at which it waits for a tile before it zeroes rows of it; None if it never
-    does.
-    """
-
-    k: channels.Channel
-    v: channels.Channel
-    q: channels.Channel
-    do: channels.Channel
-    lse: gl.shared_memory_descriptor  # (stages of q, BLOCK_M) float32, base 2
-    delta: gl.shared_memory_descriptor  # (stages of do, BLOCK_M) float32
-    arrival: gl.shared_memory_descriptor | None
-
-
-@record
-class ExistingRows:
-    """Rows of the tensors that exist: queries from first_query on, keys [first_key, end_key). None: all.
-
-    With packed sequences q and its statistics are padded, and dO is not: a row of dO is stored do_shift rows after that
-    of q, and rows of dO from do_end on do not exist.
-
-    With intervals a row has a bit in the words at hidden_ptr, from the block's first key on, if no query sees the key,
-    and at blind_ptr, from the first query on, if the query sees no key.
-    """
-
-    first_query: gl.tensor | None
-    first_key: gl.tensor | None
-    end_key: gl.tensor | None
-    do_shift: gl.tensor | None
-    do_end: gl.tensor | None
-    hidden_ptr: gl.tensor | None
-    blind_ptr: gl.tensor | None
+    IS_LATE: gl.constexpr
 
 
 @jit
-def any_bit(words_ptr, ROWS: gl.constexpr):
-    """Return whether any of ROWS rows has a bit in the words at words_ptr."""
-    bits = gl.load(words_ptr)
-    for i in gl.static_range(1, ROWS // 32):
-        bits |= gl.load(words_ptr + i)
-    return bits != 0
+def load_block(operand, batch, head, row, step, arrivals, stats_row=None):
+    """Load block ``step`` of an ``Operand``, the rows from ``row`` on, as soon as its slot is empty.
 
-
-@jit
-def load_rows_or_zeros(
-    desc, batch, head, row, tile, full, first_row, end_row, arrival, arrivals, stats=None, rope=None
-):
-    """Load a tile with zeros for rows outside [first_row, end_row); returns ``arrivals``, see ``load_existing_rows``.
-
-    first_row None: all rows of the tile exist, or the TMA writes zeros itself. end_row None: its last rows exist.
+    Rows that do not exist are zero; arrivals and the result are those of ``channels.load_existing_rows``. stats_row:
+    the place of the rows' statistics, which are loaded too.
     """
-    if first_row is None:
-        channels.load_rows(desc, batch, head, row, tile, full, stats, rope)
-    else:
-        if end_row is None:
-            end_row = row + tile.shape[2]
-        arrivals = channels.load_existing_rows(
-            desc, batch, head, row, tile, full, first_row, end_row, arrival, arrivals, stats, rope
-        )
-    return arrivals
-
-
-@jit
-def load_keys(desc, channel, keys, existing, arrival, arrivals, rope_desc=None):
-    """Load the rows of K or V that a ``KeyBlock`` has; returns ``arrivals`` as ``load_existing_rows`` does."""
-    at, first, end = channel.at(0), existing.first_key, existing.end_key
-    tile, full = channel.tile(at), channel.full_barrier(at)
-    batch, head, row = keys.batch, keys.head, keys.start_n
-    if existing.hidden_ptr is None:
-        rope = channels.rope_part(rope_desc, 0, channel, at)
-        return load_rows_or_zeros(desc, batch, head, row, tile, full, first, end, arrival, arrivals, None, rope)
-    else:
-        is_hidden = any_bit(existing.hidden_ptr, tile.shape[2])
-        return channels.load_seen_rows(
-            desc, batch, head, row, tile, full, existing.hidden_ptr, is_hidden, arrival, arrivals
-        )
-
-
-@jit
-def load_block(
-    desc,
-    batch,
-    head,
-    start_m,
-    channel,
-    step,
-    arrival,
-    arrivals,
-    first_row=None,
-    end_row=None,
-    stats=None,
-    rope_desc=None,
-    blind_ptr=None,
-):
-    """Load query block ``step`` of a channel, the rows from start_m on, as soon as its slot is empty.
-
-    Load the ``RowStatistics`` of its rows too, lse with Q, delta with dO: ``stats.smem`` is (STAGES, BLOCK_M). The rest
-    is as for ``load_rows_or_zeros``, including the result. blind_ptr: as in ``ExistingRows``.
-    """
+    desc, channel, arrival = operand.desc, operand.channel, operand.arrival
+    first, words_ptr = operand.first, operand.words_ptr
     at = channel.at(step)
-    if blind_ptr is not None:
-        blind_ptr += start_m // 32
-        is_blind = any_bit(blind_ptr, channel.buffer.shape[3])
-    channel.wait_empty(at)
-    if stats is not None:
-        stats = replace(stats, smem=stats.smem.index(at.slot))
     tile, full = channel.tile(at), channel.full_barrier(at)
-    if blind_ptr is None:
-        rope = channels.rope_part(rope_desc, head, channel, at)
-        return load_rows_or_zeros(
-            desc, batch, head, start_m, tile, full, first_row, end_row, arrival, arrivals, stats, rope
-        )
-    else:
+    if words_ptr is not None:
+        words_ptr += row // 32
+        bits = gl.load(words_ptr)
+        for i in gl.static_range(1, tile.shape[2] // 32):
+            bits |= gl.load(words_ptr + i)
+    if channel.empty is not None:
+        channel.wait_empty(at)
+    stats = None
+    if stats_row is not None:
+        stats = channels.RowStatistics(operand.stats_desc, stats_row, operand.stats.index(at.slot))
+    if operand.shift is not None:
+        row += operand.shift
+        first += operand.shift
+    rope = channels.rope_part(operand.rope_desc, 0 if operand.stats is None else head, channel, at)
+    if words_ptr is not None:
         return channels.load_seen_rows(
-            desc, batch, head, start_m, tile, full, blind_ptr, is_blind, arrival, arrivals, stats
+            desc, batch, head, row, tile, full, words_ptr, bits != 0, arrival, arrivals, stats
         )
-
-
-@record
-class QueryLoads:
-    """The records of ``load`` that do not vary with a block; ``first`` is the number of the first query block."""
-
-    descriptors: Descriptors
-    destinations: Destinations
-    existing: ExistingRows
-    sizes: backward_block.Sizes
-    stats_size: gl.tensor
-    batch: gl.tensor
-    first: gl.tensor
-
-
-@jit
-def load_queries(loads, head_q, count, arrivals, IN_ORDER: gl.constexpr):
-    """Load ``count`` query blocks of each of the group's heads, with their statistics; return (steps, arrivals).
-
-    head_q: the group's first head. IN_ORDER: as in ``QueryBlocks``.
-    """
-    descriptors, destinations, existing, sizes = loads.descriptors, loads.destinations, loads.existing, loads.sizes
-    arrival, batch = destinations.arrival, loads.batch
-    first_query, blind = existing.first_query, existing.blind_ptr
-    if IN_ORDER:
-        num_outer, num_inner = count, sizes.num_heads
+    elif first is not None:
+        end = operand.end
+        if end is None:
+            end = row + tile.shape[2]
+        return channels.load_existing_rows(
+            desc, batch, head, row, tile, full, first, end, arrival, arrivals, stats, rope
+        )
     else:
-        num_outer, num_inner = sizes.num_heads, count
-    step = 0
-    for outer in range(num_outer):
-        for inner in range(num_inner):
-            group_head, i = outer, inner
-            if IN_ORDER:
-                group_head, i = inner, count - 1 - outer
-            start_m = (loads.first + i) * destinations.q.buffer.shape[3]
-            stats_row = (batch * sizes.HQ + head_q + group_head) * sizes.pitch + start_m
-            stats = channels.RowStatistics(descriptors.stats, stats_row, destinations.lse)
-            head, channel = head_q + group_head, destinations.q
-            q, rope = descriptors.q, descriptors.q_rope
-            if rope is None or existing.do_shift is None:
-                arrivals = load_block(
-                    q, batch, head, start_m, channel, step, arrival, arrivals, first_query, None, stats, rope, blind
-                )
-            else:
-                row, first, end = start_m + existing.do_shift, first_query + existing.do_shift, existing.do_end
-                arrivals = load_block(q, batch, head, row, channel, step, arrival, arrivals, first, end, stats, rope)
-            stats = channels.RowStatistics(descriptors.stats, stats_row + loads.stats_size, destinations.delta)
-            first_do = first_query
-            if existing.do_shift is not None:
-                start_m += existing.do_shift
-                first_do += existing.do_shift
-            do, channel, end_do = descriptors.do, destinations.do, existing.do_end
-            arrivals = load_block(
-                do, batch, head, start_m, channel, step, arrival, arrivals, first_do, end_do, stats, None, blind
-            )
-            step += 1
-    return step, arrivals
+        channels.load_rows(desc, batch, head, row, tile, full, stats, rope)
+        return arrivals
 
 
 @jit
-def load(descriptors, destinations, keys, queries, existing, sizes, stats_size, launch):
-    """Load K and V once, and every query block with its statistics; one warp's work. Rows that do not exist are zero.
+def load(q, do, k, v, keys, queries, sizes, stats_size, launch):
+    """Load K and V once, and every query block with its statistics; one warp's work.
 
-    keys and queries count rows and blocks of the tensors as the TMA addresses them. The statistics are
-    (2 * stats_size,) float32: the base-2 lse of every row of (B, HQ, pitch), then their delta. launch: ``LaunchOrder``.
+    q, do, k, v: ``Operand``s. keys and queries count rows and blocks of the tensors as the TMA addresses them. The
+    statistics are (2 * stats_size,) float32: the base-2 lse of every row of (B, HQ, pitch), then their delta. launch:
+    ``LaunchOrder``.
     """
     batch = keys.batch
-    arrival = destinations.arrival
     arrivals = 0
-    arrivals = load_keys(descriptors.v, destinations.v, keys, existing, arrival, arrivals)
+    arrivals = load_block(v, batch, keys.head, keys.start_n, 0, arrivals)
     # The pre-process writes everything but V. All other warps wait for a tile of this one.
     schedule.wait_for_previous_launch(launch.PDL)
     if launch.IS_LATE:
         # Not earlier: the next launch relies on all that the pre-process has written.
         schedule.let_next_launch_start(launch.PDL)
-    arrivals = load_keys(descriptors.k, destinations.k, keys, existing, arrival, arrivals, descriptors.k_rope)
+    arrivals = load_block(k, batch, keys.head, keys.start_n, 0, arrivals)
     head_q = backward_block.first_query_head(keys, sizes)
-    loads = QueryLoads(descriptors, destinations, existing, sizes, stats_size, batch, queries.first)
-    step, arrivals = load_queries(loads, head_q, queries.count, arrivals, queries.IN_ORDER)
+    if queries.IN_ORDER:
+        num_outer, num_inner = queries.count, sizes.num_heads
+    else:
+        num_outer, num_inner = sizes.num_heads, queries.count
+    step = 0
+    for outer in range(num_outer):
+        for inner in range(num_inner):
+            group_head, i = outer, inner
+            if queries.IN_ORDER:
+                group_head, i = inner, queries.count - 1 - outer
+            head, row = head_q + group_head, (queries.first + i) * channels.BACKWARD_BLOCK_M
+            stats_row = (batch * sizes.HQ + head) * sizes.pitch + row
+            arrivals = load_block(q, batch, head, row, step, arrivals, stats_row)
+            arrivals = load_block(do, batch, head, row, step, arrivals, stats_row + stats_size)
+            step += 1
     # The warps that multiply compute scores and dP of a block after the last one, and discard them: load zeros.
     if step > 0:
-        q, rope = destinations.q, descriptors.q_rope
-        load_block(descriptors.q, batch, head_q, sizes.pitch, q, step, arrival, arrivals, rope_desc=rope)
-        load_block(descriptors.do, batch, head_q, sizes.pitch, destinations.do, step, arrival, arrivals)
+        last_q = replace(q, first=None, words_ptr=None, shift=None)
+        last_do = replace(do, first=None, words_ptr=None, shift=None)
+        load_block(last_q, batch, head_q, sizes.pitch, step, arrivals)
+        load_block(last_do, batch, head_q, sizes.pitch, step, arrivals)
 
 
 @jit
@@ -375,12 +260,12 @@ def words_of_group(progress, queries, sizes):
 
 
 @jit
-def reduce_in_order(adder, dq_desc, dq, progress, keys, queries, sizes):
+def reduce_in_order(member, progress, dq_desc, dq, keys, queries, sizes):
     """Add every ADDERSth dQ block in the order of ``QueryBlocks.IN_ORDER``, the ADDERth first; one warp's work.
 
     The rest is as in ``reduce``. Several warps, because one addition takes longer to complete than a step.
     """
-    ADDER: gl.constexpr = adder.INDEX
+    ADDER: gl.constexpr = member.INDEX
     total = sizes.num_heads * queries.count
     # dQ is delayed by one step; discard the first, empty block. The next one is the first warp's.
     if ADDER == ADDERS - 1:
@@ -414,10 +299,10 @@ def reduce_in_order(adder, dq_desc, dq, progress, keys, queries, sizes):
 
 
 @jit
-def permit_additions(permits, progress, queries, sizes):
+def permit_additions(progress, permits, queries, sizes):
     """Let the multiplying warpgroups add each block's dQ after the key blocks before it have; one warp's work.
 
-    permits: the channel that this warp fills, see ``BuffersByColumns``.
+    permits: the channel that this warp fills, see ``Buffers``.
     """
     schedule.wait_for_previous_launch(progress.PDL)
     words, pitch = words_of_group(progress, queries, sizes)
@@ -435,7 +320,7 @@ def permit_additions(permits, progress, queries, sizes):
 
 
 @jit
-def announce_additions(additions, permits, progress, queries, sizes):
+def announce_additions(progress, permits, queries, sizes, additions):
     """Announce each block's dQ as soon as both warpgroups have added it, to the next key block; one warp's work."""
     schedule.wait_for_previous_launch(progress.PDL)
     words, pitch = words_of_group(progress, queries, sizes)

@@ -33,36 +33,13 @@ from fused_rope_attn.kernels.records import record, replace, unpack
 from fused_rope_attn.runtime.triton_compat import gl, jit, mbarrier, warpgroup_mma, warpgroup_mma_wait
 
 
-@record
-class LatentBuffers:
-    """Shared memory of these warpgroups. k and q hold rotated columns too (``Channel.rope``), q also lse, do delta."""
-
-    k: channels.Channel
-    v: channels.Channel
-    q: channels.Channel
-    do: channels.Channel
-    lse: gl.shared_memory_descriptor
-    delta: gl.shared_memory_descriptor
-    p: gl.shared_memory_descriptor
-
-
 @jit
-def allocate_buffers(descriptors, Q_STAGES: gl.constexpr, DO_STAGES: gl.constexpr):
-    """Allocate ``LatentBuffers`` and initialise their barriers."""
-    q, lse = backward_block.allocate_query_channel(descriptors.q, descriptors.stats, Q_STAGES, descriptors.q_rope)
-    do, delta = backward_block.allocate_query_channel(descriptors.do, descriptors.stats, DO_STAGES)
-    k = channels.written_once(channels.tiles_of(descriptors.k, 1), channels.tiles_of(descriptors.k_rope, 1))
-    v = channels.written_once(channels.tiles_of(descriptors.v, 1))
-    k.init(FILLS=1, RELEASES=0)
-    v.init(FILLS=1, RELEASES=0)
-    backward_block.init_query_channel(q)
-    backward_block.init_query_channel(do)
-    P_TILE: gl.constexpr = [channels.CONSUMERS, channels.KEYS, channels.BACKWARD_BLOCK_M]
-    P_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for(
-        [channels.KEYS, channels.BACKWARD_BLOCK_M], descriptors.q.dtype
-    )
-    p = gl.allocate_shared_memory(descriptors.q.dtype, P_TILE, P_LAYOUT)
-    return LatentBuffers(k=k, v=v, q=q, do=do, lse=lse, delta=delta, p=p)
+def add_buffers(buffers):
+    """Return the ``Buffers`` for ``accumulate_latent``."""
+    TILE: gl.constexpr = [channels.KEYS, channels.BACKWARD_BLOCK_M]
+    DTYPE: gl.constexpr = buffers.q.buffer.dtype
+    LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for(TILE, DTYPE)
+    return replace(buffers, p=gl.allocate_shared_memory(DTYPE, [channels.CONSUMERS] + TILE, LAYOUT))
 
 
 @jit
@@ -172,12 +149,12 @@ def store_latent_gradients(dk, dk_rope, dv, buffers, keys, NK, mask, scale, grad
 
 
 @jit
-def accumulate_latent(warpgroup, buffers, gradients, keys, queries, sizes, mask, scale):
+def accumulate_latent(member, buffers, gradients, keys, queries, sizes, mask, scale):
     """Compute dk, dk_rope and dv of keys [KEYS * WARPGROUP, KEYS * WARPGROUP + KEYS) of the block.
 
     mask.first_key None: all keys exist, or a window hides those that do not.
     """
-    WARPGROUP: gl.constexpr = warpgroup.INDEX
+    WARPGROUP: gl.constexpr = member.INDEX
     dv = column_parts.part_zeros(channels.KEYS, buffers.v.buffer.shape[4])
     dk = column_parts.part_zeros(channels.KEYS, buffers.k.buffer.shape[4])
     dk_rope = column_parts.part_zeros(channels.KEYS, buffers.k.rope.shape[4])
@@ -403,7 +380,7 @@ def latent_dq_kernel(q_desc, q_rope_desc, k_desc, k_rope_desc, v_desc, do_desc, 
         mbarrier.init(arrival, count=1)
 
     window = masks.Window(window_left, window_right, HIDES_PAIRS=window_left is not None or window_right is not None)
-    mask = hopper_masks.PositionMask(window, tile_source.READS_LENGTHS, HAS_STARTS, IS_ALIGNED=False)
+    mask = hopper_masks.PositionMask(window, tile_source.READS_LENGTHS, HAS_STARTS)
     schedule = forward_tiles.Schedule(
         tile_source,
         window,

@@ -59,8 +59,18 @@ class BackwardCall:
         self.tma = config.tma and not self.inline and all(map(has_descriptor, (q_rot, k_rot, v, do)))
         # dq_kernel may only skip its wait when dkdv_kernel, which does wait, runs between it and the pre-process.
         pdl = config.pdl and batch * problem.len_k > 0
+        if problem.has_norms:
+            self.norms = NormGradients(problem, given, self.strides, is_rotated, pdl)
         self.preprocess = Preprocess(
-            problem, given, do, o, config, rotates=not self.takes_given, in_tiles=False, pdl=pdl
+            problem,
+            given,
+            do,
+            o,
+            config,
+            rotates=not self.takes_given,
+            in_tiles=False,
+            pdl=pdl,
+            num_counters=None if self.norms is None else self.norms.num_counters,
         )
         pdl = pdl and self.preprocess.programs > 0
         launch_options = {"launch_pdl": True} if pdl else {}
@@ -71,8 +81,6 @@ class BackwardCall:
             for columns in (problem.head_dim, problem.value_dim, problem.nope_dim)
         ]
         shared = arguments.numbers_of(problem) | {"PDL": pdl}
-        if problem.has_norms:
-            self.norms = NormGradients(problem, given, self.strides, is_rotated, pdl)
         if problem.has_intervals:
             self.find_blocks = IntervalBlocks(problem, config.dq.block_n)
         head_bytes = (problem.score_dim + problem.value_dim) * q.element_size()
@@ -164,7 +172,10 @@ class BackwardCall:
         if self.find_blocks is not None:
             blocks = self.find_blocks(stream, tensors)
         rotated = (None, None) if self.takes_given else (q_rot, k_rot)
-        stats = self.preprocess(stream, tensors, do, o, lse, rotated)
+        counters = None
+        if self.norms is not None:
+            counters = torch.empty(self.norms.num_counters, dtype=torch.int32, device=q.device)
+        stats = self.preprocess(stream, tensors, do, o, lse, rotated, counters=counters)
         read = {
             "inputs": kernels.BackwardInputs.host(
                 q=arguments.view(q_rot),
@@ -200,5 +211,5 @@ class BackwardCall:
             )
         if dsinks_parts is not None:
             dsinks = dsinks_parts.sum(0).to(tensors.sinks.dtype)
-        dq_norm, dk_norm = (None, None) if self.norms is None else self.norms(stream, tensors, dq, dk)
+        dq_norm, dk_norm = (None, None) if self.norms is None else self.norms(stream, tensors, dq, dk, counters)
         return Gradients(dq, dk, dv, dsinks, dq_norm, dk_norm, dq_nope, dk_nope)

@@ -188,7 +188,7 @@ BACKWARD: tuple[BackwardRow, ...] = (
 
 
 @functools.cache
-def forward(arch: str, element_size: int, head_dim: int, strategy: str, *shape: bool | str) -> ForwardConfig:
+def forward_config(arch: str, element_size: int, head_dim: int, strategy: str, *shape: bool | str) -> ForwardConfig:
     """Return the configuration of the forward pass for these properties.
 
     shape: length bucket and, where they are not False, masked and latent, as ``Row`` names them.
@@ -197,8 +197,8 @@ def forward(arch: str, element_size: int, head_dim: int, strategy: str, *shape: 
 
 
 @functools.cache
-def backward(arch: str, element_size: int, head_dim: int, strategy: str, *shape: bool | str) -> BackwardConfig:
-    """Return the configuration of the backward pass for these properties, as in ``forward``."""
+def backward_config(arch: str, element_size: int, head_dim: int, strategy: str, *shape: bool | str) -> BackwardConfig:
+    """Return the configuration of the backward pass for these properties, as in ``forward_config``."""
     return _find(BACKWARD, arch, element_size, head_dim, strategy, *shape).config(arch, strategy)
 
 

@@ -282,7 +282,6 @@ class ForwardCall:
         q, k, v = given.q, given.k, given.v
         self.o_shape = (*q.shape[:3], problem.value_dim)
         self.o_strides = arguments.result_strides(outputs, [layouts.output_strides(q, problem.value_dim)])[0]
-        self.lse_layout = layouts.layout_of_rows(q.shape)
         self.max_logit_shape = problem.maxima_shape if problem.return_max_logit else None
         self.empty = problem.batch * problem.len_q == 0
         self.problem = problem
@@ -334,7 +333,7 @@ class ForwardCall:
         problem, q, k = self.problem, tensors.q, tensors.k
         if o is None:
             o = torch.empty_strided(self.o_shape, self.o_strides, dtype=q.dtype, device=q.device)
-        lse = torch.empty_strided(*self.lse_layout, dtype=torch.float32, device=q.device)
+        lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
         max_logit = None
         if self.max_logit_shape is not None:
             max_logit = torch.empty(self.max_logit_shape, dtype=torch.float32, device=q.device)

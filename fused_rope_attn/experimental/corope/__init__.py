@@ -84,13 +84,10 @@ class CoRopeAttention(torch.autograd.Function):
     def backward(ctx, do):
         _refuse_determinism()
         saved = ctx.saved_tensors
-
-        def compute():
-            with device.guard(do.device):
-                gradients = corope_backward(do, *saved, **ctx.options)
-            return tuple(g if need else None for g, need in zip(gradients, ctx.needs_input_grad))
-
-        return *last_gradients("corope_attention", compute, (do, *saved)), None, None
+        with device.guard(do.device):
+            gradients = corope_backward(do, *saved, **ctx.options)
+        needed = [g if need else None for g, need in zip(gradients, ctx.needs_input_grad)]
+        return *last_gradients("corope_attention", needed, (do, *saved)), None, None
 
 
 def _refuse_determinism() -> None:

@@ -18,8 +18,7 @@ import triton
 from fused_rope_attn.experimental.corope import kernels
 from fused_rope_attn.kernels import softmax, tiles
 from fused_rope_attn.runtime import device, layouts
-from fused_rope_attn.runtime.calls import call_of
-from fused_rope_attn.runtime.launch import Launch
+from fused_rope_attn.runtime.launch import Launch, call_of
 from fused_rope_attn.runtime.rows import find_row
 
 

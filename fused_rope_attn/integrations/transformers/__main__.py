@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, cast
 
@@ -18,9 +19,8 @@ import transformers
 from torch import Tensor, nn
 
 from fused_rope_attn import plan, plan_mla, plan_with_kvcache
-from fused_rope_attn.integrations.transformers import attention, families, obstacles, patch_model, rotations, state
+from fused_rope_attn.integrations.transformers import attention, families, obstacles, patch_model, state
 from fused_rope_attn.integrations.transformers.batch import Batch
-from fused_rope_attn.integrations.transformers.obstacles import Pass
 from fused_rope_attn.integrations.transformers.tables import rope_tables_from_config
 from fused_rope_attn.masks import chunks
 
@@ -97,76 +97,62 @@ def examine(model: nn.Module) -> state.PatchReport:
 
 def kernels(model: nn.Module, report: state.PatchReport, calls: Calls) -> list[str]:
     """Return lines on the kernels of each kind of served module: training or a prompt, and a step of generation."""
-    kinds: dict[str, list[str]] = {}
-    for row in report:
-        if row.patched:
-            lines = _lines_of(model.get_submodule(row.path), row.name, calls)
-            kinds.setdefault("\n".join(lines), []).append(row.path)
-    return [f"{len(paths)} x {text}" for text, paths in kinds.items()]
+    kinds = Counter("\n".join(_lines_of(model.get_submodule(row.path), calls)) for row in report if row.patched)
+    return [f"{count} x {text}" for text, count in kinds.items()]
 
 
-def _lines_of(module: Any, name: str, calls: Calls) -> list[str]:
-    """Return a line on the heads and masks of a module, and lines on the kernels of its calls."""
+def _lines_of(module: Any, calls: Calls) -> Iterator[str]:
+    """Yield a line on the heads and masks of a module, and lines on the kernels of its calls."""
     latent = bool(cast(families.Convention, families.convention_of(module)).latent)
     rows, options = call_of(module, calls)
-    lines = [", ".join((name, *_facts(module, rows, options)))]
-    obstacle = obstacles.obstacle_of_any_kind(Pass([module.train()], module.config, {}), options["causal"])
+    yield ", ".join((type(module).__name__, *_facts(module, rows, options)))
+    obstacle = obstacles.obstacle_of_any_kind(obstacles.Pass([module.train()], module.config, {}), options["causal"])
     if obstacle:
-        lines.append(f"  training: its own forward, because of {obstacle.rstrip(',')}")
+        yield f"  training: its own forward, because of {obstacle.rstrip(',')}"
     chosen = (plan_mla if latent else plan)(*rows, **options)
-    lines.append(f"  training, a prompt: {_described(chosen)}")
-    lines += [f"    {which}: {found}" for which in ("forward", "backward") if (found := getattr(chosen, which))]
+    yield f"  training, a prompt: {_described(chosen)}"
+    yield from (f"    {which}: {found}" for which in ("forward", "backward") if (found := getattr(chosen, which)))
     if latent:
-        return [*lines, "  a step of generation: its own forward, onto the cache in its own format"]
-    if options["causal"]:
+        yield "  a step of generation: its own forward, onto the cache in its own format"
+    elif options["causal"]:
         q, k, v, *tables = rows
         lengths = torch.full((calls.batch,), calls.length - 1, dtype=torch.int32, device=q.device)
-        step = plan_with_kvcache(q[:, :, :1], k, v, *tables, k[:, :, :1], v[:, :, :1], cache_seqlens=lengths, **options)
-        lines.append(f"  a step of generation: {_described(step)}")
-    return lines
+        new = k[:, :, :1], v[:, :, :1]
+        step = plan_with_kvcache(q[:, :, :1], k, v, *tables, *new, cache_seqlens=lengths, **options)
+        yield f"  a step of generation: {_described(step)}"
 
 
 def call_of(module: Any, calls: Calls) -> tuple[list[Tensor], dict[str, Any]]:
     """Return the tensors and options that a module's attention would have in training, uninitialised, on the card."""
     convention = cast(families.Convention, families.convention_of(module))
-    hidden = torch.empty(calls.batch, calls.length, module.config.hidden_size, dtype=calls.dtype, device="meta")
-    with torch.no_grad():
-        q, k, v, *more = convention.heads_of(module, hidden)
-    rows, columns, chunk = [q, k, v], q.shape[-1], convention.chunk_of(module)
-    batch = Batch(causal=bool(obstacles.is_causal(Pass([module], module.config, {}))))
+    chunk, embeddings = convention.chunk_of(module), None
+    batch = Batch(causal=bool(obstacles.is_causal(obstacles.Pass([module], module.config, {}))))
     if chunk:
         batch = Batch(causal=False, intervals=chunks(chunk, calls.length))
-    options = attention.features_of(module, convention, q, batch)
     parameters = getattr(module.config, "rope_parameters", None) or {}
     # transformers gives no tables to models without a base of the angles (OLMo hybrid).
-    rotates = convention.rotates_in(module, None if parameters.get("rope_theta", 0.0) is None else (hidden, hidden))
-    if convention.norms_of(module, after_rotation=True) is not None:  # q and k are rotated before
-        rotates = False
-    options["interleaved"] = rotates and convention.is_interleaved(module)
-    if convention.latent:
-        rows = [more[0].q_nope, q, more[0].k_nope, k, v]
-    else:
-        columns = 2
-        if rotates:
-            by_type = any(isinstance(value, dict) for value in parameters.values())
-            layer_type = module.config.layer_types[module.layer_idx] if by_type else None
-            columns *= rope_tables_from_config(module.config, 1, layer_type=layer_type, device="cpu")[0].shape[-1]
-        options["rotary_dim"] = columns
-        pair = convention.norms_of(module)
-        norms = None if pair is None else rotations.head_norms(*pair)
-        options |= norms.options if isinstance(norms, rotations.HeadNorms) else {}
-    rows += [torch.empty(calls.length, columns // 2, device="meta")] * 2
+    if parameters.get("rope_theta", 0.0) is not None and convention.rotates_in(module, ()):
+        by_type = any(isinstance(value, dict) for value in parameters.values())
+        layer_type = module.config.layer_types[module.layer_idx] if by_type else None
+        row = rope_tables_from_config(module.config, 1, layer_type=layer_type, device="meta")[0]
+        row = row if convention.half_width == "whole" else row.repeat(1, 2)
+        embeddings = (row.repeat(1, calls.length, 1),) * 2
+    hidden = torch.empty(calls.batch, calls.length, module.config.hidden_size, dtype=calls.dtype, device="meta")
+    positions = torch.arange(calls.length, device="meta")
+    given = {"position_embeddings": embeddings, "position_ids": positions[None], "cache_position": positions}
+    with torch.no_grad():
+        tokens, options, _ = attention.prepared(module, hidden, batch, None, given)
 
     def on_card(x: Any) -> Any:
         return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=calls.card) if torch.is_tensor(x) else x
 
-    return list(map(on_card, rows)), {name: on_card(x) for name, x in options.items()}
+    options |= tokens.options
+    return list(map(on_card, (*tokens.rows, *tokens.tables.arrays))), {name: on_card(x) for name, x in options.items()}
 
 
 def _facts(module: Any, rows: list[Tensor], options: dict[str, Any]) -> Iterator[str]:
     """Yield a description of the heads, and of each option that changes the kernels."""
     convention = cast(families.Convention, families.convention_of(module))
-    chunk, cap = convention.chunk_of(module), convention.cap_of(module)
     if convention.latent:
         q_nope, q_rope, _, _, v = rows[:5]
         yield f"{v.shape[1]} heads of {q_nope.shape[3]} + {q_rope.shape[3]} columns, values of {v.shape[3]}"
@@ -174,13 +160,13 @@ def _facts(module: Any, rows: list[Tensor], options: dict[str, Any]) -> Iterator
         yield f"{rows[0].shape[1]}/{rows[1].shape[1]} heads of {rows[0].shape[3]}"
     if options["window"] is not None:
         yield f"window of {options['window'][0] + 1}"
-    if chunk:
+    if chunk := convention.chunk_of(module):
         yield f"chunks of {chunk}"
     elif not options["causal"]:
         yield "bidirectional"
     if options.get("sinks") is not None:
         yield "sinks"
-    if cap:
+    if cap := convention.cap_of(module):
         yield f"scores capped at {cap:g}"
 
 

@@ -22,7 +22,6 @@ from fused_rope_attn.generation import planning
 from fused_rope_attn.integrations.transformers import caches, obstacles, rotations, state
 from fused_rope_attn.integrations.transformers.batch import BATCH, Batch, describe_layer, kept_of, type_of
 from fused_rope_attn.integrations.transformers.families import AttentionModule, Convention, Latent
-from fused_rope_attn.integrations.transformers.rotations import HeadNorms, Tokens
 
 # Calls of attention modules without their decoder that ran the module's own forward: their number by reason.
 _passes_of_layers: Counter[str] = Counter()
@@ -60,24 +59,7 @@ def forward(module: AttentionModule, hidden_states: Tensor, *args: Any, **kwargs
         batch = batch if separates else batch.otherwise
     if batch.by_type is not None:
         batch = batch.by_type.get(type_of(module) or "", batch)
-    convention = patch.convention
-    q, k, v, *others = convention.heads_of(module, hidden_states)
-    # Not by ``pop``, because torch.compile of torch 2.11 takes the list for a tuple.
-    latent: Latent | None = others[0] if convention.latent else None
-    gate = others if latent is None else others[1:]
-    q, k, norms = _normed(module, patch, q, k, past is not None)
-    if convention.query_scale is not None:
-        q = convention.query_scale(module, q, kwargs, past)
-        if latent is not None:
-            latent = latent._replace(q_nope=convention.query_scale(module, latent.q_nope, kwargs, past))
-    tables = rotations.tables_for(module, convention, kwargs.get("position_embeddings"), q, kept_of(batch))
-    tokens = Tokens(q, k, v, tables, norms, latent)
-    after = convention.norms_of(module, after_rotation=True)
-    if after is not None:
-        tokens = tokens.rotated(rotations.identity_tables(q.shape[2], q.device))
-        q, k = (norm(x) for norm, x in zip(after, tokens[:2]))
-        tokens = tokens._replace(q=q, k=k)
-    features = features_of(module, convention, q, batch)
+    tokens, features, gate = prepared(module, hidden_states, batch, past, kwargs)
     if patch.batch_invariant:
         features["batch_invariant"] = True
     trained = features | {"deterministic": patch.deterministic}  # options of the operators that have gradients
@@ -87,24 +69,63 @@ def forward(module: AttentionModule, hidden_states: Tensor, *args: Any, **kwargs
         o = attend_paged(obstacles.layer_of(module), tokens, batch, features)
     elif past is None:
         o = _attend(tokens, batch, trained)
-    elif caches.tokens_seen(past, module.layer_idx) == 0:
-        # The cache needs rotated keys, but attention rotates them again, because that costs less than to write rotated
-        # queries and read them back.
-        o = _attend(tokens, batch, trained)
-        if latent is not None:
-            k_rope = convention.cached(tokens.rotated_keys(), tables.options["interleaved"])
-            rows = caches.latent_rows(module, latent, k_rope, v)
-            past.update(*rows, module.layer_idx, *caches.update_options(kwargs))
-        else:
-            _begin_cache(tokens, past, module.layer_idx, kept_of(batch) is not None, caches.update_options(kwargs))
     else:
-        o = _attend_cache(module.layer_idx, tokens, past, batch, features, caches.update_options(kwargs))
-    return convention.output(module, o.transpose(1, 2).flatten(2), *gate), None
+        # transformers 4.57 tells static caches by an argument where to write.
+        place, position = module.layer_idx, kwargs.get("cache_position")
+        cache_options = () if position is None else ({"cache_position": position},)
+        if caches.tokens_seen(past, place) != 0:
+            o = _attend_cache(place, tokens, past, batch, features, cache_options)
+        else:
+            # The cache needs rotated keys, but attention rotates them again, because that costs less than to write
+            # rotated queries and read them back.
+            o = _attend(tokens, batch, trained)
+            if tokens.latent is not None:
+                rows = patch.convention.latent_rows(module, tokens.latent, tokens.rotated_keys(), tokens.v)
+                past.update(*rows, place, *cache_options)
+            else:
+                _begin_cache(tokens, past, place, kept_of(batch) is not None, cache_options)
+    return patch.convention.output(module, o.transpose(1, 2).flatten(2), *gate), None
+
+
+def prepared(
+    module: AttentionModule, hidden_states: Tensor, batch: Batch, past: Any, given: dict[str, Any]
+) -> tuple[rotations.Tokens, dict[str, Any], list[Tensor]]:
+    """Return the heads of hidden states (B, N, width), the options of attention, and the gate if the module has one.
+
+    past: the cache of the call, or None. given: the other keywords of the call.
+    """
+    patch = state.state_of(module, state.PATCH)
+    convention: Convention = patch.convention
+    q, k, v, *others = convention.heads_of(module, hidden_states)
+    # Not by ``pop``, because torch.compile of torch 2.11 takes the list for a tuple.
+    latent: Latent | None = others[0] if convention.latent else None
+    gate = others if latent is None else others[1:]
+    q, k, norms = _normed(module, patch, q, k, past is not None)
+    if convention.query_scale is not None:
+        q = convention.query_scale(module, q, given, past)
+        if latent is not None:
+            latent = latent._replace(q_nope=convention.query_scale(module, latent.q_nope, given, past))
+    tables = rotations.tables_for(module, convention, given.get("position_embeddings"), q, kept_of(batch))
+    tokens = rotations.Tokens(q, k, v, tables, norms, latent)
+    after = convention.norms_of(module, after_rotation=True)
+    if after is not None:
+        tokens = tokens.rotated(rotations.identity_tables(q.shape[2], q.device))
+        tokens = tokens._replace(q=after[0](tokens.q), k=after[1](tokens.k))
+    keys, window = convention.window_of(module) if batch.intervals is None else None, None
+    if keys is not None:  # a number that includes the query's own
+        reach = keys if batch.inclusive_window else keys - 1
+        window = (keys - 1, 0) if batch.causal else (reach, reach)
+    features: dict[str, Any] = {"causal": batch.causal, "softmax_scale": float(module.scaling), "window": window}
+    if latent is None:
+        features |= convention.of_scores(module, q)
+        if batch.intervals is not None:
+            features["query_starts"], features["query_ends"] = batch.intervals
+    return tokens, features, gate
 
 
 def _normed(
     module: AttentionModule, patch: state.Patch, q: Tensor, k: Tensor, cached: bool
-) -> tuple[Tensor, Tensor, HeadNorms | None]:
+) -> tuple[Tensor, Tensor, rotations.HeadNorms | None]:
     """Return q, k (B, H, N, D), and the norms that the kernels compute. Run the module's own if they cannot."""
     pair = patch.convention.norms_of(module)
     if pair is None:
@@ -114,30 +135,13 @@ def _normed(
     if not torch.compiler.is_compiling():
         patch.own_norms = reason
     if not reason:
-        return q, k, cast(HeadNorms, norms)
+        return q, k, cast(rotations.HeadNorms, norms)
     # The norms take (B, N, H, D), because Cohere's has a weight for every head.
     q, k = (norm(x.transpose(1, 2)).transpose(1, 2) for norm, x in zip(pair, (q, k)))
     return q, k, None
 
 
-def features_of(module: AttentionModule, convention: Convention, q: Tensor, batch: Batch) -> dict[str, Any]:
-    """Return the options that all operators of this module's attention take."""
-    keys, window = convention.window_of(module) if batch.intervals is None else None, None
-    if keys is not None:  # a number that includes the query's own
-        reach = keys if batch.inclusive_window else keys - 1
-        window = (keys - 1, 0) if batch.causal else (reach, reach)
-    features: dict[str, Any] = {"causal": batch.causal, "softmax_scale": float(module.scaling), "window": window}
-    if convention.latent:
-        return features
-    sinks = module.sinks if convention.sinks else None
-    if sinks is not None and sinks.dtype not in (torch.float32, q.dtype):
-        sinks = sinks.float()
-    if batch.intervals is not None:
-        features["query_starts"], features["query_ends"] = batch.intervals
-    return features | {"softcap": convention.cap_of(module), "sinks": sinks}
-
-
-def _attend(tokens: Tokens, batch: Batch, options: dict[str, Any]) -> Tensor:
+def _attend(tokens: rotations.Tokens, batch: Batch, options: dict[str, Any]) -> Tensor:
     """Attend in a batch whose keys are its own tokens: o (B, HQ, N, D)."""
     attend: Any = rope_attention if tokens.latent is None else rope_attention_mla
     attend_packed: Any = rope_attention_varlen if tokens.latent is None else rope_attention_mla_varlen
@@ -161,17 +165,16 @@ def _attend(tokens: Tokens, batch: Batch, options: dict[str, Any]) -> Tensor:
     return o.unflatten(0, (size, length)).transpose(1, 2)
 
 
-def _attend_shard(tokens: Tokens, batch: Batch, options: dict[str, Any]) -> Tensor:
+def _attend_shard(tokens: rotations.Tokens, batch: Batch, options: dict[str, Any]) -> Tensor:
     """Attend with this rank's rows of a sequence that several ranks share: o (B, HQ, N / P, D)."""
-    shared = cast(state.Shared, batch.shared)
-    if shared.plan is not None:
+    if batch.plan is not None:
         # A document's rows have different tables on each rank, so rotate them before attention.
-        tokens = tokens.rotated(rotations.identity_tables(shared.plan.max_seqlen, tokens.q.device))
+        tokens = tokens.rotated(rotations.identity_tables(batch.plan.max_seqlen, tokens.q.device))
         q, k, v = (x[0].transpose(0, 1) for x in tokens[:3])
-        o = rope_attention_varlen_cp(q, k, v, *tokens.tables.arrays, shared.plan, **options | tokens.options)
+        o = rope_attention_varlen_cp(q, k, v, *tokens.tables.arrays, batch.plan, **options | tokens.options)
         return o.transpose(0, 1).unsqueeze(0)
     q, k, v, tables = tokens[:4]
-    (cos, sin), ranks = tables.arrays, shared.shards.options
+    (cos, sin), ranks = tables.arrays, cast(state.Shards, batch.shared).options
     if kept_of(batch) is not None:  # gather the rows of all ranks once for all layers of a pass
         if tables.joined is None:
             cos, sin = (cp_unshard(table, 1, **ranks) for table in (cos, sin))
@@ -180,7 +183,7 @@ def _attend_shard(tokens: Tokens, batch: Batch, options: dict[str, Any]) -> Tens
     return rope_attention_cp(q, k, v, cos, sin, **ranks | options | tokens.options)
 
 
-def _begin_cache(tokens: Tokens, past: Cache, layer_idx: int, in_place: bool, cache_options: tuple) -> None:
+def _begin_cache(tokens: rotations.Tokens, past: Cache, layer_idx: int, in_place: bool, cache_options: tuple) -> None:
     """Put a batch's normed and rotated keys, and its values, into an empty cache. Attention has checked them.
 
     in_place: write into buffers if the cache allows it; otherwise always call the cache's ``update``.
@@ -196,11 +199,11 @@ def _begin_cache(tokens: Tokens, past: Cache, layer_idx: int, in_place: bool, ca
     keys, values = (caches.first_rows(cache, length) for cache in kv_buffers)
     tokens.rotated_keys(out=keys)
     values.copy_(tokens.v)
-    caches.begin(layer, keys, values, kv_buffers[0])
+    caches.store(layer, keys, values, kv_buffers[0])
 
 
 def _attend_cache(
-    layer_idx: int, tokens: Tokens, past: Cache, batch: Batch, options: dict[str, Any], cache_options: tuple
+    layer_idx: int, tokens: rotations.Tokens, past: Cache, batch: Batch, options: dict[str, Any], cache_options: tuple
 ) -> Tensor:
     """Attend with new tokens over a cache that holds others: o (B, HQ, N, D). Only the new tokens are rotated.
 
@@ -246,7 +249,7 @@ def _attend_cache(
     return cast(Tensor, rope_attention(tokens.q, keys, values, *arrays, kv_lens=kv_lens, **options))
 
 
-def _is_step(tokens: Tokens, layer: CacheLayerMixin, sinks: Tensor | None) -> bool:
+def _is_step(tokens: rotations.Tokens, layer: CacheLayerMixin, sinks: Tensor | None) -> bool:
     """Return whether new tokens take the generation step: few tokens, in the cache's dtype, without a gradient."""
     q, k, v, keys, values = *tokens[:3], layer.keys, layer.values
     if not planning.reads_cache_once(q.shape[2], q.shape[1] // k.shape[1]):
@@ -262,7 +265,7 @@ def _is_step(tokens: Tokens, layer: CacheLayerMixin, sinks: Tensor | None) -> bo
     return not any(x is not None and x.requires_grad for x in (q, k, v, keys, values, sinks, *tokens.weights))
 
 
-def attend_paged(layer: int, tokens: Tokens, batch: Batch, features: dict[str, Any]) -> Tensor:
+def attend_paged(layer: int, tokens: rotations.Tokens, batch: Batch, features: dict[str, Any]) -> Tensor:
     """Attend with the new tokens of many requests, each over its own pages: o (1, HQ, N, D).
 
     layer: the layer's index in the cache. tokens: q (1, HQ, N, D), k and v (1, HKV, N, D). features: the options of
@@ -276,7 +279,7 @@ def attend_paged(layer: int, tokens: Tokens, batch: Batch, features: dict[str, A
     pages = requests.pages(pool)
     if pages is not None:
         q, k, v = (x.transpose(0, 2) for x in tokens[:3])
-        tokens = Tokens(q, k, v, tokens.tables.by_token(), tokens.norms)
+        tokens = rotations.Tokens(q, k, v, tokens.tables.by_token(), tokens.norms)
         return _step_in_pages(tokens, pool, pages, features, batch).transpose(0, 2)
     tokens = tokens.rotated(rotations.identity_row(tokens.q.device, kept_of(batch)))
     keys, values = requests.update(tokens.k, tokens.v, layer)
@@ -288,20 +291,20 @@ def attend_paged(layer: int, tokens: Tokens, batch: Batch, features: dict[str, A
 
 
 def _step_in_pages(
-    tokens: Tokens, pool: caches.Pool, pages: caches.Pages, features: dict[str, Any], batch: Batch
+    tokens: rotations.Tokens, pool: caches.Pool, pages: tuple[Tensor, Tensor], features: dict[str, Any], batch: Batch
 ) -> Tensor:
     """Return o (B, HQ, 1, D) of q (B, HQ, 1, D), k and v (B, HKV, 1, D), and tables (B, 1, R/2)."""
     kv_caches = pool.keys.transpose(1, 2), pool.values.transpose(1, 2)
-    rows = pages.table.shape[1] * pool.page_size
-    arrays, options = tokens.tables.long(rows), features | tokens.options | {"block_table": pages.table}
-    lengths, new = pages.lengths, cast(tuple, tokens[1:3])
+    (block_table, lengths), new = pages, cast(tuple, tokens[1:3])
+    rows = block_table.shape[1] * pool.page_size
+    arrays, options = tokens.tables.long(rows), features | tokens.options | {"block_table": block_table}
     if pool.window is not None:
         # The pages hold the last ``window`` keys, and the new token replaces the oldest. The query sees all of them in
         # any order, because they are rotated.
         k, tables = tokens.k, tokens.tables
         if tokens.norms is not None:  # write_kvcache has no norms
             k, tables = tokens.rotated_keys(), rotations.identity_row(k.device, kept_of(batch))
-        places = tables.options | {"cache_seqlens": lengths % pool.window, "block_table": pages.table}
+        places = tables.options | {"cache_seqlens": lengths % pool.window, "block_table": block_table}
         write_kvcache(k, tokens.v, *kv_caches, *tables.long(rows), **places)
         new, lengths, options["window"] = (None, None), (lengths + 1).clamp(max=pool.window), None
     options["cache_seqlens"] = lengths

@@ -18,7 +18,6 @@ from transformers.cache_utils import Cache, DynamicLayer, StaticLayer
 from fused_rope_attn.attention.api import bounds_of_sequences
 from fused_rope_attn.distributed import api, documents
 from fused_rope_attn.integrations.transformers import caches, obstacles, state
-from fused_rope_attn.integrations.transformers.obstacles import Pass
 from fused_rope_attn.integrations.transformers.rotations import Kept
 from fused_rope_attn.masks import intervals_of_dense
 from fused_rope_attn.runtime.checks import kind_of
@@ -50,16 +49,16 @@ class Batch(NamedTuple):
     cu_seqlens: (sequences + 1,) int32 of packed sequences, through all rows of the batch; None if nothing is packed.
     max_seqlen: an upper bound of their lengths.
     longest: (max_seqlen,) int64: the tokens of the longest sequence; all sequences use their table rows.
-    otherwise: None if cu_seqlens hold for all layers. Else they were found from position ids, and this is the batch for
-        those layers in which the unpatched model does not separate sequences. ``attention.forward`` chooses by the
-        arguments of each layer.
-    kept: None if the layers share nothing.
+    otherwise: of cu_seqlens that were found from position ids, the batch for layers in which the unpatched model does
+        not separate sequences (``attention.forward`` chooses); else None.
+    kept: the tables that layers share, or None.
     causal: False for bidirectional attention, and with intervals.
     intervals: the first query that sees each key, and the one after the last (1|B, N) int32, in place of causality and
         of the modules' windows; or None.
     by_type: the batches of layers by their type in ``config.layer_types``; other layers have this batch.
     inclusive_window: a bidirectional window of w reaches keys at distance w; else w - 1, as a causal one.
-    shared: set if several ranks share the sequences; all other fields except ``kept`` and ``causal`` are then unused.
+    shared: the ranks that share the sequences, and ``plan``: of packed documents, or None. All other fields except
+        ``kept`` and ``causal`` are then unused.
     own_tables: the sequences in cu_seqlens have their own table rows.
     paged: set in a pass of continuous batching; all other fields except ``kept`` are then unused.
     """
@@ -77,7 +76,8 @@ class Batch(NamedTuple):
     causal: bool = True
     inclusive_window: bool = False
     own_tables: bool = False
-    shared: state.Shared | None = None
+    shared: state.Shards | None = None
+    plan: documents.DocumentPlan | None = None
     paged: caches.PagedPass | None = None
     intervals: Intervals | None = None
     by_type: dict[str, Any] | None = None
@@ -91,7 +91,7 @@ def kept_of(batch: Batch) -> Kept | None:
     return None if torch.compiler.is_compiling() else batch.kept
 
 
-def describe(call: Pass, made: bool = False) -> Batch:
+def describe(call: obstacles.Pass, made: bool = False) -> Batch:
     """Return the Batch of a decoder's forward pass.
 
     Synchronise with the device at most once, and not at all in a decoding step after a described prompt, under
@@ -99,14 +99,16 @@ def describe(call: Pass, made: bool = False) -> Batch:
     four times before a first step.
     Under torch.compile a padding mask must have no holes, because nothing can check it.
 
-    made: the masks are made outside of the decoder, with the cache that is given. Else the decoder makes them, perhaps
-        after a cache.
+    made: ``generate``, or a model like Gemma 3's, makes the masks, with the cache that is given. Those are causal even
+        if the modules are not. Else the decoder makes them, perhaps after a cache.
     """
     obstacles.refuse_wrong_calls(call)
     causal, past = obstacles.is_causal(call), call.past
     if caches.is_paged(past):
         reason = obstacles.obstacle_to_pages(call, causal)
         return Batch(reason) if reason else Batch(paged=caches.PagedPass(call.given), kept=Kept())
+    if made and not causal:
+        return Batch("bidirectional attention with masks that are made outside of the decoder")
     first = call.attentions[0]
     is_latent = bool(state.state_of(first, state.PATCH).convention.latent)
     masks = None if is_latent else dense_masks(call)  # latent attention takes no intervals
@@ -143,7 +145,7 @@ def describe_layer(module: nn.Module, given: dict[str, Any], more: bool) -> Batc
     more: there is a cache, or arguments without a name. Calls with a mask or a cache take the module's own forward,
     because the mask's form depends on the implementation, and the padding of cached keys is unknown.
     """
-    call: Pass = Pass([module], module.config, given)
+    call: obstacles.Pass = obstacles.Pass([module], module.config, given)
     obstacles.refuse_wrong_calls(call)
     if more or given.get("attention_mask") is not None:
         return Batch("a layer called with masks or caches and without its model")
@@ -161,27 +163,37 @@ def describe_layer(module: nn.Module, given: dict[str, Any], more: bool) -> Batc
     return PLAIN if causal else _bidirectional(PLAIN, call)
 
 
-def _bidirectional(batch: Batch, call: Pass) -> Batch:
+def _bidirectional(batch: Batch, call: obstacles.Pass) -> Batch:
     # transformers' masks reach one key further if the call or the config sets `is_causal`.
     inclusive = call.asked_is_causal is False and not obstacles.uses_flash(call.config)
     return batch._replace(causal=False, inclusive_window=inclusive)
 
 
-def _by_masks(masks: dict[str, Tensor], call: Pass, seen: int | None) -> Batch:
-    """Return the batch that its ``dense_masks`` describe."""
+def _by_masks(masks: dict[str, Tensor], call: obstacles.Pass, seen: int | None) -> Batch:
+    """Return the batch that its ``dense_masks`` (1|B, 1|HQ, N, K) describe. Synchronise with the device once.
+
+    Rows that see no key are padding, which no row may see.
+    """
     if seen != 0 or caches.reused(call.past):
         return Batch("an attention_mask of four dimensions with a cache that may hold tokens,")
     if "" not in masks and not {type_of(module) for module in call.attentions} <= masks.keys():
         return Batch("a mask for each type of layer, but not for all of this model's,")
-    found = intervals_by_type(masks, call.tokens.device)
-    if found is None:
+    batch, by_type, exact = _with_cache(PLAIN, call, seen), {}, []
+    for name, mask in masks.items():
+        sees = mask if mask.dtype == torch.bool else mask == 0
+        if mask.dtype != torch.bool:
+            exact.append((sees | (mask <= torch.finfo(mask.dtype).min)).all())
+        sees, later = sees.tensor_split([sees.shape[2]], 3)
+        starts, ends, is_exact = intervals_of_dense(sees)
+        exact += [is_exact, ~later.any(), (sees[:, 0].any(2) | (starts == ends)).all()]
+        intervals = starts.to(call.tokens.device), ends.to(call.tokens.device)
+        by_type[name] = batch._replace(causal=False, intervals=intervals)
+    if not bool(torch.stack(exact).all()):
         return Batch("an attention_mask in which the queries that see a key are not next to one another")
-    batch = _with_cache(PLAIN, call, seen)
-    by_type = {name: batch._replace(causal=False, intervals=intervals) for name, intervals in found.items()}
     return by_type[""] if "" in by_type else batch._replace(by_type=by_type)
 
 
-def _in_chunks(batch: Batch, call: Pass) -> Batch:
+def _in_chunks(batch: Batch, call: obstacles.Pass) -> Batch:
     """Return a batch with that of layers which attend within chunks of a row's tokens, counted from its first one."""
     layer = obstacles.chunked_layer(call.attentions)
     if layer is None:
@@ -233,7 +245,7 @@ def type_of(module: nn.Module) -> str | None:
     return None if types is None else types[obstacles.layer_of(module)]
 
 
-def _masked(call: Pass, seen: int | None, causal: bool) -> Batch:
+def _masked(call: obstacles.Pass, seen: int | None, causal: bool) -> Batch:
     """Return the batch that its padding mask, its cu_seqlens or its position ids describe."""
     given, past, tokens = call.given, call.past, call.tokens
     convention = state.state_of(call.attentions[0], state.PATCH).convention
@@ -264,7 +276,7 @@ def _masked(call: Pass, seen: int | None, causal: bool) -> Batch:
     return batch if places is position_ids or batch.cu_seqlens is None else batch._replace(own_tables=True)
 
 
-def _with_cache(batch: Batch, call: Pass, seen: int | None) -> Batch:
+def _with_cache(batch: Batch, call: obstacles.Pass, seen: int | None) -> Batch:
     """Return the batch with its cache's fields. seen: as ``tokens_seen`` returns it."""
     past, tokens = call.past, call.tokens
     # Compiled and captured graphs are run again, so they must not use values that the host kept from one pass.
@@ -297,20 +309,18 @@ def _padded(mask: Tensor, past: Cache | None, length: int) -> Batch:
     present = mask != 0
     if obstacles.is_blind(mask):
         return Batch(kv_starts=_starts(present))
-    shape, left = _described.get(past, (None, None)) if past is not None else (None, None)
+    shape, left = (None, None) if past is None else _described.get(past, (None, None))
+    holes, full = False, True
     if length != 1 or shape != (mask.shape[0], mask.shape[1] - 1):
-        starts = _starts(present)
         steps = present[:, 1:] & ~present[:, :-1]
-        holes = steps.sum(1) + present[:, 0] > 1
-        left, holes, full = torch.stack(((starts > 0).any(), holes.any(), present[:, -1].all())).tolist()
-        if past is not None and (holes or not full):
-            _described.pop(past, None)
-        elif past is not None:
-            _described[past] = (tuple(mask.shape), left)
-        if holes:
-            return Batch("an attention_mask with holes")
-        return Batch(kv_starts=starts) if left else PLAIN
-    _described[past] = (tuple(mask.shape), left)
+        found = (_starts(present) > 0).any(), (steps.sum(1) + present[:, 0] > 1).any(), present[:, -1].all()
+        left, holes, full = torch.stack(found).tolist()
+    if past is not None and full and not holes:
+        _described[past] = (tuple(mask.shape), left)
+    elif past is not None:
+        _described.pop(past, None)
+    if holes:
+        return Batch("an attention_mask with holes")
     return Batch(kv_starts=_starts(present)) if left else PLAIN
 
 
@@ -393,7 +403,7 @@ def _packed(cu_seqlens: Tensor, max_seqlen: int, tokens: Tensor) -> Batch:
     return Batch(cu_seqlens=cu_seqlens, max_seqlen=max_seqlen, longest=longest)
 
 
-def _lengths(call: Pass, seen: int | None) -> Tensor:
+def _lengths(call: obstacles.Pass, seen: int | None) -> Tensor:
     """Return (B,) int32: tokens after this pass, of a cache that is not empty.
 
     A full sliding layer stops counting. The result is then too large, but kernels stop at the layer's end.
@@ -421,7 +431,7 @@ def _lengths(call: Pass, seen: int | None) -> Tensor:
     return total.to(device, torch.int32).reshape(1).repeat(size)
 
 
-def dense_masks(call: Pass) -> dict[str, Tensor] | None:
+def dense_masks(call: obstacles.Pass) -> dict[str, Tensor] | None:
     """Return the masks of four dimensions of a call by type of layer, "" for all; None if one can be no intervals.
 
     Users give such masks, and models like PaliGemma and Gemma 3 make them for tokens that see later ones. The hidden
@@ -445,26 +455,8 @@ def dense_masks(call: Pass) -> dict[str, Tensor] | None:
     return masks
 
 
-def intervals_by_type(masks: dict[str, Tensor], device: torch.device) -> dict[str, Intervals] | None:
-    """Return the intervals (1|B, N) int32 of each mask (1|B, 1|HQ, N, K); None if they are not exact.
-
-    Synchronise with the device once. Rows that see no key are padding, which no row may see.
-    """
-    found: dict[str, Intervals] = {}
-    exact = []
-    for name, mask in masks.items():
-        sees = mask if mask.dtype == torch.bool else mask == 0
-        if mask.dtype != torch.bool:
-            exact.append((sees | (mask <= torch.finfo(mask.dtype).min)).all())
-        sees, later = sees.tensor_split([sees.shape[2]], 3)
-        starts, ends, is_exact = intervals_of_dense(sees)
-        exact += [is_exact, ~later.any(), (sees[:, 0].any(2) | (starts == ends)).all()]
-        found[name] = starts.to(device), ends.to(device)
-    return found if bool(torch.stack(exact).all()) else None
-
-
-def describe_shard(call: Pass, shards: state.Shards) -> state.Shared:
-    """Return the ``Shared`` of a decoder's forward pass over one rank's shard.
+def describe_shard(call: obstacles.Pass, shards: state.Shards) -> Batch:
+    """Return the Batch of a decoder's forward pass over one rank's shard.
 
     All ranks exchange their position ids: a document begins at every id that is not the one before it plus one. A batch
     may have a plan of its documents, which makes this unnecessary and tells how the batch is cut. Raise if the pass
@@ -505,7 +497,8 @@ def describe_shard(call: Pass, shards: state.Shards) -> state.Shared:
         raise ValueError(f"{PLAN} must be of the {every} tokens that all ranks have, but is of {plan.total}")
     elif position_ids.shape[0] > 1:
         raise NotImplementedError(_SEVERAL_ROWS)
-    return state.Shared(shards, bool(causal), plan)
+    kept = None if torch.compiler.is_compiling() else Kept()
+    return Batch(shared=shards, plan=plan, causal=bool(causal), kept=kept)
 
 
 def _plan(position_ids: Tensor, shards: state.Shards) -> documents.DocumentPlan | None:

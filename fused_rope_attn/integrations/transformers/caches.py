@@ -98,23 +98,6 @@ def count_written(layer: StaticLayer, tokens: int) -> None:
         layer.cumulative_length.add_(tokens)  # in place: compiled graphs know its address
 
 
-def latent_rows(module: nn.Module, latent: families.Latent, k_rope: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the two tensors that a module of multi-head latent attention gives to its cache.
-
-    They are the latent vectors and k_rope (B, 1, N, R) if the module expands the cache in each step, and otherwise the
-    keys and values of all heads.
-    """
-    if hasattr(module, "expand_kv"):
-        return latent.compressed, k_rope
-    return torch.cat((latent.k_nope, k_rope.expand(-1, v.shape[1], -1, -1)), dim=-1), v
-
-
-def update_options(kwargs: dict) -> tuple:
-    """Return the argument by which transformers 4.57 tells static caches where to write."""
-    position = kwargs.get("cache_position")
-    return () if position is None else ({"cache_position": position},)
-
-
 def foreign_cache(past: Any, places: list[int]) -> str:
     """Return why a cache (or None) may return other keys and values than transformers' caches, "" if it cannot.
 
@@ -201,16 +184,18 @@ def first_rows(buffer: Tensor, length: int) -> Tensor:
 
 
 def store(layer: DynamicLayer, keys: Tensor, values: Tensor, buffer: Tensor) -> None:
-    """Give a layer new keys and values. Both are the first rows of buffers with the layout of ``buffer``."""
+    """Give a layer new keys and values. Both are the first rows of buffers with the layout of ``buffer``.
+
+    The layer may be empty, so set the attributes that ``lazy_initialization`` sets (dtype up to 5.23).
+    """
     layer.keys, layer.values = keys, values
+    layer.dtype, layer.device, layer.is_initialized = keys.dtype, keys.device, True
     addresses = keys.data_ptr(), values.data_ptr()
     _known[layer] = (weakref.ref(keys), weakref.ref(values), addresses, keys.shape, buffer.shape, buffer.stride())
 
 
-def begin(layer: DynamicLayer, keys: Tensor, values: Tensor, buffer: Tensor) -> None:
-    """``store`` into an empty layer, and set the attributes that ``lazy_initialization`` sets (dtype up to 5.23)."""
-    layer.dtype, layer.device, layer.is_initialized = keys.dtype, keys.device, True
-    store(layer, keys, values, buffer)
+# The pages (B, pages) int32 of every request of a pass, and (B,) int32, the rows before the new token's; or None.
+Pages = tuple[Tensor, Tensor] | None
 
 
 class Pool(NamedTuple):
@@ -235,17 +220,6 @@ class Pool(NamedTuple):
         return self.keys.shape[1]
 
 
-class Pages(NamedTuple):
-    """The pages of every request of a pass that has one new token for each.
-
-    table: (B, pages) int32.
-    lengths: (B,) int32, rows before the new token's.
-    """
-
-    table: Tensor
-    lengths: Tensor
-
-
 class PagedPass:
     """The arguments of a pass of continuous batching, and the pages that its layers share.
 
@@ -261,7 +235,7 @@ class PagedPass:
         self._given, self._cache = given, cache_of(given)
         self.cu_seqlens_q: Tensor = given["cu_seq_lens_q"]
         self.max_seqlen_q: int = _named(given, "max_length_q", "max_seqlen_q")
-        self._found: dict[int, Pages | None] = {}
+        self._found: dict[int, Pages] = {}
 
     def pool(self, layer: int) -> Pool:
         return pool_of(self._cache, layer)
@@ -281,13 +255,13 @@ class PagedPass:
             return keys[0].transpose(0, 1), values[0].transpose(0, 1)
         return cache.update(k, v, layer, **indices)
 
-    def pages(self, pool: Pool) -> Pages | None:
-        """Return the pages of a pass with one new token a request; None if there are more, or pages are unknown."""
+    def pages(self, pool: Pool) -> Pages:
+        """Return the ``Pages`` of a pass with one new token a request; None if there are more, or pages are unknown."""
         if pool.group not in self._found:
             self._found[pool.group] = self._find(pool)
         return self._found[pool.group]
 
-    def _find(self, pool: Pool) -> Pages | None:
+    def _find(self, pool: Pool) -> Pages:
         given = self._given
         position_ids, block_table = given["position_ids"], given.get("block_table")
         sequences, tokens = self.cu_seqlens_q.shape[0] - 1, position_ids.shape[-1]
@@ -298,7 +272,7 @@ class PagedPass:
         if block_table is not None:
             table = block_table[pool.group]
             # The empty sequences of a CUDA graph have no pages, so their tokens go to the spare one.
-            return Pages(torch.where(table < 0, pool.spare, table), lengths.clamp(min=0))
+            return torch.where(table < 0, pool.spare, table), lengths.clamp(min=0)
         read = given["read_index"][pool.group]
         if read.shape[0] == 0:
             return None
@@ -306,7 +280,7 @@ class PagedPass:
         if pool.window is None:
             first_rows = torch.arange(0, most, size, device=read.device)
             rows = read[torch.minimum(starts + first_rows, ends[1:, None] - 1).long()]
-            return Pages((rows // size).int(), lengths)
+            return (rows // size).int(), lengths
         if not _RINGS_ARE_READ_IN_ORDER or position_ids.ndim != 2:
             return None
         # The indices begin at the oldest key that the new token sees, and lack the row for the new token.
@@ -316,7 +290,7 @@ class PagedPass:
         places = (first_rows - oldest) % pool.window
         held = torch.minimum(starts + places, ends[1:, None] - 1).long()
         rows = torch.where(places < lengths[:, None], read[held], given["write_index"][pool.group][:, None])
-        return Pages((rows // size).int(), seen[:, 0].int())
+        return (rows // size).int(), seen[:, 0].int()
 
 
 def is_known(cache: Any) -> bool:

@@ -68,16 +68,8 @@ def fused(module: AttentionModule, x: Tensor) -> Heads:
 
 def fused_by_head(module: AttentionModule, x: Tensor) -> Heads:
     """Split the columns of one projection, which has q, k, v of the first head, then of the second (GPT-NeoX)."""
-    heads = module.query_key_value(x).unflatten(-1, (-1, 3 * module.head_size)).transpose(1, 2)
-    return heads.chunk(3, dim=-1)
-
-
-def fused_by_head_layernormed_perhaps(module: AttentionModule, x: Tensor) -> Heads:
-    """Project like ``fused_by_head``, and norm q and k head by head if the config asks for it (Persimmon)."""
-    q, k, v = module.query_key_value(x).unflatten(-1, (-1, 3, module.head_dim)).unbind(3)
-    if module.qk_layernorm:
-        q, k = module.q_layernorm(q), module.k_layernorm(k)
-    return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    head_dim = module.head_dim if hasattr(module, "head_dim") else module.head_size
+    return module.query_key_value(x).unflatten(-1, (-1, 3, head_dim)).transpose(1, 2).unbind(3)
 
 
 def gate_in_q_proj(module: AttentionModule, x: Tensor) -> Heads:
@@ -91,24 +83,11 @@ def latent(module: AttentionModule, x: Tensor) -> Heads:
     # Ling 3 lacks the attribute before transformers 5.24, and has q_proj alone.
     has_rank = getattr(module, "q_lora_rank", None) is not None
     q = module.q_b_proj(module.q_a_layernorm(module.q_a_proj(x))) if has_rank else module.q_proj(x)
-    return _latent_heads(module, q, *_compressed(module, x))
-
-
-def latent_scaled(module: AttentionModule, x: Tensor) -> Heads:
-    """Project like ``latent``, with factors of the queries and of the latent vectors (LongCat)."""
-    q, (compressed, k_rope) = module.q_b_proj(module.q_a_layernorm(module.q_a_proj(x))), _compressed(module, x)
-    return _latent_heads(module, q * module.mla_scale_q_lora, compressed * module.mla_scale_kv_lora, k_rope)
-
-
-def _compressed(module: AttentionModule, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the normed latent vectors (B, N, rank) and the shared key head (B, N, R)."""
-    widths = [module.kv_lora_rank, module.qk_rope_head_dim]
-    compressed, k_rope = module.kv_a_proj_with_mqa(x).split(widths, dim=-1)
-    return module.kv_a_layernorm(compressed), k_rope
-
-
-def _latent_heads(module: AttentionModule, q: Tensor, compressed: Tensor, k_rope: Tensor) -> Heads:
     nope, rope, values = module.qk_nope_head_dim, module.qk_rope_head_dim, module.v_head_dim
+    compressed, k_rope = module.kv_a_proj_with_mqa(x).split([module.kv_lora_rank, rope], dim=-1)
+    compressed = module.kv_a_layernorm(compressed)
+    if hasattr(module, "mla_scale_q_lora"):  # LongCat
+        q, compressed = q * module.mla_scale_q_lora, compressed * module.mla_scale_kv_lora
     q_nope, q_rope = q.unflatten(-1, (-1, nope + rope)).transpose(1, 2).split([nope, rope], dim=-1)
     kv = module.kv_b_proj(compressed).unflatten(-1, (-1, nope + values))
     k_nope, v = kv.transpose(1, 2).split([nope, values], dim=-1)
@@ -279,6 +258,13 @@ class Convention:
         """Return the softcap of a module's scores, 0 for none."""
         return float(module.attn_logit_softcapping or 0.0) if self.softcap else 0.0
 
+    def of_scores(self, module: AttentionModule, q: Tensor) -> dict[str, Any]:
+        """Return the cap and the sinks of a module's scores as options of the operators."""
+        sinks = module.sinks if self.sinks else None
+        if sinks is not None and sinks.dtype not in (torch.float32, q.dtype):
+            sinks = sinks.float()
+        return {"softcap": self.cap_of(module), "sinks": sinks}
+
     def rotates_in(self, module: AttentionModule, embeddings: Any) -> bool:
         return _ROTATES[self.rotates](module, embeddings)
 
@@ -292,10 +278,17 @@ class Convention:
         parameters = module.rope_scaling if hasattr(module, "rope_scaling") else module.config.rope_parameters
         return [by_section(table, tuple(parameters["mrope_section"])) for table in narrow]
 
-    def cached(self, k_rope: Tensor, interleaved: bool) -> Tensor:
-        """Return rotated k_rope (B, 1, N, R) as the module caches it (``apply_rotary_pos_emb_interleave``)."""
-        sorts = interleaved and self.latent == "sorted"
-        return k_rope.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2) if sorts else k_rope
+    def latent_rows(self, module: AttentionModule, latent: Latent, k_rope: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the two tensors that a module of multi-head latent attention gives to its cache.
+
+        They are the latent vectors and the rotated k_rope (B, 1, N, R) if the module expands the cache in each step,
+        and otherwise the keys and values of all heads.
+        """
+        if self.latent == "sorted" and self.is_interleaved(module):  # as by ``apply_rotary_pos_emb_interleave``
+            k_rope = k_rope.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+        if hasattr(module, "expand_kv"):
+            return latent.compressed, k_rope
+        return torch.cat((latent.k_nope, k_rope.expand(-1, v.shape[1], -1, -1)), dim=-1), v
 
     def output(self, module: AttentionModule, rows: Tensor, *gate: Tensor) -> Tensor:
         """Return the output (B, N, width) of attention's rows (B, N, HQ * D), and of the gate if there is one.
@@ -381,8 +374,8 @@ _GROUPS: tuple[tuple[Convention, str], ...] = (
     (Convention(fused, window="of model"), "phi3.Phi3Attention"),
     (Convention(fused, clip="clip_qkv", finish=("out_proj",)), "dbrx.DbrxAttention"),
     (Convention(fused_by_head, finish=("dense",)), "gpt_neox.GPTNeoXAttention"),
-    (Convention(fused_by_head_layernormed_perhaps, finish=("dense",), documents_in_masks=_MASKS_READ_POSITIONS),
-        "persimmon.PersimmonAttention"),
+    (Convention(fused_by_head, norms=(*_LAYERNORMS, "qk_layernorm"), finish=("dense",),
+        documents_in_masks=_MASKS_READ_POSITIONS), "persimmon.PersimmonAttention"),
     (Convention(norms=(*_BY_HEAD, "use_qk_norm"), half_width="pairs", interleaved=True), "cohere.CohereAttention"),
     (Convention(half_width="pairs", interleaved=True, window="of layer", rotates="windowed"),
         "cohere2.Cohere2Attention"),
@@ -402,7 +395,7 @@ _GROUPS: tuple[tuple[Convention, str], ...] = (
     (Convention(latent, latent="sorted", interleaved="config.rope_interleave", query_scale=scaled_by_position),
         "mistral4.Mistral4Attention"),
     (Convention(latent, latent="sorted"), "minicpm3.MiniCPM3Attention"),
-    (Convention(latent_scaled, latent="sorted", interleaved=True), "longcat_flash.LongcatFlashMLA"),
+    (Convention(latent, latent="sorted", interleaved=True), "longcat_flash.LongcatFlashMLA"),
     (Convention(latent, gate="g_proj", latent="sorted", interleaved=True, finish=_GATED),
         "bailing_hybrid.BailingHybridAttention"),
     # Decoders of multimodal models with their own attention modules.

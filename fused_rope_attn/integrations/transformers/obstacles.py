@@ -43,16 +43,10 @@ _ATTENTION = {
 _INNER = "_flash_attention_forward"
 # Functions of a modeling file that its attention classes call. Those in EAGER run with eager attention only.
 ROTATIONS = (
-    "apply_rotary_pos_emb",
-    "apply_rotary_pos_emb_interleave",
-    "apply_rotary_emb",
-    "apply_multimodal_rotary_pos_emb",
-    "apply_rotary_emb",
-    "_apply_rotary_emb",
-    "rotate_half",
-    "get_llama_4_attn_scale",
-)
-EAGER = ("eager_attention_forward", "repeat_kv")
+    "apply_rotary_pos_emb apply_rotary_pos_emb_interleave apply_rotary_emb apply_multimodal_rotary_pos_emb "
+    "_apply_rotary_emb rotate_half get_llama_4_attn_scale"
+).split()
+EAGER = ["eager_attention_forward", "repeat_kv"]
 # Liger replaces transformers' rotation of halves for a whole process, and computes the same.
 _LIGER = {
     "liger_kernel.transformers.rope.liger_rotary_pos_emb",
@@ -366,7 +360,7 @@ def _foreign_code_of(cls: type[nn.Module], eager: bool) -> str:
     if convention is None:
         return f"{cls.__name__} ({families.refusal(cls)})"
     modeling = families.modeling_of(cls)
-    for name in (*ROTATIONS, *EAGER) if eager else ROTATIONS:
+    for name in ROTATIONS + EAGER if eager else ROTATIONS:
         function = modeling.get(name)
         if function is None or getattr(function, "__globals__", None) is modeling:
             continue

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 import math
@@ -18,8 +19,6 @@ from transformers import PreTrainedModel
 
 from fused_rope_attn.integrations.transformers import attention, caches, families, obstacles, state
 from fused_rope_attn.integrations.transformers.batch import BATCH, PLAN, Batch, describe, describe_shard
-from fused_rope_attn.integrations.transformers.obstacles import PAGES, Pass
-from fused_rope_attn.integrations.transformers.rotations import Kept
 from fused_rope_attn.integrations.transformers.state import DECODER, MASK_MAKER, PATCH, state_of
 from fused_rope_attn.runtime.device import has_gpu
 
@@ -124,7 +123,7 @@ def patch_model(
         kinds = set(getattr(decoder.config, "layer_types", None) or ())
         others = others or not kinds <= _ATTENTION_LAYERS or families.hands_padding_on(decoder)
         names, own_cache = state.names_of_parameters(decoder), caches.own_cache_of(decoder)
-        setattr(decoder, DECODER, state.Decoder(names, modules, others, shards, own_cache))
+        setattr(decoder, DECODER, state.Decoder(decoder, names, modules, others, shards, own_cache))
     for module in list(model.modules()):
         _remove_hooks(module, state.check_labels)
         if not isinstance(module, PreTrainedModel) or (decoder := decoder_in(module)[0]) is None:
@@ -132,7 +131,8 @@ def patch_model(
         if _rule_of(module) is not None:
             if state_of(module, MASK_MAKER) is None:
                 module.register_forward_pre_hook(describe_before_masks, with_kwargs=True)
-            setattr(module, MASK_MAKER, state.MaskMaker(state.names_of_parameters(module), decoder))
+            names = state.names_of_parameters(module)
+            setattr(module, MASK_MAKER, dataclasses.replace(getattr(decoder, DECODER), names=names))
         for method in (Preparation, Serving):
             method.install(module)
         if shards is not None and "labels" in state.names_of_parameters(module):
@@ -161,7 +161,8 @@ def unpatch_model(model: Model) -> Model:
             current = module.__dict__.get(method.name)
             if isinstance(current, method):
                 _restore(module, method.name, current.previous)
-        forget_kept_manager(module)
+        if getattr(getattr(module, _KEPT, None), _MARK, False):  # it relies on the model being patched
+            cast(Any, module).destroy_cached_continuous_batching_manager()
         for kind, ours in ((DECODER, describe_batch), (MASK_MAKER, describe_before_masks)):
             if state_of(module, kind) is not None:
                 delattr(module, kind)
@@ -296,16 +297,14 @@ def describe_batch(decoder: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple
     batch = given.get(BATCH)
     if known.shards is not None:
         if batch is None:
-            shared = describe_shard(Pass(known.attentions, decoder.config, given), known.shards)
-            kept = None if torch.compiler.is_compiling() else Kept()
-            batch = Batch(shared=shared, causal=shared.causal, kept=kept)
+            batch = describe_shard(obstacles.Pass(known.attentions, decoder.config, given), known.shards)
         given.pop(PLAN, None)
         # A cache would hold this rank's shard only, so make none.
         return (), given | {BATCH: batch, "attention_mask": _no_mask(given), "use_cache": False}
     if given.get(PLAN) is not None:
         raise ValueError(f"{PLAN} must be given to a model whose ranks patch_model knows, but this one has no cp_group")
     if batch is None:
-        call = Pass(known.attentions, decoder.config, given)
+        call = obstacles.Pass(known.attentions, decoder.config, given)
         batch, wanted = describe(call), given.get("use_cache")
         wanted = getattr(decoder.config, "use_cache", False) if wanted is None else wanted
         if not batch.original and known.own_cache and wanted and call.past is None:
@@ -323,16 +322,16 @@ def describe_before_masks(model: nn.Module, args: tuple, kwargs: dict) -> tuple[
 
     Such a decoder gets the masks only. If they may be other than causal, leave them to its own hook.
     """
-    maker: state.MaskMaker = getattr(model, MASK_MAKER)
-    given = dict(zip(maker.names, args)) | kwargs
-    if given.get(BATCH) is not None or _sees_later_tokens(model, given):
+    known: state.Decoder = getattr(model, MASK_MAKER)
+    given = dict(zip(known.names, args)) | kwargs
+    rule = _rule_of(model)
+    if given.get(BATCH) is not None or rule is None or rule(model, given):
         return args, kwargs
-    decoder = maker.decoder
-    wanted = given.get("output_attentions")
+    config, wanted = known.module.config, given.get("output_attentions")
     if wanted is None:  # with transformers 4.57 the model's config decides, with 5 the decoder's
-        wanted = any(getattr(config, "output_attentions", False) for config in (model.config, decoder.config))
-    batch = _describe_before_masks(decoder, given | {"output_attentions": wanted})
-    if batch.original or getattr(decoder, DECODER).reads_masks:
+        wanted = any(getattr(x, "output_attentions", False) for x in (model.config, config))
+    batch = describe(obstacles.Pass(known.attentions, config, given | {"output_attentions": wanted}), made=True)
+    if batch.original or known.reads_masks:
         return args, kwargs | {BATCH: batch}
     return (), given | {BATCH: batch, "attention_mask": _no_mask(given)}
 
@@ -344,26 +343,9 @@ def _rule_of(model: nn.Module) -> Callable[[nn.Module, dict[str, Any]], bool] | 
     return next((_MASK_MAKERS[name] for name in names if name in _MASK_MAKERS), None)
 
 
-def _sees_later_tokens(model: nn.Module, given: dict[str, Any]) -> bool:
-    """Return whether the masks that a model makes of its inputs may be other than causal."""
-    rule = _rule_of(model)
-    return rule is None or rule(model, given)
-
-
-def _describe_before_masks(decoder: nn.Module, given: dict[str, Any]) -> Batch:
-    """Return a decoder's Batch from the inputs from which ``generate``, or a model like Gemma 3's, makes its masks.
-
-    Those masks are causal even if the modules are not.
-    """
-    call = Pass(getattr(decoder, DECODER).attentions, decoder.config, given)
-    if not obstacles.is_causal(call):
-        return Batch("bidirectional attention with masks that are made outside of the decoder")
-    return describe(call, made=True)
-
-
 def _no_mask(given: dict[str, Any]) -> torch.Tensor:
     """Return (B, 1, 0, 0). transformers passes on a mask of four dimensions, and then builds no other."""
-    tokens = Pass([], None, given).tokens
+    tokens = obstacles.Pass([], None, given).tokens
     return torch.empty((tokens.shape[0], 1, 0, 0), dtype=torch.bool, device=tokens.device)
 
 
@@ -385,9 +367,11 @@ class Preparation(state.Method):
         made = mask is not given and (given is None or getattr(given, "ndim", 0) == 2)
         if decoder is None or caches.cache_of(inputs) is None or not made:
             return inputs
-        if inputs.get("token_type_ids") is not None and (maker is None or _sees_later_tokens(maker, inputs)):
+        rule = None if maker is None else _rule_of(maker)
+        if inputs.get("token_type_ids") is not None and (rule is None or rule(cast(nn.Module, maker), inputs)):
             return inputs
-        return inputs | {BATCH: _describe_before_masks(decoder, inputs | {"attention_mask": given})}
+        call = obstacles.Pass(getattr(decoder, DECODER).attentions, decoder.config, inputs | {"attention_mask": given})
+        return inputs | {BATCH: describe(call, made=True)}
 
 
 def decoder_in(model: nn.Module) -> tuple[nn.Module | None, nn.Module | None]:
@@ -408,6 +392,8 @@ def decoder_in(model: nn.Module) -> tuple[nn.Module | None, nn.Module | None]:
 _KNOWN = Version(transformers.__version__) >= Version("5.17")
 # Attributes of a manager that are replaced. A manager without them is of another version, and keeps its masks.
 _ATTRIBUTES = ("_original_attn_impl", "_create_batch_processor")
+# Attributes: the manager that a model keeps for its next batch, and the mark of a manager without masks.
+_KEPT, _MARK = "_cached_continuous_batching_manager", "_fused_rope_pages"
 # Pages of a request if no length is given: transformers' own default for flash-attention.
 _PAGES_OF_A_REQUEST = 32
 
@@ -424,11 +410,11 @@ class Serving(state.Method):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         own, config = self.own, cast(Any, self.model.config)
-        before, kept = obstacles.implementation_of(config), _kept_manager(self.model)
-        made_with_masks = kept is not None and not _is_ours(kept)
-        if before == PAGES or made_with_masks or not self._reads_pages(before):
+        before, kept = obstacles.implementation_of(config), getattr(self.model, _KEPT, None)
+        made_with_masks = kept is not None and not getattr(kept, _MARK, False)
+        if before == obstacles.PAGES or made_with_masks or not self._reads_pages(before):
             return own(*args, **kwargs)
-        config._attn_implementation = PAGES
+        config._attn_implementation = obstacles.PAGES
         try:
             manager = own(*args, **kwargs)
         except BaseException:
@@ -442,10 +428,9 @@ class Serving(state.Method):
             return own(*args, **kwargs)
         manager._original_attn_impl = before  # the manager restores it when it stops
         if kept is None:
-            manager._fused_rope_pages = True
-            manager._create_batch_processor = functools.partial(
-                _create_batch_processor, manager._create_batch_processor
-            )
+            setattr(manager, _MARK, True)
+            create = functools.partial(_create_batch_processor, manager._create_batch_processor)
+            manager._create_batch_processor = create
             self._give_tables(manager, *args, **kwargs)
         return manager
 
@@ -491,45 +476,30 @@ def _create_batch_processor(own: Callable[[], Any]) -> Any:
     processor = own()
     runner: Any = getattr(processor, "model_runner", None)
     if hasattr(runner, "_capture_graph") and "_capture_graph" not in runner.__dict__:
-        runner._capture_graph = Capture(runner)
+        runner._capture_graph = functools.partial(capture, runner, runner._capture_graph)
     return processor
 
 
-class Capture:
-    """``_capture_graph`` of a model runner: the runner continues without graphs if the model cannot be captured.
+def capture(runner: Any, own: Callable[..., None], forward: Callable[..., None], *args: Any) -> None:
+    """Capture a graph by a runner's ``own`` method, or let the runner continue without graphs if that fails.
 
     With masks, managers use no graphs by default, and so serve models that synchronise, for example in their experts or
     in tables that grow. Such models must not fail here.
     """
+    done = []
 
-    def __init__(self, runner: Any):
-        self.runner = runner
-        self.own = runner._capture_graph
+    def counted(*given: Any) -> None:
+        forward(*given)
+        done.append(given)
 
-    def __call__(self, forward: Callable[..., None], *args: Any) -> None:
-        done = []
-
-        def counted(*given: Any) -> None:
-            forward(*given)
-            done.append(given)
-
-        try:
-            self.own(counted, *args)
-        except Exception as error:
-            if not done:  # the pass itself failed, in its run before the capture
-                raise
-            self.runner.use_cuda_graph_varlen = self.runner.use_cuda_graph_decode = False
-            warnings.warn(
-                f"continuous batching: CUDA graphs of this model cannot be captured ({error}); it runs without them",
-                stacklevel=2,
-            )
-
-
-def forget_kept_manager(model: nn.Module) -> None:
-    """Destroy the manager that a model keeps for its next batch, if it relies on the model being patched."""
-    kept: Any = _kept_manager(model)
-    if _is_ours(kept):
-        model.destroy_cached_continuous_batching_manager()  # type: ignore[operator]
+    try:
+        own(counted, *args)
+    except Exception as error:
+        if not done:  # the pass itself failed, in its run before the capture
+            raise
+        runner.use_cuda_graph_varlen = runner.use_cuda_graph_decode = False
+        message = f"continuous batching: CUDA graphs of this model cannot be captured ({error}); it runs without them"
+        warnings.warn(message, stacklevel=2)
 
 
 def refuse_what_lacks_masks(config: Any, given: dict[str, Any], reason: str) -> None:
@@ -539,16 +509,8 @@ def refuse_what_lacks_masks(config: Any, given: dict[str, Any], reason: str) -> 
     """
     implementation = obstacles.implementation_of(config)
     unmasked = caches.is_paged(caches.cache_of(given)) and given.get("attention_mask") is None
-    if implementation == PAGES or unmasked and implementation in obstacles.MASKED:
+    if implementation == obstacles.PAGES or unmasked and implementation in obstacles.MASKED:
         raise NotImplementedError(
             f"{reason} is not served by the fused kernels, and this continuous batching was begun without the "
             "masks of the model's own attention: call unpatch_model(model) before it begins"
         )
-
-
-def _kept_manager(model: nn.Module) -> Any:
-    return getattr(model, "_cached_continuous_batching_manager", None)
-
-
-def _is_ours(manager: Any) -> bool:
-    return getattr(manager, "_fused_rope_pages", False)

@@ -6,6 +6,7 @@ exactly ``x * rsqrt(mean(x**2) + eps) * (offset + weight)`` runs as in an unpatc
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import FunctionType, MethodType
 from typing import Any, NamedTuple, cast
 
@@ -107,7 +108,7 @@ def unfit_for(norms: HeadNorms, q: Tensor, cached: bool) -> str:
             return f"weights in {named(weight.dtype)} for heads in {named(q.dtype)}"
     if norms.keeps_dtype:
         return ""
-    autocast = torch.is_autocast_enabled(q.device.type)
+    autocast = not q.is_meta and torch.is_autocast_enabled(q.device.type)
     promoted = not (weights[0].dtype is weights[1].dtype is q.dtype) or (norms.autocast and autocast)
     # The module's own norms then return float32. Autocast casts it to q's dtype for attention, but not for a cache.
     if promoted and (cached or not autocast):
@@ -188,18 +189,27 @@ class Tables:
 
 
 class Kept:
-    """Values that the layers of one forward pass share. They live exactly as long as the pass's Batch.
-
-    tables: by the ids of their sources. Each entry keeps its sources alive, so that their ids stay unique.
-    identities: by device, tables of one row that rotate by the angle 0.
-    """
+    """Tables that the layers of one forward pass share. They live exactly as long as the pass's Batch."""
 
     # Not a dict, because accelerate and others take containers apart to move the tensors in them.
-    __slots__ = ("identities", "tables")
+    __slots__ = ("tables",)
 
     def __init__(self) -> None:
-        self.tables: dict[tuple, tuple[Tables, Any]] = {}
-        self.identities: dict[torch.device, Tables] = {}
+        self.tables: dict[Any, tuple[Tables, Any]] = {}
+
+
+def _once(kept: Kept | None, key: Any, sources: Any, make: Callable[[], Tables]) -> Tables:
+    """Return what ``make`` returns, the same for all layers of a pass.
+
+    key: of the ids of ``sources``, which are kept alive so that their ids stay unique.
+    """
+    if kept is None:
+        return make()
+    if key not in kept.tables:
+        if len(kept.tables) >= _MOST_TABLES:  # something between the layers makes new ones for each
+            kept.tables.clear()
+        kept.tables[key] = make(), sources
+    return kept.tables[key][0]
 
 
 class Tokens(NamedTuple):
@@ -263,22 +273,18 @@ def tables_for(
     if not convention.rotates_in(module, embeddings):
         return identity_tables(q.shape[2], q.device)
     interleaved = convention.is_interleaved(module)
-    key: tuple[Any, ...] = ()
-    arrays = (embeddings.real, embeddings.imag) if isinstance(embeddings, Tensor) else embeddings
-    if kept is not None:  # one pair serves all layers, or, as in Gemma 3, all of one kind
-        sources = (embeddings,) if isinstance(embeddings, Tensor) else embeddings
-        key = (*map(id, sources), q.dtype, convention.half_width, interleaved, convention.sections)
-        if key in kept.tables:
-            return kept.tables[key][0]
-    cos, sin = convention.half_widths(module, arrays)
-    if cos.dtype not in (torch.float32, q.dtype):  # autocast may have given q another dtype than the model's
-        cos, sin = cos.float(), sin.float()
-    tables = Tables(cos, sin, interleaved)
-    if kept is not None:
-        if len(kept.tables) >= _MOST_TABLES:  # something between the layers makes new ones for each
-            kept.tables.clear()
-        kept.tables[key] = tables, embeddings
-    return tables
+    sources = (embeddings,) if isinstance(embeddings, Tensor) else embeddings
+
+    def make() -> Tables:
+        arrays = (embeddings.real, embeddings.imag) if isinstance(embeddings, Tensor) else embeddings
+        cos, sin = convention.half_widths(module, arrays)
+        if cos.dtype not in (torch.float32, q.dtype):  # autocast may have given q another dtype than the model's
+            cos, sin = cos.float(), sin.float()
+        return Tables(cos, sin, interleaved)
+
+    # One pair serves all layers, or, as in Gemma 3, all of one kind.
+    key = (*map(id, sources), q.dtype, convention.half_width, interleaved, convention.sections)
+    return _once(kept, key, embeddings, make)
 
 
 def identity_tables(rows: int, device: torch.device) -> Tables:
@@ -289,8 +295,4 @@ def identity_tables(rows: int, device: torch.device) -> Tables:
 
 def identity_row(device: torch.device, kept: Kept | None) -> Tables:
     """Return identity tables of one row, the same for all layers of a pass."""
-    if kept is None:
-        return identity_tables(1, device)
-    if device not in kept.identities:
-        kept.identities[device] = identity_tables(1, device)
-    return kept.identities[device]
+    return _once(kept, device, None, lambda: identity_tables(1, device))

@@ -17,12 +17,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from fused_rope_attn.distributed import documents, groups, layout
+from fused_rope_attn.distributed import groups, layout
 from fused_rope_attn.integrations.transformers import families, rotations
 from fused_rope_attn.runtime.checks import refuse_choice
 
-# Attributes: the Patch of an attention module, the Decoder of a decoder with such modules, and the MaskMaker of a model
-# that makes its decoder's masks itself.
+# Attributes: the Patch of an attention module, the Decoder of a decoder with such modules, and, of a model that makes
+# its decoder's masks itself, that Decoder with the names of the model's parameters.
 PATCH = "_fused_rope_patch"
 DECODER = "_fused_rope_decoder"
 MASK_MAKER = "_fused_rope_mask_maker"
@@ -40,14 +40,6 @@ class Shards(NamedTuple):
     def options(self) -> dict[str, Any]:
         """The arguments for functions of ``fused_rope_attn.distributed``."""
         return {"group": groups.group_named(self.group.name).processes, "sharding": self.sharding}
-
-
-class Shared(NamedTuple):
-    """The batch of all ranks that share its sequences. plan: of packed documents, or None."""
-
-    shards: Shards
-    causal: bool
-    plan: documents.DocumentPlan | None
 
 
 def shards_of(cp_group: Any, cp_sharding: Any) -> Shards | None:
@@ -106,6 +98,7 @@ class Patch:
 class Decoder:
     """State of one decoder.
 
+    module: the decoder itself.
     names: of its forward's parameters.
     attentions: its patched modules.
     reads_masks: other modules in it also read the mask that it passes to its layers.
@@ -114,24 +107,13 @@ class Decoder:
     passes: number of forward passes that took the modules' own attention, by reason.
     """
 
+    module: nn.Module
     names: list[str]
     attentions: list[nn.Module]
     reads_masks: bool
     shards: Shards | None = None
     own_cache: str = ""
     passes: Counter[str] = field(default_factory=Counter)
-
-
-@dataclass(eq=False)
-class MaskMaker:
-    """State of one model that makes the masks of its decoder.
-
-    names: of its forward's parameters.
-    decoder: the patched decoder within it.
-    """
-
-    names: list[str]
-    decoder: nn.Module
 
 
 class Method:

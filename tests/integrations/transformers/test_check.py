@@ -21,7 +21,7 @@ LENGTH = 20
 # models that do not rotate, chunks, multi-head latent attention.
 NAMES = (
     *("llama", "gemma2", "gemma3", "gpt_oss", "phi", "qwen3", "glm4", "cohere2", "llama4", "olmo_hybrid-nope"),
-    *("hunyuan_v1_dense", "minimax_m2", "deepseek_v3", "longcat_flash"),
+    *("hunyuan_v1_dense", "minimax_m2", "deepseek_v3", "longcat_flash", "ministral3"),
 )
 
 

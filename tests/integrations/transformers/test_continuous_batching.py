@@ -16,7 +16,7 @@ from fused_rope_attn.integrations.transformers import (
     patch_report,
     unpatch_model,
 )
-from fused_rope_attn.integrations.transformers.patch import Capture
+from fused_rope_attn.integrations.transformers.patch import capture
 from fused_rope_attn.integrations.transformers.state import DECODER, state_of
 from tests.support.hf_models import make_model
 from tests.support.hf_runs import assert_close
@@ -260,9 +260,9 @@ def test_models_that_graphs_cannot_capture():
     """The pass has been computed before it is captured; nothing is captured from then on."""
     runner, seen = Runner(), []
     with pytest.warns(UserWarning, match="cannot be captured .a copy during capture.; it runs without"):
-        Capture(runner)(seen.append, None, 1)
+        capture(runner, runner._capture_graph, seen.append, None, 1)
     assert seen == [1] and not runner.use_cuda_graph_varlen and not runner.use_cuda_graph_decode
     runner = Runner()
     with pytest.raises(ZeroDivisionError):
-        Capture(runner)(lambda x: 1 // x, None, 0)
+        capture(runner, runner._capture_graph, lambda x: 1 // x, None, 0)
     assert runner.use_cuda_graph_decode

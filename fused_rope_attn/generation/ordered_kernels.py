@@ -1,19 +1,28 @@
 # mypy: ignore-errors
-"""The kernels of an ordered step (``ordered_tiles``) of few sequences: scores, and the weights and values after them.
+"""The kernels of an ordered step (``ordered_tiles``), which need its queries from ``query_kernel``.
 
-The programs of ``score_kernel`` take a unit's tiles in turn, from the last one down, and say how many they have
-finished. Those of ``value_kernel`` run at the same time on other multiprocessors, each with some columns of a unit's
-values: warps of their own copy scores as soon as they are written, others weigh them, others copy values, and one
-warpgroup multiplies. That product is the longest chain of the step, so that its loop has little else.
+``attend_kernel`` goes through all tiles of a unit. One warpgroup or two multiply, one copies keys, one copies values,
+and one adds up the weights. The product with the values of a tile runs while the next tile is weighed, and the scores
+of a tile are computed while the tile before it is weighed. A wait for the products finds both done, because a wait for
+one of them alone made ptxas serialise all.
+
+Few sequences have two kernels. The programs of ``score_kernel`` take a unit's tiles in turn, from the last one down,
+and say how many they have finished. Those of ``value_kernel`` run at the same time on other multiprocessors, each with
+some columns of a unit's values: warps of their own copy scores as soon as they are written, others weigh them, others
+copy values, and one warpgroup multiplies. That product is the longest chain of the step, so that its loop has little
+else.
 """
+
+import triton.language as tl
 
 from fused_rope_attn.attention.hopper.channels import channel_of, written_once
 from fused_rope_attn.attention.hopper.softmax import lagging_maximum, sum_quads
 from fused_rope_attn.generation import ordered_tiles as tiling
 from fused_rope_attn.generation.inputs import complete_step
-from fused_rope_attn.generation.ordered_attend import Part, copy_keys, copy_values, steps_of
+from fused_rope_attn.kernels.masks import Window
 from fused_rope_attn.kernels.records import record, replace, unpack
 from fused_rope_attn.kernels.schedule import let_next_launch_start, wait_for_previous_launch
+from fused_rope_attn.kernels.softmax import ScoreScale
 from fused_rope_attn.runtime.triton_compat import (
     async_copy,
     async_load,
@@ -32,6 +41,191 @@ FINISHED = gl.constexpr(1 << 30)
 
 
 @jit
+def copy_keys(
+    walk, part, view, rotated_ptr, queries, keys, row_format, R: gl.constexpr, INTERLEAVED: gl.constexpr,
+    PDL: gl.constexpr,
+):  # fmt: skip
+    """Copy the queries of a unit and the keys of a part; the work of warps of their own."""
+    source = tiling.key_source(view, walk, row_format, R, INTERLEAVED)
+    wait_for_previous_launch(PDL)
+    # The next launch reads what the previous one has cleared.
+    let_next_launch_start(PDL)
+    at_queries = queries.at(0)
+    q_smem = queries.tile(at_queries)
+    COPY: gl.constexpr = tiling.copy_layout(q_smem.shape[0], q_smem.shape[1], tiling.COPY_WARPS)
+    rows = gl.to_tensor(walk.number).to(gl.int64) * q_smem.shape[0]
+    rows = rows + gl.arange(0, q_smem.shape[0], gl.SliceLayout(1, COPY))
+    columns = gl.arange(0, q_smem.shape[1], gl.SliceLayout(0, COPY))
+    async_load(q_smem, rotated_ptr + rows[:, None] * q_smem.shape[1] + columns[None, :])
+    tiling.fill_by_copies(queries, at_queries)
+    tiling.copy_tiles(source, walk, part, keys)
+
+
+@jit
+def copy_values(walk, view, row_format, first_column, values, STEP: gl.constexpr, WAIT: gl.constexpr):
+    """Copy the values of all tiles; the work of warps of their own. WAIT: for the previous launch."""
+    wait_for_previous_launch(WAIT)
+    COLUMNS: gl.constexpr = row_format.BLOCK_D
+    COPY: gl.constexpr = tiling.copy_layout(walk.BLOCK_N, COLUMNS, tiling.COPY_WARPS)
+    columns = first_column + gl.arange(0, COLUMNS, gl.SliceLayout(0, COPY))
+    IS_WHOLE: gl.constexpr = row_format.D % COLUMNS == 0
+    source = tiling.source_of(view, walk, row_format, columns, columns < row_format.D, COPY, IS_WHOLE)
+    tiling.copy_tiles(source, walk, tiling.Part(0, 1, walk.tiles), values, STEP)
+
+
+@jit
+def add_up_weights(walk, weights, factors, total):
+    """Add up the weights of all tiles as the sm_90 forward does; the work of warps of their own.
+
+    weights: a ``Channel`` of tiles (BLOCK_R, BLOCK_N) float32, factors (slots, BLOCK_R) of the sums before them. The
+    sums of the rows are written to ``total``, a channel of one (BLOCK_R,).
+    """
+    BLOCK_R: gl.constexpr = weights.buffer.shape[1]
+    BLOCK_N: gl.constexpr = weights.buffer.shape[2]
+    QUADS: gl.constexpr = tiling.quad_layout(BLOCK_R, BLOCK_N, tiling.SUM_WARPS)
+    SUMS: gl.constexpr = tiling.sums_layout(BLOCK_R, tiling.SUM_WARPS)
+    row_sum = gl.zeros([BLOCK_R, 4], gl.float32, SUMS)
+    for visit in range(walk.tiles):
+        cursor = weights.at(visit)
+        weights.wait_full(cursor)
+        p = weights.tile(cursor).load(QUADS)
+        factor = factors.index(cursor.slot).load(gl.SliceLayout(1, SUMS))
+        weights.release_by_threads(cursor)
+        row_sum = row_sum * factor[:, None] + gl.convert_layout(sum_quads(p), SUMS)
+    at_total = total.at(0)
+    total.tile(at_total).store(gl.sum(row_sum, 1))
+    total.fill(at_total)
+
+
+@record
+class Scoring:
+    """The factors and masks from products to scores and weights."""
+
+    scale: ScoreScale
+    window: Window
+    INTERLEAVED: gl.constexpr
+    WARPS: gl.constexpr
+
+
+@jit
+def attend_all(walk, scoring, queries, keys, values, p_smem, weights, factors, total, outputs, HQ, D: gl.constexpr):
+    """Multiply, weigh and add up all tiles of a unit, and write its output.
+
+    queries: a ``Channel`` of one (BLOCK_R, BLOCK_D); p_smem (2, BLOCK_R, BLOCK_N): the weights as operands; outputs:
+    ``StepOutputs``. A tile's scores are computed while the tile before it is weighed.
+    """
+    BLOCK_N: gl.constexpr = keys.buffer.shape[1]
+    BLOCK_D: gl.constexpr = keys.buffer.shape[2]
+    BLOCK_R: gl.constexpr = p_smem.shape[1]
+    DTYPE: gl.constexpr = keys.buffer.dtype
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [scoring.WARPS, 1], [16, BLOCK_R, 16])
+    ROW: gl.constexpr = gl.SliceLayout(0, SCORES)
+    offs = gl.arange(0, BLOCK_R, ROW)
+    positions = tiling.query_positions(walk.keys, offs, walk.GROUP_SIZE, walk.S)
+    nothing = gl.zeros([BLOCK_N, BLOCK_R], gl.float32, SCORES)
+    acc = warpgroup_mma_init(gl.zeros([BLOCK_D, BLOCK_R], gl.float32, SCORES))
+    row_max = gl.full([BLOCK_R], float("-inf"), gl.float32, ROW)
+    at_queries = queries.at(0)
+    queries.wait_full(at_queries)
+    at_first = keys.at(0)
+    keys.wait_full(at_first)
+    fence_async_shared()
+    q = queries.tile(at_queries).permute((1, 0))
+    first_k = tiling.key_operand(keys.tile(at_first), scoring.INTERLEAVED, SCORES, scoring.WARPS)
+    scores = warpgroup_mma(first_k, q, nothing, use_acc=False, is_async=True)
+    scores = warpgroup_mma_wait(0, deps=[scores])
+    keys.release_by_threads(at_first)
+    for visit in range(walk.tiles):
+        more = visit + 1 < walk.tiles
+        at_keys = keys.at(visit + 1)
+        keys.wait_full(at_keys, more)
+        if scoring.INTERLEAVED:
+            fence_async_shared()
+        k = tiling.key_operand(keys.tile(at_keys), scoring.INTERLEAVED, SCORES, scoring.WARPS)
+        start = walk.last - visit * BLOCK_N
+        scores = tiling.mask_and_cap(scores, scoring.scale, walk, positions, start, scoring.window, DTYPE)
+        highest = tiling.highest_scores(scores, scoring.WARPS)  # while the keys are on their way to the registers
+        following = warpgroup_mma(k, q, nothing, use_acc=False, is_async=True)
+        row_max, subtrahend, factor = lagging_maximum(row_max, highest, scoring.scale.qk_scale)
+        p = tl.math.exp2(scores * scoring.scale.qk_scale - subtrahend[None, :])
+        operand = p_smem.index(visit % 2).permute((1, 0))
+        operand.store(p.to(DTYPE))
+        at_weights = weights.at(visit)
+        weights.wait_empty(at_weights)
+        weights.tile(at_weights).permute((1, 0)).store(p)
+        factors.index(at_weights.slot).store(factor)
+        acc, scores = warpgroup_mma_wait(0, deps=[acc, following])
+        keys.release_by_threads(at_keys, more)
+        if visit > 0:
+            values.release_by_threads(values.at(visit - 1))
+        at_values = values.at(visit)
+        values.wait_full(at_values)
+        fence_async_shared()
+        weights.fill(at_weights)  # and with it the barrier after which all of ``operand`` is stored
+        acc = acc * factor[None, :]
+        acc = warpgroup_mma(values.tile(at_values).permute((1, 0)), operand, acc, is_async=True)
+    acc = warpgroup_mma_wait(0, deps=[acc])
+    at_total = total.at(0)
+    total.wait_full(at_total)
+    row_sum = total.tile(at_total).load(ROW)
+    tiling.store_unit(walk, acc, row_max, row_sum, outputs, HQ, 0, D)
+
+
+@jit(do_not_specialize=tiling.NUMBERS)
+def attend_kernel(
+    inputs, outputs, workspaces, B, HKV, GROUP_SIZE, NQ, S, num_pages, window_left, window_right,
+    BLOCK_R: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    """Attend with one unit to all tiles of a cache of rotated keys. Grid: (units,).
+
+    The arguments are those of ``query_kernel``, and outputs: ``StepOutputs``. WARPS: those that multiply.
+    """
+    let_next_launch_start(PDL)
+    inputs, outputs, workspaces = unpack((inputs, outputs, workspaces))
+    inputs = complete_step(inputs, B, NQ, S, num_pages, None, window_left, window_right)
+    DTYPE: gl.constexpr = inputs.q.ptr.dtype.element_ty
+    D: gl.constexpr = inputs.format.D
+    BLOCK_D: gl.constexpr = inputs.format.BLOCK_D
+    BLOCK_N: gl.constexpr = inputs.lengths.BLOCK_N
+    tables, row_format = inputs.rotations.tables, inputs.cache.format
+    walk = tiling.walk_of(gl.program_id(0), inputs, HKV, GROUP_SIZE, 0)
+    TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, BLOCK_D], DTYPE)
+    ROWS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_R, BLOCK_D], DTYPE)
+    OPERAND: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_R, BLOCK_N], DTYPE)
+    # Two neighbours in each of eight rows are in different banks.
+    WEIGHTS: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 4, [1, 0])
+    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    keys = channel_of(gl.allocate_shared_memory(DTYPE, [STAGES, BLOCK_N, BLOCK_D], TILE), STAGES)
+    values = channel_of(gl.allocate_shared_memory(DTYPE, [STAGES, BLOCK_N, BLOCK_D], TILE), STAGES)
+    queries = written_once(gl.allocate_shared_memory(DTYPE, [1, BLOCK_R, BLOCK_D], ROWS))
+    p_smem = gl.allocate_shared_memory(DTYPE, [2, BLOCK_R, BLOCK_N], OPERAND)
+    weights = channel_of(gl.allocate_shared_memory(gl.float32, [2, BLOCK_R, BLOCK_N], WEIGHTS), 2)
+    factors = gl.allocate_shared_memory(gl.float32, [2, BLOCK_R], FLAT)
+    total = written_once(gl.allocate_shared_memory(gl.float32, [1, BLOCK_R], FLAT))
+    keys.init(FILLS=32 * tiling.COPY_WARPS, RELEASES=32 * WARPS)
+    values.init(FILLS=32 * tiling.COPY_WARPS, RELEASES=32 * WARPS)
+    queries.init(FILLS=32 * tiling.COPY_WARPS, RELEASES=1)
+    weights.init(FILLS=1, RELEASES=32 * tiling.SUM_WARPS)
+    total.init(FILLS=1, RELEASES=1)
+    scoring = Scoring(inputs.scale, inputs.window, tables.INTERLEAVED, WARPS)
+    # Copies from pages need the most. More query rows need the registers for products.
+    ADD_REGISTERS: gl.constexpr = 56 if BLOCK_R <= 16 else 48
+    ROW_REGISTERS: gl.constexpr = 104 if BLOCK_R <= 16 else 80
+    gl.warp_specialize(
+        [
+            (attend_all, (walk, scoring, queries, keys, values, p_smem, weights, factors, total, outputs,
+                          HKV * GROUP_SIZE, D)),
+            (add_up_weights, (walk, weights, factors, total)),
+            (copy_keys, (walk, tiling.Part(0, 1, walk.tiles), inputs.cache.k, workspaces.rotated_ptr, queries, keys,
+                         row_format, tables.R, tables.INTERLEAVED, PDL)),
+            (copy_values, (walk, inputs.cache.v, row_format, 0, values, 1, PDL)),
+        ],
+        [tiling.SUM_WARPS, tiling.COPY_WARPS, tiling.COPY_WARPS],
+        [ADD_REGISTERS, ROW_REGISTERS, ROW_REGISTERS],
+    )  # fmt: skip
+
+
+@jit
 def announce_scores(walk, part, maxima_ptr, progress, partials):
     """Write the maxima of a part's tiles, and how many are finished; the work of a warp of its own.
 
@@ -45,7 +239,7 @@ def announce_scores(walk, part, maxima_ptr, progress, partials):
         highest = gl.max(partials.tile(cursor).load(LAYOUT), 0)
         partials.release_by_threads(cursor)
         row = (walk.first_tile - part.first - i * part.programs) * walk.rows + offs
-        gl.store(maxima_ptr + row, highest, mask=offs < walk.unit.num_rows)
+        gl.store(maxima_ptr + row, highest, mask=offs < walk.rows)
         is_last = i + 1 == part.tiles
         if (i % 2 == 0) | is_last:  # fewer releases, and yet the first tile at once
             barrier()
@@ -53,17 +247,15 @@ def announce_scores(walk, part, maxima_ptr, progress, partials):
 
 
 @jit
-def multiply_keys(
-    walk, part, queries, keys, partials, scores_ptr, scale, window, GROUP_SIZE, S, INTERLEAVED: gl.constexpr
-):
+def multiply_keys(walk, part, scoring, queries, keys, partials, scores_ptr):
     """Write the scores of a part's tiles."""
     BLOCK_N: gl.constexpr = walk.BLOCK_N
     BLOCK_R: gl.constexpr = queries.buffer.shape[1]
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_R, 16])
     offs = gl.arange(0, BLOCK_R, gl.SliceLayout(0, SCORES))
     offs_n = gl.arange(0, BLOCK_N, gl.SliceLayout(1, SCORES))
-    exists = offs < walk.unit.num_rows
-    positions = tiling.query_positions(walk.keys, walk.unit, offs, GROUP_SIZE, S)
+    exists = offs < walk.rows
+    positions = tiling.query_positions(walk.keys, offs, walk.GROUP_SIZE, walk.S)
     nothing = gl.zeros([BLOCK_N, BLOCK_R], gl.float32, SCORES)
     at_queries = queries.at(0)
     queries.wait_full(at_queries)
@@ -73,20 +265,19 @@ def multiply_keys(
         visit = part.first + i * part.programs
         cursor = keys.at(i)
         keys.wait_full(cursor)
-        if INTERLEAVED:
+        if scoring.INTERLEAVED:
             fence_async_shared()
-        k = tiling.key_operand(keys.tile(cursor), INTERLEAVED, SCORES, 4)
+        k = tiling.key_operand(keys.tile(cursor), scoring.INTERLEAVED, SCORES, scoring.WARPS)
         scores = warpgroup_mma(k, q, nothing, use_acc=False, is_async=True)
         scores = warpgroup_mma_wait(0, deps=[scores])
         keys.release_by_threads(cursor)
-        scores = tiling.mask_and_cap(
-            scores, scale, walk, positions, walk.last - visit * BLOCK_N, window, keys.buffer.dtype
-        )
+        start = walk.last - visit * BLOCK_N
+        scores = tiling.mask_and_cap(scores, scoring.scale, walk, positions, start, scoring.window, keys.buffer.dtype)
         row = (walk.first_tile - visit) * walk.rows + offs
         gl.store(scores_ptr + row[None, :] * BLOCK_N + offs_n[:, None], scores, mask=exists[None, :])
         at_partials = partials.at(i)
         partials.wait_empty(at_partials)
-        partials.tile(at_partials).store(tiling.partial_maxima(scores, 4))
+        partials.tile(at_partials).store(tiling.partial_maxima(scores, scoring.WARPS))
         partials.fill(at_partials)
 
 
@@ -97,8 +288,8 @@ def score_kernel(
 ):  # fmt: skip
     """Compute the scores of every ``programs``-th tile of one unit, and their maxima. Grid: (units * programs,).
 
-    The arguments are those of ``query_kernel``. Scores are capped, and -inf where a query does not see the key; a tile
-    has NQ * GROUP_SIZE rows, or BLOCK_R if this is less. progress counts the finished tiles of each program.
+    The arguments are those of ``query_kernel``. Scores are capped, and -inf where a query does not see the key;
+    progress counts the finished tiles of each program.
     """
     inputs, workspaces = unpack((inputs, workspaces))
     inputs = complete_step(inputs, B, NQ, S, num_pages, None, window_left, window_right)
@@ -107,8 +298,8 @@ def score_kernel(
     BLOCK_D: gl.constexpr = inputs.format.BLOCK_D
     tables = inputs.rotations.tables
     number, first = gl.program_id(0) // programs, gl.program_id(0) % programs
-    walk = tiling.walk_of(number, inputs, HKV, GROUP_SIZE, most_tiles, BLOCK_R)
-    part = Part(first, programs, (walk.tiles - first + programs - 1) // programs)
+    walk = tiling.walk_of(number, inputs, HKV, GROUP_SIZE, most_tiles)
+    part = tiling.Part(first, programs, (walk.tiles - first + programs - 1) // programs)
     TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, BLOCK_D], DTYPE)
     ROWS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_R, BLOCK_D], DTYPE)
     keys = channel_of(gl.allocate_shared_memory(DTYPE, [STAGES, BLOCK_N, BLOCK_D], TILE), STAGES)
@@ -118,11 +309,11 @@ def score_kernel(
     keys.init(FILLS=32 * tiling.COPY_WARPS, RELEASES=128)
     queries.init(FILLS=32 * tiling.COPY_WARPS, RELEASES=1)
     partials.init(FILLS=1, RELEASES=32)
-    progress = workspaces.progress_ptr + number * workspaces.MOST_PROGRAMS + first
+    progress = workspaces.progress_ptr + number * tiling.MOST_PROGRAMS + first
+    scoring = Scoring(inputs.scale, inputs.window, tables.INTERLEAVED, 4)
     gl.warp_specialize(
         [
-            (multiply_keys, (walk, part, queries, keys, partials, workspaces.scores_ptr, inputs.scale, inputs.window,
-                             GROUP_SIZE, S, tables.INTERLEAVED)),
+            (multiply_keys, (walk, part, scoring, queries, keys, partials, workspaces.scores_ptr)),
             (copy_keys, (walk, part, inputs.cache.k, workspaces.rotated_ptr, queries, keys, inputs.cache.format,
                          tables.R, tables.INTERLEAVED, PDL)),
             (announce_scores, (walk, part, workspaces.maxima_ptr, progress, partials)),
@@ -140,7 +331,6 @@ class Scored:
     maxima_ptr: gl.tensor
     progress: gl.tensor
     programs: gl.tensor
-    MOST_PROGRAMS: gl.constexpr
 
 
 @jit
@@ -164,15 +354,13 @@ def copy_scores(walk, scored, scores, maxima, STEP: gl.constexpr):
     TILE: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [tiling.COPY_WARPS, 1], [1, 0])
     LINE: gl.constexpr = gl.BlockedLayout([1], [32], [tiling.COPY_WARPS], [0])
     # Each warp reads all numbers.
-    PROGRAMS: gl.constexpr = gl.BlockedLayout([max(1, scored.MOST_PROGRAMS // 32)], [32], [tiling.COPY_WARPS], [0])
+    program = gl.arange(0, tiling.MOST_PROGRAMS, gl.BlockedLayout([1], [32], [tiling.COPY_WARPS], [0]))
     rows = gl.arange(0, ROWS, gl.SliceLayout(1, TILE))
     keys = gl.arange(0, walk.BLOCK_N, gl.SliceLayout(0, TILE))
     line = gl.arange(0, ROWS, LINE)
-    num_rows = walk.unit.num_rows
-    program = gl.arange(0, scored.MOST_PROGRAMS, PROGRAMS)
     progress = scored.progress + gl.minimum(program, gl.minimum(scored.programs, walk.tiles) - 1)
     finished = gl.to_tensor(0)  # tiles of each program
-    for step in range(steps_of(walk, STEP)):
+    for step in range(tiling.steps_of(walk.tiles, STEP)):
         cursor = scores.at(step)
         scores.wait_empty(cursor)
         first = step * STEP
@@ -183,11 +371,11 @@ def copy_scores(walk, scored, scores, maxima, STEP: gl.constexpr):
                     "nanosleep.u32 100; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
                 )
         at = (walk.first_tile - first - rows // BLOCK_R) * walk.rows + rows % BLOCK_R
-        mask = (first + rows // BLOCK_R < walk.tiles) & (rows % BLOCK_R < num_rows)
+        mask = (first + rows // BLOCK_R < walk.tiles) & (rows % BLOCK_R < walk.rows)
         pointers = scored.scores_ptr + at[:, None] * walk.BLOCK_N + keys[None, :]
         async_load(scores.tile(cursor), pointers, mask[:, None])
         at = (walk.first_tile - first - line // BLOCK_R) * walk.rows + line % BLOCK_R
-        mask = (first + line // BLOCK_R < walk.tiles) & (line % BLOCK_R < num_rows)
+        mask = (first + line // BLOCK_R < walk.tiles) & (line % BLOCK_R < walk.rows)
         async_load(maxima.index(cursor.slot), scored.maxima_ptr + at, mask)
         tiling.fill_by_copies(scores, cursor)
     async_copy.wait_group(0)
@@ -236,7 +424,7 @@ def weigh_all(walk, qk_scale, scores, maxima, weighed):
     factors_of = reinterpret(weighed.factors, gl.float32, [SLOTS, ROWS], FLAT)
     sums_of = reinterpret(weighed.sums, gl.float32, [SLOTS, ROWS, 4], weighed.sums.layout)
     row_max = gl.full([BLOCK_R], float("-inf"), gl.float32, ROW)
-    for step in range(steps_of(walk, STEP)):
+    for step in range(tiling.steps_of(walk.tiles, STEP)):
         cursor = scores.at(step)
         scores.wait_full(cursor)
         s = scores.tile(cursor).load(QUADS)
@@ -270,7 +458,7 @@ def weigh_all(walk, qk_scale, scores, maxima, weighed):
 
 
 @jit
-def add_up_values(walk, weighed, values, first_column, end_column, outputs, HQ, NQ, GROUP_SIZE, PDL: gl.constexpr):
+def add_up_values(walk, weighed, values, first_column, end_column, outputs, HQ, PDL: gl.constexpr):
     """Add up the values of all tiles of a unit, and write its output."""
     STEP: gl.constexpr = weighed.STEP
     BLOCK_N: gl.constexpr = walk.BLOCK_N
@@ -283,7 +471,7 @@ def add_up_values(walk, weighed, values, first_column, end_column, outputs, HQ, 
     ONE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     acc = warpgroup_mma_init(gl.zeros([COLUMNS, BLOCK_R], gl.float32, OUTPUT))
     row_sum = gl.zeros([BLOCK_R, 4], gl.float32, SUMS)
-    for step in range(steps_of(walk, STEP)):
+    for step in range(tiling.steps_of(walk.tiles, STEP)):
         at_weights = weights.at(step)
         weights.wait_full(at_weights)
         operand = weights.tile(at_weights)
@@ -316,7 +504,7 @@ def add_up_values(walk, weighed, values, first_column, end_column, outputs, HQ, 
     row_sum = gl.convert_layout(gl.sum(row_sum, 1), ROW)
     # Whatever waits for this launch waits for the previous one too.
     wait_for_previous_launch(PDL)
-    tiling.store_unit(walk, acc, row_max, row_sum, outputs, NQ, HQ, GROUP_SIZE, first_column, end_column)
+    tiling.store_unit(walk, acc, row_max, row_sum, outputs, HQ, first_column, end_column)
 
 
 @jit(do_not_specialize=tiling.NUMBERS)
@@ -341,7 +529,7 @@ def value_kernel(
     SLOTS: gl.constexpr = 2
     parts = (D + COLUMNS - 1) // COLUMNS
     number, first_column = gl.program_id(0) // parts, gl.program_id(0) % parts * COLUMNS
-    walk = tiling.walk_of(number, inputs, HKV, GROUP_SIZE, most_tiles, BLOCK_R)
+    walk = tiling.walk_of(number, inputs, HKV, GROUP_SIZE, most_tiles)
     row_format = replace(inputs.cache.format, BLOCK_D=COLUMNS)
     end_column = gl.minimum(D, first_column + COLUMNS)
     TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, TILE_COLUMNS], DTYPE)
@@ -363,15 +551,13 @@ def value_kernel(
     weights.init(FILLS=1, RELEASES=128)
     last.init(FILLS=1, RELEASES=1)
     weighed = Weighed(weights, sums, factors, moves, last, STEP)
-    MOST_PROGRAMS: gl.constexpr = workspaces.MOST_PROGRAMS
-    progress = workspaces.progress_ptr + number * MOST_PROGRAMS
-    scored = Scored(workspaces.scores_ptr, workspaces.maxima_ptr, progress, programs, MOST_PROGRAMS)
+    progress = workspaces.progress_ptr + number * tiling.MOST_PROGRAMS
+    scored = Scored(workspaces.scores_ptr, workspaces.maxima_ptr, progress, programs)
     gl.warp_specialize(
         [
-            (add_up_values, (walk, weighed, values, first_column, end_column, outputs, HKV * GROUP_SIZE, NQ, GROUP_SIZE,
-                             PDL)),
+            (add_up_values, (walk, weighed, values, first_column, end_column, outputs, HKV * GROUP_SIZE, PDL)),
             (weigh_all, (walk, inputs.scale.qk_scale, scores, maxima, weighed)),
-            (copy_values, (walk, inputs.cache.v, row_format, first_column, values, STEP)),
+            (copy_values, (walk, inputs.cache.v, row_format, first_column, values, STEP, False)),
             (copy_scores, (walk, scored, scores, maxima, STEP)),
         ],
         [tiling.SUM_WARPS, tiling.COPY_WARPS, tiling.COPY_WARPS],
