@@ -32,37 +32,16 @@ if TYPE_CHECKING:
     from fused_rope_attn.runtime.options import Backend, Strategy
 
 __version__ = "0.1.0"
+# fmt: off
 __all__ = [
-    "Backend",
-    "Layout",
-    "Plan",
-    "RotaryEmbedding",
-    "RotationLayout",
-    "Strategy",
-    "apply_rope",
-    "apply_rope_qk",
-    "cu_seqlens_from_position_ids",
-    "permute_rope_layout",
-    "plan",
-    "plan_mla",
-    "plan_mla_varlen",
-    "plan_varlen",
-    "plan_with_kvcache",
-    "rope_attention",
-    "rope_attention_mla",
-    "rope_attention_mla_varlen",
-    "rope_attention_varlen",
-    "rope_attention_with_kvcache",
-    "rope_tables",
-    "rope_tables_2d",
-    "write_kvcache",
+    "Backend", "Layout", "Plan", "RotaryEmbedding", "RotationLayout", "Strategy", "apply_rope", "apply_rope_qk",
+    "cu_seqlens_from_position_ids", "permute_rope_layout", "plan", "plan_mla", "plan_mla_varlen", "plan_varlen",
+    "plan_with_kvcache", "rope_attention", "rope_attention_mla", "rope_attention_mla_varlen", "rope_attention_varlen",
+    "rope_attention_with_kvcache", "rope_tables", "rope_tables_2d", "write_kvcache",
 ]
-
-_NAMES = {
-    "attention.api": (
-        *("cu_seqlens_from_position_ids", "plan", "plan_mla", "plan_mla_varlen", "plan_varlen", "rope_attention"),
-        *("rope_attention_mla", "rope_attention_mla_varlen", "rope_attention_varlen"),
-    ),
+# fmt: on
+# The modules of names that are not in ``attention.api``.
+_MODULES = {
     "attention.planning": ("Plan",),
     "generation.api": ("plan_with_kvcache", "rope_attention_with_kvcache", "write_kvcache"),
     "rotation.api": ("apply_rope", "apply_rope_qk"),
@@ -70,7 +49,6 @@ _NAMES = {
     "runtime.layouts": ("Layout", "RotationLayout"),
     "runtime.options": ("Backend", "Strategy"),
 }
-_MODULES = {name: module for module, names in _NAMES.items() for name in names}
 
 # Public packages. They are not in __all__, because a star import would load them.
 _PACKAGES = ("distributed", "experimental", "masks")
@@ -81,9 +59,10 @@ if not TYPE_CHECKING:  # because of ``__getattr__`` a type checker would accept 
     def __getattr__(name: str) -> Any:
         if name in _PACKAGES:
             return importlib.import_module(f"{__name__}.{name}")
-        if name not in _MODULES:
+        if name not in __all__:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        value = globals()[name] = getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+        module = next((module for module, names in _MODULES.items() if name in names), "attention.api")
+        value = globals()[name] = getattr(importlib.import_module(f"{__name__}.{module}"), name)
         return value
 
 

@@ -12,6 +12,7 @@ import platform
 import subprocess
 from collections.abc import Callable
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -63,14 +64,9 @@ def package_version(name: str) -> str | None:
 def driver_version() -> str | None:
     """Return the version of the NVIDIA driver from ``nvidia-smi``, or of the amdgpu module; None without either."""
     answer = run_quietly("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
-    if not answer:
-        for path in ("/proc/driver/nvidia/version", "/sys/module/amdgpu/version"):
-            if os.path.exists(path):
-                with open(path) as file:
-                    answer = file.read()
-                break
-    lines = answer.splitlines()
-    return lines[0].strip() if lines else None
+    files = map(Path, ("/proc/driver/nvidia/version", "/sys/module/amdgpu/version"))
+    answer = answer or next((file.read_text() for file in files if file.exists()), "")
+    return answer.splitlines()[0].strip() if answer else None
 
 
 def run_quietly(*command: str) -> str:
@@ -106,10 +102,5 @@ def _attempt(question: Callable[[], Any]) -> Any:
         return {"error": f"{type(error).__name__}: {error}"}
 
 
-def main() -> None:
-    """Print the report."""
-    print(json.dumps(environment(), indent=2))
-
-
 if __name__ == "__main__":
-    main()
+    print(json.dumps(environment(), indent=2))

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fused_rope_attn.attention import planning, reference
+from fused_rope_attn.attention import planning
 from verification import testing
 from verification.attention import AttentionCheck
 from verification.calls import Made, References
@@ -77,7 +77,7 @@ class LatentCheck(AttentionCheck):
         scores: dict[str, Any] = {"softmax_scale": self.scale, "rotary_dim": self.head_dim, "window": self.window}
 
         def right(q_nope: Tensor, q_rope: Tensor, k_nope: Tensor, k_rope: Tensor, v: Tensor, **tables: Tensor) -> Any:
-            return reference.attention(
+            return testing.reference_attention(
                 q_rope, k_rope, v, tables["cos"], tables["sin"], self.causal,
                 q_nope=q_nope, k_nope=k_nope, interleaved=self.interleaved, **scores, **masks,
             )  # fmt: skip

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import torch
 
 from fused_rope_attn.attention import planning, reference
-from fused_rope_attn.attention.problem import Options, Problem, Tensors, arguments_by_name, problem_of
+from fused_rope_attn.attention.problem import Options, Problem, Tensors, problem_of
 from fused_rope_attn.attention.validation import check_attention, check_position_ids
 from fused_rope_attn.runtime import entry
 from fused_rope_attn.runtime.device import has_triton
@@ -33,7 +33,6 @@ if has_triton():
 else:  # planning sends every call to the reference
     ops = None  # type: ignore[assignment]
 
-_OF_ATTENTION = entry.parameters_of(reference.attention)
 _ROWS = ("q", "k", "v", "q_nope", "k_nope")
 _DIFFERENTIABLE = ("q", "k", "v", "sinks", "q_norm", "k_norm", "q_nope", "k_nope")
 
@@ -43,36 +42,26 @@ def rope_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, causal: bool = False, *,
     return_lse: Literal[False] = False, return_max_logit: Literal[False] = False, **options: Unpack[AttentionOptions],
 ) -> torch.Tensor: ...  # fmt: skip
-
-
 @overload
 def rope_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, causal: bool = False, *,
     return_lse: Literal[True], return_max_logit: Literal[False] = False, **options: Unpack[AttentionOptions],
 ) -> tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
-
-
 @overload
 def rope_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, causal: bool = False, *,
     return_lse: bool, return_max_logit: Literal[False] = False, **options: Unpack[AttentionOptions],
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
-
-
 @overload
 def rope_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, causal: bool = False,
     *, return_max_logit: Literal[True], return_lse: bool = False, **options: Unpack[AttentionOptions],
 ) -> tuple[torch.Tensor, ...]: ...  # fmt: skip
-
-
 @overload
 def rope_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, causal: bool = False,
     *, return_max_logit: bool, return_lse: bool = False, **options: Unpack[AttentionOptions],
 ) -> torch.Tensor | tuple[torch.Tensor, ...]: ...  # fmt: skip
-
-
 @entry.explain_keywords
 def rope_attention(
     q: torch.Tensor,
@@ -192,40 +181,30 @@ def rope_attention_varlen(
     cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor, max_seqlen_q: int, max_seqlen_k: int, causal: bool = False,
     *, return_lse: Literal[False] = False, return_max_logit: Literal[False] = False, **options: Unpack[VarlenOptions],
 ) -> torch.Tensor: ...  # fmt: skip
-
-
 @overload
 def rope_attention_varlen(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor,
     cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor, max_seqlen_q: int, max_seqlen_k: int, causal: bool = False,
     *, return_lse: Literal[True], return_max_logit: Literal[False] = False, **options: Unpack[VarlenOptions],
 ) -> tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
-
-
 @overload
 def rope_attention_varlen(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor,
     cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor, max_seqlen_q: int, max_seqlen_k: int, causal: bool = False,
     *, return_lse: bool, return_max_logit: Literal[False] = False, **options: Unpack[VarlenOptions],
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
-
-
 @overload
 def rope_attention_varlen(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor,
     cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor, max_seqlen_q: int, max_seqlen_k: int, causal: bool = False,
     *, return_max_logit: Literal[True], return_lse: bool = False, **options: Unpack[VarlenOptions],
 ) -> tuple[torch.Tensor, ...]: ...  # fmt: skip
-
-
 @overload
 def rope_attention_varlen(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor,
     cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor, max_seqlen_q: int, max_seqlen_k: int, causal: bool = False,
     *, return_max_logit: bool, return_lse: bool = False, **options: Unpack[VarlenOptions],
 ) -> torch.Tensor | tuple[torch.Tensor, ...]: ...  # fmt: skip
-
-
 @entry.explain_keywords
 def rope_attention_varlen(
     q: torch.Tensor,
@@ -297,24 +276,18 @@ def rope_attention_mla(
     cos: torch.Tensor, sin: torch.Tensor, causal: bool = False, *,
     return_lse: Literal[False] = False, **options: Unpack[LatentOptions],
 ) -> torch.Tensor: ...  # fmt: skip
-
-
 @overload
 def rope_attention_mla(
     q_nope: torch.Tensor, q_rope: torch.Tensor, k_nope: torch.Tensor, k_rope: torch.Tensor, v: torch.Tensor,
     cos: torch.Tensor, sin: torch.Tensor, causal: bool = False, *,
     return_lse: Literal[True], **options: Unpack[LatentOptions],
 ) -> tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
-
-
 @overload
 def rope_attention_mla(
     q_nope: torch.Tensor, q_rope: torch.Tensor, k_nope: torch.Tensor, k_rope: torch.Tensor, v: torch.Tensor,
     cos: torch.Tensor, sin: torch.Tensor, causal: bool = False, *,
     return_lse: bool, **options: Unpack[LatentOptions],
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
-
-
 @entry.explain_keywords
 def rope_attention_mla(
     q_nope: torch.Tensor,
@@ -380,8 +353,6 @@ def rope_attention_mla_varlen(
     max_seqlen_k: int, causal: bool = False, *,
     return_lse: Literal[False] = False, **options: Unpack[PackedLatentOptions],
 ) -> torch.Tensor: ...  # fmt: skip
-
-
 @overload
 def rope_attention_mla_varlen(
     q_nope: torch.Tensor, q_rope: torch.Tensor, k_nope: torch.Tensor, k_rope: torch.Tensor, v: torch.Tensor,
@@ -389,8 +360,6 @@ def rope_attention_mla_varlen(
     max_seqlen_k: int, causal: bool = False, *,
     return_lse: Literal[True], **options: Unpack[PackedLatentOptions],
 ) -> tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
-
-
 @overload
 def rope_attention_mla_varlen(
     q_nope: torch.Tensor, q_rope: torch.Tensor, k_nope: torch.Tensor, k_rope: torch.Tensor, v: torch.Tensor,
@@ -398,8 +367,6 @@ def rope_attention_mla_varlen(
     max_seqlen_k: int, causal: bool = False, *,
     return_lse: bool, **options: Unpack[PackedLatentOptions],
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
-
-
 @entry.explain_keywords
 def rope_attention_mla_varlen(
     q_nope: torch.Tensor,
@@ -553,7 +520,7 @@ def run(
     else:
         views = differentiable(function, [getattr(described, name) for name in _DIFFERENTIABLE])
         described = described._replace(**dict(zip(_DIFFERENTIABLE, views)))
-        o, lse, *more = reference.attention(**arguments_by_name(_OF_ATTENTION, problem, described))
+        o, lse, *more = reference.attention(problem, described)
         max_logit = more[0] if more else None
     o = from_heads_first(o, layout, contiguous=chosen == "reference")
     lse = lse.squeeze(0) if layout == "thd" else lse

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any, NamedTuple
 
 import torch
@@ -34,17 +33,7 @@ class _Prepass:
     """
 
     def __init__(
-        self,
-        problem: Problem,
-        tensors: Tensors,
-        config,
-        *,
-        queries: bool,
-        keys: bool,
-        in_tiles: bool,
-        pdl: bool,
-        overlaps: bool = False,
-        **numbers: int | None,
+        self, problem: Problem, tensors: Tensors, config, *, queries, keys, in_tiles, pdl, overlaps=False, **numbers
     ):
         self.problem = problem
         heads_kv, chunk, block = tensors.k.shape[1], config.rotate_heads, config.rotate_rows
@@ -116,33 +105,14 @@ class Rotate(_Prepass):
         in_tiles: store packed queries as ``Saving.TILES`` does, with zeros after each sequence.
         tile_rows: rows of a tile of queries. If they are packed, the launch that rotates k also describes each tile, in
             the words after the counter; counter and descriptions are ``counter_size`` words.
-        fills_maxima: the call also sets the numbers of ``maxima`` to -inf.
+        num_maxima: of ``maxima``, which the call sets to -inf.
         overlaps: the launch may begin while the one before it still runs. That one must not write this one's inputs.
     """
 
-    def __init__(
-        self,
-        name: str,
-        tensors: Tensors,
-        problem: Problem,
-        config,
-        *,
-        in_tiles: bool = False,
-        tile_rows: int = 0,
-        fills_maxima: bool = False,
-        overlaps: bool = False,
-    ):
-        super().__init__(
-            problem,
-            tensors,
-            config,
-            queries=name == "q",
-            keys=name == "k",
-            in_tiles=in_tiles and problem.is_packed,
-            pdl=config.pdl,
-            overlaps=overlaps and config.pdl,
-            num_maxima=math.prod(problem.maxima_shape) if fills_maxima else None,
-        )
+    def __init__(self, name, tensors, problem, config, *, in_tiles=False, tile_rows=0, num_maxima=None, overlaps=False):
+        options = {"pdl": config.pdl, "overlaps": overlaps and config.pdl, "num_maxima": num_maxima}
+        in_tiles = in_tiles and problem.is_packed
+        super().__init__(problem, tensors, config, queries=name == "q", keys=name == "k", in_tiles=in_tiles, **options)
         self.name = name
         self.tile_rows = tile_rows if problem.is_packed else 0
         tiles = tile_count(problem.len_q, problem.sequences, tile_rows) if self.tile_rows else 0
@@ -150,13 +120,7 @@ class Rotate(_Prepass):
         self.shape = arguments.rotated_shape(problem, in_tiles=in_tiles) if name == "q" else tensors.k.shape
         self.strides = contiguous_strides(self.shape)
 
-    def __call__(
-        self,
-        stream: int,
-        tensors: Tensors,
-        counter: torch.Tensor | None = None,
-        maxima: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+    def __call__(self, stream: int, tensors: Tensors, counter=None, maxima=None) -> torch.Tensor:
         out = torch.empty_strided(self.shape, self.strides, dtype=tensors.q.dtype, device=tensors.q.device)
         rotated = (out, None) if self.name == "q" else (None, out)
         self.start(stream, tensors, (counter, maxima, self.tile_rows), None, *rotated)
@@ -181,16 +145,7 @@ class Preprocess(_Prepass):
         self.format = RowFormat.host(problem.value_dim, block, is_long(do.stride(), o.stride()))
 
     def __call__(
-        self,
-        stream: int,
-        tensors: Tensors,
-        do: torch.Tensor,
-        o: torch.Tensor,
-        lse: torch.Tensor,
-        rotated: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None),
-        accumulator: torch.Tensor | None = None,
-        progress: torch.Tensor | None = None,
-        counters: torch.Tensor | None = None,
+        self, stream, tensors: Tensors, do, o, lse, rotated=(None, None), accumulator=None, progress=None, counters=None
     ) -> torch.Tensor:
         """Launch, and return the statistics, (stats_size,) float32. rotated: where q and k are written rotated."""
         # With known strides, because otherwise an allocation takes the host twice as long.

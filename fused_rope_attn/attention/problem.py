@@ -343,15 +343,6 @@ def describe(
     return Problem(q.dtype, head_dim, q.device, *sizes, sequences, *given, cache, token_tables, **options)
 
 
-def arguments_by_name(names: Iterable[str], problem: Problem, tensors: Any) -> dict[str, Any]:
-    """Return the arguments of a reference by name, from the fields of a call's records."""
-    return {
-        name: getattr(tensors if hasattr(tensors, name) else problem, name)
-        for name in names
-        if hasattr(tensors, name) or hasattr(problem, name)
-    }
-
-
 class OperatorArguments:
     """The arguments of an operator: every field of a record of tensors, then fields of ``Problem``.
 

@@ -217,84 +217,50 @@ def largest_of_sequences(x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
     return most.scatter_reduce(1, sequence.expand(x.shape[1], -1), x[0], "amax")[:, :sequences].T.contiguous()
 
 
-def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    causal: bool = False,
-    *,
-    softmax_scale: float,
-    rotary_dim: int,
-    interleaved: bool = False,
-    window: tuple[int, int] | None = None,
-    softcap: float = 0.0,
-    sinks: Tensor | None = None,
-    kv_starts: Tensor | None = None,
-    kv_lens: Tensor | None = None,
-    cu_seqlens_q: Tensor | None = None,
-    cu_seqlens_k: Tensor | None = None,
-    q_norm: Tensor | None = None,
-    k_norm: Tensor | None = None,
-    norm_eps: float | None = None,
-    norm_offset: float | None = None,
-    query_starts: Tensor | None = None,
-    query_ends: Tensor | None = None,
-    token_tables: bool = False,
-    q_nope: Tensor | None = None,
-    k_nope: Tensor | None = None,
-    return_max_logit: bool = False,
-) -> tuple[Tensor, ...]:
-    """Compute rotary attention in eager PyTorch. Arguments as in `fused_rope_attn.rope_attention`, already validated.
+def attention(problem: Any, tensors: Any) -> tuple[Tensor, ...]:
+    """Compute rotary attention in eager PyTorch, from the records of a validated call, of any floating dtype.
 
-    q (B, HQ, NQ, D), k and v (B, HKV, NK, D), any floating dtype; cos and sin in any form of `normalise_tables`.
     Return o (B, HQ, NQ, D) in q's dtype and lse (B, HQ, NQ), natural log, float32 (float64 for float64 q), which
-    includes the sink if there is one.
+    includes the sink if there is one. With `return_max_logit` the largest visible logit of each batch entry, or packed
+    sequence, and head follows, (B | sequences, HQ), in lse's dtype, without the sink and without a gradient.
 
     Norm and rotate in float32, round, multiply in the input dtype, softmax in float32, round, multiply. A row
     without a visible key gives o = 0, lse = -inf and gradients 0. The values of such a row, and of k and v outside
     [kv_starts, kv_lens) or of keys that the intervals hide from all rows, reach neither the output nor a gradient, even
     if they are NaN.
 
-    `cu_seqlens_q`, `cu_seqlens_k` (sequences + 1,) int32, both or neither: B is 1 and the sequences are packed along NQ
-    and NK; positions restart in each, or with `token_tables` row t of the tables belongs to token t. This makes the
-    whole (NQ, NK) matrix of scores all the same. NaN and infinities of one sequence, or of rows after the last, do not
-    reach other rows, in o and in the gradients.
+    Packed sequences make the whole (NQ, NK) matrix of scores all the same. NaN and infinities of one sequence, or of
+    rows after the last, do not reach other rows, in o and in the gradients.
 
-    `q_nope` (B, H, NQ, DN) and `k_nope` (B, H, NK, DN), both or neither: multi-head latent attention, with q (B, H, NQ,
-    R), k (B, 1, NK, R) and v and o of DV columns. The rotated columns are appended to these, and k is expanded to all
+    In multi-head latent attention the rotated columns are appended to q_nope and k_nope, and k is expanded to all
     heads, because DeepSeek V2's own code does so.
-
-    `return_max_logit`: also return the largest visible logit of each batch entry, or packed sequence, and head, (B |
-    sequences, HQ), in lse's dtype, without the sink and without a gradient.
     """
-    len_q, len_k = q.shape[2], k.shape[2]
-    cos, sin = normalise_tables(cos, sin, rotary_dim, interleaved)
-    masks: dict[str, Any] = {"kv_starts": kv_starts, "kv_lens": kv_lens, "window": window}
-    masks |= {"query_starts": query_starts, "query_ends": query_ends}
-    if cu_seqlens_q is None or cu_seqlens_k is None:
-        position, key = positions(len_q, len_k, kv_lens, q.device)
-        visible = visible_pairs(position, key, causal, **masks)
+    q, k, v, q_nope, k_nope = tensors.q, tensors.k, tensors.v, tensors.q_nope, tensors.k_nope
+    cu_seqlens, len_k = (tensors.cu_seqlens_q, tensors.cu_seqlens_k), k.shape[2]
+    cos, sin = normalise_tables(tensors.cos, tensors.sin, problem.rotary_dim, problem.interleaved)
+    masks = {name: getattr(tensors, name) for name in ("kv_starts", "kv_lens", "query_starts", "query_ends")}
+    apart = cu_seqlens[0] is not None
+    if apart:
+        position, key, is_same = packed_positions(*cu_seqlens, q.shape[2], len_k)
     else:
-        position, key, is_same = packed_positions(cu_seqlens_q, cu_seqlens_k, len_q, len_k)
-        visible = visible_pairs(position, key, causal, **masks) & is_same
-    if token_tables:
+        position, key = positions(q.shape[2], len_k, tensors.kv_lens, q.device)
+    visible = visible_pairs(position, key, problem.causal, window=problem.window, **masks)
+    visible = visible & is_same if apart else visible
+    if problem.token_tables:
         position = key = torch.arange(len_k, device=q.device)[None]
     # Hidden rows may hold anything, such as padding or NaN. It must not reach a result or a gradient.
     dead, absent = ~visible.any(-1), ~visible.any(-2)
     q, q_nope = hide(q, dead), hide(q_nope, dead)
     k, v, k_nope = hide(k, absent), hide(v, absent), hide(k_nope, absent)
-    options: dict[str, Any] = {"interleaved": interleaved, "norm_eps": norm_eps, "norm_offset": norm_offset}
-    q_rot = norm_rotate(q, q_norm, *table_rows(cos, sin, position), **options)
-    k_rot = norm_rotate(k, k_norm, *table_rows(cos, sin, key), **options)
-    if q_nope is not None and k_nope is not None:
+    options: dict[str, Any] = {name: getattr(problem, name) for name in ("interleaved", "norm_eps", "norm_offset")}
+    q_rot = norm_rotate(q, tensors.q_norm, *table_rows(cos, sin, position), **options)
+    k_rot = norm_rotate(k, tensors.k_norm, *table_rows(cos, sin, key), **options)
+    if q_nope is not None:
         q_rot = torch.cat((q_nope, q_rot), -1)
         k_rot = torch.cat((k_nope, k_rot.expand(-1, k_nope.shape[1], -1, -1)), -1)
-    scores: dict[str, Any] = {"softmax_scale": softmax_scale, "softcap": softcap, "sinks": sinks}
-    scores["return_max_logit"] = return_max_logit
-    o, lse, *row_max = masked_attention(q_rot, k_rot, v, visible, **scores, apart=cu_seqlens_q is not None)
-    return (o, lse, *(largest_of_sequences(x, cu_seqlens_q) for x in row_max))
+    scores: dict[str, Any] = {name: getattr(problem, name) for name in ("softmax_scale", "softcap", "return_max_logit")}
+    o, lse, *row_max = masked_attention(q_rot, k_rot, v, visible, **scores, sinks=tensors.sinks, apart=apart)
+    return (o, lse, *(largest_of_sequences(x, cu_seqlens[0]) for x in row_max))
 
 
 def norm_rotate(

@@ -10,11 +10,9 @@ from torch import Tensor
 
 from fused_rope_attn.attention import ops, planning, reference
 from fused_rope_attn.attention.planning import Plan
-from fused_rope_attn.attention.problem import Gradients, Problem, Saved, Tensors, arguments_by_name
+from fused_rope_attn.attention.problem import Gradients, Problem, Saved, Tensors
 from fused_rope_attn.runtime import device
-from fused_rope_attn.runtime.entry import parameters_of
 
-_OF_ATTENTION = parameters_of(reference.attention)
 # About 20 us, in cycles of a GPU's clock.
 PAUSE_CYCLES = 40_000
 
@@ -33,7 +31,7 @@ def segment_forward(
     if plan is not None:
         outputs = ops.run_forward(problem, tensors, plan, out)
         return outputs.o, outputs.lse
-    o, lse = reference.attention(**arguments_by_name(_OF_ATTENTION, problem, tensors))
+    o, lse = reference.attention(problem, tensors)
     return (o if out is None else out.copy_(o)), lse
 
 

@@ -5,8 +5,9 @@ ones of a chunk are gathered in contiguous memory, and rows of tokens past its e
 import triton
 import triton.language as tl
 
-from fused_rope_attn.generation import float8, keys
+from fused_rope_attn.generation import float8 as eight_bits
 from fused_rope_attn.generation import inputs as step
+from fused_rope_attn.generation import keys
 from fused_rope_attn.kernels import masks, rotation, schedule, sequences, tiles
 from fused_rope_attn.kernels.norm import Norm
 from fused_rope_attn.kernels.records import record, unpack
@@ -88,7 +89,6 @@ def write_kernel(
     schedule.let_next_launch_start(PDL)
     inputs = unpack(inputs)
     cache = step.complete_cache(inputs.cache, num_pages)
-    IS_FLOAT8: tl.constexpr = cache.FLOAT8_DTYPE is not None
     head_blocks = tl.cdiv(HKV, HEADS)
     pid = tl.program_id(0)
     first_head = pid % head_blocks * HEADS
@@ -132,20 +132,21 @@ def write_kernel(
         k_rows = tiles.head_rows(inputs.k, origin, limit, inputs.format)
         v_rows = tiles.head_rows(inputs.v, origin, limit, inputs.format)
         k_slots, v_slots = slots_of_head(cache.k, head64, slots), slots_of_head(cache.v, head64, slots)
+        float8 = step.float8_of(cache, head64)
         v = tiles.load_tile(v_rows, offs, CHECK_ROWS=True)
-        if IS_FLOAT8:
-            v = float8.quantised(v, float8.head_scale(cache.v_scales, head64))
+        if float8 is not None:
+            v = eight_bits.quantised(v, float8.v_scale)
         if cache.IS_ROTATED:
             first, second = rotation.load_pairs(k_rows, offs, of_sequence)
             first, second = rotation.norm_and_rotate(first, second, cos, sin, 1.0, of_sequence, weights)
-            if IS_FLOAT8:
-                k_scale = float8.head_scale(cache.k_scales, head64)
-                first, second = float8.quantised(first, k_scale), float8.quantised(second, k_scale)
+            if float8 is not None:
+                first = eight_bits.quantised(first, float8.k_scale)
+                second = eight_bits.quantised(second, float8.k_scale)
             rotation.store_pairs(k_slots, first, second, offs, of_sequence)
         else:
             k = keys.load_raw(k_rows, offs, of_sequence)
-            if IS_FLOAT8:
-                k = float8.quantised(k, float8.head_scale(cache.k_scales, head64))
+            if float8 is not None:
+                k = eight_bits.quantised(k, float8.k_scale)
             tiles.store_tile(k_slots, k, offs)
         tiles.store_tile(v_slots, v, offs)
 
@@ -164,7 +165,6 @@ def gather_kernel(
     schedule.let_next_launch_start(PDL)
     cache, k, v, tables = unpack((cache, k, v, tables))
     cache = step.complete_cache(cache, num_pages)
-    IS_FLOAT8: tl.constexpr = cache.FLOAT8_DTYPE is not None
     pid = tl.program_id(0)
     if pid == 0:
         tl.store(counter_ptr, 0)
@@ -187,9 +187,9 @@ def gather_kernel(
     for head in range(first_head, tl.minimum(first_head + HEADS, HKV)):
         head64 = tl.cast(head, tl.int64)
         first, second = rotation.load_pairs(slots_of_head(cache.k, head64, slots), offs, of_sequence)
-        if IS_FLOAT8:
-            k_scale = float8.head_scale(cache.k_scales, head64)
-            first, second = first * k_scale, second * k_scale
+        float8 = step.float8_of(cache, head64)
+        if float8 is not None:
+            first, second = first * float8.k_scale, second * float8.k_scale
         if not cache.IS_ROTATED:
             first, second = rotation.rotate(first, second, cos, sin, CONJUGATE=False)
         origin = tiles.Origin(batch=slots.sequence, head=head64, row=start)
@@ -197,8 +197,8 @@ def gather_kernel(
         tiles.store_tile(k_rows, rotation.pack_pairs(first, second), offs)
         if v is not None:
             values = tiles.load_tile(slots_of_head(cache.v, head64, slots), offs, CHECK_ROWS=True)
-            if IS_FLOAT8:
-                values = values.to(tl.float32) * float8.head_scale(cache.v_scales, head64)
+            if float8 is not None:
+                values = values.to(tl.float32) * float8.v_scale
             tiles.store_tile(tiles.head_rows(v, origin, limit, cache.format), values, offs)
 
 

@@ -161,9 +161,12 @@ def store_rows(outputs, rows, sums, HQ, NQ, format):
 
 @triton.jit
 def float8_of(cache, head_kv):
-    """Return the ``Float8`` of one key head of ``CacheInputs``."""
-    k_scale, v_scale = head_scale(cache.k_scales, head_kv), head_scale(cache.v_scales, head_kv)
-    return Float8(k_scale, v_scale, DTYPE=cache.FLOAT8_DTYPE, IS_ALIGNED=cache.IS_ALIGNED)
+    """Return the ``Float8`` of one key head of ``CacheInputs``; None for other caches."""
+    if cache.FLOAT8_DTYPE is None:
+        return None
+    else:
+        k_scale, v_scale = head_scale(cache.k_scales, head_kv), head_scale(cache.v_scales, head_kv)
+        return Float8(k_scale, v_scale, DTYPE=cache.FLOAT8_DTYPE, IS_ALIGNED=cache.IS_ALIGNED)
 
 
 @triton.jit
@@ -187,7 +190,7 @@ def load_step_queries(inputs, rows, keys, float8):
 
 
 @triton.jit
-def cache_of_head(inputs, keys, batch, head_kv, first_row, float8):
+def cache_of_head(inputs, keys, batch, head_kv, float8, first_row=None):
     """Return the ``KeyRows`` of one key head of one sequence (both int64); rows before ``first_row`` do not exist."""
     cache = inputs.cache
     rotation = None
@@ -210,8 +213,11 @@ def new_keys_of_head(inputs, keys, batch, head_kv):
     origin = tiles.Origin(batch=batch, head=head_kv, row=0)
     num_new = tl.minimum(inputs.lengths.NQ, inputs.lengths.S - keys.num_keys)
     rotation = head_rotation(inputs.rotations.tables, batch, inputs.position_limit, inputs.rotations.k_norm)
+    first_key = None
+    if inputs.lengths.starts_ptr is not None:
+        first_key = tl.load(inputs.lengths.starts_ptr + batch)
     k = tiles.head_rows(inputs.k, origin, num_new, inputs.format)
-    return running.NewKeys(k, tiles.head_rows(inputs.v, origin, num_new, inputs.format), rotation)
+    return running.NewKeys(k, tiles.head_rows(inputs.v, origin, num_new, inputs.format), rotation, first_key)
 
 
 @triton.jit
@@ -278,16 +284,6 @@ def sequence_of(caches, tile):
     return sequence, before
 
 
-@record
-class Parts:
-    """The workspace for partial sums of ``num_programs`` programs, float32."""
-
-    ptr: tl.tensor
-    num_programs: tl.tensor
-    BLOCK_M: tl.constexpr
-    D: tl.constexpr
-
-
 @triton.jit
 def share_of(total, num_programs):
     """Return the number of key tiles of each program: equal shares of at least one."""
@@ -295,21 +291,12 @@ def share_of(total, num_programs):
 
 
 @triton.jit
-def part_pointers(parts, program, begins):
-    """Return pointers to a program's part of a shared block: to its sums (BLOCK_M, D), and to its BLOCK_M maxima, which
-    its BLOCK_M sums of weights follow.
+def part_pointers(ptr, part, BLOCK_M: tl.constexpr, D: tl.constexpr):
+    """Return pointers to a numbered part of the workspace, float32: to its sums (BLOCK_M, D), and to its BLOCK_M
+    maxima, which its BLOCK_M sums of weights follow.
 
-    A program shares at most two blocks: one that began before its share, and one that ``begins`` in it and goes on.
+    A program has parts of at most two shared blocks: part ``2 * program`` of one that began before its share, and the
+    next part of one that begins in it and goes on. Parts of blocks that one program has alone follow all of these.
     """
-    SIZE: tl.constexpr = parts.BLOCK_M * parts.D
-    part = tl.cast(2 * program + begins.to(tl.int32), tl.int64)
-    stats = parts.ptr + tl.cast(2 * parts.num_programs, tl.int64) * SIZE + part * (2 * parts.BLOCK_M)
-    return parts.ptr + part * SIZE, stats
-
-
-@triton.jit
-def whole_part_pointers(parts, block):
-    """Return ``part_pointers`` of a block that one program has alone; these parts follow those of shared blocks."""
-    SIZE: tl.constexpr = parts.BLOCK_M * parts.D
-    part = parts.ptr + tl.cast(2 * parts.num_programs + block, tl.int64) * (SIZE + 2 * parts.BLOCK_M)
-    return part, part + SIZE
+    sums = ptr + tl.cast(part, tl.int64) * (BLOCK_M * (D + 2))
+    return sums, sums + BLOCK_M * D

@@ -49,7 +49,6 @@ def decode_kernel(
     lengths = inputs.lengths
     D: tl.constexpr = inputs.format.D
     BLOCK_D: tl.constexpr = inputs.format.BLOCK_D
-    IS_FLOAT8: tl.constexpr = inputs.cache.FLOAT8_DTYPE is not None
     BLOCK_N: tl.constexpr = lengths.BLOCK_N
     m_blocks = tl.cdiv(NQ * GROUP_SIZE, BLOCK_M)
     blocks = HKV * m_blocks  # of one sequence
@@ -77,15 +76,13 @@ def decode_kernel(
         start_m = block % m_blocks * BLOCK_M
         num_rows = NQ * GROUP_SIZE - start_m
         rows = step.query_rows(batch, head_kv, start_m, num_rows, GROUP_SIZE, BLOCK_M)
-        float8 = None
-        if IS_FLOAT8:
-            float8 = step.float8_of(inputs.cache, head_kv)
+        float8 = step.float8_of(inputs.cache, head_kv)
         queries = step.load_step_queries(inputs, rows, keys, float8)
         first_row = None
         if lengths.ALIGNMENT > 1 and (lengths.starts_ptr is not None or window_left is not None):
             first_row = keys.first_key
-        cache = step.cache_of_head(inputs, keys, batch, head_kv, first_row, float8)
-        sums = running.no_sums(BLOCK_M, BLOCK_D, IS_FLOAT8)
+        cache = step.cache_of_head(inputs, keys, batch, head_kv, float8, first_row)
+        sums = running.no_sums(BLOCK_M, BLOCK_D, float8)
         first = keys.first_tile + tile * BLOCK_N
         end = tl.minimum(keys.num_keys, keys.first_tile + last_tile * BLOCK_N)
         last_token = (start_m + BLOCK_M - 1) // GROUP_SIZE
@@ -106,25 +103,21 @@ def decode_kernel(
             if last_tile == num_tiles:
                 # The program with the last tile also attends to the new tokens. It reads them from the arguments,
                 # because another program may still be writing them to the cache.
-                first_new = None
-                if lengths.starts_ptr is not None:
-                    first_new = tl.load(lengths.starts_ptr + sequence)
                 new = step.new_keys_of_head(inputs, keys, batch, head_kv)
                 num_seen = new.k.num_rows
                 if IS_CHUNK and masks.is_causal(window_right):
                     num_seen = tl.where(start_m == 0, num_seen, tl.minimum(num_seen, last_token + 1))
-                sums = running.attend_new(sums, queries, cache, new, num_seen, first_new, start_m == 0, BLOCK_NEW)
+                sums = running.attend_new(sums, queries, cache, new, num_seen, start_m == 0, BLOCK_NEW)
         sums = running.whole_sums(sums, float8)
 
         is_whole = (tile == 0) & (last_tile == num_tiles)
         if is_whole and not NEW_WITH_PARTS:
             step.store_rows(outputs, rows, sums, HKV * GROUP_SIZE, NQ, inputs.format)
         else:
-            parts = step.Parts(parts_ptr, programs, BLOCK_M=BLOCK_M, D=D)
-            part, stats = step.part_pointers(parts, pid, tile == 0)
+            number = 2 * pid + (tile == 0).to(tl.int32)
             if NEW_WITH_PARTS:
-                if is_whole:
-                    part, stats = step.whole_part_pointers(parts, sequence * blocks + block)
+                number = tl.where(is_whole, 2 * programs + sequence * blocks + block, number)
+            part, stats = step.part_pointers(parts_ptr, number, BLOCK_M, D)
             part_format = tiles.RowFormat(D, BLOCK_D, USE_INT64_OFFSETS=False)
             part_rows = tiles.Rows(part, D, 1, num_rows=num_rows, first_row=None, format=part_format)
             tiles.store_tile(part_rows, sums.acc, offs_m)
@@ -147,18 +140,12 @@ def new_tokens_of_row(inputs, keys, batch, head_kv, head, row, GROUP_SIZE, BLOCK
     offs = tl.arange(0, ROWS)
     heads, tokens = head + tl.zeros((ROWS,), tl.int64), row // GROUP_SIZE + tl.zeros((ROWS,), tl.int32)
     rows = step.QueryRows(batch, heads, tokens, offs, num_rows=1)
-    IS_FLOAT8: tl.constexpr = inputs.cache.FLOAT8_DTYPE is not None
-    float8 = None
-    if IS_FLOAT8:
-        float8 = step.float8_of(inputs.cache, head_kv)
+    float8 = step.float8_of(inputs.cache, head_kv)
     queries = step.load_step_queries(inputs, rows, keys, float8)
-    cache = step.cache_of_head(inputs, keys, batch, head_kv, None, float8)
-    first_new = None
-    if inputs.lengths.starts_ptr is not None:
-        first_new = tl.load(inputs.lengths.starts_ptr + batch)
+    cache = step.cache_of_head(inputs, keys, batch, head_kv, float8)
     new = step.new_keys_of_head(inputs, keys, batch, head_kv)
-    sums = running.no_sums(ROWS, inputs.format.BLOCK_D, IS_FLOAT8)
-    sums = running.attend_new(sums, queries, cache, new, new.k.num_rows, first_new, row == 0, BLOCK_NEW)
+    sums = running.no_sums(ROWS, inputs.format.BLOCK_D, float8)
+    sums = running.attend_new(sums, queries, cache, new, new.k.num_rows, row == 0, BLOCK_NEW)
     sums = running.whole_sums(sums, float8)
     is_row = offs == 0
     return running.RunningSums(
@@ -215,16 +202,14 @@ def combine_kernel(
         return
 
     columns = tl.arange(0, BLOCK_D)
-    parts = step.Parts(parts_ptr, programs, BLOCK_M=BLOCK_M, D=D)
     for start in range(first_program, last_program + 1, BLOCK_PARTS):
         program = start + tl.arange(0, BLOCK_PARTS)
         exists = program <= last_program
-        part, stats = step.part_pointers(parts, program, program == first_program)
+        number = 2 * program + (program == first_program).to(tl.int32)
         if NEW_WITH_PARTS:
             block = (sequence * HKV + head_kv) * m_blocks + row // BLOCK_M
-            whole, whole_stats = step.whole_part_pointers(parts, block)
-            is_whole = first_program == last_program
-            part, stats = tl.where(is_whole, whole, part), tl.where(is_whole, whole_stats, stats)
+            number = tl.where(first_program == last_program, 2 * programs + block, number)
+        part, stats = step.part_pointers(parts_ptr, number, BLOCK_M, D)
         row_stats = stats + row % BLOCK_M
         part_max = tl.load(row_stats, mask=exists, other=float("-inf"))
         part_sum = tl.load(row_stats + BLOCK_M, mask=exists, other=0.0)

@@ -86,6 +86,7 @@ class NewKeys:
     k: Rows
     v: Rows
     rotation: Rotation
+    first_key: tl.tensor | None  # position of the first one that exists; None: all of them do
 
 
 @record
@@ -444,7 +445,7 @@ def load_new_keys(new, rows, offs, position, float8, CACHE_IS_ROTATED: tl.conste
 
 
 @triton.jit
-def attend_new(sums, queries, cache, new, num_seen, first_key, writes_cache, BLOCK_NEW: tl.constexpr):
+def attend_new(sums, queries, cache, new, num_seen, writes_cache, BLOCK_NEW: tl.constexpr):
     """Fold the first ``num_seen`` new keys into the running sums, and append them if ``writes_cache``."""
     num_cached = cache.k.num_rows
     num_new = new.k.num_rows
@@ -475,18 +476,18 @@ def attend_new(sums, queries, cache, new, num_seen, first_key, writes_cache, BLO
                 assert_in_pool(entries, pages)
             store_tile(k_slots, k_kept, offs_new)
             store_tile(v_slots, v_kept, offs_new)
-        sums = attend_tile(sums, queries, k, v, position + offs_new, num_cached + num_new, first_key)
+        sums = attend_tile(sums, queries, k, v, position + offs_new, num_cached + num_new, new.first_key)
     return sums
 
 
 @triton.jit
-def no_sums(BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, IS_FLOAT8: tl.constexpr):
+def no_sums(BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, float8):
     """Return the ``RunningSums`` before the first key."""
-    if IS_FLOAT8:
+    if float8 is None:
+        acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+    else:
         zeros = tl.zeros((BLOCK_M, BLOCK_D // 2), tl.float32)
         acc = eight_bits.Halves(even=zeros, odd=zeros)
-    else:
-        acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     row_max = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     return RunningSums(acc, row_max, row_sum=tl.zeros((BLOCK_M,), tl.float32))
 

@@ -15,30 +15,13 @@ from fused_rope_attn.attention.configs import ForwardConfig, HopperForwardConfig
 from fused_rope_attn.attention.hopper import forward as hopper
 from fused_rope_attn.attention.portable import forward as portable
 from fused_rope_attn.attention.problem import Problem, Tensors
-from fused_rope_attn.generation import (
-    cache_kernels,
-    inputs,
-    kernel,
-    ordered_kernels,
-    ordered_tiles,
-    planning,
-)
+from fused_rope_attn.generation import cache_kernels, inputs, kernel, ordered_kernels, ordered_tiles, planning
 from fused_rope_attn.generation.configs import DECODE_ROWS, DecodeConfig, OrderedConfig
-from fused_rope_attn.generation.float8 import HeadScales
-from fused_rope_attn.generation.keys import BlockTable
 from fused_rope_attn.generation.problem import STEP, WRITE, StepTensors, Written, cache_of
 from fused_rope_attn.kernels.schedule import tile_count
 from fused_rope_attn.kernels.tiles import RowFormat
-from fused_rope_attn.runtime import device
+from fused_rope_attn.runtime import device, layouts
 from fused_rope_attn.runtime.launch import Launch, call_of
-from fused_rope_attn.runtime.layouts import (
-    block_d,
-    contiguous_strides,
-    has_descriptor,
-    is_long,
-    like_input,
-    output_strides,
-)
 from fused_rope_attn.runtime.registration import Operator, is_plain
 
 
@@ -47,20 +30,15 @@ def row_block(rows: int, least: int = 16, most: int = DECODE_ROWS) -> int:
     return min(most, max(least, 1 << (rows - 1).bit_length()))
 
 
-def common_unit(x: torch.Tensor) -> int:
-    """Return the elements of 16 bytes if every row of x begins at a multiple of 16 bytes, else 1."""
+def has_aligned_rows(x: torch.Tensor) -> bool:
+    """Return whether every row of x begins at a multiple of 16 bytes."""
     unit = 16 // x.element_size()
-    return unit if x.data_ptr() % 16 == 0 and all(stride % unit == 0 for stride in x.stride()[:3]) else 1
+    return x.data_ptr() % 16 == 0 and all(stride % unit == 0 for stride in x.stride()[:3])
 
 
-def can_copy(given: StepTensors) -> bool:
+def can_copy(given: StepTensors | Written) -> bool:
     """Return whether the caches' rows can be copied 16 bytes at a time."""
-    return all(x.stride(3) == 1 and common_unit(x) > 1 for x in (given.k_cache, given.v_cache))
-
-
-def scale_stride(scale: torch.Tensor | None) -> int | None:
-    """Return the stride from one key head's scale to the next; 0 for one scale of all heads, None without scales."""
-    return None if scale is None else 0 if scale.numel() == 1 else scale.stride(0)
+    return all(x.stride(3) == 1 and has_aligned_rows(x) for x in (given.k_cache, given.v_cache))
 
 
 def tile_alignment(page_size: int | None, block_n: int, by_page: bool) -> int:
@@ -91,23 +69,29 @@ def asserts_of(given: StepTensors | Written) -> dict[str, Any]:
 def columns_of(pad_d: int, *rows: Any) -> tuple[int, bool]:
     """Return (padded columns, whether offsets within a tile need 64 bits) for tensors, or strides, of rows."""
     strides = [x.stride() if isinstance(x, torch.Tensor) else x for x in rows if x is not None]
-    return pad_d, is_long(*strides)
+    return pad_d, layouts.is_long(*strides)
 
 
 def cache_inputs(problem: Problem, tensors: StepTensors | Written, columns: tuple[int, bool]) -> Any:
     """Return the ``CacheInputs`` of a call. columns: of ``columns_of``."""
     k_cache, v_cache, table = tensors.k_cache, tensors.v_cache, tensors.block_table
+    if table is not None:
+        table = inputs.running.BlockTable.host(table, table.stride(), PAGE_SIZE=k_cache.shape[2])
+    k_scales, v_scales = (
+        inputs.HeadScales.host(x, None if x is None else 0 if x.numel() == 1 else x.stride(0))
+        for x in (tensors.k_scale, tensors.v_scale)
+    )
     product_dtype = tl.float32 if problem.dtype is torch.float32 else tl.float16
-    is_aligned = min(common_unit(k_cache), common_unit(v_cache)) > 1
+    is_aligned = has_aligned_rows(k_cache) and has_aligned_rows(v_cache)
     return inputs.CacheInputs.host(
         k=arguments.view(k_cache),
         v=arguments.view(v_cache),
-        table=None if table is None else BlockTable.host(table, table.stride(), PAGE_SIZE=k_cache.shape[2]),
-        k_scales=HeadScales.host(tensors.k_scale, scale_stride(tensors.k_scale)),
-        v_scales=HeadScales.host(tensors.v_scale, scale_stride(tensors.v_scale)),
+        table=table,
+        k_scales=k_scales,
+        v_scales=v_scales,
         IS_ROTATED=cache_of(problem).is_rotated,
         FLOAT8_DTYPE=product_dtype if cache_of(problem).is_float8 else None,
-        IS_ALIGNED=is_aligned and k_cache.stride(3) == 1 and v_cache.stride(3) == 1,
+        IS_ALIGNED=is_aligned and k_cache.stride(3) == v_cache.stride(3) == 1,
         format=RowFormat.host(problem.head_dim, *columns, ALIGNED=is_aligned),
     )
 
@@ -152,7 +136,7 @@ class StepCall:
         group_rows = problem.len_q * problem.group_size
         block_m, block_n = row_block(group_rows, most=config.block_m or DECODE_ROWS), config.block_n
         # Products have half the columns of float8 caches at a time, and at least 16.
-        pad_d = max(32 if cache.is_float8 else 16, block_d(problem.head_dim))
+        pad_d = max(32 if cache.is_float8 else 16, layouts.block_d(problem.head_dim))
         is_chunk = config.block_m is not None
         many_rows = block_m == DECODE_ROWS and not is_chunk  # their sums leave fewer registers for scores
         options = {**config.launch_options}
@@ -169,7 +153,7 @@ class StepCall:
         most = heads * max(1, -(-problem.len_k // block_n))
         programs = min(at_once * device.num_sms(q.device), most)
         self.problem = problem
-        self.o_strides = output_strides(q)
+        self.o_strides = layouts.output_strides(q)
         whole_parts = heads if new_with_parts else 0
         self.workspace = (2 * programs + whole_parts) * block_m * (problem.head_dim + 2)
         self.tiles = {
@@ -212,7 +196,7 @@ class WriteCall:
         block_t = 16 if device.is_interpreted() else 32
         tiles = tile_count(problem.len_q, problem.sequences, block_t)
         self.problem = problem
-        self.columns = columns_of(block_d(problem.head_dim), given.k, given.v, given.k_cache, given.v_cache)
+        self.columns = columns_of(layouts.block_d(problem.head_dim), given.k, given.v, given.k_cache, given.v_cache)
         self.launch = launch_by_tiles(cache_kernels.write_kernel, problem, given, tiles, block_t, pdl)
 
     def __call__(self, tensors: StepTensors | Written, sums: torch.Tensor | None = None) -> None:
@@ -246,7 +230,9 @@ class GatheredCall:
     def __init__(self, problem: Problem, given: StepTensors, config: HopperForwardConfig | ForwardConfig):
         q, v_cache, cache = given.q, given.v_cache, cache_of(problem)
         self.is_hopper = isinstance(config, HopperForwardConfig)
-        reads_cache = self.is_hopper and cache.page_size is None and not cache.is_float8 and has_descriptor(v_cache)
+        reads_cache = (
+            self.is_hopper and cache.page_size is None and not cache.is_float8 and layouts.has_descriptor(v_cache)
+        )
         self.gathers_values = not reads_cache
         attention = planning.attention_problem(problem)
         # The portable kernels also read rows of new tokens past the end of the cache. The TMA has zeros there.
@@ -258,8 +244,8 @@ class GatheredCall:
         call: Any = hopper.ForwardCall if self.is_hopper else portable.ForwardCall
         self.attend = call(attention, seen, config, keys_are_ready=True)
         self.problem = problem
-        pad_d = block_d(problem.head_dim)
-        self.columns = columns_of(pad_d, given.k_cache, v_cache, contiguous_strides(self.shape))
+        pad_d = layouts.block_d(problem.head_dim)
+        self.columns = columns_of(pad_d, given.k_cache, v_cache, layouts.contiguous_strides(self.shape))
         gather, tiles = cache_kernels.gather_kernel, tile_count(problem.len_k, None, 32)
         self.gather = launch_by_tiles(gather, problem, given, tiles, 32, config.pdl, NK=attention.len_k)
         self.clear = Launch(
@@ -321,9 +307,9 @@ class OrderedCall:
         if problem.window_left is not None:  # a window begins and ends within a tile
             seen = min(seen, problem.window_left + problem.len_q + block_n)
         most_tiles = max(1, -(-seen // block_n))
-        pad_d = max(64, block_d(problem.head_dim))
+        pad_d = max(64, layouts.block_d(problem.head_dim))
         self.problem = problem
-        self.o_strides = output_strides(q)
+        self.o_strides = layouts.output_strides(q)
         self.columns = columns_of(pad_d, q, given.k_cache, given.v_cache, self.o_strides)
         self.lengths = {"HAS_NEW_KEYS": cache.appends, "BLOCK_N": block_n, "IN_ORDER": True}
         self.write = WriteCall(problem, given, pdl=True) if cache.appends else None
@@ -419,7 +405,7 @@ def _step(problem: Problem, tensors: StepTensors) -> tuple[torch.Tensor, torch.T
 
 
 def _like_results(q: torch.Tensor, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    return like_input(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+    return layouts.like_input(q), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
 def _write(problem: Problem, tensors: Written) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 from fused_rope_attn.attention import planning
 from fused_rope_attn.attention.configs import ForwardConfig, HopperForwardConfig, family
@@ -101,21 +102,22 @@ def plan_step(problem: Problem) -> Plan:
     chosen, reason = choose_step_backend(problem)
     if chosen == "reference":
         return Plan("reference", None, reason)
-    ordered = None if override is not None else ordered_config(problem)
+    ordered = ordered_config(problem) if override is None else None
+    gathered = gathered_config(problem) if override is None else None
+    config: Any = ordered or gathered or step_config(problem)
+    backend = "hopper" if isinstance(config, (OrderedConfig, HopperForwardConfig)) else "triton"
     if ordered is not None:
         why = "batch_invariant: cached keys in the order of the sm_90 forward"
-        return Plan("hopper", None, f"{reason}; {why}" if reason else why, ordered)
-    gathered = None if override is not None else gathered_config(problem)
-    if gathered is not None:
-        is_hopper = isinstance(gathered, HopperForwardConfig)
+    elif gathered is not None:
         what = "batch_invariant" if problem.batch_invariant else "a chunk of a prompt"
-        why = f"{what}: {'sm_90' if is_hopper else 'portable'} kernels on a contiguous copy of the cached keys"
-        return Plan("hopper" if is_hopper else "triton", None, f"{reason}; {why}" if reason else why, gathered)
-    keys = "cached keys are read as they are" if cache_of(problem).is_rotated else "cached keys are rotated in the loop"
-    page_size = cache_of(problem).page_size
-    keys = keys if page_size is None else f"{keys}, from pages of {page_size} rows"
-    why = f"portable kernels: there are no others for a generation step; {keys}"
-    return Plan("triton", None, f"{reason}; {why}" if reason else why, step_config(problem))
+        kernels = "sm_90" if backend == "hopper" else "portable"
+        why = f"{what}: {kernels} kernels on a contiguous copy of the cached keys"
+    else:
+        cache = cache_of(problem)
+        keys = "cached keys are read as they are" if cache.is_rotated else "cached keys are rotated in the loop"
+        pages = "" if cache.page_size is None else f", from pages of {cache.page_size} rows"
+        why = f"portable kernels: there are no others for a generation step; {keys}{pages}"
+    return Plan(backend, None, f"{reason}; {why}" if reason else why, config)
 
 
 @contextlib.contextmanager

@@ -73,16 +73,12 @@ class Planned(Exception):
     """Raised in place of running a call, with its plan."""
 
 
-class _State(threading.local):
-    is_dry = False
-
-
-_state = _State()
+_thread = threading.local()
 
 
 def is_dry_run() -> bool:
     """Return whether the call that this thread is making must raise ``Planned``, and neither launch nor write."""
-    return not torch.compiler.is_compiling() and _state.is_dry
+    return not torch.compiler.is_compiling() and getattr(_thread, "is_dry", False)
 
 
 def plan_of_call(function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
@@ -90,13 +86,13 @@ def plan_of_call(function: Callable[..., Any], *arguments: Any, **options: Any) 
     name = getattr(function, "__name__", "")
     if name not in FUNCTIONS:
         raise TypeError(f"function must be one of {', '.join(FUNCTIONS)}, but is {name or type(function).__name__}")
-    _state.is_dry = True
+    _thread.is_dry = True
     try:
         function(*arguments, **options)
     except Planned as planned:
         return planned.args[0]
     finally:
-        _state.is_dry = False
+        _thread.is_dry = False
     raise AssertionError(f"{name} has run")
 
 
@@ -131,13 +127,10 @@ def _stand_in(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def in_context_parallel() -> bool:
     """Return whether torch's context parallelism is active in this process. A model's tensors are then shards.
 
-    torch has two implementations, and neither intercepts calls of this package. The context manager
-    `torch.distributed.tensor.experimental.context_parallel` replaces
-    `torch.nn.functional.scaled_dot_product_attention`. The module wrappers (`_context_parallel_shard` and
-    `_enable_context_parallel_dispatcher`) register handlers of the attention operators with DTensor.
-
-    This reads a few attributes; it imports nothing and does not synchronise. torch.compile traces it, and recompiles
-    if the answer changes.
+    torch has two implementations, and neither intercepts calls of this package. The context manager `context_parallel`
+    replaces `torch.nn.functional.scaled_dot_product_attention`. The module wrappers (`_context_parallel_shard`)
+    register handlers of the attention operators with DTensor. torch.compile traces this function, which reads a few
+    attributes, and recompiles if the answer changes.
     """
     attention = torch.nn.functional.scaled_dot_product_attention
     # Other libraries replace the function too, for example to count calls, so look at the module that defines it.

@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs
-"""Calls by their signatures, and the kernel launches of which they consist.
+"""Calls by their signatures, and the kernel launches that they make.
 
 ``kernel[grid](...)`` of Triton examines every argument again at each launch, which takes about 35 us for these kernels.
 A ``Launch`` lets Triton do so once, when it compiles. A ``Call`` prepares its launches at the first time, records them
@@ -125,10 +125,7 @@ class Launch:
             self.compiled[self.grid](*given.values(), *self.arguments.values(), stream=stream)
 
     def for_driver(self, tensors: dict) -> Kernel:
-        """Return this launch as the driver makes it. tensors: as ``__call__`` took them.
-
-        Raises Unsupported if the driver cannot make it.
-        """
+        """Return this launch, of the tensors that ``__call__`` took, as the driver makes it, or raise Unsupported."""
         if self.compiled is None:
             raise Unsupported("nothing was compiled")
         return Kernel(self.compiled, self.grid, {**self.arguments, **tensors})
@@ -240,7 +237,7 @@ class Replay:
         except KeyError as error:
             raise Unsupported("a tensor came from elsewhere") from error
         self._make_results = getattr(type(results), "_make", tuple)
-        self._make_block = functools.partial(Block, launches, len(tensors), len(self._maps))
+        self._block_arguments = launches, len(tensors), len(self._maps)
         self._free_blocks: list[Block] = []
         self._driver: Any = driver.cuda_driver()
         self._names = ", ".join(launch.kernel.fn.__name__ for launch, _ in recorded.launches)
@@ -274,7 +271,7 @@ class Replay:
         try:
             block = self._free_blocks.pop()
         except IndexError:
-            block = self._make_block()
+            block = Block(*self._block_arguments)
         block.write(*addresses, *maps)
         code = block.launch(self._driver.launch, device.current_stream(where))
         if code == driver.INVALID_CONTEXT:  # again such a thread; no kernel was launched

@@ -10,7 +10,6 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
 from fused_rope_attn import plan, rope_attention, rope_attention_varlen, rope_tables
-from fused_rope_attn.attention import reference
 from tests.support.attention import assert_equal, packed_case
 from tests.support.dtypes import F16, F32, F64
 from tests.support.internals import OPERATORS, operator_arguments, plan_of
@@ -18,7 +17,7 @@ from tests.support.marks import both_strategies, ignore_overflow, interpreted
 from tests.support.operators import Record
 from tests.support.planning import call
 from tests.support.rotation import assert_close, normal
-from verification.testing import Case, make_inputs, norms_of, run_op
+from verification.testing import Case, make_inputs, norms_of, reference_attention, run_op
 
 pytestmark = ignore_overflow
 
@@ -50,7 +49,7 @@ def test_gradcheck(options):
     cos, sin = normal(2, 5, 2, seed=3)
 
     def run(q, k, v, q_norm, k_norm):
-        return reference.attention(
+        return reference_attention(
             q,
             k,
             v,

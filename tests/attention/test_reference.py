@@ -8,6 +8,7 @@ import torch
 
 from fused_rope_attn.attention import reference
 from tests.support.loop_attention import check_reference, loop_attention, qkv, tables
+from verification.testing import reference_attention
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -59,7 +60,7 @@ def test_starts_and_lens(causal, starts, lens):
     # A negative start is no key more: the loop starts at 0.
     loop = {**options, "kv_starts": options["kv_starts"].clamp(min=0)} if starts is not None else options
     for cos, sin in (tables(7, 8), tables(7, 8, batch=2)):
-        o, lse = reference.attention(q, k, v, cos, sin, causal, softmax_scale=0.3, rotary_dim=8, **options)
+        o, lse = reference_attention(q, k, v, cos, sin, causal, softmax_scale=0.3, rotary_dim=8, **options)
         expected, expected_lse, _ = loop_attention(q, k, v, cos, sin, causal, softmax_scale=0.3, rotary_dim=8, **loop)
         torch.testing.assert_close(o, expected)
         torch.testing.assert_close(lse, expected_lse)
@@ -68,8 +69,8 @@ def test_starts_and_lens(causal, starts, lens):
 def test_a_length_beyond_the_keys_is_clamped():
     q, k, v = qkv()
     long = torch.tensor([9, 7], dtype=torch.int32)
-    out = reference.attention(q, k, v, *tables(7, 8), True, softmax_scale=1.0, rotary_dim=8, kv_lens=long)
-    exact = reference.attention(q, k, v, *tables(7, 8), True, softmax_scale=1.0, rotary_dim=8)
+    out = reference_attention(q, k, v, *tables(7, 8), True, softmax_scale=1.0, rotary_dim=8, kv_lens=long)
+    exact = reference_attention(q, k, v, *tables(7, 8), True, softmax_scale=1.0, rotary_dim=8)
     assert torch.equal(out[0], exact[0]) and torch.equal(out[1], exact[1])
 
 
@@ -96,7 +97,7 @@ def test_sinks_and_everything_at_once():
 def test_more_queries_than_keys():
     q, k, v = qkv(len_q=7, len_k=4)
     check_reference(q, k, v, *tables(4, 8), True, rotary_dim=8)
-    o, lse = reference.attention(q, k, v, *tables(4, 8), True, softmax_scale=1.0, rotary_dim=8)
+    o, lse = reference_attention(q, k, v, *tables(4, 8), True, softmax_scale=1.0, rotary_dim=8)
     assert bool((o[:, :, :3] == 0).all()) and bool((lse[:, :, :3] == -math.inf).all())
     assert bool(torch.isfinite(lse[:, :, 3:]).all())
 
@@ -106,7 +107,7 @@ def test_more_queries_than_keys():
 )
 def test_empty(batch, len_q, len_k, rows):
     q, k, v = (x.requires_grad_() for x in qkv(batch, len_q=len_q, len_k=len_k))
-    o, lse = reference.attention(q, k, v, *tables(rows, 8), True, softmax_scale=1.0, rotary_dim=8)
+    o, lse = reference_attention(q, k, v, *tables(rows, 8), True, softmax_scale=1.0, rotary_dim=8)
     assert o.shape == q.shape and lse.shape == q.shape[:3]
     assert bool((o == 0).all()) or len_k > 0
     assert bool((lse == -math.inf).all()) or len_k > 0
@@ -128,11 +129,11 @@ def test_inputs_are_not_modified_and_groups_are_not_expanded():
     q, k, v = qkv(1, 8, 1, 16, 16, 8, dtype=torch.float32)
     cos, sin = tables(16, 8, dtype=torch.float32)
     before = [x.clone() for x in (q, k, v, cos, sin)]
-    o, _ = reference.attention(
+    o, _ = reference_attention(
         q, k, v, cos, sin, True, softmax_scale=1.0, rotary_dim=8, kv_lens=torch.tensor([12], dtype=torch.int32)
     )
     assert all(torch.equal(x, y) for x, y in zip(before, (q, k, v, cos, sin)))
-    expanded, _ = reference.attention(
+    expanded, _ = reference_attention(
         q,
         k.expand(1, 8, 16, 8),
         v.expand(1, 8, 16, 8),
@@ -155,7 +156,7 @@ def test_agrees_with_hugging_face():
     q_rot, k_rot = llama.apply_rotary_pos_emb(q, k, full_cos, full_sin)
     k_rot, values = k_rot.repeat_interleave(2, 1), v.repeat_interleave(2, 1)
     expected = torch.nn.functional.scaled_dot_product_attention(q_rot, k_rot, values, is_causal=True)
-    o, _ = reference.attention(q, k, v, full_cos, full_sin, True, softmax_scale=0.25, rotary_dim=16)
+    o, _ = reference_attention(q, k, v, full_cos, full_sin, True, softmax_scale=0.25, rotary_dim=16)
     torch.testing.assert_close(o, expected)
 
     # GLM: interleaved pairs, the first half of the columns only, and tables of full width for that half.

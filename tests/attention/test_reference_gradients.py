@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from fused_rope_attn.attention import reference
 from tests.support.loop_attention import normal, qkv, tables
+from verification.testing import reference_attention
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
@@ -33,7 +33,7 @@ def test_gradcheck(options, interleaved):
             options[name] = torch.tensor(options[name], dtype=torch.int32)
 
     def run(q, k, v, sinks):
-        o, lse = reference.attention(
+        o, lse = reference_attention(
             q, k, v, cos, sin, causal, softmax_scale=0.6, rotary_dim=4, interleaved=interleaved, sinks=sinks, **options
         )
         return o, lse.masked_fill(lse.isinf(), 0.0)
@@ -49,7 +49,7 @@ def test_what_overflows_where_nothing_is_visible_stays_there():
         v[:, :, 2] = 300.0
     do = torch.zeros_like(q)
     do[:, :, 0] = 300.0
-    o, _ = reference.attention(q, k, v, *tables(3, 8), True, softmax_scale=1.0, rotary_dim=8)
+    o, _ = reference_attention(q, k, v, *tables(3, 8), True, softmax_scale=1.0, rotary_dim=8)
     assert all(bool(torch.isfinite(x).all()) for x in (o, *torch.autograd.grad(o, (q, k, v), do)))
 
 
@@ -64,7 +64,7 @@ def test_nan_outside_the_bounds_never_leaks(dtype, sinks):
 
     def run(q, k, v, do):
         q, k, v = (x.detach().clone().requires_grad_() for x in (q, k, v))
-        o, lse = reference.attention(
+        o, lse = reference_attention(
             q, k, v, cos, sin, True, softmax_scale=0.4, rotary_dim=8, sinks=sink, kv_starts=starts, kv_lens=lens
         )
         return o, lse, *torch.autograd.grad(o, (q, k, v), do)
@@ -90,9 +90,9 @@ def test_nan_outside_the_bounds_never_leaks(dtype, sinks):
 def test_low_precision(dtype, tolerance, table_dtype):
     q, k, v = qkv(2, 4, 2, 33, 40, 16, dtype=dtype)
     cos, sin = tables(40, 16, dtype=dtype if table_dtype == "input" else table_dtype)
-    o, lse = reference.attention(q, k, v, cos, sin, True, softmax_scale=0.25, rotary_dim=16)
+    o, lse = reference_attention(q, k, v, cos, sin, True, softmax_scale=0.25, rotary_dim=16)
     wide = (x.double() for x in (q, k, v, cos, sin))
-    o64, lse64 = reference.attention(*wide, True, softmax_scale=0.25, rotary_dim=16)
+    o64, lse64 = reference_attention(*wide, True, softmax_scale=0.25, rotary_dim=16)
     assert o.dtype == dtype and lse.dtype == torch.float32
     torch.testing.assert_close(o.double(), o64, rtol=0, atol=2 * tolerance)
     torch.testing.assert_close(lse.double(), lse64, rtol=0, atol=2 * tolerance)
@@ -101,9 +101,9 @@ def test_low_precision(dtype, tolerance, table_dtype):
 def test_autocast_does_not_cast_a_second_time():
     q, k, v = qkv(dtype=torch.float32)
     cos, sin = tables(7, 8, dtype=torch.float32)
-    plain, _ = reference.attention(q, k, v, cos, sin, softmax_scale=1.0, rotary_dim=8)
+    plain, _ = reference_attention(q, k, v, cos, sin, softmax_scale=1.0, rotary_dim=8)
     with torch.autocast("cpu", torch.bfloat16):
-        inside, _ = reference.attention(q, k, v, cos, sin, softmax_scale=1.0, rotary_dim=8)
+        inside, _ = reference_attention(q, k, v, cos, sin, softmax_scale=1.0, rotary_dim=8)
     assert inside.dtype == torch.float32 and torch.equal(plain, inside)
 
 
@@ -115,7 +115,7 @@ def test_traces_with_dynamic_lengths():
 
     @torch.compile(fullgraph=True, backend=counter, dynamic=True)
     def run(q, k, v, cos, sin, lens):
-        return reference.attention(
+        return reference_attention(
             q, k, v, cos, sin, True, softmax_scale=0.3, rotary_dim=6, interleaved=True, window=(3, 0), kv_lens=lens
         )
 
@@ -124,7 +124,7 @@ def test_traces_with_dynamic_lengths():
         cos, sin = tables(len_k, 6)
         lens = torch.tensor([len_k, len_k - 2], dtype=torch.int32)
         o, lse = run(q, k, v, cos, sin, lens)
-        expected = reference.attention(
+        expected = reference_attention(
             q, k, v, cos, sin, True, softmax_scale=0.3, rotary_dim=6, interleaved=True, window=(3, 0), kv_lens=lens
         )
         torch.testing.assert_close((o, lse), expected)

@@ -10,9 +10,9 @@ from bench import report
 from bench.__main__ import main
 from bench.attention import jax_fa3
 from bench.attention.jax_fa3 import CALLS, FA3, FA3_SUITE
-from fused_rope_attn.attention import reference
 from tests.support.bench import TINY, run
 from tests.support.clocks import WallClock
+from verification.testing import reference_attention
 
 CASE = replace(TINY, case=replace(TINY.case, dtype=torch.bfloat16, causal=True))
 
@@ -41,7 +41,7 @@ def library(monkeypatch):
         cos, sin = torch.ones(q.shape[2], head_dim // 2), torch.zeros(q.shape[2], head_dim // 2)
         leaves = [x.float().requires_grad_() for x in (q, k, v)]
         with torch.enable_grad():
-            o, lse = reference.attention(*leaves, cos, sin, causal, rotary_dim=head_dim, softmax_scale=head_dim**-0.5)
+            o, lse = reference_attention(*leaves, cos, sin, causal, rotary_dim=head_dim, softmax_scale=head_dim**-0.5)
         results = [o, lse]
         if target == jax_fa3._BACKWARD:
             torch.testing.assert_close(saved[0].float(), o.bfloat16().float(), rtol=0.02, atol=0.02)

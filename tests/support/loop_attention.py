@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from fused_rope_attn.attention import reference
+from verification.testing import reference_attention
 
 
 def tables(rows, rotary_dim, *, batch=None, unit=True, seed=7, dtype=torch.float64):
@@ -108,7 +108,7 @@ def check_reference(q, k, v, cos, sin, causal=False, **options):
         half, half_sin = cos, sin
     if half.ndim == 3 and half.shape[0] == 1:
         half, half_sin = half[0], half_sin[0]
-    o, lse, max_logit = reference.attention(q, k, v, cos, sin, causal, **options, return_max_logit=True)
+    o, lse, max_logit = reference_attention(q, k, v, cos, sin, causal, **options, return_max_logit=True)
     expected, expected_lse, expected_max = loop_attention(q, k, v, half, half_sin, causal, **options)
     assert o.dtype == lse.dtype == max_logit.dtype == torch.float64
     torch.testing.assert_close(max_logit, expected_max, rtol=1e-11, atol=1e-12)

@@ -8,7 +8,16 @@ import torch
 
 from fused_rope_attn.attention import reference
 from verification import testing
-from verification.testing import Case, Results, compare, make_inputs, masks_of, poison_empty, run_reference
+from verification.testing import (
+    Case,
+    Results,
+    compare,
+    make_inputs,
+    masks_of,
+    poison_empty,
+    reference_attention,
+    run_reference,
+)
 
 TENSORS = Results._fields
 
@@ -155,7 +164,7 @@ def test_draws_have_the_error_of_delta(packed):
     q.requires_grad_()
 
     def gradient():
-        o, _ = reference.attention(q, k, v, torch.ones(3, 32), torch.zeros(3, 32), **options)
+        o, _ = reference_attention(q, k, v, torch.ones(3, 32), torch.zeros(3, 32), **options)
         return torch.autograd.grad(o, q, do)[0][0, 0, 0].double()
 
     assert not gradient().any()
@@ -374,7 +383,7 @@ def test_run_reference_is_the_reference():
     case = Case(2, 4, 2, 9, 12, 16, dtype=torch.float16, full_width=True)
     inputs = make_inputs(case)
     q, k, v = (x.detach().requires_grad_() for x in inputs[:3])
-    o, lse = reference.attention(q, k, v, inputs.cos, inputs.sin, True, softmax_scale=case.scale, rotary_dim=16)
+    o, lse = reference_attention(q, k, v, inputs.cos, inputs.sin, True, softmax_scale=case.scale, rotary_dim=16)
     expected = Results(o, lse, *torch.autograd.grad(o, (q, k, v), inputs.do))
     for name, a, b in zip(TENSORS, run_reference(inputs, case), expected):
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3, msg=name)  # batches are multiplied one by one there

@@ -13,7 +13,7 @@ from verification.testing.latent import (
 from verification.testing.poison import poison_empty
 from verification.testing.rotation import RotationResults, run_rotation_reference
 from verification.testing.rounding import RandomRounding
-from verification.testing.runs import Results, run_op, run_reference
+from verification.testing.runs import Results, reference_attention, run_op, run_reference
 from verification.testing.tolerance import DRAWS, Comparison, compare, noise_of_zero
 
 __all__ = [
@@ -38,6 +38,7 @@ __all__ = [
     "noise_of_zero",
     "norms_of",
     "poison_empty",
+    "reference_attention",
     "run_latent_op",
     "run_latent_reference",
     "run_op",

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fused_rope_attn.attention import reference
+from verification.testing.runs import reference_attention
 from verification.testing.tolerance import Comparison, compare, largest_norm
 
 ROWS = ("q_nope", "q_rope", "k_nope", "k_rope", "v")
@@ -118,7 +118,7 @@ def run_latent_reference(inputs: LatentInputs, case: LatentCase, dtype: torch.dt
     leaves = [x.detach().to(dtype).requires_grad_() for x in inputs[:5]]
     q_nope, q_rope, k_nope, k_rope, v = leaves
     cos, sin = (x.double() if dtype == torch.float64 else x for x in (inputs.cos, inputs.sin))
-    o, lse = reference.attention(
+    o, lse = reference_attention(
         q_rope,
         k_rope,
         v,

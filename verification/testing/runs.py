@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fused_rope_attn.attention import reference
+from fused_rope_attn.attention.problem import Tensors, describe
 from verification.testing.cases import Case, Inputs, masks_of, norms_of
 
 # Above this a score block of the reference is cut by rows: float64 and its gradient keep about eight such blocks alive.
@@ -32,6 +33,15 @@ class Results(_Results):
     dq_norm: Tensor | None = None
     dk_norm: Tensor | None = None
     max_logit: Tensor | None = None
+
+
+def reference_attention(
+    q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, causal: bool = False, **options: Any
+) -> tuple[Tensor, ...]:
+    """Call `reference.attention` with other tensors and with options of `Problem` by name, without a check."""
+    others = {name: options.pop(name) for name in Tensors._fields if name in options}
+    tensors = Tensors(q, k, v, cos, sin, **others)
+    return reference.attention(describe(tensors, causal=causal, **options), tensors)
 
 
 def run_reference(inputs: Inputs, case: Case, dtype: torch.dtype | None = None) -> Results:

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -83,6 +85,49 @@ def masks_of(problem: Problem, tensors: Tensors, rows: dict[str, torch.Tensor]) 
     )
 
 
+Layout = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
+
+
+def allocate(layouts: Iterable[Layout], where: torch.device, outputs: Iterable = itertools.repeat(None)) -> list:
+    """Return the caller's output buffers, or new tensors of these shapes, strides and dtypes where they are None."""
+    # With known strides, because otherwise an allocation takes the host twice as long.
+    return [
+        torch.empty_strided(shape, strides, dtype=dtype, device=where) if out is None else out
+        for (shape, strides, dtype), out in zip(layouts, outputs)
+    ]
+
+
+def row_source(x: torch.Tensor, rows: int, columns: int) -> launch.Source:
+    """Return the ``Source`` of tiles of a 16-bit tensor (B, H, N, D)."""
+    element = gl.bfloat16 if x.dtype is torch.bfloat16 else gl.float16
+    tile = [1, 1, rows, columns]
+    return launch.Source(x, tile, gl.NVMMASharedLayout.get_default_for(tile, element))
+
+
+def statistics_source(size: int, where: torch.device) -> launch.Source:
+    """Return the ``Source`` of the ``size`` row statistics of the pre-process."""
+    stats = torch.empty(size, dtype=torch.float32, device=where)
+    return launch.Source(stats, [channels.BACKWARD_BLOCK_M.value], gl.NVMMASharedLayout(0, 32, rank=1))
+
+
+def main_launch(problem: Problem, programs: int, stats_size: int, section: int, options: dict) -> launch.Launch:
+    """Return the launch of ``backward_kernel``. section: heads that are scheduled together."""
+    numbers = call_arguments.numbers_of(problem)
+    if problem.has_intervals:
+        numbers |= {"window_left": None, "window_right": None}
+    if problem.nope_dim is not None:
+        numbers["GROUP_SIZE"] = 1
+    return launch.Launch(
+        backward_kernel.backward_kernel,
+        programs,
+        options,
+        numbers,
+        pitch=call_arguments.padded_rows(problem.len_q, problem.sequences),
+        stats_size=stats_size // 2,
+        heads_per_section=section,
+    )
+
+
 class BackwardCall:
     """The launches of one backward signature: pre-process, main kernel, post-process.
 
@@ -99,16 +144,15 @@ class BackwardCall:
         sequences = problem.sequences
         self.problem, self.stages = problem, (config.q_stages, config.do_stages, config.pdl)
         self.is_rotated = is_rotated
-        self.strides = dq_strides, dk_strides, dv_strides = call_arguments.result_strides(
-            outputs, call_arguments.gradient_strides(given, o, is_rotated)
-        )
-        self.key_dtype = call_arguments.key_gradient_dtype(problem)
-        self.dsinks_shape = None
+        all_strides = call_arguments.result_strides(outputs, call_arguments.gradient_strides(given, o, is_rotated))
+        key_dtype = call_arguments.key_gradient_dtype(problem)
+        self.gradients = list(zip((o.shape, k.shape, v.shape), all_strides, (q.dtype, key_dtype, key_dtype)))
         self.empty = batch * len_q * len_k == 0
         if self.empty:
             return
         pad_d = max(64, layouts.block_d(problem.head_dim))
         self.wide = pad_d > 128
+        block_m = channels.BACKWARD_BLOCK_M.value
         block_n = (channels.KEYS if self.wide else channels.BACKWARD_BLOCK_N).value
         heads = batch * problem.heads_kv
         row_bytes = (2 * problem.head_dim * q.element_size() + 4 * pad_d) * problem.group_size
@@ -117,38 +161,42 @@ class BackwardCall:
         part_bytes = row_bytes * problem.longest(len_q) // parts
         section = schedule.heads_per_section(heads * parts, 1, part_bytes, config.section_bytes)
         pitch = call_arguments.padded_rows(len_q, sequences)
-        self.q_rot_shape = call_arguments.rotated_shape(problem)
-        q_rot, k_rot = (q, k) if is_rotated else (q.new_empty(self.q_rot_shape), k.new_empty(k.shape))
         columns = column_parts.needed_columns(problem.head_dim, pad_d)
-        self.accumulator_shape = (batch, heads_q, pitch, columns)
-        self.accumulator_layout = self.accumulator_shape, layouts.contiguous_strides(self.accumulator_shape)
-        self.q_rot_layout = self.q_rot_shape, layouts.contiguous_strides(self.q_rot_shape)
-        self.k_rot_layout = tuple(k.shape), layouts.contiguous_strides(k.shape)
         ordered = problem.is_deterministic
-        self.progress_size = batch * heads_q * pitch // channels.BACKWARD_BLOCK_M.value if ordered else None
         # In a fixed order the first key block of a query block stores its dQ, if the order says which one that is.
         self.clears = not ordered or self.wide or problem.has_intervals
-        is_wide = layouts.is_long(*(x.stride() for x in (q, k, v, o, do)), *self.strides)
+        is_wide = layouts.is_long(*(x.stride() for x in (q, k, v, o, do)), *all_strides)
         post_heads, post_rows = config.post_heads, config.post_rows
         if problem.has_norms:
             post_heads, post_rows = config.norm_heads, config.norm_rows
         row_blocks = batch * schedule.tile_count(len_q, sequences, post_rows)
-        if problem.has_sinks:
-            self.dsinks_shape = (row_blocks, heads_q)
         query_programs = row_blocks * triton.cdiv(heads_q, post_heads)
         # Up to head dim 128 the main kernel's two warpgroups have rows of sums of their own.
         key_sums = key_programs * (1 if self.wide else channels.CONSUMERS.value)
         self.sums = prepass.SumsOfLaunches(problem, query_programs, key_sums) if problem.has_norms else None
         own_columns = pad_d // 2 if self.wide else pad_d
         num_slots = (parts - 1) * key_programs
-        self.slots_shape = num_slots, backward_block.slot_words(own_columns)
         # The slots' counters first, and then those of the sums.
-        self.slot_counters = num_slots * channels.CONSUMERS.value
-        self.num_counters = self.slot_counters + (0 if self.sums is None else self.sums.num_counters)
+        slot_counters = num_slots * channels.CONSUMERS.value
+        num_counters = slot_counters + (0 if self.sums is None else self.sums.num_counters)
         if self.sums is not None:
-            raw_strides = tuple(x.stride() for x in prepass.raw(given, is_rotated))
-            is_wide |= layouts.is_long(*raw_strides)
+            is_wide |= layouts.is_long(*(x.stride() for x in prepass.raw(given, is_rotated)))
+        shapes: dict[str, tuple] = {"accumulator": ((batch, heads_q, pitch, columns), torch.float32)}
+        if not is_rotated:
+            shapes |= {"q_rot": (call_arguments.rotated_shape(problem), q.dtype), "k_rot": (k.shape, q.dtype)}
+        if ordered:
+            shapes["progress"] = (batch * heads_q * pitch // block_m,), torch.int32
+        if num_counters:
+            shapes["counters"] = (num_counters,), torch.int32
+        if num_slots:
+            shapes["slots"] = (num_slots, backward_block.slot_words(own_columns)), torch.float32
+        if problem.has_sinks:
+            shapes["dsinks"] = (row_blocks, heads_q), torch.float32
+        self.workspaces = {
+            name: (x, torch.empty(x, device="meta").stride(), dtype) for name, (x, dtype) in shapes.items()
+        }
         pdl = {"launch_pdl": True} if config.pdl else {}
+        options = {"num_warps": 4, **pdl}
         self.preprocess = prepass.Preprocess(
             problem,
             given,
@@ -159,36 +207,31 @@ class BackwardCall:
             in_tiles=True,
             pdl=config.pdl,
             columns=columns,
-            num_counters=self.num_counters or None,
+            num_counters=num_counters or None,
         )
         stats_size = self.preprocess.stats_size
-        element = gl.bfloat16 if q.dtype is torch.bfloat16 else gl.float16
-        self._describe(q_rot, k_rot, v, do, element, block_n, pad_d)
+        # Descriptors, of workspaces that are only allocated for this.
+        work = self.workspace(v.device)
+        self.stats_source = statistics_source(stats_size, v.device)
+        self.q_source, self.do_source = (row_source(x, block_m, pad_d) for x in (work.get("q_rot", q), do))
+        self.k_source, self.v_source = (row_source(x, block_n, pad_d) for x in (work.get("k_rot", k), v))
+        if not self.wide:
+            part = [1, 1, block_m, pad_d // channels.CONSUMERS.value]
+            layout = gl.NVMMASharedLayout.get_default_for(part, gl.float32)
+            self.dq_source = launch.Source(work["accumulator"], part, layout)
         # A head's programs follow one another where dQ is added in a fixed order, so that few heads keep too few busy.
         if ordered and heads <= 2 * section:
             section = heads
         self.visible_rows = None
-        numbers = call_arguments.numbers_of(problem)
         main_programs = key_programs * parts
         if problem.has_intervals:
             # One or two for each key block, also if the last one has fewer keys.
-            num_blocks = triton.cdiv(len_k, block_n) * (block_n // channels.KEYS.value)
             halves = block_n // channels.KEYS.value
+            num_blocks = triton.cdiv(len_k, block_n) * halves
             self.visible_rows = intervals.VisibleRows(problem, num_blocks, halves, pitch, own_columns, section)
             if self.visible_rows.programs is not None:
                 main_programs = self.visible_rows.programs
-        self.main = launch.Launch(
-            backward_kernel.backward_kernel,
-            main_programs,
-            {"num_warps": 4, **pdl},
-            GROUP_SIZE=problem.group_size,
-            pitch=pitch,
-            stats_size=stats_size // 2,
-            num_sequences=sequences,
-            heads_per_section=section,
-            window_left=None if problem.has_intervals else numbers["window_left"],
-            window_right=None if problem.has_intervals else numbers["window_right"],
-        )
+        self.main = main_launch(problem, main_programs, stats_size, section, options)
         self.format = RowFormat.host(problem.head_dim, pad_d, is_wide)
         self.group_parts = None if parts == 1 else parts
         # With more, the programs of a long sequence use more of Q, dO and dQ at once than the L2 holds.
@@ -203,16 +246,13 @@ class BackwardCall:
         self.postprocess = launch.Launch(
             kernel,
             query_programs + key_parts,
-            {"num_warps": 4, **pdl},
+            options,
+            call_arguments.numbers_of(problem),
             softmax_scale=problem.softmax_scale,
-            HQ=heads_q,
-            NQ=len_q,
             pitch=pitch,
-            NK=len_k,
-            num_sequences=sequences,
             stats_size=stats_size // 2,
             k_sums=None if self.sums is None else key_sums,
-            first_counter=None if self.sums is None else self.slot_counters,
+            first_counter=None if self.sums is None else slot_counters,
             sizes=postprocess_kernel.PostprocessSizes.host(
                 format=self.format,
                 HEADS=post_heads,
@@ -227,73 +267,41 @@ class BackwardCall:
             ),
         )
 
-    def _describe(self, q_rot, k_rot, v, do, element, block_n: int, pad_d: int) -> None:
-        """Make the main kernel's descriptors, with empty tensors of the same shape in place of workspaces."""
-        layout = gl.NVMMASharedLayout.get_default_for
-        rows, part = (
-            channels.BACKWARD_BLOCK_M.value,
-            [1, 1, channels.BACKWARD_BLOCK_M.value, pad_d // channels.CONSUMERS.value],
-        )
-        query, key = [1, 1, rows, pad_d], [1, 1, block_n, pad_d]
-        self.q_source, self.do_source = (launch.Source(x, query, layout(query, element)) for x in (q_rot, do))
-        self.k_source, self.v_source = (launch.Source(x, key, layout(key, element)) for x in (k_rot, v))
-        stats = torch.empty(self.preprocess.stats_size, dtype=torch.float32, device=v.device)
-        self.stats_source = launch.Source(stats, [rows], gl.NVMMASharedLayout(0, 32, rank=1))
-        accumulator = torch.empty(self.accumulator_shape, dtype=torch.float32, device=v.device)
-        if not self.wide:
-            self.dq_source = launch.Source(accumulator, part, layout(part, gl.float32))
+    def workspace(self, where: torch.device) -> dict[str, torch.Tensor]:
+        """Return uninitialised workspaces by name."""
+        return dict(zip(self.workspaces, allocate(self.workspaces.values(), where)))
 
     def __call__(self, arguments: tuple) -> Gradients:
         """Launch the call. arguments: do, o, lse, ``Tensors``, and then output buffers dq, dk and dv if it has them."""
         do, o, lse, *of_forward = arguments
         tensors, outputs = split_outputs(of_forward, 3)
         q, k, v, sinks, q_norm, k_norm = tensors.q, tensors.k, tensors.v, tensors.sinks, tensors.q_norm, tensors.k_norm
-        # Allocate with known strides, because otherwise an allocation takes the host twice as long.
-        dtype, where = v.dtype, v.device
-        dq_strides, dk_strides, dv_strides = self.strides
-        dq, dk, dv = outputs
-        if dq is None:
-            dq = torch.empty_strided(o.shape, dq_strides, dtype=dtype, device=where)
-        if dk is None:
-            dk = torch.empty_strided(k.shape, dk_strides, dtype=self.key_dtype, device=where)
-            dv = torch.empty_strided(v.shape, dv_strides, dtype=self.key_dtype, device=where)
+        where = v.device
+        dq, dk, dv = allocate(self.gradients, where, outputs)
         if self.empty:
             weights = (None if weight is None else torch.zeros_like(weight) for weight in (sinks, q_norm, k_norm))
             return Gradients(dq.zero_(), dk.zero_(), dv.zero_(), *weights)
-        accumulator = torch.empty_strided(*self.accumulator_layout, dtype=torch.float32, device=where)
-        cleared: torch.Tensor | None = accumulator if self.clears else None
-        progress: torch.Tensor | None = None
-        if self.progress_size is not None:
-            progress = torch.empty(self.progress_size, dtype=torch.int32, device=where)
-        q_rot, k_rot = q, k
-        if not self.is_rotated:
-            q_rot = torch.empty_strided(*self.q_rot_layout, dtype=dtype, device=where)
-            k_rot = torch.empty_strided(*self.k_rot_layout, dtype=dtype, device=where)
-        counters: Any = None
-        if self.num_counters:
-            counters = torch.empty(self.num_counters, dtype=torch.int32, device=where)
+        work = self.workspace(where)
+        accumulator, counters, parts = work["accumulator"], work.get("counters"), work.get("dsinks")
+        rotated = work.get("q_rot"), work.get("k_rot")
         sums, raw_q, raw_k, dq_norm, dk_norm = prepass.NO_SUMS, None, None, None, None
         if self.sums is not None:
             sums = self.sums.allocate(where, counters)
             raw_q, raw_k = prepass.raw(tensors, self.is_rotated)
             dq_norm, dk_norm = torch.empty_like(q_norm), torch.empty_like(k_norm)
-        parts = None if sinks is None else q.new_empty(self.dsinks_shape, dtype=torch.float32)
         stream = device.current_stream(where)
         # Before the pre-process: the main kernel reads these before it waits for that.
         rows = {} if self.visible_rows is None else self.visible_rows(stream, tensors, lse)
-        rotated = (None, None) if self.is_rotated else (q_rot, k_rot)
-        stats = self.preprocess(stream, tensors, do, o, lse, rotated, cleared, progress, counters)
-        slots, slot_counters = rows.get("slots_ptr"), rows.get("slot_counters_ptr")
-        if self.slot_counters:
-            slots, slot_counters = torch.empty(self.slots_shape, dtype=torch.float32, device=where), counters
+        cleared = accumulator if self.clears else None
+        stats = self.preprocess(stream, tensors, do, o, lse, rotated, cleared, work.get("progress"), counters)
         tables, key_norm = call_arguments.tables_of(self.problem, tensors), None
         if k_norm is not None:
             weights = call_arguments.norm_of(self.problem, k_norm)
             key_norm = backward_block.KeyNorm.host(weights, call_arguments.view(raw_k), sums.k)
         self.main(
             stream,
-            q_desc=self.q_source(q_rot),
-            k_desc=self.k_source(k_rot),
+            q_desc=self.q_source(q if self.is_rotated else rotated[0]),
+            k_desc=self.k_source(k if self.is_rotated else rotated[1]),
             v_desc=self.v_source(v),
             do_desc=self.do_source(do),
             stats_desc=self.stats_source(stats),
@@ -304,16 +312,17 @@ class BackwardCall:
             gradients=backward_block.KeyGradients.host(
                 dk=call_arguments.view(dk),
                 dv=call_arguments.view(dv),
-                dk_parts=None,
                 tables=tables,
                 key_norm=key_norm,
                 format=self.format,
                 TOKEN_TABLES=self.problem.token_tables,
                 share_ptr=rows.get("shares_ptr"),
-                slots_ptr=slots,
-                counters_ptr=slot_counters,
+                slots_ptr=work.get("slots", rows.get("slots_ptr")),
+                counters_ptr=counters if "slots" in work else rows.get("slot_counters_ptr"),
             ),
-            programs=backward_kernel.Programs.host(self.group_parts, self.most_overlapping, progress, *self.stages),
+            programs=backward_kernel.Programs.host(
+                self.group_parts, self.most_overlapping, work.get("progress"), *self.stages
+            ),
             scale=call_arguments.scale_of(self.problem),
         )
         norm_sums = None
@@ -331,7 +340,7 @@ class BackwardCall:
         self.postprocess(
             stream,
             accumulator_ptr=accumulator,
-            progress_ptr=None if self.wide else progress,
+            progress_ptr=None if self.wide else work.get("progress"),
             dq_out=call_arguments.view(dq),
             tables=tables,
             sinks=None if sinks is None else postprocess_kernel.SinkParts.host(sinks, parts, stats),
@@ -363,16 +372,15 @@ class LatentBackwardCall:
         rows = (q, k, v, q_nope, k_nope)
         # A rotated q is contiguous: dq has the memory order of q_nope.
         own = [layouts.output_strides(q_nope, rope), *(layouts.output_strides(x) for x in rows[1:])]
-        self.strides = call_arguments.result_strides((*outputs, None, None), own)
-        dq_strides, dk_strides, dv_strides, dq_nope_strides, dk_nope_strides = self.strides
+        all_strides = call_arguments.result_strides((*outputs, None, None), own)
+        self.gradients = [(x.shape, strides, v.dtype) for x, strides in zip(rows, all_strides)]
         self.empty = batch * len_q * len_k == 0
         if self.empty:
             return
-        pitch = call_arguments.padded_rows(len_q, sequences)
         self.parts_shape = (batch, heads, len_k, rope)
         parts_strides = layouts.contiguous_strides(self.parts_shape)
-        is_wide = layouts.is_long(*(x.stride() for x in (*rows, o, do)), *self.strides, parts_strides)
-        pdl = {"launch_pdl": True} if config.pdl else {}
+        is_wide = layouts.is_long(*(x.stride() for x in (*rows, o, do)), *all_strides, parts_strides)
+        options = {"num_warps": 4, **({"launch_pdl": True} if config.pdl else {})}
         block_m = channels.CONSUMERS.value * channels.ROWS.value
         self.rotate_queries = None if is_rotated else prepass.Rotate("q", given, problem, config)
         self.rotate_keys = prepass.Rotate("k", given, problem, config, tile_rows=block_m, overlaps=True)
@@ -380,54 +388,35 @@ class LatentBackwardCall:
             problem, given, do, o, config, rotates=False, in_tiles=True, pdl=config.pdl
         )
         stats_size = self.preprocess.stats_size
-        element = gl.bfloat16 if q.dtype is torch.bfloat16 else gl.float16
-
-        def source(x: torch.Tensor, length: int) -> launch.Source:
-            tile = [1, 1, length, x.shape[3]]
-            return launch.Source(x, tile, gl.NVMMASharedLayout.get_default_for(tile, element))
-
         q_rot, k_rot = (x.new_empty(x.shape) for x in (q, k))
         # All tiles of queries have 64 rows.
-        self.query_sources = [source(x, channels.BACKWARD_BLOCK_M.value) for x in (q_nope, q_rot, do)]
+        self.query_sources = [row_source(x, channels.BACKWARD_BLOCK_M.value, x.shape[3]) for x in (q_nope, q_rot, do)]
         self.key_sources = [
-            [source(x, length) for x in (k_nope, k_rot, v)] for length in (channels.BACKWARD_BLOCK_N.value, DQ_BLOCK_N)
+            [row_source(x, length, x.shape[3]) for x in (k_nope, k_rot, v)]
+            for length in (channels.BACKWARD_BLOCK_N.value, DQ_BLOCK_N)
         ]
-        stats = torch.empty(stats_size, dtype=torch.float32, device=v.device)
-        self.stats_source = launch.Source(stats, [channels.BACKWARD_BLOCK_M.value], gl.NVMMASharedLayout(0, 32, rank=1))
+        self.stats_source = statistics_source(stats_size, v.device)
         num_heads, row_bytes = batch * heads, q.element_size() * (problem.score_dim + problem.value_dim)
+        sections = [
+            schedule.heads_per_section(num_heads, 1, row_bytes * problem.longest(length), config.section_bytes)
+            for length in (len_q, len_k)
+        ]
         numbers = call_arguments.numbers_of(problem)
-        self.keys = launch.Launch(
-            backward_kernel.backward_kernel,
-            schedule.tile_count(len_k, sequences, channels.BACKWARD_BLOCK_N.value) * num_heads,
-            {"num_warps": 4, **pdl},
-            GROUP_SIZE=1,
-            pitch=pitch,
-            stats_size=stats_size // 2,
-            num_sequences=sequences,
-            heads_per_section=schedule.heads_per_section(
-                num_heads, 1, row_bytes * problem.longest(len_q), config.section_bytes
-            ),
-            window_left=numbers["window_left"],
-            window_right=numbers["window_right"],
-        )
+        programs = schedule.tile_count(len_k, sequences, channels.BACKWARD_BLOCK_N.value) * num_heads
+        self.keys = main_launch(problem, programs, stats_size, sections[0], options)
         self.format = RowFormat.host(columns, layouts.block_d(columns), is_wide)
         tiles = schedule.tile_count(len_q, sequences, block_m)
         self.rope_format = RowFormat.host(rope, rope, is_wide)
         self.queries = launch.Launch(
             latent_kernels.latent_dq_kernel,
             min(tiles * num_heads, device.num_sms(q.device)),
-            {"num_warps": 4, **pdl},
+            options,
+            numbers,
             num_tiles=tiles * num_heads,
-            NQ=len_q,
-            NK=len_k,
-            pitch=pitch,
+            pitch=call_arguments.padded_rows(len_q, sequences),
             stats_size=stats_size // 2,
             tiles_per_head=tiles if problem.is_packed else None,
-            heads_per_section=schedule.heads_per_section(
-                num_heads, 1, row_bytes * problem.longest(len_k), config.section_bytes
-            ),
-            window_left=numbers["window_left"],
-            window_right=numbers["window_right"],
+            heads_per_section=sections[1],
             sizes=latent_kernels.QueryGradientSizes.host(DQ_BLOCK_N, DQ_K_STAGES, DQ_V_STAGES, config.pdl),
         )
         self.sum_heads = launch.Launch(
@@ -445,12 +434,8 @@ class LatentBackwardCall:
         """Launch the call. arguments: do, o, lse, ``Tensors``, and then output buffers dq, dk and dv if it has them."""
         do, o, lse, *of_forward = arguments
         tensors, outputs = split_outputs(of_forward, 3)
-        rows = (tensors.q, tensors.k, tensors.v, tensors.q_nope, tensors.k_nope)
-        dtype, where = tensors.v.dtype, tensors.v.device
-        dq, dk, dv, dq_nope, dk_nope = (
-            torch.empty_strided(x.shape, strides, dtype=dtype, device=where) if out is None else out
-            for x, strides, out in zip(rows, self.strides, (*outputs, None, None))
-        )
+        where = tensors.v.device
+        dq, dk, dv, dq_nope, dk_nope = allocate(self.gradients, where, (*outputs, None, None))
         if self.empty:
             for x in (dq, dk, dv, dq_nope, dk_nope):
                 x.zero_()
@@ -481,7 +466,6 @@ class LatentBackwardCall:
                 dv=call_arguments.view(dv),
                 dk_parts=call_arguments.view(parts),
                 tables=tables,
-                key_norm=None,
                 format=self.format,
                 TOKEN_TABLES=problem.token_tables,
             ),

@@ -156,11 +156,11 @@ class KeyGradients:
 
     dk: tiles.TensorView
     dv: tiles.TensorView
-    dk_parts: tiles.TensorView | None
     tables: rotation.RotaryTables
-    key_norm: KeyNorm | None
     format: tiles.RowFormat
     TOKEN_TABLES: tl.constexpr
+    dk_parts: tiles.TensorView | None = None
+    key_norm: KeyNorm | None = None
     share_ptr: gl.tensor | None = None
     slots_ptr: gl.tensor | None = None
     counters_ptr: gl.tensor | None = None

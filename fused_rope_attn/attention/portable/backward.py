@@ -61,16 +61,9 @@ class BackwardCall:
         pdl = config.pdl and batch * problem.len_k > 0
         if problem.has_norms:
             self.norms = NormGradients(problem, given, self.strides, is_rotated, pdl)
+        counted = None if self.norms is None else self.norms.num_counters
         self.preprocess = Preprocess(
-            problem,
-            given,
-            do,
-            o,
-            config,
-            rotates=not self.takes_given,
-            in_tiles=False,
-            pdl=pdl,
-            num_counters=None if self.norms is None else self.norms.num_counters,
+            problem, given, do, o, config, rotates=not self.takes_given, in_tiles=False, pdl=pdl, num_counters=counted
         )
         pdl = pdl and self.preprocess.programs > 0
         launch_options = {"launch_pdl": True} if pdl else {}

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 import triton
 import triton.language as tl
@@ -271,12 +273,7 @@ class ForwardCall:
     """
 
     def __init__(
-        self,
-        problem: Problem,
-        tensors: tuple,
-        config: ForwardConfig,
-        saving: Saving = Saving.NOTHING,
-        keys_are_ready: bool = False,
+        self, problem: Problem, tensors: tuple, config: ForwardConfig, saving=Saving.NOTHING, keys_are_ready=False
     ):
         given, outputs = split_outputs(tensors, 1)
         q, k, v = given.q, given.k, given.v
@@ -288,7 +285,8 @@ class ForwardCall:
         self.rotate_keys = None
         k_like = k
         if config.strategy == "prepass" and not keys_are_ready and problem.batch * problem.len_k > 0:
-            self.rotate_keys = Rotate("k", given, problem, config, fills_maxima=problem.fills_results)
+            num_maxima = math.prod(problem.maxima_shape) if problem.fills_results else None
+            self.rotate_keys = Rotate("k", given, problem, config, num_maxima=num_maxima)
             k_like = k.new_empty(k.shape)
         inline = self.rotate_keys is None and not keys_are_ready
         tile, pad_d = config.tile, layouts.block_d(problem.head_dim)

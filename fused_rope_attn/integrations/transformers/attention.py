@@ -147,20 +147,15 @@ def _attend(tokens: rotations.Tokens, batch: Batch, options: dict[str, Any]) -> 
     attend_packed: Any = rope_attention_varlen if tokens.latent is None else rope_attention_mla_varlen
     if batch.cu_seqlens is None:
         return attend(*tokens.rows, *tokens.tables.arrays, kv_starts=batch.kv_starts, **options | tokens.options)
-    cu_seqlens, longest = batch.cu_seqlens, batch.max_seqlen
     size, _, length, _ = tokens.q.shape
-    if batch.own_tables and tokens.latent is not None:
+    if tokens.latent is not None:  # it takes no tables by token
         tokens = tokens.rotated(rotations.identity_row(tokens.q.device, kept_of(batch)))
-        cos, sin = tokens.tables.long(longest)
+        cos, sin = tokens.tables.long(batch.max_seqlen)
     else:
         cos, sin = (table.expand(size, length, -1).flatten(0, 1) for table in tokens.tables.arrays)
-        if batch.own_tables:
-            options["token_tables"] = True
-        else:
-            # All sequences share tables by position, which is right because scores depend on distances only.
-            cos, sin = cos[batch.longest], sin[batch.longest]
+        options["token_tables"] = True
     rows = (x.transpose(1, 2).flatten(0, 1) for x in tokens.rows)
-    lengths = cu_seqlens, cu_seqlens, longest, longest
+    lengths = batch.cu_seqlens, batch.cu_seqlens, batch.max_seqlen, batch.max_seqlen
     o = attend_packed(*rows, cos, sin, *lengths, **options | tokens.options)
     return o.unflatten(0, (size, length)).transpose(1, 2)
 

@@ -48,7 +48,6 @@ class Batch(NamedTuple):
     rows: tokens before this pass, if attention may itself write DynamicLayers; else None.
     cu_seqlens: (sequences + 1,) int32 of packed sequences, through all rows of the batch; None if nothing is packed.
     max_seqlen: an upper bound of their lengths.
-    longest: (max_seqlen,) int64: the tokens of the longest sequence; all sequences use their table rows.
     otherwise: of cu_seqlens that were found from position ids, the batch for layers in which the unpatched model does
         not separate sequences (``attention.forward`` chooses); else None.
     kept: the tables that layers share, or None.
@@ -59,7 +58,6 @@ class Batch(NamedTuple):
     inclusive_window: a bidirectional window of w reaches keys at distance w; else w - 1, as a causal one.
     shared: the ranks that share the sequences, and ``plan``: of packed documents, or None. All other fields except
         ``kept`` and ``causal`` are then unused.
-    own_tables: the sequences in cu_seqlens have their own table rows.
     paged: set in a pass of continuous batching; all other fields except ``kept`` are then unused.
     """
 
@@ -70,12 +68,10 @@ class Batch(NamedTuple):
     rows: int | None = None
     cu_seqlens: Tensor | None = None
     max_seqlen: int = 0
-    longest: Tensor | None = None
     otherwise: Any = None
     kept: Kept | None = None
     causal: bool = True
     inclusive_window: bool = False
-    own_tables: bool = False
     shared: state.Shards | None = None
     plan: documents.DocumentPlan | None = None
     paged: caches.PagedPass | None = None
@@ -94,10 +90,9 @@ def kept_of(batch: Batch) -> Kept | None:
 def describe(call: obstacles.Pass, made: bool = False) -> Batch:
     """Return the Batch of a decoder's forward pass.
 
-    Synchronise with the device at most once, and not at all in a decoding step after a described prompt, under
-    torch.compile, or without mask and positions. Under flash-attention, which reads positions too, synchronise at most
-    four times before a first step.
-    Under torch.compile a padding mask must have no holes, because nothing can check it.
+    Synchronise with the device at most once, under flash-attention, which reads positions too, at most four times, and
+    not at all in a decoding step after a described prompt, under torch.compile, or without mask and positions. Under
+    torch.compile a padding mask must have no holes, because nothing can check it.
 
     made: ``generate``, or a model like Gemma 3's, makes the masks, with the cache that is given. Those are causal even
         if the modules are not. Else the decoder makes them, perhaps after a cache.
@@ -254,8 +249,8 @@ def _masked(call: obstacles.Pass, seen: int | None, causal: bool) -> Batch:
     if all(given.get(name) is not None for name in _PACKED_NAMES):
         if seen != 0:
             return Batch("cu_seq_lens with a cache that holds tokens")
-        batch = _packed(given["cu_seq_lens_q"].flatten().int(), int(given["max_length_q"]), tokens)
-        return batch if position_ids is None else _with_positions(batch, position_ids)
+        cu_seqlens = given["cu_seq_lens_q"].flatten().int().to(tokens.device).contiguous()
+        return Batch(cu_seqlens=cu_seqlens, max_seqlen=min(int(given["max_length_q"]), size * length))
     places = None if position_ids is None or length == 1 else convention.text_positions(position_ids)
     by_flash = flash and size == 1 and seen == 0 and not caches.reused(past)
     if mask is not None:
@@ -271,9 +266,7 @@ def _masked(call: obstacles.Pass, seen: int | None, causal: bool) -> Batch:
     in_masks = convention.documents_in_masks and call.asked_is_causal is not False and past is None
     if places is None or not (by_flash if flash else in_masks):
         return PLAIN
-    batch = _packed_by_position(places.expand(size, -1), tokens, by_flash)
-    # Image tokens are rotated by other positions than their places in the text.
-    return batch if places is position_ids or batch.cu_seqlens is None else batch._replace(own_tables=True)
+    return _packed_by_position(places.expand(size, -1), tokens, by_flash)
 
 
 def _with_cache(batch: Batch, call: obstacles.Pass, seen: int | None) -> Batch:
@@ -325,10 +318,9 @@ def _padded(mask: Tensor, past: Cache | None, length: int) -> Batch:
 
 
 def _padded_both_ways(mask: Tensor) -> Batch:
-    """Return the Batch of a padding mask (B, keys) of bidirectional attention.
+    """Return the Batch of a padding mask (B, keys) of bidirectional attention, where all padding must be hidden.
 
-    Padding on either side must be hidden, so the tokens of every row become one packed sequence, and the padding
-    between the tokens of two rows another.
+    The tokens of every row become one packed sequence, and the padding between the tokens of two rows another.
     """
     present = mask != 0
     size, length = present.shape
@@ -343,7 +335,7 @@ def _padded_both_ways(mask: Tensor) -> Batch:
     rows = torch.arange(size, dtype=torch.int32, device=mask.device)[:, None] * length
     limits = (torch.stack((starts, ends), 1) + rows).flatten()
     cu_seqlens = torch.nn.functional.pad(torch.nn.functional.pad(limits, (1, 0)), (0, 1), value=size * length)
-    return Batch(cu_seqlens=cu_seqlens, max_seqlen=2 * length, own_tables=True)
+    return Batch(cu_seqlens=cu_seqlens, max_seqlen=2 * length)
 
 
 def _starts(present: Tensor) -> Tensor:
@@ -357,50 +349,25 @@ def _packed_by_position(places: Tensor, tokens: Tensor, by_flash: bool) -> Batch
 
     A mask separates tokens whose places do not count up by one. flash-attention begins a sequence at each place 0.
     """
-    blind, own_tables = obstacles.is_blind(places), False
+    blind = obstacles.is_blind(places)
     begins = torch.ones_like(places, dtype=torch.bool)
     begins[:, 1:] = places.diff(dim=1) != 1
     if by_flash:
-        first, zeros = begins[:, :1], places == 0
-        as_masks = torch.cat((first, zeros[:, 1:]), 1) == begins
+        zeros = places == 0
         if blind:
-            torch._assert_async(as_masks.all(), "position_ids must count up by one from 0 in every packed sequence")
+            as_masks = (zeros[:, 1:] == begins[:, 1:]).all()
+            torch._assert_async(as_masks, "position_ids must count up by one from 0 in every packed sequence")
         else:
-            one, zero, same = torch.stack((~begins[:, 1:].any(), zeros[:, 0].any(), as_masks.all())).tolist()
+            one, zero = torch.stack((~begins[:, 1:].any(), zeros[:, 0].any())).tolist()
             if one:
                 return PLAIN
             if not zero:
                 return Batch("packed sequences whose first position is not 0, with flash-attention,")
-            begins, own_tables = zeros, not same
+            begins = zeros
     cu_seqlens, longest = bounds_of_sequences(begins, max(begins.numel(), 1) if blind else None)
     if cu_seqlens.shape[0] <= tokens.shape[0] + 1:
         return PLAIN  # one sequence in every row
-    return _packed(cu_seqlens, longest, tokens)._replace(own_tables=own_tables, otherwise=PLAIN)
-
-
-def _with_positions(batch: Batch, position_ids: Tensor) -> Batch:
-    """Return a packed batch with its position ids, (B, N), or (3, B, N) and more for images.
-
-    Attention rotates by the place within a sequence, which is right for positions that count up by one. A device-side
-    assertion checks (B, N); positions of images need tables for each token.
-    """
-    if position_ids.ndim != 2:
-        return batch._replace(own_tables=True)
-    positions, cu_seqlens = position_ids.flatten(), cast(Tensor, batch.cu_seqlens)
-    index = torch.arange(positions.shape[0], device=positions.device, dtype=cu_seqlens.dtype)[1:]
-    begins = torch.isin(index, cu_seqlens.to(positions.device))
-    counts_up = (positions[1:] == positions[:-1] + 1) | begins
-    torch._assert_async(counts_up.all(), "position_ids must count up by one within every sequence of cu_seq_lens_q")
-    return batch
-
-
-def _packed(cu_seqlens: Tensor, max_seqlen: int, tokens: Tensor) -> Batch:
-    total = tokens.shape[0] * tokens.shape[1]
-    cu_seqlens = cu_seqlens.to(tokens.device).contiguous()
-    max_seqlen = min(max_seqlen, total)
-    first = cu_seqlens[(cu_seqlens[1:] - cu_seqlens[:-1]).argmax()].long()
-    longest = (first + torch.arange(max_seqlen, device=tokens.device)).clamp(max=total - 1)
-    return Batch(cu_seqlens=cu_seqlens, max_seqlen=max_seqlen, longest=longest)
+    return Batch(cu_seqlens=cu_seqlens.to(tokens.device), max_seqlen=longest, otherwise=PLAIN)
 
 
 def _lengths(call: obstacles.Pass, seen: int | None) -> Tensor:
@@ -434,11 +401,9 @@ def _lengths(call: obstacles.Pass, seen: int | None) -> Tensor:
 def dense_masks(call: obstacles.Pass) -> dict[str, Tensor] | None:
     """Return the masks of four dimensions of a call by type of layer, "" for all; None if one can be no intervals.
 
-    Users give such masks, and models like PaliGemma and Gemma 3 make them for tokens that see later ones. The hidden
-    keys differ between models and releases, so they are read from the masks themselves.
-
-    Masks have a row for each of the pass's tokens, a column for each, and perhaps more columns for the empty rows of a
-    static cache. Eager attention adds them to scores, and SDPA adds them or takes True for visible.
+    Users give such masks, and models like PaliGemma and Gemma 3 make them for tokens that see later ones. They have a
+    row for each of the pass's tokens, a column for each, and perhaps more columns for the empty rows of a static cache.
+    Eager attention adds them to scores, and SDPA adds them or takes True for visible.
     """
     mask: Any = call.given.get("attention_mask")
     masks: dict[str, Any] = mask if isinstance(mask, dict) else {"": mask}

@@ -3,11 +3,9 @@
 Whatever differs between releases is asked here. A ``Cache`` and the paged cache of continuous batching share a name in
 some of them, so they are told apart by their types.
 
-A pass of continuous batching (``generate_batch``) packs tokens of many requests into one row: new prompts, parts of
-prompts and single tokens. It gives every layer the paged cache itself and two lists of row indices: the rows for new
-keys, and the rows of all keys of the requests. Pools hold pages of consecutive rows of one request. If each request has
-one new token, the pages are found from the indices, on the device, once for all layers of a kind, and the generation
-step reads them in place.
+A pass of continuous batching (``generate_batch``) packs tokens of many requests into one row. It gives every layer the
+paged cache and two lists of row indices: the rows for new keys, and the rows of all keys of the requests. If each
+request has one new token, its pages are found from these on the device, once for all layers of a kind.
 """
 
 from __future__ import annotations
@@ -51,9 +49,9 @@ def cache_of(given: dict[str, Any]) -> Any:
 
 
 def own_cache_of(decoder: nn.Module) -> str:
-    """Return the name of the cache class that a decoder's forward uses, if it does not inherit from ``Cache``.
+    """Return the name of a cache class that a decoder's forward uses and that is no ``Cache``, or "".
 
-    Return "" for other decoders. Hybrid models before transformers 5.15 make such a cache if they are given none.
+    Hybrid models before transformers 5.15 make such a cache if they are given none.
     """
     forward = inspect.unwrap(type(decoder).forward)
     if not isinstance(forward, FunctionType):
@@ -135,19 +133,15 @@ def _foreign_update(cls: type) -> str:
 
 
 # Growing buffers. ``DynamicLayer.update`` concatenates, so each step copies the whole cache. Here a layer's keys and
-# values are the first rows of larger buffers, and most steps only make two new views.
+# values are the first rows of larger buffers, and most steps only make two new views. A layer owns the rows after its
+# tokens as long as its keys and values are the tensors that it was given last, and each row is written once. A layer
+# that was cropped, reordered, copied or filled by other code holds other tensors, so its tokens move to new buffers.
+# Tensors that a program kept therefore never change, just as with concatenation.
 #
-# No row is written after a tensor that shows it was handed out. A layer owns the rows after its tokens as long as its
-# keys and values are the tensors that it was given last, and each row is written once. A layer that was cropped,
-# reordered, copied or filled by other code holds other tensors, so its tokens move to new buffers. Tensors that a
-# program kept, of the layer or of its copies, therefore never change, just as with concatenation.
-#
-# Buffers grow by an eighth: short caches stay small, and long ones are copied so rarely that all copies cost less than
-# a hundredth of reading them.
+# Buffers grow by an eighth, so that all copies cost less than a hundredth of reading a long cache.
 _FEWEST, _MOST, _FRACTION = 16, 256, 8
 # Layer to (weak references to its keys and values, their addresses and shape, the shape and strides of its buffers).
-# References are not enough, because `keys.data = other` gives the same tensor other memory. The buffers live only as
-# long as their views, so that reset and offloaded caches free their memory.
+# Addresses, because `keys.data = other` gives the same tensor other memory. Weak, so that buffers die with their views.
 _known: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
 

@@ -401,9 +401,8 @@ _PAGES_OF_A_REQUEST = 32
 class Serving(state.Method):
     """``init_continuous_batching`` of a patched model: it returns a manager that builds no masks, if possible.
 
-    For SDPA and eager attention a manager builds masks over all requests. For flash-attention it provides page tables,
-    CUDA graphs, and batches that are prepared while others run. It decides by the name of the config's implementation.
-    A patched model reads pages and needs no masks, so its config has a special name while a manager is in use.
+    For SDPA and eager attention a manager builds masks over all requests. For flash-attention it has page tables and
+    CUDA graphs. The name of the config's implementation decides, so a patched model has a special one while it serves.
     """
 
     name = "init_continuous_batching"
@@ -483,8 +482,7 @@ def _create_batch_processor(own: Callable[[], Any]) -> Any:
 def capture(runner: Any, own: Callable[..., None], forward: Callable[..., None], *args: Any) -> None:
     """Capture a graph by a runner's ``own`` method, or let the runner continue without graphs if that fails.
 
-    With masks, managers use no graphs by default, and so serve models that synchronise, for example in their experts or
-    in tables that grow. Such models must not fail here.
+    With masks, managers use no graphs by default, and so serve models that synchronise, for example in their experts.
     """
     done = []
 

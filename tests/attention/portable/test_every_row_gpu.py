@@ -83,7 +83,7 @@ def test_row(forced, monkeypatch):
     def planned(arch, element_size, head_dim, strategy, *shape):
         return forced.row.config(arch, strategy)
 
-    monkeypatch.setattr(portable_configs, forced.table, planned)
+    monkeypatch.setattr(portable_configs, f"{forced.table}_config", planned)
     forget_plans()
     try:
         case = call_of(forced)

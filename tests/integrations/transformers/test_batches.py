@@ -90,13 +90,13 @@ def test_padding(llama, given, expected):
 @pytest.mark.parametrize(
     ("size", "ids", "expected"),
     [
-        (1, [[0, 1, 2, 0, 1]], {"cu_seqlens": [0, 3, 5], "max_seqlen": 3, "longest": [0, 1, 2]}),
-        (1, [[0, 1, 0, 1, 2]], {"cu_seqlens": [0, 2, 5], "max_seqlen": 3, "longest": [2, 3, 4]}),
-        (2, [[0, 1, 2, 0, 1]], {"cu_seqlens": [0, 3, 5, 8, 10], "max_seqlen": 3, "longest": [0, 1, 2]}),
+        (1, [[0, 1, 2, 0, 1]], {"cu_seqlens": [0, 3, 5], "max_seqlen": 3}),
+        (1, [[0, 1, 0, 1, 2]], {"cu_seqlens": [0, 2, 5], "max_seqlen": 3}),
+        (2, [[0, 1, 2, 0, 1]], {"cu_seqlens": [0, 3, 5, 8, 10], "max_seqlen": 3}),
         (2, [[0, 1, 2, 3, 4], [0, 0, 1, 2, 0]],
-         {"cu_seqlens": [0, 5, 6, 9, 10], "max_seqlen": 5, "longest": [0, 1, 2, 3, 4]}),
+         {"cu_seqlens": [0, 5, 6, 9, 10], "max_seqlen": 5}),
         (2, [[0, 1, 2, 3, 4], [0, 1, 2, 0, 1]],
-         {"cu_seqlens": [0, 5, 8, 10], "max_seqlen": 5, "longest": [0, 1, 2, 3, 4]}),
+         {"cu_seqlens": [0, 5, 8, 10], "max_seqlen": 5}),
         (2, [[0, 1, 2, 3, 4]], {}),
         (2, [[7, 8, 9, 10, 11], [0, 1, 2, 3, 4]], {}),
     ],
@@ -116,7 +116,7 @@ def test_sequences_that_positions_tell_apart(llama, size, ids, expected):
 
 
 def test_two_tokens_may_be_two_sequences(llama, monkeypatch):
-    expected = {"cu_seqlens": [0, 1, 2], "max_seqlen": 1, "longest": [0], "otherwise": {}}
+    expected = {"cu_seqlens": [0, 1, 2], "max_seqlen": 1, "otherwise": {}}
     assert described(llama, 1, 2, position_ids=torch.tensor([[0, 0]])) == expected
     # One token cannot: the host does not wait for the device's answer.
     monkeypatch.setattr(batches, "bounds_of_sequences", None)
@@ -144,11 +144,11 @@ def packed(ends, longest, **given):
 
 
 def test_cu_seqlens_that_are_given(llama):
-    expected = {"cu_seqlens": [0, 1, 4, 5], "max_seqlen": 3, "longest": [1, 2, 3]}
+    expected = {"cu_seqlens": [0, 1, 4, 5], "max_seqlen": 3}
     assert described(llama, 1, **packed([0, 1, 4, 5], 3)) == expected
     assert described(llama, 1, **packed([[0, 1, 4, 5]], 3)) == expected
     # A bound that is too large is cut to the keys that exist.
-    expected |= {"max_seqlen": 5, "longest": [1, 2, 3, 4, 4]}
+    expected |= {"max_seqlen": 5}
     assert described(llama, 1, **packed([0, 1, 4, 5], 70)) == expected
     assert described(llama, 1, **packed([0, 1, 4, 5], 3) | {"max_length_k": None}) == {}
     # Into an empty cache, and not after the keys of a full one.
@@ -160,7 +160,7 @@ def test_cu_seqlens_that_are_given(llama):
     }
     assert "cu_seq_lens with" in described(llama, 1, **packed([0, 5], 5), past_key_values=static(llama, 3))["original"]
     # A bound beyond an even number of tokens.
-    assert described(llama, 1, 4, **packed([0, 1, 4], 70))["longest"] == [1, 2, 3, 3]
+    assert described(llama, 1, 4, **packed([0, 1, 4], 70))["max_seqlen"] == 4
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
@@ -179,19 +179,12 @@ def test_sequences_in_a_graph(llama, monkeypatch):
 
 def test_positions_beside_cu_seqlens(llama):
     given = packed([0, 2, 5], 3)
-    expected = {"cu_seqlens": [0, 2, 5], "max_seqlen": 3, "longest": [2, 3, 4]}
-    for ids in ([0, 1, 0, 1, 2], [7, 8, 3, 4, 5], [0, 1, 2, 3, 4]):
-        assert described(llama, 1, **given, position_ids=torch.tensor([ids])) == expected
-    for ids in ([0, 2, 0, 1, 2], [0, 1, 0, 1, 3], [0, 1, 0, 0, 1], [1, 0, 0, 1, 2]):
-        with pytest.raises(RuntimeError, match="position_ids must count up by one within every sequence"):
-            described(llama, 1, **given, position_ids=torch.tensor([ids]))
-    with pytest.raises(RuntimeError, match="position_ids must count up by one"):
-        described(llama, 1, 2, **packed([0, 2], 2), position_ids=torch.tensor([[0, 2]]))
-    of_images = torch.zeros(3, 1, 5, dtype=torch.int64)
-    assert described(llama, 1, **given, position_ids=of_images) == expected | {"own_tables": True}
-    one = {"cu_seqlens": [0, 1], "max_seqlen": 1, "longest": [0]}
+    expected = {"cu_seqlens": [0, 2, 5], "max_seqlen": 3}
+    for ids in ([[0, 1, 0, 1, 2]], [[7, 8, 3, 4, 5]], [[0, 2, 0, 1, 3]], [[[0] * 5]] * 3):
+        assert described(llama, 1, **given, position_ids=torch.tensor(ids)) == expected
+    one = {"cu_seqlens": [0, 1], "max_seqlen": 1}
     assert described(llama, 1, 1, **packed([0, 1], 1), position_ids=torch.tensor([[4]])) == one
-    none = {"cu_seqlens": [0, 0], "longest": []}
+    none = {"cu_seqlens": [0, 0]}
     assert described(llama, 1, 0, **packed([0, 0], 0), position_ids=torch.zeros(1, 0, dtype=torch.int64)) == none
 
 
@@ -211,7 +204,7 @@ def test_positions_beside_cu_seqlens(llama):
 def test_padding_of_bidirectional_attention(llama, given, expected):
     """The tokens of every row are a sequence, and the padding between two rows another."""
     if "cu_seqlens" in expected:
-        expected |= {"max_seqlen": 10, "own_tables": True}
+        expected |= {"max_seqlen": 10}
     if "original" not in expected:
         expected |= {"causal": False, "inclusive_window": True}
     assert described(llama, attention_mask=mask(*given), is_causal=False) == expected
@@ -237,7 +230,7 @@ def test_positions_of_bidirectional_attention(llama, monkeypatch):
     ids = torch.tensor([[0, 1, 0, 1, 2]])
     assert described(llama, 1, position_ids=ids, is_causal=False) == {"causal": False, "inclusive_window": True}
     monkeypatch.setattr(llama.config, "_attn_implementation", "flash_attention_2")
-    sequences = {"cu_seqlens": [0, 2, 5], "max_seqlen": 3, "longest": [2, 3, 4], "otherwise": {"causal": False}}
+    sequences = {"cu_seqlens": [0, 2, 5], "max_seqlen": 3, "otherwise": {"causal": False}}
     assert described(llama, 1, position_ids=ids, is_causal=False) == sequences | {"causal": False}
     assert described(llama, 2, position_ids=ids, is_causal=False) == {"causal": False}
     # Releases disagree about sequences that do not begin with 0, or leave tokens out.
