@@ -181,7 +181,10 @@ def _variants(job: Job) -> list[Job]:
 # The pairs that models combine, and the most that one kernel can hold.
 _WINDOW, _PADDED, _MOST = ("window",), ("kv_starts", "kv_lens"), ("window", "softcap", "sinks", "packed")
 _INTERVALS = ("intervals", "window", "softcap", "sinks", *_PADDED)
-_HOPPER_MASKED = (_WINDOW, _PADDED, ("window", "softcap", "sinks", *_PADDED), ("packed",), _MOST, _INTERVALS)
+_MANY = ("window", "softcap", "sinks", *_PADDED)
+_HOPPER_MASKED = (_WINDOW, _PADDED, _MANY, ("packed",), _MOST, _INTERVALS)
+# Of both passes, and _MANY of the forward with three warpgroups.
+_HOPPER_CHOSEN = ((64, _MOST), (128, ("packed",)), (128, _MOST), (128, _INTERVALS), (256, _MOST))
 _MASKED = (_INTERVALS, _WINDOW, ("window", "softcap"), ("window", "sinks"), _PADDED, ("packed",), _MOST)
 
 
@@ -189,13 +192,12 @@ def mask_jobs(arch: str, full: bool = False) -> list[Job]:
     """Jobs with masks, bfloat16 and causal, in the configurations of medium lengths.
 
     The masks that take most registers where a row is for masks alone (sm_90 and sm_100, D 64 and 256), and at D 128 on
-    sm_90, sm_86 and gfx942, there with intervals too: the other cards have the instructions of one of them. On sm_90
-    also inline. ``full``: every combination, strategy and width everywhere.
+    sm_90 (inline), sm_86 and gfx942, there with intervals too: the other cards have the instructions of one of them.
+    ``full``: every combination, strategy and width everywhere.
     """
     chosen = [("prepass", 64, _MOST), ("prepass", 256, _MOST)] if arch in ("sm_90", "sm_100") else []
-    chosen += [("prepass", 128, _MOST), ("prepass", 128, _INTERVALS)] if arch in (*aot.THOROUGH, "gfx942") else []
-    if arch == "sm_90":
-        chosen += [("inline", 128, _MOST), ("prepass", 256, _INTERVALS)]
+    if arch in (*aot.THOROUGH, "gfx942"):
+        chosen += [("inline" if arch == "sm_90" else "prepass", 128, _MOST), ("prepass", 128, _INTERVALS)]
     if full:
         chosen = itertools.product(configs.STRATEGIES, (64, 128, 256), _MASKED)
     jobs = [
@@ -216,7 +218,7 @@ def mask_jobs(arch: str, full: bool = False) -> list[Job]:
 def latent_jobs(arch: str, full: bool = False) -> list[Job]:
     """Return a job for each row for multi-head latent attention, at the widths of DeepSeek, causal and interleaved.
 
-    Also with the masks that take most registers: on sm_90 in bfloat16, or with ``full`` on every card and in float32.
+    With the masks that take most registers instead of none on sm_90 in bfloat16; ``full``: both, on every card.
     The sm_90 backend's with these masks in forward and without masks in backward; ``full``: all of them in both.
     """
     jobs = []
@@ -238,8 +240,10 @@ def latent_jobs(arch: str, full: bool = False) -> list[Job]:
             config = replace(row.config(arch, "prepass"), section_bytes=0)
             call = {"arch": arch, "direction": direction, "dtype": dtype, "head_dim": row.head_dim, "config": config}
             job = Job(**call, interleaved=True, latent=True)
-            jobs.append(job)
-            if (arch == "sm_90" and row.element_size == 2) or full:
+            thorough = arch == "sm_90" and row.element_size == 2
+            if full or not thorough:
+                jobs.append(job)
+            if full or thorough:
                 jobs += [replace(job, masks=padded), replace(job, masks=packed)]
             if full:
                 jobs += [replace(job, causal=False), replace(job, interleaved=False), replace(job, head_dim=112)]
@@ -247,13 +251,18 @@ def latent_jobs(arch: str, full: bool = False) -> list[Job]:
 
 
 def hopper_jobs(arch: str, full: bool = False) -> list[Job]:
-    """A job for each configuration that the sm_90 backend's tables give, bfloat16, at the largest head dimension of
-    each row and at the widths of a tile, not causal too at these and where causal calls have other configurations; with
-    several other masks at once, those of long sequences, at 128 columns; with norms, those of 128 columns, which leave
-    the fewest registers; of rotated q and k, those of 128 columns and more, once for each main kernel; and backward
-    with groups of query heads that are divided, one of each width, and packed sequences.
-    ``full`` as in ``table_jobs``, and norms, masks and rotated ones at every width."""
-    jobs = []
+    """Return a job for each configuration that the sm_90 backend's tables give, in bfloat16, at the largest head
+    dimension of each row and at the widths of a tile; not causal at 128 columns and where causal calls have other
+    configurations. Features take registers, so most are compiled together where registers are fewest:
+
+    - the most masks at each width, with groups of query heads that are divided; intervals at 128 columns; bounds of the
+      keys with three warpgroups, at 64;
+    - norms at 128 columns, with and without packed sequences, backward also with keys' sums in float32;
+    - rotated q and k without norms at 256 columns;
+    - dQ added in a fixed order at 64 columns, where steps are shortest, and with the masks of 128 and 256.
+
+    ``full`` as in ``table_jobs``, and each feature alone at every width."""
+    jobs: list[Job] = []
     dims = 64, hopper_configs.HEAD_DIM, hopper_configs.WIDE_HEAD_DIM
     for direction, table, find in (
         ("forward", hopper_configs.FORWARD, hopper_configs.forward_row),
@@ -269,44 +278,40 @@ def hopper_jobs(arch: str, full: bool = False) -> list[Job]:
                 continue
             config = replace(row.config, section_bytes=0)
             job = Job(**BF16, arch=arch, direction=direction, head_dim=key[0], config=config, causal=key[1])
-            if key[0] not in dims and not key[1] and not full and replace(job, causal=True) in jobs:
-                continue
-            jobs += [job, *(_variants(job) if full else ())]
+            if key[:2] == (hopper_configs.HEAD_DIM, False) or full or replace(job, causal=True) not in jobs:
+                jobs += [job, *(_variants(job) if full else ())]
+        chosen = _HOPPER_CHOSEN + (((64, _MANY),) if direction == "forward" else ())
         for head_dim, causal, masks in itertools.product(head_dims, (True, False), _HOPPER_MASKED):
-            if masks in (_WINDOW, _PADDED) and not full:
-                continue  # calls with more masks hold them
-            # Other widths have the masks that take most registers.
-            many = direction == "forward" and len(masks) > 2 and masks != _INTERVALS
-            chosen = head_dim == hopper_configs.HEAD_DIM or masks == _MOST or many
-            if head_dim in dims and (full or causal and chosen):
+            if head_dim in dims and (full or causal and (head_dim, masks) in chosen):
                 config = replace(find(head_dim, causal, "long", False, "packed" in masks).config, section_bytes=0)
                 call = {"head_dim": head_dim, "config": config, "causal": causal, "masks": masks}
                 dtypes = (torch.bfloat16, torch.float16) if full else (torch.bfloat16,)
-                jobs += [Job(arch=arch, direction=direction, dtype=dtype, **call) for dtype in dtypes]
+                gqa = masks == _MOST and not full
+                jobs += [Job(arch=arch, direction=direction, dtype=dtype, gqa=gqa, **call) for dtype in dtypes]
     # Calls of a training step; narrower heads leave more registers in the same code.
     trained = [job for job in jobs if job.masks in ((), ("packed",)) and (job.causal or full)]
     if not full:
         trained = list({_as_in_main_kernel(job): job for job in reversed(trained)}.values())[::-1]
-    # Packed sequences with norms hold what those without do.
-    unpacked = [job for job in trained if not job.masks and job.head_dim >= hopper_configs.HEAD_DIM]
-    jobs += [replace(job, rotated=True) for job in (trained if full else unpacked)]
     for job in trained:
-        if full or job.head_dim == hopper_configs.HEAD_DIM:
-            jobs.append(replace(job, rotated=True, norms=True))
-    # In a fixed order: without masks where steps are shortest, and with those that take most registers.
+        has_norms = job.head_dim == hopper_configs.HEAD_DIM
+        if full or has_norms:
+            jobs.append(replace(job, rotated=True, norms=True, sums=job.direction == "backward" and not full))
+        if full or job.head_dim == hopper_configs.WIDE_HEAD_DIM:
+            jobs.append(replace(job, rotated=True))
     ordered = [job for job in jobs if job.direction == "backward" and not job.rotated and job.dtype == torch.bfloat16]
     if not full:
-        kinds = (64, ()), (128, _MOST), (128, _INTERVALS), (256, _MOST)
+        kinds = (64, ()), (128, _INTERVALS), (256, _MOST)
         ordered = list(
             {(job.head_dim, job.masks): job for job in reversed(ordered) if (job.head_dim, job.masks) in kinds}.values()
         )
     jobs += [replace(job, deterministic=True) for job in ordered]
-    summed = [job for job in trained if job.direction == "backward" and (job.head_dim == 128 or full)]
-    jobs += [replace(job, sums=True) for job in (summed if full else summed[:1])]
-    # The last row of each width, for long sequences.
-    grouped = {(job.head_dim, job.masks): job for job in jobs if job in trained and job.direction == "backward"}
-    jobs += [replace(job, gqa=True) for job in grouped.values() if job.head_dim in dims]
-    return list(dict.fromkeys(jobs))
+    if full:
+        backward = [job for job in trained if job.direction == "backward"]
+        grouped = {(job.head_dim, job.masks): job for job in jobs if job in backward and job.head_dim in dims}
+        jobs += [replace(job, sums=True) for job in backward] + [replace(job, gqa=True) for job in grouped.values()]
+        return list(dict.fromkeys(jobs))
+    # Packed sequences without norms are in those with norms.
+    return [job for job in dict.fromkeys(jobs) if job.masks != ("packed",) or job.norms]
 
 
 def _as_in_main_kernel(job: Job) -> Job:
@@ -320,13 +325,14 @@ def _as_in_main_kernel(job: Job) -> Job:
 def find_jobs(archs: Sequence[str], full: bool = False) -> list[LaunchJob]:
     """Return the jobs of all tables for ``archs``.
 
-    Leave out a job that repeats another card's (``repeated_job``), unless it is the first of its title or ``full`` is
-    set. For example sm_89's rows are compiled for sm_86, or for sm_89 where that is the only card.
+    Leave out a job that repeats another card's (``repeated_job``), unless it is the first of its class and direction or
+    ``full`` is set. For example sm_89's rows are compiled for sm_86, or for sm_89 where that is the only card.
     """
     tables = (table_jobs, mask_jobs, latent_jobs, hopper_jobs, rotation_jobs, corope_jobs, decode_jobs, write_jobs)
     jobs: list[LaunchJob] = [job for arch in archs for find in tables for job in find(arch, full)]
-    every, first = set(jobs), {(job.arch, job.title): job for job in reversed(jobs)}
-    return [job for job in jobs if full or job is first[job.arch, job.title] or repeated_job(job) not in every]
+    kinds = {job: (job.arch, type(job), getattr(job, "direction", "")) for job in jobs}
+    first = {kind: job for job, kind in reversed(kinds.items())}
+    return [job for job, kind in kinds.items() if full or job is first[kind] or repeated_job(job) not in kinds]
 
 
 def repeated_job(job: LaunchJob) -> LaunchJob | None:
