@@ -69,7 +69,6 @@ def add_buffers_by_columns(buffers, scale, IS_ORDERED: gl.constexpr):
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for(TILE, DTYPE)
     p = channels.channel_of(gl.allocate_shared_memory(DTYPE, [1] + TILE, LAYOUT), 1)
     ds = channels.written_once(gl.allocate_shared_memory(DTYPE, [1] + TILE, LAYOUT))
-    ds_factor = softmax.allocate_factor(scale, TILE, DTYPE, LAYOUT)
     p.init(FILLS=1, RELEASES=1)
     ds.init(FILLS=1, RELEASES=0)
     permits, additions = None, None
@@ -78,7 +77,8 @@ def add_buffers_by_columns(buffers, scale, IS_ORDERED: gl.constexpr):
         additions = channels.Channel(None, channels.allocate_barriers(2), empty=None, STAGES=2)
         permits.init(FILLS=1, RELEASES=1)
         additions.init(FILLS=channels.CONSUMERS, RELEASES=0)
-    return replace(buffers, ds=ds, p=p, ds_factor=ds_factor, permits=permits, additions=additions)
+    buffers = replace(buffers, ds=ds, p=p, permits=permits, additions=additions)
+    return softmax.with_factor(buffers, scale, TILE, DTYPE, LAYOUT)
 
 
 @jit

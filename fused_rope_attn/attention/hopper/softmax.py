@@ -15,7 +15,7 @@ from triton import constexpr_function
 
 from fused_rope_attn.attention.hopper import masks
 from fused_rope_attn.attention.hopper.columns import ColumnParts
-from fused_rope_attn.kernels.records import record
+from fused_rope_attn.kernels.records import record, replace
 from fused_rope_attn.kernels.softmax import approximate_tanh, tanh
 from fused_rope_attn.runtime.triton_compat import gl, jit
 
@@ -219,9 +219,9 @@ def derivative_factor(p, s, scale):
 
 
 @jit
-def allocate_factor(scale, SHAPE: gl.constexpr, DTYPE: gl.constexpr, LAYOUT: gl.constexpr):
-    """Return a tile of shared memory for ``derivative_factor``, or None without a cap, where the weights are it."""
+def with_factor(buffers, scale, SHAPE: gl.constexpr, DTYPE: gl.constexpr, LAYOUT: gl.constexpr):
+    """Return the ``Buffers`` with a tile for ``derivative_factor`` if there is a cap; without one the weights are it."""
     if scale.cap_scale is None:
-        return None
+        return buffers
     else:
-        return gl.allocate_shared_memory(DTYPE, SHAPE, LAYOUT)
+        return replace(buffers, ds_factor=gl.allocate_shared_memory(DTYPE, SHAPE, LAYOUT))
