@@ -132,7 +132,9 @@ def write_kernel(
         k_rows = tiles.head_rows(inputs.k, origin, limit, inputs.format)
         v_rows = tiles.head_rows(inputs.v, origin, limit, inputs.format)
         k_slots, v_slots = slots_of_head(cache.k, head64, slots), slots_of_head(cache.v, head64, slots)
-        float8 = step.float8_of(cache, head64)
+        float8 = None
+        if cache.FLOAT8_DTYPE is not None:
+            float8 = step.float8_of(cache, head64)
         v = tiles.load_tile(v_rows, offs, CHECK_ROWS=True)
         if float8 is not None:
             v = eight_bits.quantised(v, float8.v_scale)
@@ -187,7 +189,9 @@ def gather_kernel(
     for head in range(first_head, tl.minimum(first_head + HEADS, HKV)):
         head64 = tl.cast(head, tl.int64)
         first, second = rotation.load_pairs(slots_of_head(cache.k, head64, slots), offs, of_sequence)
-        float8 = step.float8_of(cache, head64)
+        float8 = None
+        if cache.FLOAT8_DTYPE is not None:
+            float8 = step.float8_of(cache, head64)
         if float8 is not None:
             first, second = first * float8.k_scale, second * float8.k_scale
         if not cache.IS_ROTATED:

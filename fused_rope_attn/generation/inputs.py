@@ -161,12 +161,9 @@ def store_rows(outputs, rows, sums, HQ, NQ, format):
 
 @triton.jit
 def float8_of(cache, head_kv):
-    """Return the ``Float8`` of one key head of ``CacheInputs``; None for other caches."""
-    if cache.FLOAT8_DTYPE is None:
-        return None
-    else:
-        k_scale, v_scale = head_scale(cache.k_scales, head_kv), head_scale(cache.v_scales, head_kv)
-        return Float8(k_scale, v_scale, DTYPE=cache.FLOAT8_DTYPE, IS_ALIGNED=cache.IS_ALIGNED)
+    """Return the ``Float8`` of one key head of ``CacheInputs`` of a float8 cache."""
+    k_scale, v_scale = head_scale(cache.k_scales, head_kv), head_scale(cache.v_scales, head_kv)
+    return Float8(k_scale, v_scale, DTYPE=cache.FLOAT8_DTYPE, IS_ALIGNED=cache.IS_ALIGNED)
 
 
 @triton.jit

@@ -76,7 +76,9 @@ def decode_kernel(
         start_m = block % m_blocks * BLOCK_M
         num_rows = NQ * GROUP_SIZE - start_m
         rows = step.query_rows(batch, head_kv, start_m, num_rows, GROUP_SIZE, BLOCK_M)
-        float8 = step.float8_of(inputs.cache, head_kv)
+        float8 = None
+        if inputs.cache.FLOAT8_DTYPE is not None:
+            float8 = step.float8_of(inputs.cache, head_kv)
         queries = step.load_step_queries(inputs, rows, keys, float8)
         first_row = None
         if lengths.ALIGNMENT > 1 and (lengths.starts_ptr is not None or window_left is not None):
@@ -140,7 +142,9 @@ def new_tokens_of_row(inputs, keys, batch, head_kv, head, row, GROUP_SIZE, BLOCK
     offs = tl.arange(0, ROWS)
     heads, tokens = head + tl.zeros((ROWS,), tl.int64), row // GROUP_SIZE + tl.zeros((ROWS,), tl.int32)
     rows = step.QueryRows(batch, heads, tokens, offs, num_rows=1)
-    float8 = step.float8_of(inputs.cache, head_kv)
+    float8 = None
+    if inputs.cache.FLOAT8_DTYPE is not None:
+        float8 = step.float8_of(inputs.cache, head_kv)
     queries = step.load_step_queries(inputs, rows, keys, float8)
     cache = step.cache_of_head(inputs, keys, batch, head_kv, float8)
     new = step.new_keys_of_head(inputs, keys, batch, head_kv)

@@ -220,7 +220,7 @@ def derivative_factor(p, s, scale):
 
 @jit
 def with_factor(buffers, scale, SHAPE: gl.constexpr, DTYPE: gl.constexpr, LAYOUT: gl.constexpr):
-    """Return the ``Buffers`` with a tile for ``derivative_factor`` if there is a cap; without one the weights are it."""
+    """Return the ``Buffers``, with a tile for ``derivative_factor`` if there is a cap: else the weights are it."""
     if scale.cap_scale is None:
         return buffers
     else:
