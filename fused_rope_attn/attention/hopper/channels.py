@@ -246,18 +246,18 @@ class RowStatistics:
 class RopePart:
     """The rotated columns of the rows of a tile, which the TMA loads with it, of head ``head`` of ``desc``."""
 
-    desc: gl.tensor | None
+    desc: gl.tensor
     head: gl.tensor
-    smem: gl.shared_memory_descriptor | None  # None: there are none
+    smem: gl.shared_memory_descriptor
 
 
 @jit
 def rope_part(desc, head, channel, cursor):
-    """Return the ``RopePart`` of a slot; desc None: there are none. Functions return no None with Triton 3.6."""
-    smem = None
-    if desc is not None:
-        smem = channel.rope.index(cursor.slot)
-    return RopePart(desc, head, smem)
+    """Return the ``RopePart`` of a slot; None without a descriptor."""
+    if desc is None:
+        return None
+    else:
+        return RopePart(desc, head, channel.rope.index(cursor.slot))
 
 
 @jit
@@ -312,12 +312,11 @@ def load_rows(desc, batch, head, row, tile, full, stats=None, rope=None):
     any.
     """
     OF_STATS: gl.constexpr = 0 if stats is None else stats.desc.block_type.nbytes
-    HAS_ROPE: gl.constexpr = rope is not None and rope.smem is not None
-    OF_ROPE: gl.constexpr = rope.desc.block_type.nbytes if HAS_ROPE else 0
+    OF_ROPE: gl.constexpr = 0 if rope is None else rope.desc.block_type.nbytes
     mbarrier.expect(full, desc.block_type.nbytes + OF_STATS + OF_ROPE)
     if stats is not None:
         compat.tma_load(stats.desc, [stats.start], full, stats.smem)
-    if HAS_ROPE:
+    if rope is not None:
         compat.tma_load(rope.desc, [batch, rope.head, row, 0], full, rope.smem)
     compat.tma_load(desc, [batch, head, row, 0], full, tile)
 
@@ -337,7 +336,7 @@ def load_existing_rows(
         mbarrier.wait(arrival, arrivals & 1)
         zero_rows(tile, 0, gl.minimum(first_row - row, BLOCK))
         zero_rows(tile, gl.maximum(last_row - row, 0), BLOCK)
-        if rope is not None and rope.smem is not None:
+        if rope is not None:
             zero_rows(rope.smem, 0, gl.minimum(first_row - row, BLOCK))
             zero_rows(rope.smem, gl.maximum(last_row - row, 0), BLOCK)
         compat.fence_async_shared()
