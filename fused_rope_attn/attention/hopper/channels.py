@@ -12,8 +12,15 @@ two tiles of a sequence pay this round trip to memory.
 
 from fused_rope_attn.kernels.records import record, replace
 from fused_rope_attn.kernels.sequences import PADDED_TILE_ROWS
-from fused_rope_attn.runtime import triton_compat as compat
-from fused_rope_attn.runtime.triton_compat import gl, jit, mbarrier
+from fused_rope_attn.runtime.triton_compat import (
+    async_copy,
+    fence_async_shared,
+    gl,
+    jit,
+    mbarrier,
+    reinterpret,
+    tma_load,
+)
 
 # All warps but the loading one are in warpgroups of four.
 WARPGROUP_WARPS = gl.constexpr(4)
@@ -206,7 +213,7 @@ class Channel:
         """
         if pred:
             # No copies of this thread are pending, so that its arrival is immediate.
-            compat.async_copy.mbarrier_arrive(self.empty.index(cursor.slot), increment_count=False)
+            async_copy.mbarrier_arrive(self.empty.index(cursor.slot), increment_count=False)
 
 
 @jit
@@ -246,18 +253,18 @@ class RowStatistics:
 class RopePart:
     """The rotated columns of the rows of a tile, which the TMA loads with it, of head ``head`` of ``desc``."""
 
-    desc: gl.tensor
+    desc: gl.tensor | None
     head: gl.tensor
-    smem: gl.shared_memory_descriptor
+    smem: gl.shared_memory_descriptor | None  # None: there are none
 
 
 @jit
 def rope_part(desc, head, channel, cursor):
-    """Return the ``RopePart`` of a slot; None without a descriptor."""
-    if desc is None:
-        return None
-    else:
-        return RopePart(desc, head, channel.rope.index(cursor.slot))
+    """Return the ``RopePart`` of a slot. desc None: other warps write the rotated columns, or there are none."""
+    smem = None
+    if desc is not None:
+        smem = channel.rope.index(cursor.slot)
+    return RopePart(desc, head, smem)
 
 
 @jit
@@ -272,8 +279,8 @@ def zero_rows(tile, first_row, last_row):
     ONE_WARP: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     # A row of a panel, and eight of them at a time, in words.
-    rows = compat.reinterpret(tile, gl.int32, [PANELS * ROWS, 32], FLAT)
-    eights = compat.reinterpret(tile, gl.int32, [PANELS * ROWS // 8, 256], FLAT)
+    rows = reinterpret(tile, gl.int32, [PANELS * ROWS, 32], FLAT)
+    eights = reinterpret(tile, gl.int32, [PANELS * ROWS // 8, 256], FLAT)
     row = gl.to_tensor(first_row)
     while row < last_row:
         if (row % 8 == 0) & (row + 8 <= last_row):
@@ -312,13 +319,14 @@ def load_rows(desc, batch, head, row, tile, full, stats=None, rope=None):
     any.
     """
     OF_STATS: gl.constexpr = 0 if stats is None else stats.desc.block_type.nbytes
-    OF_ROPE: gl.constexpr = 0 if rope is None else rope.desc.block_type.nbytes
+    HAS_ROPE: gl.constexpr = rope is not None and rope.smem is not None
+    OF_ROPE: gl.constexpr = rope.desc.block_type.nbytes if HAS_ROPE else 0
     mbarrier.expect(full, desc.block_type.nbytes + OF_STATS + OF_ROPE)
     if stats is not None:
-        compat.tma_load(stats.desc, [stats.start], full, stats.smem)
-    if rope is not None:
-        compat.tma_load(rope.desc, [batch, rope.head, row, 0], full, rope.smem)
-    compat.tma_load(desc, [batch, head, row, 0], full, tile)
+        tma_load(stats.desc, [stats.start], full, stats.smem)
+    if HAS_ROPE:
+        tma_load(rope.desc, [batch, rope.head, row, 0], full, rope.smem)
+    tma_load(desc, [batch, head, row, 0], full, tile)
 
 
 @jit
@@ -336,10 +344,10 @@ def load_existing_rows(
         mbarrier.wait(arrival, arrivals & 1)
         zero_rows(tile, 0, gl.minimum(first_row - row, BLOCK))
         zero_rows(tile, gl.maximum(last_row - row, 0), BLOCK)
-        if rope is not None:
+        if rope is not None and rope.smem is not None:
             zero_rows(rope.smem, 0, gl.minimum(first_row - row, BLOCK))
             zero_rows(rope.smem, gl.maximum(last_row - row, 0), BLOCK)
-        compat.fence_async_shared()
+        fence_async_shared()
         mbarrier.arrive(full)
         arrivals += 1
     else:
@@ -357,7 +365,7 @@ def load_seen_rows(desc, batch, head, row, tile, full, words_ptr, is_hidden, arr
         load_rows(desc, batch, head, row, tile, arrival, stats)
         mbarrier.wait(arrival, arrivals & 1)
         zero_hidden_rows(tile, words_ptr)
-        compat.fence_async_shared()
+        fence_async_shared()
         mbarrier.arrive(full)
         arrivals += 1
     else:

@@ -85,7 +85,7 @@ def load(loader, schedule, tiles):
     if schedule.tiles_per_head is not None:
         # The pre-pass has described the tiles.
         wait_for_previous_launch(loader.PDL)
-    work = forward_tiles.work_from(schedule, gl.program_id(0))
+    work = forward_tiles.first_work(schedule)
     forward_tiles.announce_tile(tiles, 0, work.tile)
     # The pre-pass writes the counter and the keys. The warps that rotate queries need neither, and have begun.
     wait_for_previous_launch(loader.PDL)
@@ -104,7 +104,7 @@ def load(loader, schedule, tiles):
             # After the first keys, because their slot is free earlier than the queries' memory.
             load_queries(loader, tile, tile_step)
         tile_step += 1
-        following = forward_tiles.work_from(schedule, forward_tiles.take_index(schedule, work.index))
+        following = forward_tiles.next_work(schedule, work)
         forward_tiles.announce_tile(tiles, tile_step, following.tile)
         # Early, because they take a round trip to memory.
         first_visit, following_blocks = following.first_visit()

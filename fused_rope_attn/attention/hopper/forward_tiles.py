@@ -1,9 +1,9 @@
 # mypy: ignore-errors
 """Tiles of the sm_90 forward: their order, the keys that they see, and how the loading warp announces them.
 
-The loading warp alone finds the next tile and divides its number into batch, head and key blocks (``work_from``). It
-announces the tile to the other warps as a few int32 numbers in shared memory (``announce_tile``, ``next_tile``). All
-warps count the announced tiles: ``tile_step``.
+The loading warp alone finds the next tile and divides its number into batch, head and key blocks (``first_work``,
+``next_work``). It announces the tile to the other warps as a few int32 numbers in shared memory (``announce_tile``,
+``next_tile``). All warps count the announced tiles: ``tile_step``.
 """
 
 from triton import constexpr_function
@@ -392,11 +392,18 @@ def packed_work(schedule, index):
 
 
 @jit
-def work_from(schedule, index):
-    """Return the ``Work`` of tile number ``index``, or one of no blocks if there is no such tile.
+def first_work(schedule):
+    """Return the ``Work`` that this block of the grid begins with."""
+    if schedule.tiles_per_head is not None:
+        return packed_work(schedule, gl.program_id(0))
+    else:
+        return tile_work(schedule, gl.program_id(0))
 
-    A block of the grid begins with its own number, and goes on with that of ``take_index``.
-    """
+
+@jit
+def next_work(schedule, work):
+    """Return the ``Work`` that follows this block's ``work``, or one of no blocks if no tile is left for it."""
+    index = take_index(schedule, work.index)
     if schedule.tiles_per_head is not None:
         return packed_work(schedule, index)
     else:
@@ -406,4 +413,5 @@ def work_from(schedule, index):
             # A tile past the last one has no lengths and no visits to read.
             index = gl.minimum(index, schedule.num_tiles - 1)
         work = tile_work(schedule, index)
-        return replace(work, tile=replace(work.tile, num_blocks=gl.where(exists, work.tile.num_blocks, 0)))
+        tile = replace(work.tile, num_blocks=gl.where(exists, work.tile.num_blocks, 0))
+        return replace(work, tile=tile)

@@ -45,16 +45,21 @@ def add_buffers(buffers):
 @jit
 def own_rows(channel, WARPGROUP: gl.constexpr):
     """Return a warpgroup's ``ScoreRows`` of K or V, at an ``opaque`` address, see ``backward_block.whole_tile``."""
-    cursor = channels.Cursor(slot=ptxas.opaque(0), step=None, parity=None)
-    return column_parts.rows_in(channel, cursor, WARPGROUP * channels.KEYS, channels.KEYS)
+    return column_parts.rows_in(
+        channel, channels.Cursor(slot=ptxas.opaque(0), step=None, parity=None), WARPGROUP * channels.KEYS, channels.KEYS
+    )
 
 
 @jit
 def issue_scores(buffers, cursor, nothing, WARPGROUP: gl.constexpr):
     """Begin the scores of the warpgroup's keys and a query block as soon as that has arrived."""
     buffers.q.wait_full(cursor)
-    q = column_parts.rows_in(buffers.q, cursor, 0, channels.BACKWARD_BLOCK_M)
-    return column_parts.issue_row_scores(own_rows(buffers.k, WARPGROUP), q, nothing, 0)
+    return column_parts.issue_row_scores(
+        own_rows(buffers.k, WARPGROUP),
+        column_parts.rows_in(buffers.q, cursor, 0, channels.BACKWARD_BLOCK_M),
+        nothing,
+        0,
+    )
 
 
 @jit
@@ -123,16 +128,21 @@ def store_latent_gradients(dk, dk_rope, dv, buffers, keys, NK, mask, scale, grad
     k_scale = scale.qk_scale * softmax.LN2
     dk, dk_rope = dk * k_scale, dk_rope * k_scale
     if mask.first_key is not None:
-        dk = backward_epilogue.drop_keys(dk, keys.start_n, mask)
-        dv = backward_epilogue.drop_keys(dv, keys.start_n, mask)
+        dk, dv = (
+            backward_epilogue.drop_keys(dk, keys.start_n, mask),
+            backward_epilogue.drop_keys(dv, keys.start_n, mask),
+        )
         dk_rope = backward_epilogue.drop_keys(dk_rope, keys.start_n, mask)
     origin = views.Origin(batch=keys.batch.to(gl.int64), head=keys.head.to(gl.int64), row=keys.start_n)
     num_rows = NK - keys.start_n
     dv_rows = views.head_rows(gradients.dv, origin, num_rows, gradients.format)
     dk_rows = views.head_rows(gradients.dk, origin, num_rows, gradients.format)
-    dv, dk = column_parts.ColumnParts(dv, None), column_parts.ColumnParts(dk, None)
-    backward_epilogue.store_dv(dv_rows, dv, own_rows(buffers.v, WARPGROUP).columns)
-    backward_epilogue.store_dv(dk_rows, dk, own_rows(buffers.k, WARPGROUP).columns)
+    backward_epilogue.store_dv(
+        dv_rows, column_parts.ColumnParts(left=dv, right=None), own_rows(buffers.v, WARPGROUP).columns
+    )
+    backward_epilogue.store_dv(
+        dk_rows, column_parts.ColumnParts(left=dk, right=None), own_rows(buffers.k, WARPGROUP).columns
+    )
     R: gl.constexpr = dk_rope.shape[1]
     rope_format = views.RowFormat(R, R, gradients.format.USE_INT64_OFFSETS)
     backward_epilogue.store_sums(views.head_rows(gradients.dk_parts, origin, num_rows, rope_format), dk_rope)
@@ -348,8 +358,13 @@ def latent_dq_kernel(q_desc, q_rope_desc, k_desc, k_rope_desc, v_desc, do_desc, 
     )
     # Each warpgroup has a channel of one stage for its rows of Q, and one for those of dO.
     full, empty = channels.allocate_barriers(channels.CONSUMERS), channels.allocate_barriers(channels.CONSUMERS)
-    q_smem, q_rope = channels.tiles_of(q_desc, channels.CONSUMERS), channels.tiles_of(q_rope_desc, channels.CONSUMERS)
-    queries = channels.Channel(q_smem, full, empty, STAGES=1, rope=q_rope)
+    queries = channels.Channel(
+        channels.tiles_of(q_desc, channels.CONSUMERS),
+        full,
+        empty,
+        STAGES=1,
+        rope=channels.tiles_of(q_rope_desc, channels.CONSUMERS),
+    )
     full, empty = channels.allocate_barriers(channels.CONSUMERS), channels.allocate_barriers(channels.CONSUMERS)
     dos = channels.Channel(channels.tiles_of(do_desc, channels.CONSUMERS), full, empty, STAGES=1)
     queries.init(FILLS=1, RELEASES=1)
