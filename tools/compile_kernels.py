@@ -230,6 +230,8 @@ def latent_jobs(arch: str, full: bool = False) -> list[Job]:
         if arch == "sm_90":
             call = {"direction": direction, "head_dim": row.head_dim, "interleaved": True}
             for masks in ((), padded, packed) if full else (chosen,):
+                if masks == packed and direction == "forward":
+                    row = hopper_configs.LATENT_PACKED_FORWARD
                 config = replace(row.config, section_bytes=0)
                 jobs.append(Job(**BF16, **call, config=config, arch=arch, latent=True, masks=masks))
     for direction, table in (("forward", portable_configs.FORWARD), ("backward", portable_configs.BACKWARD)):

@@ -114,12 +114,12 @@ class HopperForwardConfig:
 
     Each of ``consumers`` warpgroups attends with 64 query rows, block_n keys at a time, ``stages`` blocks in flight.
 
-    rotates_queries: four more warps rotate the queries; if False, the pre-pass does. attend_registers: of one thread in
-    the attending warps. With 72 for the rotating and 24 for the loading warps the sum over all warpgroups must fit 512.
-    Head dims beyond 128 lack registers for rotating warps, and shared memory for more than 64 keys and two stages.
-    values: one of ``VALUES``, the point at which a warpgroup waits for a block's product with the values: before it
-    issues the next block's scores, before it makes that block's weights, or after that. Later waits take more
-    registers. The rest as in ``ForwardConfig``.
+    rotates_queries: four more warps rotate the queries; if False, the pre-pass does. attend_registers,
+    rotate_registers: registers of one thread in the attending and in the rotating warps. With 24 for the loading warps
+    the sum over all warpgroups must fit 512. Head dims beyond 128 have no registers for rotating warps, and no shared
+    memory for more than 64 keys and two stages. values: one of ``VALUES``, the point at which a warpgroup waits for a
+    block's product with the values: before it issues the next block's scores, before it makes that block's weights, or
+    after that. Later waits take more registers. The rest as in ``ForwardConfig``.
 
     Raises:
         ValueError: values is not one of ``VALUES``.
@@ -130,6 +130,7 @@ class HopperForwardConfig:
     consumers: int = 2
     rotates_queries: bool = True
     attend_registers: int = 208
+    rotate_registers: int = 72
     values: str = AFTER_WEIGHTS
     section_bytes: int = 0
     rotate_rows: int = 16

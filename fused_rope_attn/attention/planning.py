@@ -206,7 +206,7 @@ def _plan(problem: Problem, arch: str) -> Plan:
     if found is not None and backend == "hopper":
         raise found[0](found[1])
     if latent:
-        row = hopper_configs.LATENT_FORWARD
+        row = hopper_configs.LATENT_PACKED_FORWARD if is_packed else hopper_configs.LATENT_FORWARD
         row_backward = hopper_configs.LATENT_BACKWARD
     elif found is None:
         row, row_backward = (

@@ -39,8 +39,6 @@ BACKWARD_BLOCK_N = gl.constexpr(128)
 # kernels. A multiprocessor has 65,536: two warpgroups with 240 and one with 24 take 64,512.
 MULTIPLY_REGISTERS = gl.constexpr(240)
 LOAD_REGISTERS = gl.constexpr(24)
-# Registers of a thread of the four warps that rotate the forward's queries. With fewer they spill.
-ROTATE_REGISTERS = gl.constexpr(72)
 
 # The hardware's named barriers, ``bar`` counters 0 to 15 of a block. Triton takes those of its partitions from 0 on.
 # The forward's warpgroup 0 waits at the first one for the tensor cores, warpgroups 1 and 2 at the next two.
@@ -118,16 +116,21 @@ class Channel:
     rope: gl.shared_memory_descriptor | None = None
 
     @jit
-    def init(self, FILLS: gl.constexpr, RELEASES: gl.constexpr):
-        """Initialise the mbarriers of all slots: FILLS arrivals fill one, and RELEASES arrivals release it.
+    def init_slot(self, slot, FILLS: gl.constexpr, RELEASES: gl.constexpr):
+        """Initialise the mbarriers of a slot, which FILLS arrivals fill and RELEASES arrivals release.
 
         ``release`` is one arrival for each warpgroup, ``release_by_threads`` one for each thread.
         """
+        mbarrier.init(self.full.index(slot), count=FILLS)
+        if self.empty is not None:
+            mbarrier.init(self.empty.index(slot), count=RELEASES)
+
+    @jit
+    def init(self, FILLS: gl.constexpr, RELEASES: gl.constexpr):
+        """Initialise the mbarriers of all slots, as ``init_slot`` does."""
         SLOTS: gl.constexpr = self.full.shape[0]
         for slot in gl.static_range(SLOTS):
-            mbarrier.init(self.full.index(slot), count=FILLS)
-            if self.empty is not None:
-                mbarrier.init(self.empty.index(slot), count=RELEASES)
+            self.init_slot(slot, FILLS, RELEASES)
 
     @jit
     def of_warpgroup(self, WARPGROUP: gl.constexpr):

@@ -48,7 +48,10 @@ def part_zeros(ROWS: gl.constexpr, COLUMNS: gl.constexpr):
 @jit
 def zero_parts(ROWS: gl.constexpr, BLOCK_D: gl.constexpr, RIGHT: gl.constexpr):
     """Return ``ColumnParts`` of zeros for tiles of BLOCK_D columns; RIGHT: ``right_columns``."""
-    return ColumnParts(part_zeros(ROWS, LEFT if RIGHT else BLOCK_D), part_zeros(ROWS, RIGHT) if RIGHT else None)
+    if RIGHT:
+        return ColumnParts(left=part_zeros(ROWS, LEFT), right=part_zeros(ROWS, RIGHT))
+    else:
+        return ColumnParts(left=part_zeros(ROWS, BLOCK_D), right=None)
 
 
 @jit
@@ -155,4 +158,7 @@ def store_parts(tile, parts, WIDTH: gl.constexpr):
 @jit
 def scale_parts(parts, factor):
     """Return ``ColumnParts`` times a scalar."""
-    return ColumnParts(parts.left * factor, None if parts.right is None else parts.right * factor)
+    if parts.right is None:
+        return ColumnParts(left=parts.left * factor, right=None)
+    else:
+        return ColumnParts(left=parts.left * factor, right=parts.right * factor)

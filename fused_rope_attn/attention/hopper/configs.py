@@ -134,10 +134,14 @@ FORWARD: tuple[Row, ...] = (
             section_bytes=64 * MIB)),
 )
 
-# Multi-head latent attention with 128 + 64 columns of keys and 128 of values. Row statistics of one head a program
+# Multi-head latent attention with 128 + 64 columns of keys and 128 of values. The forward takes 4 to 18 % more time
+# with whole diagonals (3.6.0), and 0 to 4 % with a pre-pass of q_rope (3.9.0). Row statistics of one head a program
 # take 8 % less time at 1K (3.9.0). 2026-11-26. From 2**28 multiply-adds on the portable forward takes 1.3 to 1.7 times
 # as long, and the portable backward 3.4 to 5.8 times. H100, 3.9.0, 2026-11-27.
 LATENT_FORWARD = Row(head_dim=192, least_work=dict.fromkeys(BUCKETS, TWO_LAUNCHES),
+    config=HopperForwardConfig(block_n=128, attend_registers=200, rotate_registers=88, section_bytes=32 * MIB))
+# With packed sequences the attending warps would spill 208 bytes next to warps that rotate. 3.9.0, 2026-11-26.
+LATENT_PACKED_FORWARD = Row(head_dim=192, least_work=dict.fromkeys(BUCKETS, TWO_LAUNCHES),
     config=HopperForwardConfig(block_n=128, rotates_queries=False, attend_registers=240, section_bytes=32 * MIB,
         rotate_heads=4))
 LATENT_BACKWARD = Row(head_dim=192, least_work=dict.fromkeys(BUCKETS, TWO_LAUNCHES),

@@ -114,6 +114,7 @@ class ForwardCall:
                 STAGES=config.stages,
                 CONSUMERS=config.consumers,
                 ATTEND_REGISTERS=config.attend_registers,
+                ROTATE_REGISTERS=config.rotate_registers,
                 QUERIES_IN_TILES=in_tiles and self.packed,
                 USE_INT64_OFFSETS=self.is_long,
                 PDL=config.pdl,

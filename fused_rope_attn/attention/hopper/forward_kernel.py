@@ -5,19 +5,15 @@ One block per multiprocessor runs three kinds of warps, which meet only at barri
 
 - ``load`` (forward_producers.py), one warp: takes tiles from a counter and announces them to the other warps
   (forward_tiles.py), and keeps the channels of K and V blocks full through the TMA;
-- ``rotate_queries`` (forward_producers.py), four warps: rotate the query rows of the *next* tile into shared memory;
+- ``rotate_queries`` or ``rotate_rope`` (forward_producers.py), four warps: rotate the query rows of the *next* tile
+  into shared memory;
 - ``attend``, two or three warpgroups of 64 query rows each: products and softmax (FlashAttention-3, Shah et al. 2024).
   The product with the values is delayed by one block, and a tile's first scores are issued before the tile before it
   ends, so that the tensor cores work through the ends of the tiles.
 
-``load`` announces a tile and loads its last key block, ``rotate_queries`` rotates its queries. For each key block,
-``attend`` multiplies (``multiply``), caps the scores (``softmax.cap_scores``), hides pairs if the block is one of those
-that need a mask (``masks``), and folds it into the softmax. At last it writes lse (``finish_rows``) and o
-(``write_output``).
-
-Head dims above 128 and latent attention leave too few registers for warps that rotate, and too little shared memory for
-a second set of query buffers. The pre-pass then rotates Q too, and the loading warp loads each warpgroup's 64 rows as
-soon as it has released its last ones. O is stored in two halves of its columns, through the same memory.
+Head dims above 128 leave too few registers for warps that rotate, and too little shared memory for a second set of
+query buffers. The pre-pass then rotates Q too, and the loading warp loads each warpgroup's 64 rows as soon as it has
+released its last ones. O is stored in two halves of its columns, through the same memory.
 """
 
 import triton
@@ -64,6 +60,7 @@ class ForwardSizes:
     STAGES: gl.constexpr  # of the channels of K and V
     CONSUMERS: gl.constexpr  # warpgroups that attend
     ATTEND_REGISTERS: gl.constexpr  # of a thread
+    ROTATE_REGISTERS: gl.constexpr
     QUERIES_IN_TILES: gl.constexpr  # packed queries in q_rot are stored as in ``Saving.TILES``
     USE_INT64_OFFSETS: gl.constexpr
     PDL: gl.constexpr  # programmatic dependent launch
@@ -110,7 +107,7 @@ def forward_kernel(q_rot_desc, q_nope_desc, k_rot_desc, k_nope_desc, v_desc, o_d
     # The loader's descriptors. The rotated columns of latent attention have tiles of their own.
     q_desc = q_nope_desc if IS_LATENT else (None if ROTATES_QUERIES else q_rot_desc)
     k_desc = k_nope_desc if IS_LATENT else k_rot_desc
-    q_rope_desc = q_rot_desc if IS_LATENT else None
+    q_rope_desc = q_rot_desc if IS_LATENT and not ROTATES_QUERIES else None
     k_rope_desc = k_rot_desc if IS_LATENT else None
 
     # Shared memory and channels. Rotated here, the queries of all warpgroups share two stages. Otherwise each warpgroup
@@ -127,7 +124,13 @@ def forward_kernel(q_rot_desc, q_nope_desc, k_rot_desc, k_nope_desc, v_desc, o_d
     v_smem = channels.tiles_of(v_desc, STAGES)
     q_rope, k_rope = None, None
     if IS_LATENT:
-        q_rope, k_rope = channels.tiles_of(q_rope_desc, CONSUMERS), channels.tiles_of(k_rope_desc, STAGES)
+        k_rope = channels.tiles_of(k_rope_desc, STAGES)
+        if ROTATES_QUERIES:
+            R: gl.constexpr = source.tables.R
+            ROPE_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([1, 1, ROWS, R], DTYPE)
+            q_rope = gl.allocate_shared_memory(DTYPE, [CONSUMERS, 1, 1, ROWS, R], ROPE_LAYOUT)
+        else:
+            q_rope = channels.tiles_of(q_rope_desc, CONSUMERS)
     TILE_READERS: gl.constexpr = CONSUMERS + 1 if ROTATES_QUERIES else CONSUMERS
     # Warpgroups that attend read NK where tiles have no bounds, with intervals only to rotate their first queries.
     # Numbers that a tile's announcement contains are None here, because Triton 3.6 fails on unused arguments of warps.
@@ -137,11 +140,13 @@ def forward_kernel(q_rot_desc, q_nope_desc, k_rot_desc, k_nope_desc, v_desc, o_d
     )
     full, empty = channels.allocate_barriers(CONSUMERS), channels.allocate_barriers(CONSUMERS)
     queries = channels.Channel(q_smem, full, empty, Q_STAGES, TILES=TILES, rope=q_rope)
-    queries.init(FILLS=1, RELEASES=TILES)
+    # In latent attention the loading warp and those that rotate fill a slot.
+    queries.init(FILLS=2 if ROTATES_QUERIES and IS_LATENT else 1, RELEASES=TILES)
     keys = channels.channel_of(k_smem, STAGES, k_rope)
     values = channels.channel_of(v_smem, STAGES)
-    keys.init(FILLS=1, RELEASES=CONSUMERS * channels.WARPGROUP_THREADS)
-    values.init(FILLS=1, RELEASES=CONSUMERS * channels.WARPGROUP_THREADS)
+    for i in gl.static_range(STAGES):
+        keys.init_slot(i, FILLS=1, RELEASES=CONSUMERS * channels.WARPGROUP_THREADS)
+        values.init_slot(i, FILLS=1, RELEASES=CONSUMERS * channels.WARPGROUP_THREADS)
     arrival = None
     if HAS_BOUNDS or HAS_INTERVALS:
         arrival = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
@@ -155,31 +160,46 @@ def forward_kernel(q_rot_desc, q_nope_desc, k_rot_desc, k_nope_desc, v_desc, o_d
     else:
         HAS_OWN_STARTS: gl.constexpr = HAS_STARTS and not tile_source.FROM_START
         mask = masks.PositionMask(window, tile_source.READS_LENGTHS, HAS_OWN_STARTS)
-    schedule = forward_tiles.schedule_of(
-        tile_source, window, o_desc, num_tiles, heads_per_section, tiles_per_head, GROUP_SIZE, NQ, NK, BLOCK_N,
-        CONSUMERS * ROWS, sizes.QUERIES_IN_TILES,
-    )  # fmt: skip
+    schedule = forward_tiles.Schedule(
+        tile_source,
+        window,
+        num_tiles=num_tiles,
+        num_heads=o_desc.shape[0] * o_desc.shape[1],
+        heads_per_section=heads_per_section,
+        tiles_per_head=tiles_per_head,
+        HQ=None if IS_PACKED else o_desc.shape[1],
+        GROUP_SIZE=GROUP_SIZE,
+        NQ=None if IS_PACKED else NQ,
+        NK=None if IS_PACKED else NK,
+        BLOCK_N=BLOCK_N,
+        BLOCK_M=CONSUMERS * ROWS,
+        QUERIES_IN_TILES=sizes.QUERIES_IN_TILES,
+    )
     row_format = tiles.RowFormat(sizes.D, BLOCK_D, sizes.USE_INT64_OFFSETS)
     output = replace(output, desc=o_desc, smem=o_smem, format=row_format)
+    # In latent attention the warps that rotate do so for all tiles, and the loading warp loads the other columns.
+    first_source, loaded = None, queries
     if ROTATES_QUERIES:
         starts_ptr = tile_source.starts_ptr if tile_source.FROM_START else None
         source = replace(source, position_limit=position_limit, starts_ptr=starts_ptr, saved_desc=q_rot_desc)
-    loaded = None if ROTATES_QUERIES else queries
+        if not IS_LATENT:
+            first_source, loaded = source, None
     intervals = mask if HAS_INTERVALS else None
     loader = forward_producers.Loader(
         q_desc, k_desc, v_desc, q_rope_desc, k_rope_desc, loaded, keys, values, arrival, intervals, sizes.PDL
     )
 
+    ROTATE: gl.constexpr = forward_producers.rotate_rope if IS_LATENT else forward_producers.rotate_queries
     # The list of tasks. Triton runs the first one in the warps that have run this function so far.
-    first = Attention(0, CONSUMERS, announced, queries, keys, values, mask, scores, source, output, NQ)
+    first = Attention(0, CONSUMERS, announced, queries, keys, values, mask, scores, first_source, output, NQ)
     gl.warp_specialize(
         [(attend, (first,)), (attend, (replace(first, INDEX=1),))]
         + ([(attend, (replace(first, INDEX=2),))] if CONSUMERS == 3 else [])
-        + ([(forward_producers.rotate_queries, (announced, queries, source))] if ROTATES_QUERIES else [])
+        + ([(ROTATE, (announced, queries, source))] if ROTATES_QUERIES else [])
         + [(forward_producers.load, (loader, schedule, announced))],
         [channels.WARPGROUP_WARPS] * (TILE_READERS - 1) + [1],
         [sizes.ATTEND_REGISTERS] * (CONSUMERS - 1)
-        + ([channels.ROTATE_REGISTERS] if ROTATES_QUERIES else [])
+        + ([sizes.ROTATE_REGISTERS] if ROTATES_QUERIES else [])
         + [channels.LOAD_REGISTERS],
     )
 

@@ -286,3 +286,48 @@ def rotate_queries(tiles, queries, source):
         tile = forward_tiles.next_tile(tiles, tile_step)
     if source.saved_desc is not None:
         tma_store_wait(0)
+
+
+@jit
+def rotate_rope(tiles, queries, source):
+    """Rotate q_rope of each tile into shared memory, and save it if asked to; a warpgroup's work.
+
+    Each warpgroup that attends has one slot, ``queries.rope``, next to the columns that the loading warp loads. Its
+    rows are rotated in registers before the slot is empty.
+    """
+    BLOCK_D: gl.constexpr = queries.rope.shape[4]
+    CONSUMERS: gl.constexpr = queries.full.shape[0]
+    LINES: gl.constexpr = gl.BlockedLayout([1, 1], [32, 1], [4, 1], [1, 0])
+    CHUNK: gl.constexpr = 2048 // BLOCK_D
+    tile_step = 0
+    tile = forward_tiles.next_tile(tiles, tile_step)
+    while tile.num_blocks > 0:
+        given = tile_queries(source, tile, None, BLOCK_D)
+        prefetch_rows(given.rows, tile.start_m, tile.query_end, CONSUMERS * ROWS, LINES)
+        for warpgroup in gl.static_range(CONSUMERS):
+            chunks = ()
+            for chunk in gl.static_range(ROWS // CHUNK):
+                # These warps lack registers for the addresses of all rows at once, and for angles of two chunks.
+                if chunk > 0:
+                    barrier()
+                q = given.rotated(opaque(tile.start_m) + warpgroup * ROWS + chunk * CHUNK, CHUNK)
+                chunks = chunks + (q.to(queries.rope.dtype),)
+            own = queries.of_warpgroup(warpgroup)
+            cursor = own.at(tile_step)
+            own.wait_empty(cursor)
+            if source.saved_desc is not None and warpgroup == 0:
+                # Until the stores of the last tile have read the slots.
+                tma_store_wait(0)
+                barrier()
+            rotated = own.rope.index(cursor.slot).reshape((ROWS, BLOCK_D))
+            for chunk in gl.static_range(ROWS // CHUNK):
+                rotated.slice(chunk * CHUNK, CHUNK, dim=0).store(chunks[chunk])
+            fence_async_shared()
+            if source.saved_desc is not None:
+                barrier()
+                save_queries(source, tile, tile.start_m + warpgroup * ROWS, rotated)
+            own.fill(cursor)
+        tile_step += 1
+        tile = forward_tiles.next_tile(tiles, tile_step)
+    if source.saved_desc is not None:
+        tma_store_wait(0)

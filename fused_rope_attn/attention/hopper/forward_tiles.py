@@ -211,20 +211,6 @@ class Schedule:
     QUERIES_IN_TILES: gl.constexpr  # whether rotated packed queries, saved or loaded, have whole tiles to a sequence
 
 
-@jit
-def schedule_of(source, window, desc, num_tiles, heads_per_section, tiles_per_head, GROUP_SIZE, NQ, NK,
-                BLOCK_N: gl.constexpr, BLOCK_M: gl.constexpr, QUERIES_IN_TILES: gl.constexpr):  # fmt: skip
-    """Return the ``Schedule`` of a call with queries like those of ``desc``, (B, HQ, NQ, D)."""
-    HQ = desc.shape[1]
-    num_heads = desc.shape[0] * HQ
-    if tiles_per_head is not None:
-        HQ, NQ, NK = None, None, None
-    return Schedule(
-        source, window, num_tiles, num_heads, heads_per_section, tiles_per_head, HQ, GROUP_SIZE, NQ, NK, BLOCK_N,
-        BLOCK_M, QUERIES_IN_TILES,
-    )  # fmt: skip
-
-
 @record
 class Work:
     """A ``QueryTile`` and what only the loading warp needs."""

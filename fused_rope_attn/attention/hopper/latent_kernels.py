@@ -352,6 +352,7 @@ def latent_dq_kernel(q_desc, q_rope_desc, k_desc, k_rope_desc, v_desc, do_desc, 
     V_STAGES: gl.constexpr = sizes.V_STAGES
     HAS_STARTS: gl.constexpr = tile_source.starts_ptr is not None
     HAS_BOUNDS: gl.constexpr = IS_PACKED or HAS_STARTS or tile_source.lens_ptr is not None or window_left is not None
+    HQ = do_desc.shape[1]
     # Numbers that a tile's announcement contains are None here, because Triton 3.6 fails on unused arguments of warps.
     tiles = forward_tiles.announcements(
         HAS_BOUNDS, IS_PACKED, channels.CONSUMERS, NQ=None if IS_PACKED else NQ, NK=None if HAS_BOUNDS else NK
@@ -380,10 +381,21 @@ def latent_dq_kernel(q_desc, q_rope_desc, k_desc, k_rope_desc, v_desc, do_desc, 
 
     window = masks.Window(window_left, window_right, HIDES_PAIRS=window_left is not None or window_right is not None)
     mask = hopper_masks.PositionMask(window, tile_source.READS_LENGTHS, HAS_STARTS)
-    schedule = forward_tiles.schedule_of(
-        tile_source, window, do_desc, num_tiles, heads_per_section, tiles_per_head, 1, NQ, NK, sizes.BLOCK_N,
-        channels.CONSUMERS * channels.ROWS, IS_PACKED,
-    )  # fmt: skip
+    schedule = forward_tiles.Schedule(
+        tile_source,
+        window,
+        num_tiles,
+        do_desc.shape[0] * do_desc.shape[1],
+        heads_per_section,
+        tiles_per_head,
+        HQ=None if IS_PACKED else HQ,
+        GROUP_SIZE=1,
+        NQ=None if IS_PACKED else NQ,
+        NK=None if IS_PACKED else NK,
+        BLOCK_N=sizes.BLOCK_N,
+        BLOCK_M=channels.CONSUMERS * channels.ROWS,
+        QUERIES_IN_TILES=IS_PACKED,
+    )
     loader = forward_producers.Loader(
         q_desc, k_desc, v_desc, q_rope_desc, k_rope_desc, queries, keys, values, arrival, None, False, do_desc, dos
     )

@@ -59,8 +59,10 @@ def rescale_part(acc, correction):
 @jit
 def rescale_output(acc, correction):
     """Return ``ColumnParts`` of the output so far, times correction (64,)."""
-    right = None if acc.right is None else rescale_part(acc.right, correction)
-    return ColumnParts(rescale_part(acc.left, correction), right)
+    if acc.right is None:
+        return ColumnParts(left=rescale_part(acc.left, correction), right=None)
+    else:
+        return ColumnParts(left=rescale_part(acc.left, correction), right=rescale_part(acc.right, correction))
 
 
 @jit
@@ -74,8 +76,12 @@ def finish_part(acc, seen, factor, DTYPE: gl.constexpr):
 @jit
 def finish_output(acc, seen, factor, DTYPE: gl.constexpr):
     """Finish the ``ColumnParts`` of the output as ``finish_part`` does."""
-    right = None if acc.right is None else finish_part(acc.right, seen, factor, DTYPE)
-    return ColumnParts(finish_part(acc.left, seen, factor, DTYPE), right)
+    if acc.right is None:
+        return ColumnParts(left=finish_part(acc.left, seen, factor, DTYPE), right=None)
+    else:
+        return ColumnParts(
+            left=finish_part(acc.left, seen, factor, DTYPE), right=finish_part(acc.right, seen, factor, DTYPE)
+        )
 
 
 @jit
@@ -166,15 +172,20 @@ def pack_weights(p, DTYPE: gl.constexpr):
     A 16-bit tensor that a loop carries takes a register for every value, and instructions that split words and join
     them again. A carried zero takes nothing.
     """
-    CVT: gl.constexpr = "cvt.rn.bf16x2.f32" if DTYPE == gl.bfloat16 else "cvt.rn.f16x2.f32"
-    ASM: gl.constexpr = CVT + " $0, $3, $2; mov.b32 $1, 0;"
-    return gl.inline_asm_elementwise(ASM, "=r,=r,f,f", [p], dtype=gl.int32, is_pure=True, pack=2)
+    if DTYPE == gl.bfloat16:
+        return gl.inline_asm_elementwise(
+            "cvt.rn.bf16x2.f32 $0, $3, $2; mov.b32 $1, 0;", "=r,=r,f,f", [p], dtype=gl.int32, is_pure=True, pack=2
+        )
+    else:
+        return gl.inline_asm_elementwise(
+            "cvt.rn.f16x2.f32 $0, $3, $2; mov.b32 $1, 0;", "=r,=r,f,f", [p], dtype=gl.int32, is_pure=True, pack=2
+        )
 
 
 @jit
 def unpack_weights(words, DTYPE: gl.constexpr, LAYOUT: gl.constexpr):
     """Unpack the weights of ``pack_weights`` as an operand of a product; "not pure" keeps this before the products."""
-    if DTYPE == gl.bfloat16:  # Triton takes no constexpr for the dtype of inline assembly
+    if DTYPE == gl.bfloat16:
         p = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r,r", [words], dtype=gl.bfloat16, is_pure=False, pack=2)
     else:
         p = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r,r", [words], dtype=gl.float16, is_pure=False, pack=2)
