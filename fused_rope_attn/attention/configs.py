@@ -117,9 +117,10 @@ class HopperForwardConfig:
     rotates_queries: four more warps rotate the queries; if False, the pre-pass does. attend_registers,
     rotate_registers: registers of one thread in the attending and in the rotating warps. With 24 for the loading warps
     the sum over all warpgroups must fit 512. Head dims beyond 128 have no registers for rotating warps, and no shared
-    memory for more than 64 keys and two stages. values: one of ``VALUES``, the point at which a warpgroup waits for a
-    block's product with the values: before it issues the next block's scores, before it makes that block's weights, or
-    after that. Later waits take more registers. The rest as in ``ForwardConfig``.
+    memory for more than 64 keys and two stages. pin: keep the softmax concurrent with the product of the block before
+    (``hopper.softmax.pin``), which takes more registers. values: one of ``VALUES``, the point at which a warpgroup
+    waits for a block's product with the values: before it issues the next block's scores, before it makes that block's
+    weights, or after that. Later waits take more registers. The rest as in ``ForwardConfig``.
 
     Raises:
         ValueError: values is not one of ``VALUES``.
@@ -131,6 +132,7 @@ class HopperForwardConfig:
     rotates_queries: bool = True
     attend_registers: int = 208
     rotate_registers: int = 72
+    pin: bool = False
     values: str = AFTER_WEIGHTS
     section_bytes: int = 0
     rotate_rows: int = 16

@@ -108,10 +108,10 @@ FORWARD: tuple[Row, ...] = (
     # From 1025 to 4096 tokens they take 11 to 21 % less time than the portable kernels at 2**31, and the same at 2**30.
     # H200 and H100, 3.6.0 and 3.9.0, 2026-11-27.
     Row(head_dim=HEAD_DIM, packed=False, bucket=("medium", "long"), least_work={"medium": 2**31, "long": 0},
-        config=HopperForwardConfig(block_n=128, section_bytes=32 * MIB)),
+        config=HopperForwardConfig(block_n=128, pin=True, section_bytes=32 * MIB)),
     # Packed sequences are 3 to 9 % faster at the least work. H200 and H100, 2026-11-27.
     Row(head_dim=HEAD_DIM, bucket=("medium", "long"), least_work={"medium": 2**32, "long": 0},
-        config=HopperForwardConfig(block_n=128, section_bytes=32 * MIB)),
+        config=HopperForwardConfig(block_n=128, pin=True, section_bytes=32 * MIB)),
     # Without a mask 16 MiB take 2 to 8 % less time where key heads are not shared. H200 and H100, 3.9.0, 2026-11-26.
     # Up to 1024 tokens 6 to 27 % faster than the portable kernels from the least work on. Both cards, 2026-11-27.
     Row(head_dim=HEAD_DIM, causal=False, packed=False, least_work={"tiny": 2**30, "short": 2**30},
@@ -130,7 +130,7 @@ FORWARD: tuple[Row, ...] = (
     # 3.9.0 they take 1.04 to 1.9 times as long at any work, because ptxas lets each of their products wait for the one
     # before. H200 and H100, 2026-11-26.
     Row(head_dim=WIDE_HEAD_DIM, least_work=dict.fromkeys(BUCKETS, TWO_LAUNCHES),
-        config=HopperForwardConfig(block_n=64, rotates_queries=False, attend_registers=240,
+        config=HopperForwardConfig(block_n=64, rotates_queries=False, attend_registers=240, pin=True,
             section_bytes=64 * MIB)),
 )
 

@@ -22,6 +22,19 @@ from fused_rope_attn.runtime.triton_compat import gl
 COUNTER_WORDS = TILE_WORDS.value
 
 
+def is_aligned(problem: Problem, block_m: int, block_n: int) -> bool:
+    """Return whether the diagonal of each tile is that of one key block, and nothing but causality hides keys.
+
+    The first of two warpgroups then sees half of that block, the second one sees the first half whole, and all other
+    blocks are seen whole. Calls with more queries than keys are excluded, because some of their tiles see nothing.
+    """
+    is_masked = problem.window is not None or problem.is_packed or problem.has_kv_starts or problem.has_kv_lens
+    is_masked = is_masked or problem.has_intervals
+    keys_before = problem.len_k - problem.len_q
+    same_rows = block_m == block_n == 2 * ROWS.value and keys_before >= 0 and keys_before % block_n == 0
+    return problem.causal and same_rows and not is_masked
+
+
 class ForwardCall:
     """The launches of one forward signature.
 
@@ -120,6 +133,7 @@ class ForwardCall:
                 PDL=config.pdl,
             ),
         )
+        self.is_aligned = is_aligned(problem, block_m, block_n)
         self.maximum = None
         if self.max_logit_shape is not None and 0 not in self.max_logit_shape:  # there may be no sequence
             self.maximum = Launch(
@@ -177,11 +191,15 @@ class ForwardCall:
                 tensors.kv_lens,
                 READS_LENGTHS=problem.reads_lengths and lists is None,
                 FROM_START=problem.batch_invariant and problem.has_kv_starts,
+                IS_ALIGNED=self.is_aligned,
                 lists=lists,
             ),
             scores=forward_kernel.Softmax.host(
                 arguments.scale_of(problem),
                 tensors.sinks,
+                # Pinning takes registers. With a window a tile has few blocks, so they cost more than they save. Packed
+                # calls have no spare registers, and would spill 168 bytes.
+                PIN_SUMS=self.config.pin and problem.window_left is None and not self.packed,
                 VALUES=self.config.values,
             ),
             output=forward_kernel.ForwardOutput.host(

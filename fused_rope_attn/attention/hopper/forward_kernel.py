@@ -21,7 +21,7 @@ import triton.language as tl
 
 from fused_rope_attn.attention.hopper import channels, columns, forward_producers, forward_tiles, masks, softmax
 from fused_rope_attn.attention.hopper.channels import ROWS
-from fused_rope_attn.kernels import sequences, tiles
+from fused_rope_attn.kernels import ptxas, sequences, tiles
 from fused_rope_attn.kernels import softmax as row_softmax
 from fused_rope_attn.kernels.masks import Window
 from fused_rope_attn.kernels.records import record, replace, unpack
@@ -35,6 +35,7 @@ class Softmax:
 
     scale: row_softmax.ScoreScale
     sinks_ptr: gl.tensor | None  # (HQ,)
+    PIN_SUMS: gl.constexpr  # see ``ptxas.pin``
     VALUES: gl.constexpr  # when a block's product with the values is awaited, see ``attend``
 
 
@@ -159,7 +160,7 @@ def forward_kernel(q_rot_desc, q_nope_desc, k_rot_desc, k_nope_desc, v_desc, o_d
         mask = masks.IntervalMask(tile_source.lists.key_rows_ptr, num_keys, words)
     else:
         HAS_OWN_STARTS: gl.constexpr = HAS_STARTS and not tile_source.FROM_START
-        mask = masks.PositionMask(window, tile_source.READS_LENGTHS, HAS_OWN_STARTS)
+        mask = masks.PositionMask(window, tile_source.READS_LENGTHS, HAS_OWN_STARTS, tile_source.IS_ALIGNED)
     schedule = forward_tiles.Schedule(
         tile_source,
         window,
@@ -229,6 +230,9 @@ def attend(attention):
     mask and those that do not: with two loops ptxas set up the address of q in the first one alone, and jumped past it
     if that loop had no iterations.
 
+    The first block of an aligned tile is on the diagonal, and the first warpgroup sees half of it: FIRST_COUNT keys.
+    The other keys get weights of zero. Their product with the values costs time, but little energy.
+
     A block's product with the values runs concurrently with the scores and the maxima of the next block. VALUES says
     when it is awaited. "before weights" of that block leaves registers free, and the weights may be packed between
     exponentials; "after weights" hides more of the product. "before scores" overlaps it with nothing, so that weights
@@ -241,17 +245,24 @@ def attend(attention):
     BLOCK_N: gl.constexpr = keys.buffer.shape[3]
     BLOCK_D: gl.constexpr = keys.buffer.shape[4]
     DTYPE: gl.constexpr = keys.buffer.dtype
+    FIRST_COUNT: gl.constexpr = BLOCK_N // 2 if mask.IS_ALIGNED and INDEX == 0 else BLOCK_N
+    SEEN: gl.constexpr = INDEX * ROWS  # keys of an aligned tile's first block that all rows see
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    FIRST: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, FIRST_COUNT, 16])
     RIGHT: gl.constexpr = columns.right_columns(output.format.D, BLOCK_D)
     ROW: gl.constexpr = gl.SliceLayout(1, S)
     rows = gl.arange(0, ROWS, ROW)
     key_columns = gl.arange(0, BLOCK_N, gl.SliceLayout(0, S))
-    nothing = gl.zeros([ROWS, BLOCK_N], gl.float32, S)
+    # The same in the layout of a tile's first scores.
+    first_rows = gl.arange(0, ROWS, gl.SliceLayout(1, FIRST))
+    first_columns = gl.arange(0, FIRST_COUNT, gl.SliceLayout(0, FIRST))
+    nothing = gl.zeros([ROWS, FIRST_COUNT], gl.float32, FIRST)
 
     tile_step = 0
     key_step = 0
     tile = forward_tiles.next_tile(announced, tile_step)
     start_m = tile.start_m + INDEX * ROWS
+    row_numbers = mask.row_number(tile, start_m) + first_rows
     exists = True
     if output.view is not None:
         # A block of a packed call may have no tile, because only the device knows how many hold queries.
@@ -263,7 +274,7 @@ def attend(attention):
     else:
         forward_producers.rotate_first_queries(attention.source, tile, queries, start_m)
     keys.wait_full(at_keys, exists)
-    k = columns.rows_in(keys, at_keys, 0, BLOCK_N)
+    k = columns.rows_in(keys, at_keys, 0, FIRST_COUNT)
     q = columns.rows_in(queries, at_queries, 0, ROWS)
     first_visit = mask.visit(at_keys, 0, exists)
     tile = first_visit.counted(tile)
@@ -272,10 +283,9 @@ def attend(attention):
     keys.release_by_threads(at_keys, exists)
     compat.barrier()  # see ``multiply``
     first = softmax.cap_scores(first, scores.scale, DTYPE)
-    row_numbers = mask.row_number(tile, start_m) + rows
-    first = mask.hide(first, row_numbers, key_columns, first_visit, tile)
-    first, state = softmax.weigh_first(first, scores.scale.qk_scale)
-    p = softmax.pack_weights(first, DTYPE)
+    first = mask.hide(first, row_numbers, first_columns, first_visit, tile, SEEN)
+    first, state = softmax.weigh_first(first, scores.scale.qk_scale, ROW)
+    p = softmax.whole_weights(softmax.pack_weights(first, DTYPE), S)
     if INDEX == attention.COUNT - 1:
         channels.hand_over_tensor_cores(attention.INDEX, attention.COUNT)
     if attention.source is not None:
@@ -292,7 +302,7 @@ def attend(attention):
         q = columns.rows_in(queries, at_queries, 0, ROWS)
         for step in range(1, tile.num_blocks):
             key_step += 1
-            s, acc, visit = multiply(attention, q, acc, p, correction, key_step, step, True)
+            s, acc, visit = multiply(attention, q, acc, p, correction, key_step, step, True, BLOCK_N)
             if queries.STAGES == 1:
                 # Early, so that the next tile's queries arrive while this one's last softmax is computed.
                 if step + 1 == tile.num_blocks:
@@ -303,6 +313,8 @@ def attend(attention):
                 acc = columns.wait_for_parts(acc, PENDING=0)
                 values.release_by_threads(values.at(key_step - 1))
             p, running = softmax.weigh_scores(s, subtrahend, correction, running, scores.scale.qk_scale)
+            if scores.PIN_SUMS:
+                ptxas.pin(running.sums)
             if scores.VALUES == "after weights":
                 acc = columns.wait_for_parts(acc, PENDING=0)
                 values.release_by_threads(values.at(key_step - 1))
@@ -322,23 +334,25 @@ def attend(attention):
         finished = tile
         tile = forward_tiles.next_tile(announced, tile_step)
         exists = tile.num_blocks > 0
-        row_numbers = mask.row_number(tile, tile.start_m + INDEX * ROWS) + rows
+        row_numbers = mask.row_number(tile, tile.start_m + INDEX * ROWS) + first_rows
         at_queries = queries.at(tile_step)
         queries.wait_full(at_queries, exists)
         q = columns.rows_in(queries, at_queries, 0, ROWS)
-        first, acc, first_visit = multiply(attention, q, acc, p, correction, key_step, 0, exists)
+        first, acc, first_visit = multiply(attention, q, acc, p, correction, key_step, 0, exists, FIRST_COUNT)
         tile = first_visit.counted(tile)
-        first = mask.hide(first, row_numbers, key_columns, first_visit, tile)
-        first, state = softmax.weigh_first(first, scores.scale.qk_scale)
+        first = mask.hide(first, row_numbers, first_columns, first_visit, tile, SEEN)
+        first, state = softmax.weigh_first(first, scores.scale.qk_scale, ROW)
 
         seen, factor = finish_rows(attention, finished, rows, running)
         compat.tma_store_wait(0)
+        if scores.PIN_SUMS:
+            ptxas.pin(state.sums)
         if scores.VALUES != "before scores":
             acc = columns.wait_for_parts(acc, PENDING=0)
             values.release_by_threads(values.at(key_step - 1))
         o = softmax.finish_output(acc, seen, factor, DTYPE)
         write_output(output, o, finished, INDEX)
-        p = softmax.pack_weights(first, DTYPE)
+        p = softmax.whole_weights(softmax.pack_weights(first, DTYPE), S)
     if INDEX == 0:
         # The last warpgroup hands the tensor cores over once more.
         channels.wait_for_tensor_cores(attention.INDEX)
@@ -346,20 +360,20 @@ def attend(attention):
 
 
 @jit
-def multiply(attention, q, acc, p, correction, key_step, step, exists):
+def multiply(attention, q, acc, p, correction, key_step, step, exists, COUNT: gl.constexpr):
     """Multiply the queries with key block ``key_step``, and weights p with the values of the block before it.
 
-    q: ``ScoreRows``; p: packed weights; correction (ROWS,): for acc, ``ColumnParts`` of (ROWS, BLOCK_D), before
-    the product is added. Returns the scores (ROWS, BLOCK_N) float32, capped if the call has a cap, and acc, which is
-    still in flight unless VALUES is "before scores", and the ``Visit`` of the block, which is the tile's number
-    ``step``. Unless it ``exists``, the scores are meaningless.
+    q: ``ScoreRows``; p: packed weights; correction (ROWS,): a factor for acc, ``ColumnParts`` of
+    (ROWS, BLOCK_D), before the product is added. Returns the scores (ROWS, COUNT) float32 of the block's first COUNT
+    keys, capped if the call has a cap, and acc, which is still in flight unless VALUES is "before scores", and the
+    ``Visit`` of the block, which is the tile's number ``step``. Unless it ``exists``, the scores are meaningless.
     """
     keys, values, scores = attention.keys, attention.values, attention.scores
     BLOCK_D: gl.constexpr = q.columns.shape[1]
     BLOCK_N: gl.constexpr = keys.buffer.shape[3]
     RIGHT: gl.constexpr = 0 if acc.right is None else acc.right.shape[1]
-    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
-    nothing = gl.zeros([ROWS, BLOCK_N], gl.float32, S)
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COUNT, 16])
+    nothing = gl.zeros([ROWS, COUNT], gl.float32, S)
     at_values = values.at(key_step - 1)
     weights = softmax.unpack_weights(p, q.columns.dtype, gl.DotOperandLayout(0, acc.left.type.layout, 2))
     if scores.VALUES == "before scores":
@@ -371,7 +385,7 @@ def multiply(attention, q, acc, p, correction, key_step, step, exists):
         at_keys = keys.at(key_step)
         keys.wait_full(at_keys, exists)
         visit = attention.mask.visit(at_keys, step, exists)
-        k = columns.rows_in(keys, at_keys, 0, BLOCK_N)
+        k = columns.rows_in(keys, at_keys, 0, COUNT)
         acc = columns.wait_for_parts(acc, PENDING=0)
         values.release_by_threads(at_values)
         s = columns.issue_row_scores(q, k, nothing, RIGHT)
@@ -381,7 +395,7 @@ def multiply(attention, q, acc, p, correction, key_step, step, exists):
         at_keys = keys.at(key_step)
         keys.wait_full(at_keys, exists)
         visit = attention.mask.visit(at_keys, step, exists)
-        k = columns.rows_in(keys, at_keys, 0, BLOCK_N)
+        k = columns.rows_in(keys, at_keys, 0, COUNT)
         channels.wait_for_tensor_cores(attention.INDEX)
         s = columns.issue_row_scores(q, k, nothing, RIGHT)
         acc = softmax.rescale_output(acc, correction)

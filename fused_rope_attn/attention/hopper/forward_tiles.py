@@ -184,6 +184,7 @@ class TileSource:
     lens_ptr: gl.tensor | None  # kv_lens (B,) int32
     READS_LENGTHS: gl.constexpr  # as in ``kernels.masks.Mask``
     FROM_START: gl.constexpr = False  # keys are counted from kv_starts, as in ``kernels.sequences.MaskArguments``
+    IS_ALIGNED: gl.constexpr = False  # use ``is_aligned``, which holds
     # With these there is no other mask, and starts and lens say only at which positions the sequence is.
     lists: VisitLists | None = None
 

@@ -380,7 +380,7 @@ def latent_dq_kernel(q_desc, q_rope_desc, k_desc, k_rope_desc, v_desc, do_desc, 
         mbarrier.init(arrival, count=1)
 
     window = masks.Window(window_left, window_right, HIDES_PAIRS=window_left is not None or window_right is not None)
-    mask = hopper_masks.PositionMask(window, tile_source.READS_LENGTHS, HAS_STARTS)
+    mask = hopper_masks.PositionMask(window, tile_source.READS_LENGTHS, HAS_STARTS, IS_ALIGNED=False)
     schedule = forward_tiles.Schedule(
         tile_source,
         window,

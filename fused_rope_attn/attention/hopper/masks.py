@@ -10,24 +10,23 @@ must not see a key.
 
 from fused_rope_attn.attention.hopper import channels
 from fused_rope_attn.attention.hopper.forward_tiles import last_block, query_position
-from fused_rope_attn.kernels.masks import Window, checks_positions, is_causal
-from fused_rope_attn.kernels.ptxas import opaque
+from fused_rope_attn.kernels.masks import Window, checks_positions
 from fused_rope_attn.kernels.records import record, replace
 from fused_rope_attn.runtime.triton_compat import barrier, gl, jit
 
 
 @jit
-def hide_keys(scores, limit, columns, UPPER: gl.constexpr):
+def hide_keys(scores, limit, columns, UPPER: gl.constexpr, SEEN: gl.constexpr = 0):
     """Return scores with -inf in columns past ``limit`` (rows,), or if not UPPER in columns before it.
 
     A score costs one comparison, because the limit is counted from the thread's first column, so that its other columns
-    are constants.
+    are constants. Columns before SEEN are past no limit and cost none.
     """
     thread = columns & 6
     others = (columns & ~6)[None, :]
     bound = limit[:, None] - thread[None, :]
     if UPPER:
-        return gl.where(others <= bound, scores, float("-inf"))
+        return gl.where((others < SEEN) | (others <= bound), scores, float("-inf"))
     else:
         return gl.where(others >= bound, scores, float("-inf"))
 
@@ -47,11 +46,16 @@ class Visit:
 
 @record
 class PositionMask:
-    """The masks that follow from positions, as ``kernels.masks.visible`` defines them."""
+    """The masks that follow from positions, as ``kernels.masks.visible`` defines them.
+
+    IS_ALIGNED: a causal mask where ``is_aligned`` holds, so that it crosses the first block of a tile, and all others
+    are seen whole. The first warpgroup sees half of that block, and the second one the first half whole.
+    """
 
     window: Window
     READS_LENGTHS: gl.constexpr  # as in ``kernels.masks.Mask``
     HAS_STARTS: gl.constexpr  # whether a tile's first key does not follow from the window alone
+    IS_ALIGNED: gl.constexpr
 
     @jit
     def visit(self, cursor, step, exists):
@@ -62,32 +66,35 @@ class PositionMask:
         return query_position(tile, row)
 
     @jit
-    def hide(self, scores, rows, columns, visit, tile):
+    def hide(self, scores, rows, columns, visit, tile, SEEN: gl.constexpr = None):
         """Mask a block. scores (rows, BLOCK_N) float32; rows (rows,) int32: positions; columns: 0 .. BLOCK_N.
 
         The narrowest bound on each side of a row is found first, so that a score meets one comparison a side. A block
-        that is whole on one side skips that side.
+        that is whole on one side skips that side. SEEN: the keys of an aligned tile's first block that all rows see;
+        None: another block. Its diagonal also hides the keys that do not exist, because they follow all queries.
         """
-        start_n = opaque(last_block(tile) - visit.number) * scores.shape[1]
-        if visit.number < tile.upper_masked:
-            if is_causal(self.window.right):
-                last = rows  # keys that do not exist follow all queries
-            else:
+        if self.IS_ALIGNED:
+            if SEEN is not None:
+                last = rows - last_block(tile) * (2 * channels.ROWS)
+                scores = hide_keys(scores, last, columns, UPPER=True, SEEN=SEEN)
+        else:
+            start_n = (last_block(tile) - visit.number) * scores.shape[1]
+            if visit.number < tile.upper_masked:
                 last = rows * 0 + (tile.num_keys - 1)
                 if self.window.right is not None:
                     last = gl.minimum(last, rows + self.window.right)
-            if checks_positions(self.READS_LENGTHS, self.window.right):
-                last = gl.where(rows >= 0, last, -1)
-            scores = hide_keys(scores, last - start_n, columns, UPPER=True)
-        if self.window.left is not None or self.HAS_STARTS:
-            if visit.number >= tile.lower_masked_from:
-                if self.window.left is None:
-                    least = rows * 0 + tile.first_key
-                else:
-                    least = rows - self.window.left
-                    if self.HAS_STARTS:
-                        least = gl.maximum(least, tile.first_key)
-                scores = hide_keys(scores, least - start_n, columns, UPPER=False)
+                if checks_positions(self.READS_LENGTHS, self.window.right):
+                    last = gl.where(rows >= 0, last, -1)
+                scores = hide_keys(scores, last - start_n, columns, UPPER=True)
+            if self.window.left is not None or self.HAS_STARTS:
+                if visit.number >= tile.lower_masked_from:
+                    if self.window.left is None:
+                        least = rows * 0 + tile.first_key
+                    else:
+                        least = rows - self.window.left
+                        if self.HAS_STARTS:
+                            least = gl.maximum(least, tile.first_key)
+                    scores = hide_keys(scores, least - start_n, columns, UPPER=False)
         return scores
 
 
@@ -99,6 +106,7 @@ class IntervalMask:
     num_keys: gl.tensor  # whole blocks of keys
     # (2 * STAGES, 1) int32: the visit (``visits_kernel``) of each slot of K, and how many visits the tile has.
     words: gl.shared_memory_descriptor
+    IS_ALIGNED: gl.constexpr = False
 
     @jit
     def announce(self, cursor, visit, num_blocks):
@@ -123,7 +131,7 @@ class IntervalMask:
         return row
 
     @jit
-    def hide(self, scores, rows, columns, visit, tile):
+    def hide(self, scores, rows, columns, visit, tile, SEEN: gl.constexpr = None):
         """Mask a block on the sides that the visit names, one comparison a score and side. rows (rows,) int32: of q."""
         if (visit.number & 3) != 0:
             ptr = self.ptr + tile.batch.to(gl.int64) * 2 * self.num_keys + (visit.number >> 3) * scores.shape[1]

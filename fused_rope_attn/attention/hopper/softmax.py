@@ -154,15 +154,16 @@ def weigh_scores(scores, subtrahend, correction, rows, qk_scale):
 
 
 @jit
-def weigh_first(scores, qk_scale):
-    """Weigh the scores (64, keys) of a tile's first block: (weights, ``RowState``)."""
+def weigh_first(scores, qk_scale, ROW: gl.constexpr):
+    """Weigh the scores (64, keys) of a tile's first block: (weights, ``RowState`` with its maxima in layout ROW)."""
     QUADS: gl.constexpr = gl.DistributedLinearLayout(
         [[8, 0]], [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [64, 4]
     )
     unseen = gl.full([64], float("-inf"), gl.float32, gl.SliceLayout(1, scores.type.layout))
     no_sums = gl.zeros([64, 4], gl.float32, QUADS)
     rows, subtrahend, correction = follow_maximum(scores, RowState(unseen, no_sums, None), qk_scale)
-    return weigh_scores(scores, subtrahend, correction, rows, qk_scale)
+    p, rows = weigh_scores(scores, subtrahend, correction, rows, qk_scale)
+    return p, RowState(gl.convert_layout(rows.maximum, ROW, assert_trivial=True), rows.sums, None)
 
 
 @jit
@@ -180,6 +181,16 @@ def pack_weights(p, DTYPE: gl.constexpr):
         return gl.inline_asm_elementwise(
             "cvt.rn.f16x2.f32 $0, $3, $2; mov.b32 $1, 0;", "=r,=r,f,f", [p], dtype=gl.int32, is_pure=True, pack=2
         )
+
+
+@jit
+def whole_weights(words, LAYOUT: gl.constexpr):
+    """Return a block's packed weights in LAYOUT; if they are those of its first half, the other keys get 0."""
+    if words.type.layout == LAYOUT:
+        return words
+    else:
+        whole = gl.join(words, gl.zeros_like(words)).permute((0, 2, 1)).reshape((words.shape[0], 2 * words.shape[1]))
+        return gl.convert_layout(whole, LAYOUT, assert_trivial=True)
 
 
 @jit

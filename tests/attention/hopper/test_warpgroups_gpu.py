@@ -33,6 +33,7 @@ DIVISIONS = {
     "two warpgroups, D 128": (128, configs.HopperForwardConfig(128, rotates_queries=False, attend_registers=240)),
     "D 64": (64, configs.HopperForwardConfig(128)),
     "D 128": (128, configs.HopperForwardConfig(128)),
+    "pinned": (128, configs.HopperForwardConfig(128, pin=True)),
     "values before weights, D 64": (64, EARLY),
     "values before weights, D 96": (96, EARLY),
     "values before weights": (128, EARLY),
