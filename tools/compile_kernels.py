@@ -183,7 +183,7 @@ _WINDOW, _PADDED, _MOST = ("window",), ("kv_starts", "kv_lens"), ("window", "sof
 _INTERVALS = ("intervals", "window", "softcap", "sinks", *_PADDED)
 _MANY = ("window", "softcap", "sinks", *_PADDED)
 _HOPPER_MASKED = (_WINDOW, _PADDED, _MANY, ("packed",), _MOST, _INTERVALS)
-# Of both passes, and _MANY of the forward with three warpgroups.
+# For both passes. The forward with three warpgroups also has _MANY.
 _HOPPER_CHOSEN = ((64, _MOST), (128, ("packed",)), (128, _MOST), (128, _INTERVALS), (256, _MOST))
 _MASKED = (_INTERVALS, _WINDOW, ("window", "softcap"), ("window", "sinks"), _PADDED, ("packed",), _MOST)
 

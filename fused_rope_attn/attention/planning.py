@@ -56,8 +56,8 @@ def visited_keys(length: int, causal: bool, window: tuple[int, int] | None) -> i
 def obstacle(backend: str, problem: Problem, arch: str) -> Obstacle | None:
     """Return the error that explains why the ``backend`` "triton" or "hopper" cannot run a call; None if it can.
 
-    No other function states the limits of a backend. arch: of the call's device. Of the sizes that vary within a traced
-    graph only len_k is read, for "hopper" alone.
+    No other function states the limits of a backend. arch: of the call's device. Sizes that vary within a traced
+    graph are not read, except len_k for "hopper".
     """
     if not device.has_triton():
         return RuntimeError, f"backend={backend!r} needs the package triton, which is not installed here"

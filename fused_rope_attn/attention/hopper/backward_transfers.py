@@ -20,10 +20,11 @@ from fused_rope_attn.runtime.triton_compat import TensorDescriptor, gl, jit, tma
 
 @record
 class Operand:
-    """A tensor (B, H, N, columns) of which the loading warp loads tiles of rows, and the channel that they fill.
+    """A tensor (B, H, N, columns), and the channel into which the loading warp loads tiles of its rows.
 
-    With Q come the rows' lse and with dO their delta: from stats_desc into stats, (STAGES, BLOCK_M) float32. rope_desc:
-    of the rotated columns of the same rows in latent attention. Of K or V, and of other tensors, these are None.
+    The loading warp also loads lse for the rows of Q, and delta for those of dO: from stats_desc into stats, (STAGES,
+    BLOCK_M) float32; both are None for K and V. rope_desc: the descriptor of the rotated columns of the same rows in
+    latent attention, else None.
 
     Only the rows from ``first`` to ``end`` exist (None: all, or the TMA writes the zeros). With intervals a row has a
     bit in the words at words_ptr if it sees no key, or no query sees it. With packed sequences Q and its statistics are

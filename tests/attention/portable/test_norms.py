@@ -26,7 +26,7 @@ CASES = [
 
 @pytest.mark.parametrize(("case", "strategy"), CASES, ids=[f"{case.name} {strategy}" for case, strategy in CASES])
 def test_against_float64(case, strategy, monkeypatch):
-    # More than 32 blocks of rows, whose sums are then added up in parts.
+    # Small blocks make more than 32 of them, and the sums of so many are added up in parts.
     monkeypatch.setattr(prepass, "ROWS", 2)
     monkeypatch.setattr(prepass, "HEADS", 1)
     run_and_compare(case, strategy=strategy)
