@@ -202,7 +202,7 @@ def whole_tile(channel):
 
 @record
 class Buffers:
-    """Shared memory of the warpgroups that multiply, and of the warps around them. A field that a loop does not use is None.
+    """Shared memory of the warpgroups that multiply, and of the warps around them; None if a loop does not use it.
 
     k, v (1, 1, 1, keys, BLOCK_D), q, do: slots of (1, 1, BLOCK_M, BLOCK_D), all 16-bit. lse, delta (stages of q, or of
     do, BLOCK_M) float32, base 2, which fill with them.
