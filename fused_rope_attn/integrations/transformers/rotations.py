@@ -198,13 +198,14 @@ class Kept:
         self.tables: dict[Any, tuple[Tables, Any]] = {}
 
 
-def _once(kept: Kept | None, key: Any, sources: Any, make: Callable[[], Tables]) -> Tables:
-    """Return what ``make`` returns, the same for all layers of a pass.
+def _once(kept: Kept | None, sources: tuple, options: tuple, make: Callable[[], Tables]) -> Tables:
+    """Return what ``make`` returns, the same for all layers of a pass that have these sources and options.
 
-    key: of the ids of ``sources``, which are kept alive so that their ids stay unique.
+    The sources are kept alive so that their ids stay unique. A compiled graph asks for no id, because it would break.
     """
     if kept is None:
         return make()
+    key = (*map(id, sources), *options)
     if key not in kept.tables:
         if len(kept.tables) >= _MOST_TABLES:  # something between the layers makes new ones for each
             kept.tables.clear()
@@ -283,8 +284,8 @@ def tables_for(
         return Tables(cos, sin, interleaved)
 
     # One pair serves all layers, or, as in Gemma 3, all of one kind.
-    key = (*map(id, sources), q.dtype, convention.half_width, interleaved, convention.sections)
-    return _once(kept, key, embeddings, make)
+    options = q.dtype, convention.half_width, interleaved, convention.sections
+    return _once(kept, sources, options, make)
 
 
 def identity_tables(rows: int, device: torch.device) -> Tables:
@@ -295,4 +296,4 @@ def identity_tables(rows: int, device: torch.device) -> Tables:
 
 def identity_row(device: torch.device, kept: Kept | None) -> Tables:
     """Return identity tables of one row, the same for all layers of a pass."""
-    return _once(kept, device, None, lambda: identity_tables(1, device))
+    return _once(kept, (), (device,), lambda: identity_tables(1, device))
