@@ -370,14 +370,9 @@ class OrderedCall:
 
 def prepare_step(problem: Problem, tensors: StepTensors, override: DecodeConfig | None) -> Callable:
     """Return the launches of a step, by the configuration that planning chooses, or by ``override``."""
-    if override is None:
-        ordered = planning.ordered_config(problem)
-        if ordered is not None and can_copy(tensors):
-            return OrderedCall(problem, tensors, ordered)
-        gathered = planning.gathered_config(problem)
-        if gathered is not None:
-            return GatheredCall(problem, tensors, gathered)
-    return StepCall(problem, tensors, override or planning.step_config(problem))
+    config = override or planning.step_config(problem, can_copy(tensors))
+    calls: dict[type, Callable] = {DecodeConfig: StepCall, OrderedConfig: OrderedCall}
+    return calls.get(type(config), GatheredCall)(problem, tensors, config)
 
 
 # Kernels index these with unit stride; they nearly always have it.
