@@ -78,8 +78,7 @@ def cache_inputs(problem: Problem, tensors: StepTensors | Written, columns: tupl
     if table is not None:
         table = inputs.running.BlockTable.host(table, table.stride(), PAGE_SIZE=k_cache.shape[2])
     k_scales, v_scales = (
-        inputs.HeadScales.host(x, None if x is None else 0 if x.numel() == 1 else x.stride(0))
-        for x in (tensors.k_scale, tensors.v_scale)
+        arguments.view(x, (0,) if x is None or x.numel() == 1 else None) for x in (tensors.k_scale, tensors.v_scale)
     )
     product_dtype = tl.float32 if problem.dtype is torch.float32 else tl.float16
     is_aligned = has_aligned_rows(k_cache) and has_aligned_rows(v_cache)
