@@ -34,7 +34,7 @@ def install(monkeypatch, found):
 
 def expected_values(tensors):
     """The bytes of SIZES in a launch with these tensors."""
-    x, (y, _), z = tensors["x_ptr"], tensors["y_desc"], tensors["z"].ptr
+    x, y, z = tensors["x_ptr"], tensors["y_desc"].base, tensors["z"].ptr
     return [
         struct.pack("<Q", x.data_ptr()),
         toy_map(y.data_ptr()),
@@ -55,7 +55,7 @@ def kernel_of(compiled=None, grid=GRID, **arguments):
 
 def values_of(kernel, tensors):
     """(addresses, maps) of toy tensors, as ``Block.write`` takes them for one launch."""
-    x, (y, _), z = tensors["x_ptr"], tensors["y_desc"], tensors["z"].ptr
+    x, y, z = tensors["x_ptr"], tensors["y_desc"].base, tensors["z"].ptr
     (tensor_map,) = (p for p in kernel.parameters if isinstance(p, TensorMap))
     return x.data_ptr(), z.data_ptr(), tensor_map.at(y.data_ptr())
 
@@ -114,7 +114,7 @@ def test_a_tensor_map_is_encoded_once_for_an_address(recorder):
     kernel, every = kernel_of(), (toy_tensors(), toy_tensors())
     for tensors in (*every, *every):
         values_of(kernel, tensors)
-    assert [each[0] for each in recorder.encoded] == [tensors["y_desc"][0].data_ptr() for tensors in every]
+    assert [each[0] for each in recorder.encoded] == [tensors["y_desc"].base.data_ptr() for tensors in every]
     bfloat16, promote_to_128_bytes = 9, 2
     assert recorder.encoded[0][1:] == (
         bfloat16,
@@ -141,14 +141,10 @@ def test_few_maps_are_kept(recorder, monkeypatch):
     assert list(tensor_map.maps) == [192]
 
 
-def with_padding():
-    x, source = toy_tensors()["y_desc"]
-    source.fields["padding"] = "nan"
-    return x, source
-
-
 def of_integers():
-    return torch.zeros(1, dtype=torch.int32), toy_tensors()["y_desc"][1]
+    descriptor = toy_tensors()["y_desc"]
+    descriptor.base = torch.zeros(1, dtype=torch.int32)
+    return descriptor
 
 
 REFUSED = {
@@ -156,11 +152,8 @@ REFUSED = {
     "instrumented": {"instrumentation_mode": "gsan"},
     "clusters": {"num_ctas": 2},
     "clusters, all blocks at once": {"launch_cooperative_grid": True, "match": "clusters"},
-    "shared memory": {"shared": 229 << 10},
-    "no plain tensor map": {"tensordesc_meta": [ENCODING | {"fp4_padded": True}]},
-    "no tensor map at all": {"tensordesc_meta": [], "match": "no plain tensor map"},
-    "a map of integers": {"arguments": {"y_desc": of_integers()}, "match": "no plain tensor map"},
-    "pads with NaN": {"arguments": {"y_desc": with_padding()}},
+    "no tensor map": {"tensordesc_meta": []},
+    "a map of integers": {"arguments": {"y_desc": of_integers()}, "match": "no tensor map"},
     "of type bf16": {"signature": SIGNATURE | {"scale": "bf16"}},
     "does not fit": {"arguments": {"scale": 1e300}},
     "does not find parameters": {"sizes": [*SIZES, 8]},
