@@ -205,25 +205,27 @@ class Block:
     ``write(*addresses, *maps)`` stores the arguments that change from call to call.
 
     Args:
-        launches: (kernel, its addresses, its maps) each. Both are indices of those that ``write`` takes, in the order
-            of the kernel's parameters.
-        addresses, maps: how many of each ``write`` takes.
+        kernels: in the order of their launches.
+        places: from the id of a tensor to the index of its address.
+        maps: how many the kernels have. ``write`` takes them in the order of the kernels and of their parameters.
+
+    Raises:
+        KeyError: if a kernel has a tensor without a place.
     """
 
-    def __init__(self, launches: Sequence[tuple[Kernel, Sequence[int], Sequence[int]]], addresses: int, maps: int):
-        first_map = _WORD * addresses + -_WORD * addresses % _MAP_ALIGNMENT
+    def __init__(self, kernels: Sequence[Kernel], places: Mapping[int, int], maps: int):
+        addresses = _WORD * len(places)
+        first_map = addresses + -addresses % _MAP_ALIGNMENT
         memory, shift = _aligned(first_map + _MAP_BYTES * maps)
         begin = ctypes.addressof(memory) + shift
-        layout = f"<{addresses}Q{first_map - _WORD * addresses}x" + f"{_MAP_BYTES}s" * maps
+        layout = f"<{len(places)}Q{first_map - addresses}x" + f"{_MAP_BYTES}s" * maps
         self.write = functools.partial(struct.Struct(layout).pack_into, memory, shift)
         self._stream, self._launches = 0, []
-        for kernel, own_addresses, own_maps in launches:
-            at: dict[type, Iterator[int]] = {
-                int: iter([begin + _WORD * i for i in own_addresses]),
-                TensorMap: iter([begin + first_map + _MAP_BYTES * i for i in own_maps]),
-                bytes: itertools.count(ctypes.addressof(kernel.numbers), _WORD),
-            }
-            pointers = (ctypes.c_void_p * len(kernel.parameters))(*[next(at[type(p)]) for p in kernel.parameters])
+        others: dict[type, Iterator[int]] = {TensorMap: itertools.count(begin + first_map, _MAP_BYTES)}
+        for kernel in kernels:
+            others[bytes] = itertools.count(ctypes.addressof(kernel.numbers), _WORD)
+            at = [begin + _WORD * places[p] if isinstance(p, int) else next(others[type(p)]) for p in kernel.parameters]
+            pointers = (ctypes.c_void_p * len(at))(*at)
             config = LaunchConfig(*kernel.config)
             self._launches.append((config, ctypes.byref(config), kernel.function, ctypes.byref(pointers)))
 

@@ -191,27 +191,22 @@ class Replay:
         *self._offsets, self._workspace_bytes = itertools.accumulate(sizes, initial=0)
         if self._workspace_bytes > MOST_WORKSPACE_BYTES:
             kept, workspace, self._offsets = kept + workspace, [], []
-        tensors = [*given, *kept, *workspace]
-        numbers = {id(x): i for i, x in enumerate(tensors)}
-        if len(numbers) < len(tensors):
+        every = [*given, *kept, *workspace]
+        numbers = {id(x): i for i, x in enumerate(every)}
+        if len(numbers) < len(every):
             raise driver.Unsupported("a tensor was given twice")
         self._where = given[0].device
         self._layouts = [(tuple(x.shape), x.stride(), x.dtype) for x in kept]
-        self._maps: list[tuple[driver.TensorMap, int]] = []
-        launches = []
+        kernels = [driver.Kernel(x.compiled, x.grid, x.arguments | tensors) for x, tensors in recorded.launches]
+        maps = [p for kernel in kernels for p in kernel.parameters if isinstance(p, driver.TensorMap)]
+        self._make_block = functools.partial(driver.Block, kernels, numbers, len(maps))
         try:
             self._results = results and [None if x is None else numbers[id(x)] for x in results]
-            for launch, arguments in recorded.launches:
-                kernel = driver.Kernel(launch.compiled, launch.grid, {**launch.arguments, **arguments})
-                first = len(self._maps)
-                self._maps += [(p, numbers[p.tensor]) for p in kernel.parameters if isinstance(p, driver.TensorMap)]
-                addresses = [numbers[p] for p in kernel.parameters if isinstance(p, int)]
-                launches.append((kernel, addresses, range(first, len(self._maps))))
+            self._maps = [(tensor_map, numbers[tensor_map.tensor]) for tensor_map in maps]
+            self._free_blocks = [self._make_block()]
         except KeyError as error:
             raise driver.Unsupported("a tensor came from elsewhere") from error
         self._make_results = getattr(type(results), "_make", tuple)
-        self._make_block = functools.partial(driver.Block, launches, len(tensors), len(self._maps))
-        self._free_blocks: list[driver.Block] = []
         self._driver: Any = driver.cuda_driver()
         self._names = ", ".join(launch.kernel.fn.__name__ for launch, _ in recorded.launches)
 
