@@ -43,11 +43,7 @@ _MASKS = Table("masks", shapes=True, mode="eager")
 _MODELS = Table("models", mode="eager", shows="tokens_s", shapes=True, roles=("rival",))
 # Page -> block -> what it shows.
 BLOCKS: dict[str, dict[str, Table | Callable[[], str]]] = {
-    "README.md": {
-        "attention": readme.attention,
-        "llama": partial(readme.model, "Llama-3.2-1B"),
-        "qwen": partial(readme.model, "Qwen3-0.6B"),
-    },
+    "README.md": {"attention": readme.attention, "gains": readme.gains},
     "docs/benchmarks.md": {
         "attention": Table("attention", cases.TABLE),
         "standing": partial(standing, "attention", _RIVALS),

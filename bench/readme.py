@@ -8,9 +8,15 @@ from bench.tables import committed, origins
 _CASE, _OURS = "Llama3-8B-4K", "fused"
 _PASSES = ("fwd", "bwd")
 _ROLES = {"rival": "best with a rotation before it", "bare": "best *without* any rotation"}
-_WORK = {"train-4K": "training", "prefill-16K": "a prompt of 16K tokens", "decode-4K": "generation after 4K tokens"}
-# The rivals of a patched model: the unpatched one, and one with those of Liger's kernels that were measured.
-_UNPATCHED = {"sdpa": "SDPA", "liger": "Liger's rotation and SDPA", "liger_norm": "Liger's norms, rotation and SDPA"}
+# Where others need launches of their own: words, suite, case, part of the shape, our provider, mode.
+_GAINS = (
+    ("norms of queries and keys: Qwen3-0.6B's heads, 2K tokens", "norm", "Qwen3-0.6B-2K", "", "fused", "graph"),
+    ("a training step of Qwen3-0.6B, 4K tokens", "models", "Qwen3-0.6B", "step-4K", "fused_liger", "eager"),
+    ("a prompt with eight continuations (intervals)", "intervals", "prefix", "", "intervals", "eager"),
+    ("latent attention of DeepSeek-V3, 1K tokens", "mla", "H128-1K", "", "fused", "graph"),
+    ("a generation step after 32K tokens", "decode", "B1-32K", "", "fused", "graph"),
+    ("generation of Llama-3.1-8B in transformers", "models", "Llama-3.1-8B", "decode-4K", "fused", "eager"),
+)
 
 
 def attention() -> str:
@@ -68,17 +74,19 @@ def _sum(rows: list[Row], role: str, ours: float) -> str:
     return _cell(totals[best], totals[best] / ours, best) if best else ""
 
 
-def model(name: str) -> str:
-    """Say in one line how many times as many tokens a second a patched model makes."""
-    rows = next(iter(committed("models").values()))
-    found = {(row["pass"], row["provider"]): row for row in timed(rows) if row["case"] == name}
-    works = [work for work in _WORK if (work, _OURS) in found]
-    rivals = [rival for rival in _UNPATCHED if works and all((work, rival) in found for work in works)]
-    if not rivals:
-        raise ValueError(f"no times of {_OURS} next to an unpatched {name}")
-    gains = [
-        f"{_WORK[work]} " + " / ".join(f"{faster(found[work, rival], found[work, _OURS]):.2f}×" for rival in rivals)
-        for work in works
-    ]
-    labels = " / ".join(f"with {_UNPATCHED[rival]}" for rival in rivals)
-    return f"- **{name}** in tokens per second, over the model {labels}: {', '.join(gains)}."
+def gains() -> str:
+    """Show the times of the strongest rivals over ours, one line for each kind of work, on the first card."""
+    lines = []
+    for words, suite, case, shape, mine, mode in _GAINS:
+        rows = next(iter(committed(suite).values()))
+        found = [row for row in timed(rows, mode=mode) if row["case"] == case and shape in row["shape"]]
+        cells = []
+        for part in sorted({row["pass"] for row in found}, reverse=True):  # forward first
+            own = next((row for row in found if row["provider"] == mine and row["pass"] == part), None)
+            best = strongest(row for row in found if row["pass"] == part)
+            if own and best:
+                cells.append((f"{faster(best, own):.2f}×", best["label"]))
+        if not cells:
+            raise ValueError(f"no times of {mine} beside a rival at {case}, {mode}")
+        lines.append([words, " / ".join(ratio for ratio, _ in cells), ", ".join(dict.fromkeys(x for _, x in cells))])
+    return markdown(["on an H200, forward / backward", "their time over ours", "the strongest rival"], lines)

@@ -111,6 +111,14 @@ def test_readme_has_the_sums_of_one_provider(files):
         readme.attention()
 
 
+def test_readme_shows_the_gains_with_their_rivals(files, monkeypatch):
+    monkeypatch.setattr(readme, "_GAINS", (("heads of 64", "attention", "Small-1K", "D64", "fused", "graph"),))
+    assert _cells(readme.gains(), "heads of 64") == ["0.80× / 0.80×", "Liger rope + FA4"]
+    monkeypatch.setattr(readme, "_GAINS", (("heads", "attention", "Small-1K", "D64", "other", "graph"),))
+    with pytest.raises(ValueError, match="no times of other"):
+        readme.gains()
+
+
 def test_a_file_gives_back_what_was_written(files):
     row = _measured()[0] | {
         "commit": "1234567",
