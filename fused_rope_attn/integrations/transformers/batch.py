@@ -33,50 +33,33 @@ PLAN = "cp_plan"
 _PACKED_NAMES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 _ON_SHARDS = "is not served by a model that patch_model has given a cp_group"
 _SEVERAL_ROWS = f"a batch of several rows of packed documents {_ON_SHARDS}: pack them into one row"
-Intervals = tuple[Tensor, Tensor]
 
 
 class Batch(NamedTuple):
-    """A tuple, because gradient checkpointing, torch.compile and accelerate's hooks handle tuples.
+    """A tuple, because gradient checkpointing, torch.compile and accelerate's hooks handle tuples."""
 
-    original: the reason why this batch needs the modules' own forward, or "".
-    kv_starts: (B,) int32, first key of left-padded rows; None if no row is padded on the left.
-    kv_lens: (B,) int32, tokens after this pass, an upper bound of the keys in every layer of the cache; None if the
-        cache is empty before the pass.
-    cached: (B,) int32, tokens before this pass, if attention may itself write StaticLayers, or with ``rows``
-        DynamicLayers; None if it may not, or if the cache is empty.
-    rows: tokens before this pass, if attention may itself write DynamicLayers; else None.
-    cu_seqlens: (sequences + 1,) int32 of packed sequences, through all rows of the batch; None if nothing is packed.
-    max_seqlen: an upper bound of their lengths.
-    otherwise: of cu_seqlens that were found from position ids, the batch for layers in which the unpatched model does
-        not separate sequences (``attention.forward`` chooses); else None.
-    kept: the tables that layers share, or None.
-    causal: False for bidirectional attention, and with intervals.
-    intervals: the first query that sees each key, and the one after the last (1|B, N) int32, in place of causality and
-        of the modules' windows; or None.
-    by_type: the batches of layers by their type in ``config.layer_types``; other layers have this batch.
-    inclusive_window: a bidirectional window of w reaches keys at distance w; else w - 1, as a causal one.
-    shared: the ranks that share the sequences, and ``plan``: of packed documents, or None. All other fields except
-        ``kept`` and ``causal`` are then unused.
-    paged: set in a pass of continuous batching; all other fields except ``kept`` are then unused.
-    """
-
-    original: str = ""
-    kv_starts: Tensor | None = None
+    original: str = ""  # the reason why this batch needs the modules' own forward, or ""
+    kv_starts: Tensor | None = None  # (B,) int32, first key of left-padded rows; None if no row is padded on the left
+    # (B,) int32, tokens after this pass, an upper bound of the keys in every layer of the cache; None if it was empty.
     kv_lens: Tensor | None = None
+    # (B,) int32, tokens before this pass, if attention may itself write StaticLayers, or with ``rows`` DynamicLayers.
     cached: Tensor | None = None
-    rows: int | None = None
-    cu_seqlens: Tensor | None = None
-    max_seqlen: int = 0
+    rows: int | None = None  # tokens before this pass, if attention may itself write DynamicLayers
+    cu_seqlens: Tensor | None = None  # (sequences + 1,) int32 of packed sequences, through all rows of the batch
+    max_seqlen: int = 0  # an upper bound of their lengths
+    # If cu_seqlens were found from position ids, the batch for layers in which the unpatched model does not separate
+    # sequences (``attention.forward`` chooses).
     otherwise: Any = None
-    kept: Kept | None = None
-    causal: bool = True
-    inclusive_window: bool = False
+    kept: Kept | None = None  # the tables that layers share
+    causal: bool = True  # False for bidirectional attention, and with intervals
+    inclusive_window: bool = False  # a bidirectional window of w reaches keys at distance w, else w - 1
+    # The ranks that share the sequences, and their packed documents. ``kept`` and ``causal`` are the only other fields.
     shared: state.Shards | None = None
     plan: documents.DocumentPlan | None = None
-    paged: caches.PagedPass | None = None
-    intervals: Intervals | None = None
-    by_type: dict[str, Any] | None = None
+    paged: caches.PagedPass | None = None  # a pass of continuous batching. ``kept`` is the only other field.
+    # The first query that sees each key, and the one after the last (1|B, N) int32, in place of causality and windows.
+    intervals: tuple[Tensor, Tensor] | None = None
+    by_type: dict[str, Any] | None = None  # batches of layers by their type in ``config.layer_types``; others have this
 
 
 PLAIN = Batch()

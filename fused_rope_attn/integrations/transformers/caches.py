@@ -193,21 +193,14 @@ Pages = tuple[Tensor, Tensor] | None
 
 
 class Pool(NamedTuple):
-    """The memory of one layer's keys and values.
+    """The memory of one layer's keys and values."""
 
-    keys, values: (pages, page_size, HKV, D).
-    group: the index of the layer's row indices and block table among those of a pass.
-    kind: of the layer, "full_attention" or "sliding_attention".
-    window: number of keys that the pool keeps for each request, token p in row ``p % window``; None if it keeps all.
-    spare: a page that no request reads.
-    """
-
-    keys: Tensor
+    keys: Tensor  # (pages, page_size, HKV, D)
     values: Tensor
-    group: int
-    kind: str
-    window: int | None
-    spare: int
+    group: int  # the index of the layer's row indices and block table among those of a pass
+    kind: str  # "full_attention" or "sliding_attention"
+    window: int | None  # number of keys that a request keeps, token p in row ``p % window``; None if it keeps all
+    spare: int  # a page that no request reads
 
     @property
     def page_size(self) -> int:

@@ -33,15 +33,11 @@ _RELEASE = Version(transformers.__version__)
 
 
 class Latent(NamedTuple):
-    """The other tensors of multi-head latent attention.
+    """The other tensors of multi-head latent attention."""
 
-    q_nope, k_nope: (B, H, N, DN), the columns that are not rotated.
-    compressed: (B, 1, N, rank), the normed latent vectors from which k_nope and v are projected.
-    """
-
-    q_nope: Tensor
+    q_nope: Tensor  # (B, H, N, DN), the columns that are not rotated
     k_nope: Tensor
-    compressed: Tensor
+    compressed: Tensor  # (B, 1, N, rank), the normed latent vectors from which k_nope and v are projected
 
 
 def separate(module: AttentionModule, x: Tensor) -> Heads:
@@ -179,50 +175,33 @@ _ROTATES: dict[str, Callable[[AttentionModule, Any], bool]] = {
 
 @dataclass(frozen=True)
 class Convention:
-    """The differences of one class of attention modules from Llama's. Equal in all copies of a pickled model.
+    """The differences of one class of attention modules from Llama's. Equal in all copies of a pickled model."""
 
-    project: function of the module and hidden states (B, N, width) to Heads, unrotated.
-    gate: attribute that projects hidden states to a gate, if ``project`` returns none; or "".
-    clip: attribute with the limit to which q, k and v are clipped, if it is not None; or "".
-    norms: attributes with the norms of each head of q and of k, as (B, N, H, D), between projection and rotation. A
-        third one says whether the module has them, by its value, or, if it is a norm itself, by its presence.
-    latent: in multi-head latent attention the order of the rotated columns of k_rope in the cache, "kept", or "sorted"
-        with the first columns of all adjacent pairs before the second ones; else "".
-    half_width: key of ``_HALF_WIDTHS``.
-    interleaved: pairs are adjacent columns, or the attribute that says so.
-    window: key of ``_WINDOWS``.
-    chunks: layers of the type "chunked_attention" attend within chunks of a sequence.
-    softcap, sinks: the module has them, as ``attn_logit_softcapping`` and ``sinks``.
-    rotates: key of ``_ROTATES``.
-    after_rotation: as ``norms``, of rotated q and k, as (B, H, N, D).
-    query_scale: function of the module, q (B, HQ, N, D), the call's keywords, and its cache or None, to q with a scale
-        that depends on positions; None if there is none.
-    finish: the steps from attention's rows to the output: attributes with a module, "residual_dropout", or the function
-        of a gate.
-    sections: the module itself combines tables (3, B, N, W), one for each kind of positions.
-    text_positions: function of the decoder's position_ids to (B, N), from which transformers finds packed sequences;
-        None if it finds none from them.
-    documents_in_masks: the decoder's masks separate packed documents by position ids.
-    """
-
-    project: Callable[[AttentionModule, Tensor], Heads] = separate
-    gate: str = ""
-    clip: str = ""
+    project: Callable[[AttentionModule, Tensor], Heads] = separate  # of the module and hidden states (B, N, width)
+    gate: str = ""  # attribute that projects hidden states to a gate, if ``project`` returns none
+    clip: str = ""  # attribute with the limit to which q, k and v are clipped, if it is not None
+    # Attributes with the norms of each head of q and of k, as (B, N, H, D), between projection and rotation. A third
+    # one says whether the module has them, by its value, or, if it is a norm itself, by its presence.
     norms: tuple[str, ...] = ()
+    # In multi-head latent attention the order of the rotated columns of k_rope in the cache, "kept", or "sorted" with
+    # the first columns of all adjacent pairs before the second ones.
     latent: str = ""
-    half_width: str = "halves"
-    interleaved: bool | str = False
-    window: str = "none"
-    chunks: bool = False
-    softcap: bool = False
-    sinks: bool = False
-    rotates: str = "always"
-    after_rotation: tuple[str, ...] = ()
+    half_width: str = "halves"  # key of ``_HALF_WIDTHS``
+    interleaved: bool | str = False  # pairs are adjacent columns, or the attribute that says so
+    window: str = "none"  # key of ``_WINDOWS``
+    chunks: bool = False  # layers of the type "chunked_attention" attend within chunks of a sequence
+    softcap: bool = False  # the module has ``attn_logit_softcapping``
+    sinks: bool = False  # the module has ``sinks``
+    rotates: str = "always"  # key of ``_ROTATES``
+    after_rotation: tuple[str, ...] = ()  # as ``norms``, of rotated q and k, as (B, H, N, D)
+    # Scales queries by position. Its arguments: the module, q (B, HQ, N, D), the call's keywords, its cache or None.
     query_scale: Callable[[AttentionModule, Tensor, dict[str, Any], Any], Tensor] | None = None
+    # Steps from attention's rows to the output: attributes with a module, "residual_dropout", or a gate's function.
     finish: tuple[str, ...] = ("o_proj",)
-    sections: bool = False
+    sections: bool = False  # the module itself combines tables (3, B, N, W), one for each kind of positions
+    # Makes the (B, N) from which transformers finds packed sequences from the decoder's position_ids; None without.
     text_positions: Callable[[Tensor], Tensor | None] = text_positions
-    documents_in_masks: bool = True
+    documents_in_masks: bool = True  # the decoder's masks separate packed documents by position ids
 
     def heads_of(self, module: AttentionModule, x: Tensor) -> Heads:
         """Project hidden states (B, N, width) to the module's Heads."""

@@ -62,16 +62,11 @@ _PAGED_FLASH_CAPS = Version(transformers.__version__) >= Version("5.23")
 
 
 class Pass(NamedTuple):
-    """A forward pass of a decoder, or a call of one of its attention modules.
+    """A forward pass of a decoder, or a call of one of its attention modules."""
 
-    attentions: the patched attention modules.
-    config: the decoder's.
-    given: the arguments of the decoder's or the module's forward by name.
-    """
-
-    attentions: list[nn.Module]
-    config: Any
-    given: dict[str, Any]
+    attentions: list[nn.Module]  # the patched ones
+    config: Any  # the decoder's
+    given: dict[str, Any]  # the arguments of the decoder's or the module's forward by name
 
     @property
     def past(self) -> Any:
