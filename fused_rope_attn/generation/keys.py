@@ -311,9 +311,9 @@ def attend_cached(sums, queries, cache, first, seen_by_all, last, offs_n):
 
 @triton.jit
 def load_new_keys(new, rows, offs, position, float8, CACHE_IS_ROTATED: tl.constexpr):
-    """Load new keys: (for products, first and second members of their pairs for the cache).
+    """Load new keys: (for products, for the cache). ``rows`` are counted from ``position``.
 
-    ``rows`` are counted from ``position``. With a float8 cache a query sees its new keys as the cache stores them.
+    With a float8 cache a query sees its new keys as the cache stores them.
     """
     BLOCK_D: tl.constexpr = rows.format.BLOCK_D
     of_keys = new.rotation
@@ -322,21 +322,20 @@ def load_new_keys(new, rows, offs, position, float8, CACHE_IS_ROTATED: tl.conste
         weights = rotation.pair_norm_weights(of_keys.norm, of_keys, BLOCK_D)
     first, second = rotation.load_pairs(rows, offs, of_keys)
     cos, sin = rotation.load_angles(of_keys, offs + position, BLOCK_D)
-    rotated = rotation.norm_and_rotate(first, second, cos, sin, 1.0, of_keys, weights)
+    angle = cos if CACHE_IS_ROTATED else None
+    first, second = rotation.norm_and_rotate(first, second, angle, sin, 1.0, of_keys, weights)
+    DTYPE: tl.constexpr = rows.ptr.dtype.element_ty if float8.DTYPE is None else tl.float32
+    kept = in_memory_order(rotation.pack_pairs(first, second).to(DTYPE), of_keys, rows.format.D)
+    kept = eight_bits.as_stored(kept, float8, float8.k_scale)
     if CACHE_IS_ROTATED:
-        first, second = rotated
+        return eight_bits.operand(kept, float8, DTYPE), kept
+    elif float8.DTYPE is None:
+        return rotation.load_rotated(rows, offs, of_keys, position), kept
     else:
-        first, second = rotation.norm_and_rotate(first, second, None, None, 1.0, of_keys, weights)
-    first = eight_bits.as_stored(first, float8, float8.k_scale)
-    second = eight_bits.as_stored(second, float8, float8.k_scale)
-    if CACHE_IS_ROTATED or float8.DTYPE is not None:
-        rotated = (first.to(tl.float32), second.to(tl.float32))
-        if not CACHE_IS_ROTATED:
-            rotated = rotation.rotate(rotated[0], rotated[1], cos, sin, CONJUGATE=False)
-    k = rotation.pack_pairs(rotated[0], rotated[1])
-    if CACHE_IS_ROTATED:
-        k = in_memory_order(k, of_keys, rows.format.D)
-    return eight_bits.operand(k, float8, rows.ptr.dtype.element_ty), first, second
+        first = eight_bits.quantised(first, float8.k_scale).to(tl.float32)
+        second = eight_bits.quantised(second, float8.k_scale).to(tl.float32)
+        first, second = rotation.rotate(first, second, cos, sin, CONJUGATE=False)
+        return eight_bits.Halves(first.to(float8.DTYPE), second.to(float8.DTYPE)), kept
 
 
 @triton.jit
@@ -349,15 +348,14 @@ def attend_new(sums, queries, cache, new, num_seen, writes_cache, BLOCK_NEW: tl.
         position = num_cached + start
         positions = position + offs
         k_rows = tiles.rows_from(new.k, start)
-        k, first, second = load_new_keys(new, k_rows, offs, position, float8, CACHE_IS_ROTATED=cache.rotation is None)
+        k, k_kept = load_new_keys(new, k_rows, offs, position, float8, CACHE_IS_ROTATED=cache.rotation is None)
         v = tiles.load_tile(tiles.rows_from(new.v, start), offs, CHECK_ROWS=True)
         v_kept = eight_bits.as_stored(v, float8, float8.v_scale)
         if writes_cache:
             entries = tl.zeros((BLOCK_NEW,), tl.uint32)
             if pages is not None:
                 entries = page_entries(pages, positions, end)
-            k_slots = rows_at(cache.k, cache.k_stride, pages, entries, positions, end)
-            rotation.store_pairs(k_slots, first, second, offs, new.rotation)
+            tiles.store_tile(rows_at(cache.k, cache.k_stride, pages, entries, positions, end), k_kept, offs)
             tiles.store_tile(rows_at(cache.v, cache.v_stride, pages, entries, positions, end), v_kept, offs)
             assert_in_pool(entries, pages)
         v = eight_bits.operand(v_kept, float8, v.dtype)
