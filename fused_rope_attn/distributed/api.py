@@ -278,7 +278,7 @@ def _checked(tensors: Tensors, options: Any, rows: int, layout: str, longest: in
 def _check_axis(x: Any, dim: Any) -> int:
     """Return the axis, counted from 0."""
     if not isinstance(x, torch.Tensor):
-        checks.refuse_non_tensor(x=x)
+        raise TypeError(f"x must be a torch.Tensor, but is {checks.kind_of(x)}")
     dim = checks.check_int("dim", dim)
     if not -x.ndim <= dim < x.ndim:
         raise ValueError(f"dim must be an axis of x, which has shape {checks.shown(x.shape)}, but is {dim}")
