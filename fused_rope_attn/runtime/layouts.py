@@ -86,7 +86,7 @@ def like_input(x: torch.Tensor, columns: int | None = None) -> torch.Tensor:
     columns: D of the result, if it is not x's.
     """
     shape = x.shape if columns is None else (*x.shape[:3], columns)
-    return x.new_empty_strided(shape, output_strides(x, columns))
+    return torch.empty_strided(shape, output_strides(x, columns), dtype=x.dtype, device=x.device)
 
 
 def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, int, int, int]:
