@@ -29,10 +29,9 @@ def slots_of_tile(cache, sequence, positions, end):
     """Return the ``Slots`` of ``CacheInputs``, whose pages are in the pool."""
     sequence = tl.cast(sequence, tl.int64)
     pages = None
-    entries = tl.zeros(positions.shape, tl.uint32)
     if cache.table is not None:
         pages = keys.sequence_pages(cache.table, sequence)
-        entries = keys.page_entries(pages, positions, end)
+    entries = keys.page_entries(pages, positions, end)
     keys.assert_in_pool(entries, pages)
     return Slots(sequence, positions, end, pages, entries)
 
@@ -64,9 +63,9 @@ class WriteInputs:
     format: tiles.RowFormat
 
 
-@triton.jit(do_not_specialize=["N", "S", "HKV", "num_sequences", "num_pages", "position_limit", "num_tiles"])
+@triton.jit(do_not_specialize=["NQ", "S", "HKV", "num_sequences", "num_pages", "position_limit", "num_tiles"])
 def write_kernel(
-    inputs, N, S, HKV, num_sequences, num_pages, position_limit, num_tiles, BLOCK_T: tl.constexpr, HEADS: tl.constexpr,
+    inputs, NQ, S, HKV, num_sequences, num_pages, position_limit, num_tiles, BLOCK_T: tl.constexpr, HEADS: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     """Write BLOCK_T tokens of HEADS key heads. Grid: (num_tiles * head blocks * B,), packed sequences have one B.
@@ -81,10 +80,10 @@ def write_kernel(
     if inputs.cu_seqlens_ptr is None:
         sequence = batch
         first_row = 0
-        num_new = sequences.existing_keys(inputs.new_lens_ptr, sequence, N)
+        num_new = sequences.existing_keys(inputs.new_lens_ptr, sequence, NQ)
     else:
         sequence, first_row, num_new, tile = sequences.packed_tile(
-            tile, inputs.cu_seqlens_ptr, None, num_sequences, N, 0, BLOCK_T
+            tile, inputs.cu_seqlens_ptr, None, num_sequences, NQ, 0, BLOCK_T
         )
         num_new = sequences.rows_of_sequence(sequence, num_sequences, num_new)
         sequence = tl.minimum(sequence, num_sequences - 1)
@@ -94,7 +93,7 @@ def write_kernel(
         cached = sequences.existing_keys(inputs.seqlens_ptr, sequence, S)
         if inputs.sums_ptr is not None:
             if tile + first_head == 0:
-                tl.store(inputs.sums_ptr + sequence, cached + N)
+                tl.store(inputs.sums_ptr + sequence, cached + NQ)
     # The tokens of this tile for which the cache has rows.
     limit = tl.minimum(num_new, S - cached) - start
     if limit <= 0:

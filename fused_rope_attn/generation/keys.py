@@ -88,25 +88,26 @@ def sequence_pages(table, sequence, BY_PAGE: tl.constexpr = False):
 def page_entries(pages, positions, end):
     """Load the entry of the block table for a row, or each of a vector of rows, before ``end``; 0 for others.
 
-    Unsigned, so that an entry is in the pool if it is less than the pool's number of pages.
+    Unsigned, so that an entry is in the pool if it is less than the pool's number of pages. Without pages all are 0.
     """
-    entries = pages.ptr + positions // pages.PAGE_SIZE * pages.strides[1]
-    return tl.load(entries, mask=positions < end, other=0).to(tl.uint32, bitcast=True)
+    if pages is None:
+        return tl.zeros(positions.shape, tl.uint32)
+    else:
+        entries = pages.ptr + positions // pages.PAGE_SIZE * pages.strides[1]
+        return tl.load(entries, mask=positions < end, other=0).to(tl.uint32, bitcast=True)
 
 
 @triton.jit
 def tile_entries(pages, start, offs, end):
     """Load ``page_entries`` of the tile ``start + offs``: with BY_PAGE a tuple, one of each page, else one of each
-    row; without pages a dummy."""
-    if pages is None:
-        return tl.full((), 0, tl.uint32)
-    elif pages.BY_PAGE:
+    row."""
+    if pages is not None and pages.BY_PAGE:
         entries = ()
         for page in tl.static_range(max(1, offs.shape[0] // pages.PAGE_SIZE)):
             entries = entries + (page_entries(pages, start + page * pages.PAGE_SIZE, end),)
         return entries
     else:
-        return page_entries(pages, start + offs, end)
+        return page_entries(pages, offs + start, end)
 
 
 @triton.jit
@@ -340,9 +341,7 @@ def attend_new(sums, queries, cache, new, num_seen, writes_cache, BLOCK_NEW: tl.
         v = tiles.load_tile(tiles.rows_from(new.v, start), offs, CHECK_ROWS=True)
         v_kept = eight_bits.as_stored(v, float8, float8.v_scale)
         if writes_cache:
-            entries = tl.zeros((BLOCK_NEW,), tl.uint32)
-            if pages is not None:
-                entries = page_entries(pages, positions, end)
+            entries = page_entries(pages, positions, end)
             tiles.store_tile(rows_at(cache.k, cache.k_stride, pages, entries, positions, end), k_kept, offs)
             tiles.store_tile(rows_at(cache.v, cache.v_stride, pages, entries, positions, end), v_kept, offs)
             assert_in_pool(entries, pages)

@@ -57,7 +57,6 @@ def numbers_of(problem: Problem, given: StepTensors | Written) -> dict[str, Any]
     """Return the numbers of a call for which kernels are not compiled again, by the kernels' names."""
     return arguments.numbers_of(problem) | {
         "B": problem.batch,
-        "N": problem.len_q,
         "S": problem.len_k,
         "num_pages": None if given.block_table is None else given.k_cache.shape[0],
         "position_limit": given.cos.shape[-2],
