@@ -139,15 +139,13 @@ def forward_kernel(q_rot_desc, q_nope_desc, k_rot_desc, k_nope_desc, v_desc, o_d
     announced = forward_tiles.announcements(
         HAS_BOUNDS, IS_PACKED, TILE_READERS, NQ=None if IS_PACKED else NQ, NK=None if NO_NK else NK
     )
-    full, empty = channels.allocate_barriers(CONSUMERS), channels.allocate_barriers(CONSUMERS)
-    queries = channels.Channel(q_smem, full, empty, Q_STAGES, TILES=TILES, rope=q_rope)
+    queries = replace(channels.channel_of(q_smem, CONSUMERS, q_rope), STAGES=Q_STAGES, TILES=TILES)
     # In latent attention the loading warp and those that rotate fill a slot.
     queries.init(FILLS=2 if ROTATES_QUERIES and IS_LATENT else 1, RELEASES=TILES)
     keys = channels.channel_of(k_smem, STAGES, k_rope)
     values = channels.channel_of(v_smem, STAGES)
-    for i in gl.static_range(STAGES):
-        keys.init_slot(i, FILLS=1, RELEASES=CONSUMERS * channels.WARPGROUP_THREADS)
-        values.init_slot(i, FILLS=1, RELEASES=CONSUMERS * channels.WARPGROUP_THREADS)
+    keys.init(FILLS=1, RELEASES=CONSUMERS * channels.WARPGROUP_THREADS)
+    values.init(FILLS=1, RELEASES=CONSUMERS * channels.WARPGROUP_THREADS)
     arrival = None
     if HAS_BOUNDS or HAS_INTERVALS:
         arrival = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())

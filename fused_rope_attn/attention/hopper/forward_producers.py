@@ -44,14 +44,14 @@ def load_queries(loader, tile, tile_step):
         cursor = own.at(tile_step)
         own.wait_empty(cursor)
         row = (tile.rotated_row if loader.dos is None else tile.start_m) + warpgroup * ROWS
-        rope = channels.rope_part(loader.q_rope_desc, tile.head, own, cursor)
-        full = own.full_barrier(cursor)
-        channels.load_rows(loader.q_desc, tile.batch, tile.head, row, own.tile(cursor), full, None, rope)
+        channels.load_rows(
+            loader.q_desc, tile.batch, tile.head, row, own, cursor, rope_desc=loader.q_rope_desc, rope_head=tile.head
+        )
         if loader.dos is not None:
             own = loader.dos.of_warpgroup(warpgroup)
             cursor = own.at(tile_step)
             own.wait_empty(cursor)
-            channels.load_rows(loader.do_desc, tile.batch, tile.head, row, own.tile(cursor), own.full_barrier(cursor))
+            channels.load_rows(loader.do_desc, tile.batch, tile.head, row, own, cursor)
 
 
 @jit
@@ -60,22 +60,20 @@ def load_keys(loader, work, visit, num_blocks, key_step, arrivals):
 
     num_blocks: the blocks that the tile visits. Returns ``arrivals`` as ``load_existing_rows`` does.
     """
-    keys, intervals, desc, batch = loader.keys, loader.intervals, loader.k_desc, work.tile.batch
+    keys, intervals, batch = loader.keys, loader.intervals, work.tile.batch
     row = work.key_row(visit, keys.buffer.shape[3])
     cursor = keys.at(key_step)
     keys.wait_empty(cursor)
     if intervals is not None:
         intervals.announce(cursor, visit, num_blocks)
-    rope = channels.rope_part(loader.k_rope_desc, 0, keys, cursor)
-    tile, full = keys.tile(cursor), keys.full_barrier(cursor)
     if loader.dos is not None and loader.arrival is not None:
-        first, last = work.existing_keys()
-        arrivals = channels.load_existing_rows(
-            desc, batch, work.head_kv, row, tile, full, first, last, loader.arrival, arrivals, None, rope
+        existing = work.existing_keys(loader.arrival)
+        return channels.load_existing_rows(
+            loader.k_desc, batch, work.head_kv, row, keys, cursor, existing, arrivals, None, loader.k_rope_desc
         )
     else:
-        channels.load_rows(desc, batch, work.head_kv, row, tile, full, None, rope)
-    return arrivals
+        channels.load_rows(loader.k_desc, batch, work.head_kv, row, keys, cursor, rope_desc=loader.k_rope_desc)
+        return arrivals
 
 
 @jit
@@ -95,7 +93,7 @@ def load(loader, schedule, tiles):
     first_visit, following_blocks = work.first_visit()
     while work.tile.num_blocks > 0:
         tile = work.tile
-        first_row, last_row = work.existing_keys()
+        existing = work.existing_keys(loader.arrival)
         # Before the next tile is announced, because the warps that multiply wait for a tile's first keys and queries,
         # and the announcement takes a round trip to the counter in global memory and divisions.
         visit, num_blocks = first_visit, following_blocks
@@ -119,20 +117,17 @@ def load(loader, schedule, tiles):
             row = work.key_row(visit, schedule.BLOCK_N)
             cursor = values.at(key_step)
             values.wait_empty(cursor)
-            v_tile, v_full = values.tile(cursor), values.full_barrier(cursor)
-            desc, arrival = loader.v_desc, loader.arrival
             # Zero out-of-range V rows: their weight is 0, but 0 * NaN is NaN. Scores of such keys are masked.
+            of_block = existing
             if intervals is not None:
-                words_ptr, is_hidden = work.hidden_ptr + (visit >> 3) * (schedule.BLOCK_N // 32), (visit & 4) != 0
-                arrivals = channels.load_seen_rows(
-                    desc, tile.batch, work.head_kv, row, v_tile, v_full, words_ptr, is_hidden, arrival, arrivals
-                )
-            elif arrival is not None:
+                words_ptr = work.hidden_ptr + (visit >> 3) * (schedule.BLOCK_N // 32)
+                of_block = channels.ExistingRows(loader.arrival, None, None, words_ptr, (visit & 4) != 0)
+            if loader.arrival is not None:
                 arrivals = channels.load_existing_rows(
-                    desc, tile.batch, work.head_kv, row, v_tile, v_full, first_row, last_row, arrival, arrivals
+                    loader.v_desc, tile.batch, work.head_kv, row, values, cursor, of_block, arrivals
                 )
             else:
-                channels.load_rows(desc, tile.batch, work.head_kv, row, v_tile, v_full)
+                channels.load_rows(loader.v_desc, tile.batch, work.head_kv, row, values, cursor)
             key_step += 1
             if intervals is not None:
                 visit = next_visit

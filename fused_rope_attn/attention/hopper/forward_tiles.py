@@ -205,13 +205,13 @@ class Work:
         return row
 
     @jit
-    def existing_keys(self):
-        """Return the rows [first, last) of the tensor that hold keys that some row of the tile may see."""
-        first, last = self.tile.first_key, self.tile.num_keys
+    def existing_keys(self, arrival):
+        """Return the ``ExistingRows`` that hold keys that some row of the tile may see."""
+        first, end = self.tile.first_key, self.tile.num_keys
         if self.first_k is not None:
             first += self.first_k
-            last += self.first_k
-        return first, last
+            end += self.first_k
+        return channels.ExistingRows(arrival, first, end)
 
 
 @jit

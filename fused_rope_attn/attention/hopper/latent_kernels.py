@@ -358,22 +358,16 @@ def latent_dq_kernel(q_desc, q_rope_desc, k_desc, k_rope_desc, v_desc, do_desc, 
         HAS_BOUNDS, IS_PACKED, channels.CONSUMERS, NQ=None if IS_PACKED else NQ, NK=None if HAS_BOUNDS else NK
     )
     # Each warpgroup has a channel of one stage for its rows of Q, and one for those of dO.
-    full, empty = channels.allocate_barriers(channels.CONSUMERS), channels.allocate_barriers(channels.CONSUMERS)
-    queries = channels.Channel(
-        channels.tiles_of(q_desc, channels.CONSUMERS),
-        full,
-        empty,
-        STAGES=1,
-        rope=channels.tiles_of(q_rope_desc, channels.CONSUMERS),
-    )
-    full, empty = channels.allocate_barriers(channels.CONSUMERS), channels.allocate_barriers(channels.CONSUMERS)
-    dos = channels.Channel(channels.tiles_of(do_desc, channels.CONSUMERS), full, empty, STAGES=1)
+    COUNT: gl.constexpr = channels.CONSUMERS
+    q_rope = channels.tiles_of(q_rope_desc, COUNT)
+    queries = replace(channels.channel_of(channels.tiles_of(q_desc, COUNT), COUNT, q_rope), STAGES=1)
+    dos = replace(channels.channel_of(channels.tiles_of(do_desc, COUNT), COUNT), STAGES=1)
     queries.init(FILLS=1, RELEASES=1)
     dos.init(FILLS=1, RELEASES=1)
     keys = channels.channel_of(channels.tiles_of(k_desc, K_STAGES), K_STAGES, channels.tiles_of(k_rope_desc, K_STAGES))
     values = channels.channel_of(channels.tiles_of(v_desc, V_STAGES), V_STAGES)
-    keys.init(FILLS=1, RELEASES=channels.CONSUMERS * channels.WARPGROUP_THREADS)
-    values.init(FILLS=1, RELEASES=channels.CONSUMERS * channels.WARPGROUP_THREADS)
+    keys.init(FILLS=1, RELEASES=COUNT * channels.WARPGROUP_THREADS)
+    values.init(FILLS=1, RELEASES=COUNT * channels.WARPGROUP_THREADS)
     arrival = None
     if HAS_BOUNDS:
         arrival = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
