@@ -36,7 +36,7 @@ MIB = 1 << 20
 TWO_LAUNCHES = 2**26 + 1
 # From 2**29 on the levels are those at which the sm_90 kernels begin to be faster than the portable ones, or another
 # configuration of theirs is: a forward of 128 tiles of 128 query rows has 2**29 with 512 tokens at D 64, and 2**30 with
-# twice the tokens or columns. docs/experiments has the times on both sides (sm90-forward.md, portable.md).
+# twice the tokens or columns. docs/experiments has the times on both sides.
 WORK_LEVELS = (0, TWO_LAUNCHES, 2**29, 2**30, 2**31, 2**32, 2**33, 2**36)
 
 

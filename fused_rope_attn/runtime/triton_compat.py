@@ -53,5 +53,5 @@ else:  # 3.6 and 3.7 have the operation without a Gluon name
 # two products read the same registers.
 _RELEASE = tuple(map(int, triton.__version__.split(".")[:2]))
 COPIES_OPERANDS = gl.constexpr(_RELEASE >= (3, 7))
-# ``driver.parameters_of`` follows the launch rules of these releases.
+# ``driver.Kernel`` follows the launch rules of these releases.
 LAUNCHER_IS_KNOWN = (3, 6) <= _RELEASE < (3, 10)

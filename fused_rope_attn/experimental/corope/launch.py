@@ -2,7 +2,7 @@
 """Launchers of Co-RoPE's kernels, and the tables of their tiles: the first row that matches wins.
 
 Tiles are chosen by the compiler's figures (sm_90, triton 3.6, 2026-11-21): the largest ones that hardly spill, of equal
-size in both passes, which then find the same angles to the last bit. Timed on an H200 (docs/experiments/corope.md).
+size in both passes, which then find the same angles to the last bit. Timed on an H200 (docs/experiments).
 """
 
 from __future__ import annotations
