@@ -4,10 +4,9 @@
 A channel is CUTLASS's pipeline: producers fill its slots one after another, consumers empty them, and two mbarriers a
 slot say when it is full and when it is empty. Most tiles arrive through the TMA (``load_rows``).
 
-Rows of a tile that do not exist have to be zero, whatever memory holds there: a weight of zero does not hide a NaN. The
-TMA writes zeros past the end of a tensor. If a sequence begins or ends inside a tensor, the loading warp waits for the
-tile and zeroes those rows itself (``load_existing_rows``), so that the warps that multiply need not check. Only one or
-two tiles of a sequence pay this round trip to memory.
+Rows of a tile that do not exist have to be zero, because a weight of zero does not hide a NaN. The TMA writes zeros
+past the end of a tensor. If a sequence begins or ends inside a tensor, the loading warp waits for the tile and zeroes
+those rows itself (``load_existing_rows``). Only one or two tiles of a sequence pay this round trip to memory.
 """
 
 from fused_rope_attn.kernels.records import record, replace
@@ -137,10 +136,7 @@ class Channel:
     @jit
     def parity(self, cursor):
         """Return the parity of a cursor, wherever it is kept."""
-        if cursor.parity is None:
-            return (cursor.step // self.STAGES) & 1
-        else:
-            return cursor.parity
+        return (cursor.step // self.STAGES) & 1 if cursor.parity is None else cursor.parity
 
     @jit
     def start_at(self, step):
@@ -264,7 +260,7 @@ def zero_rows(tile, first_row, last_row):
 
 @record
 class ExistingRows:
-    """Which rows of a tensor exist: [first, end), or with words those of a tile that have no bit in them.
+    """The rows of a tensor that exist: [first, end), or with words those of a tile that have no bit in them.
 
     arrival: an mbarrier of the loading warp alone, at which it waits for a tile before it zeroes rows.
     """
