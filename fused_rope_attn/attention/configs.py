@@ -153,8 +153,7 @@ class HopperBackwardConfig:
     q_stages, do_stages: blocks of Q and of dO in flight; q_stages 2 or more, because Q of one block and of the next are
     in use together. section_bytes: Q, dO and the float32 dQ of the key heads that are scheduled together, in bytes (0:
     head by head). rotate_rows, rotate_heads: rows by heads that one program of the pre-process rotates; post_rows,
-    post_heads: of the post-process; norm_rows, norm_heads: of the post-process with norms, which reads twice as much of
-    a row and sums it. pdl: as in ``ForwardConfig``.
+    post_heads: of the post-process. pdl: as in ``ForwardConfig``.
 
     Raises:
         ValueError: post_rows is not a multiple of 8, the group in which the accumulator stores its rows.
@@ -167,8 +166,6 @@ class HopperBackwardConfig:
     rotate_heads: int = 4
     post_rows: int = 16
     post_heads: int = 4
-    norm_rows: int = 8
-    norm_heads: int = 8
     pdl: bool = True
 
     def __post_init__(self) -> None:
