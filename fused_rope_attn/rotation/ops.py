@@ -14,7 +14,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import triton
@@ -87,9 +86,6 @@ def _prepare(key, flat: tuple, *config: RotationConfig):
     def in_order(sizes, absent) -> tuple[int, ...]:
         return tuple(absent if axis is None else sizes[axis] for axis in axes)
 
-    def view(x: torch.Tensor | None) -> Any:
-        return None if x is None else tiles.view(x, in_order(x.stride(), 0))
-
     (xs, outs, cos, _, ids, ends, _), normed = split(flat)
     x = xs[0]
     most_bytes = max(x.numel() * x.element_size() for x in xs)
@@ -136,10 +132,9 @@ def _prepare(key, flat: tuple, *config: RotationConfig):
         partials = [cos.new_empty((of_x, head_dim), dtype=torch.float32) for of_x, _ in zip(programs, normed)]
         if sum(programs):
             of_norms = [Norm.host(weight, *of_norm) for weight in weights]
-            several = itertools.zip_longest(xs, outs, of_norms, normed, partials)
-            operands = [
-                kernel.RotatedTensor.host(view(x), view(out), norm, view(y), sums) for x, out, norm, y, sums in several
-            ]
+            views = [[tiles.view(x, in_order(x.stride(), 0)) for x in several] for several in (xs, outs, normed)]
+            several = itertools.zip_longest(*views[:2], of_norms, views[2], partials)
+            operands = [kernel.RotatedTensor.host(*operand) for operand in several]
             given = dict(itertools.zip_longest(("tensor0", "tensor1", "tensor2"), operands))
             tables = RotaryTables.host(cos, sin, *table_strides(cos, sin, *of_table), *of_table)
             ids_strides = None if ids is None else (ids.stride(0) if ids.shape[0] > 1 else 0, *ids.stride()[1:])
