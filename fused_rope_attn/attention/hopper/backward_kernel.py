@@ -25,7 +25,6 @@ from triton import constexpr_function
 from fused_rope_attn.attention.hopper import (
     backward_accumulate,
     backward_block,
-    backward_epilogue,
     backward_transfers,
     channels,
     latent_kernels,
@@ -222,11 +221,6 @@ def backward_kernel(q_desc, do_desc, k_desc, v_desc, stats_desc, dq_accumulator,
 
     # Shared memory and channels.
     sizes = backward_block.Sizes(HQ=HQ, first_head=first_head, num_heads=own_heads, NQ=NQ, pitch=pitch, NK=NK)
-    if gradients.key_norm is not None:
-        row = pid
-        if share is not None:
-            row = bh * num_tiles + share.tile
-        gradients = replace(gradients, key_norm=backward_epilogue.own_norm(gradients.key_norm, row, SPLITS_COLUMNS))
     buffers = backward_block.allocate_buffers(
         q_desc, do_desc, k_desc, v_desc, stats_desc, q_rope_desc, k_rope_desc, programs.Q_STAGES, programs.DO_STAGES
     )
