@@ -11,7 +11,7 @@ import torch
 import triton.language as tl
 
 from fused_rope_attn.attention.problem import Problem, Tensors
-from fused_rope_attn.kernels import intervals, norm, rotation, sequences, softmax, tiles
+from fused_rope_attn.kernels import masks, norm, rotation, sequences, softmax, tiles
 from fused_rope_attn.kernels.schedule import tile_count
 from fused_rope_attn.runtime.layouts import output_strides, table_strides
 
@@ -71,7 +71,7 @@ def masks_of(problem: Problem, tensors: Tensors, blocks: torch.Tensor | None = N
     if problem.has_intervals:
         starts, ends = tensors.query_starts, tensors.query_ends
         strides = tuple(0 if x is None or x.shape[0] == 1 else x.stride(0) for x in (starts, ends))
-        of_intervals = intervals.Intervals.host(starts, ends, blocks, strides)
+        of_intervals = masks.Intervals.host(starts, ends, blocks, strides)
     return sequences.MaskArguments.host(
         starts_ptr=tensors.kv_starts,
         lens_ptr=tensors.kv_lens,

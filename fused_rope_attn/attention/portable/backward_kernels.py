@@ -13,8 +13,7 @@ import triton.language as tl
 
 from fused_rope_attn.attention.portable import parts
 from fused_rope_attn.kernels import schedule, sequences, softmax, tiles
-from fused_rope_attn.kernels.intervals import NO_ROW, row_interval
-from fused_rope_attn.kernels.masks import Mask, first_query, key_range, query_range, visible
+from fused_rope_attn.kernels.masks import NO_ROW, Mask, first_query, key_range, query_range, row_interval, visible
 from fused_rope_attn.kernels.records import record, replace, unpack
 from fused_rope_attn.kernels.rotation import store_unrotated
 
