@@ -272,7 +272,7 @@ def _own_chunks(
     """
     members = group_of(group)
     if not isinstance(x, torch.Tensor):
-        checks.refuse_non_tensor(**{name: x})
+        raise TypeError(f"{name} must be a torch.Tensor, but is {checks.kind_of(x)}")
     dim = checks.check_int("dim", dim)
     if not -x.ndim <= dim < x.ndim:
         raise ValueError(f"dim must be an axis of {name}, which has shape {checks.shown(x.shape)}, but is {dim}")
