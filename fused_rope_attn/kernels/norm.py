@@ -21,8 +21,7 @@ from fused_rope_attn.kernels.records import record
 from fused_rope_attn.kernels.tiles import load_where
 
 # The smallest normal number of float32. GPUs flush smaller ones to zero, and the reciprocal would be infinite.
-SMALLEST_NORMAL = 2.0**-126
-_SMALLEST_NORMAL = tl.constexpr(SMALLEST_NORMAL)
+_SMALLEST_NORMAL = tl.constexpr(2.0**-126)
 
 
 @record

@@ -217,14 +217,16 @@ def load_pairs(rows, offs, pairing, layouts=None, CHECK_ROWS: tl.constexpr = Tru
 def norm_and_rotate(first, second, cos, sin, sign, rotation, weights, LAYOUT: tl.constexpr = None):
     """Norm pairs of ``load_pairs`` if ``rotation`` has a norm, rotate them, and multiply them by ``sign``; all float32.
 
-    weights: ``pair_norm_weights``, or None without a norm. LAYOUT: of the pairs in Gluon kernels. A row's factor is the
-    last one, with the sign, because it commutes with the rotation: only one multiplication waits for the row's sum, and
-    calls without norms have it too. All kernels multiply in this order, because they are to give the same bits.
+    cos None: they are not rotated. weights: ``pair_norm_weights``, or None without a norm. LAYOUT: of the pairs in
+    Gluon kernels. A row's factor is the last one, with the sign, because it commutes with the rotation: only one
+    multiplication waits for the row's sum, and calls without norms have it too. All kernels multiply in this order,
+    because they are to give the same bits.
     """
     if rotation.norm is not None:
         sign = pair_inverse_rms(first, second, rotation.norm, LAYOUT) * sign
         first, second = first * weights[0], second * weights[1]
-    first, second = rotate(first, second, cos, sin, CONJUGATE=False)
+    if cos is not None:
+        first, second = rotate(first, second, cos, sin, CONJUGATE=False)
     return first * sign, second * sign
 
 

@@ -36,7 +36,7 @@ def run(case, parts, monkeypatch):
             assert gradients.slots_ptr.shape[0] == heads * (parts - 1) and (counters == 0).all()
             counters.fill_(4)
         torch.manual_seed(1)
-        for x in (dq_accumulator[0], gradients.dk.ptr, gradients.dv.ptr):
+        for x in (getattr(dq_accumulator, "base", dq_accumulator), gradients.dk.ptr, gradients.dv.ptr):
             x.normal_()
 
     call.main_programs, call.main = call.main.grid[0], main
