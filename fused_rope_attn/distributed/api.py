@@ -24,27 +24,21 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 
-# fmt: off
 @overload
 def rope_attention_cp(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, causal: bool = True, *,
     group: Any, return_lse: Literal[False] = False, **options: Unpack[CpOptions],
-) -> torch.Tensor: ...
-
+) -> torch.Tensor: ...  # fmt: skip
 @overload
 def rope_attention_cp(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, causal: bool = True, *,
     group: Any, return_lse: Literal[True], **options: Unpack[CpOptions],
-) -> tuple[torch.Tensor, torch.Tensor]: ...
-
+) -> tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
 @overload
 def rope_attention_cp(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, causal: bool = True, *,
     group: Any, return_lse: bool, **options: Unpack[CpOptions],
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
-# fmt: on
-
-
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
 @entry.explain_keywords
 def rope_attention_cp(
     q: torch.Tensor,
@@ -110,27 +104,21 @@ def rope_attention_cp(
     return (o, lse) if return_lse else o
 
 
-# fmt: off
 @overload
 def rope_attention_varlen_cp(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor,
     plan: DocumentPlan, causal: bool = True, *, return_lse: Literal[False] = False, **options: Unpack[PackedCpOptions],
-) -> torch.Tensor: ...
-
+) -> torch.Tensor: ...  # fmt: skip
 @overload
 def rope_attention_varlen_cp(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor,
     plan: DocumentPlan, causal: bool = True, *, return_lse: Literal[True], **options: Unpack[PackedCpOptions],
-) -> tuple[torch.Tensor, torch.Tensor]: ...
-
+) -> tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
 @overload
 def rope_attention_varlen_cp(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor,
     plan: DocumentPlan, causal: bool = True, *, return_lse: bool, **options: Unpack[PackedCpOptions],
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
-# fmt: on
-
-
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
 @entry.explain_keywords
 def rope_attention_varlen_cp(
     q: torch.Tensor,
