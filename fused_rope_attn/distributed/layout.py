@@ -64,6 +64,19 @@ def chunks_of(rank: int, size: int, sharding: str) -> tuple[int, ...]:
     return tuple(chunk for chunk, (owner, _) in enumerate(owners_of(size, sharding)) if owner == rank)
 
 
+def pairs_within(length: int, first: int, last: int, causal: bool, window: Window) -> int:
+    """Return the number of pairs of a query in [first, last) of ``length`` tokens and a key among them that see each
+    other in one head."""
+
+    def sum_below(limit: int, most: int) -> int:  # of min(x, most) over x from 0 to limit - 1
+        inside = min(limit, most)
+        return inside * (inside - 1) // 2 + (limit - inside) * most
+
+    left, right = (length if side < 0 else side for side in window or (-1, -1))
+    pairs = last - first + sum_below(last, left) - sum_below(first, left)
+    return pairs if causal else pairs + sum_below(length - first, right) - sum_below(length - last, right)
+
+
 class Segment(NamedTuple):
     """One call of attention: some of a rank's queries over a range of the rank's keys.
 
@@ -89,17 +102,11 @@ class Segment(NamedTuple):
     def num_keys(self) -> int:
         return self.keys[1] - self.keys[0]
 
-    def pairs(self, causal: bool, window: Window) -> float:
-        """Estimate the number of pairs of a query and a key that see each other in one head."""
-        widest = float("inf")
-        if window is not None and window[0] >= 0 and (causal or window[1] >= 0):
-            widest = window[0] + 1 + (0 if causal else window[1])
-        total = 0.0
-        limits = zip(self.cu_seqlens_q or (0, self.queries), self.cu_seqlens_k or (0, self.num_keys))
-        for (first_q, first_k), (last_q, last_k) in itertools.pairwise(limits):
-            queries, keys = last_q - first_q, last_k - first_k
-            total += queries * min(keys - queries / 2 if causal else keys, widest)
-        return total
+    def pairs(self, causal: bool, window: Window) -> int:
+        """Return the number of pairs of a query and a key that see each other in one head."""
+        queries = (b - a for a, b in itertools.pairwise(self.cu_seqlens_q or (0, self.queries)))
+        keys = (b - a for a, b in itertools.pairwise(self.cu_seqlens_k or (0, self.num_keys)))
+        return sum(pairs_within(k, k - q, k, causal, window) for q, k in zip(queries, keys))
 
 
 class Run(NamedTuple):
