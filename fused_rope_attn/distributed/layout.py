@@ -2,9 +2,7 @@
 """The cut of a sequence, in integers: the chunks of each rank, the keys that its queries need, and the method.
 
 A sequence of N rows is cut into equal chunks, and every rank owns equally many. Its local rows are its chunks' rows,
-in the order of the sequence. ``"zigzag"`` cuts 2P chunks and gives rank r the chunks r and 2P - 1 - r, so that under a
-causal mask all ranks have equal work; ``"contiguous"`` cuts P, one for each rank; ``"dealt:0,1,1,0"`` names the rank of
-every chunk, which packed documents need for equal work, and ``documents.deal`` finds.
+in the order of the sequence. ``cp_shard`` has the shardings; ``documents.deal`` finds those that begin with ``DEALT``.
 """
 
 from __future__ import annotations
@@ -289,26 +287,23 @@ def choose_method(problem: Problem, method: str, work: GroupWork) -> CpPlan:
     by_gather = CpPlan("all_gather", "asked for", gathered, max(flops), gathered)
     by_heads = CpPlan("all_to_all", "asked for", exchanged, sum(flops) / size, exchanged)
     divides = problem.heads_kv % size == 0
-    if method == "all_to_all":
-        if not divides:
-            raise ValueError(
-                f"method must be 'all_gather' or 'auto' where k's heads are no multiple of the group's {size} ranks, "
-                f"but is 'all_to_all', and k has {problem.heads_kv} heads"
-            )
-        return by_heads
-    if method == "all_gather":
-        return by_gather
+    if method == "all_to_all" and not divides:
+        raise ValueError(
+            f"method must be 'all_gather' or 'auto' where k's heads are no multiple of the group's {size} ranks, but "
+            f"is 'all_to_all', and k has {problem.heads_kv} heads"
+        )
+    if method != "auto":
+        return by_gather if method == "all_gather" else by_heads
     if size == 1:
         return replace(by_gather, reason="one rank exchanges nothing")
     if not divides:
         return replace(by_gather, reason=f"k's {problem.heads_kv} heads are no multiple of {size} ranks")
-    compute, link = by_gather.flops / FLOPS, by_gather.received_bytes / LINK
+    compute, link = by_gather.flops / FLOPS, gathered / LINK
     gather_time = compute + link - (1 - EXPOSED) * min(link, compute)
-    heads_time = by_heads.flops / FLOPS + by_heads.received_bytes / LINK
-    figures = (
-        f"{by_gather.received_bytes / 2**20:.3g} MiB next to {by_gather.flops / 1e12:.3g} TFLOP, where heads would "
-        f"exchange {by_heads.received_bytes / 2**20:.3g} MiB before and after {by_heads.flops / 1e12:.3g}"
+    gathers = gather_time <= by_heads.flops / FLOPS + exchanged / LINK
+    reason = (
+        f"a rank {'receives' if gathers else 'would receive'} {gathered / 2**20:.3g} MiB next to "
+        f"{by_gather.flops / 1e12:.3g} TFLOP, where heads would exchange {exchanged / 2**20:.3g} MiB before and after "
+        f"{by_heads.flops / 1e12:.3g}"
     )
-    if gather_time <= heads_time:
-        return replace(by_gather, reason=f"a rank receives {figures}")
-    return replace(by_heads, reason=f"a rank would receive {figures}")
+    return replace(by_gather if gathers else by_heads, reason=reason)
