@@ -12,8 +12,7 @@ example, is only rotated.
 import triton
 import triton.language as tl
 
-from fused_rope_attn.kernels import norm as norms
-from fused_rope_attn.kernels import rotation as rotations
+from fused_rope_attn.kernels import norm as norms, rotation as rotations
 from fused_rope_attn.kernels.records import record, replace, unpack
 from fused_rope_attn.kernels.tiles import TensorView
 

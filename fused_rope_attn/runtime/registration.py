@@ -5,8 +5,6 @@ Plain dispatcher registrations (define, impl per key) rather than ``torch.librar
 tangents without an error, so that ``torch.func.jvp`` gives zeros, and ``torch.func.grad`` refuses it (2.11 and 2.13).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
