@@ -78,7 +78,6 @@ class ForwardConfig:
     rotate_rows, rotate_heads: rows by heads that one program of the pre-pass rotates.
     pdl: programmatic dependent launch (sm_90 and later).
     tma: read K and V through tensor descriptors where their strides allow (sm_90 and later, prepass only).
-    prefetch_rows: of V, a power of two or 0, that a program asks the L2 for while the pre-pass runs (with pdl alone).
     """
 
     strategy: str
@@ -88,7 +87,6 @@ class ForwardConfig:
     rotate_heads: int = 4
     pdl: bool = False
     tma: bool = False
-    prefetch_rows: int = 0
 
 
 @dataclass(frozen=True)

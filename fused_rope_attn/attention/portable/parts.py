@@ -206,3 +206,21 @@ def next_run(mask, block, last_block, full_first, full_last, start_m, BLOCK_M: t
     of_begin = tl.max(tl.where(index == begin, kind, 0), 0)
     stop = tl.min(tl.where((index > begin) & (kind != of_begin), index, limit), 0)
     return begin, tl.where(of_begin == 2, begin, stop), stop
+
+
+@triton.jit
+def fold_intervals(fold: tl.constexpr, sums, given, keys, start_m, bounds, BLOCK_M: tl.constexpr):
+    """Return ``sums`` with the keys that the tile of rows [start_m, start_m + BLOCK_M) sees.
+
+    Blocks of keys that no row sees are skipped. ``fold(sums, given, keys, first, last, APPLY_MASK)`` adds the keys
+    [first, last). bounds: ``key_range``'s.
+    """
+    BLOCK_N: tl.constexpr = keys.BLOCK_N
+    first, full_first, full_last, last = bounds
+    block, last_block = first // BLOCK_N, tl.cdiv(last, BLOCK_N)
+    full_first, full_last = full_first // BLOCK_N, full_last // BLOCK_N
+    while block < last_block:
+        begin, middle, block = next_run(keys.mask, block, last_block, full_first, full_last, start_m, BLOCK_M, BLOCK_N)
+        sums = fold(sums, given, keys, begin * BLOCK_N, middle * BLOCK_N, APPLY_MASK=True)
+        sums = fold(sums, given, keys, middle * BLOCK_N, block * BLOCK_N, APPLY_MASK=False)
+    return sums
