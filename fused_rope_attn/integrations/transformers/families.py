@@ -29,7 +29,7 @@ Heads = tuple[Any, ...]
 # nn.Module declares every attribute to be a tensor or a module; those of transformers are numbers and configs as well.
 AttentionModule = Any
 Row = TypeVar("Row")
-_RELEASE = Version(transformers.__version__)
+RELEASE = Version(transformers.__version__).release
 
 
 class Latent(NamedTuple):
@@ -98,7 +98,7 @@ def _split(module: AttentionModule, *rows: Tensor) -> Heads:
 def scaled_by_position(module: AttentionModule, q: Tensor, given: dict[str, Any], past: Any) -> Tensor:
     """Multiply queries by a factor that is 1 up to the trained length, and grows with ``position_ids`` (1|B, N).
     transformers before 5.4 reads ``cache_position`` (N,), which counts padding too."""
-    places = given["position_ids"] if _RELEASE >= Version("5.4") else given["cache_position"][None]
+    places = given["position_ids"] if RELEASE >= (5, 4) else given["cache_position"][None]
     rope = module.config.rope_parameters
     steps = torch.floor(places / rope["original_max_position_embeddings"])
     factors = 1 + rope["llama_4_scaling_beta"] * torch.log(1 + steps)
@@ -209,10 +209,9 @@ class Convention:
         names = self.after_rotation if after_rotation else self.norms
         if not names:
             return None
-        q_norm, k_norm, *condition = names
-        for name in condition:
-            if not (hasattr(module, name) if name == q_norm else getattr(module, name)):
-                return None
+        q_norm, k_norm, condition = (*names, "")[:3]
+        if condition and not (hasattr(module, condition) if condition == q_norm else getattr(module, condition)):
+            return None
         return getattr(module, q_norm), getattr(module, k_norm)
 
     def is_interleaved(self, module: AttentionModule) -> bool:
@@ -285,8 +284,8 @@ def by_section(table: Tensor, sections: tuple[int, ...]) -> Tensor:
 NEWEST = "5.24"
 _PREFIX = "transformers.models."
 # The masks of Bamba and Persimmon separate packed documents by their positions from then on.
-_MASKS_READ_POSITIONS = _RELEASE >= Version("5.2")
-_TEXT_OF_QWEN3_VL = text_positions if _RELEASE >= Version("5.3") else first_row
+_MASKS_READ_POSITIONS = RELEASE >= (5, 2)
+_TEXT_OF_QWEN3_VL = text_positions if RELEASE >= (5, 3) else first_row
 _BY_HEAD, _LAYERNORMS = ("q_norm", "k_norm"), ("q_layernorm", "k_layernorm")
 _GATED = ("sigmoid", "o_proj")
 # A class is written as ``folder.Class`` for ``transformers.models.folder.modeling_folder.Class``.
@@ -433,7 +432,7 @@ def path_of(row: str) -> str:
 SUPPORTED = {path_of(row): convention for convention, rows in _GROUPS for row in rows.split()}
 # Class to the reason why it is not served: a sentence about the class.
 UNSUPPORTED = {path_of(row): reason for reason, rows in _REASONS for row in rows.split()}
-if _RELEASE < Version("5"):
+if RELEASE < (5,):
     for row in SINCE_5:
         UNSUPPORTED[path_of(row)] = "it is supported from transformers 5 on"
         del SUPPORTED[path_of(row)]

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import torch
 import transformers
-from packaging.version import Version
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 from torch.nn.attention.flex_attention import BlockMask
@@ -22,17 +21,13 @@ from fused_rope_attn.runtime.entry import in_context_parallel
 
 # Since 5.6 the masks and the attention functions of transformers both read `is_causal`, of the config or of the call.
 # Before, each of them read something else or nothing.
-_READS_IS_CAUSAL = Version(transformers.__version__) >= Version("5.6")
+_READS_IS_CAUSAL = families.RELEASE >= (5, 6)
 # transformers 4.57 gives every decoder position ids, and always makes a mask from them; 5 makes none for one document.
 _FINDS_SINGLE_DOCUMENTS = masking_utils.find_packed_sequence_indices(torch.arange(2, device="cpu")[None]) is None
-# Decoders with this config type make bidirectional masks if ``use_bidirectional_attention`` is set. Gemma 1 and 2 pass
-# the flag to their modules only.
-_BIDIRECTIONAL = "gemma3_text"
 # The name of a patched model's attention while a manager of continuous batching makes no masks (``serving``). It is not
 # registered, so calls that need the module's own forward are refused. Managers of older releases put "paged|" before
 # every name that lacks it. Newer ones drop that prefix, and would then use eager attention for an unknown name.
-_PREFIX = "paged|" if "paged|sdpa" in modeling_utils.ALL_ATTENTION_FUNCTIONS.valid_keys() else ""
-PAGES = f"{_PREFIX}fused_rope_flash"
+PAGES = "paged|" * ("paged|sdpa" in modeling_utils.ALL_ATTENTION_FUNCTIONS.valid_keys()) + "fused_rope_flash"
 # The attention functions of transformers that compute the same as the fused kernels, whatever name they are registered
 # under. Kernels of its hub are arguments of the second. Its block-sparse functions compute something else.
 _ATTENTION = {
@@ -53,12 +48,10 @@ _LIGER = {
     "liger_kernel.transformers.rope.liger_rotary_pos_emb_gpt_oss",
     "liger_kernel.transformers.qwen2vl_mrope.liger_multimodal_rotary_pos_emb",
 }
-
-
 # Implementations for which managers of continuous batching build masks.
 MASKED = {"eager", "sdpa", "paged|eager", "paged|sdpa"}
 # Earlier releases do not cap scores in paged flash-attention. No release does in SDPA and eager mode.
-_PAGED_FLASH_CAPS = Version(transformers.__version__) >= Version("5.23")
+_PAGED_FLASH_CAPS = families.RELEASE >= (5, 23)
 
 
 class Pass(NamedTuple):
@@ -257,7 +250,7 @@ def is_causal(call: Pass) -> bool | None:
     own = {bool(module.is_causal) for module in call.attentions}
     if wanted is None:
         switched = getattr(config, "use_bidirectional_attention", False)
-        of_masks = not (switched and config.model_type == _BIDIRECTIONAL)
+        of_masks = not (switched and config.model_type == "gemma3_text")  # Gemma 1 and 2 tell their modules only
         if own != {of_masks} and not uses_flash(config):
             masked = _gets_a_mask(call, of_masks) if "sdpa" in implementation_of(config) else True
             if masked is None:

@@ -378,7 +378,7 @@ def decoder_in(model: nn.Module) -> tuple[nn.Module | None, nn.Module | None]:
 
 
 # Earlier managers had no page tables and no CUDA graphs, or different ones.
-_KNOWN = Version(transformers.__version__) >= Version("5.17")
+_KNOWN = families.RELEASE >= (5, 17)
 # Attributes of a manager that are replaced. A manager without them is of another version, and keeps its masks.
 _ATTRIBUTES = ("_original_attn_impl", "_create_batch_processor")
 # Attributes: the manager that a model keeps for its next batch, and the mark of a manager without masks.
