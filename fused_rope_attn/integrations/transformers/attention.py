@@ -29,10 +29,8 @@ _passes_of_layers: Counter[str] = Counter()
 
 def forward(module: AttentionModule, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
     """Attend within hidden states (B, N, width): (output (B, N, width), None), as the module's own forward returns it.
-
     The keywords are those of transformers' decoder layers. Without a Batch the layer was called, not the model; the
-    module's own forward then runs, unless the call has no mask and no cache.
-    """
+    module's own forward then runs, unless the call has no mask and no cache."""
     batch = kwargs.pop(BATCH, None)
     past = caches.cache_of(kwargs)
     if batch is None:
@@ -169,10 +167,7 @@ def _attend_shard(tokens: rotations.Tokens, batch: Batch, options: dict[str, Any
     q, k, v, tables = tokens[:4]
     (cos, sin), ranks = tables.arrays, cast(state.Shards, batch.shared).options
     if kept_of(batch) is not None:  # gather the rows of all ranks once for all layers of a pass
-        if tables.joined is None:
-            cos, sin = (cp_unshard(table, 1, **ranks) for table in (cos, sin))
-            tables.joined = cos, sin
-        cos, sin = tables.joined
+        cos, sin = tables.joined = tables.joined or [cp_unshard(table, 1, **ranks) for table in (cos, sin)]
     return rope_attention_cp(q, k, v, cos, sin, **ranks | options | tokens.options)
 
 

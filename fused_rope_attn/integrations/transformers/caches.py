@@ -1,8 +1,6 @@
 """transformers' caches: which argument of a call is one, what it holds, whether a kernel may write it, and growth.
 
-Whatever differs between releases is asked here. A ``Cache`` and the paged cache of continuous batching share a name in
-some of them, so they are told apart by their types.
-
+A ``Cache`` and the paged cache of continuous batching share a name in some releases: their types tell them apart.
 A pass of continuous batching (``generate_batch``) packs tokens of many requests into one row. It gives every layer the
 paged cache and two lists of row indices: the rows for new keys, and the rows of all keys of the requests. If each
 request has one new token, its pages are found from these on the device, once for all layers of a kind.
@@ -171,10 +169,6 @@ def store(layer: DynamicLayer, keys: Tensor, values: Tensor, buffer: Tensor) -> 
     _known[layer] = (weakref.ref(keys), weakref.ref(values), addresses, keys.shape, buffer.shape, buffer.stride())
 
 
-# The pages (B, pages) int32 of every request of a pass, and (B,) int32, the rows before the new token's; or None.
-Pages = tuple[Tensor, Tensor] | None
-
-
 class Pool(NamedTuple):
     """The memory of one layer's keys and values."""
 
@@ -199,7 +193,7 @@ class PagedPass:
 
     def __init__(self, given: dict[str, Any]):
         self._given, self._cache = given, cache_of(given)
-        self._found: dict[int, Pages] = {}
+        self._found: dict[int, tuple[Tensor, Tensor] | None] = {}
         # (sequences + 1,) int32, and a bound of the lengths. Those padded for CUDA graphs end with empty sequences.
         self.cu_seqlens_q: Tensor = given["cu_seq_lens_q"]
         self.max_seqlen_q: int = given["max_length_q" if "max_length_q" in given else "max_seqlen_q"]
@@ -223,13 +217,14 @@ class PagedPass:
             return keys[0].transpose(0, 1), values[0].transpose(0, 1)
         return cache.update(k, v, layer, **indices)
 
-    def pages(self, pool: Pool) -> Pages:
-        """Return the ``Pages`` of a pass with one new token a request; None if there are more, or pages are unknown."""
+    def pages(self, pool: Pool) -> tuple[Tensor, Tensor] | None:
+        """Return the pages (B, pages) int32 of the requests of a pass with one new token each, and (B,) int32, the rows
+        before the new token's; None if there are more new tokens, or pages are unknown."""
         if pool.group not in self._found:
             self._found[pool.group] = self._find(pool)
         return self._found[pool.group]
 
-    def _find(self, pool: Pool) -> Pages:
+    def _find(self, pool: Pool) -> tuple[Tensor, Tensor] | None:
         given = self._given
         position_ids, block_table = given["position_ids"], given.get("block_table")
         sequences, tokens = self.cu_seqlens_q.shape[0] - 1, position_ids.shape[-1]

@@ -1,8 +1,6 @@
-"""Supported attention modules of transformers, how they differ, and why others are not supported.
-
-A convention describes the steps of an attention module before and after attention itself. It calls the module's own
-projections and norms, so that their replacements (LoRA, quantised layers) stay in use.
-"""
+"""Supported attention modules of transformers, how they differ, and why others are not supported. A convention
+describes the steps of a module before and after attention itself. It calls the module's own projections and norms, so
+that their replacements (LoRA, quantised layers) stay in use."""
 
 from __future__ import annotations
 
@@ -13,7 +11,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import FunctionType
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import transformers
@@ -453,13 +451,14 @@ def row_of(cls: type[nn.Module], table: Mapping[str, Row]) -> Row | None:
     known = _found.setdefault(cls, {})
     forward, row = known.get(id(table), (None, None))
     if forward is not cls.forward:
-        base = _base(cls, table)
+        base = base_of(cls, table)
         row = None if base is None or _changed_method(cls, base) else table[name_of(base)]
         known[id(table)] = cls.forward, row
     return row
 
 
-def _base(cls: type, table: Mapping[str, Any]) -> type | None:
+def base_of(cls: type, table: Mapping[str, Any]) -> type | None:
+    """Return a class, or the first one from which it inherits, that a table has."""
     return next((base for base in cls.__mro__ if name_of(base) in table), None)
 
 
@@ -475,14 +474,9 @@ def _changed_method(cls: type, base: type) -> str:
     return ""
 
 
-def modeling_of(cls: type) -> dict[str, Any]:
-    """Return the globals of the file that defines a class of the table, or the one from which a class inherits."""
-    return vars(sys.modules[cast(type, _base(cls, ROWS)).__module__])
-
-
 def refusal(cls: type) -> str:
     """Return why a class of attention modules is not supported, as a sentence about it."""
-    base = _base(cls, ROWS)
+    base = base_of(cls, ROWS)
     if base is None and not cls.__module__.startswith(_PREFIX):
         return "it is none of transformers' own classes, so that patch_model cannot know what it computes"
     if base is None and not any("rotary" in name.lower() for name in vars(sys.modules[cls.__module__])):
@@ -523,12 +517,9 @@ def _has_the_name(module: nn.Module) -> bool:
 
 def hands_padding_on(decoder: nn.Module) -> bool:
     """Return whether other modules than attention read the padding mask, as recurrences of hybrid models do."""
-    for module in {type(module): module for module in decoder.modules()}.values():
-        if isinstance(module, (GradientCheckpointingLayer, PreTrainedModel)) or _has_the_name(module):
-            continue
-        if "attention_mask" in inspect.signature(type(module).forward).parameters:
-            return True
-    return False
+    layers = GradientCheckpointingLayer, PreTrainedModel
+    others = {type(m) for m in decoder.modules() if not isinstance(m, layers) and not _has_the_name(m)}
+    return any("attention_mask" in inspect.signature(cls.forward).parameters for cls in others)
 
 
 def hands_positions_on(cls: type[nn.Module]) -> bool:

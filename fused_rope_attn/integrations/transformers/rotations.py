@@ -1,8 +1,6 @@
 """Norms and rotation of a module's heads: the norms that kernels compute, the tables of a pass, and their launches.
-
 Norms can be hooked, wrapped or replaced after patching, so each call checks them again. A norm that is not known to be
-exactly ``x * rsqrt(mean(x**2) + eps) * (offset + weight)`` runs as in an unpatched model.
-"""
+exactly ``x * rsqrt(mean(x**2) + eps) * (offset + weight)`` runs as in an unpatched model."""
 
 from __future__ import annotations
 
@@ -148,7 +146,7 @@ class Tables:
     def __init__(self, cos: Tensor, sin: Tensor, interleaved: bool):
         self.arrays = cos, sin
         self.options: dict[str, Any] = {"rotary_dim": 2 * cos.shape[-1], "interleaved": interleaved}
-        self.joined: tuple[Tensor, Tensor] | None = None  # the tables of all ranks that share the sequence
+        self.joined: list[Tensor] | None = None  # the tables of all ranks that share the sequence
 
     def long(self, rows: int) -> tuple[Tensor, Tensor]:
         """Expand tables of one row to (1|B, rows, R/2), all rows the same."""
