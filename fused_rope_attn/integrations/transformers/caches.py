@@ -123,12 +123,10 @@ def _foreign_update(cls: type) -> str:
 
 
 # Growing buffers. ``DynamicLayer.update`` concatenates, so each step copies the whole cache. Here a layer's keys and
-# values are the first rows of larger buffers, and most steps only make two new views. A layer owns the rows after its
-# tokens as long as its keys and values are the tensors that it was given last, and each row is written once. A layer
-# that was cropped, reordered, copied or filled by other code holds other tensors, so its tokens move to new buffers.
-# Tensors that a program kept therefore never change, just as with concatenation.
-#
-# Buffers grow by an eighth, so that all copies cost less than a hundredth of reading a long cache.
+# values are the first rows of buffers that grow by an eighth, so all copies cost less than a hundredth of reading a long
+# cache. A layer owns the rows after its tokens as long as its keys and values are the tensors that it was given last. A
+# layer that was cropped, reordered, copied or filled by other code holds other tensors, so its tokens move to new
+# buffers. Tensors that a program kept therefore never change, just as with concatenation.
 # Layer to (weak references to its keys and values, their addresses and shape, the shape and strides of its buffers).
 # Addresses, because `keys.data = other` gives the same tensor other memory. Weak, so that buffers die with their views.
 _known: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
