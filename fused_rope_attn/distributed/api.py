@@ -25,27 +25,21 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 
-# fmt: off
 @overload
 def rope_attention_cp(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, causal: bool = True, *,
     group: Any, return_lse: Literal[False] = False, **options: Unpack[CpOptions],
-) -> torch.Tensor: ...
-
+) -> torch.Tensor: ...  # fmt: skip
 @overload
 def rope_attention_cp(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, causal: bool = True, *,
     group: Any, return_lse: Literal[True], **options: Unpack[CpOptions],
-) -> tuple[torch.Tensor, torch.Tensor]: ...
-
+) -> tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
 @overload
 def rope_attention_cp(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, causal: bool = True, *,
     group: Any, return_lse: bool, **options: Unpack[CpOptions],
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
-# fmt: on
-
-
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
 @entry.explain_keywords
 def rope_attention_cp(
     q: torch.Tensor,
@@ -111,27 +105,21 @@ def rope_attention_cp(
     return (o, lse) if return_lse else o
 
 
-# fmt: off
 @overload
 def rope_attention_varlen_cp(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor,
     plan: DocumentPlan, causal: bool = True, *, return_lse: Literal[False] = False, **options: Unpack[PackedCpOptions],
-) -> torch.Tensor: ...
-
+) -> torch.Tensor: ...  # fmt: skip
 @overload
 def rope_attention_varlen_cp(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor,
     plan: DocumentPlan, causal: bool = True, *, return_lse: Literal[True], **options: Unpack[PackedCpOptions],
-) -> tuple[torch.Tensor, torch.Tensor]: ...
-
+) -> tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
 @overload
 def rope_attention_varlen_cp(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor,
     plan: DocumentPlan, causal: bool = True, *, return_lse: bool, **options: Unpack[PackedCpOptions],
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
-# fmt: on
-
-
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
 @entry.explain_keywords
 def rope_attention_varlen_cp(
     q: torch.Tensor,
@@ -284,7 +272,7 @@ def _own_chunks(
     """
     members = group_of(group)
     if not isinstance(x, torch.Tensor):
-        checks.refuse_non_tensor(**{name: x})
+        raise TypeError(f"{name} must be a torch.Tensor, but is {checks.kind_of(x)}")
     dim = checks.check_int("dim", dim)
     if not -x.ndim <= dim < x.ndim:
         raise ValueError(f"dim must be an axis of {name}, which has shape {checks.shown(x.shape)}, but is {dim}")

@@ -28,16 +28,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from fused_rope_attn.runtime import device, driver
 
 _MAX_CALLS = 4096
-_ATEN = torch.ops.aten
-_ALLOCATIONS = frozenset(
-    (
-        _ATEN.empty.memory_format,
-        _ATEN.empty_strided.default,
-        _ATEN.empty_like.default,
-        _ATEN.new_empty.default,
-        _ATEN.new_empty_strided.default,
-    )
-)
+_ALLOCATIONS = ("aten.empty.", "aten.empty_strided.", "aten.empty_like.", "aten.new_empty.", "aten.new_empty_strided.")
 # Kernels are specialised for addresses that are multiples of this. PyTorch aligns its allocations to the other.
 _ALIGNMENT, _WORKSPACE_ALIGNMENT = 16, 256
 # A larger workspace keeps the allocations of the recorded call, because one large block may not fit in free memory.
@@ -54,10 +45,7 @@ class Launch:
         programs: size of the grid.
         options: of Triton's launch: ``num_warps``, ``num_stages``, ``maxnreg``, ``launch_pdl``.
         shared: arguments by name that several kernels of a call have in common. The kernel takes those that it has.
-        own: arguments of this kernel.
-
-    Raises:
-        TypeError: if the kernel lacks a parameter that ``own`` names, or a parameter after the tensors gets no value.
+        own: arguments of this kernel, which must have them.
     """
 
     __slots__ = ("kernel", "grid", "arguments", "options", "compiled", "tensor_names")
@@ -80,14 +68,8 @@ class Launch:
     def __call__(self, stream: int, shared: dict | None = None, **own) -> None:
         """Launch on the current device with the kernel's tensors and descriptors, by name. One may be None.
 
-        Args:
-            stream: the device's current one, as ``device.current_stream`` gives it.
-            shared: tensors that several kernels of a call have in common. The kernel takes those that it has.
-            own: tensors of this kernel, which replace shared ones.
-
-        Raises:
-            TypeError: if the kernel lacks a tensor that ``own`` names, or a tensor of the kernel is not given.
-            RuntimeError: as Triton raises it, for example with the CUDA driver's error.
+        stream: the device's current one, as ``device.current_stream`` gives it. shared, own: as of the launch; own
+        tensors replace shared ones. Raise RuntimeError as Triton does, for example with the CUDA driver's error.
         """
         given = {**(shared or {}), **own}
         tensors = {name: given[name] for name in self.tensor_names if name in given}
@@ -158,23 +140,21 @@ class Recording(_python_dispatch.TorchDispatchMode):
         self.refusal = ""
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        out = function(*args, **(kwargs or {}))
-        if function in _ALLOCATIONS:
+        out, name = function(*args, **(kwargs or {})), str(function)
+        if name.startswith(_ALLOCATIONS):
             self.made.append(out)
-        elif function is _ATEN.detach.default and self.made and args[0] is self.made[-1]:
+        elif name == "aten.detach.default" and self.made and args[0] is self.made[-1]:
             self.made[-1] = out  # PyTorch's allocating functions return this one
-        elif not (function is _ATEN.fill_.Scalar and math.isnan(args[1])):  # testing.poison_empty needs no replay
-            self.refusal = f"it runs {function}"
+        elif not (name == "aten.fill_.Scalar" and math.isnan(args[1])):  # testing.poison_empty needs no replay
+            self.refusal = f"it runs {name}"
         return out
 
 
 class Replay:
     """``replay(inputs)`` does with these tensors what the recorded call did with those of the same layouts, ``given``.
 
-    results: what the call returned: None, or a tuple of allocations of its own, of given tensors, and of None.
-
-    Raises:
-        Unsupported: if the call cannot be replayed.
+    results: what the call returned: None, or a tuple of allocations of its own, of given tensors, and of None. Raise
+    Unsupported if the call cannot be replayed.
     """
 
     def __init__(self, recorded: Recording, given: Sequence[torch.Tensor], results: Any):
@@ -213,8 +193,7 @@ class Replay:
     def __call__(self, inputs: Sequence[torch.Tensor]) -> Any:
         """Return the results, () if the call returns none. Launch nothing and return None if this cannot be a replay.
 
-        Raises:
-            RuntimeError: the CUDA driver's, with the kernels' names.
+        Raise RuntimeError with the driver's error and the kernels' names.
         """
         where = self._where
         if hooked() or not device.is_current(where):
@@ -260,8 +239,6 @@ class Call:
 
     __slots__ = ("run", "replay", "refusal", "_times")
 
-    _ATTEMPTS = 4
-
     def __init__(self, run: Callable[[Any], Any]):
         self.run = run
         self.replay: Replay | None = None
@@ -274,7 +251,7 @@ class Call:
             results = replay([x for x in tensors if x is not None])
             return self.run(tensors) if results is None else results
         self._times += 1
-        if not 1 < self._times <= self._ATTEMPTS:  # the first call compiles
+        if self._times not in (2, 3, 4):  # the first call compiles, and three attempts are enough
             return self.run(tensors)
         recording = Recording()
         with recording:
