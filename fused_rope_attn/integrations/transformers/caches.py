@@ -123,7 +123,7 @@ def _foreign_update(cls: type) -> str:
 
 
 # Growing buffers. ``DynamicLayer.update`` concatenates, so each step copies the whole cache. Here a layer's keys and
-# values are the first rows of buffers that grow by an eighth, so all copies cost less than a hundredth of reading a long
+# values are the first rows of buffers that grow by an eighth, so all copies cost less than a hundredth of reading the
 # cache. A layer owns the rows after its tokens as long as its keys and values are the tensors that it was given last. A
 # layer that was cropped, reordered, copied or filled by other code holds other tensors, so its tokens move to new
 # buffers. Tensors that a program kept therefore never change, just as with concatenation.
