@@ -39,7 +39,6 @@ class BackwardCall:
         q, k, v = given.q, given.k, given.v
         batch, sequences = problem.batch, problem.sequences
         self.problem = problem
-        self.inline = config.strategy == "inline" and not is_rotated
         self.dkdv = self.dq = self.sum_heads = self.find_blocks = self.norms = None
         self.latent = problem.nope_dim is not None
         # Key heads as dkdv sees them, and the query heads of each.
@@ -53,17 +52,16 @@ class BackwardCall:
         self.key_dtype = arguments.key_gradient_dtype(problem)
         # Of the parts of the sinks' gradient, one for each tile of queries and each head.
         self.dsinks_shape = (query_tiles * batch, problem.heads_q) if problem.has_sinks else None
-        # The products read q and k themselves, because they are rotated in the loops or are rotated already.
-        self.takes_given = self.inline or is_rotated
+        self.is_rotated = is_rotated
         q_rot, k_rot = self._rotated(q, k)
-        self.tma = config.tma and not self.inline and all(map(has_descriptor, (q_rot, k_rot, v, do)))
+        self.tma = config.tma and all(map(has_descriptor, (q_rot, k_rot, v, do)))
         # dq_kernel may only skip its wait when dkdv_kernel, which does wait, runs between it and the pre-process.
         pdl = config.pdl and batch * problem.len_k > 0
         if problem.has_norms:
             self.norms = NormGradients(problem, given, self.strides, is_rotated, pdl)
         counted = None if self.norms is None else self.norms.num_counters
         self.preprocess = Preprocess(
-            problem, given, do, o, config, rotates=not self.takes_given, in_tiles=False, pdl=pdl, num_counters=counted
+            problem, given, do, o, config, rotates=not is_rotated, in_tiles=False, pdl=pdl, num_counters=counted
         )
         pdl = pdl and self.preprocess.programs > 0
         launch_options = {"launch_pdl": True} if pdl else {}
@@ -122,8 +120,8 @@ class BackwardCall:
             )
 
     def _rotated(self, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return memory for the rotated q and k, or q and k if they are rotated inline or already."""
-        if self.takes_given:
+        """Return memory for the rotated q and k, or q and k if they are rotated already."""
+        if self.is_rotated:
             return q, k
         return q.new_empty(q.shape), k.new_empty(k.shape)
 
@@ -162,7 +160,7 @@ class BackwardCall:
         stream = device.current_stream(q.device)
         if self.find_blocks is not None:
             blocks = self.find_blocks(stream, tensors)
-        rotated = (None, None) if self.takes_given else (q_rot, k_rot)
+        rotated = (None, None) if self.is_rotated else (q_rot, k_rot)
         counters = None
         if self.norms is not None:
             counters = torch.empty(self.norms.num_counters, dtype=torch.int32, device=q.device)
@@ -180,7 +178,7 @@ class BackwardCall:
                 scale=arguments.scale_of(problem),
                 USE_TMA=self.tma,
             ),
-            "rotations": arguments.rotation_of(problem, tensors, self.inline),
+            "tables": arguments.tables_of(problem, tensors),
             "masks": arguments.masks_of(problem, tensors, blocks),
         }
         if self.dkdv is not None:
@@ -196,10 +194,7 @@ class BackwardCall:
                 outputs=kernels.QueryOutputs.host(*of_queries),
             )
         if self.sum_heads is not None:
-            tables = read["rotations"].tables
-            self.sum_heads(
-                stream, masks=read["masks"], tables=tables, parts=arguments.view(of_heads), dk=arguments.view(dk)
-            )
+            self.sum_heads(stream, read, parts=arguments.view(of_heads), dk=arguments.view(dk))
         if dsinks_parts is not None:
             dsinks = dsinks_parts.sum(0).to(tensors.sinks.dtype)
         dq_norm, dk_norm = (None, None) if self.norms is None else self.norms(stream, tensors, dq, dk, counters)
