@@ -96,18 +96,13 @@ def obstacle(backend: str, problem: Problem, arch: str) -> Obstacle | None:
 def _latent_obstacle(backend: str, problem: Problem) -> Obstacle | None:
     widths = (problem.nope_dim or 0, problem.head_dim, problem.value_dim)
     if backend == "hopper":
+        served, found = (", ".join(map(str, x)) for x in (HOPPER_LATENT_DIMS, widths))
+        refusal = ""
         if widths != HOPPER_LATENT_DIMS:
-            served, found = (", ".join(map(str, x)) for x in (HOPPER_LATENT_DIMS, widths))
-            return NotImplementedError, (
-                f"q_nope, q_rope and v must have {served} columns for backend='hopper', but have {found}; the portable "
-                "kernels serve other widths"
-            )
-        if problem.softmax_scale <= 0:
-            return NotImplementedError, (
-                "softmax_scale must be positive for backend='hopper' in multi-head latent attention; the portable "
-                "kernels serve others"
-            )
-        return None
+            refusal = f"q_nope, q_rope and v must have {served} columns for backend='hopper', but have {found}"
+        elif problem.softmax_scale <= 0:
+            refusal = "softmax_scale must be positive for backend='hopper' in multi-head latent attention"
+        return (NotImplementedError, f"{refusal}; the portable kernels serve others") if refusal else None
     for name, columns, most in zip(("q_nope", "q_rope", "v"), widths, (MAX_LATENT_DIM, MAX_ROPE_DIM, MAX_LATENT_DIM)):
         if columns % LATENT_DIM_STEP or not LATENT_DIM_STEP <= columns <= most:
             return NotImplementedError, (

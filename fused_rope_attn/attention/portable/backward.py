@@ -4,11 +4,12 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 
 from fused_rope_attn.attention import arguments
-from fused_rope_attn.attention.configs import BackwardConfig
+from fused_rope_attn.attention.configs import BackwardConfig, Tile
 from fused_rope_attn.attention.intervals import IntervalBlocks
 from fused_rope_attn.attention.portable import backward_kernels as kernels
 from fused_rope_attn.attention.portable.forward import nope_views
@@ -64,7 +65,6 @@ class BackwardCall:
             problem, given, do, o, config, rotates=not is_rotated, in_tiles=False, pdl=pdl, num_counters=counted
         )
         pdl = pdl and self.preprocess.programs > 0
-        launch_options = {"launch_pdl": True} if pdl else {}
         pad_d = block_d(problem.head_dim)
         is_wide = is_long(*(x.stride() for x in (*arguments.rows_of(given), o, do)), *self.strides)
         self.formats = [
@@ -74,39 +74,29 @@ class BackwardCall:
         shared = arguments.numbers_of(problem) | {"PDL": pdl}
         if problem.has_intervals:
             self.find_blocks = IntervalBlocks(problem, config.dq.block_n)
-        head_bytes = (problem.score_dim + problem.value_dim) * q.element_size()
+        row_bytes = (problem.score_dim + problem.value_dim) * q.element_size()
+
+        def products(kernel: Any, programs: int, tile: Tile, heads: int, group: int, rows: int, **own: Any) -> Launch:
+            """Prepare dkdv or dq. rows: that the tiles of a head read, of which ``group`` heads read the same."""
+            own |= {"num_heads": heads, "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n}
+            own["heads_per_section"] = heads_per_section(heads, group, row_bytes * rows, config.section_bytes)
+            options = {**tile.launch_options, **({"launch_pdl": True} if pdl else {})}
+            return Launch(kernel, programs, options, shared, **own)
+
         if batch * problem.len_k:
             tile, heads = config.dkdv, batch * key_heads
             rows = [1, 1, tile.block_m, pad_d] if self.tma else None
             self.q_source, self.do_source = Source(q_rot, rows), Source(do, rows)
-            query_bytes = head_bytes * group_size * problem.longest(problem.len_q)
-            self.dkdv = Launch(
-                kernels.dkdv_kernel,
-                tile_count(problem.len_k, sequences, tile.block_n) * heads,
-                {**tile.launch_options, **launch_options},
-                shared,
-                HKV=key_heads,
-                GROUP_SIZE=group_size,
-                num_heads=heads,
-                heads_per_section=heads_per_section(heads, 1, query_bytes, config.section_bytes),
-                BLOCK_M=tile.block_m,
-                BLOCK_N=tile.block_n,
-            )
+            programs = tile_count(problem.len_k, sequences, tile.block_n) * heads
+            read_rows = group_size * problem.longest(problem.len_q)
+            own = {"HKV": key_heads, "GROUP_SIZE": group_size}
+            self.dkdv = products(kernels.dkdv_kernel, programs, tile, heads, 1, read_rows, **own)
         if batch * problem.len_q:
             tile, heads = config.dq, batch * problem.heads_q
             rows = [1, 1, tile.block_n, pad_d] if self.tma else None
             self.k_source, self.v_source = Source(k_rot, rows), Source(v, rows)
-            key_bytes = head_bytes * problem.longest(problem.len_k)
-            self.dq = Launch(
-                kernels.dq_kernel,
-                query_tiles * heads,
-                {**tile.launch_options, **launch_options},
-                shared,
-                num_heads=heads,
-                heads_per_section=heads_per_section(heads, problem.group_size, key_bytes, config.section_bytes),
-                BLOCK_M=tile.block_m,
-                BLOCK_N=tile.block_n,
-            )
+            read_rows = problem.longest(problem.len_k)
+            self.dq = products(kernels.dq_kernel, query_tiles * heads, tile, heads, problem.group_size, read_rows)
         if self.latent and batch * problem.len_k:
             self.sum_heads = Launch(
                 kernels.sum_heads_kernel,
@@ -185,14 +175,8 @@ class BackwardCall:
             written = {"dk": arguments.view(of_heads), "dv": arguments.view(dv)}
             self.dkdv(stream, read | written, q_desc=self.q_source(q_rot), do_desc=self.do_source(do))
         if self.dq is not None:
-            of_queries = arguments.view(dq), problem.softmax_scale, dsinks_parts, tensors.sinks
-            self.dq(
-                stream,
-                read,
-                k_desc=self.k_source(k_rot),
-                v_desc=self.v_source(v),
-                outputs=kernels.QueryOutputs.host(*of_queries),
-            )
+            written = kernels.QueryOutputs.host(arguments.view(dq), problem.softmax_scale, dsinks_parts, tensors.sinks)
+            self.dq(stream, read, k_desc=self.k_source(k_rot), v_desc=self.v_source(v), outputs=written)
         if self.sum_heads is not None:
             self.sum_heads(stream, read, parts=arguments.view(of_heads), dk=arguments.view(dk))
         if dsinks_parts is not None:
