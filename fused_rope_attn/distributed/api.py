@@ -17,35 +17,28 @@ from fused_rope_attn.distributed.groups import Group, agree, fail_together, grou
 from fused_rope_attn.distributed.layout import CpPlan, check_sharding, choose_method, chunks_of, work_of
 from fused_rope_attn.runtime import checks, entry
 from fused_rope_attn.runtime.differentiation import refuse_tangents
-from fused_rope_attn.runtime.forms import Forms
-from fused_rope_attn.runtime.layouts import Layout, check_layout, from_heads_first, heads_first
+from fused_rope_attn.runtime.layouts import Layout, from_heads_first, heads_first
 from fused_rope_attn.runtime.options import Backend, CpMethod, CpOptions, PackedCpOptions
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 
-# fmt: off
 @overload
 def rope_attention_cp(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, causal: bool = True, *,
     group: Any, return_lse: Literal[False] = False, **options: Unpack[CpOptions],
-) -> torch.Tensor: ...
-
+) -> torch.Tensor: ...  # fmt: skip
 @overload
 def rope_attention_cp(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, causal: bool = True, *,
     group: Any, return_lse: Literal[True], **options: Unpack[CpOptions],
-) -> tuple[torch.Tensor, torch.Tensor]: ...
-
+) -> tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
 @overload
 def rope_attention_cp(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, causal: bool = True, *,
     group: Any, return_lse: bool, **options: Unpack[CpOptions],
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
-# fmt: on
-
-
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
 @entry.explain_keywords
 def rope_attention_cp(
     q: torch.Tensor,
@@ -111,27 +104,21 @@ def rope_attention_cp(
     return (o, lse) if return_lse else o
 
 
-# fmt: off
 @overload
 def rope_attention_varlen_cp(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor,
     plan: DocumentPlan, causal: bool = True, *, return_lse: Literal[False] = False, **options: Unpack[PackedCpOptions],
-) -> torch.Tensor: ...
-
+) -> torch.Tensor: ...  # fmt: skip
 @overload
 def rope_attention_varlen_cp(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor,
     plan: DocumentPlan, causal: bool = True, *, return_lse: Literal[True], **options: Unpack[PackedCpOptions],
-) -> tuple[torch.Tensor, torch.Tensor]: ...
-
+) -> tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
 @overload
 def rope_attention_varlen_cp(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor,
     plan: DocumentPlan, causal: bool = True, *, return_lse: bool, **options: Unpack[PackedCpOptions],
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
-# fmt: on
-
-
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
 @entry.explain_keywords
 def rope_attention_varlen_cp(
     q: torch.Tensor,
@@ -188,7 +175,7 @@ def plan_cp(*arguments: Any, **options: Any) -> CpPlan:
     return entry.plan_of_call(rope_attention_cp, *arguments, **options)
 
 
-_LOCAL = Forms(q="B HQ N/P D", k="B HKV N/P D", v="B HKV N/P D")
+_LOCAL = checks.Forms(q="B HQ N/P D", k="B HKV N/P D", v="B HKV N/P D")
 _check_method = checks.check_choice(get_args(CpMethod))
 # The cut of a call on these ranks, its problem and tensors, and the plan.
 _Described = tuple[ops.Cut, Problem, Tensors, CpPlan]
@@ -214,7 +201,7 @@ def _describe(tensors: Tensors, options: Any, members: Group, sharding, total_le
     """Check the records of a call of ``rope_attention_cp`` and describe it."""
     check_sharding("sharding", sharding, members.size)
     _check_method("method", method, None)
-    check_layout(layout)
+    checks.check_layout(layout)
     tensors = entry.autocast(tensors, ("q", "k", "v"))
     q, k, v, cos = tensors[:4]
     parts, size = len(chunks_of(0, members.size, sharding)), members.size

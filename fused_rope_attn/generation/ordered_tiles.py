@@ -453,4 +453,4 @@ def store_unit(walk, acc, row_max, row_sum, outputs, HQ, column, end):
 @jit
 def fill_by_copies(channel, cursor):
     """Let the slot be full when all copies of the calling threads have arrived; each thread arrives."""
-    async_copy.mbarrier_arrive(channel.full_barrier(cursor), increment_count=False)
+    async_copy.mbarrier_arrive(channel.full.index(cursor.slot), increment_count=False)

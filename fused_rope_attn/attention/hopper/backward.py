@@ -377,7 +377,9 @@ class LatentBackwardCall:
             stats_size=stats_size // 2,
             tiles_per_head=tiles if problem.is_packed else None,
             heads_per_section=sections[1],
-            sizes=latent_kernels.QueryGradientSizes.host(DQ_BLOCK_N, DQ_K_STAGES, DQ_V_STAGES, config.pdl),
+            K_STAGES=DQ_K_STAGES,
+            V_STAGES=DQ_V_STAGES,
+            PDL=config.pdl,
         )
         self.sum_heads = launch.Launch(
             backward_kernels.sum_heads_kernel,

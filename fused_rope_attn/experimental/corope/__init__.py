@@ -12,13 +12,12 @@ from fused_rope_attn.experimental.corope import reference
 from fused_rope_attn.runtime import checks, device
 from fused_rope_attn.runtime.differentiation import differentiable, last_gradients
 from fused_rope_attn.runtime.entry import is_autocast_on
-from fused_rope_attn.runtime.forms import Forms
 
 if device.has_triton():  # elsewhere every call takes the reference
     from fused_rope_attn.experimental.corope.launch import corope_backward, corope_forward
 
 __all__ = ["corope_attention"]
-_FORMS = Forms(q="B HQ N D", k="B HKV N D", v="B HKV N D")
+_FORMS = checks.Forms(q="B HQ N D", k="B HKV N D", v="B HKV N D")
 
 
 def corope_attention(
