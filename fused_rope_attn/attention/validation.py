@@ -78,8 +78,8 @@ def _check_more_queries(q: Tensor, k: Tensor, causal: bool, layout: str, names: 
     if not torch.compiler.is_compiling():
         checks.warn_once(
             "more queries than keys",
-            f"{of_q} {checks.shown(q.shape)} has {len_q} positions and {of_k} {checks.shown(k.shape)} has {len_k} in layout "
-            f"{layout!r}: {why}, so that the first {len_q - len_k} rows see no key and give zeros; {hint}",
+            f"{of_q} {checks.shown(q.shape)} has {len_q} positions and {of_k} {checks.shown(k.shape)} has {len_k} in "
+            f"layout {layout!r}: {why}, so that the first {len_q - len_k} rows see no key and give zeros; {hint}",
         )
 
 
