@@ -40,7 +40,7 @@ class BackwardCall:
         q, k, v = given.q, given.k, given.v
         batch, sequences = problem.batch, problem.sequences
         self.problem = problem
-        self.dkdv = self.dq = self.sum_heads = self.find_blocks = self.norms = None
+        self.dkdv = self.dq = self.sum_heads = self.norms = None
         self.latent = problem.nope_dim is not None
         # Key heads as dkdv sees them, and the query heads of each.
         key_heads, group_size = problem.heads_kv, problem.group_size
@@ -72,8 +72,7 @@ class BackwardCall:
             for columns in (problem.head_dim, problem.value_dim, problem.nope_dim)
         ]
         shared = arguments.numbers_of(problem) | {"PDL": pdl}
-        if problem.has_intervals:
-            self.find_blocks = IntervalBlocks(problem, config.dq.block_n)
+        self.find_blocks = IntervalBlocks(problem, config.dq.block_n) if problem.has_intervals else None
         row_bytes = (problem.score_dim + problem.value_dim) * q.element_size()
 
         def products(kernel: Any, programs: int, tile: Tile, heads: int, group: int, rows: int, **own: Any) -> Launch:
@@ -135,7 +134,7 @@ class BackwardCall:
         tensors, outputs = split_outputs(of_forward, 3)
         problem, q, k, v = self.problem, tensors.q, tensors.k, tensors.v
         dq, dk, dv = self._allocate(q if self.latent else o, tensors, outputs)
-        dq_nope = dk_nope = dsinks = dsinks_parts = blocks = None
+        dq_nope = dk_nope = dsinks = dsinks_parts = None
         of_heads = dk
         if self.latent:
             of_heads = torch.empty(self.parts_shape, dtype=torch.float32, device=q.device)
@@ -148,12 +147,10 @@ class BackwardCall:
             # Zeros, because tiles past the end of a packed sequence write nothing.
             dsinks_parts = q.new_zeros(self.dsinks_shape, dtype=torch.float32)
         stream = device.current_stream(q.device)
-        if self.find_blocks is not None:
-            blocks = self.find_blocks(stream, tensors)
+        blocks = None if self.find_blocks is None else self.find_blocks(stream, tensors)
         rotated = (None, None) if self.is_rotated else (q_rot, k_rot)
-        counters = None
-        if self.norms is not None:
-            counters = torch.empty(self.norms.num_counters, dtype=torch.int32, device=q.device)
+        counted = 0 if self.norms is None else self.norms.num_counters
+        counters = torch.empty(counted, dtype=torch.int32, device=q.device) if counted else None
         stats = self.preprocess(stream, tensors, do, o, lse, rotated, counters=counters)
         read = {
             "inputs": kernels.BackwardInputs.host(
