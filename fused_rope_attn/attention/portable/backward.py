@@ -76,7 +76,7 @@ class BackwardCall:
         row_bytes = (problem.score_dim + problem.value_dim) * q.element_size()
 
         def products(kernel: Any, programs: int, tile: Tile, heads: int, group: int, rows: int, **own: Any) -> Launch:
-            """Prepare dkdv or dq. rows: that the tiles of a head read, of which ``group`` heads read the same."""
+            """Prepare dkdv or dq. rows: read by the tiles of a head; ``group`` heads read the same."""
             own |= {"num_heads": heads, "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n}
             own["heads_per_section"] = heads_per_section(heads, group, row_bytes * rows, config.section_bytes)
             options = {**tile.launch_options, **({"launch_pdl": True} if pdl else {})}
