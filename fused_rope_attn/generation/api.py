@@ -8,8 +8,7 @@ import torch
 
 from fused_rope_attn.attention.planning import Plan
 from fused_rope_attn.attention.problem import Options, Problem
-from fused_rope_attn.generation import planning, reference
-from fused_rope_attn.generation import problem as steps
+from fused_rope_attn.generation import planning, problem as steps, reference
 from fused_rope_attn.generation.problem import StepTensors, Written
 from fused_rope_attn.runtime import checks, entry
 from fused_rope_attn.runtime.device import has_triton

@@ -24,8 +24,7 @@ import triton.language as tl
 from triton import constexpr_function
 
 from fused_rope_attn.attention.hopper.softmax import cap_scores
-from fused_rope_attn.generation import inputs as step
-from fused_rope_attn.generation import keys as running
+from fused_rope_attn.generation import inputs as step, keys as running
 from fused_rope_attn.kernels import masks, rotation, schedule, tiles
 from fused_rope_attn.kernels.records import record, replace, unpack
 from fused_rope_attn.kernels.softmax import LOG2E, finish_sums, log_sum_exp

@@ -3,8 +3,6 @@
 Inside the package all tensors are (B, H, N, D).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any, Literal, get_args
 

@@ -5,8 +5,6 @@ when it is imported, and derives from them the checks and the records of a call.
 options out, with defaults and documentation, and a field of ``Problem`` holds what kernels need of an option.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass

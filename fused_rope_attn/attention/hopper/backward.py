@@ -10,18 +10,17 @@ from typing import Any
 import torch
 import triton
 
-from fused_rope_attn.attention import arguments as call_arguments
-from fused_rope_attn.attention import configs, prepass
+from fused_rope_attn.attention import arguments as call_arguments, configs, prepass
 from fused_rope_attn.attention.hopper import (
     backward_block,
     backward_kernel,
     channels,
+    columns as column_parts,
     forward_tiles,
     intervals,
     latent_kernels,
     postprocess_kernel,
 )
-from fused_rope_attn.attention.hopper import columns as column_parts
 from fused_rope_attn.attention.portable import backward_kernels
 from fused_rope_attn.attention.problem import Gradients, Problem, Tensors, split_outputs
 from fused_rope_attn.kernels import schedule

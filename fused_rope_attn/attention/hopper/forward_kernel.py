@@ -19,8 +19,7 @@ import triton.language as tl
 
 from fused_rope_attn.attention.hopper import channels, columns, forward_producers, forward_tiles, masks, softmax
 from fused_rope_attn.attention.hopper.channels import ROWS
-from fused_rope_attn.kernels import ptxas, sequences, tiles
-from fused_rope_attn.kernels import softmax as row_softmax
+from fused_rope_attn.kernels import ptxas, sequences, softmax as row_softmax, tiles
 from fused_rope_attn.kernels.masks import Window
 from fused_rope_attn.kernels.records import record, replace, unpack
 from fused_rope_attn.runtime import triton_compat as compat

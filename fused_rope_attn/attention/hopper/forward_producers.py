@@ -3,8 +3,7 @@
 
 from fused_rope_attn.attention.hopper import channels, forward_tiles, masks
 from fused_rope_attn.attention.hopper.channels import ROWS
-from fused_rope_attn.kernels import norm, ptxas, tiles
-from fused_rope_attn.kernels import rotation as rotary
+from fused_rope_attn.kernels import norm, ptxas, rotation as rotary, tiles
 from fused_rope_attn.kernels.records import record, replace
 from fused_rope_attn.kernels.schedule import wait_for_previous_launch
 from fused_rope_attn.runtime.triton_compat import barrier, fence_async_shared, gl, jit, tma_store, tma_store_wait

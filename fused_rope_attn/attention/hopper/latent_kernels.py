@@ -21,8 +21,7 @@ from fused_rope_attn.attention.hopper import (
     masks,
 )
 from fused_rope_attn.attention.hopper.softmax import pack_weights, unpack_weights, weigh
-from fused_rope_attn.kernels import ptxas, softmax, tiles
-from fused_rope_attn.kernels import rotation as rotary
+from fused_rope_attn.kernels import ptxas, rotation as rotary, softmax, tiles
 from fused_rope_attn.kernels.masks import Window
 from fused_rope_attn.kernels.records import record, replace, unpack
 from fused_rope_attn.kernels.schedule import wait_for_previous_launch
