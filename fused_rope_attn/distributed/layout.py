@@ -7,8 +7,6 @@ causal mask all ranks have equal work; ``"contiguous"`` cuts P, one for each ran
 every chunk, which packed documents need for equal work, and ``documents.deal`` finds.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 from dataclasses import dataclass, replace
