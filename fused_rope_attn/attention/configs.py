@@ -94,7 +94,6 @@ class BackwardConfig:
     tma: dkdv reads Q and dO, and dq reads K and V, through descriptors.
     """
 
-    strategy: str
     dkdv: Tile
     dq: Tile
     section_bytes: int = 0

@@ -314,30 +314,27 @@ class Visits:
     def __init__(self, problem: Problem, block_m: int, block_n: int, pdl: bool):
         self.problem = problem
         batch, tiles = problem.batch, triton.cdiv(problem.len_q, block_m)
-        self.num_blocks = triton.cdiv(problem.len_k, block_n)
-        num_keys = self.num_blocks * block_n
+        num_blocks = triton.cdiv(problem.len_k, block_n)
         self.shapes = {
-            "visits_ptr": (batch, tiles, 1 + self.num_blocks),
-            "key_rows_ptr": (batch, 2, num_keys),
-            "hidden_ptr": (batch, num_keys // WORD.value),
+            "visits_ptr": (batch, tiles, 1 + num_blocks),
+            "key_rows_ptr": (batch, 2, num_blocks * block_n),
+            "hidden_ptr": (batch, num_blocks * (block_n // WORD.value)),
         }
         self.launch = launch.Launch(
             visits_kernel,
             batch * triton.cdiv(tiles, TILES.value),
             {"num_warps": 8},
             call_arguments.numbers_of(problem),
-            num_blocks=self.num_blocks,
+            num_blocks=num_blocks,
             BLOCK_M=block_m,
             BLOCK_N=block_n,
             PDL=pdl,
         )
 
     def __call__(self, stream: int, tensors: Tensors) -> dict[str, Any]:
-        """Launch, and return the results by the names of the main kernel's arguments."""
-        device = tensors.q.device
-        found: dict[str, Any] = {
-            name: torch.empty(x, dtype=torch.int32, device=device) for name, x in self.shapes.items()
-        }
+        """Launch, and return the results by the names of ``forward_tiles.TileSource``'s fields."""
+        options = {"dtype": torch.int32, "device": tensors.q.device}
+        found: dict[str, Any] = {name: torch.empty(shape, **options) for name, shape in self.shapes.items()}
         self.launch(stream, masks=call_arguments.masks_of(self.problem, tensors), **found)
         return found
 

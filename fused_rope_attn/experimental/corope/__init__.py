@@ -89,12 +89,8 @@ class CoRopeAttention(torch.autograd.Function):
 
 def _refuse_determinism() -> None:
     """Raise, or warn if so chosen, as PyTorch's operators do if their backward pass is not deterministic."""
-    if not torch.are_deterministic_algorithms_enabled():
-        return
-    message = (
-        "the backward pass of corope_attention has no deterministic kernels, which "
-        "torch.use_deterministic_algorithms(True) asks for: its gradients are summed by atomics"
-    )
-    if not torch.is_deterministic_algorithms_warn_only_enabled():
-        raise RuntimeError(f"{message}; warn_only=True lets them run")
-    warnings.warn(message, UserWarning, stacklevel=2)
+    message = "the backward pass of corope_attention has no deterministic kernels: atomics sum its gradients"
+    if torch.are_deterministic_algorithms_enabled():
+        if not torch.is_deterministic_algorithms_warn_only_enabled():
+            raise RuntimeError(f"{message}; torch.use_deterministic_algorithms(True, warn_only=True) lets them run")
+        warnings.warn(message, UserWarning, stacklevel=2)
