@@ -5,8 +5,6 @@ A sequence of N rows is cut into equal chunks, and every rank owns equally many.
 in the order of the sequence. ``cp_shard`` has the shardings; ``documents.deal`` finds those that begin with ``DEALT``.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Tables of cos and sin, ``RotaryEmbedding``, a module that holds them, and the order of columns in weights."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
