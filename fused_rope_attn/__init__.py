@@ -4,15 +4,11 @@ The public names, ``distributed``, ``experimental`` and ``masks`` are imported w
 package needs neither a GPU, nor Triton, nor an extra.
 """
 
-from __future__ import annotations
-
 import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fused_rope_attn import distributed as distributed
-    from fused_rope_attn import experimental as experimental
-    from fused_rope_attn import masks as masks
+    from fused_rope_attn import distributed as distributed, experimental as experimental, masks as masks
     from fused_rope_attn.attention.api import (
         cu_seqlens_from_position_ids,
         plan,

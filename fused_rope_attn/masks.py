@@ -14,15 +14,12 @@ Values that no mask has, for example documents that overlap, are a ValueError on
 torch.compile and torch.export, the host does not wait to read them, and an assertion on the device fails.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from fused_rope_attn.runtime.checks import check_ends, check_int, shown
-from fused_rope_attn.runtime.forms import Form
+from fused_rope_attn.runtime import checks
 from fused_rope_attn.runtime.registration import is_plain
 
 __all__ = ["bidirectional_blocks", "chunks", "documents", "from_dense", "prefix_lm", "prefix_tree"]
@@ -46,10 +43,10 @@ def documents(cu_seqlens: Tensor, length: int | None = None) -> Intervals:
     """
     _check_ints("cu_seqlens", cu_seqlens, "documents+1")
     if cu_seqlens.shape[0] < 1:
-        raise ValueError(f"cu_seqlens must have shape (documents+1,), but has {shown(cu_seqlens.shape)}")
+        raise ValueError(f"cu_seqlens must have shape (documents+1,), but has {checks.shown(cu_seqlens.shape)}")
     known = cu_seqlens if length is not None else cu_seqlens.cpu()
     length = int(known[-1]) if length is None else _length(length)
-    if check_ends("cu_seqlens", known, length, "the row") is None:
+    if checks.check_ends("cu_seqlens", known, length, "the row") is None:
         are_ends = (known[0] == 0) & (known[1:] >= known[:-1]).all() & (known[-1] <= length)
         torch._assert_async(are_ends, "cu_seqlens must begin with 0, never fall, and end at or before the last token")
     token = torch.arange(length, dtype=torch.int32, device=cu_seqlens.device)
@@ -171,7 +168,7 @@ def chunks(chunk: int, length: int, *, device: torch.device | str | None = None)
     Returns:
         query_starts and query_ends, ``(1, N)`` int32 each.
     """
-    if check_int("chunk", chunk) < 1:
+    if checks.check_int("chunk", chunk) < 1:
         raise ValueError(f"chunk must be 1 or more, but is {chunk}")
     token = torch.arange(_length(length), device=device)
     ends = ((token // chunk + 1) * chunk).clamp(max=length)
@@ -191,7 +188,7 @@ def from_dense(mask: Tensor) -> Intervals | None:
     Raises:
         TypeError, ValueError: not a boolean tensor of four dimensions.
     """
-    Form("B 1 NQ NK | B HQ NQ NK", torch.bool).check("mask", mask, "mask", mask, {})
+    checks.Form("B 1 NQ NK | B HQ NQ NK", torch.bool).check("mask", mask, "mask", mask, {})
     starts, ends, is_exact = intervals_of_dense(mask)
     return (starts, ends) if is_exact else None
 
@@ -215,14 +212,14 @@ def intervals_of_dense(mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _length(length: int) -> int:
-    if check_int("length", length) < 0:
+    if checks.check_int("length", length) < 0:
         raise ValueError(f"length must be 0 or more, but is {length}")
     return length
 
 
 def _check_ints(name: str, x: Tensor, form: str) -> None:
     """Raise unless ``x`` is a tensor of integers of this ``Form``."""
-    Form(form, torch.int32, torch.int64).check(name, x, name, x, {})
+    checks.Form(form, torch.int32, torch.int64).check(name, x, name, x, {})
 
 
 def _check_values(holds: Tensor, refusal: Callable[[int], str], message: str) -> None:
@@ -241,4 +238,4 @@ def _host_ints(name: str, values: Sequence[int] | Tensor) -> list[int]:
     if isinstance(values, Tensor):
         _check_ints(name, values, "nodes")
         return values.tolist()
-    return [check_int(f"{name}[{i}]", value) for i, value in enumerate(values)]
+    return [checks.check_int(f"{name}[{i}]", value) for i, value in enumerate(values)]

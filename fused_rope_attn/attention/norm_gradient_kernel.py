@@ -9,9 +9,7 @@ of the weights' gradients. The programs that finish last add those up.
 import triton
 import triton.language as tl
 
-from fused_rope_attn.kernels import norm as norms
-from fused_rope_attn.kernels import rotation as rotations
-from fused_rope_attn.kernels import schedule, tiles
+from fused_rope_attn.kernels import norm as norms, rotation as rotations, schedule, tiles
 from fused_rope_attn.kernels.records import record, unpack
 
 # Rows of sums that are added up at a time; the last of so many programs adds up their sums.

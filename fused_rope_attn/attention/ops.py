@@ -1,15 +1,12 @@
 """Attention by the kernels: eager calls, the torch.library operators, their autograd, and the launchers' calls."""
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from fused_rope_attn.attention import configs, planning
-from fused_rope_attn.attention import problem as records
+from fused_rope_attn.attention import configs, planning, problem as records
 from fused_rope_attn.attention.problem import Gradients, Outputs, Problem, Saved, Saving, Tensors, flatten, rebuild
 from fused_rope_attn.runtime import device
 from fused_rope_attn.runtime.differentiation import SingleLevelFunction, apply_in_operator, in_forward_mode

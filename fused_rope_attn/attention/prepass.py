@@ -1,15 +1,12 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, disable-error-code="attr-defined, arg-type"
 """Launches of the kernels over rows: the pre-pass, the pre-process of a backward pass, and the gradient of norms."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
 import triton
 
-from fused_rope_attn.attention import arguments, prepass_kernel
-from fused_rope_attn.attention import norm_gradient_kernel as norms
+from fused_rope_attn.attention import arguments, norm_gradient_kernel as norms, prepass_kernel
 from fused_rope_attn.attention.problem import Problem, Tensors
 from fused_rope_attn.kernels.schedule import tile_count
 from fused_rope_attn.kernels.tiles import RowFormat

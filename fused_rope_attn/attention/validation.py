@@ -13,14 +13,12 @@ from torch import Tensor
 
 from fused_rope_attn.attention.problem import Tensors, check_options
 from fused_rope_attn.runtime import checks
-from fused_rope_attn.runtime.checks import shown
-from fused_rope_attn.runtime.forms import Form, Forms
 from fused_rope_attn.runtime.layouts import AXES
 from fused_rope_attn.runtime.registration import is_plain
 
-ATTENTION = Forms(q="B HQ NQ D", k="B HKV NK D", v="B HKV NK D")
-LATENT = Forms(q_rope="B H NQ R", q_nope="B H NQ DN", k_rope="B 1 NK R", k_nope="B H NK DN", v="B H NK DV")
-_ENDS, _IDS = Form("sequences+1", torch.int32), Form("N | B N", torch.int32, torch.int64)
+ATTENTION = checks.Forms(q="B HQ NQ D", k="B HKV NK D", v="B HKV NK D")
+LATENT = checks.Forms(q_rope="B H NQ R", q_nope="B H NQ DN", k_rope="B 1 NK R", k_nope="B H NK DN", v="B H NK DV")
+_ENDS, _IDS = checks.Form("sequences+1", torch.int32), checks.Form("N | B N", torch.int32, torch.int64)
 
 
 def check_attention(
@@ -69,22 +67,19 @@ def _check_more_queries(q: Tensor, k: Tensor, causal: bool, layout: str, names: 
 
     With fewer key heads than query heads, tensors in the wrong layout look like this. names: of q and k, for messages.
     """
-    of_q, of_k = names
-    other = "bshd" if layout == "bhsd" else "bhsd"
-    axis = AXES[layout].index(2)
-    len_q, len_k = q.shape[axis], k.shape[axis]
+    (of_q, of_k), axis = names, AXES[layout].index(2)
+    len_q, len_k, other = q.shape[axis], k.shape[axis], "bshd" if layout == "bhsd" else "bhsd"
+    why, hint = "queries are aligned with the end of the keys", f"did you mean layout={other!r}?"
     if not causal:
         raise ValueError(
-            f"{of_q} must have at most {of_k}'s {len_k} positions where causal is False, but has {len_q}: queries are "
-            "aligned with the end of the keys, and the first ones would have negative positions; did you mean "
-            f"layout={other!r}?"
+            f"{of_q} must have at most {of_k}'s {len_k} positions where causal is False, but has {len_q}: {why}, and "
+            f"the first ones would have negative positions; {hint}"
         )
     if not torch.compiler.is_compiling():
         checks.warn_once(
             "more queries than keys",
-            f"{of_q} {shown(q.shape)} has {len_q} positions and {of_k} {shown(k.shape)} has {len_k} in layout "
-            f"{layout!r}: queries are aligned with the end of the keys, so that the first {len_q - len_k} rows see no "
-            f"key and give zeros; did you mean layout={other!r}?",
+            f"{of_q} {checks.shown(q.shape)} has {len_q} positions and {of_k} {checks.shown(k.shape)} has {len_k} in "
+            f"layout {layout!r}: {why}, so that the first {len_q - len_k} rows see no key and give zeros; {hint}",
         )
 
 
@@ -98,14 +93,13 @@ def check_sequences(tensors: Tensors, longest: tuple[Any, Any], names: tuple[str
     for name, x in ends:
         _ENDS.check(name, x, of_q, q, {})
         if x.shape[0] < 1:
-            raise ValueError(f"{name} must have shape (sequences+1,), but has {shown(x.shape)}")
+            raise ValueError(f"{name} must have shape (sequences+1,), but has {checks.shown(x.shape)}")
         if not x.is_contiguous():
             raise ValueError(f"{name} must be contiguous, but has stride {x.stride()[0]}")
     (_, ends_q), (_, ends_k) = ends
     if ends_k.shape != ends_q.shape:
-        raise ValueError(
-            f"cu_seqlens_k must have cu_seqlens_q's shape {shown(ends_q.shape)}, but has {shown(ends_k.shape)}"
-        )
+        shapes = f"{checks.shown(ends_q.shape)}, but has {checks.shown(ends_k.shape)}"
+        raise ValueError(f"cu_seqlens_k must have cu_seqlens_q's shape {shapes}")
     for name, value in zip(("max_seqlen_q", "max_seqlen_k"), longest):
         if checks.check_int(name, value) < 0:
             raise ValueError(f"{name} must be 0 or more, but is {value}")

@@ -17,8 +17,7 @@ from fused_rope_attn.distributed.groups import Group, agree, fail_together, grou
 from fused_rope_attn.distributed.layout import CpPlan, check_sharding, choose_method, chunks_of, work_of
 from fused_rope_attn.runtime import checks, entry
 from fused_rope_attn.runtime.differentiation import refuse_tangents
-from fused_rope_attn.runtime.forms import Forms
-from fused_rope_attn.runtime.layouts import Layout, check_layout, from_heads_first, heads_first
+from fused_rope_attn.runtime.layouts import Layout, from_heads_first, heads_first
 from fused_rope_attn.runtime.options import Backend, CpMethod, CpOptions, PackedCpOptions
 
 if TYPE_CHECKING:
@@ -176,7 +175,7 @@ def plan_cp(*arguments: Any, **options: Any) -> CpPlan:
     return entry.plan_of_call(rope_attention_cp, *arguments, **options)
 
 
-_LOCAL = Forms(q="B HQ N/P D", k="B HKV N/P D", v="B HKV N/P D")
+_LOCAL = checks.Forms(q="B HQ N/P D", k="B HKV N/P D", v="B HKV N/P D")
 _check_method = checks.check_choice(get_args(CpMethod))
 # The cut of a call on these ranks, its problem and tensors, and the plan.
 _Described = tuple[ops.Cut, Problem, Tensors, CpPlan]
@@ -202,15 +201,14 @@ def _describe(tensors: Tensors, options: Any, members: Group, sharding, total_le
     """Check the records of a call of ``rope_attention_cp`` and describe it."""
     check_sharding("sharding", sharding, members.size)
     _check_method("method", method, None)
-    check_layout(layout)
+    checks.check_layout(layout)
     tensors = entry.autocast(tensors, ("q", "k", "v"))
     q, k, v, cos = tensors[:4]
     parts, size = len(chunks_of(0, members.size, sharding)), members.size
     local = _LOCAL.check(layout, (q, k, v))[2]
     rows = cos.shape[-2] if isinstance(cos, torch.Tensor) and cos.ndim > 1 else 0
     tables_are_local = size > 1 and rows == local
-    needed = local if tables_are_local else local * size
-    problem, tensors = _checked(tensors, options, needed, layout)
+    problem, tensors = _checked(tensors, options, local if tables_are_local else local * size, layout)
     if local % parts:
         raise ValueError(
             f"q must have a multiple of {parts} rows on every rank for sharding={sharding!r}, but has {local}: pad the "
@@ -219,8 +217,7 @@ def _describe(tensors: Tensors, options: Any, members: Group, sharding, total_le
     total: Any = local * size if total_len is None else checks.check_int("total_len", total_len, "an int or None")
     if not 0 <= total <= local * size:
         raise ValueError(f"total_len must be from 0 to the {local * size} rows of all ranks, but is {total}")
-    work = work_of(size, sharding, local, total, problem.causal, problem.window)
-    chosen = choose_method(problem, method, work)
+    chosen = choose_method(problem, method, work_of(size, sharding, local, total, problem.causal, problem.window))
     cut = ops.Cut(members.name, str(sharding), chosen.method, int(total), 0, tables_are_local)
     return cut, problem, tensors, chosen
 

@@ -2,12 +2,8 @@
 """The cut of a sequence, in integers: the chunks of each rank, the keys that its queries need, and the method.
 
 A sequence of N rows is cut into equal chunks, and every rank owns equally many. Its local rows are its chunks' rows,
-in the order of the sequence. ``"zigzag"`` cuts 2P chunks and gives rank r the chunks r and 2P - 1 - r, so that under a
-causal mask all ranks have equal work; ``"contiguous"`` cuts P, one for each rank; ``"dealt:0,1,1,0"`` names the rank of
-every chunk, which packed documents need for equal work, and ``documents.deal`` finds.
+in the order of the sequence. ``cp_shard`` has the shardings; ``documents.deal`` finds those that begin with ``DEALT``.
 """
-
-from __future__ import annotations
 
 import functools
 import itertools
@@ -64,6 +60,19 @@ def chunks_of(rank: int, size: int, sharding: str) -> tuple[int, ...]:
     return tuple(chunk for chunk, (owner, _) in enumerate(owners_of(size, sharding)) if owner == rank)
 
 
+def pairs_within(length: int, first: int, last: int, causal: bool, window: Window) -> int:
+    """Return the number of pairs of a query in [first, last) of ``length`` tokens and a key among them that see each
+    other in one head."""
+
+    def sum_below(limit: int, most: int) -> int:  # of min(x, most) over x from 0 to limit - 1
+        inside = min(limit, most)
+        return inside * (inside - 1) // 2 + (limit - inside) * most
+
+    left, right = (length if side < 0 else side for side in window or (-1, -1))
+    pairs = last - first + sum_below(last, left) - sum_below(first, left)
+    return pairs if causal else pairs + sum_below(length - first, right) - sum_below(length - last, right)
+
+
 class Segment(NamedTuple):
     """One call of attention: some of a rank's queries over a range of the rank's keys.
 
@@ -89,17 +98,11 @@ class Segment(NamedTuple):
     def num_keys(self) -> int:
         return self.keys[1] - self.keys[0]
 
-    def pairs(self, causal: bool, window: Window) -> float:
-        """Estimate the number of pairs of a query and a key that see each other in one head."""
-        widest = float("inf")
-        if window is not None and window[0] >= 0 and (causal or window[1] >= 0):
-            widest = window[0] + 1 + (0 if causal else window[1])
-        total = 0.0
-        limits = zip(self.cu_seqlens_q or (0, self.queries), self.cu_seqlens_k or (0, self.num_keys))
-        for (first_q, first_k), (last_q, last_k) in itertools.pairwise(limits):
-            queries, keys = last_q - first_q, last_k - first_k
-            total += queries * min(keys - queries / 2 if causal else keys, widest)
-        return total
+    def pairs(self, causal: bool, window: Window) -> int:
+        """Return the number of pairs of a query and a key that see each other in one head."""
+        queries = (b - a for a, b in itertools.pairwise(self.cu_seqlens_q or (0, self.queries)))
+        keys = (b - a for a, b in itertools.pairwise(self.cu_seqlens_k or (0, self.num_keys)))
+        return sum(pairs_within(k, k - q, k, causal, window) for q, k in zip(queries, keys))
 
 
 class Run(NamedTuple):
@@ -223,7 +226,13 @@ def work_of(size: int, sharding: str, local: int, total: int, causal: bool, wind
         owned = chunks_of(rank, size, sharding)
         chunk = local // len(owned)
         if not causal and window is None:
-            found.append(_all_keys(owned, chunk, len(owners_of(size, sharding)), total))
+            # All keys; a rank's own are the last ones, because queries are aligned with the last keys and so read their
+            # own rows of the tables, which have the same order. The order of keys does not change a softmax.
+            order = sorted(range(len(owners_of(size, sharding))), key=owned.__contains__)
+            runs = [(c, 0, min(chunk, total - c * chunk)) for c in order if c * chunk < total]
+            rows = sum(count for c, _, count in runs if c in owned)
+            every = RankWork(_buffer(runs), [Segment((0, rows), 0, (0, total), None)])
+            found.append(every if rows else RankWork((), []))
             continue
         segments = []
         for i, c in enumerate(owned):
@@ -236,19 +245,6 @@ def work_of(size: int, sharding: str, local: int, total: int, causal: bool, wind
             segments.append(Segment((i * chunk, i * chunk + end - begin), padding, (first, end + padding), first))
         found.append(with_buffer(segments, chunk))
     return GroupWork(found, sharding)
-
-
-def _all_keys(owned, chunk: int, count: int, total: int) -> RankWork:
-    """Return the work of a rank that sees all keys. Its own keys are the last ones, because queries are aligned with
-    the last keys and so read their own rows of the tables, which have the same order. The order of keys does not change
-    a softmax."""
-    existing = {c: min(chunk, total - c * chunk) for c in range(count) if total > c * chunk}
-    own = [c for c in owned if c in existing]
-    if not own:
-        return RankWork((), [])
-    buffer = _buffer([(c, 0, existing[c]) for c in (*(c for c in existing if c not in own), *own)])
-    rows = sum(existing[c] for c in own)
-    return RankWork(buffer, [Segment((0, rows), 0, (0, min(total, count * chunk)), None)])
 
 
 @dataclass(frozen=True)
@@ -282,26 +278,23 @@ def choose_method(problem: Problem, method: str, work: GroupWork) -> CpPlan:
     by_gather = CpPlan("all_gather", "asked for", gathered, max(flops), gathered)
     by_heads = CpPlan("all_to_all", "asked for", exchanged, sum(flops) / size, exchanged)
     divides = problem.heads_kv % size == 0
-    if method == "all_to_all":
-        if not divides:
-            raise ValueError(
-                f"method must be 'all_gather' or 'auto' where k's heads are no multiple of the group's {size} ranks, "
-                f"but is 'all_to_all', and k has {problem.heads_kv} heads"
-            )
-        return by_heads
-    if method == "all_gather":
-        return by_gather
+    if method == "all_to_all" and not divides:
+        raise ValueError(
+            f"method must be 'all_gather' or 'auto' where k's heads are no multiple of the group's {size} ranks, but "
+            f"is 'all_to_all', and k has {problem.heads_kv} heads"
+        )
+    if method != "auto":
+        return by_gather if method == "all_gather" else by_heads
     if size == 1:
         return replace(by_gather, reason="one rank exchanges nothing")
     if not divides:
         return replace(by_gather, reason=f"k's {problem.heads_kv} heads are no multiple of {size} ranks")
-    compute, link = by_gather.flops / FLOPS, by_gather.received_bytes / LINK
+    compute, link = by_gather.flops / FLOPS, gathered / LINK
     gather_time = compute + link - (1 - EXPOSED) * min(link, compute)
-    heads_time = by_heads.flops / FLOPS + by_heads.received_bytes / LINK
-    figures = (
-        f"{by_gather.received_bytes / 2**20:.3g} MiB next to {by_gather.flops / 1e12:.3g} TFLOP, where heads would "
-        f"exchange {by_heads.received_bytes / 2**20:.3g} MiB before and after {by_heads.flops / 1e12:.3g}"
+    gathers = gather_time <= by_heads.flops / FLOPS + exchanged / LINK
+    reason = (
+        f"a rank {'receives' if gathers else 'would receive'} {gathered / 2**20:.3g} MiB next to "
+        f"{by_gather.flops / 1e12:.3g} TFLOP, where heads would exchange {exchanged / 2**20:.3g} MiB before and after "
+        f"{by_heads.flops / 1e12:.3g}"
     )
-    if gather_time <= heads_time:
-        return replace(by_gather, reason=f"a rank receives {figures}")
-    return replace(by_heads, reason=f"a rank would receive {figures}")
+    return replace(by_gather if gathers else by_heads, reason=reason)

@@ -1,14 +1,11 @@
-"""The two methods of context parallelism, forward and backward.
+"""The two methods of context parallelism, forward and backward; docs/design/distributed.md has their reasons.
 
-``"all_gather"``: a rank gets the keys and values that its queries see, and sends their gradients back. K and V are sent
-in the inputs' dtype, a few heads at a time: the attention of the first heads runs while the next ones are in flight. A
-rank gets only the rows that it needs. Backward gathers them once more, because that costs less than keeping them. The
-parts of dk and dv are sent in float32 and summed in a fixed order, so that repeats are equal. Buffers are (rows, 2, B,
-H, D), because adjacent rows of a chunk are then adjacent in memory: no copy is needed before they are sent, nor between
-their arrival and the kernels or sums that read them.
+``"all_gather"``: a rank gets the rows of K and V that its queries see, in the inputs' dtype and a few heads at a time,
+and sends their gradients back in float32, to be summed in a fixed order. Backward gathers once more, because that costs
+less than keeping them. Buffers are (rows, 2, B, H, D): adjacent rows of a chunk are then adjacent in memory, and need
+no copy before they are sent, nor between their arrival and the kernels or sums that read them.
 
-``"all_to_all"``: sequence shards of all heads become whole sequences of a part of the heads, and back. Each rank then
-makes one ordinary call of attention. Its dk and dv are complete, so that no sum over ranks is needed.
+``"all_to_all"``: sequence shards of all heads become whole sequences of a part of the heads, and back.
 """
 
 from __future__ import annotations

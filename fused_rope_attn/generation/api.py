@@ -8,12 +8,11 @@ import torch
 
 from fused_rope_attn.attention.planning import Plan
 from fused_rope_attn.attention.problem import Options, Problem
-from fused_rope_attn.generation import planning, reference
-from fused_rope_attn.generation import problem as steps
+from fused_rope_attn.generation import planning, problem as steps, reference
 from fused_rope_attn.generation.problem import StepTensors, Written
-from fused_rope_attn.runtime import entry
+from fused_rope_attn.runtime import checks, entry
 from fused_rope_attn.runtime.device import has_triton
-from fused_rope_attn.runtime.layouts import Layout, check_layout, from_heads_first, heads_first
+from fused_rope_attn.runtime.layouts import Layout, from_heads_first, heads_first
 from fused_rope_attn.runtime.options import Backend, StepOptions
 
 if TYPE_CHECKING:
@@ -226,7 +225,7 @@ def write_kvcache(
 def run_write(tensors: Written, layout: str, *, backend: str = "auto", **options: Any) -> None:
     """Run ``write_kvcache`` by a backend of choice, which is not public."""
     entry.refuse_context_parallel("write_kvcache")
-    check_layout(layout)
+    checks.check_layout(layout)
     options["rotary_dim"] = steps.check_write(tensors, layout=layout, **options)
     tensors = heads_first(tensors, layout, ("k_cache", "v_cache"))
     tensors = heads_first(tensors, layout if tensors.cu_seqlens is None else "thd", ("k", "v"))
@@ -238,7 +237,7 @@ def run_write(tensors: Written, layout: str, *, backend: str = "auto", **options
 def _describe(tensors: StepTensors, options: Any, cache_is_rotated: bool, layout: str) -> tuple[Problem, StepTensors]:
     """Check the records of a step and return the ``Problem``, and the tensors as (B, H, N, D) whatever the layout."""
     entry.refuse_context_parallel("rope_attention_with_kvcache")
-    check_layout(layout)
+    checks.check_layout(layout)
     tensors = entry.autocast(tensors, ("q", "k", "v"))
     rotary_dim = steps.check_kvcache(tensors, options, cache_is_rotated, layout)
     tensors = heads_first(tensors, layout, ("q", "k_cache", "v_cache", "k", "v"))

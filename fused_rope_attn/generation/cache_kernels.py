@@ -5,9 +5,7 @@ ones of a chunk are gathered in contiguous memory, and rows of tokens past its e
 import triton
 import triton.language as tl
 
-from fused_rope_attn.generation import float8 as eight_bits
-from fused_rope_attn.generation import inputs as step
-from fused_rope_attn.generation import keys
+from fused_rope_attn.generation import float8 as eight_bits, inputs as step, keys
 from fused_rope_attn.kernels import masks, rotation, schedule, sequences, tiles
 from fused_rope_attn.kernels.norm import Norm
 from fused_rope_attn.kernels.records import record, unpack

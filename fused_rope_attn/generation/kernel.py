@@ -15,8 +15,7 @@ free, it takes no time at all. At the end of the first kernel it would take thre
 import triton
 import triton.language as tl
 
-from fused_rope_attn.generation import inputs as step
-from fused_rope_attn.generation import keys as running
+from fused_rope_attn.generation import inputs as step, keys as running
 from fused_rope_attn.kernels import masks, schedule, softmax, tiles
 from fused_rope_attn.kernels.records import unpack
 

@@ -24,8 +24,7 @@ import triton.language as tl
 from triton import constexpr_function
 
 from fused_rope_attn.attention.hopper.softmax import cap_scores
-from fused_rope_attn.generation import inputs as step
-from fused_rope_attn.generation import keys as running
+from fused_rope_attn.generation import inputs as step, keys as running
 from fused_rope_attn.kernels import masks, rotation, schedule, tiles
 from fused_rope_attn.kernels.records import record, replace, unpack
 from fused_rope_attn.kernels.softmax import LOG2E, finish_sums, log_sum_exp
@@ -453,4 +452,4 @@ def store_unit(walk, acc, row_max, row_sum, outputs, HQ, column, end):
 @jit
 def fill_by_copies(channel, cursor):
     """Let the slot be full when all copies of the calling threads have arrived; each thread arrives."""
-    async_copy.mbarrier_arrive(channel.full_barrier(cursor), increment_count=False)
+    async_copy.mbarrier_arrive(channel.full.index(cursor.slot), increment_count=False)

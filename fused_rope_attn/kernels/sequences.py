@@ -10,8 +10,7 @@ import triton
 import triton.language as tl
 from triton.experimental.gluon import language as gl
 
-from fused_rope_attn.kernels import masks as masking
-from fused_rope_attn.kernels import schedule
+from fused_rope_attn.kernels import masks as masking, schedule
 from fused_rope_attn.kernels.records import record, replace
 from fused_rope_attn.kernels.rotation import head_rotation, rotation_from
 from fused_rope_attn.kernels.tiles import Origin

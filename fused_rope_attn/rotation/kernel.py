@@ -12,8 +12,7 @@ example, is only rotated.
 import triton
 import triton.language as tl
 
-from fused_rope_attn.kernels import norm as norms
-from fused_rope_attn.kernels import rotation as rotations
+from fused_rope_attn.kernels import norm as norms, rotation as rotations
 from fused_rope_attn.kernels.records import record, replace, unpack
 from fused_rope_attn.kernels.tiles import TensorView
 
@@ -253,12 +252,6 @@ def store_tail(view, tile, x):
 
 
 @triton.jit
-def norm_weights(norm, columns, exists):
-    """Load the norm's weights of ``columns`` (C,), (1, 1, C)."""
-    return norms.load_norm_weights(norm, columns, exists)[None, None, :]
-
-
-@triton.jit
 def sum_columns(x):
     """Sum over the columns of a part (tokens, heads, C) as ``tree_sum`` does, (tokens, heads, 1)."""
     sums = norms.tree_sum(tl.reshape(x, (x.shape[0] * x.shape[1], x.shape[2])))
@@ -290,7 +283,8 @@ def rotate_tile(operand, tile):
         angles = section_angles(tile, section)
         if norm is not None:
             columns1, columns2, exists = section_columns(tile, section)
-            weight1, weight2 = norm_weights(norm, columns1, exists), norm_weights(norm, columns2, exists)
+            weight1 = norms.load_norm_weights(norm, columns1, exists)[None, None, :]
+            weight2 = norms.load_norm_weights(norm, columns2, exists)[None, None, :]
         x1, x2 = section_pairs(rows, tile, section)
         # The order of ``kernels.rotation.norm_and_rotate``, for the same bits.
         if norm is not None:
@@ -302,7 +296,8 @@ def rotate_tile(operand, tile):
     if tile.shape.COPY_TAIL:
         x = rows[2][0]
         if norm is not None:
-            x = x.to(tl.float32) * norm_weights(norm, tile.tail_columns, tile.tail_exists) * scale
+            weight = norms.load_norm_weights(norm, tile.tail_columns, tile.tail_exists)
+            x = x.to(tl.float32) * weight[None, None, :] * scale
         store_tail(operand.out, tile, x)
 
 
@@ -331,14 +326,15 @@ def unrotate_tile(operand, tile, tile_index):
         columns1, columns2, exists = section_columns(tile, section)
         tl.store(partial_ptr + columns1, tl.sum(tl.sum(dy1 * n1, 0), 0), mask=exists)
         tl.store(partial_ptr + columns2, tl.sum(tl.sum(dy2 * n2, 0), 0), mask=exists)
-        g1, g2 = dy1 * norm_weights(norm, columns1, exists), dy2 * norm_weights(norm, columns2, exists)
+        g1 = dy1 * norms.load_norm_weights(norm, columns1, exists)[None, None, :]
+        g2 = dy2 * norms.load_norm_weights(norm, columns2, exists)[None, None, :]
         projection += norms.row_sum(g1 * n1 + g2 * n2)
         g_firsts, g_seconds = g_firsts + (g1,), g_seconds + (g2,)
         n_firsts, n_seconds = n_firsts + (n1,), n_seconds + (n2,)
     if tile.shape.COPY_TAIL:
         n, dy = rows[2][0].to(tl.float32) * scale, dy_rows[2][0].to(tl.float32)
         tl.store(partial_ptr + tile.tail_columns, tl.sum(tl.sum(dy * n, 0), 0), mask=tile.tail_exists)
-        g = dy * norm_weights(norm, tile.tail_columns, tile.tail_exists)
+        g = dy * norms.load_norm_weights(norm, tile.tail_columns, tile.tail_exists)[None, None, :]
         projection += norms.row_sum(g * n)
 
     for section in tl.static_range(tile.shape.SECTIONS):
@@ -361,10 +357,8 @@ def process_tile(operand, batch, token_block, head_block, num_tokens, num_heads,
     exists = rows_exist[0] & rows_exist[1]
     mask = exists
     if 2 * shape.BLOCK_PAIRS != rotation.R:
-        if rotation.INTERLEAVED:
-            mask = exists & (tl.arange(0, 2 * shape.BLOCK_PAIRS) < rotation.R)[None, None, :]
-        else:
-            mask = exists & (tl.arange(0, shape.BLOCK_PAIRS) < rotation.R // 2)[None, None, :]
+        MEMBERS: tl.constexpr = 2 if rotation.INTERLEAVED else 1
+        mask = exists & (tl.arange(0, MEMBERS * shape.BLOCK_PAIRS) < MEMBERS * rotation.R // 2)[None, None, :]
     positions = ()
     for section in tl.static_range(shape.SECTIONS):
         positions = positions + (token_positions(angles, batch, first_token + tokens, num_tokens, section),)

@@ -9,8 +9,6 @@ A memory-bound kernel needs bytes in flight, whatever the head dimension and the
 bytes, and the launch turns them into tokens by heads. ``attention/configs.py`` explains tables.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,7 +22,7 @@ from fused_rope_attn.kernels.rotation import RotaryTables
 from fused_rope_attn.rotation import kernel, problem
 from fused_rope_attn.rotation.problem import RotationOptions, RotationTensors
 from fused_rope_attn.runtime import device
-from fused_rope_attn.runtime.differentiation import SingleLevelFunction, apply_in_operator, last_gradients
+from fused_rope_attn.runtime.differentiation import SingleLevelFunction, apply_in_operator
 from fused_rope_attn.runtime.launch import Launch, call_of
 from fused_rope_attn.runtime.layouts import table_strides
 from fused_rope_attn.runtime.registration import Operator, is_plain
@@ -236,12 +234,6 @@ def _unrotate(options: RotationOptions, tensors: RotationTensors, normed) -> lis
     return dxs + [part.sum(0).to(w.dtype) for part, w in zip(partials, tensors.weights)]
 
 
-def _rope_norm_backward_autograd(keyset, dos, normed, *arguments):
-    tensors = [*dos, *normed, *problem.from_arguments(dos, None, *arguments)[1].weights]
-    gradients = _rope_norm_backward.below_autograd(keyset, dos, normed, *arguments)
-    return list(last_gradients(problem.WITH_NORMS, gradients, tensors))
-
-
 def _rope_norm_backward_fake(dos, normed, *arguments):
     weights = problem.from_arguments(dos, None, *arguments)[1].weights
     return [torch.empty_like(x) for x in (*normed, *dos[len(normed) :], *weights)]
@@ -260,7 +252,7 @@ _rope_norm_backward = Operator(
     run=lambda xs, normed, *arguments: _unrotate(*problem.from_arguments(xs, None, *arguments), normed),
     fake=_rope_norm_backward_fake,
     function=problem.WITH_NORMS,
-    autograd=_rope_norm_backward_autograd,
+    is_gradient=True,
 )
 _rope_out = Operator(
     f"rope_out(Tensor[] xs, Tensor(a!)[] outs, {problem.SCHEMA}) -> ()",

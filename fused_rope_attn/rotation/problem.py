@@ -4,8 +4,6 @@ A refusal is raised before anything is written, launched or allocated. ``SCHEMA`
 ``from_arguments`` are derived from the fields of both records.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, NamedTuple, get_type_hints
 
@@ -13,7 +11,6 @@ import torch
 from torch import Tensor
 
 from fused_rope_attn.runtime import checks, layouts
-from fused_rope_attn.runtime.forms import Form, Forms
 from fused_rope_attn.runtime.options import OPERATOR_TYPES
 
 # The axes B, H, N and D of a tensor in each layout; packed tokens have no batch.
@@ -21,10 +18,10 @@ LAYOUTS: dict[str, Any] = {
     layout: tuple(order.index(i) if i in order else None for i in range(4)) for layout, order in layouts.AXES.items()
 }
 _SYMBOLS = {layout: ["BHND"[i] for i in order] for layout, order in layouts.AXES.items()}
-_ONE, _PAIR = Forms(x="B H N D"), Forms(q="B HQ N D", k="B HKV N D", v="B HV N D")
-_IDS = Form("N | B N | 1 N | B 2 N | 1 2 N", torch.int32, torch.int64)
-_ENDS, _WEIGHT = Form("sequences+1", torch.int32), Form("D", torch.float32, None)
-_OUTS = {layout: Form(" ".join(_SYMBOLS[layout]), None) for layout in LAYOUTS}
+_ONE, _PAIR = checks.Forms(x="B H N D"), checks.Forms(q="B HQ N D", k="B HKV N D", v="B HV N D")
+_IDS = checks.Form("N | B N | 1 N | B 2 N | 1 2 N", torch.int32, torch.int64)
+_ENDS, _WEIGHT = checks.Form("sequences+1", torch.int32), checks.Form("D", torch.float32, None)
+_OUTS = {layout: checks.Form(" ".join(_SYMBOLS[layout]), None) for layout in LAYOUTS}
 # The function that messages about derivatives name for calls with norms.
 WITH_NORMS = "apply_rope_qk with norms"
 
@@ -94,7 +91,7 @@ def check_rotation(options: Any, tensors: RotationTensors, norm_eps: Any = None,
     rotary_dim, layout = options.rotary_dim, options.layout
     checks.check_bool("interleaved", options.interleaved)
     checks.check_bool("inverse", options.inverse)
-    layouts.check_layout(layout, tuple(LAYOUTS))
+    checks.check_layout(layout, tuple(LAYOUTS))
     first, forms = ("x", _ONE) if len(xs) == 1 else ("q", _PAIR)
     batch, _, length, head_dim, *_ = forms.check(layout, tuple(xs))
     x = xs[0]

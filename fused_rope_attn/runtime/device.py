@@ -1,7 +1,5 @@
 """Cached questions about devices. No other file asks CUDA anything, and importing this file does not either."""
 
-from __future__ import annotations
-
 import functools
 import importlib.util
 import os

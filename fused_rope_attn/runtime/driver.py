@@ -7,8 +7,6 @@ compiled kernel, and the driver confirms their sizes. ``Block`` then launches se
 driver for each. Functions and structures are those of the CUDA driver API, version 12.4.
 """
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import itertools

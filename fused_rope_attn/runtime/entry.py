@@ -1,7 +1,5 @@
 """The beginning of every call of a public function: its keywords, autocast, a surrounding context, and dry runs."""
 
-from __future__ import annotations
-
 import difflib
 import functools
 import inspect

@@ -10,8 +10,6 @@ addresses, one write into a block, and one call of the driver for each kernel. O
 and does nothing else with tensors, can be recorded. Any other call runs each time as it did first.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import math

@@ -3,14 +3,10 @@
 Inside the package all tensors are (B, H, N, D).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any, Literal, get_args
 
 import torch
-
-from fused_rope_attn.runtime import checks
 
 Layout = Literal["bhsd", "bshd"]
 # flash-attn takes "bshd". Packed tokens, (T, H, D), are "thd": callers of attention cannot choose it.
@@ -20,11 +16,6 @@ RotationLayout = Literal["bhsd", "bshd", "sbhd", "thd"]
 AXES = {"bhsd": (0, 1, 2, 3), "bshd": (0, 2, 1, 3), "sbhd": (2, 0, 1, 3), "thd": (2, 1, 3)}
 # Rows and columns of the largest tile; a stride beyond 2**31 / this needs 64-bit offsets inside a tile.
 _LARGEST_TILE = 256
-
-
-def check_layout(layout: Any, layouts: tuple[str, ...] = LAYOUTS) -> None:
-    if layout not in layouts:
-        checks.refuse_choice("layout", layout, layouts)
 
 
 def heads_first(tensors: Any, layout: str, names: Iterable[str]) -> Any:

@@ -3,8 +3,7 @@
 """One name for each function that moved between triton 3.6 and 3.9, mostly Gluon's; nothing else."""
 
 import triton
-from triton.experimental.gluon import jit
-from triton.experimental.gluon import language as gl
+from triton.experimental.gluon import jit, language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,

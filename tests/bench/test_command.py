@@ -7,10 +7,8 @@ import pytest
 import torch
 
 from baselines import BASELINES
-from bench import __main__ as command
-from bench import report
-from bench.attention import cases, providers
-from bench.attention import suite as attention
+from bench import __main__ as command, report
+from bench.attention import cases, providers, suite as attention
 from bench.attention.suite import ATTENTION
 from bench.command import progress_bar
 from bench.environment import ROOT

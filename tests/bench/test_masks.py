@@ -12,8 +12,7 @@ from bench.attention import cases, problem, providers
 from bench.attention.problem import Problem, Subject
 from bench.attention.suite import ATTENTION, table
 from bench.report import case_report
-from fused_rope_attn import apply_rope_qk
-from fused_rope_attn import masks as intervals
+from fused_rope_attn import apply_rope_qk, masks as intervals
 from fused_rope_attn.attention import planning
 from fused_rope_attn.attention.planning import Plan
 from fused_rope_attn.runtime import device

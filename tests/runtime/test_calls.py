@@ -9,8 +9,7 @@ import pytest
 import torch
 from triton import knobs
 
-from fused_rope_attn.runtime import driver
-from fused_rope_attn.runtime import launch as calls
+from fused_rope_attn.runtime import driver, launch as calls
 from fused_rope_attn.runtime.launch import Call, Launch, Recording, Source, call_of
 from fused_rope_attn.runtime.triton_compat import gl
 from tests.support.driver import ARGUMENTS, GRID, RecordingDriver, ToyKernel, View, compiled_kernel, toy_map

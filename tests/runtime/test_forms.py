@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from fused_rope_attn.runtime.forms import Form, Forms
+from fused_rope_attn.runtime.checks import Form, Forms
 
 F16, F32 = torch.float16, torch.float32
 TABLE = Forms(q="B HQ NQ D", k="B 1 NK D", v="B HKV NK D")

@@ -1,8 +1,6 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, disable-error-code="attr-defined, arg-type"
 """Launches of the sm_90 backward pass."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterable
 from typing import Any
@@ -10,18 +8,17 @@ from typing import Any
 import torch
 import triton
 
-from fused_rope_attn.attention import arguments as call_arguments
-from fused_rope_attn.attention import configs, prepass
+from fused_rope_attn.attention import arguments as call_arguments, configs, prepass
 from fused_rope_attn.attention.hopper import (
     backward_block,
     backward_kernel,
     channels,
+    columns as column_parts,
     forward_tiles,
     intervals,
     latent_kernels,
     postprocess_kernel,
 )
-from fused_rope_attn.attention.hopper import columns as column_parts
 from fused_rope_attn.attention.portable import backward_kernels
 from fused_rope_attn.attention.problem import Gradients, Problem, Tensors, split_outputs
 from fused_rope_attn.kernels import schedule
@@ -377,7 +374,9 @@ class LatentBackwardCall:
             stats_size=stats_size // 2,
             tiles_per_head=tiles if problem.is_packed else None,
             heads_per_section=sections[1],
-            sizes=latent_kernels.QueryGradientSizes.host(DQ_BLOCK_N, DQ_K_STAGES, DQ_V_STAGES, config.pdl),
+            K_STAGES=DQ_K_STAGES,
+            V_STAGES=DQ_V_STAGES,
+            PDL=config.pdl,
         )
         self.sum_heads = launch.Launch(
             backward_kernels.sum_heads_kernel,

@@ -9,8 +9,7 @@ dK and dV in pairs, as in a tournament, through slots of memory, and the program
 import triton
 import triton.language as tl
 
-from fused_rope_attn.attention.hopper import channels
-from fused_rope_attn.attention.hopper import columns as column_parts
+from fused_rope_attn.attention.hopper import channels, columns as column_parts
 from fused_rope_attn.kernels import masks, ptxas, rotation, tiles
 from fused_rope_attn.kernels.records import record, replace
 from fused_rope_attn.runtime.triton_compat import gl, jit

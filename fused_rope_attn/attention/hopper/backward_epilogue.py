@@ -4,10 +4,8 @@
 It rotates dk back. Up to head dim 128 a warpgroup owns whole rows. Beyond, two warpgroups own half of each row.
 """
 
-from fused_rope_attn.attention.hopper import backward_block, backward_transfers, channels
-from fused_rope_attn.attention.hopper import columns as column_parts
-from fused_rope_attn.kernels import rotation as rotations
-from fused_rope_attn.kernels import schedule, softmax, tiles
+from fused_rope_attn.attention.hopper import backward_block, backward_transfers, channels, columns as column_parts
+from fused_rope_attn.kernels import rotation as rotations, schedule, softmax, tiles
 from fused_rope_attn.kernels.records import record, replace
 from fused_rope_attn.runtime.triton_compat import gl, jit, reinterpret
 

@@ -28,8 +28,8 @@ from fused_rope_attn.attention.hopper import (
     backward_transfers,
     channels,
     latent_kernels,
+    masks as hopper_masks,
 )
-from fused_rope_attn.attention.hopper import masks as hopper_masks
 from fused_rope_attn.attention.hopper.backward_accumulate import accumulate_by_columns, accumulate_by_keys
 from fused_rope_attn.attention.hopper.latent_kernels import accumulate_latent
 from fused_rope_attn.kernels import masks, schedule, sequences

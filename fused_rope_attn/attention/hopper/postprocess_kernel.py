@@ -5,8 +5,7 @@ import triton
 import triton.language as tl
 
 from fused_rope_attn.attention.hopper import channels
-from fused_rope_attn.kernels import rotation as rotations
-from fused_rope_attn.kernels import schedule, sequences, softmax, tiles
+from fused_rope_attn.kernels import rotation as rotations, schedule, sequences, softmax, tiles
 from fused_rope_attn.kernels.records import record, unpack
 
 

@@ -270,12 +270,11 @@ def corope_forward_kernel(
     BLOCK_M: tl.constexpr = shape.BLOCK_M
     ROWS: tl.constexpr = BLOCK_M * shape.HEADS
     BLOCK_N: tl.constexpr = shape.BLOCK_N
-    BLOCK_D: tl.constexpr = shape.format.BLOCK_D
     program = find_program(inputs, num_groups, head_chunks, shape)
     offs_m, group = program.offs_m, program.group
 
     mileage = tl.zeros((BLOCK_M,), tl.int64)
-    acc = tl.zeros((ROWS, BLOCK_D), tl.float32)
+    acc = tl.zeros((ROWS, shape.format.BLOCK_D), tl.float32)
     row_max = tl.full((ROWS,), float("-inf"), tl.float32)
     row_sum = tl.zeros((ROWS,), tl.float32)
     blocks = tl.cdiv(tl.minimum(N, program.start_m + BLOCK_M), BLOCK_N)
@@ -321,14 +320,13 @@ def corope_backward_kernel(
     BLOCK_N: tl.constexpr = shape.BLOCK_N
     PRECISION: tl.constexpr = shape.PRECISION
     D: tl.constexpr = shape.format.D
-    BLOCK_D: tl.constexpr = shape.format.BLOCK_D
     IS_LONG: tl.constexpr = shape.format.USE_INT64_OFFSETS
     program = find_program(inputs, num_groups, head_chunks, shape)
     offs_m, heads, group = program.offs_m, program.heads, program.group
     dq_base = dq_ptr + group * GROUP_SIZE * D * N
     dk_base = dk_ptr + group * D * N
     dv_base = dv_ptr + group * N * D
-    columns = tl.arange(0, BLOCK_D)
+    columns = tl.arange(0, shape.format.BLOCK_D)
     dq_rows = tiles.tile_pointers(dq_base, offs_m, heads, D, tl.cast(D, tl.int64) * N, USE_INT64_OFFSETS=True)
     # The queries once more, their heads spread over the smallest inner side of a product.
     slots = tl.arange(0, HEAD_SLOTS)
@@ -347,7 +345,7 @@ def corope_backward_kernel(
     remaining_mileage = tl.load(mileage_ptr + group * N + offs_m, mask=offs_m < N, other=0)
 
     earlier_ddistance = tl.zeros((BLOCK_M,), tl.float32)  # the sum of the distances' gradients of all keys so far
-    dq_leader = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+    dq_leader = tl.zeros((BLOCK_M, shape.format.BLOCK_D), tl.float32)
     for start_n in range(0, tl.minimum(N, program.start_m + BLOCK_M), BLOCK_N):
         keys = find_keys(program, start_n, shape)
         remaining_mileage -= keys.total

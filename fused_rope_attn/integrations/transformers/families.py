@@ -2,8 +2,6 @@
 describes the steps of a module before and after attention itself. It calls the module's own projections and norms, so
 that their replacements (LoRA, quantised layers) stay in use."""
 
-from __future__ import annotations
-
 import inspect
 import operator
 import sys
