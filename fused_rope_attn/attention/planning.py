@@ -1,7 +1,5 @@
 """Plans: the backend, strategy and configuration of a ``Problem``, with the reason. Launches nothing."""
 
-from __future__ import annotations
-
 import functools
 from dataclasses import dataclass, replace
 from typing import Any, cast

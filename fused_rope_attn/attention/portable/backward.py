@@ -1,8 +1,6 @@
 # mypy: disable-error-code="attr-defined, arg-type"
 """Launches of the portable backward pass."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,8 +1,6 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, disable-error-code="attr-defined, arg-type, call-arg"
 """The portable forward pass: Q rotated once per block, K rotated in the loop (inline) or read rotated (prepass)."""
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -5,8 +5,6 @@ which kernels at a batch size and length on this card, and why the others are no
 all attention modules are served, 1 if one is not, 2 if the checkpoint cannot be examined.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys

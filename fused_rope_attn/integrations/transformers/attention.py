@@ -1,7 +1,5 @@
 """The forward pass that takes the place of a supported attention module's own."""
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import Any, cast
 

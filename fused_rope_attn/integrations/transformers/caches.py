@@ -8,8 +8,6 @@ paged cache and two lists of row indices: the rows for new keys, and the rows of
 request has one new token, its pages are found from these on the device, once for all layers of a kind.
 """
 
-from __future__ import annotations
-
 import inspect
 import weakref
 from types import FunctionType

@@ -4,8 +4,6 @@ A convention describes the steps of an attention module before and after attenti
 projections and norms, so that their replacements (LoRA, quantised layers) stay in use.
 """
 
-from __future__ import annotations
-
 import inspect
 import operator
 import sys

@@ -1,7 +1,5 @@
 """Reasons why a forward pass takes the modules' own attention, or is refused, as far as the host can know them."""
 
-from __future__ import annotations
-
 import functools
 import sys
 from typing import Any, NamedTuple

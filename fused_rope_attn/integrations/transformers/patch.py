@@ -1,7 +1,5 @@
 """``patch_model`` and ``unpatch_model``: instance attributes and hooks, nothing global or saved."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import inspect

@@ -1,7 +1,5 @@
 """State that ``patch_model`` stores on the modules of a model, copied and pickled with it, and the report of it."""
 
-from __future__ import annotations
-
 import inspect
 import itertools
 import re

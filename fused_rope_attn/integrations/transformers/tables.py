@@ -1,7 +1,5 @@
 """Rotary tables from a Hugging Face config."""
 
-from __future__ import annotations
-
 import copy
 import importlib.util
 import inspect
