@@ -4,8 +4,6 @@ Rows are chosen by architecture, element size, head dimension, rotated cache, pa
 ``python -m tools.compare_checkouts`` times a changed row against the commit before.
 """
 
-from __future__ import annotations
-
 import functools
 from dataclasses import dataclass, replace
 

@@ -2,8 +2,6 @@
 """The operators of the generation step, which write the caches that they are given and have no gradient, and their
 launches: of a step in one of three forms, and of writes alone."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

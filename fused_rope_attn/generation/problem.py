@@ -1,8 +1,6 @@
 """The tensors of a generation step and of a write into a cache, every refusal of them before anything is written or
 launched, and their ``Problem``s."""
 
-from __future__ import annotations
-
 import functools
 import math
 from typing import Any, NamedTuple, cast
