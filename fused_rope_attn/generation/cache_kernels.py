@@ -24,7 +24,7 @@ class Slots:
 
 @triton.jit
 def slots_of_tile(cache, sequence, positions, end):
-    """Return the ``Slots`` of ``CacheInputs``, whose pages are in the pool."""
+    """Return ``Slots`` of ``CacheInputs``, and assert that their pages are in the pool."""
     sequence = tl.cast(sequence, tl.int64)
     pages = None
     if cache.table is not None:
