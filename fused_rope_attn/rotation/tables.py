@@ -33,11 +33,9 @@ def rope_tables(
     check_frequencies(rotary_dim, 2, base)
     if positions is None:
         positions = torch.arange(seq_len, device=device)
-    elif positions.shape != (seq_len,):
+    if positions.shape != (seq_len,):
         raise ValueError(f"positions must have shape ({seq_len},), but has {tuple(positions.shape)}")
-    else:
-        positions = positions.to(device if device is not None else positions.device)
-    angles = _angles(positions, rotary_dim, base)
+    angles = _angles(positions.to(positions.device if device is None else device), rotary_dim, base)
     return angles.cos().float(), angles.sin().float()
 
 
