@@ -62,8 +62,8 @@ def add_buffers_by_keys(buffers, dq_desc, ADDERS: gl.constexpr):
 
 
 @jit
-def add_buffers_by_columns(buffers, scale, IS_ORDERED: gl.constexpr):
-    """Return the ``Buffers`` for ``accumulate_by_columns``. IS_ORDERED: there are ``permits``."""
+def add_buffers_by_columns(buffers, dq_ptr, scale, IS_ORDERED: gl.constexpr):
+    """Return the ``Buffers`` for ``accumulate_by_columns``. dq_ptr: the accumulator; IS_ORDERED: there are ``permits``."""
     DTYPE: gl.constexpr = buffers.k.buffer.dtype
     TILE: gl.constexpr = [channels.KEYS, channels.BACKWARD_BLOCK_M]
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for(TILE, DTYPE)
@@ -77,7 +77,7 @@ def add_buffers_by_columns(buffers, scale, IS_ORDERED: gl.constexpr):
         additions = channels.Channel(None, channels.allocate_barriers(2), empty=None, STAGES=2)
         permits.init(FILLS=1, RELEASES=1)
         additions.init(FILLS=channels.CONSUMERS, RELEASES=0)
-    buffers = replace(buffers, ds=ds, p=p, permits=permits, additions=additions)
+    buffers = replace(buffers, ds=ds, dq=dq_ptr, p=p, permits=permits, additions=additions)
     return softmax.with_factor(buffers, scale, TILE, DTYPE, LAYOUT)
 
 
@@ -243,12 +243,11 @@ def fold_by_keys(WARPGROUP: gl.constexpr, dk, dv, buffers, total, keys, queries,
 
 
 @jit
-def accumulate_by_keys(member, buffers, gradients, keys, queries, sizes, mask, scale):
+def accumulate_by_keys(WARPGROUP: gl.constexpr, buffers, gradients, keys, queries, sizes, mask, scale):
     """Compute dk and dv of keys [KEYS * WARPGROUP, KEYS * WARPGROUP + KEYS) of the block, and half its dQ's columns.
 
     mask.first_key None: all keys exist, or a window hides those that do not.
     """
-    WARPGROUP: gl.constexpr = member.INDEX
     BLOCK_D: gl.constexpr = buffers.v.buffer.shape[4]
     RIGHT: gl.constexpr = column_parts.right_columns(gradients.format.D, BLOCK_D)
     mask = masks.with_own_keys(mask, keys.start_n // channels.KEYS + WARPGROUP)
@@ -421,12 +420,11 @@ def fold_by_columns(WARPGROUP: gl.constexpr, dk, dv, buffers, dq_ptr, total, key
 
 
 @jit
-def accumulate_by_columns(member, buffers, dq_ptr, gradients, keys, queries, sizes, mask, scale):
+def accumulate_by_columns(WARPGROUP: gl.constexpr, buffers, gradients, keys, queries, sizes, mask, scale):
     """Compute half of the columns of dk and dv of the block's KEYS keys, and of their share of dQ.
 
-    dq_ptr: the accumulator. mask.first_key None: all keys exist, or a window hides those that do not.
+    mask.first_key None: all keys exist, or a window hides those that do not.
     """
-    WARPGROUP: gl.constexpr = member.INDEX
     k_smem, v_smem = buffers.k.buffer, buffers.v.buffer
     BLOCK_D: gl.constexpr = k_smem.shape[4]
     OWN: gl.constexpr = BLOCK_D // channels.CONSUMERS
@@ -443,7 +441,7 @@ def accumulate_by_columns(member, buffers, dq_ptr, gradients, keys, queries, siz
     if total > 0:
         head_q = (keys.batch * sizes.HQ + backward_block.first_query_head(keys, sizes)).to(gl.int64)
         row = head_q * sizes.pitch + queries.first * channels.BACKWARD_BLOCK_M
-        dq_ptr += row * BLOCK_D + WARPGROUP * channels.BACKWARD_BLOCK_M * OWN
+        dq_ptr = buffers.dq + row * BLOCK_D + WARPGROUP * channels.BACKWARD_BLOCK_M * OWN
         dk, dv = fold_by_columns(WARPGROUP, dk, dv, buffers, dq_ptr, total, keys, queries, sizes, mask, scale)
     # Stage dv in V and dk in K, in half of each. The other warpgroup may still multiply with them: its last scores or
     # dP, which it discards, or dQ from its own half of K.

@@ -66,13 +66,6 @@ def load_share(ptr):
 
 
 @record
-class Member:
-    """The number of a warpgroup that multiplies, or of a warp that adds dQ, among those with the same work."""
-
-    INDEX: gl.constexpr
-
-
-@record
 class KeyBlock:
     """The keys that a block, or one of its warpgroups, owns: of a key head of a batch entry, from row start_n on."""
 
@@ -211,7 +204,7 @@ class Buffers:
     the products of both have read it; the slot of step s holds dS of step s - 1, and zeros in step 0. dq: a channel for
     each warpgroup, with tiles (1, 1, BLOCK_M, BLOCK_D / CONSUMERS) float32 and a slot for each warp that adds them.
 
-    By columns: p holds P of a block, (KEYS, BLOCK_M) 16-bit; the first warpgroup fills it and the second releases it.
+    By columns: dq is the pointer to the accumulator. p holds P of a block, (KEYS, BLOCK_M) 16-bit; the first warpgroup fills it and the second releases it.
     ds_factor, filled with it: ``softmax.derivative_factor`` if that is not P. ds: (KEYS, BLOCK_M) 16-bit, which the
     second warpgroup fills. permits, additions: channels without tiles, or None if dQ is added in any order.
     ``permit_additions`` fills the first when both warpgroups may add a step's dQ, both fill the second when they have,
@@ -228,7 +221,7 @@ class Buffers:
     lse: gl.shared_memory_descriptor
     delta: gl.shared_memory_descriptor
     ds: channels.Channel | None = None
-    dq: channels.Channel | None = None
+    dq: channels.Channel | gl.tensor | None = None
     p: channels.Channel | gl.shared_memory_descriptor | None = None
     ds_factor: gl.shared_memory_descriptor | None = None
     permits: channels.Channel | None = None

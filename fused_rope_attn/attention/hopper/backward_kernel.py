@@ -233,7 +233,7 @@ def backward_kernel(q_desc, do_desc, k_desc, v_desc, stats_desc, dq_accumulator,
     if IS_LATENT:
         buffers = latent_kernels.add_buffers(buffers)
     elif SPLITS_COLUMNS:
-        buffers = backward_accumulate.add_buffers_by_columns(buffers, scale, IS_ORDERED)
+        buffers = backward_accumulate.add_buffers_by_columns(buffers, dq_accumulator, scale, IS_ORDERED)
     else:
         NUM_ADDERS: gl.constexpr = backward_transfers.ADDERS if IS_ORDERED else 1
         buffers = backward_accumulate.add_buffers_by_keys(buffers, dq_accumulator, NUM_ADDERS)
@@ -253,36 +253,37 @@ def backward_kernel(q_desc, do_desc, k_desc, v_desc, stats_desc, dq_accumulator,
         q = replace(q, end=None, shift=None)
 
     # The warps: two warpgroups that multiply, one warp that loads, and up to three that add dQ or say when to add it.
-    loads = (q, do, k, v, key_rows, query_rows, sizes, stats_size, backward_transfers.LaunchOrder(PDL, IS_LATENT))
-    zero, one, two = backward_block.Member(0), backward_block.Member(1), backward_block.Member(2)
+    own_sizes = sizes
+    if IS_LATENT:
+        # Triton 3.6 fails on unused arguments of warps.
+        gradients = replace(gradients, tables=None)
+        own_sizes = backward_block.Sizes(HQ=None, first_head=None, num_heads=None, NQ=NQ, pitch=None, NK=NK)
+    progress, adds = None, None
     if IS_ORDERED:
         progress = backward_transfers.Progress(programs.progress_ptr, bh, tile, num_begun, intervals, PDL)
-    own = (gradients, keys, queries, sizes, mask, scale)
-    if IS_LATENT:
-        own_sizes = backward_block.Sizes(HQ=None, first_head=None, num_heads=None, NQ=NQ, pitch=None, NK=NK)
-        own = (replace(gradients, tables=None), keys, queries, own_sizes, mask, scale)
     if SPLITS_COLUMNS:
-        own = (dq_accumulator,) + own
-        order = (buffers.permits, query_rows, sizes)
-    else:
+        adds = (progress, buffers.permits, query_rows, sizes)
+    elif not IS_LATENT:
         adds = (dq_accumulator, buffers.dq, key_rows, query_rows, sizes)
-    first, second = (zero, buffers) + own, (one, buffers) + own
-    WARPS_THAT_ADD: gl.constexpr = warps_that_add(IS_LATENT, SPLITS_COLUMNS, IS_ORDERED)
+    ADDS: gl.constexpr = warps_that_add(IS_LATENT, SPLITS_COLUMNS, IS_ORDERED)
     gl.warp_specialize(
-        ([(accumulate_latent, first), (accumulate_latent, second)] if IS_LATENT else [])
-        + ([(accumulate_by_columns, first), (accumulate_by_columns, second)] if SPLITS_COLUMNS else [])
-        + ([(accumulate_by_keys, first), (accumulate_by_keys, second)] if SPLITS_KEYS else [])
-        + [(backward_transfers.load, loads)]
-        + ([(backward_transfers.reduce, adds)] if WARPS_THAT_ADD == 1 else [])
-        + ([(backward_transfers.permit_additions, (progress,) + order)] if WARPS_THAT_ADD == 2 else [])
-        + (
-            [(backward_transfers.announce_additions, (progress,) + order + (buffers.additions,))]
-            if WARPS_THAT_ADD == 2
-            else []
-        )
-        + ([(backward_transfers.reduce_in_order, (zero, progress) + adds)] if WARPS_THAT_ADD == 3 else [])
-        + ([(backward_transfers.reduce_in_order, (one, progress) + adds)] if WARPS_THAT_ADD == 3 else [])
-        + ([(backward_transfers.reduce_in_order, (two, progress) + adds)] if WARPS_THAT_ADD == 3 else []),
-        [channels.WARPGROUP_WARPS, 1] + [1] * WARPS_THAT_ADD,
-        [channels.MULTIPLY_REGISTERS, channels.LOAD_REGISTERS] + [channels.LOAD_REGISTERS] * WARPS_THAT_ADD,
+        [
+            (
+                accumulate_latent if IS_LATENT else accumulate_by_columns if SPLITS_COLUMNS else accumulate_by_keys,
+                (0, buffers, gradients, keys, queries, own_sizes, mask, scale),
+            ),
+            (
+                accumulate_latent if IS_LATENT else accumulate_by_columns if SPLITS_COLUMNS else accumulate_by_keys,
+                (1, buffers, gradients, keys, queries, own_sizes, mask, scale),
+            ),
+            (backward_transfers.load, (q, do, k, v, key_rows, query_rows, sizes, stats_size, PDL)),
+        ]
+        + ([(backward_transfers.reduce, adds)] if ADDS == 1 else [])
+        + ([(backward_transfers.permit_additions, adds)] if ADDS == 2 else [])
+        + ([(backward_transfers.announce_additions, adds + (buffers.additions,))] if ADDS == 2 else [])
+        + ([(backward_transfers.reduce_in_order, (progress,) + adds)] if ADDS == 3 else [])
+        + ([(backward_transfers.reduce_in_order, (replace(progress, ADDER=1),) + adds)] if ADDS == 3 else [])
+        + ([(backward_transfers.reduce_in_order, (replace(progress, ADDER=2),) + adds)] if ADDS == 3 else []),
+        [channels.WARPGROUP_WARPS, 1] + [1] * ADDS,
+        [channels.MULTIPLY_REGISTERS, channels.LOAD_REGISTERS] + [channels.LOAD_REGISTERS] * ADDS,
     )

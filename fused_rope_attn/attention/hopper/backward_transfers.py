@@ -44,14 +44,6 @@ class Operand:
     shift: gl.tensor | None = None
 
 
-@record
-class LaunchOrder:
-    """The overlap of a launch with others. IS_LATE: ``load`` lets the next one start, after the pre-process."""
-
-    PDL: gl.constexpr
-    IS_LATE: gl.constexpr
-
-
 @jit
 def load_block(operand, batch, head, row, step, arrivals, stats_row=None):
     """Load block ``step`` of an ``Operand``, the rows from ``row`` on, as soon as its slot is empty.
@@ -94,21 +86,21 @@ def load_block(operand, batch, head, row, step, arrivals, stats_row=None):
 
 
 @jit
-def load(q, do, k, v, keys, queries, sizes, stats_size, launch):
+def load(q, do, k, v, keys, queries, sizes, stats_size, PDL: gl.constexpr):
     """Load K and V once, and every query block with its statistics; one warp's work.
 
     q, do, k, v: ``Operand``s. keys and queries count rows and blocks of the tensors as the TMA addresses them. The
-    statistics are (2 * stats_size,) float32: the base-2 lse of every row of (B, HQ, pitch), then their delta. launch:
-    ``LaunchOrder``.
+    statistics are (2 * stats_size,) float32: the base-2 lse of every row of (B, HQ, pitch), then their delta. PDL:
+    launches overlap.
     """
     batch = keys.batch
     arrivals = 0
     arrivals = load_block(v, batch, keys.head, keys.start_n, 0, arrivals)
     # The pre-process writes everything but V. All other warps wait for a tile of this one.
-    schedule.wait_for_previous_launch(launch.PDL)
-    if launch.IS_LATE:
-        # Not earlier: the next launch relies on all that the pre-process has written.
-        schedule.let_next_launch_start(launch.PDL)
+    schedule.wait_for_previous_launch(PDL)
+    if k.rope_desc is not None:
+        # Not earlier: the next launch of latent attention relies on all that the pre-process has written.
+        schedule.let_next_launch_start(PDL)
     arrivals = load_block(k, batch, keys.head, keys.start_n, 0, arrivals)
     head_q = backward_block.first_query_head(keys, sizes)
     if queries.IN_ORDER:
@@ -222,6 +214,7 @@ class Progress:
     num_begun: gl.tensor
     intervals: masks.KeyIntervals | None  # if the call has intervals
     PDL: gl.constexpr
+    ADDER: gl.constexpr = 0  # this warp's number among those of ``reduce_in_order``
 
 
 @jit
@@ -252,12 +245,12 @@ def words_of_group(progress, queries, sizes):
 
 
 @jit
-def reduce_in_order(member, progress, dq_desc, dq, keys, queries, sizes):
+def reduce_in_order(progress, dq_desc, dq, keys, queries, sizes):
     """Add every ADDERSth dQ block in the order of ``QueryBlocks.IN_ORDER``, the ADDERth first; one warp's work.
 
     The rest is as in ``reduce``. Several warps, because one addition takes longer to complete than a step.
     """
-    ADDER: gl.constexpr = member.INDEX
+    ADDER: gl.constexpr = progress.ADDER
     total = sizes.num_heads * queries.count
     # dQ is delayed by one step; discard the first, empty block. The next one is the first warp's.
     if ADDER == ADDERS - 1:
