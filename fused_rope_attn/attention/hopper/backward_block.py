@@ -207,8 +207,8 @@ class Buffers:
     By columns: dq is the pointer to the accumulator. p holds P of a block, (KEYS, BLOCK_M) 16-bit; the first warpgroup fills it and the second releases it.
     ds_factor, filled with it: ``softmax.derivative_factor`` if that is not P. ds: (KEYS, BLOCK_M) 16-bit, which the
     second warpgroup fills. permits, additions: channels without tiles, or None if dQ is added in any order.
-    ``permit_additions`` fills the first when both warpgroups may add a step's dQ, both fill the second when they have,
-    and ``announce_additions`` empties the first then.
+    ``order_additions`` fills the first when both warpgroups may add a step's dQ, both fill the second when they have,
+    and another warp empties the first then.
 
     Latent attention: k and q hold rotated columns too (``Channel.rope``). p: (CONSUMERS, KEYS, BLOCK_M) 16-bit, no
     channel, because each warpgroup has its own.

@@ -279,8 +279,8 @@ def backward_kernel(q_desc, do_desc, k_desc, v_desc, stats_desc, dq_accumulator,
             (backward_transfers.load, (q, do, k, v, key_rows, query_rows, sizes, stats_size, PDL)),
         ]
         + ([(backward_transfers.reduce, adds)] if ADDS == 1 else [])
-        + ([(backward_transfers.permit_additions, adds)] if ADDS == 2 else [])
-        + ([(backward_transfers.announce_additions, adds + (buffers.additions,))] if ADDS == 2 else [])
+        + ([(backward_transfers.order_additions, adds)] if ADDS == 2 else [])
+        + ([(backward_transfers.order_additions, adds + (buffers.additions,))] if ADDS == 2 else [])
         + ([(backward_transfers.reduce_in_order, (progress,) + adds)] if ADDS == 3 else [])
         + ([(backward_transfers.reduce_in_order, (replace(progress, ADDER=1),) + adds)] if ADDS == 3 else [])
         + ([(backward_transfers.reduce_in_order, (replace(progress, ADDER=2),) + adds)] if ADDS == 3 else []),

@@ -103,10 +103,9 @@ def load(q, do, k, v, keys, queries, sizes, stats_size, PDL: gl.constexpr):
         schedule.let_next_launch_start(PDL)
     arrivals = load_block(k, batch, keys.head, keys.start_n, 0, arrivals)
     head_q = backward_block.first_query_head(keys, sizes)
+    num_outer, num_inner = sizes.num_heads, queries.count
     if queries.IN_ORDER:
-        num_outer, num_inner = queries.count, sizes.num_heads
-    else:
-        num_outer, num_inner = sizes.num_heads, queries.count
+        num_outer, num_inner = num_inner, num_outer
     step = 0
     for outer in range(num_outer):
         for inner in range(num_inner):
@@ -262,21 +261,17 @@ def reduce_in_order(progress, dq_desc, dq, keys, queries, sizes):
     num_begun = sizes.num_heads * progress.num_begun
     # Two loops as in ``reduce``.
     for i in range(ADDER, num_begun, ADDERS):
-        group_head = i % sizes.num_heads
-        block = queries.count - 1 - i // sizes.num_heads
+        group_head, block = i % sizes.num_heads, queries.count - 1 - i // sizes.num_heads
         send_block(dq_desc, dq, keys.batch, head_q + group_head, queries.first + block, i + 1, ADD=False)
         announce(words + group_head * pitch + block, progress.tile + 1, RAISE=True)
     first_added = num_begun + (ADDER + (ADDERS - 1) * num_begun) % ADDERS
     for i in range(first_added, total, ADDERS):
-        group_head = i % sizes.num_heads
-        block = queries.count - 1 - i // sizes.num_heads
+        group_head, block = i % sizes.num_heads, queries.count - 1 - i // sizes.num_heads
         word = words + group_head * pitch + block
-        if progress.intervals is None:
-            schedule.wait_until(word, progress.tile)
-        else:
-            schedule.wait_until(
-                word, previous_tile(progress.intervals, progress.tile, queries.first + block, channels.CONSUMERS)
-            )
+        awaited = progress.tile
+        if progress.intervals is not None:
+            awaited = previous_tile(progress.intervals, progress.tile, queries.first + block, channels.CONSUMERS)
+        schedule.wait_until(word, awaited)
         # Order this thread's accesses to memory before its next operations of the TMA.
         gl.inline_asm_elementwise("fence.proxy.async; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
         send_block(dq_desc, dq, keys.batch, head_q + group_head, queries.first + block, i + 1, ADD=True)
@@ -284,36 +279,29 @@ def reduce_in_order(progress, dq_desc, dq, keys, queries, sizes):
 
 
 @jit
-def permit_additions(progress, permits, queries, sizes):
+def order_additions(progress, permits, queries, sizes, additions=None):
     """Let the multiplying warpgroups add each block's dQ after the key blocks before it have; one warp's work.
 
-    permits: the channel that this warp fills, see ``Buffers``.
+    With ``additions`` announce each block's dQ instead, as soon as both warpgroups have added it, to the next key
+    block: another warp's work. permits, additions: see ``Buffers``.
     """
     schedule.wait_for_previous_launch(progress.PDL)
     words, pitch = words_of_group(progress, queries, sizes)
     step = 0
     for i in range(queries.count):
         block = queries.count - 1 - i
-        awaited = gl.where(i < progress.num_begun, 0, progress.tile)
-        if progress.intervals is not None:
-            awaited = previous_tile(progress.intervals, progress.tile, queries.first + block, 1)
+        if additions is None:
+            awaited = gl.where(i < progress.num_begun, 0, progress.tile)
+            if progress.intervals is not None:
+                awaited = previous_tile(progress.intervals, progress.tile, queries.first + block, 1)
         for group_head in range(sizes.num_heads):
-            schedule.wait_until(words + group_head * pitch + block, awaited)
-            permits.wait_empty(permits.at(step))
-            permits.fill(permits.at(step))
-            step += 1
-
-
-@jit
-def announce_additions(progress, permits, queries, sizes, additions):
-    """Announce each block's dQ as soon as both warpgroups have added it, to the next key block; one warp's work."""
-    schedule.wait_for_previous_launch(progress.PDL)
-    words, pitch = words_of_group(progress, queries, sizes)
-    step = 0
-    for i in range(queries.count):
-        block = queries.count - 1 - i
-        for group_head in range(sizes.num_heads):
-            additions.wait_full(additions.at(step))
-            announce(words + group_head * pitch + block, progress.tile + 1, RAISE=True)
-            permits.release(permits.at(step))
+            word = words + group_head * pitch + block
+            if additions is None:
+                schedule.wait_until(word, awaited)
+                permits.wait_empty(permits.at(step))
+                permits.fill(permits.at(step))
+            else:
+                additions.wait_full(additions.at(step))
+                announce(word, progress.tile + 1, RAISE=True)
+                permits.release(permits.at(step))
             step += 1

@@ -46,14 +46,6 @@ def load_columns(words, mask, columns, COLUMNS: tl.constexpr):
         return tiles.load_where(words, mask, 0.0)
 
 
-@triton.jit
-def rows_of_block(view, batch, head, start, num_rows, format):
-    """Return the num_rows ``Rows`` of a head (all int64) of a ``TensorView`` from row ``start`` on."""
-    strides = view.strides
-    ptr = view.ptr + batch * strides[0] + head * strides[1] + start * strides[2]
-    return tiles.rows_at(ptr, strides, num_rows, format)
-
-
 @record
 class SinkParts:
     """The sinks (HQ,), and each program's part of their gradient, (B * row blocks, HQ) float32."""
@@ -157,7 +149,6 @@ def postprocess_kernel(accumulator_ptr, progress_ptr, dq_out, tables, sinks, sum
         first_k, NK = sequences.packed_partner(cu_k_ptr, sequence, num_sequences, NK)
         padded = sequences.padded_row(first_row, sequence, channels.BACKWARD_BLOCK_M)
     start = block * BLOCK_N
-    start64 = tl.cast(first_row + start, tl.int64)
     offs = tiles.tile_range(BLOCK_N, 0, PAIRS)
     whole_offs = tiles.tile_range(BLOCK_N, 0, WHOLE)
     staged = staged_rows(whole_offs)
@@ -176,15 +167,15 @@ def postprocess_kernel(accumulator_ptr, progress_ptr, dq_out, tables, sinks, sum
         exists = (offs < NQ - start)[:, None]
     schedule.wait_for_previous_launch(sizes.PDL)
     for head in range(chunk * HEADS, tl.minimum(chunk * HEADS + HEADS, HQ)):
-        head64 = tl.cast(head, tl.int64)
-        row = (batch * HQ + head64) * pitch + padded + start
+        origin = tiles.Origin(batch, tl.cast(head, tl.int64), first_row + start)
+        row = (batch * HQ + origin.head) * pitch + padded + start
         if sizes.IN_PANELS:
             # row - start is a multiple of BLOCK_M, and ``start`` need not be.
             words = accumulator_ptr + (row - start) * BLOCK_D + panel_offsets(start + whole_offs, columns, BLOCK_D)
         else:
             words = accumulator_ptr + row * COLUMNS + staged[:, None] * COLUMNS + columns[None, :]
         if sums is not None:
-            raw_rows = rows_of_block(sums.raw, batch, head64, start64, NQ - start, row_format)
+            raw_rows = tiles.head_rows(sums.raw, origin, NQ - start, row_format)
             raw1, raw2 = rotations.load_pairs(raw_rows, offs, rotation, layouts)
         added = None
         if cu_q_ptr is not None:
@@ -206,7 +197,7 @@ def postprocess_kernel(accumulator_ptr, progress_ptr, dq_out, tables, sinks, sum
             first, second, of_rows1, of_rows2 = norms.unnorm_pairs(raw1, raw2, first, second, weight1, weight2, norm)
             dweight1 += of_rows1
             dweight2 += of_rows2
-        dq_rows = rows_of_block(dq_out, batch, head64, start64, NQ - start, row_format)
+        dq_rows = tiles.head_rows(dq_out, origin, NQ - start, row_format)
         rotations.store_pairs(dq_rows, first, second, offs, rotation, layouts)
         if sinks is not None:
             lse = tl.load(sinks.stats_ptr + row + offs, mask=offs < NQ - start, other=float("inf"))
