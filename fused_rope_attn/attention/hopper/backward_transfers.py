@@ -22,22 +22,17 @@ from fused_rope_attn.runtime.triton_compat import TensorDescriptor, gl, jit, tma
 class Operand:
     """A tensor (B, H, N, columns), and the channel into which the loading warp loads tiles of its rows.
 
-    The loading warp also loads lse for the rows of Q, and delta for those of dO: from stats_desc into stats, (STAGES,
-    BLOCK_M) float32; both are None for K and V. rope_desc: the descriptor of the rotated columns of the same rows in
-    latent attention, else None.
-
     Only the rows from ``first`` to ``end`` exist (None: all, or the TMA writes the zeros). With intervals a row has a
     bit in the words at words_ptr if it sees no key, or no query sees it. With packed sequences Q and its statistics are
-    padded, and dO is not: a row of dO is stored ``shift`` rows after that of the statistics. arrival: an mbarrier at
-    which the loading warp waits for a tile before it zeroes rows of it; None if it never does.
+    padded, and dO is not: a row of dO is stored ``shift`` rows after that of the statistics.
     """
 
     desc: TensorDescriptor
     channel: channels.Channel
-    arrival: gl.shared_memory_descriptor | None
-    stats_desc: TensorDescriptor | None = None
-    stats: gl.shared_memory_descriptor | None = None
-    rope_desc: TensorDescriptor | None = None
+    arrival: gl.shared_memory_descriptor | None  # an mbarrier at which to wait for a tile before zeroing rows of it
+    stats_desc: TensorDescriptor | None = None  # lse of the rows of Q, delta of those of dO
+    stats: gl.shared_memory_descriptor | None = None  # where they are loaded, (STAGES, BLOCK_M) float32
+    rope_desc: TensorDescriptor | None = None  # the rotated columns of latent attention
     first: gl.tensor | None = None
     end: gl.tensor | None = None
     words_ptr: gl.tensor | None = None
@@ -89,9 +84,8 @@ def load_block(operand, batch, head, row, step, arrivals, stats_row=None):
 def load(q, do, k, v, keys, queries, sizes, stats_size, PDL: gl.constexpr):
     """Load K and V once, and every query block with its statistics; one warp's work.
 
-    q, do, k, v: ``Operand``s. keys and queries count rows and blocks of the tensors as the TMA addresses them. The
-    statistics are (2 * stats_size,) float32: the base-2 lse of every row of (B, HQ, pitch), then their delta. PDL:
-    launches overlap.
+    q, do, k, v: ``Operand``s. keys and queries count rows and blocks of the tensors as the TMA addresses them. delta is
+    stored stats_size numbers after lse. PDL: launches overlap.
     """
     batch = keys.batch
     arrivals = 0
@@ -147,8 +141,7 @@ def announce(pointer, number=1, RAISE: gl.constexpr = False):
 def send_block(dq_desc, dq, batch, head_q, block, step, ADD: gl.constexpr):
     """Store a block of dQ, or ADD it to the accumulator, as soon as it has arrived, and release its memory.
 
-    dq_desc None: discard it. dq: the channels of both warpgroups, one for each part of the columns; step: blocks sent
-    before.
+    dq_desc None: discard it. dq: the channels of both warpgroups, which have half of the columns each.
     """
     COLUMNS: gl.constexpr = dq.buffer.shape[4]
     for part in gl.static_range(channels.CONSUMERS):
@@ -193,8 +186,8 @@ def stage_rows(x):
     return x.reshape((rows // 8, 2, 4, columns)).permute((0, 2, 1, 3)).reshape((rows, columns))
 
 
-# Warps that add dQ by turns up to head dim 128. An addition takes up to 3 µs from its wait to its announcement, and a
-# step 1 µs at head dim 64. A fourth warp would take registers from those that multiply.
+# Warps that add dQ by turns up to head dim 128. An addition takes up to 3 µs, and a step 1 µs at head dim 64. A fourth
+# warp would take registers from those that multiply.
 ADDERS = gl.constexpr(3)
 
 
@@ -245,10 +238,7 @@ def words_of_group(progress, queries, sizes):
 
 @jit
 def reduce_in_order(progress, dq_desc, dq, keys, queries, sizes):
-    """Add every ADDERSth dQ block in the order of ``QueryBlocks.IN_ORDER``, the ADDERth first; one warp's work.
-
-    The rest is as in ``reduce``. Several warps, because one addition takes longer to complete than a step.
-    """
+    """Add every ADDERSth dQ block as ``reduce`` does, in the order of ``QueryBlocks.IN_ORDER``; one warp's work."""
     ADDER: gl.constexpr = progress.ADDER
     total = sizes.num_heads * queries.count
     # dQ is delayed by one step; discard the first, empty block. The next one is the first warp's.

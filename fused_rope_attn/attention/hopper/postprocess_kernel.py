@@ -34,18 +34,6 @@ def panel_offsets(rows, columns, BLOCK_D: tl.constexpr):
     return row[:, None] + column[None, :]
 
 
-@triton.jit
-def load_columns(words, mask, columns, COLUMNS: tl.constexpr):
-    """Load numbers (rows, len(columns)), 0 if ``mask`` is false (None: always true) or columns >= COLUMNS."""
-    if columns.shape[0] != COLUMNS:
-        exists = columns[None, :] < COLUMNS
-        if mask is not None:
-            exists = exists & mask
-        return tl.load(words, mask=exists, other=0.0)
-    else:
-        return tiles.load_where(words, mask, 0.0)
-
-
 @record
 class SinkParts:
     """The sinks (HQ,), and each program's part of their gradient, (B * row blocks, HQ) float32."""
@@ -187,7 +175,10 @@ def postprocess_kernel(accumulator_ptr, progress_ptr, dq_out, tables, sinks, sum
                 added = tl.load(word) != 0
             else:
                 added = added & (tl.load(word, mask=start < NQ, other=0) != 0)
-        dq = load_columns(words, added, columns, COLUMNS) * softmax_scale
+        if BLOCK_D != COLUMNS:
+            is_needed = columns[None, :] < COLUMNS
+            added = is_needed if added is None else is_needed & added
+        dq = tiles.load_where(words, added, 0.0) * softmax_scale
         first, second = rotations.unpack_pairs(dq)
         if PAIRS is not None:
             first, second = gl.convert_layout(first, PAIRS), gl.convert_layout(second, PAIRS)
