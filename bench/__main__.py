@@ -21,6 +21,7 @@ suites, each timed on one GPU after a check against float64:
 options that all have: --cases --providers --passes --mode --rounds --out
   --dry-run
 from committed rows:
+  results    add the rows of a run to those that are committed
   docs       write the documents' tables; --check compares; --plots draws
 """
 # Command -> module below ``bench``, and the suite or the function in it.
@@ -33,6 +34,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "decode": ("decode.suite", "DECODE"),
     "models": ("models.suite", "MODELS_SUITE"),
     "cp": ("cp.suite", "CP"),
+    "results": ("results", "main"),
     "docs": ("docs", "main"),
 }
 

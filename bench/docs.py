@@ -1,98 +1,101 @@
 """``python -m bench docs``: write the generated tables and plots of the documents from committed rows.
 
-A block begins with ``<!-- PART:NAME ... -->`` and ends with ``<!-- PART:end -->``. ``BLOCKS`` says which page has which
-blocks, from which files of rows. Older files of rows are in the history of the repository.
+A block begins with ``<!-- table:NAME ... -->`` and ends with ``<!-- table:end -->``. ``BLOCKS`` says which page has
+which blocks, and what they show.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib
 import re
 import sys
-from typing import Any
+from collections.abc import Callable
+from functools import partial
 
+from bench import readme
+from bench.attention import cases, plots
 from bench.command import refuse
 from bench.environment import RESULTS, ROOT, shown
-from bench.report import read_file, timed
+from bench.results import read
+from bench.tables import Table, render, standing
 
-_ATTENTION, _OLDEST = "h200-2026-11-28-triton-3.9.0", "h200-2026-11-27-triton-3.6.0"
-_ATTENTION_H100, _H100 = "h100-2026-11-27-triton-3.9.0", "h100-2026-11-26-triton-3.9.0"
-_LATENT = "mla-h200-2026-11-28-triton-3.9.0"
-# Page -> block -> the files of rows in ``bench/results``, and the function below ``bench`` that makes the content.
-BLOCKS: dict[str, dict[str, tuple[str, str]]] = {
-    "README.md": {
-        "readme:attention": (f"{_ATTENTION} {_ATTENTION_H100}", "readme.attention"),
-        "readme:llama": ("models-h200-2026-11-27-triton-3.9.0 models-h200-2026-11-23", "readme.llama"),
-        "readme:qwen": ("models-h200-2026-11-23", "readme.qwen"),
-        "bench:headline": (f"{_ATTENTION} {_ATTENTION_H100}", "attention.tables.headline"),
-    },
+_PEAK = {"MiB": ("peak_mib", "{:.0f}")}
+_COPY = {"% of a copy's rate": ("of_copy", "{:.0%}")}
+_RIVALS = ("liger_cudnn", "liger_fa3", "liger_fa4", "bare_cudnn", "bare_fa3", "bare_fa4")
+_GROUPS = (
+    *("Qwen2.5-7B-4K", "Llama3-70B-1K", "Llama3-70B-4K", "Llama3-405B-4K"),
+    *("Llama3-70B-TP8-1K", "Llama3-70B-TP8-4K", "Llama3-8B-B1-512"),
+)
+_ENERGY = ("Small-1K", "Llama7B-4K", "Llama3-8B-4K", "Llama3-8B-16K")
+_NORMED = (
+    "Qwen3-0.6B-1K",
+    "Qwen3-0.6B-4K",
+    "Qwen3-8B-1K",
+    "Qwen3-8B-4K",
+    "Qwen3-8B-16K",
+    "Gemma3-4B-1K",
+    "Gemma3-4B-4K",
+)
+_STORED = ("B1-4K", "B1-32K", "B1-128K", "B8-4K", "B8-32K", "B64-4K", "mixed64-64K")
+_ROTATED = "Small-512 Small-1K Llama3-8B-1K Llama3-8B-4K Llama3-8B-16K Wide-1K".split()
+_ROPE = Table("rope", mine="apply_rope", facts=_COPY, others={"Liger": "liger", "torch.compile": "compiled"}, roles=())
+_MASKS = Table("masks", shapes=True, mode="eager")
+_MODELS = Table("models", mode="eager", shows="tokens_s", shapes=True, roles=("rival",))
+# Page -> block -> what it shows.
+BLOCKS: dict[str, dict[str, Table | Callable[[], str]]] = {
+    "README.md": {"attention": readme.attention, "gains": readme.gains},
     "docs/benchmarks.md": {
-        "bench:results": (_ATTENTION, "attention.tables.results"),
-        "bench:standing": (_ATTENTION, "attention.tables.standing"),
-        "h100:results": (_ATTENTION_H100, "attention.tables.results"),
-        "h100:standing": (_ATTENTION_H100, "attention.tables.standing"),
-        "bench:gqa": ("gqa-h200-2026-11-28-triton-3.9.0", "attention.tables.all_results"),
-        "h100:gqa": ("gqa-h100-2026-11-28-triton-3.9.0", "attention.tables.all_results"),
-        "oldest:standing": (_OLDEST, "attention.tables.standing"),
-        "fa3:results": ("fa3-h200-2026-11-26-triton-3.9.0", "attention.jax_fa3.results"),
-        "h100:fa3": ("fa3-h100-2026-11-27-triton-3.9.0", "attention.jax_fa3.results"),
-        "host:results": ("host-h200-2026-11-26-triton-3.9.0", "attention.tables.host"),
-        "h100:host": (f"host-{_H100}", "attention.tables.host"),
-        "energy:results": ("energy-h200-2026-11-27-triton-3.9.0", "attention.tables.energy"),
-        "h100:energy": (f"energy-{_H100}", "attention.tables.energy"),
-        "masks:results": ("masks-h200-2026-11-26-triton-3.9.0", "attention.tables.masks"),
-        "h100:masks": (f"masks-{_H100}", "attention.tables.masks"),
-        "norm:results": ("norm-h200-2026-11-26-triton-3.9.0", "attention.tables.norm"),
-        "h100:norm": (f"norm-{_H100}", "attention.tables.norm"),
-        "norm:oldest": ("norm-h200-2026-11-23-triton-3.6.0", "attention.tables.norm"),
-        "decode:results": ("decode-h200-2026-11-26-triton-3.9.0", "decode.tables.results"),
-        "decode:stored": ("decode-h200-2026-11-26-triton-3.9.0", "decode.tables.stored"),
-        "h100:decode": (f"decode-{_H100}", "decode.tables.results"),
-        "rope:results": ("rope-h200-2026-11-26-triton-3.9.0", "rope.tables.results"),
-        "rope:norms": ("rope-norms-h200-2026-11-26-triton-3.9.0", "rope.tables.results"),
-        "h100:rope": ("rope-h100-2026-11-27-triton-3.9.0", "rope.tables.results"),
-        "h100:rope_norms": ("rope-norms-h100-2026-11-27-triton-3.9.0", "rope.tables.results"),
-        "models:results": ("models-h200-2026-11-27-triton-3.9.0", "models.tables.results"),
-        "h100:models": ("models-h100-2026-11-27-triton-3.9.0", "models.tables.results"),
-        "models:norms": ("models-h200-2026-11-23", "models.tables.results"),
-        "models:latent": ("models-latent-h200-2026-11-27-triton-3.9.0", "models.tables.results"),
-        "h100:latent": ("models-latent-h100-2026-11-27-triton-3.9.0", "models.tables.results"),
-        "models:steps": ("models-step-h200-2026-11-26-triton-3.9.0", "models.tables.training"),
-        "h100:steps": ("models-step-h100-2026-11-28-triton-3.9.0", "models.tables.training"),
-        "models:serving": ("serve-h200-2026-11-22", "models.tables.serving"),
-        "h100:serving": ("serve-h100-2026-11-27-triton-3.9.0", "models.tables.serving"),
-        "cp:results": ("cp-h200-2026-11-23", "cp.tables.results"),
-        "corope:results": ("corope-h200-2026-11-21", "attention.tables.corope"),
-        "h100:corope": ("corope-h100-2026-11-27-triton-3.9.0", "attention.tables.corope"),
+        "attention": Table("attention", cases.TABLE),
+        "standing": partial(standing, "attention", _RIVALS),
+        "oldest": partial(standing, "attention-oldest", _RIVALS),
+        "groups": Table("groups", _GROUPS),
+        "fa3": Table("fa3", mode="load", others={"FA3 from JAX": "bare_fa3_jax", "FA4": "bare_fa4"}, roles=()),
+        "host": Table(
+            "host",
+            mode="host",
+            others={"SDPA": "bare_sdpa", "cuDNN": "bare_cudnn_chosen", "a function that does nothing": "nothing"},
+            roles=(),
+        ),
+        "energy": Table("energy", _ENERGY, mode="load", facts={"mJ": ("mj", "{:.0f}")}, over="mj_rounds"),
+        "window": _MASKS._replace(cases=("window",), mine="window", others={"full causal": "causal"}),
+        "packed": _MASKS._replace(cases=("packed",), mine="packed", others={"padded": "padded"}),
+        "norm": Table("norm", _NORMED, cost=("over without", "fused_without"), roles=("rival",)),
+        "rope": _ROPE._replace(cases=tuple(_ROTATED), within="bf16 half"),
+        "rope-norms": _ROPE._replace(
+            cases=("Qwen3-0.6B-4K", "Qwen3-8B-1K", "Qwen3-8B-4K", "Gemma3-4B-4K"), within="norms"
+        ),
+        "decode": Table("decode", _STORED, facts=_COPY, roles=("rival",)),
+        "stored": Table(
+            "decode",
+            _STORED,
+            others={f"pages of {n}": f"fused_page{n}" for n in (16, 64, 256)} | {"float8": "fused_float8"},
+            roles=(),
+        ),
+        "models": _MODELS._replace(within="^(train-4K B|prefill-16K|decode|serve)", facts=_PEAK),
+        "steps": _MODELS._replace(within="^step-(4|16)K", mine="fused_liger", facts=_PEAK),
+        "cp": Table("cp", mode="eager", facts={"of one GPU / P": ("efficiency", "{:.1%}")}, roles=("rival",)),
+        "corope": Table("corope", mine="corope", mode="eager", facts=_PEAK, others={"eager": "dense"}, roles=()),
     },
     "docs/guides/same-bits.md": {
-        "step:results": ("decode-h200-2026-11-26-triton-3.9.0", "decode.tables.same_bits"),
-        "h100:step": (f"decode-{_H100}", "decode.tables.same_bits"),
-        "attention:results": ("same-bits-attention-h200-2026-11-27-triton-3.9.0", "attention.tables.same_bits"),
-        "h100:attention": ("same-bits-attention-h100-2026-11-27-triton-3.9.0", "attention.tables.same_bits"),
+        "step": Table(
+            "decode",
+            mine="fused_same_bits",
+            cost=("over without", "fused"),
+            others={"FA3, one split": "fa3_unsplit", "FlexAttention": "flex64"},
+            roles=(),
+        ),
+        "same-bits": Table("same-bits", mine="fused_same_bits", cost=("over without", "fused")),
     },
     "docs/guides/intervals.md": {
-        "intervals:results": ("intervals-h200-2026-11-28-triton-3.9.0", "attention.tables.intervals"),
-        "h100:results": (f"intervals-{_H100}", "attention.tables.intervals"),
+        "intervals": Table(
+            "intervals", mine="intervals", mode="eager", facts={"visited": ("visited", "{:.3f}")}, roles=("rival",)
+        ),
     },
-    "docs/guides/latent.md": {
-        "mla:results": (_LATENT, "mla.results"),
-        "h100:results": ("mla-h100-2026-11-28-triton-3.9.0", "mla.results"),
-    },
+    "docs/guides/latent.md": {"mla": Table("mla", facts=_PEAK)},
 }
-# Figure in ``bench/results/plots`` -> the mode and the file of its rows, and the function that draws it.
-PLOTS = {
-    "overview_graph": ("graph", _ATTENTION, "attention.plots.overview"),
-    "speedup_all_graph": ("graph", _ATTENTION, "attention.plots.speedups"),
-    "energy_load": ("load", "energy-h200-2026-11-27-triton-3.9.0", "attention.plots.energy"),
-    "latent_graph": ("graph", _LATENT, "attention.plots.speedups"),
-    "rope_wide_graph": ("graph", "rope-h200-2026-11-26-triton-3.9.0", "rope.tables.draw"),
-    "context_parallel_eager": ("eager", "cp-h200-2026-11-23", "cp.tables.draw"),
-}
-_PARTS = "|".join(dict.fromkeys(name.split(":")[0] for blocks in BLOCKS.values() for name in blocks))
-_MARKER = re.compile(rf"<!-- (?:{_PARTS}):\w+")
-_BLOCK = re.compile(rf"<!-- (({_PARTS}):\w+)[^>]*-->\n(?:(?!<!-- ).)*<!-- \2:end -->", re.DOTALL)
+# Figure in ``bench/results/plots`` -> the file of its rows, and the function that draws it.
+PLOTS = {"overview": ("attention-h200", plots.overview), "speedups": ("attention-h200", plots.speedups)}
+_BLOCK = re.compile(r"<!-- table:([\w-]+)[^>]*-->\n(?:(?!<!-- ).)*<!-- table:end -->", re.DOTALL)
 
 
 def main(argv: list[str]) -> int:
@@ -103,9 +106,9 @@ def main(argv: list[str]) -> int:
     args = parser.parse_args(argv)
     status = 0
     try:
-        for name, (mode, file, function) in PLOTS.items() if args.plots else ():
+        for name, (file, draw) in PLOTS.items() if args.plots else ():
             path = RESULTS / "plots" / f"{name}.png"
-            made(function, file, mode).savefig(path)
+            draw(read(file)).savefig(path)
             print(f"wrote {shown(path)}")
         for page in BLOCKS if not args.plots else ():
             old = (ROOT / page).read_text(encoding="utf-8")
@@ -125,13 +128,6 @@ def main(argv: list[str]) -> int:
     return status
 
 
-def made(function: str, files: str, mode: str | None = None) -> Any:
-    """Return what a function below ``bench`` makes from the rows of files; with ``mode`` from the timed ones of it."""
-    module, _, name = function.rpartition(".")
-    rows = [row for file in files.split() for row in read_file(RESULTS / f"{file}.jsonl")]
-    return getattr(importlib.import_module(f"bench.{module}"), name)(rows if mode is None else timed(rows, mode=mode))
-
-
 def rewrite(page: str, text: str) -> str:
     """Return ``text`` with the content of every block of ``page`` replaced.
 
@@ -139,15 +135,17 @@ def rewrite(page: str, text: str) -> str:
     """
     blocks = BLOCKS[page]
     found = [match[1] for match in _BLOCK.finditer(text)]
-    if sorted(found) != sorted(blocks) or len(_MARKER.findall(text)) != 2 * len(found):
+    if sorted(found) != sorted(blocks) or text.count("<!-- table:") != 2 * len(found):
         raise ValueError(
-            f"{page} must have the blocks {', '.join(blocks)}, each once and closed by <!-- PART:end --> before the "
-            f"next begins, but has {', '.join(found) or 'none'} and {len(_MARKER.findall(text))} markers"
+            f"{page} must have the blocks {', '.join(blocks)}, each once and closed by <!-- table:end --> before the "
+            f"next begins, but has {', '.join(found) or 'none'} and {text.count('<!-- table:')} markers"
         )
+    results = "../" * page.count("/") + "bench/results"
 
     def write(match: re.Match) -> str:
-        files, function = blocks[match[1]]
-        begin = f"<!-- {match[1]}: written by `python -m bench docs`, not by hand -->"
-        return f"{begin}\n\n{made(function, files)}\n\n<!-- {match[2]}:end -->"
+        block = blocks[match[1]]
+        content = render(block) if isinstance(block, Table) else block()
+        begin = f"<!-- table:{match[1]}: written by `python -m bench docs`, not by hand -->"
+        return f"{begin}\n\n{content.replace('{results}', results)}\n\n<!-- table:end -->"
 
     return _BLOCK.sub(write, text)

@@ -12,7 +12,7 @@ from torch import Tensor
 from baselines.latent import LATENT
 from bench.gate import Verdict, judge
 from bench.names import length_name
-from bench.report import PASSES, Group, Row, both, by_case, legend, markdown, provenance, three_digits, times_ours
+from bench.report import Row
 from bench.suite import Entry, Provider, Suite, Times, Trial, by_name, forward_or_backward
 from fused_rope_attn import plan_mla, rope_attention_mla
 from verification.testing import LatentCase, LatentInputs, LatentResults, make_latent_inputs, run_latent_reference
@@ -116,32 +116,3 @@ MLA = Suite(
     trial=MlaTrial,
     table=lambda case: PROVIDERS,
 )
-
-
-def results(rows: list[Row]) -> str:
-    """Show a column for each case, and a line for each provider."""
-    found = {case: _with_sum(passes) for case, passes in by_case(rows, "graph", OURS.name).items()}
-    lines = {name: [provider.label] for name, provider in PROVIDERS.items()}
-    for passes in found.values():
-        for name, line in lines.items():
-            if PROVIDERS[name].role in ("ours", "ceiling"):
-                times = both(passes, name, lambda row: three_digits(row["ms"]))
-            else:
-                times = times_ours(passes, name, OURS.name)
-            line.append(times + both(passes[:1], name, lambda row: f", {row['peak_mib']:.0f} MiB"))
-    mine = [passes[0][OURS.name] for passes in found.values()]
-    header = ["", *(f"({row['batch']}, {row['heads']}, {row['len_q']})" for row in mine)]
-    return (
-        f"{markdown(header, [line for line in lines.values() if any(line[1:])])}\n\n"
-        "Forward / backward / their sum at (B, H, N), causal, CUDA graphs, L2 flushed. Ours and builds alone in ms; "
-        "others in ×, their time over ours, below 1 ours is slower. Bare: queries and keys are built already, and "
-        "nothing rotates. MiB: peak memory of forward and backward, o and gradients included. "
-        f"{legend(rows)}"
-    ) + provenance(mine, "transformers", "liger-kernel", "flash-attn-4", "fa3-fwd", "cuDNN")
-
-
-def _with_sum(passes: list[Group]) -> list[Group]:
-    """Append the sum of the median times of both passes, of the providers that have both."""
-    times = {name: [group[name]["ms"] for group in passes if name in group] for name in passes[0]}
-    sums = {name: {"ms": sum(ms), "rounds": [sum(ms)]} for name, ms in times.items() if len(ms) == len(PASSES)}
-    return [*passes, {name: passes[0][name] | total for name, total in sums.items()}]

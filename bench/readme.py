@@ -2,65 +2,91 @@
 
 from __future__ import annotations
 
-from functools import partial
+from bench.report import Row, card_name, faster, markdown, strongest, three_digits, timed
+from bench.tables import committed, origins
 
-from bench.report import PASSES, Row, card_name, faster, markdown, provenance, three_digits, timed
+_CASE, _OURS = "Llama3-8B-4K", "fused"
+_PASSES = ("fwd", "bwd")
+_ROLES = {"rival": "best with a rotation before it", "bare": "best *without* any rotation"}
+# Where others need launches of their own: words, suite, case, part of the shape, our provider, mode.
+_GAINS = (
+    ("norms of queries and keys: Qwen3-0.6B's heads, 2K tokens", "norm", "Qwen3-0.6B-2K", "", "fused", "graph"),
+    ("a training step of Qwen3-0.6B, 4K tokens", "models", "Qwen3-0.6B", "step-4K", "fused_liger", "eager"),
+    ("a prompt with eight continuations (intervals)", "intervals", "prefix", "", "intervals", "eager"),
+    ("latent attention of DeepSeek-V3, 1K tokens", "mla", "H128-1K", "", "fused", "graph"),
+    ("a generation step after 32K tokens", "decode", "B1-32K", "", "fused", "graph"),
+    ("generation of Llama-3.1-8B in transformers", "models", "Llama-3.1-8B", "decode-4K", "fused", "eager"),
+)
 
-_CASE = "Llama3-8B-4K"
-_OURS = "fused"
-_RIVALS = {
-    "liger_fa3": "Liger's rotation + FlashAttention-3",
-    "liger_fa4": "Liger's rotation + FlashAttention-4",
-}
-_WORK = {"train-4K": "training", "prefill-16K": "a prompt of 16K tokens", "decode-4K": "generation after 4K tokens"}
-# The rivals of a patched model: the unpatched one, and one with those of Liger's kernels that were measured.
-_UNPATCHED = {"sdpa": "SDPA", "liger": "Liger's rotation and SDPA", "liger_norm": "Liger's norms, rotation and SDPA"}
 
-
-def attention(rows: list[Row]) -> str:
-    """Show milliseconds of both passes for the heads of Llama 3 8B at 4K tokens, on each card, and those of rivals."""
-    rows = [row for row in timed(rows, mode="graph") if row["case"] == _CASE]
-    cards: dict[str, dict[tuple[str, str], Row]] = {}
-    for row in rows:
-        cards.setdefault(row["gpu"], {})[row["provider"], row["pass"]] = row
-    if not cards or any((_OURS, part) not in found for found in cards.values() for part in PASSES):
-        raise ValueError(f"no CUDA-graph time of {_OURS} at {_CASE} in both passes")
-    lines = [["**`rope_attention`**"], *([label] for label in _RIVALS.values())]
-    for found in cards.values():
-        mine = [found[_OURS, part] for part in PASSES]
-        both = sum(row["ms"] for row in mine)
-        lines[0] += [f"**{three_digits(ms)}**" for ms in (*(row["ms"] for row in mine), both)]
-        for line, rival in zip(lines[1:], _RIVALS):
-            theirs = [found.get((rival, part)) for part in PASSES]
-            line += [_time(row["ms"], faster(row, own)) if row else "no such pass" for row, own in zip(theirs, mine)]
-            total = sum(row["ms"] for row in theirs) if all(theirs) else None
-            line.append(_time(total, total / both) if total else "")
-    row = rows[0]
+def attention() -> str:
+    """Show milliseconds of both passes and their sum for the heads of Llama 3 8B at 4K tokens, ours and the best."""
+    cards = {card: _case(rows, "graph") for card, rows in committed("attention").items()}
+    header, mine = ["ms (of our time)"], ["**`rope_attention`**"]
+    lines = {role: [words] for role, words in _ROLES.items()}
+    fa3 = ["FlashAttention-3 for JAX, no rotation"]
+    for card, rows in cards.items():
+        name = card_name(rows[0]["gpu"])
+        header += [f"{name} {part}" for part in ("forward", "backward", "sum")]
+        own = {row["pass"]: row for row in rows if row["provider"] == _OURS}
+        both = sum(own[part]["ms"] for part in _PASSES)
+        mine += [f"**{three_digits(ms)}**" for ms in (*(own[part]["ms"] for part in _PASSES), both)]
+        for role, line in lines.items():
+            for part in _PASSES:
+                best = strongest([row for row in rows if row["pass"] == part], role)
+                line.append(_cell(best["ms"], faster(best, own[part]), best["label"]) if best else "")
+            line.append(_sum(rows, role, both))
+        load = _case(committed("fa3")[card], "load")
+        own = {row["pass"]: row for row in load if row["provider"] == _OURS}
+        theirs = {row["pass"]: row for row in load if row["provider"] == "bare_fa3_jax"}
+        ratios = [faster(theirs[part], own[part]) for part in _PASSES]
+        total = sum(row["ms"] for row in theirs.values()) / sum(row["ms"] for row in own.values())
+        fa3 += [f"({ratio:.0%})" for ratio in (*ratios, total)]
+    row = next(iter(cards.values()))[0]
     shape = f"B {row['batch']}, {row['heads_q']}/{row['heads_kv']} heads, {row['len_q']} tokens, D {row['head_dim']}"
-    names = map(card_name, cards)
-    header = ["ms (theirs / ours)", *(f"{name} {part}" for name in names for part in (*PASSES.values(), "sum"))]
-    origins = " ".join(provenance([found[_OURS, part] for part in PASSES]) for found in cards.values())
-    return f"{markdown(header, lines)}\n\nHeads of Llama 3 8B ({shape}), causal, CUDA graphs. {origins}"
+    return (
+        f"{markdown(header, [mine, *lines.values(), fa3])}\n\n"
+        f"Heads of Llama 3 8B ({shape}), {row['dtype']}, causal, CUDA graphs. FlashAttention-3 has a backward for JAX "
+        f"only, which was timed back to back beside ours. {origins('attention', cards)}"
+    )
 
 
-def _time(ms: float, over_ours: float) -> str:
-    return f"{three_digits(ms)} ({over_ours:.0%})"
+def _case(rows: list[Row], mode: str) -> list[Row]:
+    """Return the rows of the case. ValueError where ours lacks a pass."""
+    found = [row for row in timed(rows, mode=mode) if row["case"] == _CASE]
+    if {row["pass"] for row in found if row["provider"] == _OURS} < set(_PASSES):
+        raise ValueError(f"no times of {_OURS} at {_CASE} in both passes")
+    return found
 
 
-def _model(name: str, rows: list[Row]) -> str:
-    """Say in one line how many times as many tokens a second a patched model makes."""
-    found = {(row["pass"], row["provider"]): row for row in timed(rows) if row["case"] == name}
-    works = [work for work in _WORK if (work, _OURS) in found]
-    rivals = [rival for rival in _UNPATCHED if works and all((work, rival) in found for work in works)]
-    if not rivals:
-        raise ValueError(f"no times of {_OURS} next to an unpatched {name}")
-    gains = [
-        f"{_WORK[work]} " + " / ".join(f"{faster(found[work, rival], found[work, _OURS]):.2f}×" for rival in rivals)
-        for work in works
-    ]
-    labels = " / ".join(f"with {_UNPATCHED[rival]}" for rival in rivals)
-    return f"- **{name}** in tokens per second, over the model {labels}: {', '.join(gains)}."
+def _cell(ms: float, over_ours: float, label: str) -> str:
+    return f"{three_digits(ms)} ({over_ours:.0%}) {label.split(' + ')[-1].removeprefix('bare ')}"
 
 
-llama = partial(_model, "Llama-3.2-1B")
-qwen = partial(_model, "Qwen3-0.6B")
+def _sum(rows: list[Row], role: str, ours: float) -> str:
+    """Return the least sum of both passes of one provider."""
+    sums: dict[str, list[float]] = {}
+    for row in rows:
+        if row["role"] == role:
+            sums.setdefault(row["label"], []).append(row["ms"])
+    totals = {label: sum(ms) for label, ms in sums.items() if len(ms) == len(_PASSES)}
+    best = min(totals, key=lambda label: totals[label], default="")
+    return _cell(totals[best], totals[best] / ours, best) if best else ""
+
+
+def gains() -> str:
+    """Show the times of the strongest rivals over ours, one line for each kind of work, on the first card."""
+    lines = []
+    for words, suite, case, shape, mine, mode in _GAINS:
+        rows = next(iter(committed(suite).values()))
+        found = [row for row in timed(rows, mode=mode) if row["case"] == case and shape in row["shape"]]
+        cells = []
+        for part in sorted({row["pass"] for row in found}, reverse=True):  # forward first
+            own = next((row for row in found if row["provider"] == mine and row["pass"] == part), None)
+            best = strongest(row for row in found if row["pass"] == part)
+            if own and best:
+                cells.append((f"{faster(best, own):.2f}×", best["label"]))
+        if not cells:
+            raise ValueError(f"no times of {mine} beside a rival at {case}, {mode}")
+        lines.append([words, " / ".join(ratio for ratio, _ in cells), ", ".join(dict.fromkeys(x for _, x in cells))])
+    return markdown(["on an H200, forward / backward", "their time over ours", "the strongest rival"], lines)

@@ -19,7 +19,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -105,14 +105,6 @@ def groups(rows: Iterable[Row], mode: str | None = None) -> dict[tuple[str, str,
     return found
 
 
-def by_provider(rows: Iterable[Row]) -> dict[tuple[str, str, str], dict[str, Row]]:
-    """Return (case, shape, provider) -> pass -> its timed row."""
-    found: dict[tuple[str, str, str], dict[str, Row]] = {}
-    for row in timed(rows):
-        found.setdefault((row["case"], row["shape"], row["provider"]), {})[row["pass"]] = row
-    return found
-
-
 def strongest(rows: Iterable[Row], role: str = "rival") -> Row | None:
     """Return the fastest row of a role, of caches in pages or float8 none."""
     rivals = [row for row in rows if row["role"] == role and not row.get("stored")]
@@ -152,11 +144,6 @@ def table(header: list[str], lines: list[list[str]], left: int = 1) -> str:
 def milliseconds(value: float) -> str:
     """Return four significant digits at most: 0.0133, 1.862, 69.14."""
     return f"{value:.4f}" if value < 1 else f"{value:.3f}" if value < 10 else f"{value:.2f}"
-
-
-def millijoules(value: float) -> str:
-    """Return four significant digits: 3.217, 113.4, 2443."""
-    return f"{value:#.4g}".rstrip(".")
 
 
 def speedup(value: float) -> str:
@@ -249,27 +236,6 @@ def markdown(header: list[str], lines: list[list[str]]) -> str:
 def three_digits(value: float) -> str:
     """Return three significant digits: 0.0133, 0.440, 16.4, 114."""
     return f"{value:#.3g}".rstrip(".") if value < 999.5 else f"{value:.0f}"
-
-
-def by_case(rows: Iterable[Row], mode: str, mine: str) -> dict[tuple[str, str], list[Group]]:
-    """Return (case, shape) -> the groups of its passes, in the order of ``PASSES``, where ours was timed."""
-    every = groups(rows, mode)
-    cases = dict.fromkeys(key[:2] for key in every)
-    found = {case: [every.get((*case, part, mode), {}) for part in PASSES] for case in cases}
-    timed_cases = {case: [group for group in passes if mine in group] for case, passes in found.items()}
-    return {case: passes for case, passes in timed_cases.items() if passes}
-
-
-def both(passes: list[Group], name: str, text: Callable[[Row], str]) -> str:
-    """Return a cell with one text for each pass in which a provider was timed: ``1.03 / 4.00``."""
-    return " / ".join(text(group[name]) for group in passes if name in group)
-
-
-def times_ours(passes: list[Group], name: str, mine: str) -> str:
-    """Return the time of a provider over ours in each pass: ``1.20 / 0.98×``, with ~ where it is loose."""
-    found = [group for group in passes if name in group]
-    cell = " / ".join(f"{faster(group[name], group[mine]):.2f}" for group in found)
-    return cell + "×" * bool(cell) + mark(*(group[name] for group in found))
 
 
 def mark(*rows: Row) -> str:

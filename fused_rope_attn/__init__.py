@@ -10,9 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fused_rope_attn import distributed as distributed
-    from fused_rope_attn import experimental as experimental
-    from fused_rope_attn import masks as masks
+    from fused_rope_attn import distributed as distributed, experimental as experimental, masks as masks
     from fused_rope_attn.attention.api import (
         cu_seqlens_from_position_ids,
         plan,

@@ -46,16 +46,15 @@ class RotationJob(LaunchJob):
         tensors = RotationTensors(xs, [torch.empty_like(x) for x in xs], cos, cos, ids, ends)
         if self.norm:
             tensors = tensors._replace(weights=[meta(self.head_dim) for _ in xs[:2]])
-        of_backward = (xs[:2], (True, True)[: len(xs)]) if self.norm == "backward" else ()
-        launch_rotation(options, tensors, *of_backward, config=(self.config,))
+        normed = xs[:2] if self.norm == "backward" else ()
+        launch_rotation(options, tensors, normed, config=(self.config,))
 
 
 def rotation_jobs(arch: str, full: bool = False) -> list[RotationJob]:
     """Jobs for the rows of the table that serve ``arch``: every row once, for sm_90 and gfx942 the features too,
     which are the same code elsewhere, and norms with them on sm_90. ``full`` crosses dtypes, styles and layouts."""
     rows = [row for row in TABLE if row.arch is None or arch in row.arch]
-    configs = list(dict.fromkeys(row.config for row in rows if not row.norms))
-    norm_configs = list(dict.fromkeys(row.config for row in rows if row.norms is not False))
+    configs, of_norms = [row for row in rows if not row.norms], rows[0]
     bf16, fp32 = torch.bfloat16, torch.float32
     pairs = {"layout": "bshd", "heads": (32, 8), "dtype": bf16}
     packed = {"layout": "thd", "heads": (8, 8, 1), "dtype": bf16, "positions": "packed", "head_dim": 80}
@@ -75,8 +74,8 @@ def rotation_jobs(arch: str, full: bool = False) -> list[RotationJob]:
         add(config, packed)
         add(config, two_ids)
     for norm, turned in (("forward", False), ("backward", True)):
-        for tile, d in itertools.product(norm_configs[:1], (64, 128, 256) if featured else (128,)):
-            add(tile, pairs, head_dim=d, inverse=turned, norm=norm)
+        for d in (64, 128, 256) if featured else (128,):
+            add(of_norms, pairs, head_dim=d, inverse=turned, norm=norm)
         if featured:
             add(config, packed, inverse=turned, norm=norm)
             add(config, two_ids, inverse=turned, norm=norm)

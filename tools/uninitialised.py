@@ -2,7 +2,7 @@
 
 ptxas of CUDA 12.8, which Triton 3.6 and 3.7 use for sm_90, hoists the descriptor of a wgmma operand out of a loop and
 loses the instruction that computes its base. The product then reads shared memory at an address that an earlier kernel
-left in the register: wrong results, or an illegal access (docs/experiments/checks.md, "ptxas 12.8 loses a register").
+left in the register: wrong results, or an illegal access (docs/experiments, "call 2344").
 
 This reads the disassembly of sm_90 binaries, needs no GPU, and follows every path from the kernel's entry:
 

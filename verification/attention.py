@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from fused_rope_attn.attention import planning, reference
-from fused_rope_attn.experimental.corope import CoRopeAttention
-from fused_rope_attn.experimental.corope import reference as corope_reference
+from fused_rope_attn.experimental.corope import CoRopeAttention, reference as corope_reference
 from verification import testing
 from verification.calls import FUNCTIONS, Call, Finding, Made, Ran, References, same_bits
 from verification.memory import SHARED

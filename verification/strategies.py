@@ -15,8 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from hypothesis import HealthCheck, Phase, Verbosity, given, seed, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, Phase, Verbosity, given, seed, settings, strategies as st
 from hypothesis.internal.conjecture import providers
 
 from verification.attention import TENSORS, WEIGHTS, AttentionCheck, CoRopeCheck

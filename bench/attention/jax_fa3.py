@@ -27,7 +27,7 @@ from bench.attention import cases
 from bench.attention.problem import AttentionTrial, Subject
 from bench.attention.providers import OURS, AttentionProvider, Given, rival
 from bench.load import CALLS, LoadClock
-from bench.report import PASSES, Row, by_case, faster, legend, mark, markdown, provenance, three_digits
+from bench.report import Row
 from bench.suite import Entry, Suite, Times, by_name
 from bench.timing import Measurement
 
@@ -208,32 +208,3 @@ FA3_SUITE = Suite(
     round_ms=50.0,
     clock=lambda device, options: BackToBackClock(device),
 )
-
-
-def results(rows: list[Row]) -> str:
-    """Show each case in a line: of both passes ours in ms, and the others' times over ours."""
-    names = [name for name in _providers() if name != "fused"]
-    lines, mine = [], []
-    for (case, _), groups in by_case(rows, "load", "fused").items():
-        row = groups[0]["fused"]
-        shape = f"({row['batch']}, {row['heads_q']}/{row['heads_kv']}, {row['len_q']}, {row['head_dim']})"
-        for part, group in zip(PASSES.values(), groups):
-            own = group["fused"]
-            mine.append(own)
-            cells = [
-                f"{faster(group[name], own):.2f} / {group[name]['device_ms'] / own['device_ms']:.2f}×"
-                + mark(group[name])
-                if name in group
-                else ""
-                for name in names
-            ]
-            times = " / ".join(three_digits(ms) for ms in (own["ms"], own["device_ms"]))
-            lines.append([f"{case} {shape}, {part}", times, *cells])
-    header = ["back to back / by the profiler", "`rope_attention`, ms", *(_providers()[name].label for name in names)]
-    return (
-        f"{markdown(header, lines)}\n\n"
-        "×: their time over ours, below 1 ours is slower; they do not rotate. Back to back: 32 calls in a row, of JAX "
-        "those that XLA launches one by one, of PyTorch in a CUDA graph. By the profiler: the device time of a "
-        "call's kernels, eager, without gaps; where two of them overlap, as ours do, the time counts twice. "
-        f"{legend(rows)}"
-    ) + provenance(mine, "flash-attn-4", "fa3-fwd", _PIP, "jax")

@@ -79,25 +79,8 @@ def speedups(rows: list[Row]) -> Any:
                 points += [(case, faster(other, ours(group.values())))] if other else []
             if points:
                 series.append(Series(label, colour, points, role == "bare", role == "rival" and name is None))
-    name = "rope_attention_mla" if rows[0]["bench"] == "mla" else "rope_attention"
-    title = _title(f"Speedup of {name} (shaded: ours is slower)", rows)
+    title = _title("Speedup of rope_attention (shaded: ours is slower)", rows)
     return plots.ratios(panels, title, "their time / ours (log)")
-
-
-def energy(rows: list[Row]) -> Any:
-    """Draw time and energy of every rival over ours at each case."""
-    labels = {row["provider"]: (row["label"], row["role"] == "bare") for row in rows if row["role"] != "ours"}
-    panels: dict[str, list[Series]] = {}
-    for part, words in PASSES.items():
-        found = _with_ours(rows, part)
-        for what, rounds in {"time": "rounds", "energy": "mj_rounds"}.items():
-            series = panels[f"{words}, {what}"] = []
-            for name in (name for name in COLOURS if name in labels):
-                theirs = {case: group for case, group in found.items() if name in group}
-                points = [(case, faster(group[name], ours(group.values()), rounds)) for case, group in theirs.items()]
-                series += [Series(labels[name][0], COLOURS[name], points, labels[name][1])] if points else []
-    title = f"Time and energy under load (shaded: ours takes more)\n{rows[0]['gpu']}, {rows[0]['dtype']}"
-    return plots.ratios(panels, title, "theirs / ours (log)")
 
 
 def _with_ours(rows: list[Row], part: str) -> dict[str, Group]:

@@ -12,10 +12,10 @@ import torch
 from fused_rope_attn.attention import planning, reference
 from fused_rope_attn.attention.problem import Options, Problem, Tensors, problem_of
 from fused_rope_attn.attention.validation import check_attention, check_position_ids
-from fused_rope_attn.runtime import entry
+from fused_rope_attn.runtime import checks, entry
 from fused_rope_attn.runtime.device import has_triton
 from fused_rope_attn.runtime.differentiation import differentiable
-from fused_rope_attn.runtime.layouts import Layout, check_layout, from_heads_first, heads_first
+from fused_rope_attn.runtime.layouts import Layout, from_heads_first, heads_first
 from fused_rope_attn.runtime.options import (
     AttentionOptions,
     Backend,
@@ -493,7 +493,7 @@ def describe_call(
     """
     entry.refuse_context_parallel(function)
     if longest is None:
-        check_layout(layout)
+        checks.check_layout(layout)
     tensors = entry.autocast(tensors, _ROWS)
     rotary_dim = check_attention(tensors, options, layout, longest, **kind)
     tensors = heads_first(tensors, layout, _ROWS)

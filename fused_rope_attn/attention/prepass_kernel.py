@@ -7,8 +7,7 @@ The portable kernels and those of sm_90 share them.
 import triton
 import triton.language as tl
 
-from fused_rope_attn.kernels import rotation as rotations
-from fused_rope_attn.kernels import schedule, sequences, softmax, tiles
+from fused_rope_attn.kernels import rotation as rotations, schedule, sequences, softmax, tiles
 from fused_rope_attn.kernels.norm import Norm
 from fused_rope_attn.kernels.records import record, replace, unpack
 

@@ -15,8 +15,6 @@ from typing import Any, NamedTuple, cast, get_type_hints
 import torch
 
 from fused_rope_attn.runtime import checks, device
-from fused_rope_attn.runtime.checks import as_int
-from fused_rope_attn.runtime.forms import Form
 from fused_rope_attn.runtime.options import OPERATOR_TYPES, CallOptions, rows_of
 
 # Beyond any sequence, and far enough from 2**31 to be added to a position.
@@ -282,9 +280,9 @@ Options = cast(Any, namedtuple)("Options", _OPTIONS, defaults=_OPTIONS.values(),
 DESCRIBED = Problem._fields[Problem._fields.index("causal") : Problem._fields.index("precision")]
 
 
-def forms_of(record: Any) -> tuple[tuple[int, str, Form], ...]:
+def forms_of(record: Any) -> tuple[tuple[int, str, checks.Form], ...]:
     """Return the options that are fields of a record of tensors: (place, name, form)."""
-    forms = {name: row.check for name, row in ROWS.items() if isinstance(row.check, Form)}
+    forms = {name: row.check for name, row in ROWS.items() if isinstance(row.check, checks.Form)}
     return tuple((i, name, forms[name]) for i, name in enumerate(record._fields) if name in forms)
 
 
@@ -336,7 +334,7 @@ def describe(
     batch, heads_q, len_q, head_dim = q.shape
     _, heads_kv, len_k, value_dim = v.shape
     nope_dim = None if tensors.q_nope is None else tensors.q_nope.shape[3]
-    sizes = (batch, heads_q, heads_kv, len_q, len_k, rotary_dim, value_dim, nope_dim, as_int(max_seqlen))
+    sizes = (batch, heads_q, heads_kv, len_q, len_k, rotary_dim, value_dim, nope_dim, checks.as_int(max_seqlen))
     sequences = None if cu_seqlens is None else cu_seqlens.shape[0] - 1
     has_intervals = tensors.query_starts is not None or tensors.query_ends is not None
     given = (sinks is not None, kv_starts is not None, kv_lens is not None, has_intervals)

@@ -13,14 +13,12 @@ from torch import Tensor
 
 from fused_rope_attn.attention.problem import Tensors, check_options
 from fused_rope_attn.runtime import checks
-from fused_rope_attn.runtime.checks import shown
-from fused_rope_attn.runtime.forms import Form, Forms
 from fused_rope_attn.runtime.layouts import AXES
 from fused_rope_attn.runtime.registration import is_plain
 
-ATTENTION = Forms(q="B HQ NQ D", k="B HKV NK D", v="B HKV NK D")
-LATENT = Forms(q_rope="B H NQ R", q_nope="B H NQ DN", k_rope="B 1 NK R", k_nope="B H NK DN", v="B H NK DV")
-_ENDS, _IDS = Form("sequences+1", torch.int32), Form("N | B N", torch.int32, torch.int64)
+ATTENTION = checks.Forms(q="B HQ NQ D", k="B HKV NK D", v="B HKV NK D")
+LATENT = checks.Forms(q_rope="B H NQ R", q_nope="B H NQ DN", k_rope="B 1 NK R", k_nope="B H NK DN", v="B H NK DV")
+_ENDS, _IDS = checks.Form("sequences+1", torch.int32), checks.Form("N | B N", torch.int32, torch.int64)
 
 
 def check_attention(
@@ -82,9 +80,9 @@ def _check_more_queries(q: Tensor, k: Tensor, causal: bool, layout: str, names: 
     if not torch.compiler.is_compiling():
         checks.warn_once(
             "more queries than keys",
-            f"{of_q} {shown(q.shape)} has {len_q} positions and {of_k} {shown(k.shape)} has {len_k} in layout "
-            f"{layout!r}: queries are aligned with the end of the keys, so that the first {len_q - len_k} rows see no "
-            f"key and give zeros; did you mean layout={other!r}?",
+            f"{of_q} {checks.shown(q.shape)} has {len_q} positions and {of_k} {checks.shown(k.shape)} has {len_k} in "
+            f"layout {layout!r}: queries are aligned with the end of the keys, so that the first {len_q - len_k} rows "
+            f"see no key and give zeros; did you mean layout={other!r}?",
         )
 
 
@@ -98,14 +96,13 @@ def check_sequences(tensors: Tensors, longest: tuple[Any, Any], names: tuple[str
     for name, x in ends:
         _ENDS.check(name, x, of_q, q, {})
         if x.shape[0] < 1:
-            raise ValueError(f"{name} must have shape (sequences+1,), but has {shown(x.shape)}")
+            raise ValueError(f"{name} must have shape (sequences+1,), but has {checks.shown(x.shape)}")
         if not x.is_contiguous():
             raise ValueError(f"{name} must be contiguous, but has stride {x.stride()[0]}")
     (_, ends_q), (_, ends_k) = ends
     if ends_k.shape != ends_q.shape:
-        raise ValueError(
-            f"cu_seqlens_k must have cu_seqlens_q's shape {shown(ends_q.shape)}, but has {shown(ends_k.shape)}"
-        )
+        shapes = f"{checks.shown(ends_q.shape)}, but has {checks.shown(ends_k.shape)}"
+        raise ValueError(f"cu_seqlens_k must have cu_seqlens_q's shape {shapes}")
     for name, value in zip(("max_seqlen_q", "max_seqlen_k"), longest):
         if checks.check_int(name, value) < 0:
             raise ValueError(f"{name} must be 0 or more, but is {value}")

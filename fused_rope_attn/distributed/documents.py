@@ -173,31 +173,15 @@ def plan_varlen_cp(
     return DocumentPlan(cu_seqlens.to(where, torch.int32).contiguous(), limits, total, members, sharding)
 
 
-def _sum_below(limit: int, most: int) -> int:
-    """Return the sum of ``min(x, most)`` over x from 0 to limit - 1."""
-    inside = min(limit, most)
-    return inside * (inside - 1) // 2 + (limit - inside) * most
-
-
 def pairs_of(limits: Sequence[int], begin: int, end: int, causal: bool, window: Window) -> int:
     """Return the number of pairs of a query in [begin, end) and a key that see each other in one head.
 
     limits: the first token of each document, and the end of the last.
     """
-    left, right = window or (-1, -1)
-    total = 0
     # The documents that begin before ``end`` and end after ``begin``.
     met = limits[max(0, bisect.bisect_right(limits, begin) - 1) : bisect.bisect_left(limits, end) + 1]
-    for first, last in itertools.pairwise(met):
-        low, high = max(first, begin), min(last, end)
-        if low < high:
-            length = last - first
-            widest = length if left < 0 else left
-            total += high - low + _sum_below(high - first, widest) - _sum_below(low - first, widest)
-            if not causal:
-                widest = length if right < 0 else right
-                total += _sum_below(last - low, widest) - _sum_below(last - high, widest)
-    return total
+    rows = [(b - a, max(begin - a, 0), min(b, end) - a) for a, b in itertools.pairwise(met)]
+    return sum(layout.pairs_within(*row, causal, window) for row in rows if row[1] < row[2])
 
 
 class Costs:

@@ -133,22 +133,21 @@ class Exchange:
         most: tensors that any pair of ranks exchanges. All ranks must say the same.
     """
 
-    waits_once = False
-
     def __init__(self, group: Group, outputs: Parts, inputs: Parts, like: torch.Tensor, most: int = 1):
         self.held: tuple = (outputs, inputs)
         self.works: list[Any] = []
+        self.on_gpu = like.device.type == "cuda"
         if group.size == 1 or most == 0:
             return
-        processes, on_gpu = group.processes, like.device.type == "cuda"
-        if on_gpu and most == 1:
+        processes = group.processes
+        if self.on_gpu and most == 1:
             # Without copies: each part is sent from, and received in, its own memory.
             none = like.new_empty(0)
             to, from_ = ([part[0] if part else none for part in parts] for parts in (outputs, inputs))
             self.works = [dist.all_to_all(to, from_, group=processes, async_op=True)]
             return
         agreement = _agreement(group)
-        if on_gpu and not agreement.connected:  # a rank that has no message must connect, too
+        if self.on_gpu and not agreement.connected:  # a rank that has no message must connect, too
             dist.all_reduce(torch.zeros(1, device=like.device), group=processes)
             agreement.connected = True
         # One launch of NCCL for all of them. Several would wait for the kernels between them.
@@ -160,13 +159,12 @@ class Exchange:
             if x.numel()
         ]
         self.works = dist.batch_isend_irecv(operations) if operations else []
-        self.waits_once = not on_gpu
 
     def wait(self) -> None:
-        """Let the current stream (with gloo, the host) wait for the outputs. Several streams may wait."""
+        """Let the current stream (with gloo, the host, once) wait for the outputs. Several streams may wait."""
         for work in self.works:
             work.wait()
-        if self.waits_once:
+        if not self.on_gpu:
             self.works = []
         self.held = ()
 

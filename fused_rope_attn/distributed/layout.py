@@ -2,9 +2,7 @@
 """The cut of a sequence, in integers: the chunks of each rank, the keys that its queries need, and the method.
 
 A sequence of N rows is cut into equal chunks, and every rank owns equally many. Its local rows are its chunks' rows,
-in the order of the sequence. ``"zigzag"`` cuts 2P chunks and gives rank r the chunks r and 2P - 1 - r, so that under a
-causal mask all ranks have equal work; ``"contiguous"`` cuts P, one for each rank; ``"dealt:0,1,1,0"`` names the rank of
-every chunk, which packed documents need for equal work, and ``documents.deal`` finds.
+in the order of the sequence. ``cp_shard`` has the shardings; ``documents.deal`` finds those that begin with ``DEALT``.
 """
 
 from __future__ import annotations
@@ -64,6 +62,19 @@ def chunks_of(rank: int, size: int, sharding: str) -> tuple[int, ...]:
     return tuple(chunk for chunk, (owner, _) in enumerate(owners_of(size, sharding)) if owner == rank)
 
 
+def pairs_within(length: int, first: int, last: int, causal: bool, window: Window) -> int:
+    """Return the number of pairs of a query in [first, last) of ``length`` tokens and a key among them that see each
+    other in one head."""
+
+    def sum_below(limit: int, most: int) -> int:  # of min(x, most) over x from 0 to limit - 1
+        inside = min(limit, most)
+        return inside * (inside - 1) // 2 + (limit - inside) * most
+
+    left, right = (length if side < 0 else side for side in window or (-1, -1))
+    pairs = last - first + sum_below(last, left) - sum_below(first, left)
+    return pairs if causal else pairs + sum_below(length - first, right) - sum_below(length - last, right)
+
+
 class Segment(NamedTuple):
     """One call of attention: some of a rank's queries over a range of the rank's keys.
 
@@ -89,17 +100,11 @@ class Segment(NamedTuple):
     def num_keys(self) -> int:
         return self.keys[1] - self.keys[0]
 
-    def pairs(self, causal: bool, window: Window) -> float:
-        """Estimate the number of pairs of a query and a key that see each other in one head."""
-        widest = float("inf")
-        if window is not None and window[0] >= 0 and (causal or window[1] >= 0):
-            widest = window[0] + 1 + (0 if causal else window[1])
-        total = 0.0
-        limits = zip(self.cu_seqlens_q or (0, self.queries), self.cu_seqlens_k or (0, self.num_keys))
-        for (first_q, first_k), (last_q, last_k) in itertools.pairwise(limits):
-            queries, keys = last_q - first_q, last_k - first_k
-            total += queries * min(keys - queries / 2 if causal else keys, widest)
-        return total
+    def pairs(self, causal: bool, window: Window) -> int:
+        """Return the number of pairs of a query and a key that see each other in one head."""
+        queries = (b - a for a, b in itertools.pairwise(self.cu_seqlens_q or (0, self.queries)))
+        keys = (b - a for a, b in itertools.pairwise(self.cu_seqlens_k or (0, self.num_keys)))
+        return sum(pairs_within(k, k - q, k, causal, window) for q, k in zip(queries, keys))
 
 
 class Run(NamedTuple):
@@ -138,9 +143,8 @@ class GroupWork:
     """Every rank's work on one sequence, by rank, and what follows from it for all calls.
 
     own: by chunk, its run in its owner's buffer, which is all rows that exist. messages: by (sender, receiver).
-    most_messages: of a pair of ranks. most_received: rows of keys that a rank gets from others. all_have_local_work:
-    whether every rank that waits for keys has a segment that needs none of them. cu_seqlens: (cu_seqlens_q,
-    cu_seqlens_k, the longest) of each of this rank's segments on the device; None without documents.
+    most_messages: of a pair of ranks. most_received: rows of keys that a rank gets from others. cu_seqlens:
+    (cu_seqlens_q, cu_seqlens_k, the longest) of each of this rank's segments on the device; None without documents.
     """
 
     cu_seqlens: tuple[tuple[torch.Tensor, torch.Tensor, int], ...] | None = None
@@ -148,16 +152,18 @@ class GroupWork:
     def __init__(self, ranks: list[RankWork], sharding: str):
         self.ranks, self.sharding, size = ranks, sharding, len(ranks)
         self.owned = [chunks_of(rank, size, sharding) for rank in range(size)]
-        owners = [owner for owner, _ in owners_of(size, sharding)]
-        runs = [(rank, run) for rank, work in enumerate(ranks) for run in work.buffer]
-        self.own = {run.chunk: run for rank, run in runs if owners[run.chunk] == rank}
+        # Every run with its owner.
+        runs = [
+            (owners_of(size, sharding)[run.chunk][0], rank, run) for rank in range(size) for run in ranks[rank].buffer
+        ]
+        self.own = {run.chunk: run for owner, rank, run in runs if owner == rank}
         self.messages: dict[tuple[int, int], list[Message]] = {}
         received = [0] * size
-        for rank, run in runs:
-            if owners[run.chunk] == rank:
+        for owner, rank, run in runs:
+            if owner == rank:
                 continue
             received[rank] += run.rows
-            known = self.messages.setdefault((owners[run.chunk], rank), [])
+            known = self.messages.setdefault((owner, rank), [])
             message = Message(self.own[run.chunk].start + run.first, run.start, run.rows)
             last = known[-1] if known else None
             if last and (last.sent + last.rows, last.received + last.rows) == (message.sent, message.received):
@@ -166,14 +172,6 @@ class GroupWork:
                 known.append(message)
         self.most_received = max(received)
         self.most_messages = max([0, *map(len, self.messages.values())])
-        waiting = [rank for rank in range(size) if received[rank]]
-        self.all_have_local_work = all(any(self.is_local(rank, s) for s in ranks[rank].segments) for rank in waiting)
-
-    def is_local(self, rank: int, segment: Segment) -> bool:
-        """Return whether a segment of a rank needs no other rank's keys."""
-        first, last = segment.keys
-        met = [run for run in self.ranks[rank].buffer if run.start < last and first < run.start + run.rows]
-        return all(run.chunk in self.owned[rank] for run in met)
 
 
 class ParallelCall:
@@ -289,26 +287,23 @@ def choose_method(problem: Problem, method: str, work: GroupWork) -> CpPlan:
     by_gather = CpPlan("all_gather", "asked for", gathered, max(flops), gathered)
     by_heads = CpPlan("all_to_all", "asked for", exchanged, sum(flops) / size, exchanged)
     divides = problem.heads_kv % size == 0
-    if method == "all_to_all":
-        if not divides:
-            raise ValueError(
-                f"method must be 'all_gather' or 'auto' where k's heads are no multiple of the group's {size} ranks, "
-                f"but is 'all_to_all', and k has {problem.heads_kv} heads"
-            )
-        return by_heads
-    if method == "all_gather":
-        return by_gather
+    if method == "all_to_all" and not divides:
+        raise ValueError(
+            f"method must be 'all_gather' or 'auto' where k's heads are no multiple of the group's {size} ranks, but "
+            f"is 'all_to_all', and k has {problem.heads_kv} heads"
+        )
+    if method != "auto":
+        return by_gather if method == "all_gather" else by_heads
     if size == 1:
         return replace(by_gather, reason="one rank exchanges nothing")
     if not divides:
         return replace(by_gather, reason=f"k's {problem.heads_kv} heads are no multiple of {size} ranks")
-    compute, link = by_gather.flops / FLOPS, by_gather.received_bytes / LINK
+    compute, link = by_gather.flops / FLOPS, gathered / LINK
     gather_time = compute + link - (1 - EXPOSED) * min(link, compute)
-    heads_time = by_heads.flops / FLOPS + by_heads.received_bytes / LINK
-    figures = (
-        f"{by_gather.received_bytes / 2**20:.3g} MiB next to {by_gather.flops / 1e12:.3g} TFLOP, where heads would "
-        f"exchange {by_heads.received_bytes / 2**20:.3g} MiB before and after {by_heads.flops / 1e12:.3g}"
+    gathers = gather_time <= by_heads.flops / FLOPS + exchanged / LINK
+    reason = (
+        f"a rank {'receives' if gathers else 'would receive'} {gathered / 2**20:.3g} MiB next to "
+        f"{by_gather.flops / 1e12:.3g} TFLOP, where heads would exchange {exchanged / 2**20:.3g} MiB before and after "
+        f"{by_heads.flops / 1e12:.3g}"
     )
-    if gather_time <= heads_time:
-        return replace(by_gather, reason=f"a rank receives {figures}")
-    return replace(by_heads, reason=f"a rank would receive {figures}")
+    return replace(by_gather if gathers else by_heads, reason=reason)

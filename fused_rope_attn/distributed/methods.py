@@ -1,14 +1,11 @@
-"""The two methods of context parallelism, forward and backward.
+"""The two methods of context parallelism, forward and backward; docs/design/distributed.md has their reasons.
 
-``"all_gather"``: a rank gets the keys and values that its queries see, and sends their gradients back. K and V are sent
-in the inputs' dtype, a few heads at a time: the attention of the first heads runs while the next ones are in flight. A
-rank gets only the rows that it needs. Backward gathers them once more, because that costs less than keeping them. The
-parts of dk and dv are sent in float32 and summed in a fixed order, so that repeats are equal. Buffers are (rows, 2, B,
-H, D), because adjacent rows of a chunk are then adjacent in memory: no copy is needed before they are sent, nor between
-their arrival and the kernels or sums that read them.
+``"all_gather"``: a rank gets the rows of K and V that its queries see, in the inputs' dtype and a few heads at a time,
+and sends their gradients back in float32, to be summed in a fixed order. Backward gathers once more, because that costs
+less than keeping them. Buffers are (rows, 2, B, H, D): adjacent rows of a chunk are then adjacent in memory, and need
+no copy before they are sent, nor between their arrival and the kernels or sums that read them.
 
-``"all_to_all"``: sequence shards of all heads become whole sequences of a part of the heads, and back. Each rank then
-makes one ordinary call of attention. Its dk and dv are complete, so that no sum over ranks is needed.
+``"all_to_all"``: sequence shards of all heads become whole sequences of a part of the heads, and back.
 """
 
 from __future__ import annotations
@@ -35,19 +32,17 @@ Heads = tuple[int, int]  # [first, last) of the key heads
 Rows = tuple[int, int]  # [first, last) of a buffer
 
 
-def sections_of(heads: int, bytes_of_head: int, *, backward: bool, hidden: bool) -> list[Heads]:
-    """Return the key heads that are sent together.
+def sections_of(heads: int, bytes_of_head: int, backward: bool) -> list[Heads]:
+    """Return the key heads that are sent together. bytes_of_head: received by a rank for each head.
 
-    bytes_of_head: received by a rank for each head. No work hides the exchange of the first heads, unless it is
-    ``hidden`` because every rank has work that needs no other rank's keys, and none hides the return of the last heads.
-    So these are few, and the rest is one section. All heads are one section if messages would be short.
+    No work hides the exchange of the first heads, and none the return of the last ones. So these are few, and the rest
+    is one section. All heads are one section if messages would be short.
     """
     few = max(1, -(-SECTION_BYTES // max(1, bytes_of_head)))
-    limits = {0, heads}
+    limits = [0, heads]
     if 4 * few <= heads:
-        limits |= set() if hidden else {few}
-        limits |= {heads - few} if backward else set()
-    return list(itertools.pairwise(sorted(limits)))
+        limits = [0, few, heads - few, heads] if backward else [0, few, heads]
+    return list(itertools.pairwise(limits))
 
 
 def _plan_of(problem: Problem) -> planning.Plan | None:
@@ -160,7 +155,7 @@ class _Pass:
         # All sections begin at once, so that none waits for an attention to end.
         batch, heads, _, columns = tensors.k.shape
         bytes_of_head = 2 * batch * call.work.most_received * columns * tensors.k.element_size()
-        sections = sections_of(heads, bytes_of_head, backward=backward, hidden=call.work.all_have_local_work)
+        sections = sections_of(heads, bytes_of_head, backward)
         self.arriving = [_Keys(call, tensors.k, tensors.v, section) for section in sections]
         both = _whole_tables(call, tensors)
         self.tables = [self._tables_of(segment, both) for segment in call.own.segments]
@@ -193,13 +188,12 @@ class _Pass:
     def step(self, index: int, keys: _Keys) -> tuple[Segment, slice, Problem, Tensors]:
         """Return (segment number ``index``, its query heads, its problem, its tensors) with the keys of a section.
 
-        Let the current stream wait for these keys. A segment that needs no other rank's waits as well, unless all ranks
-        have such work, because it is to fill the multiprocessors that the segments with most work leave at their end.
+        Let the current stream wait for these keys. A segment that needs no other rank's waits as well, because it is to
+        fill the multiprocessors that the segments with most work leave at their end.
         """
+        keys.exchange.wait()
         call, given, group = self.call, self.tensors, self.problem.group_size
         segment = call.own.segments[index]
-        if not (call.work.all_have_local_work and call.work.is_local(call.group.rank, segment)):
-            keys.exchange.wait()
         first, last = keys.heads
         heads = slice(first * group, last * group)
         k, v = _heads_first(keys.buffer[slice(*segment.keys)])

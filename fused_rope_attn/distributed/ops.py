@@ -159,11 +159,9 @@ def _unshard_impl(x: torch.Tensor, dim: int, name: str, sharding: str, sums: boo
     if not sums:
         return join_rows(group, owners, x, dim)
     chunks = x.unflatten(dim, (len(owners), -1)).movedim(dim, 0)
-    owned = [layout.chunks_of(rank, group.size, sharding) for rank in range(group.size)]
+    owned = (layout.chunks_of(rank, group.size, sharding) for rank in range(group.size))
     (parts,) = exchange(group, [torch.stack([chunks[c] for c in of_rank]) for of_rank in owned])
-    total = parts[0].to(torch.promote_types(x.dtype, torch.float32))
-    for part in parts[1:]:
-        total = total + part
+    total = sum(parts[1:], parts[0].to(torch.promote_types(x.dtype, torch.float32)))
     return torch.cat(list(total.to(x.dtype)), dim=dim)
 
 

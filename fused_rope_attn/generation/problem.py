@@ -13,10 +13,8 @@ from torch import Tensor
 from fused_rope_attn.attention import problem as of_attention
 from fused_rope_attn.attention.problem import Cache, OperatorArguments, Problem, Tensors
 from fused_rope_attn.runtime import checks
-from fused_rope_attn.runtime.checks import named, shown
 from fused_rope_attn.runtime.differentiation import refuse_tangents
 from fused_rope_attn.runtime.entry import fill
-from fused_rope_attn.runtime.forms import Form, Forms
 from fused_rope_attn.runtime.options import StepOptions
 from fused_rope_attn.runtime.registration import is_plain
 
@@ -109,18 +107,18 @@ _NEW = {"k": "B HKV NQ D", "v": "B HKV NQ D"}
 _CACHE, _POOL = "B HKV S_max D", "num_pages HKV page_size D"
 # With and without a block_table. The last two are not given where nothing is appended.
 _STEP_FORMS = {
-    paged: Forms(_FLOAT8, q="B HQ NQ D", k_cache=cache, v_cache=cache, **_NEW)
+    paged: checks.Forms(_FLOAT8, q="B HQ NQ D", k_cache=cache, v_cache=cache, **_NEW)
     for paged, cache in ((False, _CACHE), (True, _POOL))
 }
-_TOKENS = Forms(k="B HKV N D", v="B HKV N D")
+_TOKENS = checks.Forms(k="B HKV N D", v="B HKV N D")
 # Packed tokens are one batch entry, so that the caches' entries have another symbol.
 _WRITE_FORMS = {
-    paged: Forms(_FLOAT8, k="B HKV N D", v="B HKV N D", k_cache=cache, v_cache=cache)
+    paged: checks.Forms(_FLOAT8, k="B HKV N D", v="B HKV N D", k_cache=cache, v_cache=cache)
     for paged, cache in ((False, "sequences HKV S_max D"), (True, _POOL))
 }
-_LENGTHS, _ENDS, _TABLE = Form("B", torch.int32), Form("B+1", torch.int32), Form("B pages", torch.int32)
+_LENGTHS, _ENDS = checks.Form("B", torch.int32), checks.Form("B+1", torch.int32)
+_TABLE, _SCALE = checks.Form("B pages", torch.int32), checks.Form("1 | HKV", torch.float32)
 _OPTIONS = of_attention.forms_of(StepTensors)
-_SCALE = Form("1 | HKV", torch.float32)
 
 
 def check_kvcache(tensors: StepTensors, options: Any, cache_is_rotated: bool, layout: str = "bhsd") -> int:
@@ -164,12 +162,12 @@ def check_new_kind_of_cache(
     """
     pages, heads_kv, rows = pool
     if tensors.v_cache.dtype != tensors.k_cache.dtype:
-        expected = f"k_cache's dtype {named(tensors.k_cache.dtype)}"
-        raise TypeError(f"v_cache must have {expected}, but is {named(tensors.v_cache.dtype)}")
+        expected = f"k_cache's dtype {checks.named(tensors.k_cache.dtype)}"
+        raise TypeError(f"v_cache must have {expected}, but is {checks.named(tensors.v_cache.dtype)}")
     for name, scale in (("k_scale", tensors.k_scale), ("v_scale", tensors.v_scale)):
         if scale is not None:
             if tensors.k_cache.dtype != FLOAT8:
-                is_now = named(tensors.k_cache.dtype)
+                is_now = checks.named(tensors.k_cache.dtype)
                 raise ValueError(f"{name} must be None unless the caches are float8_e4m3fn; they are {is_now}")
             checks.check_kinds(**{name: scale})
             _SCALE.check(name, scale.reshape(-1) if scale.numel() == 1 else scale, of, first, {"HKV": heads_kv})
@@ -258,7 +256,7 @@ def check_write(tensors: Written, *, cache_is_rotated: Any, rotary_dim: Any, int
         _TOKENS.check("thd", (k, v))
         _ENDS.check("cu_seqlens", cu_seqlens, "k", k, {})
         if cu_seqlens.shape[0] < 2:
-            raise ValueError(f"cu_seqlens must have shape (B+1,) with B >= 1, but has {shown(cu_seqlens.shape)}")
+            raise ValueError(f"cu_seqlens must have shape (B+1,) with B >= 1, but has {checks.shown(cu_seqlens.shape)}")
         checks.check_ends("cu_seqlens", cu_seqlens, k.shape[0], "k")
         k, v = (x.unsqueeze(0) if layout == "bshd" else x.transpose(0, 1).unsqueeze(0) for x in (k, v))
     sizes = _WRITE_FORMS[block_table is not None].check(layout, (k, v, k_cache, v_cache))

@@ -12,8 +12,7 @@ example, is only rotated.
 import triton
 import triton.language as tl
 
-from fused_rope_attn.kernels import norm as norms
-from fused_rope_attn.kernels import rotation as rotations
+from fused_rope_attn.kernels import norm as norms, rotation as rotations
 from fused_rope_attn.kernels.records import record, replace, unpack
 from fused_rope_attn.kernels.tiles import TensorView
 
@@ -23,12 +22,12 @@ class RotatedTensor:
     """One tensor (B, H, N, D) of a launch and the tensor that receives it rotated; strides are those of B, H, N and D.
 
     norm: of the rows before they are rotated, or None. With ``normed``, the input of the norm, the launch is backward:
-    x holds gradients dy of the results, out receives dx (None: it is not wanted), and partial_ptr (tiles of this
-    tensor, D) float32 each tile's part of dweight (None likewise).
+    x holds gradients dy of the results, out receives dx, and partial_ptr (tiles of this tensor, D) float32 each tile's
+    part of dweight.
     """
 
     x: TensorView
-    out: TensorView | None
+    out: TensorView
     norm: norms.Norm | None
     normed: TensorView | None
     partial_ptr: tl.tensor | None
@@ -78,8 +77,8 @@ class Angles:
 class Tile:
     """One tile of a tensor: its first token and head, and tokens (BLOCK_TOKENS,) and heads (BLOCK_HEADS,) from there.
 
-    exists (of rows) has the tile's shape with one column, mask (of elements) with a section's columns; positions holds
-    the rows of the tables (BLOCK_TOKENS,) for each section.
+    exists (of rows) has the tile's shape with one column, mask (of elements) with a section's columns; tail_columns and
+    tail_exists are (BLOCK_TAIL,); positions holds the rows of the tables (BLOCK_TOKENS,) for each section.
     """
 
     batch: tl.tensor  # int64
@@ -89,6 +88,8 @@ class Tile:
     heads: tl.tensor
     exists: tl.tensor
     mask: tl.tensor
+    tail_columns: tl.tensor
+    tail_exists: tl.tensor
     positions: tl.tuple
     rotation: rotations.Rotation
     angles: Angles
@@ -197,13 +198,6 @@ def section_columns(tile, SECTION: tl.constexpr):
 
 
 @triton.jit
-def tail_columns(tile):
-    """Return the columns after the sections (BLOCK_TAIL,), and which of them exist."""
-    columns = tile.shape.SECTIONS * tile.rotation.R + tl.arange(0, tile.shape.BLOCK_TAIL)
-    return columns, columns < tile.shape.D
-
-
-@triton.jit
 def load_rows(view, tile):
     """Load whole rows of a tile in the memory's dtype; elements that do not exist are zero.
 
@@ -222,9 +216,8 @@ def load_rows(view, tile):
             second = tl.load(column_pointers(view, tile, columns2), mask=tile.mask, other=0.0)
         firsts, seconds = firsts + (first,), seconds + (second,)
     if tile.shape.COPY_TAIL:
-        columns, exists = tail_columns(tile)
-        mask = tile.exists & exists[None, None, :]
-        tail = (tl.load(column_pointers(view, tile, columns), mask=mask, other=0.0),)
+        mask = tile.exists & tile.tail_exists[None, None, :]
+        tail = (tl.load(column_pointers(view, tile, tile.tail_columns), mask=mask, other=0.0),)
     return firsts, seconds, tail
 
 
@@ -254,15 +247,8 @@ def store_section(view, tile, x1, x2, SECTION: tl.constexpr):
 @triton.jit
 def store_tail(view, tile, x):
     """Write the columns after the sections, rounded once."""
-    columns, exists = tail_columns(tile)
-    mask = tile.exists & exists[None, None, :]
-    tl.store(column_pointers(view, tile, columns), x.to(view.ptr.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def norm_weights(norm, columns, exists):
-    """Load the norm's weights of ``columns`` (C,), (1, 1, C)."""
-    return norms.load_norm_weights(norm, columns, exists)[None, None, :]
+    mask = tile.exists & tile.tail_exists[None, None, :]
+    tl.store(column_pointers(view, tile, tile.tail_columns), x.to(view.ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -297,7 +283,8 @@ def rotate_tile(operand, tile):
         angles = section_angles(tile, section)
         if norm is not None:
             columns1, columns2, exists = section_columns(tile, section)
-            weight1, weight2 = norm_weights(norm, columns1, exists), norm_weights(norm, columns2, exists)
+            weight1 = norms.load_norm_weights(norm, columns1, exists)[None, None, :]
+            weight2 = norms.load_norm_weights(norm, columns2, exists)[None, None, :]
         x1, x2 = section_pairs(rows, tile, section)
         # The order of ``kernels.rotation.norm_and_rotate``, for the same bits.
         if norm is not None:
@@ -309,15 +296,9 @@ def rotate_tile(operand, tile):
     if tile.shape.COPY_TAIL:
         x = rows[2][0]
         if norm is not None:
-            columns, exists = tail_columns(tile)
-            x = x.to(tl.float32) * norm_weights(norm, columns, exists) * scale
+            weight = norms.load_norm_weights(norm, tile.tail_columns, tile.tail_exists)
+            x = x.to(tl.float32) * weight[None, None, :] * scale
         store_tail(operand.out, tile, x)
-
-
-@triton.jit
-def store_weight_gradient(partial_ptr, columns, exists, gradient):
-    """Sum dweight (rows, rows, C) of a tile's rows, and write it to ``columns`` (C,) of a row of partial sums."""
-    tl.store(partial_ptr + columns, tl.sum(tl.sum(gradient, 0), 0), mask=exists)
 
 
 @triton.jit
@@ -329,8 +310,7 @@ def unrotate_tile(operand, tile, tile_index):
     norm = operand.norm
     rows, dy_rows = load_rows(operand.normed, tile), load_rows(operand.x, tile)
     scale = inverse_rms_of_rows(rows, norm, tile)
-    if operand.partial_ptr is not None:
-        partial_ptr = operand.partial_ptr + tile_index * tile.shape.D
+    partial_ptr = operand.partial_ptr + tile_index * tile.shape.D
 
     # dy times the weights, and the normed rows: their projection needs all columns.
     g_firsts, g_seconds, n_firsts, n_seconds = (), (), (), ()
@@ -344,28 +324,25 @@ def unrotate_tile(operand, tile, tile_index):
         x1, x2 = section_pairs(rows, tile, section)
         n1, n2 = x1 * scale, x2 * scale
         columns1, columns2, exists = section_columns(tile, section)
-        if operand.partial_ptr is not None:
-            store_weight_gradient(partial_ptr, columns1, exists, dy1 * n1)
-            store_weight_gradient(partial_ptr, columns2, exists, dy2 * n2)
-        g1, g2 = dy1 * norm_weights(norm, columns1, exists), dy2 * norm_weights(norm, columns2, exists)
+        tl.store(partial_ptr + columns1, tl.sum(tl.sum(dy1 * n1, 0), 0), mask=exists)
+        tl.store(partial_ptr + columns2, tl.sum(tl.sum(dy2 * n2, 0), 0), mask=exists)
+        g1 = dy1 * norms.load_norm_weights(norm, columns1, exists)[None, None, :]
+        g2 = dy2 * norms.load_norm_weights(norm, columns2, exists)[None, None, :]
         projection += norms.row_sum(g1 * n1 + g2 * n2)
         g_firsts, g_seconds = g_firsts + (g1,), g_seconds + (g2,)
         n_firsts, n_seconds = n_firsts + (n1,), n_seconds + (n2,)
     if tile.shape.COPY_TAIL:
         n, dy = rows[2][0].to(tl.float32) * scale, dy_rows[2][0].to(tl.float32)
-        columns, exists = tail_columns(tile)
-        if operand.partial_ptr is not None:
-            store_weight_gradient(partial_ptr, columns, exists, dy * n)
-        g = dy * norm_weights(norm, columns, exists)
+        tl.store(partial_ptr + tile.tail_columns, tl.sum(tl.sum(dy * n, 0), 0), mask=tile.tail_exists)
+        g = dy * norms.load_norm_weights(norm, tile.tail_columns, tile.tail_exists)[None, None, :]
         projection += norms.row_sum(g * n)
 
-    if operand.out is not None:
-        for section in tl.static_range(tile.shape.SECTIONS):
-            dx1 = norms.norm_gradient(g_firsts[section], n_firsts[section], projection, scale, norm)
-            dx2 = norms.norm_gradient(g_seconds[section], n_seconds[section], projection, scale, norm)
-            store_section(operand.out, tile, dx1, dx2, section)
-        if tile.shape.COPY_TAIL:
-            store_tail(operand.out, tile, norms.norm_gradient(g, n, projection, scale, norm))
+    for section in tl.static_range(tile.shape.SECTIONS):
+        dx1 = norms.norm_gradient(g_firsts[section], n_firsts[section], projection, scale, norm)
+        dx2 = norms.norm_gradient(g_seconds[section], n_seconds[section], projection, scale, norm)
+        store_section(operand.out, tile, dx1, dx2, section)
+    if tile.shape.COPY_TAIL:
+        store_tail(operand.out, tile, norms.norm_gradient(g, n, projection, scale, norm))
 
 
 @triton.jit
@@ -380,14 +357,14 @@ def process_tile(operand, batch, token_block, head_block, num_tokens, num_heads,
     exists = rows_exist[0] & rows_exist[1]
     mask = exists
     if 2 * shape.BLOCK_PAIRS != rotation.R:
-        if rotation.INTERLEAVED:
-            mask = exists & (tl.arange(0, 2 * shape.BLOCK_PAIRS) < rotation.R)[None, None, :]
-        else:
-            mask = exists & (tl.arange(0, shape.BLOCK_PAIRS) < rotation.R // 2)[None, None, :]
+        MEMBERS: tl.constexpr = 2 if rotation.INTERLEAVED else 1
+        mask = exists & (tl.arange(0, MEMBERS * shape.BLOCK_PAIRS) < MEMBERS * rotation.R // 2)[None, None, :]
     positions = ()
     for section in tl.static_range(shape.SECTIONS):
         positions = positions + (token_positions(angles, batch, first_token + tokens, num_tokens, section),)
-    tile = Tile(batch, first_token, first_head, tokens, heads, exists, mask, positions, rotation, angles, shape)
+    tail = shape.SECTIONS * rotation.R + tl.arange(0, shape.BLOCK_TAIL)
+    of_rows = batch, first_token, first_head, tokens, heads, exists
+    tile = Tile(*of_rows, mask, tail, tail < shape.D, positions, rotation, angles, shape)
     if operand.normed is None:
         rotate_tile(operand, tile)
     else:

@@ -14,7 +14,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import triton
@@ -25,7 +24,7 @@ from fused_rope_attn.kernels.rotation import RotaryTables
 from fused_rope_attn.rotation import kernel, problem
 from fused_rope_attn.rotation.problem import RotationOptions, RotationTensors
 from fused_rope_attn.runtime import device
-from fused_rope_attn.runtime.differentiation import SingleLevelFunction, apply_in_operator, last_gradients
+from fused_rope_attn.runtime.differentiation import SingleLevelFunction, apply_in_operator
 from fused_rope_attn.runtime.launch import Launch, call_of
 from fused_rope_attn.runtime.layouts import table_strides
 from fused_rope_attn.runtime.registration import Operator, is_plain
@@ -34,40 +33,31 @@ from fused_rope_attn.runtime.rows import find_row
 
 @dataclass(frozen=True)
 class RotationConfig:
-    """The tile of one program.
+    """The tile of one program, for the calls that the last three fields select; None matches anything.
 
     tile_bytes: bytes that it loads; divided by 32 * num_warps, the bytes that a thread has in flight.
     run_bytes: how many of them are neighbours in memory: heads of one token, or tokens of one head, whichever are.
+    most_bytes: of a call's largest tensor. norms: whether the call has any.
     """
 
     tile_bytes: int
     run_bytes: int
     num_warps: int
-
-
-@dataclass(frozen=True)
-class RotationRow:
-    """Hold one row: ``config`` for the calls that the other fields select.
-
-    most_bytes: of a call's largest tensor. norms: whether the call has any. None matches anything.
-    """
-
-    config: RotationConfig
     arch: tuple[str, ...] | None = None
     most_bytes: int | None = None
     norms: bool | None = None
 
 
 # fmt: off
-TABLE: tuple[RotationRow, ...] = (
+TABLE: tuple[RotationConfig, ...] = (
     # More than one tile in few rows, so that small tests cross every border.
-    RotationRow(arch=("interpreter",), config=RotationConfig(tile_bytes=1 << 11, run_bytes=1 << 8, num_warps=1)),
+    RotationConfig(tile_bytes=1 << 11, run_bytes=1 << 8, num_warps=1, arch=("interpreter",)),
     # Twice the programs, with eight 16-byte loads of a thread in flight. Untimed.
-    RotationRow(most_bytes=4 << 20, config=RotationConfig(tile_bytes=1 << 13, run_bytes=1 << 12, num_warps=4)),
+    RotationConfig(tile_bytes=1 << 13, run_bytes=1 << 12, num_warps=4, most_bytes=4 << 20),
     # 90 registers forward and 128 backward on sm_90, so that smaller tiles keep more in flight. Untimed.
-    RotationRow(norms=True, config=RotationConfig(tile_bytes=1 << 13, run_bytes=1 << 12, num_warps=4)),
+    RotationConfig(tile_bytes=1 << 13, run_bytes=1 << 12, num_warps=4, norms=True),
     # H200, triton 3.6.0, 2026-11-21: .94 to .99 of a copy at seven shapes, both layouts.
-    RotationRow(config=RotationConfig(tile_bytes=1 << 14, run_bytes=1 << 12, num_warps=8)),
+    RotationConfig(tile_bytes=1 << 14, run_bytes=1 << 12, num_warps=8),
 )
 # fmt: on
 
@@ -84,11 +74,8 @@ def tile_shape(config: RotationConfig, row_bytes: int, heads: int, heads_inner: 
 
 
 def _prepare(key, flat: tuple, *config: RotationConfig):
-    """Prepare the launch of one signature, which returns the partial sums of the weights' gradients that are wanted.
-
-    key: the options, the number of xs and of weights, and for each weight whether its gradient is wanted.
-    """
-    options, count, norms, wanted = key
+    """Prepare the launch of one signature. key: the options, and the numbers of xs and of weights."""
+    options, count, norms = key
     axes = problem.LAYOUTS[options.layout]
 
     def split(flat: tuple) -> tuple[RotationTensors, list]:
@@ -99,14 +86,11 @@ def _prepare(key, flat: tuple, *config: RotationConfig):
     def in_order(sizes, absent) -> tuple[int, ...]:
         return tuple(absent if axis is None else sizes[axis] for axis in axes)
 
-    def view(x: torch.Tensor | None) -> Any:
-        return None if x is None else tiles.view(x, in_order(x.stride(), 0))
-
     (xs, outs, cos, _, ids, ends, _), normed = split(flat)
     x = xs[0]
     most_bytes = max(x.numel() * x.element_size() for x in xs)
     arch = device.arch(cos.device)
-    chosen = config[0] if config else find_row(TABLE, arch=arch, most_bytes=most_bytes, norms=norms > 0).config
+    chosen = config[0] if config else find_row(TABLE, arch=arch, most_bytes=most_bytes, norms=norms > 0)
     heads = [in_order(x.shape, 1)[1] for x in xs]
     batch, _, length, head_dim = in_order(x.shape, 1)
     sections = 1 if ids is None else ids.shape[1]
@@ -122,7 +106,7 @@ def _prepare(key, flat: tuple, *config: RotationConfig):
     fewest = min((h for h in heads if h), default=1)
     rows, block_heads = tile_shape(chosen, columns * x.element_size(), fewest, heads_inner)
     # True where an offset between two elements of one tile can pass 2**31.
-    strides = [in_order(x.stride(), 0) for x in (*xs, *outs, *normed) if x is not None]
+    strides = [in_order(x.stride(), 0) for x in (*xs, *outs, *normed)]
     is_wide = any(rows * row + block_heads * head + head_dim * column >= 2**31 for _, head, row, column in strides)
     # A norm changes the tail too, which a call in place without norms leaves as it is.
     copies_tail = tail > 0 and not (options.in_place and not norms)
@@ -138,21 +122,19 @@ def _prepare(key, flat: tuple, *config: RotationConfig):
     }
     programs = [triton.cdiv(length, rows) * batch * triton.cdiv(h, block_heads) for h in heads]
     launch = Launch(kernel.rotation_kernel, sum(programs), {"num_warps": chosen.num_warps}, numbers)
-    # A program writes one partial sum of its weight's gradient.
-    shapes = [(of_x, head_dim) if is_wanted else None for of_x, is_wanted in zip(programs, wanted)]
     of_table = width, options.interleaved
     is_full = cos.shape[-1] == width
     of_norm = float(options.norm_eps or 0.0), float(options.norm_offset or 0.0), head_dim
 
-    def run(flat: tuple) -> tuple[torch.Tensor | None, ...]:
+    def run(flat: tuple) -> tuple[torch.Tensor, ...]:
         (xs, outs, cos, sin, ids, ends, weights), normed = split(flat)
-        partials = [None if shape is None else cos.new_empty(shape, dtype=torch.float32) for shape in shapes]
+        # A program writes one partial sum of its weight's gradient.
+        partials = [cos.new_empty((of_x, head_dim), dtype=torch.float32) for of_x, _ in zip(programs, normed)]
         if sum(programs):
             of_norms = [Norm.host(weight, *of_norm) for weight in weights]
-            several = itertools.zip_longest(xs, outs, of_norms, normed, partials)
-            operands = [
-                kernel.RotatedTensor.host(view(x), view(out), norm, view(y), sums) for x, out, norm, y, sums in several
-            ]
+            views = [[tiles.view(x, in_order(x.stride(), 0)) for x in several] for several in (xs, outs, normed)]
+            several = itertools.zip_longest(*views[:2], of_norms, views[2], partials)
+            operands = [kernel.RotatedTensor.host(*operand) for operand in several]
             given = dict(itertools.zip_longest(("tensor0", "tensor1", "tensor2"), operands))
             tables = RotaryTables.host(cos, sin, *table_strides(cos, sin, *of_table), *of_table)
             ids_strides = None if ids is None else (ids.stride(0) if ids.shape[0] > 1 else 0, *ids.stride()[1:])
@@ -167,26 +149,19 @@ def launch_rotation(
     options: RotationOptions,
     tensors: RotationTensors,
     normed: Sequence[torch.Tensor] = (),
-    wanted: tuple[bool, ...] = (),
     config: tuple[RotationConfig, ...] = (),
-) -> tuple[torch.Tensor | None, ...]:
+) -> tuple[torch.Tensor, ...]:
     """Fill ``outs`` with the rotated ``xs``, in one launch. If there are ``weights``, the first xs are normed before.
 
-    Args:
-        normed: makes the launch the gradient of norm and rotation: the forward call's inputs of the norms, one for each
-            of ``weights``. options are those of the forward call with the opposite ``inverse``, xs gradients of its
-            outs, and outs receive those of its xs; an out that is None is not wanted.
-        wanted: whether the gradient of each weight is wanted.
-        config: one to run instead of the table's.
-
-    Returns:
-        for each of ``wanted`` the parts (programs, D) of the weight's gradient, each the float32 sum of the rows of a
-        tile, or None. To add them up in one order gives the same bits in every run.
+    With ``normed``, the forward call's inputs of the norms, the launch is the gradient of norm and rotation: options
+    are those of the forward call with the opposite ``inverse``, xs gradients of its outs, and outs receive those of its
+    xs. It returns the parts (programs, D) of each weight's gradient, float32 sums of the rows of a tile: to add them up
+    in one order gives the same bits in every run. config: one to run instead of the table's.
     """
     xs, outs, *tables, weights = tensors
     flat = (*xs, *outs, *tables, *[w.contiguous() for w in weights], *normed)
     with device.guard(tensors.cos.device):
-        return call_of(_prepare, (options, len(xs), len(weights), wanted), flat, *config)(flat)
+        return call_of(_prepare, (options, len(xs), len(weights)), flat, *config)(flat)
 
 
 def _rotate_new(options: RotationOptions, tensors: RotationTensors) -> list[torch.Tensor]:
@@ -219,25 +194,21 @@ class _Rotation(SingleLevelFunction):
     def backward(ctx, *dos):
         norms, needed = ctx.norms, ctx.needs_input_grad[8:]
         cos, sin, position_ids, cu_seqlens, *rest = ctx.saved_tensors
-        # For each output: whether the gradients of its input and of its weight are wanted.
-        asked = [(needed[norms + i], i < norms and needed[i]) for i in range(len(dos))]
-        of = [i for i, do in enumerate(dos) if do is not None and any(asked[i])]
+        of = [i for i, do in enumerate(dos) if do is not None and (needed[norms + i] or (i < norms and needed[i]))]
         gradients: list[torch.Tensor | None] = [None] * (norms + len(dos))
         if of:
             some = [i for i in of if i < norms]
             given, weights, normed = [dos[i] for i in of], [rest[i] for i in some], [rest[norms + i] for i in some]
             tensors = RotationTensors(given, None, cos, sin, position_ids, cu_seqlens, weights)
-            wanted = [asked[i][0] for i in of] + [asked[i][1] for i in some]
             # With create_graph the operator's own autograd must see the call: without norms it is differentiable again.
             plain = ctx.plain and is_plain(*given) and not torch.is_grad_enabled()
             if plain:
-                found = _unrotate(ctx.options, tensors, normed, wanted) if norms else _rotate_new(ctx.options, tensors)
+                found = _unrotate(ctx.options, tensors, normed) if norms else _rotate_new(ctx.options, tensors)
             elif norms:
-                found = _rope_norm_backward(given, normed, wanted, *problem.to_arguments(ctx.options, tensors))
+                found = _rope_norm_backward(given, normed, *problem.to_arguments(ctx.options, tensors))
             else:
                 found = _rope(given, *problem.to_arguments(ctx.options, tensors))
-            places = [norms + i for i in of] + some
-            for place, gradient in zip(itertools.compress(places, wanted), found):
+            for place, gradient in zip([norms + i for i in of] + some, found):
                 gradients[place] = gradient
         return *(None,) * 8, *gradients
 
@@ -257,30 +228,17 @@ def _rotate(keyset, options: RotationOptions, tensors: RotationTensors) -> list[
     return outs
 
 
-def _empty_gradients(tensors: RotationTensors, normed, wanted) -> list[torch.Tensor | None]:
-    """Allocate gradients in the order of ``wanted``, in the memory order of the norms' inputs or their gradients."""
-    like = [*normed, *tensors.xs[len(normed) :], *tensors.weights]
-    return [torch.empty_like(x) if is_wanted else None for x, is_wanted in zip(like, wanted)]
+def _unrotate(options: RotationOptions, tensors: RotationTensors, normed) -> list[torch.Tensor]:
+    """Return the gradients of inputs and then of weights; xs are those of the results."""
+    # In the memory order of the norms' inputs, or of the gradients.
+    dxs = [torch.empty_like(x) for x in (*normed, *tensors.xs[len(normed) :])]
+    partials = launch_rotation(options, tensors._replace(outs=dxs), normed)
+    return dxs + [part.sum(0).to(w.dtype) for part, w in zip(partials, tensors.weights)]
 
 
-def _unrotate(options: RotationOptions, tensors: RotationTensors, normed, wanted) -> list[torch.Tensor]:
-    """Return the gradients that are wanted, of inputs and then of weights; xs are those of the results."""
-    count = len(tensors.xs)
-    dxs = _empty_gradients(tensors, normed, wanted[:count])
-    partials = launch_rotation(options, tensors._replace(outs=dxs), normed, tuple(wanted[count:]))
-    dweights = [part.sum(0).to(w.dtype) for part, w in zip(partials, tensors.weights) if part is not None]
-    return [dx for dx in dxs if dx is not None] + dweights
-
-
-def _rope_norm_backward_autograd(keyset, dos, normed, wanted, *arguments):
-    tensors = [*dos, *normed, *problem.from_arguments(dos, None, *arguments)[1].weights]
-    gradients = _rope_norm_backward.below_autograd(keyset, dos, normed, wanted, *arguments)
-    return list(last_gradients(problem.WITH_NORMS, gradients, tensors))
-
-
-def _rope_norm_backward_fake(dos, normed, wanted, *arguments):
-    found = _empty_gradients(problem.from_arguments(dos, None, *arguments)[1], normed, wanted)
-    return [gradient for gradient in found if gradient is not None]
+def _rope_norm_backward_fake(dos, normed, *arguments):
+    weights = problem.from_arguments(dos, None, *arguments)[1].weights
+    return [torch.empty_like(x) for x in (*normed, *dos[len(normed) :], *weights)]
 
 
 _rope = Operator(
@@ -290,13 +248,13 @@ _rope = Operator(
     function="apply_rope",
     autograd=lambda keyset, xs, *arguments: _rotate(keyset, *problem.from_arguments(xs, None, *arguments)),
 )
-# xs: gradients of the results; normed: inputs of the norms, one for each weight; wanted: one for each x and weight.
+# xs: gradients of the results; normed: inputs of the norms, one for each weight.
 _rope_norm_backward = Operator(
-    f"rope_norm_backward(Tensor[] xs, Tensor[] normed, bool[] wanted, {problem.SCHEMA}) -> Tensor[]",
-    run=lambda xs, normed, wanted, *arguments: _unrotate(*problem.from_arguments(xs, None, *arguments), normed, wanted),
+    f"rope_norm_backward(Tensor[] xs, Tensor[] normed, {problem.SCHEMA}) -> Tensor[]",
+    run=lambda xs, normed, *arguments: _unrotate(*problem.from_arguments(xs, None, *arguments), normed),
     fake=_rope_norm_backward_fake,
     function=problem.WITH_NORMS,
-    autograd=_rope_norm_backward_autograd,
+    is_gradient=True,
 )
 _rope_out = Operator(
     f"rope_out(Tensor[] xs, Tensor(a!)[] outs, {problem.SCHEMA}) -> ()",

@@ -13,16 +13,17 @@ import torch
 from torch import Tensor
 
 from fused_rope_attn.runtime import checks, layouts
-from fused_rope_attn.runtime.forms import Form, Forms
 from fused_rope_attn.runtime.options import OPERATOR_TYPES
 
 # The axes B, H, N and D of a tensor in each layout; packed tokens have no batch.
 LAYOUTS: dict[str, Any] = {
     layout: tuple(order.index(i) if i in order else None for i in range(4)) for layout, order in layouts.AXES.items()
 }
-_ONE, _PAIR = Forms(x="B H N D"), Forms(q="B HQ N D", k="B HKV N D", v="B HV N D")
-_IDS = Form("N | B N | 1 N | B 2 N | 1 2 N", torch.int32, torch.int64)
-_ENDS, _WEIGHT = Form("sequences+1", torch.int32), Form("D", torch.float32, None)
+_SYMBOLS = {layout: ["BHND"[i] for i in order] for layout, order in layouts.AXES.items()}
+_ONE, _PAIR = checks.Forms(x="B H N D"), checks.Forms(q="B HQ N D", k="B HKV N D", v="B HV N D")
+_IDS = checks.Form("N | B N | 1 N | B 2 N | 1 2 N", torch.int32, torch.int64)
+_ENDS, _WEIGHT = checks.Form("sequences+1", torch.int32), checks.Form("D", torch.float32, None)
+_OUTS = {layout: checks.Form(" ".join(_SYMBOLS[layout]), None) for layout in LAYOUTS}
 # The function that messages about derivatives name for calls with norms.
 WITH_NORMS = "apply_rope_qk with norms"
 
@@ -92,7 +93,7 @@ def check_rotation(options: Any, tensors: RotationTensors, norm_eps: Any = None,
     rotary_dim, layout = options.rotary_dim, options.layout
     checks.check_bool("interleaved", options.interleaved)
     checks.check_bool("inverse", options.inverse)
-    layouts.check_layout(layout, tuple(LAYOUTS))
+    checks.check_layout(layout, tuple(LAYOUTS))
     first, forms = ("x", _ONE) if len(xs) == 1 else ("q", _PAIR)
     batch, _, length, head_dim, *_ = forms.check(layout, tuple(xs))
     x = xs[0]
@@ -115,15 +116,14 @@ def check_rotation(options: Any, tensors: RotationTensors, norm_eps: Any = None,
         raise ValueError("cu_seqlens must be given for layout 'thd' (or position_ids), but is None")
 
     rows = length if position_ids is None and cu_seqlens is None else 0
-    if position_ids is None or position_ids.ndim < 3:
-        rotary_dim = checks.check_tables(cos, sin, x, batch, rows, head_dim, rotary_dim, first, first)
-    else:  # two ids: the tables serve one half of the rotary dims, which is rotated as if it were a head of its own
-        if rotary_dim is not None:
-            rotary_dim = checks.check_rotary_dim(rotary_dim, head_dim)
-            if rotary_dim % 4:
-                raise ValueError(f"rotary_dim must be a multiple of 4 for two position ids, but is {rotary_dim}")
-        half = None if rotary_dim is None else rotary_dim // 2
-        rotary_dim = 2 * checks.check_tables(cos, sin, x, batch, rows, head_dim // 2, half, first, first)
+    # Two ids: the tables serve one half of the rotary dims, which is rotated as if it were a head of its own.
+    sections = 1 if position_ids is None or position_ids.ndim < 3 else 2
+    if rotary_dim is not None:
+        rotary_dim = checks.check_rotary_dim(rotary_dim, head_dim)
+        if rotary_dim % (2 * sections):
+            raise ValueError(f"rotary_dim must be a multiple of 4 for two position ids, but is {rotary_dim}")
+        rotary_dim //= sections
+    rotary_dim = checks.check_tables(cos, sin, x, batch, rows, head_dim // sections, rotary_dim, first, first)
     if weights:
         q_norm, k_norm = weights
         if (q_norm is None) != (k_norm is None):
@@ -134,20 +134,14 @@ def check_rotation(options: Any, tensors: RotationTensors, norm_eps: Any = None,
         checks.check_norm_eps("norm_eps", norm_eps, tensors)
         checks.check_norm_offset("norm_offset", norm_offset, tensors)
     if outs is not None:
-        _check_outs(xs, outs, weights)
-    return rotary_dim
+        _check_outs(xs, outs, weights, layout)
+    return rotary_dim * sections
 
 
-def _check_outs(xs: list[Tensor], outs: list[Any], weights: Sequence[Tensor | None]) -> None:
+def _check_outs(xs: list[Tensor], outs: list[Any], weights: Sequence[Tensor | None], layout: str) -> None:
     for i, (x, out) in enumerate(zip(xs, outs)):
         name, out_name = ("x", "out") if len(xs) == 1 else ("qkv"[i], f"out[{i}]")
-        checks.check_kinds(**{out_name: out})
-        for what, found, expected in (("dtype", out.dtype, x.dtype), ("shape", out.shape, x.shape)):
-            if found != expected:
-                error = TypeError if what == "dtype" else ValueError
-                raise error(f"{out_name} must have {name}'s {what} {expected}, but has {found}")
-        if out.device != x.device:
-            checks.refuse_device(x.device, name, **{out_name: out})
+        _OUTS[layout].check(out_name, out, name, x, dict(zip(_SYMBOLS[layout], x.shape)))
         if out.numel() and any(stride == 0 and size > 1 for stride, size in zip(out.stride(), out.shape)):
             raise ValueError(f"{out_name} must not be expanded: several elements share memory, strides {out.stride()}")
         if torch.is_grad_enabled() and (x.requires_grad or out.requires_grad):

@@ -14,12 +14,10 @@ def normalise_tables(cos: Tensor, sin: Tensor, rotary_dim: int, interleaved: boo
     `cos`, `sin`: (S, R/2), (S, R), or either with a leading 1 or B. A full-width table holds each angle twice, the way
     the layout pairs columns: [c, c] for halves, [c0, c0, c1, c1, ...] for `interleaved`. Idempotent.
     """
-
-    def normalise(table: Tensor) -> Tensor:
-        table = table.unsqueeze(0) if table.ndim == 2 else table
-        return _pairs(table, interleaved)[0] if table.shape[-1] == rotary_dim else table
-
-    return normalise(cos), normalise(sin)
+    cos, sin = (table.unsqueeze(0) if table.ndim == 2 else table for table in (cos, sin))
+    if cos.shape[-1] == rotary_dim:
+        cos, sin = _pairs(cos, interleaved)[0], _pairs(sin, interleaved)[0]
+    return cos, sin
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False, inverse: bool = False) -> Tensor:

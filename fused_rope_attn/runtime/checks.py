@@ -2,20 +2,29 @@
 
 `TypeError` for a wrong type or dtype, `ValueError` for a wrong shape, range, device or combination. Each message names
 the argument, what was expected and what came.
+
+``Forms`` and ``Form`` check tensors. A form is a string of symbols, one for each axis in the order (B, H, N, D), for
+example "B HQ NQ D". A symbol has one size in a call; "1" is a size of 1.
 """
 
 import itertools
 import math
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from numbers import Integral, Real
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, strided
 
+from fused_rope_attn.runtime import layouts
 from fused_rope_attn.runtime.registration import is_plain
+
+# float64 is for the reference (gradcheck, tolerances); planning refuses it for the kernels.
+INPUT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+# Names of numbers of rows in messages about packed tensors.
+_PACKED = {"NQ": "T_q", "NK": "T_k", "N": "T"}
 
 
 def check_heads(heads_q: int, heads_kv: int, head_dim: int, of_k: str = "k") -> None:
@@ -110,20 +119,24 @@ def check_choice(choices: tuple[str, ...]) -> Callable[[str, Any, Any], None]:
     return check
 
 
-def is_finite(value: Any) -> bool:
-    """Say whether a number is neither infinite nor NaN. ``math.isfinite`` refuses numbers that torch.compile traces."""
-    return bool(-math.inf < value < math.inf)
-
-
 def check_number(
-    expected: str = "a float", limits: str = "finite", holds: Callable[[Any], bool] = is_finite
+    expected: str = "a float",
+    limits: str = "finite",
+    holds: Callable[[Any], bool] = lambda value: -math.inf < value < math.inf,  # torch.compile traces no math.isfinite
+    of_norms: bool = False,
 ) -> Callable[..., None]:
-    """Return the check of a real number that ``holds``. None passes if it is expected."""
+    """Return the check of a real number that ``holds``. None passes if it is expected.
 
-    def check(name: str, value: Any, _: Any = None) -> None:
+    of_norms: it is an option of norms. Without norms a graph must not read the number and make it an input.
+    """
+
+    def check(name: str, value: Any, tensors: Any = None) -> None:
+        if of_norms and tensors.q_norm is None and torch.compiler.is_compiling():
+            return
         if value is None and expected.endswith("None"):
             return
-        if not is_real(value):
+        # A number of Python or NumPy, or a traced one.
+        if not isinstance(value, (float, int, torch.SymFloat, torch.SymInt, Real)) or isinstance(value, bool):
             raise TypeError(f"{name} must be {expected}, but is {kind_of(value)}")
         if not holds(value):
             raise ValueError(f"{name} must be {limits}, but is {value}")
@@ -131,21 +144,10 @@ def check_number(
     return check
 
 
-def _of_norms(*checks: Callable[..., None]) -> Callable[..., None]:
-    """Return the check of an option of norms. Without norms a graph must not read the number and make it an input."""
-
-    def check(name: str, value: Any, tensors: Any) -> None:
-        if tensors.q_norm is not None or not torch.compiler.is_compiling():
-            for each in checks:
-                each(name, value)
-
-    return check
-
-
 check_softmax_scale = check_number("a float or None")
 check_positive = check_number(limits="finite and positive", holds=lambda value: 0.0 < value < math.inf)
-check_norm_offset = _of_norms(check_number())
-check_norm_eps = _of_norms(check_number(), check_number(limits="at least 0", holds=lambda value: value >= 0))
+check_norm_offset = check_number(of_norms=True)
+check_norm_eps = check_number(limits="at least 0 and finite", holds=lambda x: 0.0 <= x < math.inf, of_norms=True)
 
 
 def check_window(name: str, window: Any, _: Any) -> None:
@@ -188,7 +190,7 @@ def check_kinds(**arguments: Any) -> None:
     """Check that each is a tensor, and neither nested, nor sparse, nor distributed."""
     for name, x in arguments.items():
         if not isinstance(x, Tensor):
-            refuse_non_tensor(**{name: x})
+            raise TypeError(f"{name} must be a torch.Tensor, but is {kind_of(x)}")
         if x.is_nested:
             raise NotImplementedError(
                 f"{name} must not be a nested tensor: sequences of different lengths are for rope_attention_varlen, "
@@ -197,17 +199,12 @@ def check_kinds(**arguments: Any) -> None:
             )
         if x.layout is not strided:
             raise TypeError(f"{name} must be a dense tensor, but has the layout {named(x.layout)}; call to_dense()")
-        if _is_distributed(x):
+        module = sys.modules.get("torch.distributed.tensor")  # a program that has a DTensor has imported it
+        if module is not None and isinstance(x, module.DTensor):
             raise NotImplementedError(
                 f"{name} must be a tensor of this process, but is a DTensor: pass {name}.to_local() where heads or "
                 "batch entries are sharded, and gather a sharded sequence first"
             )
-
-
-def _is_distributed(x: Tensor) -> bool:
-    # A program that has a DTensor has imported this module.
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(x, module.DTensor)
 
 
 _said: set[str] = set()
@@ -223,11 +220,6 @@ def warn_once(subject: str, message: str) -> None:
     while frame.f_back is not None and str(frame.f_globals.get("__name__")).partition(".")[0] == package:
         frame, depth = frame.f_back, depth + 1
     warnings.warn(message, UserWarning, stacklevel=depth)
-
-
-def refuse_non_tensor(**arguments: Any) -> NoReturn:
-    name, value = next((name, value) for name, value in arguments.items() if not isinstance(value, Tensor))
-    raise TypeError(f"{name} must be a torch.Tensor, but is {kind_of(value)}")
 
 
 def refuse_device(device: torch.device, first: str = "q", /, **arguments: Tensor) -> NoReturn:
@@ -259,11 +251,6 @@ def check_int(name: str, value: Any, expected: str = "an int") -> Any:
     return as_int(value)
 
 
-def is_real(value: Any) -> bool:
-    """Return whether value is a real number of Python or NumPy, or a traced one. Bools and tensors are not accepted."""
-    return isinstance(value, (float, int, torch.SymFloat, torch.SymInt, Real)) and not isinstance(value, bool)
-
-
 def kind_of(value: Any) -> str:
     """Return a value's type for a message, with the package of a type that is not Python's: NumPy has a bool, too."""
     kind = type(value)
@@ -277,3 +264,107 @@ def named(dtype: torch.dtype | torch.layout) -> str:
 
 def shown(shape: tuple[int, ...]) -> str:
     return str(tuple(shape))
+
+
+def check_layout(layout: Any, known: tuple[str, ...] = layouts.LAYOUTS) -> None:
+    if layout not in known:
+        refuse_choice("layout", layout, known)
+
+
+class Forms:
+    """A table of the tensors that have the first one's dtype and device: their names and forms.
+
+    also: by name, a further dtype that the tensor may have.
+    """
+
+    def __init__(self, also: Mapping[str, torch.dtype] | None = None, **forms: str):
+        self._also = also or {}
+        # By layout and number of tensors: names and axes of the tensors, for each of all their sizes the place of the
+        # first size with the same symbol, and the places of all symbols. Place 0 is that of the size 1.
+        self._places: dict[tuple[str, int], Any] = {}
+        for layout, count in itertools.product(layouts.AXES, range(1, len(forms) + 1)):
+            split = [form.split() for form in list(forms.values())[:count]]
+            # Packed tokens have no batch axis, and messages have other names for their numbers of rows.
+            one, words = ({"1", *(form[0] for form in split)}, _PACKED) if layout == "thd" else ({"1"}, {})
+            symbols = ["1", *(form[i] for form in split for i in layouts.AXES[layout])]
+            places = [0 if symbol in one else symbols.index(symbol) for symbol in symbols]
+            distinct = dict.fromkeys(symbol for form in split for symbol in form if symbol != "1")
+            found = [0 if symbol in one else symbols.index(symbol) for symbol in distinct]
+            axes = [tuple(words.get(form[i], form[i]) for i in layouts.AXES[layout]) for form in split]
+            self._places[layout, count] = list(zip(forms, axes)), places, found
+
+    def check(self, layout: str, tensors: tuple[Any, ...]) -> tuple[int, ...]:
+        """Check the first tensors of the table, in the caller's layout; return the sizes of symbols in their order.
+
+        Raise TypeError or ValueError with the argument, the expectation and the given value.
+        """
+        table, places, found = self._places[layout, len(tensors)]
+        first, sizes = tensors[0], [1]
+        for (name, axes), x in zip(table, tensors):
+            if type(x) is not Tensor or x.is_nested or x.layout is not strided:
+                check_kinds(**{name: x})
+            if x is first:
+                of, dtype, device = name, x.dtype, x.device
+                if dtype not in INPUT_DTYPES:
+                    raise TypeError(f"{name} must be float16, bfloat16 or float32, but is {named(dtype)}")
+            elif x.dtype is not dtype and x.dtype is not self._also.get(name):
+                other = f" or {named(self._also[name])}" if name in self._also else ""
+                raise TypeError(f"{name} must have {of}'s dtype {named(dtype)}{other}, but is {named(x.dtype)}")
+            elif x.device != device:
+                refuse_device(device, of, **{name: x})
+            shape = x.shape
+            if len(shape) != len(axes):
+                expected = f"{name} must have shape {in_words(axes)}"
+                raise ValueError(f"{expected}, but has {len(shape)} dimensions: {shown(shape)}")
+            sizes += shape
+        wanted = [*map(sizes.__getitem__, places)]
+        if wanted != sizes:
+            i = next(i for i, size in enumerate(sizes) if size != wanted[i])
+            (number, axis), owner = divmod(i - 1, len(axes)), (places[i] - 1) // len(axes)
+            name, axes = table[number]
+            why = f" with {axes[axis]} = {wanted[i]} of {table[owner][0]}" if places[i] else ""
+            raise ValueError(f"{name} must have shape {in_words(axes)}{why}, but has {shown(tensors[number].shape)}")
+        return (*map(sizes.__getitem__, found),)
+
+
+class Form:
+    """The forms of one further tensor, on the device of a call's first one.
+
+    Args:
+        forms: alternatives, for example "B NK | 1 NK". A symbol without a known size may have any.
+        dtypes: that it may have; None is the first tensor's.
+    """
+
+    def __init__(self, forms: str, *dtypes: torch.dtype | None):
+        self._forms = [tuple(form.split()) for form in forms.split("|")]
+        # Numbers are sizes themselves.
+        self._numbers = {symbol: int(symbol) for form in self._forms for symbol in form if symbol.isdigit()}
+        self._dtypes = dtypes
+
+    def check(self, name: str, x: Any, of: str, first: Tensor, sizes: Mapping[str, int]) -> None:
+        """Check one tensor. of: the name of the call's first one. sizes: of the symbols."""
+        if type(x) is not Tensor or x.is_nested or x.layout is not strided:
+            check_kinds(**{name: x})
+        if x.dtype not in self._dtypes and not (None in self._dtypes and x.dtype == first.dtype):
+            dtypes = dict.fromkeys(named(first.dtype if dtype is None else dtype) for dtype in self._dtypes)
+            raise TypeError(f"{name} must be {' or '.join(dtypes)}, but is {named(x.dtype)}")
+        if x.device != first.device:
+            refuse_device(first.device, of, **{name: x})
+        shape = x.shape
+        for form in self._forms:
+            if len(form) == len(shape):
+                for symbol, size in zip(form, shape):
+                    if size != sizes.get(symbol, self._numbers.get(symbol, size)):
+                        break
+                else:
+                    return
+        used = {symbol: sizes[symbol] for form in self._forms for symbol in form if symbol in sizes}
+        expected = f"shape {' or '.join(map(in_words, self._forms))}"
+        if used:
+            expected += f" with {', '.join(f'{symbol} = {size}' for symbol, size in used.items())}"
+        raise ValueError(f"{name} must have {expected}, but has {shown(shape)}")
+
+
+def in_words(axes: tuple[str, ...]) -> str:
+    """Return a shape of symbols as messages show it, for example "(B,)"."""
+    return f"({', '.join(axes)}{',' if len(axes) == 1 else ''})"

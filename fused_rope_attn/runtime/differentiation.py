@@ -5,8 +5,6 @@ Kernels have no formula for other derivatives, so PyTorch would return zeros. Th
 then a program would work on one machine and raise on another.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from typing import Any
 

@@ -3,14 +3,10 @@
 Inside the package all tensors are (B, H, N, D).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any, Literal, get_args
 
 import torch
-
-from fused_rope_attn.runtime import checks
 
 Layout = Literal["bhsd", "bshd"]
 # flash-attn takes "bshd". Packed tokens, (T, H, D), are "thd": callers of attention cannot choose it.
@@ -20,11 +16,6 @@ RotationLayout = Literal["bhsd", "bshd", "sbhd", "thd"]
 AXES = {"bhsd": (0, 1, 2, 3), "bshd": (0, 2, 1, 3), "sbhd": (2, 0, 1, 3), "thd": (2, 1, 3)}
 # Rows and columns of the largest tile; a stride beyond 2**31 / this needs 64-bit offsets inside a tile.
 _LARGEST_TILE = 256
-
-
-def check_layout(layout: Any, layouts: tuple[str, ...] = LAYOUTS) -> None:
-    if layout not in layouts:
-        checks.refuse_choice("layout", layout, layouts)
 
 
 def heads_first(tensors: Any, layout: str, names: Iterable[str]) -> Any:
@@ -97,9 +88,7 @@ def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, int, int, int]:
 
 def output_strides(x: torch.Tensor, columns: int | None = None) -> tuple[int, int, int, int]:
     """Return the strides of ``like_input(x, columns)``."""
-    batch, heads, length, head_dim = x.shape
-    if columns is not None:
-        head_dim = columns
+    batch, heads, length, head_dim = x.shape if columns is None else (*x.shape[:3], columns)
     if heads > 1 and x.stride(1) < x.stride(2):
         return (length * heads * head_dim, head_dim, heads * head_dim, 1)
     return contiguous_strides((batch, heads, length, head_dim))
@@ -116,10 +105,7 @@ def with_aligned_rows(x: torch.Tensor) -> torch.Tensor:
 
 def has_descriptor(x: torch.Tensor) -> bool:
     """Return whether the tensor memory accelerator can address x: 16-byte aligned rows with adjacent columns."""
-    batch, head, row, column = x.stride()
-    per_16_bytes = 16 // x.element_size()
+    *outer, column = x.stride()
     if column != 1 or x.data_ptr() % 16 or x.numel() == 0:
         return False
-    if (batch | head | row) % per_16_bytes == 0 and batch > 0 and head > 0 and row > 0:
-        return True
-    return all(size == 1 or (s > 0 and s % per_16_bytes == 0) for size, s in zip(x.shape, (batch, head, row)))
+    return all(size == 1 or (s > 0 and s * x.element_size() % 16 == 0) for size, s in zip(x.shape, outer))

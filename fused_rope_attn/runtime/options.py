@@ -5,8 +5,6 @@ when it is imported, and derives from them the checks and the records of a call.
 options out, with defaults and documentation, and a field of ``Problem`` holds what kernels need of an option.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,7 +13,6 @@ from typing import Annotated, Any, Literal, TypedDict, get_args, get_type_hints
 import torch
 
 from fused_rope_attn.runtime import checks
-from fused_rope_attn.runtime.forms import Form
 from fused_rope_attn.runtime.layouts import Layout
 
 Backend = Literal["auto", "reference", "triton", "hopper"]
@@ -44,7 +41,7 @@ class Option:
     """
 
     default: Any = None
-    check: Callable[[str, Any, Any], None] | Form | None = None
+    check: Callable[[str, Any, Any], None] | checks.Form | None = None
     normalise: Callable[[Any, Any], Any] | None = None
 
 
@@ -69,24 +66,17 @@ def _window(value: Any, _: Any) -> tuple[int, int] | None:
     return checks.as_int(value[0]), checks.as_int(value[1])
 
 
-def _float(value: Any, _: Any) -> float:
-    return float(value)
-
-
 def _of_norms(value: Any, tensors: Any) -> float | None:
     """Return None without norms: a number, even a default, would become an input of a traced graph."""
     return None if tensors.q_norm is None else float(value)
 
 
-def _deterministic(value: bool, _: Any) -> bool:
-    return value or torch.are_deterministic_algorithms_enabled()
-
-
 _CAP = checks.check_number(limits="finite and positive, or 0.0 for none", holds=lambda value: 0.0 <= value < math.inf)
 _FLAG = Option(False, checks.check_bool)
-_BOUNDS = Option(None, Form("B", torch.int32))
-_INTERVALS = Option(None, Form("B NK | 1 NK", torch.int32))
-_NORM = Option(None, Form("D", torch.float32, None))
+_DETERMINISTIC = Option(False, checks.check_bool, lambda on, _: on or torch.are_deterministic_algorithms_enabled())
+_BOUNDS = Option(None, checks.Form("B", torch.int32))
+_INTERVALS = Option(None, checks.Form("B NK | 1 NK", torch.int32))
+_NORM = Option(None, checks.Form("D", torch.float32, None))
 
 
 class CommonOptions(TypedDict, total=False):
@@ -110,10 +100,10 @@ class ScoreOptions(CommonOptions, total=False):
     """Options of every function except those of multi-head latent attention."""
 
     rotary_dim: Annotated[int | None, Option()]  # ``check_tables`` finds it, because the tables' width decides
-    softcap: Annotated[float, Option(0.0, _CAP, _float)]
+    softcap: Annotated[float, Option(0.0, _CAP, lambda value, _: float(value))]
     norm_eps: Annotated[float, Option(1e-6, checks.check_norm_eps, _of_norms)]
     norm_offset: Annotated[float, Option(0.0, checks.check_norm_offset, _of_norms)]
-    sinks: Annotated[torch.Tensor | None, Option(None, Form("HQ", torch.float32, None))]
+    sinks: Annotated[torch.Tensor | None, Option(None, checks.Form("HQ", torch.float32, None))]
     q_norm: Annotated[torch.Tensor | None, _NORM]
     k_norm: Annotated[torch.Tensor | None, _NORM]
     batch_invariant: Annotated[bool, _FLAG]
@@ -122,7 +112,7 @@ class ScoreOptions(CommonOptions, total=False):
 class PackedLatentOptions(CommonOptions, total=False):
     """Options of ``rope_attention_mla_varlen``."""
 
-    deterministic: Annotated[bool, Option(False, checks.check_bool, _deterministic)]
+    deterministic: Annotated[bool, _DETERMINISTIC]
 
 
 class LatentOptions(PackedLatentOptions, PaddedOptions, total=False):

@@ -1,11 +1,9 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs
 """Operators of torch.library: how this package registers them, and when eager calls bypass them.
 
-Plain dispatcher registrations (define, impl per key) rather than ``torch.library.custom_op``: the same behaviour under
-torch.compile for less host time per call.
+Plain dispatcher registrations (define, impl per key) rather than ``torch.library.custom_op``, because that drops
+tangents without an error, so that ``torch.func.jvp`` gives zeros, and ``torch.func.grad`` refuses it (2.11 and 2.13).
 """
-
-from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
@@ -76,7 +74,9 @@ class Operator:
         return self._autograd(keyset, *arguments)
 
     def _once(self, keyset, *arguments):
-        return last_gradients(self.function, self.below_autograd(keyset, *arguments), arguments)
+        gradients = self.below_autograd(keyset, *arguments)
+        given = [x for several in arguments for x in (several if isinstance(several, list) else [several])]
+        return type(gradients)(last_gradients(self.function, gradients, given))
 
     def below_autograd(self, keyset, *arguments):
         """Call the operator below autograd, from its own autograd implementation."""

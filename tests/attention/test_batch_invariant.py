@@ -16,8 +16,7 @@ from fused_rope_attn import (
 from tests.support.calls import INTERPRETER, assert_right, random_calls
 from tests.support.dtypes import F16, F32
 from tests.support.marks import ignore_overflow, interpreted
-from tests.support.same_bits import drawn, later_tables, padded
-from tests.support.same_bits import starts as kv_starts
+from tests.support.same_bits import drawn, later_tables, padded, starts as kv_starts
 from verification.calls import FUNCTIONS
 from verification.interpreter import products_in_float64
 from verification.pairs import PairCheck, Way

@@ -4,8 +4,7 @@ from functools import wraps
 
 import pytest
 
-from fused_rope_attn.attention.hopper import backward as hopper_backward
-from fused_rope_attn.attention.hopper import forward as hopper_forward
+from fused_rope_attn.attention.hopper import backward as hopper_backward, forward as hopper_forward
 from fused_rope_attn.attention.portable import backward, forward
 from fused_rope_attn.runtime import device
 from fused_rope_attn.runtime.launch import Launch, Recording

@@ -1,11 +1,9 @@
 """The plots of attention: which there are, that losses show, and that they can be read."""
 
 import matplotlib.image
-import pytest
 from matplotlib.colors import to_rgb
 
 from bench.attention import plots, providers
-from bench.report import timed
 from tests.support.bench import attention_row, published
 
 
@@ -62,19 +60,3 @@ def test_the_overview_shows_both_passes_and_no_stumps():
         assert len(labels) == 3 and "rope_attention (ours)" in labels and "compiled rope + FA4" not in labels
         assert axis.get_ylim()[1] > max(max(line.get_ydata()) for line in axis.get_lines())
     assert "Llama7B" in figure.get_suptitle() and "causal" in figure.get_suptitle()
-
-
-def test_energy_is_next_to_time():
-    def row(case, provider, ms, mj):
-        load = {"mode": "load", "mj": mj, "mj_rounds": [0.99 * mj, mj, 1.01 * mj], "watts": mj / ms, "mhz": 1700}
-        return attention_row(case, provider, ms, **load)
-
-    rows = [row("Llama7B-2K", "fused", 0.15, 100.0), row("Llama7B-2K", "liger_fa4", 0.16, 110.0)]
-    rows += [row("Llama7B-2K", "bare_cudnn", 0.14, 80.0), row("Llama7B-4K", "fused", 0.5, 350.0)]
-    rows += [row("Llama7B-4K", "liger_fa4", 0.48, 300.0)]
-    figure = plots.energy(timed(rows))
-    time, energy = figure.axes[:2]
-    assert (time.get_title(), energy.get_title()) == ("forward, time", "forward, energy")
-    for axis, expected in ((time, [0.16 / 0.15, 0.14 / 0.15, 0.48 / 0.5]), (energy, [1.1, 0.8, 300 / 350])):
-        assert [x for x, _ in _points(axis)] == pytest.approx(sorted(expected))
-    assert [label.get_text() for label in time.get_yticklabels()] == ["Llama7B-2K", "Llama7B-4K"]

@@ -1,4 +1,4 @@
-"""``python -m bench decode``: its cases, its gate, its rows, and its tables."""
+"""``python -m bench decode``: its cases, its gate and its rows."""
 
 from dataclasses import replace
 
@@ -12,7 +12,6 @@ from bench.decode import suite as decode
 from bench.decode.pages import ours
 from bench.decode.providers import COPY, OURS, PROVIDERS, RAW, READ, DecodeProvider, appending
 from bench.decode.suite import DECODE
-from bench.decode.tables import results, stored
 from bench.report import case_report, summary
 from tests.support.bench import run as run_suite
 
@@ -46,10 +45,6 @@ def test_everybody_agrees_with_float64_and_is_timed(tmp_path):
         assert (row["role"] == "ours") == (row["provider"] in (OURS, RAW)) and row["shape"] == "B2 H4/2 S32 D16 fp32"
     text = summary(rows)
     assert "separate" in text and "B2-32" in text and "%" in case_report(rows)
-    block = results(rows)
-    assert "| B2-32 | B2 H4/2 S32 D16 fp32 |" in block and "commit abc" in block and "graph |" not in block
-    with pytest.raises(ValueError, match="hold no times"):
-        results([row for row in rows if row["provider"] != OURS])
     report.write_lines(tmp_path / "rows.jsonl", rows)
     assert len(report.read_file(tmp_path / "rows.jsonl")) == len(rows)
 
@@ -61,8 +56,6 @@ def test_pages_and_float8_are_judged_and_shown_beside_the_contiguous_step():
     assert [row["role"] for row in rows if row["provider"] in names] == ["ours", "ours", "ours", "rival"]
     rates = {row["provider"]: row["gb_s"] * row["ms"] for row in rows}
     assert rates["fused_float8"] == pytest.approx(rates["fused_page16"] / 2)
-    header, _, line = stored([row | {"mode": "graph"} for row in rows]).splitlines()[:3]
-    assert header.endswith("| page16 | float8 | page16_float8 | gather_sdpa |") and line.startswith("| B2-32")
 
     def wrong_angles(step):
         return ours(16)(step._replace(cos=step.cos.roll(1, 0)))

@@ -6,7 +6,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from bench import report
 from bench.__main__ import main
 from bench.attention import jax_fa3
 from bench.attention.jax_fa3 import CALLS, FA3, FA3_SUITE
@@ -78,9 +77,6 @@ def test_it_is_judged_and_timed_next_to_ours(library):
     # An execution of the other framework is CALLS calls of one target; ours is profiled call by call.
     assert clock.counts == [(0, 1), (CALLS, CALLS), (0, 1), (CALLS, CALLS)]
     assert library.count(jax_fa3._BACKWARD) > 2 * CALLS
-    text = jax_fa3.results(rows)
-    ratio = report.faster(rows[1], rows[0])
-    assert f"{ratio:.2f} / 1.00×" in text and "(2, 4/2, 64, 32), forward" in text and "bare FA3, from JAX" in text
 
 
 def test_a_wrong_gradient_is_not_timed(library, monkeypatch):

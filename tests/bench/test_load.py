@@ -7,10 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from bench import __main__ as command
-from bench import load, report
-from bench.attention import cases, providers
-from bench.attention import suite as attention
+from bench import __main__ as command, load, report
+from bench.attention import cases, providers, suite as attention
 from bench.attention.suite import ATTENTION, LOAD_USUAL
 from bench.load import CALLS, Load, LoadClock, Loads, Nvml
 from tests.support.bench import FACTS, TINY, right, run, scripted

@@ -10,7 +10,6 @@ from baselines.base import Attention
 from baselines.latent import LATENT, LatentBaseline
 from bench import mla, report
 from bench.__main__ import main
-from bench.attention import plots
 from bench.mla import MLA, PROVIDERS, MlaCase
 from bench.suite import Options, Provider
 from tests.support.bench import run as run_suite
@@ -126,23 +125,6 @@ def test_labels_roles_and_packages():
     forward_only = Attention("forward", attentions.SDPA.attend, backward=False)
     rows = run_suite(MLA, TINY, providers=[provider(LatentBaseline("x", latent.HF, forward_only))])[0]
     assert {row["pass"]: row["status"] for row in rows} == {"fwd": "ok", "bwd": "unsupported"}
-
-
-def test_the_table_and_the_plot(rows):
-    rows = [row | {"mode": "graph"} for row in rows]
-    text = mla.results(rows)
-    assert "(1, 3, 33)" in text and "(2, 2, 16)" in text and "HF build + SDPA" in text and "MiB" in text
-    ours = next(line for line in text.splitlines() if line.startswith("| rope_attention_mla"))
-    rival = next(line for line in text.splitlines() if line.startswith("| HF build + SDPA"))
-    assert "×" not in ours and rival.count("×") == 2
-    times = {(row["case"], row["provider"], row["pass"]): row["ms"] for row in rows}
-    sums = {name: sum(times["H3-33", name, part] for part in ("fwd", "bwd")) for name in ("fused", "hf_sdpa")}
-    assert f" / {report.three_digits(sums['fused'])}, " in ours
-    assert f" / {sums['hf_sdpa'] / sums['fused']:.2f}×, " in rival
-    forward = [row for row in rows if row["pass"] == "fwd" or row["role"] == "ours"]
-    assert " / " not in next(line for line in mla.results(forward).splitlines() if line.startswith("| HF build + SDPA"))
-    pytest.importorskip("matplotlib")
-    assert len(plots.speedups(rows).axes) == 2
 
 
 def test_the_command_lists_what_would_run(capsys):

@@ -8,7 +8,6 @@ import torch
 from bench import report
 from bench.__main__ import main
 from bench.report import case_report, summary
-from bench.rope import tables
 from bench.rope.providers import COPY, OURS, PROVIDERS, RopeProvider
 from bench.rope.suite import ROPE, RopeCase
 from tests.support.bench import run as run_suite
@@ -124,19 +123,6 @@ def test_summary_and_rows_on_disk(rows, tmp_path):
     file = tmp_path / "rows.jsonl"
     report.write_lines(file, rows)
     assert len(report.read_file(file)) == len(rows)
-
-
-def test_generated_block(rows):
-    text = tables.results(rows)
-    assert "Normed-16 (B1 H2+1 N16 D8 fp32 half norms)" in text and "with norms" in text
-    assert "Tiny-16" in text and "Wide-256" in text and "HF eager" in text and "toy" in text and "commit abc" in text
-    with pytest.raises(ValueError, match="copy"):
-        tables.results([row for row in rows if row["provider"] != COPY])
-
-
-def test_plots(rows, tmp_path):
-    tables.draw(report.timed(rows, mode="graph")).savefig(tmp_path / "rope_wide.png")
-    assert (tmp_path / "rope_wide.png").stat().st_size > 5000
 
 
 def test_command_line(capsys):

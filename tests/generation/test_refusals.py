@@ -7,8 +7,7 @@ from operator import mul
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from torch.autograd import forward_ad
 
 from fused_rope_attn import rope_attention_with_kvcache

@@ -5,8 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fused_rope_attn.attention.hopper import configs as hopper_configs
-from fused_rope_attn.attention.hopper import forward as hopper_forward
+from fused_rope_attn.attention.hopper import configs as hopper_configs, forward as hopper_forward
 from fused_rope_attn.attention.problem import Saving
 from tests.support.attention import assert_matches_float64, packed_case
 from tests.support.dtypes import BF16, F16, F32

@@ -7,13 +7,13 @@ from tests.support.marks import interpreted
 
 
 def choose(arch, size, norms=False):
-    return find_row(TABLE, arch=arch, most_bytes=size, norms=norms).config
+    return find_row(TABLE, arch=arch, most_bytes=size, norms=norms)
 
 
 @interpreted
 def test_the_configurations_serve_every_architecture():
     for arch in (*ARCHS, "interpreter", "sm_75"):
-        small, normed, large = (row.config for row in (TABLE[:1] * 3 if arch == "interpreter" else TABLE[1:]))
+        small, normed, large = TABLE[:1] * 3 if arch == "interpreter" else TABLE[1:]
         for size in (0, 1 << 10, 4 << 20):
             assert choose(arch, size) == choose(arch, size, True) == small
         for size in ((4 << 20) + 1, 1 << 34):

@@ -64,11 +64,9 @@ def model_of(name):
     """(a norm over 16 columns with eps 1e-3, the rotation) of a model of transformers."""
     pytest.importorskip("transformers")
     if name == "qwen3":
-        from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm as Norm
-        from transformers.models.qwen3.modeling_qwen3 import apply_rotary_pos_emb
+        from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm as Norm, apply_rotary_pos_emb
     else:
-        from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm as Norm
-        from transformers.models.gemma3.modeling_gemma3 import apply_rotary_pos_emb
+        from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm as Norm, apply_rotary_pos_emb
     return [Norm(16, eps=1e-3) for _ in range(2)], apply_rotary_pos_emb
 
 

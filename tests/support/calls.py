@@ -3,8 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from hypothesis import Phase, Verbosity, given, settings
-from hypothesis import strategies as st
+from hypothesis import Phase, Verbosity, given, settings, strategies as st
 
 from verification.calls import Machine
 from verification.search import command_of

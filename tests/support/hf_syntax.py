@@ -22,8 +22,7 @@ from pathlib import Path
 
 import transformers
 
-from fused_rope_attn.integrations.transformers.families import SINCE_5, SUPPORTED
-from fused_rope_attn.integrations.transformers.families import path_of as path_of_row
+from fused_rope_attn.integrations.transformers.families import SINCE_5, SUPPORTED, path_of as path_of_row
 
 RECORDED = Path(__file__).with_name("hf_fingerprints.json")
 _MODELS = Path(transformers.__file__).parent / "models"

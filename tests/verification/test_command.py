@@ -9,8 +9,7 @@ import torch
 
 import fused_rope_attn
 from tests.support.paths import ROOT
-from verification import __main__ as command
-from verification import report
+from verification import __main__ as command, report
 from verification.table import format_table
 
 ONE_CASE = ["--device", "cpu", "--filter", "33 queries, 100 keys, not causal", "--dtype", "float32", "--jobs", "0"]

@@ -4,8 +4,7 @@ from dataclasses import replace
 
 import torch
 
-from verification import __main__ as verification
-from verification import context_parallel
+from verification import __main__ as verification, context_parallel
 from verification.context_parallel import compared
 from verification.testing import Case, make_inputs, run_reference
 

@@ -16,8 +16,7 @@ import torch
 import fused_rope_attn
 from tests.support.calls import INTERPRETER
 from tests.support.paths import ROOT
-from verification import __main__ as command
-from verification import search, strategies
+from verification import __main__ as command, search, strategies
 from verification.attention import AttentionCheck, CoRopeCheck
 from verification.calls import Finding, Machine, literal, parse
 from verification.matrix import step

@@ -20,10 +20,10 @@ from fused_rope_attn.attention.hopper import (
     backward_epilogue,
     backward_transfers,
     channels,
+    columns as column_parts,
     masks,
     softmax,
 )
-from fused_rope_attn.attention.hopper import columns as column_parts
 from fused_rope_attn.kernels.records import replace
 from fused_rope_attn.runtime.triton_compat import (
     COPIES_OPERANDS,

@@ -46,14 +46,14 @@ def load_block(operand, batch, head, row, step, arrivals, stats_row=None):
     Rows that do not exist are zero; arrivals and the result are those of ``channels.load_existing_rows``. stats_row:
     the place of the rows' statistics, which are loaded too.
     """
-    desc, channel, arrival = operand.desc, operand.channel, operand.arrival
+    desc, channel, arrival, rope_desc = operand.desc, operand.channel, operand.arrival, operand.rope_desc
     first, words_ptr = operand.first, operand.words_ptr
+    BLOCK: gl.constexpr = desc.block_type.shape[2]
     at = channel.at(step)
-    tile, full = channel.tile(at), channel.full_barrier(at)
     if words_ptr is not None:
         words_ptr += row // 32
         bits = gl.load(words_ptr)
-        for i in gl.static_range(1, tile.shape[2] // 32):
+        for i in gl.static_range(1, BLOCK // 32):
             bits |= gl.load(words_ptr + i)
     if channel.empty is not None:
         channel.wait_empty(at)
@@ -63,21 +63,18 @@ def load_block(operand, batch, head, row, step, arrivals, stats_row=None):
     if operand.shift is not None:
         row += operand.shift
         first += operand.shift
-    rope = channels.rope_part(operand.rope_desc, 0 if operand.stats is None else head, channel, at)
-    if words_ptr is not None:
-        return channels.load_seen_rows(
-            desc, batch, head, row, tile, full, words_ptr, bits != 0, arrival, arrivals, stats
-        )
-    elif first is not None:
-        end = operand.end
-        if end is None:
-            end = row + tile.shape[2]
-        return channels.load_existing_rows(
-            desc, batch, head, row, tile, full, first, end, arrival, arrivals, stats, rope
-        )
-    else:
-        channels.load_rows(desc, batch, head, row, tile, full, stats, rope)
+    rope_head = 0 if operand.stats is None else head
+    if words_ptr is None and first is None:
+        channels.load_rows(desc, batch, head, row, channel, at, None, stats, rope_desc, rope_head)
         return arrivals
+    else:
+        if words_ptr is not None:
+            existing = channels.ExistingRows(arrival, None, None, words_ptr, bits != 0)
+        else:
+            existing = channels.ExistingRows(arrival, first, row + BLOCK if operand.end is None else operand.end)
+        return channels.load_existing_rows(
+            desc, batch, head, row, channel, at, existing, arrivals, stats, rope_desc, rope_head
+        )
 
 
 @jit

@@ -4,10 +4,9 @@
 A channel is CUTLASS's pipeline: producers fill its slots one after another, consumers empty them, and two mbarriers a
 slot say when it is full and when it is empty. Most tiles arrive through the TMA (``load_rows``).
 
-Rows of a tile that do not exist have to be zero, whatever memory holds there: a weight of zero does not hide a NaN. The
-TMA writes zeros past the end of a tensor. If a sequence begins or ends inside a tensor, the loading warp waits for the
-tile and zeroes those rows itself (``load_existing_rows``), so that the warps that multiply need not check. Only one or
-two tiles of a sequence pay this round trip to memory.
+Rows of a tile that do not exist have to be zero, because a weight of zero does not hide a NaN. The TMA writes zeros
+past the end of a tensor. If a sequence begins or ends inside a tensor, the loading warp waits for the tile and zeroes
+those rows itself (``load_existing_rows``). Only one or two tiles of a sequence pay this round trip to memory.
 """
 
 from fused_rope_attn.kernels.records import record, replace
@@ -43,8 +42,6 @@ LOAD_REGISTERS = gl.constexpr(24)
 # The hardware's named barriers, ``bar`` counters 0 to 15 of a block. Triton takes those of its partitions from 0 on.
 # The forward's warpgroup 0 waits at the first one for the tensor cores, warpgroups 1 and 2 at the next two.
 TENSOR_CORES = gl.constexpr(8)
-# The two warpgroups of the backward for wide heads meet here to add up sums of whole rows.
-ROW_SUMS = gl.constexpr(11)
 # Threads that meet at each of them.
 TWO_WARPGROUPS = gl.constexpr(256)
 
@@ -56,14 +53,6 @@ def wait_at_named_barrier(BARRIER: gl.constexpr, THREADS: gl.constexpr):
 
 
 @jit
-def arrive_at_named_barrier(BARRIER: gl.constexpr, THREADS: gl.constexpr):
-    """Arrive at a named barrier without waiting, because another warp waits there."""
-    gl.inline_asm_elementwise(
-        f"bar.arrive {BARRIER}, {THREADS}; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
-    )
-
-
-@jit
 def wait_for_tensor_cores(WARPGROUP: gl.constexpr):
     """Wait until the previous warpgroup has issued its products, so that one computes while another multiplies."""
     wait_at_named_barrier(TENSOR_CORES + WARPGROUP, TWO_WARPGROUPS)
@@ -71,8 +60,10 @@ def wait_for_tensor_cores(WARPGROUP: gl.constexpr):
 
 @jit
 def hand_over_tensor_cores(WARPGROUP: gl.constexpr, COUNT: gl.constexpr):
-    """Let the next of COUNT warpgroups issue its products."""
-    arrive_at_named_barrier(TENSOR_CORES + (WARPGROUP + 1) % COUNT, TWO_WARPGROUPS)
+    """Let the next of COUNT warpgroups issue its products: arrive at the barrier at which it waits."""
+    BARRIER: gl.constexpr = TENSOR_CORES + (WARPGROUP + 1) % COUNT
+    ARRIVE: gl.constexpr = f"bar.arrive {BARRIER}, {TWO_WARPGROUPS}; // $0"
+    gl.inline_asm_elementwise(ARRIVE, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @record
@@ -116,21 +107,16 @@ class Channel:
     rope: gl.shared_memory_descriptor | None = None
 
     @jit
-    def init_slot(self, slot, FILLS: gl.constexpr, RELEASES: gl.constexpr):
-        """Initialise the mbarriers of a slot, which FILLS arrivals fill and RELEASES arrivals release.
+    def init(self, FILLS: gl.constexpr, RELEASES: gl.constexpr):
+        """Initialise the mbarriers of all slots: FILLS arrivals fill one, RELEASES arrivals release it.
 
         ``release`` is one arrival for each warpgroup, ``release_by_threads`` one for each thread.
         """
-        mbarrier.init(self.full.index(slot), count=FILLS)
-        if self.empty is not None:
-            mbarrier.init(self.empty.index(slot), count=RELEASES)
-
-    @jit
-    def init(self, FILLS: gl.constexpr, RELEASES: gl.constexpr):
-        """Initialise the mbarriers of all slots, as ``init_slot`` does."""
         SLOTS: gl.constexpr = self.full.shape[0]
         for slot in gl.static_range(SLOTS):
-            self.init_slot(slot, FILLS, RELEASES)
+            mbarrier.init(self.full.index(slot), count=FILLS)
+            if self.empty is not None:
+                mbarrier.init(self.empty.index(slot), count=RELEASES)
 
     @jit
     def of_warpgroup(self, WARPGROUP: gl.constexpr):
@@ -148,10 +134,7 @@ class Channel:
     @jit
     def parity(self, cursor):
         """Return the parity of a cursor, wherever it is kept."""
-        if cursor.parity is None:
-            return (cursor.step // self.STAGES) & 1
-        else:
-            return cursor.parity
+        return (cursor.step // self.STAGES) & 1 if cursor.parity is None else cursor.parity
 
     @jit
     def start_at(self, step):
@@ -175,11 +158,6 @@ class Channel:
             return self.buffer.index(cursor.slot)
         else:
             return self.buffer.index(cursor.slot * self.TILES + self.TILE)
-
-    @jit
-    def full_barrier(self, cursor):
-        """Return the mbarrier at which a producer arrives, or the TMA for it."""
-        return self.full.index(cursor.slot)
 
     @jit
     def wait_full(self, cursor, pred=True):
@@ -252,24 +230,6 @@ class RowStatistics:
     smem: gl.shared_memory_descriptor
 
 
-@record
-class RopePart:
-    """The rotated columns of the rows of a tile, which the TMA loads with it, of head ``head`` of ``desc``."""
-
-    desc: gl.tensor | None
-    head: gl.tensor
-    smem: gl.shared_memory_descriptor | None  # None: there are none
-
-
-@jit
-def rope_part(desc, head, channel, cursor):
-    """Return the ``RopePart`` of a slot. desc None: other warps write the rotated columns, or there are none."""
-    smem = None
-    if desc is not None:
-        smem = channel.rope.index(cursor.slot)
-    return RopePart(desc, head, smem)
-
-
 @jit
 def zero_rows(tile, first_row, last_row):
     """Zero rows [first_row, last_row) of a tile in shared memory, with one warp.
@@ -296,81 +256,84 @@ def zero_rows(tile, first_row, last_row):
             row += 1
 
 
-@jit
-def zero_hidden_rows(tile, words_ptr):
-    """Zero the rows of a tile that have a bit in the words at words_ptr, 32 rows a word, as ``zero_rows`` does."""
-    WORDS: gl.constexpr = tile.shape[2] // 32
-    for i in range(WORDS):
-        word = gl.load(words_ptr + i)
-        row = i * 32
-        if word == -1:
-            zero_rows(tile, row, row + 32)
-        else:
-            while word != 0:
-                if (word & 1) != 0:
-                    zero_rows(tile, row, row + 1)
-                # Without the sign, which a shift would repeat.
-                word = (word >> 1) & 0x7FFFFFFF
-                row += 1
+@record
+class ExistingRows:
+    """The rows of a tensor that exist: [first, end), or with words those of a tile that have no bit in them.
 
-
-@jit
-def load_rows(desc, batch, head, row, tile, full, stats=None, rope=None):
-    """Load rows [row, row + BLOCK) of a head (of ``desc``, (B, H, N, D)) into ``tile`` (1, 1, BLOCK, columns).
-
-    The mbarrier ``full`` completes when they have arrived, and their ``RowStatistics`` and ``RopePart`` if there are
-    any.
+    arrival: an mbarrier of the loading warp alone, at which it waits for a tile before it zeroes rows.
     """
+
+    arrival: gl.shared_memory_descriptor
+    first: gl.tensor | None
+    end: gl.tensor | None
+    words_ptr: gl.tensor | None = None  # 32 rows a word, from the tile's first one on
+    some_bits: gl.tensor | None = None  # whether the words may have any bit
+
+
+@jit
+def zero_missing_rows(tile, row, existing):
+    """Zero the rows of a tile that do not exist, as ``zero_rows`` does; ``row``: the tile's first one."""
+    BLOCK: gl.constexpr = tile.shape[2]
+    if existing.words_ptr is None:
+        zero_rows(tile, 0, gl.minimum(existing.first - row, BLOCK))
+        zero_rows(tile, gl.maximum(existing.end - row, 0), BLOCK)
+    else:
+        for i in range(BLOCK // 32):
+            word = gl.load(existing.words_ptr + i)
+            bit_row = i * 32
+            if word == -1:
+                zero_rows(tile, bit_row, bit_row + 32)
+            else:
+                while word != 0:
+                    if (word & 1) != 0:
+                        zero_rows(tile, bit_row, bit_row + 1)
+                    # Without the sign, which a shift would repeat.
+                    word = (word >> 1) & 0x7FFFFFFF
+                    bit_row += 1
+
+
+@jit
+def load_rows(desc, batch, head, row, channel, at, full=None, stats=None, rope_desc=None, rope_head=0):
+    """Load rows [row, row + BLOCK) of a head (of ``desc``, (B, H, N, D)) into a channel's slot, which is empty.
+
+    rope_desc: of the rotated columns of the same rows, those of head rope_head; None: other warps write them, or there
+    are none. stats: their ``RowStatistics``. The slot's mbarrier, or ``full`` in its place, completes when all of them
+    have arrived.
+    """
+    if full is None:
+        full = channel.full.index(at.slot)
     OF_STATS: gl.constexpr = 0 if stats is None else stats.desc.block_type.nbytes
-    HAS_ROPE: gl.constexpr = rope is not None and rope.smem is not None
-    OF_ROPE: gl.constexpr = rope.desc.block_type.nbytes if HAS_ROPE else 0
+    OF_ROPE: gl.constexpr = 0 if rope_desc is None else rope_desc.block_type.nbytes
     mbarrier.expect(full, desc.block_type.nbytes + OF_STATS + OF_ROPE)
     if stats is not None:
         tma_load(stats.desc, [stats.start], full, stats.smem)
-    if HAS_ROPE:
-        tma_load(rope.desc, [batch, rope.head, row, 0], full, rope.smem)
-    tma_load(desc, [batch, head, row, 0], full, tile)
+    if rope_desc is not None:
+        tma_load(rope_desc, [batch, rope_head, row, 0], full, channel.rope.index(at.slot))
+    tma_load(desc, [batch, head, row, 0], full, channel.tile(at))
 
 
 @jit
 def load_existing_rows(
-    desc, batch, head, row, tile, full, first_row, last_row, arrival, arrivals, stats=None, rope=None
+    desc, batch, head, row, channel, at, existing, arrivals, stats=None, rope_desc=None, rope_head=0
 ):
-    """Load rows as ``load_rows`` does, with zeros for rows outside [first_row, last_row).
+    """Load rows as ``load_rows`` does, with zeros for those that do not exist; existing: ``ExistingRows``.
 
-    ``arrival`` is an mbarrier of the loading warp alone, at which it waits for a tile before it zeroes rows;
-    ``arrivals`` counts how often it has done so. Returns the new ``arrivals``.
+    ``arrivals`` counts how often the loading warp has waited at ``existing.arrival``. Returns the new ``arrivals``.
     """
-    BLOCK: gl.constexpr = tile.shape[2]
-    if (first_row > row) | (last_row < row + BLOCK):
-        load_rows(desc, batch, head, row, tile, arrival, stats, rope)
-        mbarrier.wait(arrival, arrivals & 1)
-        zero_rows(tile, 0, gl.minimum(first_row - row, BLOCK))
-        zero_rows(tile, gl.maximum(last_row - row, 0), BLOCK)
-        if rope is not None and rope.smem is not None:
-            zero_rows(rope.smem, 0, gl.minimum(first_row - row, BLOCK))
-            zero_rows(rope.smem, gl.maximum(last_row - row, 0), BLOCK)
+    tile = channel.tile(at)
+    if existing.words_ptr is None:
+        some_missing = (existing.first > row) | (existing.end < row + tile.shape[2])
+    else:
+        some_missing = existing.some_bits
+    if some_missing:
+        load_rows(desc, batch, head, row, channel, at, existing.arrival, stats, rope_desc, rope_head)
+        mbarrier.wait(existing.arrival, arrivals & 1)
+        zero_missing_rows(tile, row, existing)
+        if rope_desc is not None:
+            zero_missing_rows(channel.rope.index(at.slot), row, existing)
         fence_async_shared()
-        mbarrier.arrive(full)
+        channel.fill(at)
         arrivals += 1
     else:
-        load_rows(desc, batch, head, row, tile, full, stats, rope)
-    return arrivals
-
-
-@jit
-def load_seen_rows(desc, batch, head, row, tile, full, words_ptr, is_hidden, arrival, arrivals, stats=None):
-    """Load rows as ``load_rows`` does, with zeros for those that have a bit in the words at words_ptr.
-
-    is_hidden: whether there may be such. The other arguments and the result are those of ``load_existing_rows``.
-    """
-    if is_hidden:
-        load_rows(desc, batch, head, row, tile, arrival, stats)
-        mbarrier.wait(arrival, arrivals & 1)
-        zero_hidden_rows(tile, words_ptr)
-        fence_async_shared()
-        mbarrier.arrive(full)
-        arrivals += 1
-    else:
-        load_rows(desc, batch, head, row, tile, full, stats)
+        load_rows(desc, batch, head, row, channel, at, None, stats, rope_desc, rope_head)
     return arrivals

@@ -48,10 +48,8 @@ def part_zeros(ROWS: gl.constexpr, COLUMNS: gl.constexpr):
 @jit
 def zero_parts(ROWS: gl.constexpr, BLOCK_D: gl.constexpr, RIGHT: gl.constexpr):
     """Return ``ColumnParts`` of zeros for tiles of BLOCK_D columns; RIGHT: ``right_columns``."""
-    if RIGHT:
-        return ColumnParts(left=part_zeros(ROWS, LEFT), right=part_zeros(ROWS, RIGHT))
-    else:
-        return ColumnParts(left=part_zeros(ROWS, BLOCK_D), right=None)
+    left = part_zeros(ROWS, LEFT if RIGHT else BLOCK_D)
+    return ColumnParts(left, part_zeros(ROWS, RIGHT) if RIGHT else None)
 
 
 @jit
@@ -81,17 +79,17 @@ class ScoreRows:
 
 
 @jit
-def rows_in(channel, cursor, FIRST: gl.constexpr, COUNT: gl.constexpr):
-    """Return COUNT ``ScoreRows`` from row FIRST on of a channel's slot."""
+def rows_in(channel, cursor, COUNT: gl.constexpr = None, START: gl.constexpr = 0):
+    """Return the ``ScoreRows`` of a channel's slot: all, or COUNT of them from row START on."""
     ALL: gl.constexpr = channel.buffer.shape[-2]
     columns = channel.tile(cursor).reshape((ALL, channel.buffer.shape[-1]))
     rope = None
     if channel.rope is not None:
         rope = channel.rope.index(cursor.slot).reshape((ALL, channel.rope.shape[-1]))
-    if COUNT != ALL:
-        columns = columns.slice(FIRST, COUNT, dim=0)
+    if COUNT is not None and COUNT != ALL:
+        columns = columns.slice(START, COUNT, dim=0)
         if rope is not None:
-            rope = rope.slice(FIRST, COUNT, dim=0)
+            rope = rope.slice(START, COUNT, dim=0)
     return ScoreRows(columns, rope)
 
 
@@ -158,7 +156,4 @@ def store_parts(tile, parts, WIDTH: gl.constexpr):
 @jit
 def scale_parts(parts, factor):
     """Return ``ColumnParts`` times a scalar."""
-    if parts.right is None:
-        return ColumnParts(left=parts.left * factor, right=None)
-    else:
-        return ColumnParts(left=parts.left * factor, right=parts.right * factor)
+    return ColumnParts(parts.left * factor, None if parts.right is None else parts.right * factor)

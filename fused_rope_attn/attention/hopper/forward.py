@@ -12,7 +12,7 @@ from fused_rope_attn.attention.configs import HopperForwardConfig
 from fused_rope_attn.attention.hopper import forward_kernel, forward_producers, forward_tiles, intervals
 from fused_rope_attn.attention.hopper.channels import ROWS
 from fused_rope_attn.attention.prepass_kernel import TILE_WORDS
-from fused_rope_attn.attention.problem import Outputs, Problem, Saving, Tensors, split_outputs
+from fused_rope_attn.attention.problem import Outputs, Problem, Saving, split_outputs
 from fused_rope_attn.kernels import schedule, tiles
 from fused_rope_attn.runtime import device, layouts
 from fused_rope_attn.runtime.launch import Launch, Source
@@ -72,9 +72,7 @@ class ForwardCall:
         block_n = config.block_n
         self.problem, self.config, self.is_long = problem, config, layouts.is_long(given.q.stride(), self.o_strides)
         numbers = arguments.numbers_of(problem)
-        self.visits = None
-        if problem.has_intervals:
-            self.visits = intervals.Visits(problem, block_m, block_n, config.pdl)
+        self.visits = intervals.Visits(problem, block_m, block_n, config.pdl) if problem.has_intervals else None
         # The TMA reads q_nope, which has no padding, and the rotated columns are read by the same rows.
         in_tiles = saving is Saving.TILES and not latent
         self.rotate_queries = None
@@ -122,8 +120,6 @@ class ForwardCall:
             position_limit=given.cos.shape[-2] if keys_are_ready else None,
             sizes=forward_kernel.ForwardSizes.host(
                 D=columns,
-                BLOCK_D=pad_d,
-                BLOCK_N=block_n,
                 STAGES=config.stages,
                 CONSUMERS=config.consumers,
                 ATTEND_REGISTERS=config.attend_registers,
@@ -162,20 +158,27 @@ class ForwardCall:
             highest = torch.empty_like(lse)
         if self.empty:
             return Outputs(o, lse, max_logit=None if max_logit is None else max_logit.fill_(float("-inf")))
-        stream = device.current_stream(q.device)
+        problem, stream = self.problem, device.current_stream(q.device)
         # Before the pre-pass, which overlaps with it.
-        lists = None if self.visits is None else forward_tiles.VisitLists.host(**self.visits(stream, tensors))
+        lists = {} if self.visits is None else self.visits(stream, tensors)
         if self.rotate_keys is not None:
             counter = torch.empty(self.rotate_keys.counter_size, dtype=torch.int32, device=q.device)
-        q_rot = source = None
+        q_rot = query_source = None
         if self.rotate_queries is not None:
             q_rot = self.rotate_queries(stream, tensors)
         else:
-            source = self._source(tensors)
+            block_d = max(64, layouts.block_d(problem.head_dim))
+            query_source = forward_producers.QuerySource.host(
+                view=arguments.view(tensors.q),
+                tables=arguments.tables_of(problem, tensors),
+                norm=arguments.norm_of(problem, tensors.q_norm),
+                sign=arguments.scale_and_sign(problem.softmax_scale)[1],
+                TOKEN_TABLES=problem.token_tables,
+                format=tiles.RowFormat.host(problem.head_dim, block_d, self.is_long),
+            )
             if self.saves_rotated:
                 q_rot = torch.empty_strided(*self.q_rot_layout, dtype=q.dtype, device=q.device)
         k = tensors.k if self.rotate_keys is None else self.rotate_keys(stream, tensors, counter)
-        problem = self.problem
         self.launch(
             stream,
             q_rot_desc=None if q_rot is None else self.q_rot(q_rot),
@@ -184,17 +187,17 @@ class ForwardCall:
             k_nope_desc=None if self.nope is None else self.nope[1](tensors.k_nope),
             v_desc=self.v(tensors.v),
             o_desc=self.o(o),
-            source=source,
+            query_source=query_source,
             tile_source=forward_tiles.TileSource.host(
                 counter,
                 tensors.kv_starts,
                 tensors.kv_lens,
-                READS_LENGTHS=problem.reads_lengths and lists is None,
+                READS_LENGTHS=problem.reads_lengths and not lists,
                 FROM_START=problem.batch_invariant and problem.has_kv_starts,
                 IS_ALIGNED=self.is_aligned,
-                lists=lists,
+                **lists,
             ),
-            scores=forward_kernel.Softmax.host(
+            weighing=forward_kernel.Weighing.host(
                 arguments.scale_of(problem),
                 tensors.sinks,
                 # Pinning takes registers. With a window a tile has few blocks, so they cost more than they save. Packed
@@ -213,15 +216,3 @@ class ForwardCall:
         elif self.nope is not None:
             k = tensors.k  # backward reads the caller's, see ``LatentBackwardCall``
         return Outputs(o, lse, q_rot, k, max_logit)
-
-    def _source(self, tensors: Tensors) -> tuple:
-        """Return the ``QuerySource`` for a kernel that rotates queries."""
-        problem, block = self.problem, max(64, layouts.block_d(self.problem.head_dim))
-        return forward_producers.QuerySource.host(
-            view=arguments.view(tensors.q),
-            tables=arguments.tables_of(problem, tensors),
-            norm=arguments.norm_of(problem, tensors.q_norm),
-            sign=arguments.scale_and_sign(problem.softmax_scale)[1],
-            TOKEN_TABLES=problem.token_tables,
-            format=tiles.RowFormat.host(problem.head_dim, block, self.is_long),
-        )

@@ -11,9 +11,7 @@ One block per multiprocessor runs three kinds of warps, which meet only at barri
   The product with the values is delayed by one block, and a tile's first scores are issued before the tile before it
   ends, so that the tensor cores work through the ends of the tiles.
 
-Head dims above 128 leave too few registers for warps that rotate, and too little shared memory for a second set of
-query buffers. The pre-pass then rotates Q too, and the loading warp loads each warpgroup's 64 rows as soon as it has
-released its last ones. O is stored in two halves of its columns, through the same memory.
+If registers do not suffice for warps that rotate, as for head dims above 128, the pre-pass rotates Q too.
 """
 
 import triton
@@ -21,8 +19,7 @@ import triton.language as tl
 
 from fused_rope_attn.attention.hopper import channels, columns, forward_producers, forward_tiles, masks, softmax
 from fused_rope_attn.attention.hopper.channels import ROWS
-from fused_rope_attn.kernels import ptxas, sequences, tiles
-from fused_rope_attn.kernels import softmax as row_softmax
+from fused_rope_attn.kernels import ptxas, sequences, softmax as row_softmax, tiles
 from fused_rope_attn.kernels.masks import Window
 from fused_rope_attn.kernels.records import record, replace, unpack
 from fused_rope_attn.runtime import triton_compat as compat
@@ -30,8 +27,8 @@ from fused_rope_attn.runtime.triton_compat import gl, jit, mbarrier
 
 
 @record
-class Softmax:
-    """Scale and choices of the step from scores to weights."""
+class Weighing:
+    """The step from scores to weights: scale, sinks and its place among the products."""
 
     scale: row_softmax.ScoreScale
     sinks_ptr: gl.tensor | None  # (HQ,)
@@ -56,8 +53,6 @@ class ForwardSizes:
     """The sizes of a launch at which its code is compiled."""
 
     D: gl.constexpr  # columns of a head that are not split off by latent attention
-    BLOCK_D: gl.constexpr
-    BLOCK_N: gl.constexpr
     STAGES: gl.constexpr  # of the channels of K and V
     CONSUMERS: gl.constexpr  # warpgroups that attend
     ATTEND_REGISTERS: gl.constexpr  # of a thread
@@ -71,9 +66,9 @@ _NUMBERS = "NQ NK GROUP_SIZE num_tiles heads_per_section tiles_per_head window_l
 
 
 @jit(do_not_specialize=_NUMBERS)
-def forward_kernel(q_rot_desc, q_nope_desc, k_rot_desc, k_nope_desc, v_desc, o_desc, source, tile_source, scores,
-                   output, NQ, NK, GROUP_SIZE, num_tiles, heads_per_section, tiles_per_head, window_left, window_right,
-                   position_limit, sizes):  # fmt: skip
+def forward_kernel(q_rot_desc, q_nope_desc, k_rot_desc, k_nope_desc, v_desc, o_desc, query_source, tile_source,
+                   weighing, output, NQ, NK, GROUP_SIZE, num_tiles, heads_per_section, tiles_per_head, window_left,
+                   window_right, position_limit, sizes):  # fmt: skip
     """Compute o and lse of a (B, HQ, NQ, D) call. Grid: one block per multiprocessor, or one per tile if fewer.
 
     Arguments that a call does not use are None and cost nothing. Descriptors: k_rot (B, HKV, NK, D) and v, in blocks of
@@ -90,36 +85,39 @@ def forward_kernel(q_rot_desc, q_nope_desc, k_rot_desc, k_nope_desc, v_desc, o_d
     heads_per_section as for ``scheduled_tile``; window as in ``kernels.masks.Window``. position_limit: queries from
     this position on are not rotated; None: no query is past the last key.
     """
-    source, tile_source, scores, output, sizes = unpack((source, tile_source, scores, output, sizes))
+    query_source, tile_source, weighing = unpack((query_source, tile_source, weighing))
+    output, sizes = unpack((output, sizes))
     window = Window(window_left, window_right, HIDES_PAIRS=window_left is not None or window_right is not None)
     IS_PACKED: gl.constexpr = tiles_per_head is not None
-    HAS_INTERVALS: gl.constexpr = tile_source.lists is not None
+    HAS_INTERVALS: gl.constexpr = tile_source.visits_ptr is not None
     HAS_STARTS: gl.constexpr = tile_source.starts_ptr is not None
     # If a tile's keys may begin after key 0 or end before NK, it is announced with its bounds.
     HAS_BOUNDS: gl.constexpr = IS_PACKED or HAS_STARTS or tile_source.lens_ptr is not None or window_left is not None
-    ROTATES_QUERIES: gl.constexpr = source is not None
+    ROTATES_QUERIES: gl.constexpr = query_source is not None
     IS_LATENT: gl.constexpr = k_nope_desc is not None
     CONSUMERS: gl.constexpr = sizes.CONSUMERS
     STAGES: gl.constexpr = sizes.STAGES
-    BLOCK_D: gl.constexpr = sizes.BLOCK_D
-    BLOCK_N: gl.constexpr = sizes.BLOCK_N
+    BLOCK_D: gl.constexpr = v_desc.block_type.shape[3]
+    BLOCK_N: gl.constexpr = v_desc.block_type.shape[2]
     DTYPE: gl.constexpr = k_rot_desc.dtype
 
-    # The loader's descriptors. The rotated columns of latent attention have tiles of their own.
-    q_desc = q_nope_desc if IS_LATENT else (None if ROTATES_QUERIES else q_rot_desc)
+    # The warps that fill the queries' slots: ``load`` if the pre-pass has rotated the queries, else ``rotate_queries``.
+    # In latent attention ``load`` fills the columns that are not rotated, and ``rotate_rope`` or ``load`` the others.
+    LOADS_QUERIES: gl.constexpr = IS_LATENT or not ROTATES_QUERIES
+    q_desc = q_nope_desc if IS_LATENT else (q_rot_desc if LOADS_QUERIES else None)
     k_desc = k_nope_desc if IS_LATENT else k_rot_desc
     q_rope_desc = q_rot_desc if IS_LATENT and not ROTATES_QUERIES else None
     k_rope_desc = k_rot_desc if IS_LATENT else None
 
-    # Shared memory and channels. Rotated here, the queries of all warpgroups share two stages. Otherwise each warpgroup
-    # has a channel of one stage.
-    Q_STAGES: gl.constexpr = 2 if q_desc is None else 1
-    TILES: gl.constexpr = CONSUMERS if q_desc is None else 1
-    if q_desc is None:
+    # Shared memory and channels. ``rotate_queries`` has two slots, each with the queries of all warpgroups; otherwise
+    # each warpgroup has a channel of one stage.
+    Q_STAGES: gl.constexpr = 1 if LOADS_QUERIES else 2
+    TILES: gl.constexpr = 1 if LOADS_QUERIES else CONSUMERS
+    if LOADS_QUERIES:
+        q_smem = channels.tiles_of(q_desc, CONSUMERS)
+    else:
         Q_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, BLOCK_D], DTYPE)
         q_smem = gl.allocate_shared_memory(DTYPE, [2 * CONSUMERS, ROWS, BLOCK_D], Q_LAYOUT)
-    else:
-        q_smem = channels.tiles_of(q_desc, CONSUMERS)
     o_smem = channels.tiles_of(o_desc, CONSUMERS)
     k_smem = channels.tiles_of(k_desc, STAGES)
     v_smem = channels.tiles_of(v_desc, STAGES)
@@ -127,27 +125,22 @@ def forward_kernel(q_rot_desc, q_nope_desc, k_rot_desc, k_nope_desc, v_desc, o_d
     if IS_LATENT:
         k_rope = channels.tiles_of(k_rope_desc, STAGES)
         if ROTATES_QUERIES:
-            R: gl.constexpr = source.tables.R
+            R: gl.constexpr = query_source.tables.R
             ROPE_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([1, 1, ROWS, R], DTYPE)
             q_rope = gl.allocate_shared_memory(DTYPE, [CONSUMERS, 1, 1, ROWS, R], ROPE_LAYOUT)
         else:
             q_rope = channels.tiles_of(q_rope_desc, CONSUMERS)
     TILE_READERS: gl.constexpr = CONSUMERS + 1 if ROTATES_QUERIES else CONSUMERS
-    # Warpgroups that attend read NK where tiles have no bounds, with intervals only to rotate their first queries.
-    # Numbers that a tile's announcement contains are None here, because Triton 3.6 fails on unused arguments of warps.
-    NO_NK: gl.constexpr = HAS_BOUNDS or (HAS_INTERVALS and not ROTATES_QUERIES)
-    announced = forward_tiles.announcements(
-        HAS_BOUNDS, IS_PACKED, TILE_READERS, NQ=None if IS_PACKED else NQ, NK=None if NO_NK else NK
-    )
-    full, empty = channels.allocate_barriers(CONSUMERS), channels.allocate_barriers(CONSUMERS)
-    queries = channels.Channel(q_smem, full, empty, Q_STAGES, TILES=TILES, rope=q_rope)
-    # In latent attention the loading warp and those that rotate fill a slot.
+    # With intervals only the warps that rotate queries read NK.
+    own_nk = NK if ROTATES_QUERIES or not HAS_INTERVALS else None
+    announced = forward_tiles.announcements(HAS_BOUNDS, IS_PACKED, TILE_READERS, NQ, own_nk)
+    queries = replace(channels.channel_of(q_smem, CONSUMERS, q_rope), STAGES=Q_STAGES, TILES=TILES)
+    # In latent attention the loading warp and ``rotate_rope`` fill a slot.
     queries.init(FILLS=2 if ROTATES_QUERIES and IS_LATENT else 1, RELEASES=TILES)
     keys = channels.channel_of(k_smem, STAGES, k_rope)
     values = channels.channel_of(v_smem, STAGES)
-    for i in gl.static_range(STAGES):
-        keys.init_slot(i, FILLS=1, RELEASES=CONSUMERS * channels.WARPGROUP_THREADS)
-        values.init_slot(i, FILLS=1, RELEASES=CONSUMERS * channels.WARPGROUP_THREADS)
+    keys.init(FILLS=1, RELEASES=CONSUMERS * channels.WARPGROUP_THREADS)
+    values.init(FILLS=1, RELEASES=CONSUMERS * channels.WARPGROUP_THREADS)
     arrival = None
     if HAS_BOUNDS or HAS_INTERVALS:
         arrival = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
@@ -157,7 +150,7 @@ def forward_kernel(q_rot_desc, q_nope_desc, k_rot_desc, k_nope_desc, v_desc, o_d
     if HAS_INTERVALS:
         words = gl.allocate_shared_memory(gl.int32, [2 * STAGES, 1], mbarrier.MBarrierLayout())
         num_keys = (NK + BLOCK_N - 1) // BLOCK_N * BLOCK_N
-        mask = masks.IntervalMask(tile_source.lists.key_rows_ptr, num_keys, words)
+        mask = masks.IntervalMask(tile_source.key_rows_ptr, num_keys, words)
     else:
         HAS_OWN_STARTS: gl.constexpr = HAS_STARTS and not tile_source.FROM_START
         mask = masks.PositionMask(window, tile_source.READS_LENGTHS, HAS_OWN_STARTS, tile_source.IS_ALIGNED)
@@ -178,25 +171,24 @@ def forward_kernel(q_rot_desc, q_nope_desc, k_rot_desc, k_nope_desc, v_desc, o_d
     )
     row_format = tiles.RowFormat(sizes.D, BLOCK_D, sizes.USE_INT64_OFFSETS)
     output = replace(output, desc=o_desc, smem=o_smem, format=row_format)
-    # In latent attention the warps that rotate do so for all tiles, and the loading warp loads the other columns.
-    first_source, loaded = None, queries
     if ROTATES_QUERIES:
         starts_ptr = tile_source.starts_ptr if tile_source.FROM_START else None
-        source = replace(source, position_limit=position_limit, starts_ptr=starts_ptr, saved_desc=q_rot_desc)
-        if not IS_LATENT:
-            first_source, loaded = source, None
-    intervals = mask if HAS_INTERVALS else None
+        query_source = replace(query_source, position_limit=position_limit, starts_ptr=starts_ptr)
+        query_source = replace(query_source, saved_desc=q_rot_desc)
+    # ``rotate_queries`` leaves the first tile's queries to the warps that attend.
+    first_source = None if LOADS_QUERIES else query_source
+    loaded, intervals = queries if LOADS_QUERIES else None, mask if HAS_INTERVALS else None
     loader = forward_producers.Loader(
         q_desc, k_desc, v_desc, q_rope_desc, k_rope_desc, loaded, keys, values, arrival, intervals, sizes.PDL
     )
 
     ROTATE: gl.constexpr = forward_producers.rotate_rope if IS_LATENT else forward_producers.rotate_queries
     # The list of tasks. Triton runs the first one in the warps that have run this function so far.
-    first = Attention(0, CONSUMERS, announced, queries, keys, values, mask, scores, first_source, output, NQ)
+    own = Attention(0, CONSUMERS, announced, queries, keys, values, mask, weighing, first_source, output, NQ)
     gl.warp_specialize(
-        [(attend, (first,)), (attend, (replace(first, INDEX=1),))]
-        + ([(attend, (replace(first, INDEX=2),))] if CONSUMERS == 3 else [])
-        + ([(ROTATE, (announced, queries, source))] if ROTATES_QUERIES else [])
+        [(attend, (own,)), (attend, (replace(own, INDEX=1),))]
+        + ([(attend, (replace(own, INDEX=2),))] if CONSUMERS == 3 else [])
+        + ([(ROTATE, (announced, queries, query_source))] if ROTATES_QUERIES else [])
         + [(forward_producers.load, (loader, schedule, announced))],
         [channels.WARPGROUP_WARPS] * (TILE_READERS - 1) + [1],
         [sizes.ATTEND_REGISTERS] * (CONSUMERS - 1)
@@ -216,8 +208,8 @@ class Attention:
     keys: channels.Channel
     values: channels.Channel
     mask: masks.PositionMask | masks.IntervalMask
-    scores: Softmax
-    source: forward_producers.QuerySource | None  # if they rotate the queries of the block's first tile
+    weighing: Weighing
+    query_source: forward_producers.QuerySource | None  # if they rotate the queries of the block's first tile
     output: ForwardOutput
     NQ: gl.tensor
 
@@ -240,7 +232,7 @@ def attend(attention):
     """
     INDEX: gl.constexpr = attention.INDEX
     announced, keys, values = attention.announced, attention.keys, attention.values
-    mask, scores, output = attention.mask, attention.scores, attention.output
+    mask, weighing, output = attention.mask, attention.weighing, attention.output
     queries = attention.queries.of_warpgroup(INDEX)
     BLOCK_N: gl.constexpr = keys.buffer.shape[3]
     BLOCK_D: gl.constexpr = keys.buffer.shape[4]
@@ -263,35 +255,32 @@ def attend(attention):
     tile = forward_tiles.next_tile(announced, tile_step)
     start_m = tile.start_m + INDEX * ROWS
     row_numbers = mask.row_number(tile, start_m) + first_rows
-    exists = True
-    if output.view is not None:
-        # A block of a packed call may have no tile, because only the device knows how many hold queries.
-        exists = tile.num_blocks > 0
+    # A block of a packed call may have no tile, because only the device knows how many hold queries.
+    exists = output.view is None or tile.num_blocks > 0
     at_queries = queries.at(tile_step)
     at_keys = keys.at(key_step)
-    if attention.source is None:
+    if attention.query_source is None:
         queries.wait_full(at_queries, exists)
     else:
-        forward_producers.rotate_first_queries(attention.source, tile, queries, start_m)
+        forward_producers.rotate_first_queries(attention.query_source, tile, queries, start_m)
     keys.wait_full(at_keys, exists)
-    k = columns.rows_in(keys, at_keys, 0, FIRST_COUNT)
-    q = columns.rows_in(queries, at_queries, 0, ROWS)
+    k = columns.rows_in(keys, at_keys, FIRST_COUNT)
+    q = columns.rows_in(queries, at_queries)
     first_visit = mask.visit(at_keys, 0, exists)
     tile = first_visit.counted(tile)
     first = columns.issue_row_scores(q, k, nothing, RIGHT)
     first = compat.warpgroup_mma_wait(0, deps=[first])
     keys.release_by_threads(at_keys, exists)
     compat.barrier()  # see ``multiply``
-    first = softmax.cap_scores(first, scores.scale, DTYPE)
+    first = softmax.cap_scores(first, weighing.scale, DTYPE)
     first = mask.hide(first, row_numbers, first_columns, first_visit, tile, SEEN)
-    first, state = softmax.weigh_first(first, scores.scale.qk_scale, ROW)
+    first, state = softmax.weigh_first(first, weighing.scale.qk_scale, ROW)
     p = softmax.whole_weights(softmax.pack_weights(first, DTYPE), S)
     if INDEX == attention.COUNT - 1:
         channels.hand_over_tensor_cores(attention.INDEX, attention.COUNT)
-    if attention.source is not None:
-        if attention.source.saved_desc is not None:
-            # Until the TMA has read the first queries, before their slot is released.
-            compat.tma_store_wait(0)
+    if attention.query_source is not None and attention.query_source.saved_desc is not None:
+        # Until the TMA has read the first queries, before their slot is released.
+        compat.tma_store_wait(0)
     while tile.num_blocks > 0:
         acc = columns.zero_parts(ROWS, BLOCK_D, RIGHT)
         correction = gl.full([ROWS], 1.0, gl.float32, ROW)
@@ -299,33 +288,29 @@ def attend(attention):
         if output.highest_ptr is not None:
             running = replace(state, highest=state.maximum)  # that of one block does not lag
         at_queries = queries.at(tile_step)
-        q = columns.rows_in(queries, at_queries, 0, ROWS)
+        q = columns.rows_in(queries, at_queries)
         for step in range(1, tile.num_blocks):
             key_step += 1
             s, acc, visit = multiply(attention, q, acc, p, correction, key_step, step, True, BLOCK_N)
-            if queries.STAGES == 1:
+            if queries.STAGES == 1 and step + 1 == tile.num_blocks:
                 # Early, so that the next tile's queries arrive while this one's last softmax is computed.
-                if step + 1 == tile.num_blocks:
-                    queries.release(at_queries)
+                queries.release(at_queries)
             s = mask.hide(s, row_numbers, key_columns, visit, tile)
-            running, subtrahend, correction = softmax.follow_maximum(s, running, scores.scale.qk_scale)
-            if scores.VALUES == "before weights":
+            running, subtrahend, correction = softmax.follow_maximum(s, running, weighing.scale.qk_scale)
+            if weighing.VALUES == "before weights":
                 acc = columns.wait_for_parts(acc, PENDING=0)
                 values.release_by_threads(values.at(key_step - 1))
-            p, running = softmax.weigh_scores(s, subtrahend, correction, running, scores.scale.qk_scale)
-            if scores.PIN_SUMS:
+            p, running = softmax.weigh_scores(s, subtrahend, correction, running, weighing.scale.qk_scale)
+            if weighing.PIN_SUMS:
                 ptxas.pin(running.sums)
-            if scores.VALUES == "after weights":
+            if weighing.VALUES == "after weights":
                 acc = columns.wait_for_parts(acc, PENDING=0)
                 values.release_by_threads(values.at(key_step - 1))
             p = softmax.pack_weights(p, DTYPE)
         if output.highest_ptr is not None:
             # Before the next tile's first scores, where registers are scarcest.
             store_statistic(attention, output.highest_ptr, running.highest * row_softmax.LN2, tile, rows)
-        if queries.STAGES == 1:
-            queries.release(at_queries, tile.num_blocks == 1)
-        else:
-            queries.release(at_queries)
+        queries.release(at_queries, queries.STAGES > 1 or tile.num_blocks == 1)
 
         # The next tile's first scores run concurrently with this tile's last product with the values. After the last
         # tile they are computed from stale buffers and discarded.
@@ -337,17 +322,17 @@ def attend(attention):
         row_numbers = mask.row_number(tile, tile.start_m + INDEX * ROWS) + first_rows
         at_queries = queries.at(tile_step)
         queries.wait_full(at_queries, exists)
-        q = columns.rows_in(queries, at_queries, 0, ROWS)
+        q = columns.rows_in(queries, at_queries)
         first, acc, first_visit = multiply(attention, q, acc, p, correction, key_step, 0, exists, FIRST_COUNT)
         tile = first_visit.counted(tile)
         first = mask.hide(first, row_numbers, first_columns, first_visit, tile, SEEN)
-        first, state = softmax.weigh_first(first, scores.scale.qk_scale, ROW)
+        first, state = softmax.weigh_first(first, weighing.scale.qk_scale, ROW)
 
         seen, factor = finish_rows(attention, finished, rows, running)
         compat.tma_store_wait(0)
-        if scores.PIN_SUMS:
+        if weighing.PIN_SUMS:
             ptxas.pin(state.sums)
-        if scores.VALUES != "before scores":
+        if weighing.VALUES != "before scores":
             acc = columns.wait_for_parts(acc, PENDING=0)
             values.release_by_threads(values.at(key_step - 1))
         o = softmax.finish_output(acc, seen, factor, DTYPE)
@@ -368,7 +353,7 @@ def multiply(attention, q, acc, p, correction, key_step, step, exists, COUNT: gl
     keys, capped if the call has a cap, and acc, which is still in flight unless VALUES is "before scores", and the
     ``Visit`` of the block, which is the tile's number ``step``. Unless it ``exists``, the scores are meaningless.
     """
-    keys, values, scores = attention.keys, attention.values, attention.scores
+    keys, values, weighing = attention.keys, attention.values, attention.weighing
     BLOCK_D: gl.constexpr = q.columns.shape[1]
     BLOCK_N: gl.constexpr = keys.buffer.shape[3]
     RIGHT: gl.constexpr = 0 if acc.right is None else acc.right.shape[1]
@@ -376,7 +361,7 @@ def multiply(attention, q, acc, p, correction, key_step, step, exists, COUNT: gl
     nothing = gl.zeros([ROWS, COUNT], gl.float32, S)
     at_values = values.at(key_step - 1)
     weights = softmax.unpack_weights(p, q.columns.dtype, gl.DotOperandLayout(0, acc.left.type.layout, 2))
-    if scores.VALUES == "before scores":
+    if weighing.VALUES == "before scores":
         acc = softmax.rescale_output(acc, correction)
         values.wait_full(at_values)
         v = values.tile(at_values).reshape((BLOCK_N, BLOCK_D))
@@ -385,7 +370,7 @@ def multiply(attention, q, acc, p, correction, key_step, step, exists, COUNT: gl
         at_keys = keys.at(key_step)
         keys.wait_full(at_keys, exists)
         visit = attention.mask.visit(at_keys, step, exists)
-        k = columns.rows_in(keys, at_keys, 0, COUNT)
+        k = columns.rows_in(keys, at_keys, COUNT)
         acc = columns.wait_for_parts(acc, PENDING=0)
         values.release_by_threads(at_values)
         s = columns.issue_row_scores(q, k, nothing, RIGHT)
@@ -395,7 +380,7 @@ def multiply(attention, q, acc, p, correction, key_step, step, exists, COUNT: gl
         at_keys = keys.at(key_step)
         keys.wait_full(at_keys, exists)
         visit = attention.mask.visit(at_keys, step, exists)
-        k = columns.rows_in(keys, at_keys, 0, COUNT)
+        k = columns.rows_in(keys, at_keys, COUNT)
         channels.wait_for_tensor_cores(attention.INDEX)
         s = columns.issue_row_scores(q, k, nothing, RIGHT)
         acc = softmax.rescale_output(acc, correction)
@@ -409,7 +394,7 @@ def multiply(attention, q, acc, p, correction, key_step, step, exists, COUNT: gl
         # The groups of the values may stay in flight.
         s = compat.warpgroup_mma_wait(2 if RIGHT else 1, deps=[s])
     keys.release_by_threads(at_keys, exists)
-    return softmax.cap_scores(s, scores.scale, q.columns.dtype), acc, visit
+    return softmax.cap_scores(s, weighing.scale, q.columns.dtype), acc, visit
 
 
 @jit
@@ -428,8 +413,8 @@ def finish_rows(attention, tile, rows, state):
     ROW: gl.constexpr = state.maximum.type.layout
     row_sum = gl.convert_layout(gl.sum(state.sums, 1), ROW)  # of the four threads of a quad
     sink = None
-    if attention.scores.sinks_ptr is not None:
-        sink = gl.load(attention.scores.sinks_ptr + tile.head).to(gl.float32) * row_softmax.LOG2E
+    if attention.weighing.sinks_ptr is not None:
+        sink = gl.load(attention.weighing.sinks_ptr + tile.head).to(gl.float32) * row_softmax.LOG2E
     seen, row_max, divisor, weight = row_softmax.finish_sums(state.maximum, row_sum, sink)
     lse = row_softmax.log_sum_exp(seen, row_max, divisor)
     store_statistic(attention, attention.output.lse_ptr, lse, tile, rows)
@@ -449,44 +434,36 @@ def write_output(output, o, tile, INDEX: gl.constexpr):
     if output.format.BLOCK_D > COLUMNS:
         HALF: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
         # Each thread keeps its values.
-        left, right = gl.split(o.left.reshape((ROWS, 2, COLUMNS)).permute((0, 2, 1)))
-        o_tile.reshape((ROWS, COLUMNS)).store(gl.convert_layout(left, HALF, assert_trivial=True))
-        compat.fence_async_shared()
-        write_columns(output, o_tile, tile, row, COLUMN=0)
-        compat.tma_store_wait(0)
-        o_tile.reshape((ROWS, COLUMNS)).store(gl.convert_layout(right, HALF, assert_trivial=True))
-        compat.fence_async_shared()
-        write_columns(output, o_tile, tile, row, COLUMN=COLUMNS)
+        halves = gl.split(o.left.reshape((ROWS, 2, COLUMNS)).permute((0, 2, 1)))
+        for i in gl.static_range(2):
+            if i > 0:
+                compat.tma_store_wait(0)
+            o_tile.reshape((ROWS, COLUMNS)).store(gl.convert_layout(halves[i], HALF, assert_trivial=True))
+            write_columns(output, o_tile, tile, row, COLUMN=i * COLUMNS)
     else:
         # The TMA does not store the columns after two parts, because the tensor lacks them.
         columns.store_parts(o_tile.reshape((ROWS, COLUMNS)), o, columns.LEFT)
-        compat.fence_async_shared()
         write_columns(output, o_tile, tile, row, COLUMN=0)
 
 
 @jit
 def write_columns(output, o_tile, tile, row, COLUMN: gl.constexpr):
-    """Store o_tile (1, 1, ROWS, columns), fenced for the TMA, in rows [row, row + ROWS) and columns from COLUMN on.
+    """Store o_tile (1, 1, ROWS, columns) in rows [row, row + ROWS) and columns from COLUMN on.
 
     The TMA stops at the tensor's end, but not at a packed sequence's, so that the last rows of a sequence are stored
     from registers.
     """
-    if output.view is None:
+    compat.fence_async_shared()
+    if output.view is None or row + ROWS <= tile.query_end:
         compat.tma_store(output.desc, [tile.batch, tile.head, row, COLUMN], o_tile)
-    else:
-        if row + ROWS <= tile.query_end:
-            compat.tma_store(output.desc, [tile.batch, tile.head, row, COLUMN], o_tile)
-        elif row < tile.query_end:
-            BLOCK_D: gl.constexpr = o_tile.shape[3]
-            WHOLE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BLOCK_D, BLOCK_D // 8], [4, 1], [1, 0])
-            strides = output.view.strides
-            base = output.view.ptr + tile.head.to(gl.int64) * strides[1] + row.to(gl.int64) * strides[2]
-            if COLUMN:
-                base += COLUMN * strides[3]
-            o = o_tile.reshape((ROWS, BLOCK_D)).load(WHOLE)
-            row_format = replace(output.format, D=output.format.D - COLUMN, BLOCK_D=BLOCK_D)
-            rows = tiles.rows_at(base, strides, tile.query_end - row, row_format)
-            tiles.store_tile(rows, o, gl.arange(0, ROWS, gl.SliceLayout(1, WHOLE)), WHOLE)
+    elif row < tile.query_end:
+        BLOCK_D: gl.constexpr = o_tile.shape[3]
+        WHOLE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BLOCK_D, BLOCK_D // 8], [4, 1], [1, 0])
+        o = o_tile.reshape((ROWS, BLOCK_D)).load(WHOLE)
+        row_format = replace(output.format, BLOCK_D=BLOCK_D)
+        origin = tiles.Origin(batch=0, head=tile.head.to(gl.int64), row=row)
+        rows = tiles.columns_from(tiles.head_rows(output.view, origin, tile.query_end - row, row_format), COLUMN)
+        tiles.store_tile(rows, o, gl.arange(0, ROWS, gl.SliceLayout(1, WHOLE)), WHOLE)
 
 
 @triton.jit(do_not_specialize=["H", "NQ"])

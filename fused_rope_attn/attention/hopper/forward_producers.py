@@ -3,12 +3,9 @@
 
 from fused_rope_attn.attention.hopper import channels, forward_tiles, masks
 from fused_rope_attn.attention.hopper.channels import ROWS
-from fused_rope_attn.kernels import rotation as rotary
-from fused_rope_attn.kernels.norm import Norm
-from fused_rope_attn.kernels.ptxas import opaque
+from fused_rope_attn.kernels import norm, ptxas, rotation as rotary, tiles
 from fused_rope_attn.kernels.records import record, replace
 from fused_rope_attn.kernels.schedule import wait_for_previous_launch
-from fused_rope_attn.kernels.tiles import RowFormat, Rows, TensorView, prefetch_rows, rows_at, rows_from
 from fused_rope_attn.runtime.triton_compat import barrier, fence_async_shared, gl, jit, tma_store, tma_store_wait
 
 
@@ -43,15 +40,16 @@ def load_queries(loader, tile, tile_step):
         own = loader.queries.of_warpgroup(warpgroup)
         cursor = own.at(tile_step)
         own.wait_empty(cursor)
+        # In the kernel for dQ, rotated_row counts the rows of lse and delta, and q and dO have no padding.
         row = (tile.rotated_row if loader.dos is None else tile.start_m) + warpgroup * ROWS
-        rope = channels.rope_part(loader.q_rope_desc, tile.head, own, cursor)
-        full = own.full_barrier(cursor)
-        channels.load_rows(loader.q_desc, tile.batch, tile.head, row, own.tile(cursor), full, None, rope)
+        channels.load_rows(
+            loader.q_desc, tile.batch, tile.head, row, own, cursor, rope_desc=loader.q_rope_desc, rope_head=tile.head
+        )
         if loader.dos is not None:
             own = loader.dos.of_warpgroup(warpgroup)
             cursor = own.at(tile_step)
             own.wait_empty(cursor)
-            channels.load_rows(loader.do_desc, tile.batch, tile.head, row, own.tile(cursor), own.full_barrier(cursor))
+            channels.load_rows(loader.do_desc, tile.batch, tile.head, row, own, cursor)
 
 
 @jit
@@ -60,33 +58,31 @@ def load_keys(loader, work, visit, num_blocks, key_step, arrivals):
 
     num_blocks: the blocks that the tile visits. Returns ``arrivals`` as ``load_existing_rows`` does.
     """
-    keys, intervals, desc, batch = loader.keys, loader.intervals, loader.k_desc, work.tile.batch
+    keys, intervals, batch = loader.keys, loader.intervals, work.tile.batch
     row = work.key_row(visit, keys.buffer.shape[3])
     cursor = keys.at(key_step)
     keys.wait_empty(cursor)
     if intervals is not None:
         intervals.announce(cursor, visit, num_blocks)
-    rope = channels.rope_part(loader.k_rope_desc, 0, keys, cursor)
-    tile, full = keys.tile(cursor), keys.full_barrier(cursor)
     if loader.dos is not None and loader.arrival is not None:
-        first, last = work.existing_keys()
-        arrivals = channels.load_existing_rows(
-            desc, batch, work.head_kv, row, tile, full, first, last, loader.arrival, arrivals, None, rope
+        existing = work.existing_keys(loader.arrival)
+        return channels.load_existing_rows(
+            loader.k_desc, batch, work.head_kv, row, keys, cursor, existing, arrivals, None, loader.k_rope_desc
         )
     else:
-        channels.load_rows(desc, batch, work.head_kv, row, tile, full, None, rope)
-    return arrivals
+        channels.load_rows(loader.k_desc, batch, work.head_kv, row, keys, cursor, rope_desc=loader.k_rope_desc)
+        return arrivals
 
 
 @jit
-def load(loader, schedule, tiles):
+def load(loader, schedule, announced):
     """Announce tiles, and load the key and value blocks that they visit, the last one first; one warp's work."""
     intervals, values = loader.intervals, loader.values
     if schedule.tiles_per_head is not None:
         # The pre-pass has described the tiles.
         wait_for_previous_launch(loader.PDL)
     work = forward_tiles.first_work(schedule)
-    forward_tiles.announce_tile(tiles, 0, work.tile)
+    forward_tiles.announce_tile(announced, 0, work.tile)
     # The pre-pass writes the counter and the keys. The warps that rotate queries need neither, and have begun.
     wait_for_previous_launch(loader.PDL)
     tile_step = 0  # the tile that was announced last, which is the one after the tile that is being loaded
@@ -95,7 +91,7 @@ def load(loader, schedule, tiles):
     first_visit, following_blocks = work.first_visit()
     while work.tile.num_blocks > 0:
         tile = work.tile
-        first_row, last_row = work.existing_keys()
+        existing = work.existing_keys(loader.arrival)
         # Before the next tile is announced, because the warps that multiply wait for a tile's first keys and queries,
         # and the announcement takes a round trip to the counter in global memory and divisions.
         visit, num_blocks = first_visit, following_blocks
@@ -105,7 +101,7 @@ def load(loader, schedule, tiles):
             load_queries(loader, tile, tile_step)
         tile_step += 1
         following = forward_tiles.next_work(schedule, work)
-        forward_tiles.announce_tile(tiles, tile_step, following.tile)
+        forward_tiles.announce_tile(announced, tile_step, following.tile)
         # Early, because they take a round trip to memory.
         first_visit, following_blocks = following.first_visit()
         for step in range(num_blocks):
@@ -119,20 +115,17 @@ def load(loader, schedule, tiles):
             row = work.key_row(visit, schedule.BLOCK_N)
             cursor = values.at(key_step)
             values.wait_empty(cursor)
-            v_tile, v_full = values.tile(cursor), values.full_barrier(cursor)
-            desc, arrival = loader.v_desc, loader.arrival
             # Zero out-of-range V rows: their weight is 0, but 0 * NaN is NaN. Scores of such keys are masked.
+            of_block = existing
             if intervals is not None:
-                words_ptr, is_hidden = work.hidden_ptr + (visit >> 3) * (schedule.BLOCK_N // 32), (visit & 4) != 0
-                arrivals = channels.load_seen_rows(
-                    desc, tile.batch, work.head_kv, row, v_tile, v_full, words_ptr, is_hidden, arrival, arrivals
-                )
-            elif arrival is not None:
+                words_ptr = work.hidden_ptr + (visit >> 3) * (schedule.BLOCK_N // 32)
+                of_block = channels.ExistingRows(loader.arrival, None, None, words_ptr, (visit & 4) != 0)
+            if loader.arrival is not None:
                 arrivals = channels.load_existing_rows(
-                    desc, tile.batch, work.head_kv, row, v_tile, v_full, first_row, last_row, arrival, arrivals
+                    loader.v_desc, tile.batch, work.head_kv, row, values, cursor, of_block, arrivals
                 )
             else:
-                channels.load_rows(desc, tile.batch, work.head_kv, row, v_tile, v_full)
+                channels.load_rows(loader.v_desc, tile.batch, work.head_kv, row, values, cursor)
             key_step += 1
             if intervals is not None:
                 visit = next_visit
@@ -143,12 +136,12 @@ def load(loader, schedule, tiles):
 class QuerySource:
     """The queries that the caller gave, (B, HQ, NQ, D), and how they are normed and rotated."""
 
-    view: TensorView
+    view: tiles.TensorView
     tables: rotary.RotaryTables
-    norm: Norm | None
+    norm: norm.Norm | None
     sign: gl.tensor  # 1 or -1, the sign of softmax_scale
     TOKEN_TABLES: gl.constexpr  # row t of the tables belongs to packed token t
-    format: RowFormat
+    format: tiles.RowFormat
     position_limit: gl.tensor | None = None  # positions that the tables have; None: at least as many as there are keys
     starts_ptr: gl.tensor | None = None  # kv_starts (B,) int32 if positions are counted from there
     saved_desc: gl.tensor | None = None  # the tensor that saves rotated queries, in blocks of ROWS rows
@@ -159,21 +152,21 @@ class TileQueries:
     """The queries of a tile as the caller gave them, and what norms and rotates them."""
 
     tile: forward_tiles.QueryTile
-    rows: Rows  # of the tile's head
+    rows: tiles.Rows  # of the tile's head
     rotation: rotary.Rotation
     sign: gl.tensor
     weights: gl.tuple | None  # the norm's
-    layouts: rotary.PairLayouts
-    BLOCK_D: gl.constexpr
 
     @jit
     def rotated(self, start, COUNT: gl.constexpr):
         """Return COUNT rows from ``start`` on, normed and rotated, in pair order (COUNT, BLOCK_D)."""
-        PAIRS: gl.constexpr = self.layouts.PAIRS
+        BLOCK_D: gl.constexpr = self.rows.format.BLOCK_D
+        layouts = pair_layouts(BLOCK_D)
+        PAIRS: gl.constexpr = layouts.PAIRS
         offs = gl.arange(0, COUNT, gl.SliceLayout(1, PAIRS))
-        rows, position = rows_from(self.rows, start), self.tile.position(start)
-        first, second = rotary.load_pairs(rows, offs, self.rotation, self.layouts)
-        cos, sin = rotary.load_angles(self.rotation, offs + position, self.BLOCK_D, PAIRS)
+        rows, position = tiles.rows_from(self.rows, start), self.tile.position(start)
+        first, second = rotary.load_pairs(rows, offs, self.rotation, layouts)
+        cos, sin = rotary.load_angles(self.rotation, offs + position, BLOCK_D, PAIRS)
         first, second = rotary.norm_and_rotate(first, second, cos, sin, self.sign, self.rotation, self.weights, PAIRS)
         return rotary.pack_pairs(first, second)
 
@@ -187,7 +180,7 @@ def pair_layouts(BLOCK_D: gl.constexpr):
 
 
 @jit
-def tile_queries(source, tile, weights, BLOCK_D: gl.constexpr):
+def tile_queries(source, tile, weights):
     """Return the ``TileQueries`` of a tile; weights: the norm's, or None."""
     batch = tile.batch.to(gl.int64)
     num_positions = tile.num_keys if source.position_limit is None else source.position_limit
@@ -202,8 +195,8 @@ def tile_queries(source, tile, weights, BLOCK_D: gl.constexpr):
         rotation = rotary.rotation_from(rotation, tile.query_end - num_positions)
     strides = source.view.strides
     ptr = source.view.ptr + batch * strides[0] + tile.head.to(gl.int64) * strides[1]
-    rows = rows_at(ptr, strides, tile.query_end, source.format)
-    return TileQueries(tile, rows, rotation, source.sign, weights, pair_layouts(BLOCK_D), BLOCK_D)
+    rows = tiles.rows_at(ptr, strides, tile.query_end, source.format)
+    return TileQueries(tile, rows, rotation, source.sign, weights)
 
 
 @jit
@@ -231,7 +224,7 @@ def rotate_first_queries(source, tile, queries, row):
     weights = None
     if source.norm is not None:
         weights = rotary.pair_norm_weights(source.norm, source.tables, BLOCK_D, pair_layouts(BLOCK_D).PAIRS)
-    q = tile_queries(source, tile, weights, BLOCK_D).rotated(row, ROWS)
+    q = tile_queries(source, tile, weights).rotated(row, ROWS)
     rotated = queries.tile(queries.at(0))
     rotated.store(q.to(queries.buffer.dtype))
     fence_async_shared()
@@ -241,7 +234,7 @@ def rotate_first_queries(source, tile, queries, row):
 
 
 @jit
-def rotate_queries(tiles, queries, source):
+def rotate_queries(announced, queries, source):
     """Rotate the query rows of each tile into shared memory, and save them if asked to; a warpgroup's work.
 
     The first tile's are left to ``rotate_first_queries``.
@@ -254,13 +247,13 @@ def rotate_queries(tiles, queries, source):
     if source.norm is not None:
         weights = rotary.pair_norm_weights(source.norm, source.tables, BLOCK_D, pair_layouts(BLOCK_D).PAIRS)
     tile_step = 0
-    tile = forward_tiles.next_tile(tiles, tile_step)
+    tile = forward_tiles.next_tile(announced, tile_step)
     while tile.num_blocks > 0:
         at_queries = queries.at(tile_step)
         if tile_step > 0:
-            given = tile_queries(source, tile, weights, BLOCK_D)
+            given = tile_queries(source, tile, weights)
             # Rotation takes longer than a tile of few key blocks, and waits for memory most of the time.
-            prefetch_rows(given.rows, tile.start_m, tile.query_end, queries.TILES * ROWS, LINES)
+            tiles.prefetch_rows(given.rows, tile.start_m, tile.query_end, queries.TILES * ROWS, LINES)
             queries.wait_empty(at_queries)
             if source.saved_desc is not None:
                 # Until the stores of the last tile, and so those from this buffer, have read it.
@@ -269,7 +262,7 @@ def rotate_queries(tiles, queries, source):
             for warpgroup in gl.static_range(queries.TILES):
                 for chunk in gl.static_range(ROWS // CHUNK):
                     # These warps lack registers for the addresses of all rows at once.
-                    q = given.rotated(opaque(tile.start_m) + warpgroup * ROWS + chunk * CHUNK, CHUNK)
+                    q = given.rotated(ptxas.opaque(tile.start_m) + warpgroup * ROWS + chunk * CHUNK, CHUNK)
                     # Do not load further chunks early: registers suffice for one, and with the norm's weights for none.
                     if warpgroup + chunk > 0 or weights is not None:
                         barrier()
@@ -283,13 +276,13 @@ def rotate_queries(tiles, queries, source):
                     save_queries(source, tile, tile.start_m + warpgroup * ROWS, rotated)
         queries.fill(at_queries)
         tile_step += 1
-        tile = forward_tiles.next_tile(tiles, tile_step)
+        tile = forward_tiles.next_tile(announced, tile_step)
     if source.saved_desc is not None:
         tma_store_wait(0)
 
 
 @jit
-def rotate_rope(tiles, queries, source):
+def rotate_rope(announced, queries, source):
     """Rotate q_rope of each tile into shared memory, and save it if asked to; a warpgroup's work.
 
     Each warpgroup that attends has one slot, ``queries.rope``, next to the columns that the loading warp loads. Its
@@ -300,17 +293,17 @@ def rotate_rope(tiles, queries, source):
     LINES: gl.constexpr = gl.BlockedLayout([1, 1], [32, 1], [4, 1], [1, 0])
     CHUNK: gl.constexpr = 2048 // BLOCK_D
     tile_step = 0
-    tile = forward_tiles.next_tile(tiles, tile_step)
+    tile = forward_tiles.next_tile(announced, tile_step)
     while tile.num_blocks > 0:
-        given = tile_queries(source, tile, None, BLOCK_D)
-        prefetch_rows(given.rows, tile.start_m, tile.query_end, CONSUMERS * ROWS, LINES)
+        given = tile_queries(source, tile, None)
+        tiles.prefetch_rows(given.rows, tile.start_m, tile.query_end, CONSUMERS * ROWS, LINES)
         for warpgroup in gl.static_range(CONSUMERS):
             chunks = ()
             for chunk in gl.static_range(ROWS // CHUNK):
                 # These warps lack registers for the addresses of all rows at once, and for angles of two chunks.
                 if chunk > 0:
                     barrier()
-                q = given.rotated(opaque(tile.start_m) + warpgroup * ROWS + chunk * CHUNK, CHUNK)
+                q = given.rotated(ptxas.opaque(tile.start_m) + warpgroup * ROWS + chunk * CHUNK, CHUNK)
                 chunks = chunks + (q.to(queries.rope.dtype),)
             own = queries.of_warpgroup(warpgroup)
             cursor = own.at(tile_step)
@@ -328,6 +321,6 @@ def rotate_rope(tiles, queries, source):
                 save_queries(source, tile, tile.start_m + warpgroup * ROWS, rotated)
             own.fill(cursor)
         tile_step += 1
-        tile = forward_tiles.next_tile(tiles, tile_step)
+        tile = forward_tiles.next_tile(announced, tile_step)
     if source.saved_desc is not None:
         tma_store_wait(0)

@@ -66,7 +66,7 @@ class Announcements:
 
     channel: channels.Channel
     WORDS: gl.constexpr
-    NQ: gl.tensor | None  # None if no reader needs it, as with NK: Triton 3.6 fails on unused arguments of warps
+    NQ: gl.tensor | None  # None if tiles are announced with their ends: Triton 3.6 fails on unused arguments of warps
     NK: gl.tensor | None
 
 
@@ -81,7 +81,7 @@ def announcements(HAS_BOUNDS: gl.constexpr, IS_PACKED: gl.constexpr, READERS: gl
     smem = gl.allocate_shared_memory(gl.int32, [TILE_STAGES * WORDS, 1], mbarrier.MBarrierLayout())
     channel = channels.channel_of(smem, TILE_STAGES)
     channel.init(FILLS=1, RELEASES=READERS * channels.WARPGROUP_THREADS)
-    return Announcements(channel, WORDS, NQ, NK)
+    return Announcements(channel, WORDS, None if IS_PACKED else NQ, None if HAS_BOUNDS else NK)
 
 
 @jit
@@ -124,15 +124,6 @@ def next_tile(tiles, step):
 
 
 @record
-class VisitLists:
-    """The results of ``visits_kernel``, in calls whose masks are intervals of query rows."""
-
-    visits_ptr: gl.tensor
-    key_rows_ptr: gl.tensor
-    hidden_ptr: gl.tensor
-
-
-@record
 class TileSource:
     """From what the tiles of a call and their masks follow, but for its numbers; None: the call has no such mask."""
 
@@ -144,8 +135,11 @@ class TileSource:
     READS_LENGTHS: gl.constexpr  # as in ``kernels.masks.Mask``
     FROM_START: gl.constexpr = False  # keys are counted from kv_starts, as in ``kernels.sequences.MaskArguments``
     IS_ALIGNED: gl.constexpr = False  # use ``is_aligned``, which holds
-    # With these there is no other mask, and starts and lens say only at which positions the sequence is.
-    lists: VisitLists | None = None
+    # The results of ``visits_kernel``, if masks are intervals of query rows. With these there is no other mask, and
+    # starts and lens say only at which positions the sequence is.
+    visits_ptr: gl.tensor | None = None
+    key_rows_ptr: gl.tensor | None = None
+    hidden_ptr: gl.tensor | None = None
 
 
 @record
@@ -205,13 +199,13 @@ class Work:
         return row
 
     @jit
-    def existing_keys(self):
-        """Return the rows [first, last) of the tensor that hold keys that some row of the tile may see."""
-        first, last = self.tile.first_key, self.tile.num_keys
+    def existing_keys(self, arrival):
+        """Return the ``ExistingRows`` that hold keys that some row of the tile may see."""
+        first, end = self.tile.first_key, self.tile.num_keys
         if self.first_k is not None:
             first += self.first_k
-            last += self.first_k
-        return first, last
+            end += self.first_k
+        return channels.ExistingRows(arrival, first, end)
 
 
 @jit
@@ -250,7 +244,7 @@ def make_tile(schedule, mask, start_m, bh, batch, head, q_offset, query_end, rot
 def tile_work(schedule, index):
     """Return the ``Work`` of tile number ``index``, which exists."""
     # With intervals too, because the last rows of a prefix or a tree see the most keys.
-    LAST_FIRST: gl.constexpr = masks.is_causal(schedule.window.right) or schedule.source.lists is not None
+    LAST_FIRST: gl.constexpr = masks.is_causal(schedule.window.right) or schedule.source.visits_ptr is not None
     query_blocks = (schedule.NQ + schedule.BLOCK_M - 1) // schedule.BLOCK_M
     block, bh = scheduled_tile(index, query_blocks, schedule.num_heads, schedule.heads_per_section, LAST_FIRST)
     start_m = block * schedule.BLOCK_M
@@ -264,16 +258,16 @@ def tile_work(schedule, index):
         num_keys -= first_k
         starts_ptr = None
     head_kv = head // schedule.GROUP_SIZE
-    if source.lists is not None:
+    if source.visits_ptr is not None:
         key_blocks = (schedule.NK + schedule.BLOCK_N - 1) // schedule.BLOCK_N
         tile_number = batch * query_blocks + start_m // schedule.BLOCK_M
-        visits_ptr = source.lists.visits_ptr + tile_number.to(gl.int64) * (1 + key_blocks)
+        visits_ptr = source.visits_ptr + tile_number.to(gl.int64) * (1 + key_blocks)
         WORDS: gl.constexpr = schedule.BLOCK_N // 32
-        hidden_ptr = source.lists.hidden_ptr + batch.to(gl.int64) * WORDS * key_blocks
+        hidden_ptr = source.hidden_ptr + batch.to(gl.int64) * WORDS * key_blocks
         # The number of blocks is announced with each of them, so that warps that rotate queries need not wait for the
         # launch that counts them. The tile's last block and what needs a mask are not read.
-        no = num_keys * 0
-        tile = QueryTile(start_m, bh, batch, head, no + 1, no, no, no, no, num_keys, schedule.NQ, start_m)
+        zero = num_keys * 0
+        tile = QueryTile(start_m, bh, batch, head, zero + 1, zero, zero, zero, zero, num_keys, schedule.NQ, start_m)
         return Work(tile, index, head_kv, first_k, visits_ptr + 1, hidden_ptr)
     else:
         q_offset = num_keys - schedule.NQ
@@ -340,10 +334,8 @@ def packed_work(schedule, index):
 @jit
 def first_work(schedule):
     """Return the ``Work`` that this block of the grid begins with."""
-    if schedule.tiles_per_head is not None:
-        return packed_work(schedule, gl.program_id(0))
-    else:
-        return tile_work(schedule, gl.program_id(0))
+    index = gl.program_id(0)
+    return tile_work(schedule, index) if schedule.tiles_per_head is None else packed_work(schedule, index)
 
 
 @jit
@@ -355,7 +347,7 @@ def next_work(schedule, work):
     else:
         exists = index < schedule.num_tiles
         source = schedule.source
-        if source.lens_ptr is not None or source.starts_ptr is not None or source.lists is not None:
+        if source.lens_ptr is not None or source.starts_ptr is not None or source.visits_ptr is not None:
             # A tile past the last one has no lengths and no visits to read.
             index = gl.minimum(index, schedule.num_tiles - 1)
         work = tile_work(schedule, index)

@@ -3,10 +3,6 @@
 
 All masks of the call become one interval of query rows for each key, so that the main kernels know no other mask. The
 kernels write each key's rows, the blocks that the forward's tiles visit, and the shares of the backward's programs.
-
-Intervals make tiles of the backward uneven. For example all rows see the root of a tree, so that its few tiles would
-take longer than everything else together. A tile that has clearly more query blocks than a multiprocessor has on
-average is therefore divided into shares, each the work of one program. The longest shares start first.
 """
 
 from typing import Any
@@ -19,7 +15,7 @@ from fused_rope_attn.attention import arguments as call_arguments
 from fused_rope_attn.attention.hopper import backward_block, channels
 from fused_rope_attn.attention.problem import Problem, Tensors
 from fused_rope_attn.kernels import schedule, sequences
-from fused_rope_attn.kernels.intervals import NO_ROW, WORD, row_interval
+from fused_rope_attn.kernels.masks import NO_ROW, WORD, row_interval
 from fused_rope_attn.kernels.records import record, unpack
 from fused_rope_attn.runtime import device, launch
 
@@ -62,15 +58,11 @@ def load_key_tile(batch, block, masks, NQ, NK, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
-def some_rows(tile):
-    """Return the first row that sees any key of each block, NO_ROW if none does, and the row after the last one, 0."""
-    return tl.min(tl.where(tile.first < tile.end, tile.first, NO_ROW), 1), tl.max(tile.end, 1)
-
-
-@triton.jit
-def all_rows(tile):
-    """Return the rows [first, end) that see all keys of each block; end is 0 if no row sees one of them."""
-    return tl.max(tile.first, 1), tl.min(tile.end, 1)
+def block_bounds(tile):
+    """Return (first, end, all_first, all_end) of each block's rows: [first, end) from the first to the last that see
+    any key, (NO_ROW, 0) if none does, and [all_first, all_end) that see all keys, all_end 0 if no row sees one."""
+    first, end = tl.min(tl.where(tile.first < tile.end, tile.first, NO_ROW), 1), tl.max(tile.end, 1)
+    return first, end, tl.max(tile.first, 1), tl.min(tile.end, 1)
 
 
 @triton.jit
@@ -94,8 +86,8 @@ def key_rows_kernel(
     num_blocks blocks of BLOCK_N from the sequence's first one, num_keys in all.
 
     key_rows (B, 2, num_keys) int32: the rows [first, end), both 0 for a key that no row sees.
-    blocks (B, 4 * num_blocks + num_keys / WORD) int32: ``some_rows`` and ``all_rows`` of each block, and then a bit for
-    each of the NK keys that no row sees.
+    blocks (B, 4 * num_blocks + num_keys / WORD) int32: each of the four ``block_bounds`` of all blocks, and then a bit
+    for each of the NK keys that no row sees.
     """
     masks = sequences.complete_masks(unpack(masks), None, window_left, window_right)
     programs = tl.cdiv(num_blocks, BLOCKS)
@@ -104,8 +96,7 @@ def key_rows_kernel(
     tile = load_key_tile(batch, block, masks, NQ, NK, BLOCK_N)
     num_keys = num_blocks * BLOCK_N
     blocks_ptr += batch * (4 * num_blocks + num_keys // WORD)
-    first, end = some_rows(tile)
-    all_first, all_end = all_rows(tile)
+    first, end, all_first, all_end = block_bounds(tile)
     bounds, exists = blocks_ptr + block, block < num_blocks
     tl.store(bounds, first, mask=exists)
     tl.store(bounds + num_blocks, end, mask=exists)
@@ -150,8 +141,7 @@ def visits_kernel(
         tile = load_key_tile(batch, block, masks, NQ, NK, BLOCK_N)
         if chunk % programs == program:
             store_key_tile(key_rows_ptr, hidden_ptr, tile, block, num_blocks, BLOCK_N)
-        first, end = some_rows(tile)
-        all_first, all_end = all_rows(tile)
+        first, end, all_first, all_end = block_bounds(tile)
         has_hidden = tl.max(tile.hidden.to(tl.int32), 1)
         seen = (first[None, :] < last_m) & (end[None, :] > start_m)
         word = (block * 8 + has_hidden * 4)[None, :]
@@ -208,6 +198,9 @@ def deal_shares(
     heads_per_section, heads_per_multiprocessor, HALVES: tl.constexpr,
 ):  # fmt: skip
     """Write the shares of tile ``own`` of num_tiles tiles of HALVES blocks of KEYS keys, for all num_heads key heads.
+
+    Intervals make tiles uneven: for example all rows see the root of a tree, so that its few tiles would take longer
+    than all others together. A tile with clearly more query blocks than a multiprocessor has on average is divided.
 
     shares (num_shares, SHARE_WORDS) int32: the ``Share`` of each program; there may be more of them than work.
     counters (slots, CONSUMERS) int32: those of used slots are cleared. least_share: query blocks.
@@ -321,30 +314,27 @@ class Visits:
     def __init__(self, problem: Problem, block_m: int, block_n: int, pdl: bool):
         self.problem = problem
         batch, tiles = problem.batch, triton.cdiv(problem.len_q, block_m)
-        self.num_blocks = triton.cdiv(problem.len_k, block_n)
-        num_keys = self.num_blocks * block_n
+        num_blocks = triton.cdiv(problem.len_k, block_n)
         self.shapes = {
-            "visits_ptr": (batch, tiles, 1 + self.num_blocks),
-            "key_rows_ptr": (batch, 2, num_keys),
-            "hidden_ptr": (batch, num_keys // WORD.value),
+            "visits_ptr": (batch, tiles, 1 + num_blocks),
+            "key_rows_ptr": (batch, 2, num_blocks * block_n),
+            "hidden_ptr": (batch, num_blocks * (block_n // WORD.value)),
         }
         self.launch = launch.Launch(
             visits_kernel,
             batch * triton.cdiv(tiles, TILES.value),
             {"num_warps": 8},
             call_arguments.numbers_of(problem),
-            num_blocks=self.num_blocks,
+            num_blocks=num_blocks,
             BLOCK_M=block_m,
             BLOCK_N=block_n,
             PDL=pdl,
         )
 
     def __call__(self, stream: int, tensors: Tensors) -> dict[str, Any]:
-        """Launch, and return the results by the names of the main kernel's arguments."""
-        device = tensors.q.device
-        found: dict[str, Any] = {
-            name: torch.empty(x, dtype=torch.int32, device=device) for name, x in self.shapes.items()
-        }
+        """Launch, and return the results by the names of ``forward_tiles.TileSource``'s fields."""
+        options = {"dtype": torch.int32, "device": tensors.q.device}
+        found: dict[str, Any] = {name: torch.empty(shape, **options) for name, shape in self.shapes.items()}
         self.launch(stream, masks=call_arguments.masks_of(self.problem, tensors), **found)
         return found
 

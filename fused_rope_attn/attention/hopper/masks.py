@@ -3,9 +3,9 @@
 
 ``kernels.masks`` says which blocks a kernel visits and which of them need a mask, as for the portable kernels.
 
-A forward call has a ``PositionMask`` or an ``IntervalMask``. Warps that multiply ask both the same: ``visit`` for the
-block in a slot of K, ``row_number`` for how the mask counts query rows, and ``hide`` for scores with -inf where a row
-must not see a key.
+*Forward.* A call has a ``PositionMask`` or an ``IntervalMask``. Warps that multiply ask both the same: ``visit`` for
+the block in a slot of K, ``row_number`` for how the mask counts query rows, and ``hide`` for scores with -inf where a
+row must not see a key. *Backward.* ``mask_offset``, ``needs_mask`` and ``hide_pairs`` do so for KEYS keys.
 """
 
 from fused_rope_attn.attention.hopper import channels
@@ -21,6 +21,7 @@ def hide_keys(scores, limit, columns, UPPER: gl.constexpr, SEEN: gl.constexpr = 
     A score costs one comparison, because the limit is counted from the thread's first column, so that its other columns
     are constants. Columns before SEEN are past no limit and cost none.
     """
+    # A thread of a quad holds columns 2 i and 2 i + 1 of each eight.
     thread = columns & 6
     others = (columns & ~6)[None, :]
     bound = limit[:, None] - thread[None, :]
@@ -47,8 +48,7 @@ class Visit:
 class PositionMask:
     """The masks that follow from positions, as ``kernels.masks.visible`` defines them.
 
-    IS_ALIGNED: a causal mask where ``is_aligned`` holds, so that it crosses the first block of a tile, and all others
-    are seen whole. The first warpgroup sees half of that block, and the second one the first half whole.
+    IS_ALIGNED: ``forward.is_aligned`` holds: a causal mask crosses the first block of a tile and no other.
     """
 
     window: Window
@@ -183,10 +183,7 @@ def mask_offset(mask, sizes, keys, start_m):
 
     It is how far the query's position is past that of the first key of ``keys``, or with intervals the row.
     """
-    if mask.intervals is None:
-        return start_m + mask.num_keys - sizes.NQ - keys.start_n
-    else:
-        return start_m
+    return start_m + mask.num_keys - sizes.NQ - keys.start_n if mask.intervals is None else start_m
 
 
 @jit

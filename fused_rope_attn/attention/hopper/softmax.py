@@ -25,24 +25,20 @@ LAG = gl.constexpr(8.0)
 
 @constexpr_function
 def rescale_asm(values):
-    """Return assembly that multiplies ``values`` registers by their factors, unless all factors of the warp are 1.
+    """Return (assembly, constraints) that multiply ``values`` registers by factors, unless a warp's factors are all 1.
 
-    A thread holds two rows, and so two factors.
+    Operands: the results, which are the first inputs too, and a factor for each. A thread holds two rows, and so two
+    factors: that of registers 0 and 1, and that of registers 2 and 3, and so on.
     """
     factors = 2 * values
-    return (
+    assembly = (
         "{ .reg .pred grew, other; "
         f"setp.neu.f32 grew, ${factors}, 0f3F800000; setp.neu.f32 other, ${factors + 2}, 0f3F800000; "
         "or.pred grew, grew, other; vote.sync.any.pred grew, grew, 0xffffffff; @!grew bra STAY; "
         + " ".join(f"mul.f32 ${i}, ${i}, ${factors + i};" for i in range(values))
         + " STAY: }"
     )
-
-
-@constexpr_function
-def rescale_constraints(values):
-    """Return the register constraints of ``rescale_asm``: results, which are the first operands too, and factors."""
-    return ",".join(["=f"] * values + [str(i) for i in range(values)] + ["f"] * values)
+    return assembly, ",".join(["=f"] * values + [str(i) for i in range(values)] + ["f"] * values)
 
 
 @jit
@@ -50,19 +46,18 @@ def rescale_part(acc, correction):
     """Return acc (64, columns) float32 times correction (64,); a warp multiplies nothing if all its factors are 1."""
     # A thread holds half as many values of the 64 rows as there are columns; beyond 128 they are taken in two parts.
     VALUES: gl.constexpr = min(64, acc.shape[1] // 2)
+    ASSEMBLY: gl.constexpr = rescale_asm(VALUES)
     factors = gl.convert_layout(correction, gl.SliceLayout(1, acc.type.layout))[:, None].broadcast_to(acc.shape)
     return gl.inline_asm_elementwise(
-        rescale_asm(VALUES), rescale_constraints(VALUES), [acc, factors], dtype=gl.float32, is_pure=True, pack=VALUES
+        ASSEMBLY[0], ASSEMBLY[1], [acc, factors], dtype=gl.float32, is_pure=True, pack=VALUES
     )
 
 
 @jit
 def rescale_output(acc, correction):
     """Return ``ColumnParts`` of the output so far, times correction (64,)."""
-    if acc.right is None:
-        return ColumnParts(left=rescale_part(acc.left, correction), right=None)
-    else:
-        return ColumnParts(left=rescale_part(acc.left, correction), right=rescale_part(acc.right, correction))
+    left = rescale_part(acc.left, correction)
+    return ColumnParts(left, None if acc.right is None else rescale_part(acc.right, correction))
 
 
 @jit
@@ -76,12 +71,8 @@ def finish_part(acc, seen, factor, DTYPE: gl.constexpr):
 @jit
 def finish_output(acc, seen, factor, DTYPE: gl.constexpr):
     """Finish the ``ColumnParts`` of the output as ``finish_part`` does."""
-    if acc.right is None:
-        return ColumnParts(left=finish_part(acc.left, seen, factor, DTYPE), right=None)
-    else:
-        return ColumnParts(
-            left=finish_part(acc.left, seen, factor, DTYPE), right=finish_part(acc.right, seen, factor, DTYPE)
-        )
+    left = finish_part(acc.left, seen, factor, DTYPE)
+    return ColumnParts(left, None if acc.right is None else finish_part(acc.right, seen, factor, DTYPE))
 
 
 @jit
@@ -150,7 +141,7 @@ def weigh_scores(scores, subtrahend, correction, rows, qk_scale):
     p = tl.math.exp2(scores * qk_scale - subtrahend[:, None])
     part = gl.convert_layout(sum_quads(p), rows.sums.type.layout, assert_trivial=True)
     factor = gl.convert_layout(correction, gl.SliceLayout(1, rows.sums.type.layout))
-    return p, RowState(rows.maximum, rows.sums * factor[:, None] + part, rows.highest)
+    return p, replace(rows, sums=rows.sums * factor[:, None] + part)
 
 
 @jit
@@ -163,7 +154,7 @@ def weigh_first(scores, qk_scale, ROW: gl.constexpr):
     no_sums = gl.zeros([64, 4], gl.float32, QUADS)
     rows, subtrahend, correction = follow_maximum(scores, RowState(unseen, no_sums, None), qk_scale)
     p, rows = weigh_scores(scores, subtrahend, correction, rows, qk_scale)
-    return p, RowState(gl.convert_layout(rows.maximum, ROW, assert_trivial=True), rows.sums, None)
+    return p, replace(rows, maximum=gl.convert_layout(rows.maximum, ROW, assert_trivial=True))
 
 
 @jit
@@ -173,14 +164,9 @@ def pack_weights(p, DTYPE: gl.constexpr):
     A 16-bit tensor that a loop carries takes a register for every value, and instructions that split words and join
     them again. A carried zero takes nothing.
     """
-    if DTYPE == gl.bfloat16:
-        return gl.inline_asm_elementwise(
-            "cvt.rn.bf16x2.f32 $0, $3, $2; mov.b32 $1, 0;", "=r,=r,f,f", [p], dtype=gl.int32, is_pure=True, pack=2
-        )
-    else:
-        return gl.inline_asm_elementwise(
-            "cvt.rn.f16x2.f32 $0, $3, $2; mov.b32 $1, 0;", "=r,=r,f,f", [p], dtype=gl.int32, is_pure=True, pack=2
-        )
+    PAIR: gl.constexpr = "bf16x2" if DTYPE == gl.bfloat16 else "f16x2"
+    ASSEMBLY: gl.constexpr = f"cvt.rn.{PAIR}.f32 $0, $3, $2; mov.b32 $1, 0;"
+    return gl.inline_asm_elementwise(ASSEMBLY, "=r,=r,f,f", [p], dtype=gl.int32, is_pure=True, pack=2)
 
 
 @jit
@@ -203,7 +189,7 @@ def unpack_weights(words, DTYPE: gl.constexpr, LAYOUT: gl.constexpr):
     return gl.convert_layout(p, LAYOUT)
 
 
-# A capped score is from -1 to 1; this one gives p = 0 under any cap, also times the tanh's derivative.
+# The backward. A capped score is from -1 to 1; this one gives p = 0 under any cap, also times the tanh's derivative.
 HIDDEN = gl.constexpr(-1e18)
 
 
@@ -234,10 +220,7 @@ def weigh(s, lse, is_masked, keys, columns, diagonal, mask, scale, DTYPE: gl.con
 @jit
 def derivative_factor(p, s, scale):
     """Return the factor of dP - delta in dS: ``weigh``'s weights p, with a cap times the tanh's derivative."""
-    if scale.cap_scale is None:
-        return p
-    else:
-        return p * (1.0 - s * s)
+    return p if scale.cap_scale is None else p * (1.0 - s * s)
 
 
 @jit

@@ -12,13 +12,12 @@ from fused_rope_attn.experimental.corope import reference
 from fused_rope_attn.runtime import checks, device
 from fused_rope_attn.runtime.differentiation import differentiable, last_gradients
 from fused_rope_attn.runtime.entry import is_autocast_on
-from fused_rope_attn.runtime.forms import Forms
 
 if device.has_triton():  # elsewhere every call takes the reference
     from fused_rope_attn.experimental.corope.launch import corope_backward, corope_forward
 
 __all__ = ["corope_attention"]
-_FORMS = Forms(q="B HQ N D", k="B HKV N D", v="B HKV N D")
+_FORMS = checks.Forms(q="B HQ N D", k="B HKV N D", v="B HKV N D")
 
 
 def corope_attention(
@@ -92,12 +91,8 @@ class CoRopeAttention(torch.autograd.Function):
 
 def _refuse_determinism() -> None:
     """Raise, or warn if so chosen, as PyTorch's operators do if their backward pass is not deterministic."""
-    if not torch.are_deterministic_algorithms_enabled():
-        return
-    message = (
-        "the backward pass of corope_attention has no deterministic kernels, which "
-        "torch.use_deterministic_algorithms(True) asks for: its gradients are summed by atomics"
-    )
-    if not torch.is_deterministic_algorithms_warn_only_enabled():
-        raise RuntimeError(f"{message}; warn_only=True lets them run")
-    warnings.warn(message, UserWarning, stacklevel=2)
+    message = "the backward pass of corope_attention has no deterministic kernels: atomics sum its gradients"
+    if torch.are_deterministic_algorithms_enabled():
+        if not torch.is_deterministic_algorithms_warn_only_enabled():
+            raise RuntimeError(f"{message}; torch.use_deterministic_algorithms(True, warn_only=True) lets them run")
+        warnings.warn(message, UserWarning, stacklevel=2)

@@ -97,9 +97,7 @@ def _split(module: AttentionModule, *rows: Tensor) -> Heads:
 
 def scaled_by_position(module: AttentionModule, q: Tensor, given: dict[str, Any], past: Any) -> Tensor:
     """Multiply queries by a factor that is 1 up to the trained length, and grows with ``position_ids`` (1|B, N).
-
-    transformers before 5.4 reads ``cache_position`` (N,), which counts padding too.
-    """
+    transformers before 5.4 reads ``cache_position`` (N,), which counts padding too."""
     places = given["position_ids"] if _RELEASE >= Version("5.4") else given["cache_position"][None]
     rope = module.config.rope_parameters
     steps = torch.floor(places / rope["original_max_position_embeddings"])
@@ -108,10 +106,8 @@ def scaled_by_position(module: AttentionModule, q: Tensor, given: dict[str, Any]
 
 
 def scaled_where_unrotated(module: AttentionModule, q: Tensor, given: dict[str, Any], past: Any) -> Tensor:
-    """Multiply queries by a factor that grows with their place, in layers that do not rotate (Llama 4).
-
-    The place counts padding too. transformers 4.57 gives it as ``cache_position`` (N,).
-    """
+    """Multiply queries by a factor that grows with their place, in layers that do not rotate (Llama 4). The place
+    counts padding too. transformers 4.57 gives it as ``cache_position`` (N,)."""
     if module.use_rope or not module.attn_temperature_tuning:
         return q
     places = given.get("cache_position")
@@ -129,10 +125,8 @@ def attention_dropout(module: AttentionModule) -> float:
 
 
 def text_positions(position_ids: Tensor) -> Tensor | None:
-    """Return the text's positions (B, N), from which transformers finds packed sequences.
-
-    position_ids are (B, N), or (4, B, N) with the text's first. (3, B, N) lacks them, and the result is then None.
-    """
+    """Return the text's positions (B, N), from which transformers finds packed sequences, of position_ids (B, N) or (4,
+    B, N), which has the text's first. Return None for (3, B, N), which lacks them."""
     return position_ids if position_ids.ndim == 2 else first_of_four(position_ids)
 
 
@@ -258,11 +252,9 @@ class Convention:
         return [by_section(table, tuple(parameters["mrope_section"])) for table in narrow]
 
     def latent_rows(self, module: AttentionModule, latent: Latent, k_rope: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the two tensors that a module of multi-head latent attention gives to its cache.
-
-        They are the latent vectors and the rotated k_rope (B, 1, N, R) if the module expands the cache in each step,
-        and otherwise the keys and values of all heads.
-        """
+        """Return the two tensors that a module of multi-head latent attention gives to its cache: the latent vectors
+        and the rotated k_rope (B, 1, N, R) if it expands the cache in each step, else the keys and values of all
+        heads."""
         if self.latent == "sorted" and self.is_interleaved(module):  # as by ``apply_rotary_pos_emb_interleave``
             k_rope = k_rope.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
         if hasattr(module, "expand_kv"):
@@ -270,10 +262,8 @@ class Convention:
         return torch.cat((latent.k_nope, k_rope.expand(-1, v.shape[1], -1, -1)), dim=-1), v
 
     def output(self, module: AttentionModule, rows: Tensor, *gate: Tensor) -> Tensor:
-        """Return the output (B, N, width) of attention's rows (B, N, HQ * D), and of the gate if there is one.
-
-        A gate (B, N, HQ * D) multiplies columns, and a gate (B, N, HQ) whole heads.
-        """
+        """Return the output (B, N, width) of attention's rows (B, N, HQ * D), and of the gate if there is one. A gate
+        (B, N, HQ * D) multiplies columns, and a gate (B, N, HQ) whole heads."""
         for step in self.finish:
             if step == "residual_dropout":
                 rows = dropout(rows, p=module.residual_dropout, training=module.training)
@@ -316,8 +306,7 @@ _GROUPS: tuple[tuple[Convention, str], ...] = (
     (Convention(finish=("attn_sub_norm", "o_proj")), "bitnet.BitNetAttention"),
     (Convention(keys_multiplied), "falcon_h1.FalconH1Attention"),
     (Convention(clip="config.clip_qkv"), "olmo.OlmoAttention"),
-    (Convention(rotates="with tables", documents_in_masks=False),
-        "granitemoehybrid.GraniteMoeHybridAttention"),
+    (Convention(rotates="with tables", documents_in_masks=False), "granitemoehybrid.GraniteMoeHybridAttention"),
     (Convention(rotates="with tables", window="of layer", sinks=True),
         "granite_swa.GraniteSWAAttention granitemoe_swa.GraniteMoeSWAAttention"),
     (Convention(half_width="whole", interleaved=True, chunks=True, rotates="where told",
@@ -335,8 +324,7 @@ _GROUPS: tuple[tuple[Convention, str], ...] = (
         "qwen3_moe.Qwen3MoeAttention"),
     (Convention(norms=_BY_HEAD, window="of sliding layer", rotates="sliding or all"),
         "exaone4.Exaone4Attention exaone_moe.ExaoneMoeAttention kolibri1.Kolibri1Attention"),
-    (Convention(norms=_BY_HEAD, window="of layer", rotates="windowed", sinks=True),
-        "flint.FlintAttention"),
+    (Convention(norms=_BY_HEAD, window="of layer", rotates="windowed", sinks=True), "flint.FlintAttention"),
     (Convention(norms=(*_BY_HEAD, "use_qk_norm")), "glm4_moe.Glm4MoeAttention"),
     (Convention(gate_in_q_proj, norms=_BY_HEAD, finish=_GATED),
         "qwen3_5.Qwen3_5Attention qwen3_5_moe.Qwen3_5MoeAttention qwen3_next.Qwen3NextAttention"),
@@ -367,8 +355,7 @@ _GROUPS: tuple[tuple[Convention, str], ...] = (
     (Convention(half_width="whole", window="of layer", sinks=True, documents_in_masks=False),
         "gpt_oss.GptOssAttention"),
     # Multi-head latent attention. DeepSeek V2's tables are complex numbers, one for each pair.
-    (Convention(latent, latent="kept", half_width="whole", interleaved=True),
-        "deepseek_v2.DeepseekV2Attention"),
+    (Convention(latent, latent="kept", half_width="whole", interleaved=True), "deepseek_v2.DeepseekV2Attention"),
     (Convention(latent, latent="sorted", interleaved="config.rope_interleave"),
         "axk1.AXK1Attention deepseek_v3.DeepseekV3Attention youtu.YoutuAttention"),
     (Convention(latent, latent="sorted", interleaved="config.rope_interleave", query_scale=scaled_by_position),
@@ -461,11 +448,9 @@ def convention_of(module: nn.Module) -> Convention | None:
 
 
 def row_of(cls: type[nn.Module], table: Mapping[str, Row]) -> Row | None:
-    """Return the row of a class in a table by ``name_of``, or None.
-
-    A class that inherits from one in the table, as FSDP2 and torch's parametrizations make them, has its row while it
-    overrides no method of it but ``__init__``, and none was replaced.
-    """
+    """Return the row of a class in a table by ``name_of``, or None. A class that inherits from one in the table, as
+    FSDP2 and torch's parametrizations make them, has its row if no method but ``__init__`` is overridden or
+    replaced."""
     known = _found.setdefault(cls, {})
     forward, row = known.get(id(table), (None, None))
     if forward is not cls.forward:
@@ -524,9 +509,7 @@ def name_of(cls: type) -> str:
 
 def looks_like_attention(module: nn.Module) -> bool:
     """Return whether a module is attention by its name, or by an attribute that transformers' attention modules have.
-
-    Only the innermost of nested modules counts: DBRX, for example, also names a block after the attention in it.
-    """
+    Only the innermost of nested modules counts: DBRX also names a block after the attention in it."""
     if convention_of(module) is not None:
         return True
     return _has_the_name(module) and not any(_has_the_name(m) for m in module.modules() if m is not module)
@@ -550,10 +533,8 @@ def hands_padding_on(decoder: nn.Module) -> bool:
 
 
 def hands_positions_on(cls: type[nn.Module]) -> bool:
-    """Return whether a class of attention modules passes ``position_ids`` on to its attention function.
-
-    Keywords are passed on, but a parameter of that name is lost unless a call in the forward names it (Persimmon).
-    """
+    """Return whether a class of attention modules passes ``position_ids`` on to its attention function. A parameter of
+    that name is lost unless a call in the forward names it (Persimmon)."""
     code = inspect.unwrap(cls.forward).__code__
     names = (x if isinstance(x, tuple) else (x,) for x in code.co_consts)
     return "position_ids" not in code.co_varnames[: code.co_argcount] or any("position_ids" in x for x in names)

@@ -311,10 +311,8 @@ def describe_batch(decoder: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple
 
 
 def describe_before_masks(model: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-    """Add the decoder's Batch to a model's keywords. A forward pre-hook of models that make their decoder's masks.
-
-    Such a decoder gets the masks only. If they may be other than causal, leave them to its own hook.
-    """
+    """Add the decoder's Batch to a model's keywords. A forward pre-hook of models that make their decoder's masks. Such
+    a decoder gets the masks only. If they may be other than causal, leave them to its own hook."""
     known: state.Decoder = getattr(model, MASK_MAKER)
     given = dict(zip(known.names, args)) | kwargs
     rule = _rule_of(model)
@@ -369,10 +367,7 @@ class Preparation(state.Method):
 
 
 def decoder_in(model: nn.Module) -> tuple[nn.Module | None, nn.Module | None]:
-    """Return (the patched decoder in a model, the model around it that makes its masks); None for an absent one.
-
-    The decoder is None too if there are several.
-    """
+    """Return (the only patched decoder in a model, the model around it that makes its masks), or None for either."""
     decoders, maker = [], None
     for module in model.modules():
         if state_of(module, DECODER) is not None:
@@ -474,10 +469,8 @@ def _create_batch_processor(own: Callable[[], Any]) -> Any:
 
 
 def capture(runner: Any, own: Callable[..., None], forward: Callable[..., None], *args: Any) -> None:
-    """Capture a graph by a runner's ``own`` method, or let the runner continue without graphs if that fails.
-
-    With masks, managers use no graphs by default, and so serve models that synchronise, for example in their experts.
-    """
+    """Capture a graph by a runner's ``own`` method, or let the runner continue without graphs if that fails. With
+    masks, managers use no graphs, and so serve models that synchronise, for example in their experts."""
     done = []
 
     def counted(*given: Any) -> None:
@@ -495,10 +488,8 @@ def capture(runner: Any, own: Callable[..., None], forward: Callable[..., None],
 
 
 def refuse_what_lacks_masks(config: Any, given: dict[str, Any], reason: str) -> None:
-    """Raise if a pass needs the modules' own forward, but its manager made no masks.
-
-    given: the arguments of the decoder's forward by name. reason: why the pass needs their forward.
-    """
+    """Raise if a pass needs the modules' own forward for a reason, but its manager made no masks. given: the arguments
+    of the decoder's forward by name."""
     implementation = obstacles.implementation_of(config)
     unmasked = caches.is_paged(caches.cache_of(given)) and given.get("attention_mask") is None
     if implementation == obstacles.PAGES or unmasked and implementation in obstacles.MASKED:

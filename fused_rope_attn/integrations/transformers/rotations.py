@@ -85,10 +85,8 @@ def head_norms(q_norm: nn.Module, k_norm: nn.Module) -> HeadNorms | str:
 
 
 def unfit_for(norms: HeadNorms, q: Tensor, cached: bool) -> str:
-    """Return why norms that the kernels could compute do not fit queries (B, HQ, N, D), or "".
-
-    cached: the keys go into a cache, which must get the result dtype of the module's own norms.
-    """
+    """Return why norms that the kernels could compute do not fit queries (B, HQ, N, D), or "". cached: the keys go into
+    a cache, which must get the result dtype of the module's own norms."""
     weights = norms.q_norm, norms.k_norm
     for weight in weights:
         if weight.shape != q.shape[3:]:
@@ -187,10 +185,8 @@ class Kept:
 
 
 def _once(kept: Kept | None, sources: tuple, options: tuple, make: Callable[[], Tables]) -> Tables:
-    """Return what ``make`` returns, the same for all layers of a pass that have these sources and options.
-
-    The sources are kept alive so that their ids stay unique. A compiled graph asks for no id, because it would break.
-    """
+    """Return what ``make`` returns, the same for all layers of a pass that have these sources and options. Keep the
+    sources alive so that their ids stay unique. A compiled graph asks for no id, because it would break."""
     if kept is None:
         return make()
     key = (*map(id, sources), *options)
@@ -251,10 +247,8 @@ class Tokens(NamedTuple):
 def tables_for(
     module: AttentionModule, convention: Convention, embeddings: Any, q: Tensor, kept: Kept | None
 ) -> Tables:
-    """Return the tables for q (B, HQ, N, D). embeddings: (cos, sin) of the model's rotary embedding, or cos + i sin.
-
-    A layer that does not rotate ignores them; they may then be None.
-    """
+    """Return the tables for q (B, HQ, N, D). embeddings: (cos, sin) of the model's rotary embedding, or cos + i sin. A
+    layer that does not rotate ignores them; they may then be None."""
     if not convention.rotates_in(module, embeddings):
         return identity_tables(q.shape[2], q.device)
     interleaved = convention.is_interleaved(module)

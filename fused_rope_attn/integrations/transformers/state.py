@@ -1,7 +1,4 @@
-"""State that ``patch_model`` stores on the modules of a model, and the report that reads it.
-
-State is plain objects, copied and pickled with the model.
-"""
+"""State that ``patch_model`` stores on the modules of a model, copied and pickled with it, and the report of it."""
 
 from __future__ import annotations
 
@@ -92,10 +89,8 @@ class Decoder:
 
 
 class Method:
-    """An instance attribute that replaces the method ``name`` of a model.
-
-    An object, because pickle stores a method of an instance as its class's own. previous: as in ``Patch``.
-    """
+    """An instance attribute that replaces the method ``name`` of a model. previous: as in ``Patch``. It is an object,
+    because pickle stores a method of an instance as its class's own."""
 
     name: str
 

@@ -13,12 +13,10 @@ import torch.nn.functional as F
 pytest.importorskip("litgpt", reason="litgpt is not installed: make test-places")
 
 import litgpt.__main__
-from litgpt.adapter import GPT as AdapterGPT
-from litgpt.adapter import Config as AdapterConfig
+from litgpt.adapter import GPT as AdapterGPT, Config as AdapterConfig
 from litgpt.config import Config
 from litgpt.generate.base import generate
-from litgpt.lora import GPT as LoraGPT
-from litgpt.lora import Config as LoraConfig
+from litgpt.lora import GPT as LoraGPT, Config as LoraConfig
 from litgpt.model import GPT, CausalSelfAttention
 
 from fused_rope_attn.integrations import litgpt as integration

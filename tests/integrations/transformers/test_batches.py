@@ -5,8 +5,7 @@ import torch
 import transformers
 from packaging.version import Version
 
-from fused_rope_attn.integrations.transformers import batch as batches
-from fused_rope_attn.integrations.transformers import obstacles, patch_model
+from fused_rope_attn.integrations.transformers import batch as batches, obstacles, patch_model
 from fused_rope_attn.integrations.transformers.batch import PLAIN, Batch, describe
 from fused_rope_attn.integrations.transformers.caches import tokens_seen
 from fused_rope_attn.integrations.transformers.obstacles import Pass

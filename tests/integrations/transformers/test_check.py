@@ -9,8 +9,7 @@ import pytest
 import torch
 import transformers
 
-from fused_rope_attn.integrations.transformers import __main__ as check
-from fused_rope_attn.integrations.transformers import attention, patch_model
+from fused_rope_attn.integrations.transformers import __main__ as check, attention, patch_model
 from tests.support.hf_models import MODELS, attentions_of, make_ids, make_model
 from tests.support.paths import ROOT
 

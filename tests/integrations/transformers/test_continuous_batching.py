@@ -6,8 +6,7 @@ import pytest
 import torch
 import transformers
 from packaging.version import Version
-from transformers.generation.continuous_batching import cache as paged_cache
-from transformers.generation.continuous_batching import continuous_api
+from transformers.generation.continuous_batching import cache as paged_cache, continuous_api
 
 from fused_rope_attn.integrations.transformers import (
     attention,

@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from fused_rope_attn.integrations.transformers import patch_model, patch_report, unpatch_model
-from tests.support.hf_models import MODELS as FAMILIES
-from tests.support.hf_models import make_model
+from tests.support.hf_models import MODELS as FAMILIES, make_model
 from tests.support.hf_serving import answers, prompts
 
 # The experts of gpt-oss in float32 copy to the host, and warn that their passes take no graphs.

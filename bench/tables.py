@@ -1,0 +1,168 @@
+"""The generated tables of the documents: ours, and the others' times over ours, with a group of columns for each card.
+
+``Table`` says what is shown, so that all suites share one function. Ratios are medians over the rounds of one process;
+below 1 ours is slower, and that is printed the same way.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from bench import results
+from bench.report import (
+    PASSES,
+    Group,
+    Row,
+    card_name,
+    faster,
+    groups,
+    legend,
+    mark,
+    markdown,
+    strongest,
+    three_digits,
+    timed,
+)
+from bench.timing import EVEN
+
+CARDS = ("h200", "h100")
+# What every label of a column has in common is left out.
+_PREFIX = re.compile(r"^(bare |Liger norm \+ )?(Liger rope \+ |rotate \+ write \+ |rotation apart \+ )?")
+_PARTS = ("fwd", "fwd_grad", "bwd", "both")
+_ROLES = {"rival": "strongest with rotation", "bare": "fastest without"}
+
+
+class Table(NamedTuple):
+    """What a table shows of the files ``SUITE-CARD``, with a line for each case and shape.
+
+    cases: those that are shown, in this order; none: all. within: an expression that
+    their shapes match. shapes: these are shown too.
+    mine: the provider that the others are compared with. shows: the field of it that is shown.
+    cost: the provider that is ours without the option; its column has our time over that.
+    facts: fields of ours that are shown too, with their headers and formats.
+    others: providers with columns of their own, by header. roles: the best of each role has a column.
+    over: "rounds" compares times, "mj_rounds" energies.
+    """
+
+    suite: str
+    cases: tuple[str, ...] = ()
+    within: str = ""
+    shapes: bool = False
+    mine: str = "fused"
+    mode: str = "graph"
+    shows: str = "ms"
+    cost: tuple[str, str] | None = None
+    facts: dict[str, tuple[str, str]] = {}
+    others: dict[str, str] = {}
+    roles: tuple[str, ...] = ("rival", "bare")
+    over: str = "rounds"
+
+
+def committed(suite: str) -> dict[str, list[Row]]:
+    """Return the rows of a suite by card. OSError where no card has any."""
+    names = {card: f"{suite}-{card}" for card in CARDS if (results.RESULTS / f"{suite}-{card}.csv").exists()}
+    if not names:
+        raise FileNotFoundError(f"bench/results has no rows of {suite}")
+    return {card: results.read(name) for card, name in names.items()}
+
+
+def render(table: Table) -> str:
+    """Return a table, its legend and the origins of its rows. ValueError where the rows lack what it shows."""
+    lines: dict[str, dict[str, list[str]]] = {}
+    header, shown, blank = [""], {}, {}
+    for card, rows in committed(table.suite).items():
+        found = _lines(table, rows)
+        shown[card] = [row for passes in found.values() for group in passes for row in group.values()]
+        columns = _columns(table, shown[card])
+        blank[card] = [""] * len(columns)
+        header += [f"{card_name(rows[0]['gpu'])}, {name}" if i == 0 else name for i, name in enumerate(columns)]
+        for (case, shape), passes in found.items():
+            cells = lines.setdefault(f"{case} ({shape})" if table.shapes else case, {})
+            cells[card] = [_cell(table, name, passes) for name in columns]
+    if missing := set(table.cases) - {case for rows in shown.values() for case in (row["case"] for row in rows)}:
+        raise ValueError(f"no times of {table.mine} at {', '.join(sorted(missing))} in the rows of {table.suite}")
+    body = [[name, *(cell for card in shown for cell in line.get(card, blank[card]))] for name, line in lines.items()]
+    every = [row for rows in shown.values() for row in rows]
+    return f"{markdown(header, body)}\n\n{legend(every)}{origins(table.suite, shown)}"
+
+
+def _lines(table: Table, rows: list[Row]) -> dict[tuple[str, str], list[Group]]:
+    """Return (case, shape) -> the groups of its passes, where ours was timed, in the order of the cases."""
+    found: dict[tuple[str, str], list[Group]] = {}
+    for (case, shape, _, _), group in groups(rows, table.mode).items():
+        if table.mine in group and re.search(table.within, shape):
+            found.setdefault((case, shape), []).append(group)
+    names = table.cases or dict.fromkeys(case for case, _ in found)
+    return {key: sorted(found[key], key=_order) for name in names for key in found if key[0] == name}
+
+
+def _order(group: Group) -> int:
+    part = next(iter(group.values()))["pass"]
+    return _PARTS.index(part) if part in _PARTS else 0
+
+
+def _columns(table: Table, rows: list[Row]) -> list[str]:
+    roles = [_ROLES[role] for role in table.roles if any(row["role"] == role for row in rows)]
+    unit = {"ms": "ms", "tokens_s": "tokens/s"}[table.shows]
+    cost = [table.cost[0]] if table.cost else []
+    facts = [name for name, (field, _) in table.facts.items() if any(field in row for row in rows)]
+    others = [name for name, who in table.others.items() if any(row["provider"] == who for row in rows)]
+    return [f"ours, {unit}", *cost, *facts, *others, *roles]
+
+
+def _cell(table: Table, name: str, passes: list[Group]) -> str:
+    """Return the text of a column, with one figure for each pass."""
+    mine = [group[table.mine] for group in passes]
+    if name.startswith("ours, "):
+        return " / ".join(three_digits(row[table.shows]) for row in mine)
+    if name in table.facts:
+        field, text = table.facts[name]
+        return " / ".join(dict.fromkeys(text.format(row[field]) for row in mine if field in row))
+    if table.cost and name == table.cost[0]:
+        without = [(row, group[table.cost[1]]) for row, group in zip(mine, passes) if table.cost[1] in group]
+        return " / ".join(f"{faster(row, base):.3f}" for row, base in without)
+    if name in table.others:
+        found = [(group.get(table.others[name]), row) for group, row in zip(passes, mine)]
+        return " / ".join(f"{faster(row, own, table.over):.2f}{mark(row)}" for row, own in found if row) or "-"
+    role = next(role for role, words in _ROLES.items() if words == name)
+    best = [(strongest(group.values(), role), row) for group, row in zip(passes, mine)]
+    return _named([(faster(row, own, table.over), row["label"], mark(row)) for row, own in best if row])
+
+
+def _named(found: list[tuple[float, str, str]]) -> str:
+    """Return ratios with their labels, which are named once if they are the same: ``1.04 / 1.16 FA4``."""
+    labels = [_PREFIX.sub("", label) for _, label, _ in found]
+    figures = [f"**{ratio:.2f}**{loose}" for ratio, _, loose in found]
+    if len(set(labels)) == 1:
+        return f"{' / '.join(figures)} {labels[0]}"
+    return " / ".join(f"{figure} {label}" for figure, label in zip(figures, labels))
+
+
+def origins(suite: str, rows: dict[str, list[Row]]) -> str:
+    """Return where each card's rows are, and their releases of Triton, dates and commits."""
+    parts = []
+    for card, found in rows.items():
+        triton = ", ".join(sorted({row["triton"] for row in found}))
+        dates = ", ".join(sorted({row["date"][:10] for row in found}))
+        commits = ", ".join(sorted({row["commit"][:7] for row in found}))
+        link = f"[{card_name(found[0]['gpu'])}]({{results}}/{suite}-{card}.csv)"
+        parts.append(f"{link} (Triton {triton}; {dates}; {commits})")
+    return f"Rows: {', '.join(parts)}."
+
+
+def standing(suite: str, names: Iterable[str]) -> str:
+    """Say at how many of all shapes ours is not slower than each rival, and the range of the ratio."""
+    header, lines, cards = ["ours is not slower at, theirs / ours"], {name: [""] for name in names}, committed(suite)
+    for rows in cards.values():
+        header += [f"{card_name(rows[0]['gpu'])} {words}" for words in PASSES.values()]
+        every = groups(rows, "graph").items()
+        for name, line in lines.items():
+            labels = {row["label"] for row in timed(rows) if row["provider"] == name}
+            line[0] = next(iter(labels), line[0])
+            for part in PASSES:
+                ratios = [faster(g[name], g["fused"]) for (_, _, at, _), g in every if at == part and name in g]
+                count = f"{sum(x >= EVEN for x in ratios)} of {len(ratios)}"
+                line.append(f"{count}, {min(ratios):.2f} to {max(ratios):.2f}" if ratios else "no such pass")
+    return f"{markdown(header, list(lines.values()))}\n\n{origins(suite, cards)}"
