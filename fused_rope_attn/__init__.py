@@ -4,8 +4,6 @@ The public names, ``distributed``, ``experimental`` and ``masks`` are imported w
 package needs neither a GPU, nor Triton, nor an extra.
 """
 
-from __future__ import annotations
-
 import importlib
 from typing import TYPE_CHECKING, Any
 

@@ -4,8 +4,6 @@ Importing this module asks nothing. The report starts CUDA if there is a GPU, co
 Triton or an extra.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import platform

@@ -14,8 +14,6 @@ Values that no mask has, for example documents that overlap, are a ValueError on
 torch.compile and torch.export, the host does not wait to read them, and an assertion on the device fails.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import torch

@@ -80,7 +80,8 @@ class Job(LaunchJob):
     def title(self) -> str:
         if self.is_hopper:
             return f"hopper {self.direction} mla" if self.latent else f"hopper {self.direction}"
-        return f"{self.direction} mla" if self.latent else f"{self.direction} {self.config.strategy}"
+        strategy = self.config.strategy if self.direction == "forward" else "prepass"
+        return f"{self.direction} mla" if self.latent else f"{self.direction} {strategy}"
 
     def launch(self) -> None:
         if self.is_hopper:
@@ -136,7 +137,14 @@ class Job(LaunchJob):
             prepare(problem, given, self.config, self.rotated)(given)
 
 
-FINDERS = (("forward", portable_configs.forward_config), ("backward", portable_configs.backward_config))
+DIRECTIONS = ("forward", "backward")
+
+
+def find_config(direction: str, arch: str, element_size: int, head_dim: int, strategy: str, *shape: Any) -> Any:
+    """Return the portable configuration of a pass. strategy: of the forward pass."""
+    if direction == "forward":
+        return portable_configs.forward_config(arch, element_size, head_dim, strategy, *shape)
+    return portable_configs.backward_config(arch, element_size, head_dim, *shape)
 
 
 def table_jobs(arch: str, full: bool = False) -> list[Job]:
@@ -148,11 +156,11 @@ def table_jobs(arch: str, full: bool = False) -> list[Job]:
     ``full`` compiles all that too, and a head dimension that is no power of two.
     """
     jobs = []
-    for direction, find in FINDERS:
+    for direction in DIRECTIONS:
         for element_size, head_dim, bucket in itertools.product((2, 4), (64, 128, 256), configs.BUCKETS):
             # An order of the blocks is no other code: rows that differ in it alone are one job.
             inline, prepass = (
-                replace(find(arch, element_size, head_dim, strategy, bucket), section_bytes=0)
+                replace(find_config(direction, arch, element_size, head_dim, strategy, bucket), section_bytes=0)
                 for strategy in configs.STRATEGIES
             )
             job = Job(
@@ -163,10 +171,10 @@ def table_jobs(arch: str, full: bool = False) -> list[Job]:
                 config=inline,
             )
             jobs.append(job)
-            is_other = replace(prepass, strategy="inline", tma=False) != inline
-            if is_other or (arch == "sm_90" and element_size == 2) or full:
-                # Forward has a store more than without; backward is one launch only so.
-                jobs.append(replace(job, config=prepass, rotated=direction == "forward"))
+            if direction == "forward":
+                is_other = replace(prepass, strategy="inline", tma=False) != inline
+                if is_other or (arch == "sm_90" and element_size == 2) or full:
+                    jobs.append(replace(job, config=prepass, rotated=True))  # a store more than without
     if full:
         jobs = [other for job in jobs for other in (job, *_variants(job), replace(job, causal=False))]
     return list(dict.fromkeys(jobs))
@@ -203,8 +211,8 @@ def mask_jobs(arch: str, full: bool = False) -> list[Job]:
     jobs = [
         Job(**BF16, arch=arch, direction=direction, head_dim=head_dim, config=config, gqa=True, masks=masks)
         for strategy, head_dim, masks in chosen
-        for direction, find in FINDERS
-        for config in [replace(find(arch, 2, head_dim, strategy, "medium", True), section_bytes=0)]
+        for direction in DIRECTIONS
+        for config in [replace(find_config(direction, arch, 2, head_dim, strategy, "medium", True), section_bytes=0)]
     ]
     if arch == "sm_90":
         # Rows that are no multiple of 16 elements apart, which ptxas 12.8 has miscompiled (``tools.uninitialised``).

@@ -39,7 +39,7 @@ class DecodeJob(LaunchJob):
         return titles.get(type(self.config), "gathered chunk")
 
     def launch(self) -> None:
-        from fused_rope_attn.generation.launch import GatheredCall, OrderedCall, StepCall
+        from fused_rope_attn.generation.launch import gathered_call, ordered_call, step_call
         from fused_rope_attn.generation.problem import StepTensors, describe_step
 
         pages, rows = (2, 1000) if self.page_size is None else (300, self.page_size)
@@ -69,8 +69,8 @@ class DecodeJob(LaunchJob):
             interleaved=self.interleaved,
             **feature_options(self.masked, self.masked, self.norms),
         )
-        calls = {configs.DecodeConfig: StepCall, configs.OrderedConfig: OrderedCall}
-        call = calls.get(type(self.config), GatheredCall)
+        calls = {configs.DecodeConfig: step_call, configs.OrderedConfig: ordered_call}
+        call = calls.get(type(self.config), gathered_call)
         call(problem.for_launch(), tensors, self.config)(tensors)
 
 
@@ -85,7 +85,7 @@ class WriteJob(LaunchJob):
     title = "write"
 
     def launch(self) -> None:
-        from fused_rope_attn.generation.launch import WriteCall
+        from fused_rope_attn.generation.launch import write_call
         from fused_rope_attn.generation.problem import Written, describe_write
 
         pages, rows = (300, 16) if self.packed else (2, 1000)
@@ -97,7 +97,7 @@ class WriteJob(LaunchJob):
         scales = [meta(8) if self.float8 else None for _ in range(2)]
         tensors = Written(*new, *caches, cos, sin, block_table, int32(2), new_lens, cu_seqlens, *scales)
         problem = describe_write(tensors, cache_is_rotated=self.of_rotated, rotary_dim=self.head_dim, interleaved=False)
-        WriteCall(problem, tensors)(tensors)
+        write_call(problem, tensors)(tensors)
 
 
 def write_jobs(arch: str, full: bool = False) -> list[WriteJob]:

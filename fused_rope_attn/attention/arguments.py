@@ -1,8 +1,6 @@
 # mypy: disable-error-code="attr-defined, arg-type"
 """Arguments that several kernels take, and shapes and strides that the backends share."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any

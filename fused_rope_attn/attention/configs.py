@@ -6,8 +6,6 @@ never chosen by exact length, and the comment above a row, which holds for the r
 gives its reason. Cards, dates and releases of Triton are those of its timing; docs/experiments has the figures.
 """
 
-from __future__ import annotations
-
 import bisect
 import functools
 from dataclasses import dataclass
@@ -96,7 +94,6 @@ class BackwardConfig:
     tma: dkdv reads Q and dO, and dq reads K and V, through descriptors.
     """
 
-    strategy: str
     dkdv: Tile
     dq: Tile
     section_bytes: int = 0

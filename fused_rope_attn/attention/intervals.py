@@ -1,8 +1,6 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs
 """The kernel that finds the query rows of every block of keys, for calls with intervals, and its launcher."""
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

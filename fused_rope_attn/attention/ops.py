@@ -1,7 +1,5 @@
 """Attention by the kernels: eager calls, the torch.library operators, their autograd, and the launchers' calls."""
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Plans: the backend, strategy and configuration of a ``Problem``, with the reason. Launches nothing."""
 
-from __future__ import annotations
-
 import functools
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -96,18 +94,13 @@ def obstacle(backend: str, problem: Problem, arch: str) -> Obstacle | None:
 def _latent_obstacle(backend: str, problem: Problem) -> Obstacle | None:
     widths = (problem.nope_dim or 0, problem.head_dim, problem.value_dim)
     if backend == "hopper":
+        served, found = (", ".join(map(str, x)) for x in (HOPPER_LATENT_DIMS, widths))
+        refusal = ""
         if widths != HOPPER_LATENT_DIMS:
-            served, found = (", ".join(map(str, x)) for x in (HOPPER_LATENT_DIMS, widths))
-            return NotImplementedError, (
-                f"q_nope, q_rope and v must have {served} columns for backend='hopper', but have {found}; the portable "
-                "kernels serve other widths"
-            )
-        if problem.softmax_scale <= 0:
-            return NotImplementedError, (
-                "softmax_scale must be positive for backend='hopper' in multi-head latent attention; the portable "
-                "kernels serve others"
-            )
-        return None
+            refusal = f"q_nope, q_rope and v must have {served} columns for backend='hopper', but have {found}"
+        elif problem.softmax_scale <= 0:
+            refusal = "softmax_scale must be positive for backend='hopper' in multi-head latent attention"
+        return (NotImplementedError, f"{refusal}; the portable kernels serve others") if refusal else None
     for name, columns, most in zip(("q_nope", "q_rope", "v"), widths, (MAX_LATENT_DIM, MAX_ROPE_DIM, MAX_LATENT_DIM)):
         if columns % LATENT_DIM_STEP or not LATENT_DIM_STEP <= columns <= most:
             return NotImplementedError, (
@@ -239,16 +232,14 @@ def _plan(problem: Problem, arch: str) -> Plan:
     # With ``batch_invariant`` the same tiles for all lengths, because the order of sums over keys is that of tiles. The
     # configurations of the sm_90 forward differ in ways that change no bit.
     shape = ("long", True) if problem.batch_invariant else (length, problem.has_masks, latent)
-    why, backward_strategy = "the shared key head is rotated once" if latent else "strategy asked for", strategy
+    why = "the shared key head is rotated once" if latent else "strategy asked for"
     if strategy == "auto":
-        # Backward has a pre-process anyway, so rotating there costs no launch.
-        strategy, backward_strategy = "prepass", "prepass"
-        why = "K is rotated once instead of once per query block"
+        strategy, why = "prepass", "K is rotated once instead of once per query block"
         if work < configs.TWO_LAUNCHES and not (forward[0] or problem.batch_invariant or problem.fills_results):
             strategy, why = "inline", "so little work that one launch less is worth rotating K in the loop"
-    # Both must rotate before their loops. Up to 128 columns the sm_90 forward rotates queries itself and stores them in
+    # Forward must rotate before its loop. Up to 128 columns the sm_90 forward rotates queries itself and stores them in
     # whole tiles, with padding between packed sequences, but the portable backward reads them without padding.
-    rotates_before = (forward[0] or strategy == "prepass") and (backward[0] or backward_strategy == "prepass")
+    rotates_before = forward[0] or strategy == "prepass"
     stores_tiles = forward[0] and problem.head_dim <= hopper_configs.HEAD_DIM
     words = [f"{'sm_90' if is_hopper else 'portable'} kernels: {reason}" for is_hopper, reason in (forward, backward)]
     kernels = words[0] if forward == backward else f"forward, {words[0]}; backward, {words[1]}"
@@ -259,7 +250,7 @@ def _plan(problem: Problem, arch: str) -> Plan:
         row.config if forward[0] else portable_configs.forward_config(*portable, strategy, *shape),
         cast(configs.HopperBackwardConfig, row_backward.config)
         if backward[0]
-        else portable_configs.backward_config(*portable, backward_strategy, *shape),
+        else portable_configs.backward_config(*portable, *shape),
         forward[0] and backward[0]
         if latent  # the portable kernels read latent queries as the caller gave them
         else rotates_before and not (is_packed and stores_tiles and not backward[0]),

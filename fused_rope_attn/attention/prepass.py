@@ -1,8 +1,6 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, disable-error-code="attr-defined, arg-type"
 """Launches of the kernels over rows: the pre-pass, the pre-process of a backward pass, and the gradient of norms."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -212,7 +212,7 @@ def largest_of_sequences(x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
         return largest(x)
     sequences = cu_seqlens.shape[0] - 1
     # Rows after the last sequence belong to one more, which is dropped.
-    sequence = (torch.searchsorted(cu_seqlens, torch.arange(x.shape[2], device=x.device), right=True) - 1).clamp(min=0)
+    sequence, _ = _sequences(cu_seqlens, x.shape[2])
     most = x.new_full((x.shape[1], sequences + 1), float("-inf"))
     return most.scatter_reduce(1, sequence.expand(x.shape[1], -1), x[0], "amax")[:, :sequences].T.contiguous()
 

@@ -67,22 +67,19 @@ def _check_more_queries(q: Tensor, k: Tensor, causal: bool, layout: str, names: 
 
     With fewer key heads than query heads, tensors in the wrong layout look like this. names: of q and k, for messages.
     """
-    of_q, of_k = names
-    other = "bshd" if layout == "bhsd" else "bhsd"
-    axis = AXES[layout].index(2)
-    len_q, len_k = q.shape[axis], k.shape[axis]
+    (of_q, of_k), axis = names, AXES[layout].index(2)
+    len_q, len_k, other = q.shape[axis], k.shape[axis], "bshd" if layout == "bhsd" else "bhsd"
+    why, hint = "queries are aligned with the end of the keys", f"did you mean layout={other!r}?"
     if not causal:
         raise ValueError(
-            f"{of_q} must have at most {of_k}'s {len_k} positions where causal is False, but has {len_q}: queries are "
-            "aligned with the end of the keys, and the first ones would have negative positions; did you mean "
-            f"layout={other!r}?"
+            f"{of_q} must have at most {of_k}'s {len_k} positions where causal is False, but has {len_q}: {why}, and "
+            f"the first ones would have negative positions; {hint}"
         )
     if not torch.compiler.is_compiling():
         checks.warn_once(
             "more queries than keys",
             f"{of_q} {checks.shown(q.shape)} has {len_q} positions and {of_k} {checks.shown(k.shape)} has {len_k} in "
-            f"layout {layout!r}: queries are aligned with the end of the keys, so that the first {len_q - len_k} rows "
-            f"see no key and give zeros; did you mean layout={other!r}?",
+            f"layout {layout!r}: {why}, so that the first {len_q - len_k} rows see no key and give zeros; {hint}",
         )
 
 

@@ -208,8 +208,7 @@ def _describe(tensors: Tensors, options: Any, members: Group, sharding, total_le
     local = _LOCAL.check(layout, (q, k, v))[2]
     rows = cos.shape[-2] if isinstance(cos, torch.Tensor) and cos.ndim > 1 else 0
     tables_are_local = size > 1 and rows == local
-    needed = local if tables_are_local else local * size
-    problem, tensors = _checked(tensors, options, needed, layout)
+    problem, tensors = _checked(tensors, options, local if tables_are_local else local * size, layout)
     if local % parts:
         raise ValueError(
             f"q must have a multiple of {parts} rows on every rank for sharding={sharding!r}, but has {local}: pad the "
@@ -218,8 +217,7 @@ def _describe(tensors: Tensors, options: Any, members: Group, sharding, total_le
     total: Any = local * size if total_len is None else checks.check_int("total_len", total_len, "an int or None")
     if not 0 <= total <= local * size:
         raise ValueError(f"total_len must be from 0 to the {local * size} rows of all ranks, but is {total}")
-    work = work_of(size, sharding, local, total, problem.causal, problem.window)
-    chosen = choose_method(problem, method, work)
+    chosen = choose_method(problem, method, work_of(size, sharding, local, total, problem.causal, problem.window))
     cut = ops.Cut(members.name, str(sharding), chosen.method, int(total), 0, tables_are_local)
     return cut, problem, tensors, chosen
 

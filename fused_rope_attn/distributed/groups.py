@@ -1,7 +1,5 @@
 """The processes that share a sequence, the check that they make the same call, and exchanges of tensors."""
 
-from __future__ import annotations
-
 import pickle
 from collections.abc import Sequence
 from typing import Any, NamedTuple, NoReturn

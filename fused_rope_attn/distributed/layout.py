@@ -5,8 +5,6 @@ A sequence of N rows is cut into equal chunks, and every rank owns equally many.
 in the order of the sequence. ``cp_shard`` has the shardings; ``documents.deal`` finds those that begin with ``DEALT``.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 from dataclasses import dataclass, replace
@@ -228,7 +226,13 @@ def work_of(size: int, sharding: str, local: int, total: int, causal: bool, wind
         owned = chunks_of(rank, size, sharding)
         chunk = local // len(owned)
         if not causal and window is None:
-            found.append(_all_keys(owned, chunk, len(owners_of(size, sharding)), total))
+            # All keys; a rank's own are the last ones, because queries are aligned with the last keys and so read their
+            # own rows of the tables, which have the same order. The order of keys does not change a softmax.
+            order = sorted(range(len(owners_of(size, sharding))), key=owned.__contains__)
+            runs = [(c, 0, min(chunk, total - c * chunk)) for c in order if c * chunk < total]
+            rows = sum(count for c, _, count in runs if c in owned)
+            every = RankWork(_buffer(runs), [Segment((0, rows), 0, (0, total), None)])
+            found.append(every if rows else RankWork((), []))
             continue
         segments = []
         for i, c in enumerate(owned):
@@ -241,19 +245,6 @@ def work_of(size: int, sharding: str, local: int, total: int, causal: bool, wind
             segments.append(Segment((i * chunk, i * chunk + end - begin), padding, (first, end + padding), first))
         found.append(with_buffer(segments, chunk))
     return GroupWork(found, sharding)
-
-
-def _all_keys(owned, chunk: int, count: int, total: int) -> RankWork:
-    """Return the work of a rank that sees all keys. Its own keys are the last ones, because queries are aligned with
-    the last keys and so read their own rows of the tables, which have the same order. The order of keys does not change
-    a softmax."""
-    existing = {c: min(chunk, total - c * chunk) for c in range(count) if total > c * chunk}
-    own = [c for c in owned if c in existing]
-    if not own:
-        return RankWork((), [])
-    buffer = _buffer([(c, 0, existing[c]) for c in (*(c for c in existing if c not in own), *own)])
-    rows = sum(existing[c] for c in own)
-    return RankWork(buffer, [Segment((0, rows), 0, (0, min(total, count * chunk)), None)])
 
 
 @dataclass(frozen=True)

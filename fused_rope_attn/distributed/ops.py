@@ -1,7 +1,5 @@
 """The torch.library operators of context parallelism and their autograd: opaque to compilers, one each way."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch

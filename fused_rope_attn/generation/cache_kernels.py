@@ -18,19 +18,18 @@ class Slots:
     sequence: tl.tensor
     positions: tl.tensor
     end: tl.tensor
-    pages: keys.SequencePages | None
+    pages: keys.BlockTable | None
     entries: tl.tensor
 
 
 @triton.jit
 def slots_of_tile(cache, sequence, positions, end):
-    """Return the ``Slots`` of ``CacheInputs``, whose pages are in the pool."""
+    """Return ``Slots`` of ``CacheInputs``, and assert that their pages are in the pool."""
     sequence = tl.cast(sequence, tl.int64)
     pages = None
-    entries = tl.zeros(positions.shape, tl.uint32)
     if cache.table is not None:
         pages = keys.sequence_pages(cache.table, sequence)
-        entries = keys.page_entries(pages, positions, end)
+    entries = keys.page_entries(pages, positions, end)
     keys.assert_in_pool(entries, pages)
     return Slots(sequence, positions, end, pages, entries)
 
@@ -62,41 +61,37 @@ class WriteInputs:
     format: tiles.RowFormat
 
 
-@triton.jit(do_not_specialize=["N", "S", "HKV", "num_sequences", "num_pages", "position_limit", "num_tiles"])
+@triton.jit(do_not_specialize=["NQ", "S", "HKV", "num_sequences", "num_pages", "position_limit", "num_tiles"])
 def write_kernel(
-    inputs, N, S, HKV, num_sequences, num_pages, position_limit, num_tiles, BLOCK_T: tl.constexpr, HEADS: tl.constexpr,
+    inputs, NQ, S, HKV, num_sequences, num_pages, position_limit, num_tiles, BLOCK_T: tl.constexpr, HEADS: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Write BLOCK_T tokens of HEADS key heads. Grid: (head blocks * num_tiles * B,), packed sequences have one B.
+    """Write BLOCK_T tokens of HEADS key heads. Grid: (num_tiles * head blocks * B,), packed sequences have one B.
 
     inputs: ``WriteInputs``. Token i of sequence b is written to row seqlens[b] + i of the cache, if that is below S.
     """
     schedule.let_next_launch_start(PDL)
     inputs = unpack(inputs)
     cache = step.complete_cache(inputs.cache, num_pages)
-    head_blocks = tl.cdiv(HKV, HEADS)
-    pid = tl.program_id(0)
-    first_head = pid % head_blocks * HEADS
-    tile = pid // head_blocks % num_tiles
+    tile, head_block, batch = schedule.block_of_heads(tl.program_id(0), num_tiles, tl.cdiv(HKV, HEADS))
+    first_head = head_block * HEADS
     if inputs.cu_seqlens_ptr is None:
-        sequence = pid // head_blocks // num_tiles
-        batch = tl.cast(sequence, tl.int64)
+        sequence = batch
         first_row = 0
-        num_new = sequences.existing_keys(inputs.new_lens_ptr, sequence, N)
+        num_new = sequences.existing_keys(inputs.new_lens_ptr, sequence, NQ)
     else:
         sequence, first_row, num_new, tile = sequences.packed_tile(
-            tile, inputs.cu_seqlens_ptr, None, num_sequences, N, 0, BLOCK_T
+            tile, inputs.cu_seqlens_ptr, None, num_sequences, NQ, 0, BLOCK_T
         )
         num_new = sequences.rows_of_sequence(sequence, num_sequences, num_new)
         sequence = tl.minimum(sequence, num_sequences - 1)
-        batch = tl.full((), 0, tl.int64)
     start = tile * BLOCK_T
     cached = 0
     if inputs.seqlens_ptr is not None:
         cached = sequences.existing_keys(inputs.seqlens_ptr, sequence, S)
         if inputs.sums_ptr is not None:
             if tile + first_head == 0:
-                tl.store(inputs.sums_ptr + sequence, cached + N)
+                tl.store(inputs.sums_ptr + sequence, cached + NQ)
     # The tokens of this tile for which the cache has rows.
     limit = tl.minimum(num_new, S - cached) - start
     if limit <= 0:
@@ -131,7 +126,7 @@ def gather_kernel(
     cache, k, v, tables, lens_ptr, kv_starts_ptr, counter_ptr, window_left, NQ, NK, S, HKV, num_pages, position_limit,
     num_tiles, BLOCK_T: tl.constexpr, HEADS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Gather BLOCK_T cached rows of HEADS key heads of one sequence. Grid: (head blocks * num_tiles * B,).
+    """Gather BLOCK_T cached rows of HEADS key heads of one sequence. Grid: (num_tiles * head blocks * B,).
 
     cache: ``CacheInputs``. k and v (B, HKV, S, D) get the rows that a query sees: keys rotated and in pair order,
     values; v None: only keys. lens (B,) int32: keys of each sequence, NQ new ones among them, of NK at most; the cache
@@ -140,20 +135,16 @@ def gather_kernel(
     schedule.let_next_launch_start(PDL)
     cache, k, v, tables = unpack((cache, k, v, tables))
     cache = step.complete_cache(cache, num_pages)
-    pid = tl.program_id(0)
-    if pid == 0:
+    tile, head_block, sequence = schedule.block_of_heads(tl.program_id(0), num_tiles, tl.cdiv(HKV, HEADS))
+    first_head, start = head_block * HEADS, tile * BLOCK_T
+    if tl.program_id(0) == 0:
         tl.store(counter_ptr, 0)
-    head_blocks = tl.cdiv(HKV, HEADS)
-    first_head = pid % head_blocks * HEADS
-    start = pid // head_blocks % num_tiles * BLOCK_T
-    sequence = pid // head_blocks // num_tiles
     num_keys = sequences.existing_keys(lens_ptr, sequence, NK)
     first_seen = masks.first_key(kv_starts_ptr, sequence, num_keys - NQ, num_keys, window_left)
     end = tl.minimum(num_keys, S)
     if (start >= end) | (start + BLOCK_T <= first_seen):
         return
     offs = tl.arange(0, BLOCK_T)
-    limit = end - start
     # Rows before the first visible key may have no page: read the first visible key in their place.
     slots = slots_of_tile(cache, sequence, tl.maximum(start + offs, first_seen), end)
     of_sequence = rotation.head_rotation(tables, slots.sequence, position_limit)
@@ -168,13 +159,13 @@ def gather_kernel(
         if not cache.IS_ROTATED:
             first, second = rotation.rotate(first, second, cos, sin, CONJUGATE=False)
         origin = tiles.Origin(batch=slots.sequence, head=head64, row=start)
-        k_rows = tiles.head_rows(k, origin, limit, cache.format)
+        k_rows = tiles.head_rows(k, origin, end - start, cache.format)
         tiles.store_tile(k_rows, rotation.pack_pairs(first, second), offs)
         if v is not None:
             values = tiles.load_tile(slots_of_head(cache.v, cache, head64, slots), offs, CHECK_ROWS=True)
             if float8.DTYPE is not None:
                 values = values.to(tl.float32) * float8.v_scale
-            tiles.store_tile(tiles.head_rows(v, origin, limit, cache.format), values, offs)
+            tiles.store_tile(tiles.head_rows(v, origin, end - start, cache.format), values, offs)
 
 
 @triton.jit(do_not_specialize=["NQ", "S", "HQ"])

@@ -4,21 +4,10 @@ Rows are chosen by architecture, element size, head dimension, rotated cache, pa
 ``python -m tools.compare_checkouts`` times a changed row against the commit before.
 """
 
-from __future__ import annotations
-
 import functools
 from dataclasses import dataclass, replace
 
-from fused_rope_attn.attention.configs import (
-    AMD,
-    INTERPRETER,
-    LARGE,
-    MEDIUM,
-    NVIDIA,
-    PDL,
-    SMALL,
-    TritonOptions,
-)
+from fused_rope_attn.attention.configs import AMD, INTERPRETER, LARGE, MEDIUM, NVIDIA, PDL, SMALL, TritonOptions
 from fused_rope_attn.runtime.rows import find_row
 
 # Most query rows (new tokens times heads of a group) of one program of the generation step: registers hold no more next

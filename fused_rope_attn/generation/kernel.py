@@ -17,7 +17,7 @@ import triton.language as tl
 
 from fused_rope_attn.generation import inputs as step, keys as running
 from fused_rope_attn.kernels import masks, schedule, softmax, tiles
-from fused_rope_attn.kernels.records import unpack
+from fused_rope_attn.kernels.records import replace, unpack
 
 # The parameters of both kernels that Triton must not specialise on.
 _NUMBERS = "programs B HKV GROUP_SIZE NQ S num_pages position_limit window_left window_right".split()
@@ -130,21 +130,16 @@ def decode_kernel(
 
 
 @triton.jit
-def new_tokens_of_row(inputs, keys, batch, head_kv, head, row, GROUP_SIZE, BLOCK_NEW: tl.constexpr):
-    """Return the ``RunningSums`` of one query row over the new tokens. The first row of a key head appends these.
-
-    batch, head_kv and head are int64; row: of the ``NQ * GROUP_SIZE`` of the key head.
-    """
-    offs = tl.arange(0, ROWS)
-    heads, tokens = head + tl.zeros((ROWS,), tl.int64), row // GROUP_SIZE + tl.zeros((ROWS,), tl.int32)
-    rows = step.QueryRows(batch, heads, tokens, offs, num_rows=1)
+def new_tokens_of_row(inputs, keys, rows, head_kv, appends, BLOCK_NEW: tl.constexpr):
+    """Return the ``RunningSums`` of ``QueryRows`` of one row over the new tokens, which it appends if ``appends``."""
+    batch, rows = rows.batch, replace(rows, offs_m=tl.arange(0, ROWS))
     cache = step.cache_of_head(inputs, keys, batch, head_kv)
     queries = step.load_step_queries(inputs, rows, keys, cache.float8)
     new = step.new_keys_of_head(inputs, keys, batch, head_kv)
     sums = running.no_sums(ROWS, inputs.format.BLOCK_D, cache.float8)
-    sums = running.attend_new(sums, queries, cache, new, new.k.num_rows, row == 0, BLOCK_NEW)
+    sums = running.attend_new(sums, queries, cache, new, new.k.num_rows, appends, BLOCK_NEW)
     sums = running.whole_sums(sums, cache.float8)
-    is_row = offs == 0
+    is_row = rows.offs_m == 0
     return running.RunningSums(
         acc=tl.sum(tl.where(is_row[:, None], sums.acc, 0.0), 0)[None, :],
         row_max=tl.zeros((1,), tl.float32) + tl.max(tl.where(is_row, sums.row_max, float("-inf")), 0),
@@ -177,7 +172,8 @@ def combine_kernel(
     head_kv = pid // group_rows % HKV
     sequence = pid // group_rows // HKV
     batch = tl.cast(sequence, tl.int64)
-    head = tl.cast(head_kv * GROUP_SIZE + row % GROUP_SIZE, tl.int64)
+    head_kv64 = tl.cast(head_kv, tl.int64)
+    rows = step.query_rows(batch, head_kv64, row, 1, GROUP_SIZE, 1)
     total, before = step.tiles_before(lengths, sequence)
     keys = step.cached_keys(lengths, sequence)
     num_tiles = step.count_key_tiles(keys, BLOCK_N)
@@ -187,8 +183,7 @@ def combine_kernel(
     last_program = (first_tile + num_tiles - 1) // share
     running.assert_pages(inputs.cache.table, batch, keys, pid % (HKV * group_rows), HKV * group_rows)
     if NEW_WITH_PARTS:
-        head_kv64 = tl.cast(head_kv, tl.int64)
-        sums = new_tokens_of_row(inputs, keys, batch, head_kv64, head, row, GROUP_SIZE, BLOCK_NEW)
+        sums = new_tokens_of_row(inputs, keys, rows, head_kv64, row == 0, BLOCK_NEW)
         acc, row_max, row_sum = sums.acc, sums.row_max, sums.row_sum
     else:
         acc = tl.zeros((1, BLOCK_D), tl.float32)
@@ -219,7 +214,5 @@ def combine_kernel(
         acc = acc * weight[:, None] + tl.sum(part_acc * part_weight[:, None], 0)[None, :]
         row_sum = row_sum * weight + tl.sum(part_sum * part_weight, 0)
         row_max = new_max
-    offs_m = tl.arange(0, 1)
-    rows = step.QueryRows(batch, head + offs_m, row // GROUP_SIZE + offs_m, offs_m, num_rows=1)
     sums = running.RunningSums(acc, row_max, row_sum)
     step.store_rows(outputs, rows, sums, HKV * GROUP_SIZE, NQ, inputs.format)

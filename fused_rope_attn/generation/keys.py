@@ -19,24 +19,13 @@ from fused_rope_attn.runtime.device import is_interpreted
 
 @record
 class BlockTable:
-    """A block table (B, pages) int32 and its strides, and the pool's pages: their rows, and their number, which the
-    kernel adds."""
+    """A block table (B, pages) int32, or the row of one sequence, and the pool's pages."""
 
     ptr: tl.tensor
     strides: tl.tuple
-    PAGE_SIZE: tl.constexpr
-    num_pages: tl.tensor = None
-
-
-@record
-class SequencePages:
-    """The pages of one sequence."""
-
-    entries_ptr: tl.tensor  # int32, the sequence's row of the block table
-    entry_stride: tl.tensor
-    num_pages: tl.tensor  # of the pool
-    SIZE: tl.constexpr  # rows of a page
-    BY_PAGE: tl.constexpr  # each tile of cached keys is within one page, or begins and ends with pages
+    PAGE_SIZE: tl.constexpr  # rows of a page
+    BY_PAGE: tl.constexpr = False  # each tile of cached keys is within one page, or begins and ends with pages
+    num_pages: tl.tensor = None  # of the pool; the kernel adds it
 
 
 @record
@@ -61,7 +50,7 @@ class KeyRows:
     k: tiles.Rows
     v: tiles.Rows
     rotation: rotation.Rotation | None
-    pages: SequencePages | None
+    pages: BlockTable | None  # its row of this sequence
     k_stride: tl.tensor
     v_stride: tl.tensor
     float8: eight_bits.Float8
@@ -91,34 +80,34 @@ class RunningSums:
 
 @triton.jit
 def sequence_pages(table, sequence, BY_PAGE: tl.constexpr = False):
-    """Return the ``SequencePages`` of one sequence (int64)."""
-    entries_ptr = table.ptr + sequence * table.strides[0]
-    return SequencePages(entries_ptr, table.strides[1], table.num_pages, SIZE=table.PAGE_SIZE, BY_PAGE=BY_PAGE)
+    """Return the row of one sequence (int64) of a ``BlockTable``."""
+    return replace(table, ptr=table.ptr + sequence * table.strides[0], BY_PAGE=BY_PAGE)
 
 
 @triton.jit
 def page_entries(pages, positions, end):
     """Load the entry of the block table for a row, or each of a vector of rows, before ``end``; 0 for others.
 
-    Unsigned, so that an entry is in the pool if it is less than the pool's number of pages.
+    Unsigned, so that an entry is in the pool if it is less than the pool's number of pages. Without pages all are 0.
     """
-    entries = pages.entries_ptr + positions // pages.SIZE * pages.entry_stride
-    return tl.load(entries, mask=positions < end, other=0).to(tl.uint32, bitcast=True)
+    if pages is None:
+        return tl.zeros(positions.shape, tl.uint32)
+    else:
+        entries = pages.ptr + positions // pages.PAGE_SIZE * pages.strides[1]
+        return tl.load(entries, mask=positions < end, other=0).to(tl.uint32, bitcast=True)
 
 
 @triton.jit
 def tile_entries(pages, start, offs, end):
     """Load ``page_entries`` of the tile ``start + offs``: with BY_PAGE a tuple, one of each page, else one of each
-    row; without pages a dummy."""
-    if pages is None:
-        return tl.full((), 0, tl.uint32)
-    elif pages.BY_PAGE:
+    row."""
+    if pages is not None and pages.BY_PAGE:
         entries = ()
-        for page in tl.static_range(max(1, offs.shape[0] // pages.SIZE)):
-            entries = entries + (page_entries(pages, start + page * pages.SIZE, end),)
+        for page in tl.static_range(max(1, offs.shape[0] // pages.PAGE_SIZE)):
+            entries = entries + (page_entries(pages, start + page * pages.PAGE_SIZE, end),)
         return entries
     else:
-        return page_entries(pages, start + offs, end)
+        return page_entries(pages, offs + start, end)
 
 
 @triton.jit
@@ -135,14 +124,14 @@ def cached_tile(rows, page_stride, pages, entries, start, offs, end):
         entry = tl.minimum(entries[0], last_page)
         # The page of each of a thread's rows is a compile-time value, so that the selection costs nothing.
         for page in tl.static_range(1, len(entries)):
-            entry = tl.where(offs // pages.SIZE == page, tl.minimum(entries[page], last_page), entry)
+            entry = tl.where(offs // pages.PAGE_SIZE == page, tl.minimum(entries[page], last_page), entry)
         ptr = rows.ptr + entry.to(tl.int64) * page_stride
         stride_row = rows.stride_row
-        if offs.shape[0] > pages.SIZE:
+        if offs.shape[0] > pages.PAGE_SIZE:
             ptr = (ptr + offset_in_page(rows, pages, offs))[:, None]
             stride_row = 0
         else:
-            ptr += tl.cast(start % pages.SIZE, tl.int64) * stride_row
+            ptr += tl.cast(start % pages.PAGE_SIZE, tl.int64) * stride_row
         first_row = rows.first_row
         if first_row is not None:
             first_row -= start
@@ -154,7 +143,7 @@ def cached_tile(rows, page_stride, pages, entries, start, offs, end):
 @triton.jit
 def offset_in_page(rows, pages, positions):
     """Return the distance of rows of a cache from the first rows of their pages."""
-    in_page = positions % pages.SIZE
+    in_page = positions % pages.PAGE_SIZE
     if rows.format.USE_INT64_OFFSETS:
         in_page = in_page.to(tl.int64)
     return in_page * rows.stride_row
@@ -207,10 +196,10 @@ def assert_pages(table, sequence, keys, part, parts):
         pages = sequence_pages(table, sequence)
         PAGES: tl.constexpr = 512
         highest = tl.zeros((PAGES,), tl.uint32)
-        end = tl.cdiv(keys.num_keys, pages.SIZE)
-        for start in range(keys.first_key // pages.SIZE + part * PAGES, end, parts * PAGES):
+        end = tl.cdiv(keys.num_keys, pages.PAGE_SIZE)
+        for start in range(keys.first_key // pages.PAGE_SIZE + part * PAGES, end, parts * PAGES):
             page = start + tl.arange(0, PAGES)
-            entries = tl.load(pages.entries_ptr + page * pages.entry_stride, mask=page < end, other=0)
+            entries = tl.load(pages.ptr + page * pages.strides[1], mask=page < end, other=0)
             highest = tl.maximum(highest, entries.to(tl.uint32, bitcast=True))
         assert_in_pool(highest, pages)
 
@@ -352,9 +341,7 @@ def attend_new(sums, queries, cache, new, num_seen, writes_cache, BLOCK_NEW: tl.
         v = tiles.load_tile(tiles.rows_from(new.v, start), offs, CHECK_ROWS=True)
         v_kept = eight_bits.as_stored(v, float8, float8.v_scale)
         if writes_cache:
-            entries = tl.zeros((BLOCK_NEW,), tl.uint32)
-            if pages is not None:
-                entries = page_entries(pages, positions, end)
+            entries = page_entries(pages, positions, end)
             tiles.store_tile(rows_at(cache.k, cache.k_stride, pages, entries, positions, end), k_kept, offs)
             tiles.store_tile(rows_at(cache.v, cache.v_stride, pages, entries, positions, end), v_kept, offs)
             assert_in_pool(entries, pages)

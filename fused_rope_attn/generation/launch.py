@@ -2,8 +2,6 @@
 """The operators of the generation step, which write the caches that they are given and have no gradient, and their
 launches: of a step in one of three forms, and of writes alone."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -23,6 +21,9 @@ from fused_rope_attn.kernels.tiles import RowFormat
 from fused_rope_attn.runtime import device, layouts
 from fused_rope_attn.runtime.launch import Launch, call_of
 from fused_rope_attn.runtime.registration import Operator, is_plain
+
+# The launches of one signature: they take the tensors of a call and return its results.
+Call = Callable[..., Any]
 
 
 def row_block(rows: int, least: int = 16, most: int = DECODE_ROWS) -> int:
@@ -54,7 +55,6 @@ def numbers_of(problem: Problem, given: StepTensors | Written) -> dict[str, Any]
     """Return the numbers of a call for which kernels are not compiled again, by the kernels' names."""
     return arguments.numbers_of(problem) | {
         "B": problem.batch,
-        "N": problem.len_q,
         "S": problem.len_k,
         "num_pages": None if given.block_table is None else given.k_cache.shape[0],
         "position_limit": given.cos.shape[-2],
@@ -127,155 +127,136 @@ def launch_by_tiles(
     return Launch(function, programs, options, numbers_of(problem, given) | numbers, num_tiles=tiles, **blocks)
 
 
-class StepCall:
-    """The launches of one signature: every program's share of all key tiles, then the sums over shared blocks."""
+def step_call(problem: Problem, given: StepTensors, config: DecodeConfig) -> Call:
+    """Return a signature's launches: each program attends to its share of all key tiles, then the parts are added."""
+    q, cache = given.q, cache_of(problem)
+    group_rows = problem.len_q * problem.group_size
+    block_m, block_n = row_block(group_rows, most=config.block_m or DECODE_ROWS), config.block_n
+    # Products have half the columns of float8 caches at a time, and at least 16.
+    pad_d = max(32 if cache.is_float8 else 16, layouts.block_d(problem.head_dim))
+    is_chunk = config.block_m is not None
+    many_rows = block_m == DECODE_ROWS and not is_chunk  # their sums leave fewer registers for scores
+    options = {**config.launch_options}
+    if many_rows:  # so many rows of sums take the registers of twice as many threads
+        block_n = min(block_n, 64)
+        options["num_warps"] = max(8, config.num_warps)
+    all_rows = problem.batch * problem.heads_kv * group_rows
+    new_with_parts = cache.appends and not is_chunk and all_rows <= config.rows_apart
+    if new_with_parts and config.registers_apart is not None and not many_rows:
+        options["maxnreg"] = config.registers_apart
+    at_once = max(1, config.programs_per_sm * config.num_warps // options["num_warps"])
+    heads = problem.batch * problem.heads_kv * -(-group_rows // block_m)
+    # No more programs than there can be shares.
+    most = heads * max(1, -(-problem.len_k // block_n))
+    programs = min(at_once * device.num_sms(q.device), most)
+    o_strides = layouts.output_strides(q)
+    whole_parts = heads if new_with_parts else 0
+    workspace = (2 * programs + whole_parts) * block_m * (problem.head_dim + 2)
+    lengths = {
+        "HAS_NEW_KEYS": cache.appends,
+        "BLOCK_N": block_n,
+        "BLOCK_B": 32 if problem.batch <= 32 else 256,
+        "ALIGNMENT": tile_alignment(cache.page_size, block_n, config.by_page),
+        "ONE_PASS": problem.batch <= 32,
+    }
+    columns = columns_of(pad_d, q, given.k_cache, given.v_cache, o_strides, given.k, given.v)
+    shared = numbers_of(problem, given) | {
+        "programs": programs,
+        "BLOCK_M": block_m,
+        "BLOCK_NEW": min(64, block_n) if is_chunk else 16,
+        "NEW_WITH_PARTS": new_with_parts,
+        "PDL": config.pdl,
+    }
+    attend = Launch(kernel.decode_kernel, programs, options | asserts_of(given), shared, IS_CHUNK=is_chunk)
+    options = {"num_warps": 4, **({"launch_pdl": True} if config.pdl else {}), **asserts_of(given)}
+    combine = Launch(kernel.combine_kernel, all_rows, options, shared, BLOCK_PARTS=config.combine_parts)
 
-    def __init__(self, problem: Problem, given: StepTensors, config: DecodeConfig):
-        q, cache = given.q, cache_of(problem)
-        group_rows = problem.len_q * problem.group_size
-        block_m, block_n = row_block(group_rows, most=config.block_m or DECODE_ROWS), config.block_n
-        # Products have half the columns of float8 caches at a time, and at least 16.
-        pad_d = max(32 if cache.is_float8 else 16, layouts.block_d(problem.head_dim))
-        is_chunk = config.block_m is not None
-        many_rows = block_m == DECODE_ROWS and not is_chunk  # their sums leave fewer registers for scores
-        options = {**config.launch_options}
-        if many_rows:  # so many rows of sums take the registers of twice as many threads
-            block_n = min(block_n, 64)
-            options["num_warps"] = max(8, config.num_warps)
-        all_rows = problem.batch * problem.heads_kv * group_rows
-        new_with_parts = cache.appends and not is_chunk and all_rows <= config.rows_apart
-        if new_with_parts and config.registers_apart is not None and not many_rows:
-            options["maxnreg"] = config.registers_apart
-        at_once = max(1, config.programs_per_sm * config.num_warps // options["num_warps"])
-        heads = problem.batch * problem.heads_kv * -(-group_rows // block_m)
-        # No more programs than there can be shares.
-        most = heads * max(1, -(-problem.len_k // block_n))
-        programs = min(at_once * device.num_sms(q.device), most)
-        self.problem = problem
-        self.o_strides = layouts.output_strides(q)
-        whole_parts = heads if new_with_parts else 0
-        self.workspace = (2 * programs + whole_parts) * block_m * (problem.head_dim + 2)
-        self.tiles = {
-            "HAS_NEW_KEYS": cache.appends,
-            "BLOCK_N": block_n,
-            "BLOCK_B": 32 if problem.batch <= 32 else 256,
-            "ALIGNMENT": tile_alignment(cache.page_size, block_n, config.by_page),
-            "ONE_PASS": problem.batch <= 32,
-        }
-        self.columns = columns_of(pad_d, q, given.k_cache, given.v_cache, self.o_strides, given.k, given.v)
-        shared = numbers_of(problem, given) | {
-            "programs": programs,
-            "BLOCK_M": block_m,
-            "BLOCK_NEW": min(64, block_n) if is_chunk else 16,
-            "NEW_WITH_PARTS": new_with_parts,
-            "PDL": config.pdl,
-        }
-        self.attend = Launch(kernel.decode_kernel, programs, options | asserts_of(given), shared, IS_CHUNK=is_chunk)
-        options = {"num_warps": 4, **({"launch_pdl": True} if config.pdl else {}), **asserts_of(given)}
-        self.combine = Launch(kernel.combine_kernel, all_rows, options, shared, BLOCK_PARTS=config.combine_parts)
-
-    def __call__(self, tensors: StepTensors) -> tuple[torch.Tensor, torch.Tensor]:
-        outputs, results = outputs_of(tensors, self.o_strides)
-        given = {
-            "inputs": step_inputs(self.problem, tensors, self.tiles, self.columns),
+    def call(tensors: StepTensors) -> tuple[torch.Tensor, torch.Tensor]:
+        outputs, results = outputs_of(tensors, o_strides)
+        named = {
+            "inputs": step_inputs(problem, tensors, lengths, columns),
             "outputs": outputs,
-            "parts_ptr": torch.empty(self.workspace, dtype=torch.float32, device=tensors.q.device),
+            "parts_ptr": torch.empty(workspace, dtype=torch.float32, device=tensors.q.device),
         }
-        stream = device.current_stream(tensors.q.device)
-        self.attend(stream, given)
-        self.combine(stream, given)
+        for launch in (attend, combine):
+            launch(device.current_stream(tensors.q.device), named)
         return results
 
+    return call
 
-class WriteCall:
-    """The launch of one signature that puts new keys and values into a cache."""
 
-    def __init__(self, problem: Problem, given: StepTensors | Written, pdl: bool = False):
-        """pdl: the next launch may begin early, and waits for this one."""
-        block_t = 16 if device.is_interpreted() else 32
-        tiles = tile_count(problem.len_q, problem.sequences, block_t)
-        self.problem = problem
-        self.columns = columns_of(layouts.block_d(problem.head_dim), given.k, given.v, given.k_cache, given.v_cache)
-        self.launch = launch_by_tiles(cache_kernels.write_kernel, problem, given, tiles, block_t, pdl)
+def write_call(problem: Problem, given: StepTensors | Written, pdl: bool = False) -> Call:
+    """Return the launch of one signature that puts new keys and values into a cache.
 
-    def __call__(self, tensors: StepTensors | Written, sums: torch.Tensor | None = None) -> None:
+    pdl: the next launch may begin early, and waits for this one.
+    """
+    block_t = 16 if device.is_interpreted() else 32
+    tiles = tile_count(problem.len_q, problem.sequences, block_t)
+    columns = columns_of(layouts.block_d(problem.head_dim), given.k, given.v, given.k_cache, given.v_cache)
+    launch = launch_by_tiles(cache_kernels.write_kernel, problem, given, tiles, block_t, pdl)
+
+    def call(tensors: StepTensors | Written, sums: torch.Tensor | None = None) -> None:
         """sums: as ``write_kernel`` writes them."""
-        problem = self.problem
         written = cache_kernels.WriteInputs.host(
             k=arguments.view(tensors.k),
             v=arguments.view(tensors.v),
-            cache=cache_inputs(problem, tensors, self.columns),
+            cache=cache_inputs(problem, tensors, columns),
             tables=arguments.tables_of(problem, tensors),
             k_norm=arguments.norm_of(problem, getattr(tensors, "k_norm", None)),
             seqlens_ptr=tensors.cache_seqlens,
             new_lens_ptr=getattr(tensors, "new_lens", None),
             cu_seqlens_ptr=getattr(tensors, "cu_seqlens", None),
             sums_ptr=sums,
-            format=RowFormat.host(problem.head_dim, *self.columns),
+            format=RowFormat.host(problem.head_dim, *columns),
         )
-        self.launch(device.current_stream(tensors.k.device), inputs=written)
+        launch(device.current_stream(tensors.k.device), inputs=written)
+
+    return call
 
 
-class GatheredCall:
-    """The launches of a step by the kernels of attention, on a contiguous copy of the cached keys that it sees.
+def gathered_call(problem: Problem, given: StepTensors, config: HopperForwardConfig | ForwardConfig) -> Call:
+    """Return the launches of a step by the kernels of attention, on a contiguous copy of the cached keys that it sees.
 
     Chunks of prompts run so on sm_90, and all steps that are to give the bits of attention to the whole sequence and
-    have no ``OrderedCall``. Attention reads each block of keys once for every tile of query rows, and loads keys
+    have no ``ordered_call``. Attention reads each block of keys once for every tile of query rows, and loads keys
     through the TMA, which follows no block table. One launch writes the new tokens into the cache, one gathers the
     visible keys, in pair order, and the visible values, attention does the rest, and one clears the rows of tokens past
     the end of the cache.
     """
+    q, v_cache, cache = given.q, given.v_cache, cache_of(problem)
+    is_hopper = isinstance(config, HopperForwardConfig)
+    reads_cache = is_hopper and cache.page_size is None and not cache.is_float8 and layouts.has_descriptor(v_cache)
+    attention = planning.attention_problem(problem)
+    # The portable kernels also read rows of new tokens past the end of the cache. The TMA has zeros there.
+    rows = problem.len_k if is_hopper else attention.len_k
+    shape = (problem.batch, problem.heads_kv, rows, problem.head_dim)
+    write = write_call(problem, given) if cache.appends else None
+    like = q.new_empty(shape)
+    of_attention: Any = hopper.ForwardCall if is_hopper else portable.ForwardCall
+    seen = seen_tensors(given, like, v_cache if reads_cache else like, given.cache_seqlens)
+    attend = of_attention(attention, seen, config, keys_are_ready=True)
+    pad_d = layouts.block_d(problem.head_dim)
+    columns = columns_of(pad_d, given.k_cache, v_cache, layouts.contiguous_strides(shape))
+    gather, tiles = cache_kernels.gather_kernel, tile_count(problem.len_k, None, 32)
+    gather = launch_by_tiles(gather, problem, given, tiles, 32, config.pdl, NK=attention.len_k)
+    numbers, row_format = numbers_of(problem, given), {"D": problem.head_dim, "BLOCK_D": pad_d}
+    heads = problem.batch * problem.heads_q
+    clear = Launch(cache_kernels.clear_kernel, heads, {"num_warps": 1}, numbers, **row_format)
 
-    def __init__(self, problem: Problem, given: StepTensors, config: HopperForwardConfig | ForwardConfig):
-        q, v_cache, cache = given.q, given.v_cache, cache_of(problem)
-        self.is_hopper = isinstance(config, HopperForwardConfig)
-        reads_cache = (
-            self.is_hopper and cache.page_size is None and not cache.is_float8 and layouts.has_descriptor(v_cache)
-        )
-        self.gathers_values = not reads_cache
-        attention = planning.attention_problem(problem)
-        # The portable kernels also read rows of new tokens past the end of the cache. The TMA has zeros there.
-        rows = problem.len_k if self.is_hopper else attention.len_k
-        self.shape = (problem.batch, problem.heads_kv, rows, problem.head_dim)
-        self.write = WriteCall(problem, given) if cache.appends else None
-        like = q.new_empty(self.shape, device="meta") if q.device.type == "meta" else q.new_empty(self.shape)
-        seen = self._seen(given, like, like if self.gathers_values else v_cache, given.cache_seqlens)
-        call: Any = hopper.ForwardCall if self.is_hopper else portable.ForwardCall
-        self.attend = call(attention, seen, config, keys_are_ready=True)
-        self.problem = problem
-        pad_d = layouts.block_d(problem.head_dim)
-        self.columns = columns_of(pad_d, given.k_cache, v_cache, layouts.contiguous_strides(self.shape))
-        gather, tiles = cache_kernels.gather_kernel, tile_count(problem.len_k, None, 32)
-        self.gather = launch_by_tiles(gather, problem, given, tiles, 32, config.pdl, NK=attention.len_k)
-        self.clear = Launch(
-            cache_kernels.clear_kernel,
-            problem.batch * problem.heads_q,
-            {"num_warps": 1},
-            numbers_of(problem, given),
-            D=problem.head_dim,
-            BLOCK_D=pad_d,
-        )
-
-    @staticmethod
-    def _seen(given: StepTensors, k: torch.Tensor, v: torch.Tensor, lens: torch.Tensor) -> Tensors:
-        weights = {"q_norm": given.q_norm, "k_norm": given.k_norm}
-        return Tensors(given.q, k, v, given.cos, given.sin, given.sinks, given.kv_starts, lens, **weights)
-
-    def __call__(self, tensors: StepTensors) -> tuple[torch.Tensor, torch.Tensor]:
-        problem = self.problem
-        q, lens = tensors.q, tensors.cache_seqlens
-        stream = device.current_stream(q.device)
-        if self.write is not None:
-            lens = torch.empty(problem.batch, dtype=torch.int32, device=q.device)
-            self.write(tensors, sums=lens)
-        keys = torch.empty(self.shape, dtype=q.dtype, device=q.device)
-        values = torch.empty(self.shape, dtype=q.dtype, device=q.device) if self.gathers_values else None
-        if values is not None and problem.len_k < self.shape[2]:
+    def call(tensors: StepTensors) -> tuple[torch.Tensor, torch.Tensor]:
+        lens, on = tensors.cache_seqlens, tensors.q.device
+        stream = device.current_stream(on)
+        if write is not None:
+            lens = torch.empty(problem.batch, dtype=torch.int32, device=on)
+            write(tensors, sums=lens)
+        keys = torch.empty(shape, dtype=problem.dtype, device=on)
+        values = None if reads_cache else torch.empty(shape, dtype=problem.dtype, device=on)
+        if values is not None and problem.len_k < rows:
             values[:, :, problem.len_k :].zero_()
-        counter = torch.empty(hopper.COUNTER_WORDS, dtype=torch.int32, device=q.device)
-        self.gather(
+        counter = torch.empty(hopper.COUNTER_WORDS, dtype=torch.int32, device=on)
+        gather(
             stream,
-            cache=cache_inputs(problem, tensors, self.columns),
+            cache=cache_inputs(problem, tensors, columns),
             k=arguments.view(keys),
             v=arguments.view(values),
             tables=arguments.tables_of(problem, tensors),
@@ -283,95 +264,100 @@ class GatheredCall:
             kv_starts_ptr=tensors.kv_starts,
             counter_ptr=counter,
         )
-        seen = self._seen(tensors, keys, tensors.v_cache if values is None else values, lens)
-        o, lse, *_ = self.attend(seen, counter=counter) if self.is_hopper else self.attend(seen)
-        if self.write is not None:
-            self.clear(stream, lens_ptr=lens, o=arguments.view(o), lse_ptr=lse)
+        seen = seen_tensors(tensors, keys, tensors.v_cache if values is None else values, lens)
+        o, lse, *_ = attend(seen, counter=counter) if is_hopper else attend(seen)
+        if write is not None:
+            clear(stream, lens_ptr=lens, o=arguments.view(o), lse_ptr=lse)
         return o, lse
 
+    return call
 
-class OrderedCall:
-    """The launches of a step that gives the bits of the sm_90 forward, which ``ordered_tiles`` explains.
+
+def seen_tensors(given: StepTensors, k: torch.Tensor, v: torch.Tensor, lens: torch.Tensor) -> Tensors:
+    """Return the tensors of attention to gathered keys."""
+    weights = {"q_norm": given.q_norm, "k_norm": given.k_norm}
+    return Tensors(given.q, k, v, given.cos, given.sin, given.sinks, given.kv_starts, lens, **weights)
+
+
+def ordered_call(problem: Problem, given: StepTensors, config: OrderedConfig) -> Call:
+    """Return the launches of a step that gives the bits of the sm_90 forward, which ``ordered_tiles`` explains.
 
     They write the new tokens, rotate the queries, and run one loop over the tiles for each unit, or if there are few
     units, scores and values.
     """
-
-    def __init__(self, problem: Problem, given: StepTensors, config: OrderedConfig):
-        q, cache = given.q, cache_of(problem)
-        rows, block_n = problem.len_q * problem.group_size, config.block_n
-        block_r = row_block(rows, least=8)
-        units = problem.batch * problem.heads_kv * -(-rows // block_r)
-        seen = problem.len_k
-        if problem.window_left is not None:  # a window begins and ends within a tile
-            seen = min(seen, problem.window_left + problem.len_q + block_n)
-        most_tiles = max(1, -(-seen // block_n))
-        pad_d = max(64, layouts.block_d(problem.head_dim))
-        self.problem = problem
-        self.o_strides = layouts.output_strides(q)
-        self.columns = columns_of(pad_d, q, given.k_cache, given.v_cache, self.o_strides)
-        self.lengths = {"HAS_NEW_KEYS": cache.appends, "BLOCK_N": block_n, "IN_ORDER": True}
-        self.write = WriteCall(problem, given, pdl=True) if cache.appends else None
-        # Those of a unit's scores, and as many of its values if there are enough columns.
-        programs = min(max(1, config.programs // units), ordered_tiles.MOST_PROGRAMS.value, most_tiles)
-        shared = numbers_of(problem, given) | {
-            "most_tiles": most_tiles,
-            "programs": programs,
-            "BLOCK_R": block_r,
-            "PDL": True,
-        }
-        overlaps = {"launch_pdl": True}
-        # It may overlap with the write alone: other launches before it may have made its inputs.
-        options = {"num_warps": 4, **asserts_of(given), **(overlaps if cache.appends else {})}
-        queries = Launch(ordered_tiles.query_kernel, units, options, shared)
-        self.workspaces: list[Any] = [((units, block_r, pad_d), q.dtype)]
-        # With more rows the sums of wide heads take more registers than a thread has.
-        if units >= config.least_units and block_r <= 32:
-            stage = 2 * block_n * pad_d * q.element_size()
-            stages = min(config.most_stages, (220 * 1024 - 12 * block_r * block_n - 2 * block_r * pad_d) // stage)
-            # Products of two warpgroups have 128 rows at least.
-            warps = 8 if min(block_n, pad_d) >= 128 else 4
-            options, sizes = {"num_warps": warps, **overlaps}, {"STAGES": stages, "WARPS": warps}
-            attend = Launch(ordered_kernels.attend_kernel, units, options, shared, **sizes)
-            self.launches: tuple[Launch, ...] = (queries, attend)
-            return
+    q, cache = given.q, cache_of(problem)
+    rows, block_n = problem.len_q * problem.group_size, config.block_n
+    block_r = row_block(rows, least=8)
+    units = problem.batch * problem.heads_kv * -(-rows // block_r)
+    seen = problem.len_k
+    if problem.window_left is not None:  # a window begins and ends within a tile
+        seen = min(seen, problem.window_left + problem.len_q + block_n)
+    most_tiles = max(1, -(-seen // block_n))
+    pad_d = max(64, layouts.block_d(problem.head_dim))
+    o_strides = layouts.output_strides(q)
+    columns = columns_of(pad_d, q, given.k_cache, given.v_cache, o_strides)
+    lengths = {"HAS_NEW_KEYS": cache.appends, "BLOCK_N": block_n, "IN_ORDER": True}
+    write = write_call(problem, given, pdl=True) if cache.appends else None
+    # Those of a unit's scores, and as many of its values if there are enough columns.
+    programs = min(max(1, config.programs // units), ordered_tiles.MOST_PROGRAMS.value, most_tiles)
+    shared = numbers_of(problem, given) | {
+        "most_tiles": most_tiles,
+        "programs": programs,
+        "BLOCK_R": block_r,
+        "PDL": True,
+    }
+    overlaps = {"launch_pdl": True}
+    # It may overlap with the write alone: other launches before it may have made its inputs.
+    options = {"num_warps": 4, **asserts_of(given), **(overlaps if cache.appends else {})}
+    launches = [Launch(ordered_tiles.query_kernel, units, options, shared)]
+    buffers: list[tuple] = [((units, block_r, pad_d), q.dtype)]
+    # With more rows the sums of wide heads take more registers than a thread has.
+    if units >= config.least_units and block_r <= 32:
+        stage = 2 * block_n * pad_d * q.element_size()
+        stages = min(config.most_stages, (220 * 1024 - 12 * block_r * block_n - 2 * block_r * pad_d) // stage)
+        # Products of two warpgroups have 128 rows at least.
+        warps = 8 if min(block_n, pad_d) >= 128 else 4
+        options, sizes = {"num_warps": warps, **overlaps}, {"STAGES": stages, "WARPS": warps}
+        launches.append(Launch(ordered_kernels.attend_kernel, units, options, shared, **sizes))
+    else:
         of_tile = (units, most_tiles, min(rows, block_r))
-        self.workspaces += [((*of_tile, block_n), torch.float32), (of_tile, torch.float32)]
-        self.workspaces += [((units, ordered_tiles.MOST_PROGRAMS.value), torch.int32)]
-        score_stages = min(config.most_stages, (220 * 1024 - 2 * block_r * pad_d) // (2 * block_n * pad_d))
+        buffers += [((*of_tile, block_n), torch.float32), (of_tile, torch.float32)]
+        buffers.append(((units, ordered_tiles.MOST_PROGRAMS.value), torch.int32))
         options = {"num_warps": 4, **overlaps}
-        score = Launch(ordered_kernels.score_kernel, units * programs, options, shared, STAGES=score_stages)
-        columns = max(config.least_columns, min(pad_d, 128) // (1 << (programs.bit_length() - 1)))
+        stages = min(config.most_stages, (220 * 1024 - 2 * block_r * pad_d) // (2 * block_n * pad_d))
+        scores = Launch(ordered_kernels.score_kernel, units * programs, options, shared, STAGES=stages)
+        width = max(config.least_columns, min(pad_d, 128) // (1 << (programs.bit_length() - 1)))
         step = max(1, min(config.step_rows // block_r, 1 << (programs.bit_length() - 1)))
-        stage = 2 * block_n * max(64, columns)
         slots = 3 if step * block_r <= 32 else 2
         room = 222 * 1024 - step * block_r * (slots * 4 * block_n + 2 * 2 * block_n + 64)
-        programs = units * -(-problem.head_dim // columns)
-        sizes = {"COLUMNS": columns, "STEP": step, "SCORE_SLOTS": slots}
-        sizes["STAGES"] = min(config.value_stages, room // stage)
-        self.launches = (queries, score, Launch(ordered_kernels.value_kernel, programs, options, shared, **sizes))
+        stages = min(config.value_stages, room // (2 * block_n * max(64, width)))
+        sizes = {"COLUMNS": width, "STEP": step, "SCORE_SLOTS": slots, "STAGES": stages}
+        adders = units * -(-problem.head_dim // width)
+        launches += [scores, Launch(ordered_kernels.value_kernel, adders, options, shared, **sizes)]
 
-    def __call__(self, tensors: StepTensors) -> tuple[torch.Tensor, torch.Tensor]:
+    def call(tensors: StepTensors) -> tuple[torch.Tensor, torch.Tensor]:
         on = tensors.q.device
-        if self.write is not None:
-            self.write(tensors)
-        outputs, results = outputs_of(tensors, self.o_strides)
-        workspaces = [torch.empty(shape, dtype=dtype, device=on) for shape, dtype in self.workspaces]
-        given = {
-            "inputs": step_inputs(self.problem, tensors, self.lengths, self.columns),
+        if write is not None:
+            write(tensors)
+        outputs, results = outputs_of(tensors, o_strides)
+        workspaces = [torch.empty(shape, dtype=dtype, device=on) for shape, dtype in buffers]
+        named = {
+            "inputs": step_inputs(problem, tensors, lengths, columns),
             "outputs": outputs,
             "workspaces": ordered_tiles.Workspaces.host(*workspaces),
         }
-        for launch in self.launches:
-            launch(device.current_stream(on), given)
+        for launch in launches:
+            launch(device.current_stream(on), named)
         return results
 
+    return call
 
-def prepare_step(problem: Problem, tensors: StepTensors, override: DecodeConfig | None) -> Callable:
+
+def prepare_step(problem: Problem, tensors: StepTensors, override: DecodeConfig | None) -> Call:
     """Return the launches of a step, by the configuration that planning chooses, or by ``override``."""
     config = override or planning.step_config(problem, can_copy(tensors))
-    calls: dict[type, Callable] = {DecodeConfig: StepCall, OrderedConfig: OrderedCall}
-    return calls.get(type(config), GatheredCall)(problem, tensors, config)
+    calls: dict[type, Callable[..., Call]] = {DecodeConfig: step_call, OrderedConfig: ordered_call}
+    return calls.get(type(config), gathered_call)(problem, tensors, config)
 
 
 # Kernels index these with unit stride; they nearly always have it.
@@ -404,7 +390,7 @@ def _like_results(q: torch.Tensor, *arguments: Any) -> tuple[torch.Tensor, torch
 
 def _write(problem: Problem, tensors: Written) -> None:
     if tensors.k.numel() > 0:
-        _run(WriteCall, problem, tensors)
+        _run(write_call, problem, tensors)
 
 
 _step_operator = Operator(

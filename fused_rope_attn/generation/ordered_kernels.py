@@ -14,27 +14,17 @@ else.
 """
 
 import triton.language as tl
+from triton.experimental.gluon.language.nvidia import hopper
 
 from fused_rope_attn.attention.hopper.channels import channel_of, written_once
 from fused_rope_attn.attention.hopper.softmax import lagging_maximum, sum_quads
 from fused_rope_attn.generation import ordered_tiles as tiling
-from fused_rope_attn.generation.inputs import complete_step
+from fused_rope_attn.generation.inputs import complete_step, query_positions
 from fused_rope_attn.kernels.masks import Window
 from fused_rope_attn.kernels.records import record, replace, unpack
 from fused_rope_attn.kernels.schedule import let_next_launch_start, wait_for_previous_launch
 from fused_rope_attn.kernels.softmax import ScoreScale
-from fused_rope_attn.runtime.triton_compat import (
-    async_copy,
-    async_load,
-    barrier,
-    fence_async_shared,
-    gl,
-    jit,
-    reinterpret,
-    warpgroup_mma,
-    warpgroup_mma_init,
-    warpgroup_mma_wait,
-)
+from fused_rope_attn.runtime.triton_compat import async_copy, async_load, barrier, gl, jit, reinterpret
 
 # A program of ``score_kernel`` has finished its tiles, however many they were.
 FINISHED = gl.constexpr(1 << 30)
@@ -121,31 +111,31 @@ def attend_all(walk, scoring, queries, keys, values, p_smem, weights, factors, t
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [scoring.WARPS, 1], [16, BLOCK_R, 16])
     ROW: gl.constexpr = gl.SliceLayout(0, SCORES)
     offs = gl.arange(0, BLOCK_R, ROW)
-    positions = tiling.query_positions(walk.keys, offs, walk.GROUP_SIZE, walk.S)
+    positions = query_positions(walk.keys, offs // walk.GROUP_SIZE, walk.S)
     nothing = gl.zeros([BLOCK_N, BLOCK_R], gl.float32, SCORES)
-    acc = warpgroup_mma_init(gl.zeros([BLOCK_D, BLOCK_R], gl.float32, SCORES))
+    acc = hopper.warpgroup_mma_init(gl.zeros([BLOCK_D, BLOCK_R], gl.float32, SCORES))
     row_max = gl.full([BLOCK_R], float("-inf"), gl.float32, ROW)
     at_queries = queries.at(0)
     queries.wait_full(at_queries)
     at_first = keys.at(0)
     keys.wait_full(at_first)
-    fence_async_shared()
+    hopper.fence_async_shared()
     q = queries.tile(at_queries).permute((1, 0))
     first_k = tiling.key_operand(keys.tile(at_first), scoring.INTERLEAVED, SCORES, scoring.WARPS)
-    scores = warpgroup_mma(first_k, q, nothing, use_acc=False, is_async=True)
-    scores = warpgroup_mma_wait(0, deps=[scores])
+    scores = hopper.warpgroup_mma(first_k, q, nothing, use_acc=False, is_async=True)
+    scores = hopper.warpgroup_mma_wait(0, deps=[scores])
     keys.release_by_threads(at_first)
     for visit in range(walk.tiles):
         more = visit + 1 < walk.tiles
         at_keys = keys.at(visit + 1)
         keys.wait_full(at_keys, more)
         if scoring.INTERLEAVED:
-            fence_async_shared()
+            hopper.fence_async_shared()
         k = tiling.key_operand(keys.tile(at_keys), scoring.INTERLEAVED, SCORES, scoring.WARPS)
         start = walk.last - visit * BLOCK_N
         scores = tiling.mask_and_cap(scores, scoring.scale, walk, positions, start, scoring.window, DTYPE)
         highest = tiling.highest_scores(scores, scoring.WARPS)  # while the keys are on their way to the registers
-        following = warpgroup_mma(k, q, nothing, use_acc=False, is_async=True)
+        following = hopper.warpgroup_mma(k, q, nothing, use_acc=False, is_async=True)
         row_max, subtrahend, factor = lagging_maximum(row_max, highest, scoring.scale.qk_scale)
         p = tl.math.exp2(scores * scoring.scale.qk_scale - subtrahend[None, :])
         operand = p_smem.index(visit % 2).permute((1, 0))
@@ -154,17 +144,17 @@ def attend_all(walk, scoring, queries, keys, values, p_smem, weights, factors, t
         weights.wait_empty(at_weights)
         weights.tile(at_weights).permute((1, 0)).store(p)
         factors.index(at_weights.slot).store(factor)
-        acc, scores = warpgroup_mma_wait(0, deps=[acc, following])
+        acc, scores = hopper.warpgroup_mma_wait(0, deps=[acc, following])
         keys.release_by_threads(at_keys, more)
         if visit > 0:
             values.release_by_threads(values.at(visit - 1))
         at_values = values.at(visit)
         values.wait_full(at_values)
-        fence_async_shared()
+        hopper.fence_async_shared()
         weights.fill(at_weights)  # and with it the barrier after which all of ``operand`` is stored
         acc = acc * factor[None, :]
-        acc = warpgroup_mma(values.tile(at_values).permute((1, 0)), operand, acc, is_async=True)
-    acc = warpgroup_mma_wait(0, deps=[acc])
+        acc = hopper.warpgroup_mma(values.tile(at_values).permute((1, 0)), operand, acc, is_async=True)
+    acc = hopper.warpgroup_mma_wait(0, deps=[acc])
     at_total = total.at(0)
     total.wait_full(at_total)
     row_sum = total.tile(at_total).load(ROW)
@@ -255,21 +245,21 @@ def multiply_keys(walk, part, scoring, queries, keys, partials, scores_ptr):
     offs = gl.arange(0, BLOCK_R, gl.SliceLayout(0, SCORES))
     offs_n = gl.arange(0, BLOCK_N, gl.SliceLayout(1, SCORES))
     exists = offs < walk.rows
-    positions = tiling.query_positions(walk.keys, offs, walk.GROUP_SIZE, walk.S)
+    positions = query_positions(walk.keys, offs // walk.GROUP_SIZE, walk.S)
     nothing = gl.zeros([BLOCK_N, BLOCK_R], gl.float32, SCORES)
     at_queries = queries.at(0)
     queries.wait_full(at_queries)
-    fence_async_shared()
+    hopper.fence_async_shared()
     q = queries.tile(at_queries).permute((1, 0))
     for i in range(part.tiles):
         visit = part.first + i * part.programs
         cursor = keys.at(i)
         keys.wait_full(cursor)
         if scoring.INTERLEAVED:
-            fence_async_shared()
+            hopper.fence_async_shared()
         k = tiling.key_operand(keys.tile(cursor), scoring.INTERLEAVED, SCORES, scoring.WARPS)
-        scores = warpgroup_mma(k, q, nothing, use_acc=False, is_async=True)
-        scores = warpgroup_mma_wait(0, deps=[scores])
+        scores = hopper.warpgroup_mma(k, q, nothing, use_acc=False, is_async=True)
+        scores = hopper.warpgroup_mma_wait(0, deps=[scores])
         keys.release_by_threads(cursor)
         start = walk.last - visit * BLOCK_N
         scores = tiling.mask_and_cap(scores, scoring.scale, walk, positions, start, scoring.window, keys.buffer.dtype)
@@ -323,16 +313,6 @@ def score_kernel(
     )  # fmt: skip
 
 
-@record
-class Scored:
-    """Pointers to the results of ``score_kernel``, progress of the unit's first program, and how many programs."""
-
-    scores_ptr: gl.tensor
-    maxima_ptr: gl.tensor
-    progress: gl.tensor
-    programs: gl.tensor
-
-
 @jit
 def load_acquired(pointers):
     """Load 32-bit words with acquire semantics."""
@@ -347,8 +327,11 @@ def load_acquired(pointers):
 
 
 @jit
-def copy_scores(walk, scored, scores, maxima, STEP: gl.constexpr):
-    """Copy the scores and maxima of all tiles as soon as they are written; the work of warps of their own."""
+def copy_scores(walk, written, programs, scores, maxima, STEP: gl.constexpr):
+    """Copy the scores and maxima of all tiles as soon as they are written; the work of warps of their own.
+
+    written: the ``Workspaces`` of ``score_kernel``, which has ``programs`` programs for a unit.
+    """
     ROWS: gl.constexpr = scores.buffer.shape[1]
     BLOCK_R: gl.constexpr = ROWS // STEP
     TILE: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [tiling.COPY_WARPS, 1], [1, 0])
@@ -358,25 +341,26 @@ def copy_scores(walk, scored, scores, maxima, STEP: gl.constexpr):
     rows = gl.arange(0, ROWS, gl.SliceLayout(1, TILE))
     keys = gl.arange(0, walk.BLOCK_N, gl.SliceLayout(0, TILE))
     line = gl.arange(0, ROWS, LINE)
-    progress = scored.progress + gl.minimum(program, gl.minimum(scored.programs, walk.tiles) - 1)
+    program = gl.minimum(program, gl.minimum(programs, walk.tiles) - 1)
+    progress = written.progress_ptr + walk.number * tiling.MOST_PROGRAMS + program
     finished = gl.to_tensor(0)  # tiles of each program
-    for step in range(tiling.steps_of(walk.tiles, STEP)):
+    for step in range(tl.cdiv(walk.tiles, STEP)):
         cursor = scores.at(step)
         scores.wait_empty(cursor)
         first = step * STEP
-        while finished * scored.programs < gl.minimum(first + STEP, walk.tiles):
+        while finished * programs < gl.minimum(first + STEP, walk.tiles):
             finished = gl.minimum(gl.min(load_acquired(progress), 0), walk.tiles)
-            if finished * scored.programs < gl.minimum(first + STEP, walk.tiles):
+            if finished * programs < gl.minimum(first + STEP, walk.tiles):
                 gl.inline_asm_elementwise(
                     "nanosleep.u32 100; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
                 )
         at = (walk.first_tile - first - rows // BLOCK_R) * walk.rows + rows % BLOCK_R
         mask = (first + rows // BLOCK_R < walk.tiles) & (rows % BLOCK_R < walk.rows)
-        pointers = scored.scores_ptr + at[:, None] * walk.BLOCK_N + keys[None, :]
+        pointers = written.scores_ptr + at[:, None] * walk.BLOCK_N + keys[None, :]
         async_load(scores.tile(cursor), pointers, mask[:, None])
         at = (walk.first_tile - first - line // BLOCK_R) * walk.rows + line % BLOCK_R
         mask = (first + line // BLOCK_R < walk.tiles) & (line % BLOCK_R < walk.rows)
-        async_load(maxima.index(cursor.slot), scored.maxima_ptr + at, mask)
+        async_load(maxima.index(cursor.slot), written.maxima_ptr + at, mask)
         tiling.fill_by_copies(scores, cursor)
     async_copy.wait_group(0)
 
@@ -424,7 +408,7 @@ def weigh_all(walk, qk_scale, scores, maxima, weighed):
     factors_of = reinterpret(weighed.factors, gl.float32, [SLOTS, ROWS], FLAT)
     sums_of = reinterpret(weighed.sums, gl.float32, [SLOTS, ROWS, 4], weighed.sums.layout)
     row_max = gl.full([BLOCK_R], float("-inf"), gl.float32, ROW)
-    for step in range(tiling.steps_of(walk.tiles, STEP)):
+    for step in range(tl.cdiv(walk.tiles, STEP)):
         cursor = scores.at(step)
         scores.wait_full(cursor)
         s = scores.tile(cursor).load(QUADS)
@@ -450,7 +434,7 @@ def weigh_all(walk, qk_scale, scores, maxima, weighed):
         factors_of.index(at_weights.slot).store(factors.reshape((ROWS,)))
         weighed.moves.index(at_weights.slot).store(gl.full([1], gl.max(moves, 0), gl.int32, ONE))
         sums_of.index(at_weights.slot).store(gl.convert_layout(sum_quads(p), SUMS, assert_trivial=True))
-        fence_async_shared()
+        hopper.fence_async_shared()
         weights.fill(at_weights)
     at_last = weighed.last.at(0)
     weighed.last.tile(at_last).store(row_max)
@@ -469,9 +453,9 @@ def add_up_values(walk, weighed, values, first_column, end_column, outputs, HQ, 
     SUMS: gl.constexpr = tiling.sums_layout(BLOCK_R, 4)
     ROW: gl.constexpr = gl.SliceLayout(0, OUTPUT)
     ONE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    acc = warpgroup_mma_init(gl.zeros([COLUMNS, BLOCK_R], gl.float32, OUTPUT))
+    acc = hopper.warpgroup_mma_init(gl.zeros([COLUMNS, BLOCK_R], gl.float32, OUTPUT))
     row_sum = gl.zeros([BLOCK_R, 4], gl.float32, SUMS)
-    for step in range(tiling.steps_of(walk.tiles, STEP)):
+    for step in range(tl.cdiv(walk.tiles, STEP)):
         at_weights = weights.at(step)
         weights.wait_full(at_weights)
         operand = weights.tile(at_weights)
@@ -481,23 +465,23 @@ def add_up_values(walk, weighed, values, first_column, end_column, outputs, HQ, 
             at = at_weights.slot * STEP + i  # in ``weighed``
             cursor = values.at(visit)
             values.wait_full(cursor)
-            fence_async_shared()
+            hopper.fence_async_shared()
             if moves > 0:
                 # Products between which no maximum moves follow one another without a wait.
                 factor = weighed.factors.index(at).load(ROW)
-                acc = warpgroup_mma_init(warpgroup_mma_wait(0, deps=[acc]) * factor[None, :])
+                acc = hopper.warpgroup_mma_init(hopper.warpgroup_mma_wait(0, deps=[acc]) * factor[None, :])
             v = values.tile(cursor).permute((1, 0))
             p = operand.slice(i * BLOCK_N, BLOCK_N, dim=1).permute((1, 0))
-            acc = warpgroup_mma(v, p, acc, is_async=True)
+            acc = hopper.warpgroup_mma(v, p, acc, is_async=True)
             row_factor = weighed.factors.index(at).load(gl.SliceLayout(1, SUMS))
             row_sum = row_sum * row_factor[:, None] + weighed.sums.index(at).load(SUMS)
-            acc = warpgroup_mma_init(warpgroup_mma_wait(1, deps=[acc]))
+            acc = hopper.warpgroup_mma_init(hopper.warpgroup_mma_wait(1, deps=[acc]))
             if visit > 0:
                 values.release_by_threads(values.at(visit - 1))
             if i == 0:
                 if step > 0:
                     weights.release_by_threads(weights.at(step - 1))
-    acc = warpgroup_mma_wait(0, deps=[acc])
+    acc = hopper.warpgroup_mma_wait(0, deps=[acc])
     at_last = weighed.last.at(0)
     weighed.last.wait_full(at_last)
     row_max = weighed.last.tile(at_last).load(ROW)
@@ -551,14 +535,12 @@ def value_kernel(
     weights.init(FILLS=1, RELEASES=128)
     last.init(FILLS=1, RELEASES=1)
     weighed = Weighed(weights, sums, factors, moves, last, STEP)
-    progress = workspaces.progress_ptr + number * tiling.MOST_PROGRAMS
-    scored = Scored(workspaces.scores_ptr, workspaces.maxima_ptr, progress, programs)
     gl.warp_specialize(
         [
             (add_up_values, (walk, weighed, values, first_column, end_column, outputs, HKV * GROUP_SIZE, PDL)),
             (weigh_all, (walk, inputs.scale.qk_scale, scores, maxima, weighed)),
             (copy_values, (walk, inputs.cache.v, row_format, first_column, values, STEP, False)),
-            (copy_scores, (walk, scored, scores, maxima, STEP)),
+            (copy_scores, (walk, workspaces, programs, scores, maxima, STEP)),
         ],
         [tiling.SUM_WARPS, tiling.COPY_WARPS, tiling.COPY_WARPS],
         [tiling.COPY_REGISTERS, tiling.SUM_REGISTERS, tiling.SUM_REGISTERS],

@@ -94,13 +94,6 @@ def member_columns(BLOCK_D: tl.constexpr, D: tl.constexpr, R: tl.constexpr, LAYO
         return tl.max_contiguous(tl.multiple_of(columns, RUN), RUN), pairs < D // 2
 
 
-@triton.jit
-def query_positions(keys, offs, GROUP_SIZE, S):
-    """Return the positions of a unit's query rows ``offs``, -1 for those of tokens past the end of the cache."""
-    positions = keys.q_offset + offs // GROUP_SIZE
-    return tl.where(positions < S, positions, -1)
-
-
 @triton.jit(do_not_specialize=NUMBERS)
 def query_kernel(
     inputs, workspaces, B, HKV, GROUP_SIZE, NQ, S, num_pages, position_limit, window_left, window_right,
@@ -119,17 +112,13 @@ def query_kernel(
     keys = step.cached_keys(inputs.lengths, number // HKV)
     batch, head_kv = tl.cast(number // HKV, tl.int64), tl.cast(number % HKV, tl.int64)
     q_rows = step.query_rows(batch, head_kv, 0, NQ * GROUP_SIZE, GROUP_SIZE, BLOCK_R)
-    positions = query_positions(keys, q_rows.offs_m, GROUP_SIZE, S)
     # The units of a sequence share its pages.
     running.assert_pages(inputs.cache.table, batch, keys, number % HKV, HKV)
     if workspaces.progress_ptr is not None:
         program = tl.arange(0, MOST_PROGRAMS)
         tl.store(workspaces.progress_ptr + number * MOST_PROGRAMS + program, tl.zeros((MOST_PROGRAMS,), tl.int32))
-    rotations = inputs.rotations
-    of_sequence = rotation.head_rotation(rotations.tables, q_rows.batch, position_limit, rotations.q_norm)
-    rows = step.rows_of_queries(inputs.q, q_rows, inputs.format)
-    q = rotation.load_rotated(rows, q_rows.offs_m, of_sequence, positions - q_rows.offs_m, rotations.q_sign)
-    if not rotations.tables.INTERLEAVED:
+    q = step.load_step_queries(inputs, q_rows, keys, step.float8_of(inputs.cache, head_kv)).q
+    if not inputs.rotations.tables.INTERLEAVED:
         # The first members of every eight pairs, and then the second ones.
         q = tl.permute(tl.reshape(q, (BLOCK_R, BLOCK_D // 16, 8, 2)), (0, 1, 3, 2)).reshape((BLOCK_R, BLOCK_D))
     at = workspaces.rotated_ptr + (tl.cast(number, tl.int64) * BLOCK_R + q_rows.offs_m)[:, None] * BLOCK_D
@@ -242,7 +231,7 @@ class Walk:
     S: gl.tensor
     keys: step.CachedKeys
     tiles: gl.tensor
-    pages: running.SequencePages | None
+    pages: running.BlockTable | None
     first_tile: gl.tensor  # of the workspaces: the one of the last tile
     last: gl.tensor  # position of the last tile's first key
     seen_from: gl.tensor  # every query sees the keys from here on
@@ -301,7 +290,7 @@ class Source:
 def rows_in_pages(walk, start, offs):
     """Return the rows of the tile ``start + offs``, each counted from the first row of its page."""
     position = (start + offs).to(gl.uint32, bitcast=True)
-    return (position % walk.pages.SIZE).to(gl.int32, bitcast=True)
+    return (position % walk.pages.PAGE_SIZE).to(gl.int32, bitcast=True)
 
 
 @jit
@@ -363,7 +352,7 @@ def copy_rows(source, walk, visit, first, tile):
     start = walk.last - visit * walk.BLOCK_N
     offsets = source.offsets
     if walk.pages is not None:
-        if walk.BLOCK_N % walk.pages.SIZE != 0:
+        if walk.BLOCK_N % walk.pages.PAGE_SIZE != 0:
             rows = replace(source.rows, ptr=0)
             offsets = tiles.row_pointers(rows, rows_in_pages(walk, start, offs), source.columns)
     pointers = first + offsets
@@ -386,12 +375,6 @@ def entries_of_step(source, walk, part, number, STEP: gl.constexpr):
 
 
 @jit
-def steps_of(tiles, STEP: gl.constexpr):
-    """Return the number of steps of STEP tiles that so many tiles take."""
-    return (tiles + STEP - 1) // STEP
-
-
-@jit
 def copy_tiles(source, walk, part, channel, STEP: gl.constexpr = 1):
     """Copy the tiles of a ``Part`` in steps of STEP tiles, zeros for those after the last one.
 
@@ -400,7 +383,7 @@ def copy_tiles(source, walk, part, channel, STEP: gl.constexpr = 1):
     COLUMNS: gl.constexpr = source.columns.shape[0]
     rows = source.rows
     entries = entries_of_step(source, walk, part, 0, STEP)
-    for number in range(steps_of(part.tiles, STEP)):
+    for number in range(tl.cdiv(part.tiles, STEP)):
         following = entries_of_step(source, walk, part, number + 1, STEP)
         for i in gl.static_range(STEP):
             visit = part.first + (number * STEP + i) * part.programs

@@ -1,7 +1,5 @@
 """The choice of a generation step's configuration. Launches nothing."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from typing import Any

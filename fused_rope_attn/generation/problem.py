@@ -1,8 +1,6 @@
 """The tensors of a generation step and of a write into a cache, every refusal of them before anything is written or
 launched, and their ``Problem``s."""
 
-from __future__ import annotations
-
 import functools
 import math
 from typing import Any, NamedTuple, cast
@@ -127,18 +125,15 @@ def check_kvcache(tensors: StepTensors, options: Any, cache_is_rotated: bool, la
     tensors, options: `StepTensors` in the caller's `layout`, and attention's `Options`. `cache_seqlens` is not read.
     Raises TypeError or ValueError.
     """
-    q, k_cache, v_cache, cos, sin, k, v, cache_seqlens, _, _, block_table, k_scale, v_scale, _, _ = tensors
+    q, k_cache, v_cache, cos, sin, k, v, cache_seqlens, _, _, block_table, *_ = tensors
     if (k is None) != (v is None):
         checks.refuse_one_of_two(k=k, v=v)
     checks.check_bool("cache_is_rotated", cache_is_rotated)
     rows = (q, k_cache, v_cache) if k is None else (q, k_cache, v_cache, k, v)
     sizes = _STEP_FORMS[block_table is not None].check(layout, rows)
     batch, heads_q, len_q, head_dim = sizes[:4]
-    heads_kv, capacity = sizes[-2:]
-    checks.check_heads(heads_q, heads_kv, head_dim, "k_cache")
-    of_rows = "k_cache"
-    if not (block_table is k_scale is v_scale is None) or FLOAT8 in (k_cache.dtype, v_cache.dtype):
-        capacity, of_rows = check_new_kind_of_cache(tensors, "q", q, batch, sizes[-3:])
+    checks.check_heads(heads_q, sizes[-2], head_dim, "k_cache")
+    capacity, of_rows = check_kind_of_cache(tensors, "q", q, batch, sizes[-3:])
     check_apart(k_cache, v_cache, paged=block_table is not None)
     if k is not None:
         check_written(k_cache, v_cache)
@@ -151,14 +146,12 @@ def check_kvcache(tensors: StepTensors, options: Any, cache_is_rotated: bool, la
     return rotary_dim
 
 
-def check_new_kind_of_cache(
+def check_kind_of_cache(
     tensors: StepTensors | Written, of: str, first: Tensor, batch: int, pool: tuple[int, ...]
 ) -> tuple[int, str]:
-    """Check caches that are in pages, in float8_e4m3fn, or both.
+    """Check what caches in pages or in float8_e4m3fn need; return the rows of a sequence and the argument that says so.
 
     of, first: the call's first tensor. pool: the last sizes of the caches before D; of pages num_pages, HKV, page_size.
-
-    Return the rows that a sequence can have, and the argument that decides it.
     """
     pages, heads_kv, rows = pool
     if tensors.v_cache.dtype != tensors.k_cache.dtype:
@@ -246,7 +239,7 @@ def check_written(k_cache: Tensor, v_cache: Tensor) -> None:
 
 def check_write(tensors: Written, *, cache_is_rotated: Any, rotary_dim: Any, interleaved: Any, layout: str) -> int:
     """Check the arguments of `write_kvcache`, in the caller's `layout`, and return the rotary dim R."""
-    k, v, k_cache, v_cache, cos, sin, block_table, cache_seqlens, new_lens, cu_seqlens, k_scale, v_scale = tensors
+    k, v, k_cache, v_cache, cos, sin, block_table, cache_seqlens, new_lens, cu_seqlens, *_ = tensors
     checks.check_bool("cache_is_rotated", cache_is_rotated)
     checks.check_bool("interleaved", interleaved)
     packed = cu_seqlens is not None
@@ -263,7 +256,7 @@ def check_write(tensors: Written, *, cache_is_rotated: Any, rotary_dim: Any, int
     batch, heads_kv, _, head_dim, entries, rows = sizes
     batch = cu_seqlens.shape[0] - 1 if packed else batch
     checks.check_columns("k", heads_kv, head_dim)
-    rows, of_rows = check_new_kind_of_cache(tensors, "k", k, batch, (entries, heads_kv, rows))
+    rows, of_rows = check_kind_of_cache(tensors, "k", k, batch, (entries, heads_kv, rows))
     if block_table is None and entries != batch:
         raise ValueError(f"k_cache must have one entry for each of {batch} sequences, but has {entries}")
     for name, bounds in (("cache_seqlens", cache_seqlens), ("new_lens", new_lens)):

@@ -107,13 +107,7 @@ def write_kvcache(problem: Any, tensors: Any) -> None:
     append(problem, tensors._replace(k=k, v=v), tables, position, needed_pages(tensors, needed))
 
 
-def append(
-    problem: Any,
-    tensors: Any,
-    tables: tuple[Tensor, Tensor],
-    position: Tensor,
-    entries: Tensor,
-) -> None:
+def append(problem: Any, tensors: Any, tables: tuple[Tensor, Tensor], position: Tensor, entries: Tensor) -> None:
     """Write the new k and v (B, HKV, N, D) into rows `position` (B, N) of the caches; negative ones are left out.
 
     tables: of `normalise_tables`. entries (B, pages): of `needed_pages`.

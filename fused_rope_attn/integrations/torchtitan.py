@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torchtitan.config import derive, override
 from torchtitan.distributed.activation_checkpoint import SelectiveAC
@@ -34,20 +35,13 @@ class FusedInnerAttention(VarlenAttention):
         self.window_size = config.window_size
 
     def forward(
-        self,
-        q_BLNH: torch.Tensor,
-        k_BLNH: torch.Tensor,
-        v_BLNH: torch.Tensor,
-        *,
-        attention_masks: VarlenMetadata,
-        **options: Any,
-    ) -> torch.Tensor:
+        self, q_BLNH: Tensor, k_BLNH: Tensor, v_BLNH: Tensor, *, attention_masks: VarlenMetadata, **options: Any
+    ) -> Tensor:
         """Return (B, L, HQ, D). q, k, v: (B, L, H, D), unrotated. options: those of ``rope_attention_varlen``."""
         if not isinstance(attention_masks, VarlenMetadata):
             raise TypeError(f"attention_masks must be VarlenMetadata, but is {type(attention_masks).__name__}")
-        q, k, v = (x.flatten(0, 1) for x in (q_BLNH, k_BLNH, v_BLNH))
-        options |= {"window": self.window_size}
-        o: Any = rope_attention_varlen(q, k, v, options.pop("cos"), options.pop("sin"), *attention_masks[:4], **options)
+        rows = [x.flatten(0, 1) for x in (q_BLNH, k_BLNH, v_BLNH)] + [options.pop("cos"), options.pop("sin")]
+        o: Any = rope_attention_varlen(*rows, *attention_masks[:4], window=self.window_size, **options)
         return o.unflatten(0, q_BLNH.shape[:2])
 
 
@@ -59,9 +53,7 @@ class FusedGQAttention(GQAttention):
     class Config(GQAttention.Config):
         pass
 
-    def forward(
-        self, x_BLD: torch.Tensor, attention_masks: VarlenMetadata, positions: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def forward(self, x_BLD: Tensor, attention_masks: VarlenMetadata, positions: Tensor | None = None) -> Tensor:
         q, k, v = self.qkv_linear(x_BLD)
         options: dict[str, Any] = {"softmax_scale": self.scaling}
         if self.q_norm is not None:
@@ -69,23 +61,20 @@ class FusedGQAttention(GQAttention):
             if isinstance(q, DTensor) or q.shape[2] < self.n_heads or self.q_norm.weight is None:
                 q, k = self.q_norm(q), self.k_norm(k)
             else:
-                norms = {"q_norm": self.q_norm.weight, "k_norm": self.k_norm.weight, "norm_eps": self.q_norm.eps}
-                options |= norms
-        cos, sin, interleaved = _tables(self.rope, q.shape[1])
-        options |= {"cos": cos, "sin": sin, "interleaved": interleaved}
+                options |= {"q_norm": self.q_norm.weight, "k_norm": self.k_norm.weight, "norm_eps": self.q_norm.eps}
+        options |= _tables(self.rope, q.shape[1])
         o = self.inner_attention(q, k, v, attention_masks=attention_masks, **options)
         return self.wo(o.flatten(2))
 
 
-def _tables(rope: ComplexRoPE | CosSinRoPE, rows: int) -> tuple[torch.Tensor, torch.Tensor, bool]:
+def _tables(rope: ComplexRoPE | CosSinRoPE, rows: int) -> dict[str, Any]:
     """Return cos and sin (rows, R/2) float32 of a rotary embedding's cache, and whether it rotates adjacent pairs."""
     cache = rope.cache.to_local() if isinstance(rope.cache, DTensor) else rope.cache
     if isinstance(rope, ComplexRoPE):
         cos, sin = torch.view_as_real(cache[:rows]).unbind(-1)
-        return cos, sin, True
-    # Each angle twice: the cosines, then the sines.
-    cos, _, sin, _ = cache[:rows].chunk(4, dim=-1)
-    return cos, sin, False
+    else:  # each angle twice: the cosines, then the sines
+        cos, _, sin, _ = cache[:rows].chunk(4, dim=-1)
+    return {"cos": cos, "sin": sin, "interleaved": isinstance(rope, ComplexRoPE)}
 
 
 @override(target=GQAttention.Config, exact=True, description="RoPE and the norms of q and k inside attention.")

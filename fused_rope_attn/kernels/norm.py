@@ -1,16 +1,14 @@
 # mypy: ignore-errors
 """The root-mean-square norm of a row inside kernels, and its gradient (RMSNorm: Zhang and Sennrich 2019, eq. 4).
 
-``y = x * rsqrt(mean(x ** 2) + eps) * (offset + weight)`` over the D columns of a row, in float32. A kernel rarely holds
-a row as one tile: rotations take it apart into first and second members of pairs, sections, and columns that pass
-through. So these functions take *parts* of rows, tiles ``(..., C)`` with columns as their last axis, and return sums
-over columns ``(..., 1)``, which the caller adds up over the parts. Columns that only pad a tile must be zero: they add
-nothing, and the mean is that of D columns.
+``y = x * rsqrt(mean(x ** 2) + eps) * (offset + weight)`` over the D columns of a row, in float32. Rotations take a row
+apart into first and second members of pairs, sections, and columns that pass through. So these functions take *parts*
+of rows, tiles ``(..., C)`` with columns as their last axis, and return sums over columns ``(..., 1)``, which the caller
+adds up over the parts. Columns that only pad a tile must be zero: they add nothing, and the mean is that of D columns.
 
-The statistic, ``inverse_rms``, is never saved: a backward pass reads x anyway, and a sum of its squares costs nothing
-in addition. With ``n = x * inverse_rms`` and
-``g = dy * (offset + weight)`` the gradients are ``dx = inverse_rms * (g - n * mean(g * n))`` and, summed over rows,
-``dweight = dy * n``.
+``inverse_rms`` is never saved, because a backward pass reads x anyway. With ``n = x * inverse_rms`` and ``g = dy *
+(offset + weight)`` the gradients are ``dx = inverse_rms * (g - n * mean(g * n))`` and, summed over rows, ``dweight = dy
+* n``.
 """
 
 import triton
@@ -98,12 +96,10 @@ def pair_inverse_rms(first, second, norm, LAYOUT: tl.constexpr = None):
 
 @triton.jit
 def unnorm_pairs(first, second, dy1, dy2, weight1, weight2, norm):
-    """Return dx of the first and second members of pairs, and dweight of each row's, all float32.
+    """Return dx and dweight (rows, BLOCK_D / 2) of the first and second members of pairs, float32.
 
-    It is the gradient of ``(first * weight1, second * weight2)`` times ``pair_inverse_rms``.
     first and second are the rows before the norm, dy1 and dy2 gradients of the rows after it. A row with a gradient of
-    zero may be padding that holds NaN, so it gives zeros and adds nothing to a sum of dweight (rows, BLOCK_D / 2) over
-    the rows. Rows that do not exist must have a gradient of zero.
+    zero may be padding that holds NaN, so it gives zeros. Rows that do not exist must have a gradient of zero.
     """
     # No sum waits for another.
     squares = row_sum(first * first + second * second)

@@ -25,7 +25,6 @@ not, and tensor descriptors, are parameters of their own, because ``do_not_speci
 """
 
 from collections import namedtuple
-from collections.abc import Callable
 
 import triton
 from triton.language import core
@@ -40,8 +39,8 @@ _BY_FIELDS = {}
 def record(cls: type) -> type:
     """Return the class ``cls`` of annotated fields, as device code can build it: by field names, or in their order.
 
-    A field may have a default, as in a dataclass. ``cls.host(...)`` takes the same, and
-    returns the NamedTuple by which the host passes the record.
+    A field may have a default, as in a dataclass. ``cls.host(...)`` takes the same, and returns the NamedTuple by which
+    the host passes the record.
     """
     names = tuple(cls.__annotations__)
     defaults = {name: vars(cls)[name] for name in names if name in vars(cls)}
@@ -63,7 +62,22 @@ def record(cls: type) -> type:
         for name, value in fields.items():
             setattr(self, name, wrapped(value))
 
-    host = _host_form(cls, names, defaults)
+    # A NamedTuple of its own, with no code: Triton makes others of its type, from the types of its values.
+    make = namedtuple(cls.__name__, names, defaults=None)._make
+    # An annotation is a string in a module that postpones annotations, as copies for Python 3.9 do.
+    compile_time = frozenset(
+        i for i, name in enumerate(names) if cls.__annotations__[name] in (core.constexpr, "tl.constexpr")
+    )
+
+    def host(*values, **named):
+        """Return the NamedTuple of a record, with the values of compile-time fields wrapped."""
+        if named or len(values) < len(names):
+            fields = {**defaults, **dict(zip(names, values)), **named}
+            if len(fields) != len(names) or len(values) > len(names) or not fields.keys() <= set(names):
+                raise TypeError(f"{cls.__name__} takes {', '.join(names)}, but not {len(values)} and {set(named)}")
+            values = [fields[name] for name in names]
+        return make([core.constexpr(x) if i in compile_time and x is not None else x for i, x in enumerate(values)])
+
     cls.__init__ = triton.constexpr_function(__init__)  # type: ignore[misc]
     # Triton checks the type of each field by its annotation, and a field's type is the call's to choose.
     cls.__annotations__ = dict.fromkeys(names, object)
@@ -74,26 +88,6 @@ def record(cls: type) -> type:
     if other is not made and other.__qualname__ != made.__qualname__:
         raise TypeError(f"{made.__qualname__} has the fields of {other.__qualname__}: kernels tell records by fields")
     return made
-
-
-def _host_form(cls: type, names: tuple[str, ...], defaults: dict) -> Callable[..., tuple]:
-    """Return the function that makes the NamedTuple of a record. It wraps the values of compile-time fields."""
-    # A NamedTuple of its own, with no code: Triton makes others of its type, from the types of its values.
-    make = namedtuple(cls.__name__, names, defaults=None)._make
-    # An annotation is a string in a module that postpones annotations, as copies for Python 3.9 do.
-    compile_time = frozenset(
-        i for i, name in enumerate(names) if cls.__annotations__[name] in (core.constexpr, "tl.constexpr")
-    )
-
-    def host(*values, **named):
-        if named or len(values) < len(names):
-            fields = {**defaults, **dict(zip(names, values)), **named}
-            if len(fields) != len(names) or len(values) > len(names) or not fields.keys() <= set(names):
-                raise TypeError(f"{cls.__name__} takes {', '.join(names)}, but not {len(values)} and {set(named)}")
-            values = [fields[name] for name in names]
-        return make([core.constexpr(x) if i in compile_time and x is not None else x for i, x in enumerate(values)])
-
-    return host
 
 
 def _unpack(x, _semantic=None):

@@ -1,7 +1,5 @@
 """Rotation alone: every RoPE convention through one kernel."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from typing import Any

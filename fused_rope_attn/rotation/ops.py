@@ -9,8 +9,6 @@ A memory-bound kernel needs bytes in flight, whatever the head dimension and the
 bytes, and the launch turns them into tokens by heads. ``attention/configs.py`` explains tables.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ A refusal is raised before anything is written, launched or allocated. ``SCHEMA`
 ``from_arguments`` are derived from the fields of both records.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, NamedTuple, get_type_hints
 

@@ -1,7 +1,5 @@
 """Tables of cos and sin, ``RotaryEmbedding``, a module that holds them, and the order of columns in weights."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -35,11 +33,9 @@ def rope_tables(
     check_frequencies(rotary_dim, 2, base)
     if positions is None:
         positions = torch.arange(seq_len, device=device)
-    elif positions.shape != (seq_len,):
+    if positions.shape != (seq_len,):
         raise ValueError(f"positions must have shape ({seq_len},), but has {tuple(positions.shape)}")
-    else:
-        positions = positions.to(device if device is not None else positions.device)
-    angles = _angles(positions, rotary_dim, base)
+    angles = _angles(positions.to(positions.device if device is None else device), rotary_dim, base)
     return angles.cos().float(), angles.sin().float()
 
 

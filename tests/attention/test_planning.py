@@ -113,7 +113,6 @@ def test_deterministic_gradients_are_the_sm_90_kernels(arch, tables):
         assert kinds(plan(**call(backend=backend, deterministic=True), **starts)) == HOPPER
         chosen = plan(**call(backend=backend, batch_invariant=True), **starts)
         assert kinds(chosen) == (HOPPER[0], PORTABLE[1]) and "not from kv_starts" in chosen.reason
-        assert chosen.backward.strategy == "prepass"
     portable = plan(**call(backend="triton", deterministic=True))
     assert portable == plan(**call(backend="triton")) and "deterministic" not in portable.reason
     tables(("medium",), ())

@@ -75,7 +75,7 @@ def test_short_packed_sequences_stay_portable(arch):
 
 
 def test_masked_calls_have_tiles_of_their_own(arch):
-    plain, masked = (portable_configs.backward_config("sm_90", 2, 64, "prepass", "long", m) for m in (False, True))
+    plain, masked = (portable_configs.backward_config("sm_90", 2, 64, "long", m) for m in (False, True))
     given = call(8192, head_dim=64, backend="triton")
     assert plan(**given, window=(9, 0)).backward == masked != plain
     assert plan(**given).backward == plain

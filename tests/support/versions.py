@@ -36,7 +36,7 @@ def attend(window: tuple[int, int] | None) -> None:
 def decode(window: tuple[int, int] | None) -> None:
     """Run a generation step of one new token in bfloat16, with caches of 1000 rows of 2 heads of 64 columns."""
     from fused_rope_attn.generation.configs import decode
-    from fused_rope_attn.generation.launch import StepCall
+    from fused_rope_attn.generation.launch import step_call
     from fused_rope_attn.generation.problem import StepTensors, describe_step
 
     q, k, v = (meta(2, heads, 1, 64, dtype=torch.bfloat16) for heads in (8, 2, 2))
@@ -44,7 +44,7 @@ def decode(window: tuple[int, int] | None) -> None:
     tensors = StepTensors(q, *caches, meta(1000, 32), meta(1000, 32), k, v, int32(2))
     options = {"rotary_dim": 64, "causal": True, "softmax_scale": 0.1, "window": window}
     problem = describe_step(tensors, cache_is_rotated=True, **options)
-    StepCall(problem.for_launch(), tensors, decode("sm_90", 2, 64, True))(tensors)
+    step_call(problem.for_launch(), tensors, decode("sm_90", 2, 64, True))(tensors)
 
 
 CALLS: dict[str, Callable[[tuple[int, int] | None], None]] = {"attend": attend, "decode": decode}

@@ -1,8 +1,6 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, disable-error-code="attr-defined, arg-type"
 """Launches of the sm_90 backward pass."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterable
 from typing import Any

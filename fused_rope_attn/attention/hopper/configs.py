@@ -4,8 +4,6 @@ Rows are chosen by head dimension, causal mask, length bucket, GQA and packing. 
 has a part, the row's comment names both.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 from fused_rope_attn.attention.configs import (

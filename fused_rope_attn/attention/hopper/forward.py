@@ -1,8 +1,6 @@
 # mypy: disable-error-code="attr-defined"
 """Launches of the sm_90 forward pass."""
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -1,14 +1,13 @@
 # mypy: disable-error-code="attr-defined, arg-type"
 """Launches of the portable backward pass."""
 
-from __future__ import annotations
-
 import math
+from typing import Any
 
 import torch
 
 from fused_rope_attn.attention import arguments
-from fused_rope_attn.attention.configs import BackwardConfig
+from fused_rope_attn.attention.configs import BackwardConfig, Tile
 from fused_rope_attn.attention.intervals import IntervalBlocks
 from fused_rope_attn.attention.portable import backward_kernels as kernels
 from fused_rope_attn.attention.portable.forward import nope_views
@@ -39,8 +38,7 @@ class BackwardCall:
         q, k, v = given.q, given.k, given.v
         batch, sequences = problem.batch, problem.sequences
         self.problem = problem
-        self.inline = config.strategy == "inline" and not is_rotated
-        self.dkdv = self.dq = self.sum_heads = self.find_blocks = self.norms = None
+        self.dkdv = self.dq = self.sum_heads = self.norms = None
         self.latent = problem.nope_dim is not None
         # Key heads as dkdv sees them, and the query heads of each.
         key_heads, group_size = problem.heads_kv, problem.group_size
@@ -53,20 +51,18 @@ class BackwardCall:
         self.key_dtype = arguments.key_gradient_dtype(problem)
         # Of the parts of the sinks' gradient, one for each tile of queries and each head.
         self.dsinks_shape = (query_tiles * batch, problem.heads_q) if problem.has_sinks else None
-        # The products read q and k themselves, because they are rotated in the loops or are rotated already.
-        self.takes_given = self.inline or is_rotated
+        self.is_rotated = is_rotated
         q_rot, k_rot = self._rotated(q, k)
-        self.tma = config.tma and not self.inline and all(map(has_descriptor, (q_rot, k_rot, v, do)))
+        self.tma = config.tma and all(map(has_descriptor, (q_rot, k_rot, v, do)))
         # dq_kernel may only skip its wait when dkdv_kernel, which does wait, runs between it and the pre-process.
         pdl = config.pdl and batch * problem.len_k > 0
         if problem.has_norms:
             self.norms = NormGradients(problem, given, self.strides, is_rotated, pdl)
         counted = None if self.norms is None else self.norms.num_counters
         self.preprocess = Preprocess(
-            problem, given, do, o, config, rotates=not self.takes_given, in_tiles=False, pdl=pdl, num_counters=counted
+            problem, given, do, o, config, rotates=not is_rotated, in_tiles=False, pdl=pdl, num_counters=counted
         )
         pdl = pdl and self.preprocess.programs > 0
-        launch_options = {"launch_pdl": True} if pdl else {}
         pad_d = block_d(problem.head_dim)
         is_wide = is_long(*(x.stride() for x in (*arguments.rows_of(given), o, do)), *self.strides)
         self.formats = [
@@ -74,41 +70,30 @@ class BackwardCall:
             for columns in (problem.head_dim, problem.value_dim, problem.nope_dim)
         ]
         shared = arguments.numbers_of(problem) | {"PDL": pdl}
-        if problem.has_intervals:
-            self.find_blocks = IntervalBlocks(problem, config.dq.block_n)
-        head_bytes = (problem.score_dim + problem.value_dim) * q.element_size()
+        self.find_blocks = IntervalBlocks(problem, config.dq.block_n) if problem.has_intervals else None
+        row_bytes = (problem.score_dim + problem.value_dim) * q.element_size()
+
+        def products(kernel: Any, programs: int, tile: Tile, heads: int, group: int, rows: int, **own: Any) -> Launch:
+            """Prepare dkdv or dq. rows: read by the tiles of a head; ``group`` heads read the same."""
+            own |= {"num_heads": heads, "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n}
+            own["heads_per_section"] = heads_per_section(heads, group, row_bytes * rows, config.section_bytes)
+            options = {**tile.launch_options, **({"launch_pdl": True} if pdl else {})}
+            return Launch(kernel, programs, options, shared, **own)
+
         if batch * problem.len_k:
             tile, heads = config.dkdv, batch * key_heads
             rows = [1, 1, tile.block_m, pad_d] if self.tma else None
             self.q_source, self.do_source = Source(q_rot, rows), Source(do, rows)
-            query_bytes = head_bytes * group_size * problem.longest(problem.len_q)
-            self.dkdv = Launch(
-                kernels.dkdv_kernel,
-                tile_count(problem.len_k, sequences, tile.block_n) * heads,
-                {**tile.launch_options, **launch_options},
-                shared,
-                HKV=key_heads,
-                GROUP_SIZE=group_size,
-                num_heads=heads,
-                heads_per_section=heads_per_section(heads, 1, query_bytes, config.section_bytes),
-                BLOCK_M=tile.block_m,
-                BLOCK_N=tile.block_n,
-            )
+            programs = tile_count(problem.len_k, sequences, tile.block_n) * heads
+            read_rows = group_size * problem.longest(problem.len_q)
+            own = {"HKV": key_heads, "GROUP_SIZE": group_size}
+            self.dkdv = products(kernels.dkdv_kernel, programs, tile, heads, 1, read_rows, **own)
         if batch * problem.len_q:
             tile, heads = config.dq, batch * problem.heads_q
             rows = [1, 1, tile.block_n, pad_d] if self.tma else None
             self.k_source, self.v_source = Source(k_rot, rows), Source(v, rows)
-            key_bytes = head_bytes * problem.longest(problem.len_k)
-            self.dq = Launch(
-                kernels.dq_kernel,
-                query_tiles * heads,
-                {**tile.launch_options, **launch_options},
-                shared,
-                num_heads=heads,
-                heads_per_section=heads_per_section(heads, problem.group_size, key_bytes, config.section_bytes),
-                BLOCK_M=tile.block_m,
-                BLOCK_N=tile.block_n,
-            )
+            read_rows = problem.longest(problem.len_k)
+            self.dq = products(kernels.dq_kernel, query_tiles * heads, tile, heads, problem.group_size, read_rows)
         if self.latent and batch * problem.len_k:
             self.sum_heads = Launch(
                 kernels.sum_heads_kernel,
@@ -122,8 +107,8 @@ class BackwardCall:
             )
 
     def _rotated(self, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return memory for the rotated q and k, or q and k if they are rotated inline or already."""
-        if self.takes_given:
+        """Return memory for the rotated q and k, or q and k if they are rotated already."""
+        if self.is_rotated:
             return q, k
         return q.new_empty(q.shape), k.new_empty(k.shape)
 
@@ -147,7 +132,7 @@ class BackwardCall:
         tensors, outputs = split_outputs(of_forward, 3)
         problem, q, k, v = self.problem, tensors.q, tensors.k, tensors.v
         dq, dk, dv = self._allocate(q if self.latent else o, tensors, outputs)
-        dq_nope = dk_nope = dsinks = dsinks_parts = blocks = None
+        dq_nope = dk_nope = dsinks = dsinks_parts = None
         of_heads = dk
         if self.latent:
             of_heads = torch.empty(self.parts_shape, dtype=torch.float32, device=q.device)
@@ -160,12 +145,10 @@ class BackwardCall:
             # Zeros, because tiles past the end of a packed sequence write nothing.
             dsinks_parts = q.new_zeros(self.dsinks_shape, dtype=torch.float32)
         stream = device.current_stream(q.device)
-        if self.find_blocks is not None:
-            blocks = self.find_blocks(stream, tensors)
-        rotated = (None, None) if self.takes_given else (q_rot, k_rot)
-        counters = None
-        if self.norms is not None:
-            counters = torch.empty(self.norms.num_counters, dtype=torch.int32, device=q.device)
+        blocks = None if self.find_blocks is None else self.find_blocks(stream, tensors)
+        rotated = (None, None) if self.is_rotated else (q_rot, k_rot)
+        counted = 0 if self.norms is None else self.norms.num_counters
+        counters = torch.empty(counted, dtype=torch.int32, device=q.device) if counted else None
         stats = self.preprocess(stream, tensors, do, o, lse, rotated, counters=counters)
         read = {
             "inputs": kernels.BackwardInputs.host(
@@ -180,26 +163,17 @@ class BackwardCall:
                 scale=arguments.scale_of(problem),
                 USE_TMA=self.tma,
             ),
-            "rotations": arguments.rotation_of(problem, tensors, self.inline),
+            "tables": arguments.tables_of(problem, tensors),
             "masks": arguments.masks_of(problem, tensors, blocks),
         }
         if self.dkdv is not None:
             written = {"dk": arguments.view(of_heads), "dv": arguments.view(dv)}
             self.dkdv(stream, read | written, q_desc=self.q_source(q_rot), do_desc=self.do_source(do))
         if self.dq is not None:
-            of_queries = arguments.view(dq), problem.softmax_scale, dsinks_parts, tensors.sinks
-            self.dq(
-                stream,
-                read,
-                k_desc=self.k_source(k_rot),
-                v_desc=self.v_source(v),
-                outputs=kernels.QueryOutputs.host(*of_queries),
-            )
+            written = kernels.QueryOutputs.host(arguments.view(dq), problem.softmax_scale, dsinks_parts, tensors.sinks)
+            self.dq(stream, read, k_desc=self.k_source(k_rot), v_desc=self.v_source(v), outputs=written)
         if self.sum_heads is not None:
-            tables = read["rotations"].tables
-            self.sum_heads(
-                stream, masks=read["masks"], tables=tables, parts=arguments.view(of_heads), dk=arguments.view(dk)
-            )
+            self.sum_heads(stream, read, parts=arguments.view(of_heads), dk=arguments.view(dk))
         if dsinks_parts is not None:
             dsinks = dsinks_parts.sum(0).to(tensors.sinks.dtype)
         dq_norm, dk_norm = (None, None) if self.norms is None else self.norms(stream, tensors, dq, dk, counters)

@@ -75,15 +75,13 @@ class HeadQueries:
 
 
 @triton.jit
-def queries_of_head(
-    inputs, sequence, head, rotation, sign, HQ, NQ, num_rows, BLOCK_M: tl.constexpr, USE_TMA: tl.constexpr
-):
+def queries_of_head(inputs, sequence, head, HQ, NQ, num_rows, BLOCK_M: tl.constexpr, USE_TMA: tl.constexpr):
     """Return the ``HeadQueries`` of query head ``head`` (int64) of a ``Sequence``. num_rows: B * HQ * NQ, int64."""
     mask, first_row = sequence.mask, None
     if mask.READS_LENGTHS:
         first_row = first_query(mask, sequence.q_offset)
     origin = tiles.Origin(batch=sequence.batch, head=head, row=sequence.first_q)
-    q = parts.query_parts(inputs, sequence, origin, first_row, rotation, sign, USE_TMA)
+    q = parts.query_parts(inputs, sequence, origin, first_row, None, 1.0, USE_TMA)
     do = parts.head_tiles(
         inputs.do, origin, sequence.num_queries, inputs.value_format, first_row, mask.READS_LENGTHS, USE_TMA
     )
@@ -121,19 +119,13 @@ def without_missing(x, sequence, positions_k, rows):
 
 
 @triton.jit
-def zero_tile(ROWS: tl.constexpr, format):
-    """Return zeros (ROWS, BLOCK_D) float32 with the columns of a ``RowFormat``."""
-    return tl.zeros((ROWS, format.BLOCK_D), tl.float32)
-
-
-@triton.jit
 def zero_parts(ROWS: tl.constexpr, inputs):
     """Return ``Parts`` of zeros, float32."""
-    rope = zero_tile(ROWS, inputs.format)
+    rope = tl.zeros((ROWS, inputs.format.BLOCK_D), tl.float32)
     if inputs.nope is None:
         return parts.Parts(rope=rope, nope=None)
     else:
-        return parts.Parts(rope=rope, nope=zero_tile(ROWS, inputs.nope.format))
+        return parts.Parts(rope=rope, nope=tl.zeros((ROWS, inputs.nope.format.BLOCK_D), tl.float32))
 
 
 @triton.jit
@@ -228,20 +220,21 @@ def narrowed_queries(bounds, rows, q_offset, BLOCK_M: tl.constexpr):
 
 @triton.jit(do_not_specialize=[name for name in _NUMBERS if name != "HQ"])
 def dkdv_kernel(
-    inputs, q_desc, do_desc, masks, rotations, dk, dv, num_sequences, window_left, window_right, num_heads,
+    inputs, q_desc, do_desc, masks, tables, dk, dv, num_sequences, window_left, window_right, num_heads,
     heads_per_section, HKV, GROUP_SIZE, NQ, NK, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Write dk and dv of BLOCK_N keys of one key head, summed in float32 over its query heads.
 
-    Grid: (``count_tiles`` of the keys * B * HKV). inputs: ``BackwardInputs``; q_desc and do_desc: descriptors if it
-    reads by the TMA. masks: ``MaskArguments``. rotations: ``CallRotation``. dk (B, HKV, NK, D), dv (B, HKV, NK, DV).
+    Grid: (``count_tiles`` of the keys * B * HKV). inputs: ``BackwardInputs``, q and k normed and rotated; q_desc and
+    do_desc: descriptors if it reads by the TMA. masks: ``MaskArguments``. tables: ``RotaryTables``. dk (B, HKV, NK, D),
+    dv (B, HKV, NK, DV).
 
     With ``inputs.nope`` there are HKV * GROUP_SIZE heads of k_nope, dk_nope, v and dv, the stride of k's heads is 0,
     and dk is in pair order, not un-rotated yet.
     """
     schedule.wait_for_previous_launch(PDL)
     schedule.let_next_launch_start(PDL)
-    inputs, masks, rotations, dk, dv = unpack((inputs, masks, rotations, dk, dv))
+    inputs, masks, tables, dk, dv = unpack((inputs, masks, tables, dk, dv))
     if inputs.USE_TMA:
         inputs = replace(inputs, q=replace(inputs.q, ptr=q_desc), do=replace(inputs.do, ptr=do_desc))
     masks = sequences.complete_masks(masks, num_sequences, window_left, window_right)
@@ -254,12 +247,10 @@ def dkdv_kernel(
     scale, nope = inputs.scale, inputs.nope
     sequence = sequences.sequence_of_keys(tile, NQ, NK, masks)
     mask, q_offset = sequence.mask, sequence.q_offset
-    rotation = sequences.sequence_rotation(rotations.tables, sequence)
-    k_rotation = replace(rotation, norm=rotations.k_norm) if rotations.ROTATE_INLINE else None
-    q_rotation = replace(rotation, norm=rotations.q_norm) if rotations.ROTATE_INLINE else None
+    rotation = sequences.sequence_rotation(tables, sequence)
     offs = tl.arange(0, BLOCK_N)
     positions_k = start_n + offs
-    keys = parts.keys_of_head(inputs, sequence, tile.origin.head, None, k_rotation, BLOCK_N, USE_TMA=False)
+    keys = parts.keys_of_head(inputs, sequence, tile.origin.head, None, None, BLOCK_N, USE_TMA=False)
     k_rope = parts.load_rope(keys.k, start_n, offs)
     if nope is None:
         k = parts.Parts(rope=parts.without_unseen(k_rope, mask, start_n, offs), nope=None)
@@ -271,18 +262,16 @@ def dkdv_kernel(
         rows = row_interval(mask, positions_k)
         bounds = narrowed_queries(bounds, rows, q_offset, BLOCK_M)
     first, full_first, full_last, last = bounds
-    dk_sum, dv_sum = zero_parts(BLOCK_N, inputs), zero_tile(BLOCK_N, inputs.value_format)
+    dk_sum, dv_sum = zero_parts(BLOCK_N, inputs), tl.zeros((BLOCK_N, inputs.value_format.BLOCK_D), tl.float32)
     for member in range(GROUP_SIZE):
         head = tile.origin.head * GROUP_SIZE + member
-        queries = queries_of_head(
-            inputs, sequence, head, q_rotation, rotations.q_sign, HQ, NQ, num_rows, BLOCK_M, inputs.USE_TMA
-        )
+        queries = queries_of_head(inputs, sequence, head, HQ, NQ, num_rows, BLOCK_M, inputs.USE_TMA)
         if nope is not None:
-            keys = parts.keys_of_head(inputs, sequence, head, None, k_rotation, BLOCK_N, USE_TMA=False)
+            keys = parts.keys_of_head(inputs, sequence, head, None, None, BLOCK_N, USE_TMA=False)
             k = parts.Parts(rope=k_rope, nope=parts.load_nope(keys.k, start_n, offs))
             v = parts.load_head_tile(keys.v, start_n, offs, CHECK_ROWS=True)
-            dk_sum = parts.Parts(rope=dk_sum.rope, nope=zero_tile(BLOCK_N, nope.format))
-            dv_sum = zero_tile(BLOCK_N, inputs.value_format)
+            dk_sum = parts.Parts(rope=dk_sum.rope, nope=tl.zeros((BLOCK_N, nope.format.BLOCK_D), tl.float32))
+            dv_sum = tl.zeros((BLOCK_N, inputs.value_format.BLOCK_D), tl.float32)
         count, jump_after = full_first - first + last - full_last, full_first - first
         dk_sum, dv_sum = dkdv_range(
             dk_sum, dv_sum, k, v, positions_k, rows, queries, scale, first, count, jump_after, full_last,
@@ -340,7 +329,7 @@ def dq_range(dq, queries, keys, first, last, APPLY_MASK: tl.constexpr):
 
 @triton.jit(do_not_specialize=[name for name in _NUMBERS if name != "HKV"])
 def dq_kernel(
-    inputs, k_desc, v_desc, masks, rotations, outputs, num_sequences, window_left, window_right, num_heads,
+    inputs, k_desc, v_desc, masks, tables, outputs, num_sequences, window_left, window_right, num_heads,
     heads_per_section, HQ, GROUP_SIZE, NQ, NK, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Write dq of BLOCK_M query rows of one head, and their part of the sink's gradient.
@@ -349,7 +338,7 @@ def dq_kernel(
     The masks have the blocks of ``interval_blocks_kernel``. With PDL it starts while dkdv_kernel drains: it reads only
     the pre-process's results, for which dkdv_kernel has waited.
     """
-    inputs, masks, rotations, outputs = unpack((inputs, masks, rotations, outputs))
+    inputs, masks, tables, outputs = unpack((inputs, masks, tables, outputs))
     if inputs.USE_TMA:
         inputs = replace(inputs, k=replace(inputs.k, ptr=k_desc), v=replace(inputs.v, ptr=v_desc))
     masks = sequences.complete_masks(masks, num_sequences, window_left, window_right)
@@ -361,15 +350,11 @@ def dq_kernel(
     scale, nope = inputs.scale, inputs.nope
     sequence = sequences.sequence_of_queries(tile, NK, masks)
     mask = sequence.mask
-    rotation = sequences.sequence_rotation(rotations.tables, sequence)
-    k_rotation = replace(rotation, norm=rotations.k_norm) if rotations.ROTATE_INLINE else None
-    q_rotation = replace(rotation, norm=rotations.q_norm) if rotations.ROTATE_INLINE else None
+    rotation = sequences.sequence_rotation(tables, sequence)
     head_kv = tile.origin.head // GROUP_SIZE
-    keys = parts.keys_of_head(inputs, sequence, head_kv, mask.first_key, k_rotation, BLOCK_N, inputs.USE_TMA)
+    keys = parts.keys_of_head(inputs, sequence, head_kv, mask.first_key, None, BLOCK_N, inputs.USE_TMA)
     num_rows = tl.cast(num_heads, tl.int64) * NQ
-    queries = queries_of_head(
-        inputs, sequence, tile.origin.head, q_rotation, rotations.q_sign, HQ, NQ, num_rows, BLOCK_M, USE_TMA=False
-    )
+    queries = queries_of_head(inputs, sequence, tile.origin.head, HQ, NQ, num_rows, BLOCK_M, USE_TMA=False)
     offs = tl.arange(0, BLOCK_M)
     position_m = start_m + sequence.q_offset
     positions_q = position_m + offs

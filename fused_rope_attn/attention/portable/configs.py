@@ -4,8 +4,6 @@ Rows are chosen by architecture, element size, head dimension, strategy, length 
 ``python -m tools.compare_checkouts`` times a changed row against the commit before.
 """
 
-from __future__ import annotations
-
 import functools
 from dataclasses import dataclass, replace
 from typing import Any
@@ -51,16 +49,16 @@ class Row:
     tma: bool = False
 
     def config(self, arch: str, strategy: str) -> Any:
-        """Return the configuration of this row on ``arch`` with ``strategy``."""
+        """Return the configuration of this row on ``arch``, of a forward pass with ``strategy``."""
 
         def on_arch(tile: Any) -> Tile:
             # Warps of AMD's cards have 64 threads.
             return replace(tile, num_warps=tile.num_warps // 2) if arch in AMD else tile
 
         shared = {name: getattr(self, name) for name in ("section_bytes", "rotate_rows", "rotate_heads")}
-        shared |= {"strategy": strategy, "pdl": arch in PDL, "tma": self.tma and strategy == "prepass"}
+        shared |= {"pdl": arch in PDL, "tma": self.tma and strategy == "prepass"}
         if self.tile is not None:
-            return ForwardConfig(tile=on_arch(self.tile), **shared)
+            return ForwardConfig(strategy, on_arch(self.tile), **shared)
         return BackwardConfig(dkdv=on_arch(self.dkdv), dq=on_arch(self.dq), **shared)
 
 
@@ -105,7 +103,7 @@ FORWARD: tuple[Row, ...] = (
 
 BACKWARD: tuple[Row, ...] = (
     # With masks the tiles for longer sequences spill up to 500 bytes in their loops, these spill nothing. Untimed.
-    Row(arch=LARGE, element_size=2, head_dim=64, strategy=("prepass",), masked=True,
+    Row(arch=LARGE, element_size=2, head_dim=64, masked=True,
         dkdv=Tile(32, 64, num_warps=4, num_stages=3), dq=Tile(64, 64, num_warps=4, num_stages=3),
         section_bytes=8 * MIB, tma=True),
     # H200, 2026-11-21, triton 3.6.0; untimed on sm_100.
@@ -115,18 +113,18 @@ BACKWARD: tuple[Row, ...] = (
     Row(arch=LARGE, element_size=2, head_dim=64,
         dkdv=Tile(32, 128, num_warps=4, num_stages=3), dq=Tile(128, 64, num_warps=4, num_stages=3),
         section_bytes=8 * MIB, tma=True),
-    Row(arch=LARGE, element_size=2, head_dim=128, strategy=("prepass",), bucket=("tiny", "short"),
+    Row(arch=LARGE, element_size=2, head_dim=128, bucket=("tiny", "short"),
         dkdv=Tile(32, 64, num_warps=4, num_stages=3), dq=Tile(64, 64, num_warps=4, num_stages=2),
         section_bytes=24 * MIB, tma=True),
-    Row(arch=LARGE, element_size=2, head_dim=128, strategy=("prepass",),
+    Row(arch=LARGE, element_size=2, head_dim=128,
         dkdv=Tile(32, 64, num_warps=4, num_stages=3), dq=Tile(128, 64, num_warps=8, num_stages=3),
         section_bytes=8 * MIB, tma=True),
     # 64x64 is 3 % faster with triton 3.6, but spills 856 bytes with 3.9. H200, 2026-11-21.
-    Row(arch=("sm_90",), element_size=2, head_dim=256, strategy=("prepass",), masked=False,
+    Row(arch=("sm_90",), element_size=2, head_dim=256, masked=False,
         dkdv=Tile(32, 64, num_warps=8, num_stages=2), dq=Tile(128, 32, num_warps=8, num_stages=2),
         section_bytes=8 * MIB, tma=True),
     # 64 key rows spill 992 bytes with masks (triton 3.8), and 760 on sm_100 (3.9); 32 spill nothing. Untimed.
-    Row(arch=LARGE, element_size=2, head_dim=256, strategy=("prepass",),
+    Row(arch=LARGE, element_size=2, head_dim=256,
         dkdv=Tile(32, 32, num_warps=8, num_stages=2), dq=Tile(128, 32, num_warps=8, num_stages=2),
         section_bytes=8 * MIB, tma=True),
     Row(arch=ARCHS, element_size=2, head_dim=64,
@@ -167,9 +165,9 @@ def forward_config(arch: str, element_size: int, head_dim: int, strategy: str, *
 
 
 @functools.cache
-def backward_config(arch: str, element_size: int, head_dim: int, strategy: str, *shape: bool | str) -> BackwardConfig:
+def backward_config(arch: str, element_size: int, head_dim: int, *shape: bool | str) -> BackwardConfig:
     """Return the configuration of the backward pass for these properties, as in ``forward_config``."""
-    return _find(BACKWARD, arch, element_size, head_dim, strategy, *shape).config(arch, strategy)
+    return _find(BACKWARD, arch, element_size, head_dim, "prepass", *shape).config(arch, "prepass")
 
 
 def _find(rows: tuple[Row, ...], *properties: int | str) -> Row:

@@ -1,8 +1,6 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, disable-error-code="attr-defined, arg-type, call-arg"
 """The portable forward pass: Q rotated once per block, K rotated in the loop (inline) or read rotated (prepass)."""
 
-from __future__ import annotations
-
 import math
 
 import torch
@@ -240,7 +238,7 @@ def forward_kernel(
 
 
 def nope_views(problem: Problem, tensors: Tensors, row_format, dq=None, dk=None):
-    """Return the ``NopeViews`` of a call, None if it has none. dq, dk: of the gradients."""
+    """Return the ``NopeViews`` of a call, None for a call without them. dq, dk: of the gradients."""
     if problem.nope_dim is None:
         return None
     sign = arguments.scale_and_sign(problem.softmax_scale)[1]

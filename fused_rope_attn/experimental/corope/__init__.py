@@ -1,8 +1,6 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs
 """Co-RoPE, rotary attention with distances measured by content: the public function, its checks and its autograd."""
 
-from __future__ import annotations
-
 import warnings
 
 import torch

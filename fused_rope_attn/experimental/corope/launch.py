@@ -5,8 +5,6 @@ Tiles are chosen by the compiler's figures (sm_90, triton 3.6, 2026-11-21): the 
 size in both passes, which then find the same angles to the last bit. Timed on an H200 (docs/experiments).
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from typing import NamedTuple

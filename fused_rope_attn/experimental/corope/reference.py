@@ -1,7 +1,5 @@
 """Co-RoPE in eager PyTorch: the definition, in any dtype and on any device, in chunks that bound its memory."""
 
-from __future__ import annotations
-
 import functools
 
 import torch

@@ -5,9 +5,8 @@ which kernels at a batch size and length on this card, and why the others are no
 all attention modules are served, 1 if one is not, 2 if the checkpoint cannot be examined.
 """
 
-from __future__ import annotations
-
 import argparse
+import contextlib
 import os
 import sys
 from collections import Counter
@@ -36,8 +35,7 @@ class Calls(NamedTuple):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the report of a checkpoint and return the exit status."""
-    name = "python -m fused_rope_attn.integrations.transformers"
-    parser = argparse.ArgumentParser(name, description="Examine a checkpoint.")
+    parser = argparse.ArgumentParser(f"python -m {__package__}", description="Examine a checkpoint.")
     parser.add_argument("checkpoint", help="a config.json, a folder with one, or a model's name on the hub")
     parser.add_argument("--batch", type=_size, default=1, help="batch size of the calls to plan")
     parser.add_argument("--length", type=_size, default=4096, help="tokens of a sequence")
@@ -57,8 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(f"{type(model).__name__}, transformers {transformers.__version__}, {where}\n\n{report}")
     if any(row.patched for row in report):
         print(f"\nKernels for {given.dtype}, batch {calls.batch}, {calls.length} tokens:")
-        for line in kernels(model, report, calls):
-            print(line)
+        print("\n".join(kernels(model, report, calls)))
     return 0 if report and all(row.patched for row in report) else 1
 
 
@@ -70,13 +67,9 @@ def _size(text: str) -> int:
 
 
 def empty_model(config: Any, dtype: torch.dtype) -> nn.Module:
-    """Make the model of a config without weights.
-
-    Raises:
-        ValueError: transformers has no class for the config, for example because its code is in the checkpoint.
-    """
+    """Make the model of a config without weights. Raise ValueError if transformers has no class for it."""
     named = [getattr(transformers, name, None) for name in getattr(config, "architectures", None) or ()]
-    cls: Any = next((cls for cls in named if cls is not None), None)
+    cls: Any = next(filter(None, named), None)
     with torch.device("meta"):
         if cls is not None:
             return cast(nn.Module, cls._from_config(config, dtype=dtype))
@@ -88,10 +81,8 @@ def empty_model(config: Any, dtype: torch.dtype) -> nn.Module:
 
 def examine(model: nn.Module) -> state.PatchReport:
     """Patch the attention modules that are supported, and report on all of them."""
-    try:
+    with contextlib.suppress(NotImplementedError):  # no module is supported; the report gives the reasons
         patch_model(model, unsupported="skip")
-    except NotImplementedError:  # no module is supported; the report gives the reasons
-        pass
     return state.patch_report(model)
 
 
@@ -126,9 +117,8 @@ def call_of(module: Any, calls: Calls) -> tuple[list[Tensor], dict[str, Any]]:
     """Return the tensors and options that a module's attention would have in training, uninitialised, on the card."""
     convention = cast(families.Convention, families.convention_of(module))
     chunk, embeddings = convention.chunk_of(module), None
-    batch = Batch(causal=bool(obstacles.is_causal(obstacles.Pass([module], module.config, {}))))
-    if chunk:
-        batch = Batch(causal=False, intervals=chunks(chunk, calls.length))
+    causal = bool(obstacles.is_causal(obstacles.Pass([module], module.config, {})))
+    batch = Batch(causal=False, intervals=chunks(chunk, calls.length)) if chunk else Batch(causal=causal)
     parameters = getattr(module.config, "rope_parameters", None) or {}
     # transformers gives no tables to models without a base of the angles (OLMo hybrid).
     if parameters.get("rope_theta", 0.0) is not None and convention.rotates_in(module, ()):

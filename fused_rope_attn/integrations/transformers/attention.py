@@ -1,7 +1,5 @@
 """The forward pass that takes the place of a supported attention module's own."""
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import Any, cast
 
@@ -29,10 +27,8 @@ _passes_of_layers: Counter[str] = Counter()
 
 def forward(module: AttentionModule, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
     """Attend within hidden states (B, N, width): (output (B, N, width), None), as the module's own forward returns it.
-
     The keywords are those of transformers' decoder layers. Without a Batch the layer was called, not the model; the
-    module's own forward then runs, unless the call has no mask and no cache.
-    """
+    module's own forward then runs, unless the call has no mask and no cache."""
     batch = kwargs.pop(BATCH, None)
     past = caches.cache_of(kwargs)
     if batch is None:
@@ -51,7 +47,6 @@ def forward(module: AttentionModule, hidden_states: Tensor, *args: Any, **kwargs
         if patch.previous is not None:
             return patch.previous(hidden_states, *args, **kwargs)
         return type(module).forward(module, hidden_states, *args, **kwargs)
-
     if batch.otherwise is not None:
         # flash-attention reads the positions that it is handed. Masks show no sequences once the decoder has a cache,
         # even an empty one that it has made itself.
@@ -170,10 +165,7 @@ def _attend_shard(tokens: rotations.Tokens, batch: Batch, options: dict[str, Any
     q, k, v, tables = tokens[:4]
     (cos, sin), ranks = tables.arrays, cast(state.Shards, batch.shared).options
     if kept_of(batch) is not None:  # gather the rows of all ranks once for all layers of a pass
-        if tables.joined is None:
-            cos, sin = (cp_unshard(table, 1, **ranks) for table in (cos, sin))
-            tables.joined = cos, sin
-        cos, sin = tables.joined
+        cos, sin = tables.joined = tables.joined or [cp_unshard(table, 1, **ranks) for table in (cos, sin)]
     return rope_attention_cp(q, k, v, cos, sin, **ranks | options | tokens.options)
 
 
@@ -188,7 +180,7 @@ def _begin_cache(tokens: rotations.Tokens, past: Cache, layer_idx: int, in_place
         return
     length = tokens.k.shape[2]
     kv_buffers = [caches.new_buffer(x, length) for x in (tokens.k, tokens.v)]
-    keys, values = (caches.first_rows(cache, length) for cache in kv_buffers)
+    keys, values = (cache.narrow(2, 0, length) for cache in kv_buffers)
     tokens.rotated_keys(out=keys)
     values.copy_(tokens.v)
     caches.store(layer, keys, values, kv_buffers[0])
@@ -221,7 +213,7 @@ def _attend_cache(
                 caches.count_written(layer, length)
             else:
                 rows = cast(int, batch.rows) + length
-                keys, values = (caches.first_rows(cache, rows) for cache in kv_caches)
+                keys, values = (cache.narrow(2, 0, rows) for cache in kv_caches)
                 caches.store(layer, keys, values, kv_caches[0])
             return cast(Tensor, o)
     k = tokens.rotated_keys() if single else tokens.k
@@ -241,17 +233,14 @@ def _attend_cache(
 def _is_step(tokens: rotations.Tokens, layer: CacheLayerMixin, sinks: Tensor | None) -> bool:
     """Return whether new tokens take the generation step: few tokens, in the cache's dtype, without a gradient."""
     q, k, v, keys, values = *tokens[:3], layer.keys, layer.values
-    if not planning.reads_cache_once(q.shape[2], q.shape[1] // k.shape[1]):
-        return False
-    dtype, kind = q.dtype, q.device.type
-    if not (k.dtype is v.dtype is keys.dtype is values.dtype is dtype):
+    few = planning.reads_cache_once(q.shape[2], q.shape[1] // k.shape[1])
+    if not few or not (k.dtype is v.dtype is keys.dtype is values.dtype is q.dtype):
         return False
     # Autocast would give q another dtype than the cache has.
-    if torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) is not dtype:
+    if torch.is_autocast_enabled(q.device.type) and torch.get_autocast_dtype(q.device.type) is not q.dtype:
         return False
-    if not torch.is_grad_enabled():
-        return True
-    return not any(x is not None and x.requires_grad for x in (q, k, v, keys, values, sinks, *tokens.weights))
+    given = (q, k, v, keys, values, sinks, *tokens.weights)
+    return not torch.is_grad_enabled() or not any(x is not None and x.requires_grad for x in given)
 
 
 def attend_paged(layer: int, tokens: rotations.Tokens, batch: Batch, features: dict[str, Any]) -> Tensor:
@@ -262,8 +251,11 @@ def attend_paged(layer: int, tokens: rotations.Tokens, batch: Batch, features: d
     pool = requests.pool(layer)
     pages = requests.pages(pool)
     if pages is not None:
+        # Each token of the row becomes a sequence of its own.
         q, k, v = (x.transpose(0, 2) for x in tokens[:3])
-        tokens = rotations.Tokens(q, k, v, tokens.tables.by_token(), tokens.norms)
+        cos, sin = (table.transpose(0, 1) for table in tokens.tables.arrays)
+        tables = rotations.Tables(cos, sin, tokens.tables.options["interleaved"])
+        tokens = rotations.Tokens(q, k, v, tables, tokens.norms)
         return _step_in_pages(tokens, pool, pages, features, batch).transpose(0, 2)
     tokens = tokens.rotated(rotations.identity_row(tokens.q.device, kept_of(batch)))
     keys, values = requests.update(tokens.k, tokens.v, layer)

@@ -1,8 +1,6 @@
-"""The padding and packing of a batch, found on the device once per forward pass for all layers of a decoder.
-
-transformers passes each layer a mask, and its form depends on the attention implementation. This file reads the model's
-own inputs, a 2-D padding mask, position ids or cu_seqlens, before transformers builds a mask from them.
-"""
+"""The padding and packing of a batch, found on the device once per forward pass for all layers of a decoder. The masks
+of layers depend on the attention implementation, so this file reads the model's inputs, a 2-D padding mask, position
+ids or cu_seqlens, before transformers builds a mask from them."""
 
 from __future__ import annotations
 
@@ -76,9 +74,8 @@ def describe(call: obstacles.Pass, made: bool = False) -> Batch:
     Synchronise with the device at most once, under flash-attention, which reads positions too, at most four times, and
     not at all in a decoding step after a described prompt, under torch.compile, or without mask and positions. Under
     torch.compile a padding mask must have no holes, because nothing can check it.
-
     made: ``generate``, or a model like Gemma 3's, makes the masks, with the cache that is given. Those are causal even
-        if the modules are not. Else the decoder makes them, perhaps after a cache.
+    if the modules are not. Else the decoder makes them, perhaps after a cache.
     """
     obstacles.refuse_wrong_calls(call)
     causal, past = obstacles.is_causal(call), call.past
@@ -283,10 +280,8 @@ def _padded(mask: Tensor, past: Cache | None, length: int) -> Batch:
         steps = present[:, 1:] & ~present[:, :-1]
         found = (_starts(present) > 0).any(), (steps.sum(1) + present[:, 0] > 1).any(), present[:, -1].all()
         left, holes, full = torch.stack(found).tolist()
-    if past is not None and full and not holes:
-        _described[past] = (tuple(mask.shape), left)
-    elif past is not None:
-        _described.pop(past, None)
+    if past is not None:
+        _described[past] = (tuple(mask.shape), left) if full and not holes else (None, None)
     if holes:
         return Batch("an attention_mask with holes")
     return Batch(kv_starts=_starts(present)) if left else PLAIN
@@ -368,12 +363,9 @@ def _lengths(call: obstacles.Pass, seen: int | None) -> Tensor:
 
 
 def dense_masks(call: obstacles.Pass) -> dict[str, Tensor] | None:
-    """Return the masks of four dimensions of a call by type of layer, "" for all; None if one can be no intervals.
-
-    Users give such masks, and models like PaliGemma and Gemma 3 make them for tokens that see later ones. They have a
-    row for each of the pass's tokens, a column for each, and perhaps more columns for the empty rows of a static cache.
-    Eager attention adds them to scores, and SDPA adds them or takes True for visible.
-    """
+    """Return the masks of four dimensions of a call by type of layer, "" for all; None if one can be no intervals. They
+    have a row for each of the pass's tokens, a column for each, and perhaps more for the empty rows of a static cache.
+    Eager attention adds them to scores, and SDPA adds them or takes True for visible."""
     mask: Any = call.given.get("attention_mask")
     masks: dict[str, Any] = mask if isinstance(mask, dict) else {"": mask}
     length = call.tokens.shape[1]
@@ -389,12 +381,9 @@ def dense_masks(call: obstacles.Pass) -> dict[str, Tensor] | None:
 
 
 def describe_shard(call: obstacles.Pass, shards: state.Shards) -> Batch:
-    """Return the Batch of a decoder's forward pass over one rank's shard.
-
-    All ranks exchange their position ids: a document begins at every id that is not the one before it plus one. A batch
-    may have a plan of its documents, which makes this unnecessary and tells how the batch is cut. Raise if the pass
-    cannot be computed on shards, because the modules' own forward cannot either.
-    """
+    """Return the Batch of a decoder's forward pass over one rank's shard. Without a plan of the documents all ranks
+    exchange their position ids: a document begins at every id that is not the one before it plus one. Raise if the pass
+    cannot be computed on shards, because the modules' own forward cannot either."""
     obstacles.refuse_wrong_calls(call, on_shards=True)
     causal = obstacles.is_causal(call)
     mask, position_ids, plan = (call.given.get(name) for name in ("attention_mask", "position_ids", PLAN))

@@ -1,14 +1,10 @@
 """transformers' caches: which argument of a call is one, what it holds, whether a kernel may write it, and growth.
 
-Whatever differs between releases is asked here. A ``Cache`` and the paged cache of continuous batching share a name in
-some of them, so they are told apart by their types.
-
+A ``Cache`` and the paged cache of continuous batching share a name in some releases: their types tell them apart.
 A pass of continuous batching (``generate_batch``) packs tokens of many requests into one row. It gives every layer the
 paged cache and two lists of row indices: the rows for new keys, and the rows of all keys of the requests. If each
 request has one new token, its pages are found from these on the device, once for all layers of a kind.
 """
-
-from __future__ import annotations
 
 import inspect
 import weakref
@@ -16,8 +12,6 @@ from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
-import transformers
-from packaging.version import Version
 from torch import Tensor, nn
 from transformers import cache_utils, masking_utils
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer, StaticLayer
@@ -32,7 +26,7 @@ CACHE_NAMES = ("cache", *_OLDER_NAMES)
 # The smallest pages that kernels read.
 FEWEST_ROWS = 16
 # Earlier releases read the rings of layers with a window from the oldest key on, although the window excludes it.
-_RINGS_ARE_READ_IN_ORDER = Version(transformers.__version__) >= Version("5.17")
+_RINGS_ARE_READ_IN_ORDER = families.RELEASE >= (5, 17)
 # A decoder without a given cache may make one of these.
 _MADE_BY_DECODERS = (DynamicCache, DynamicLayer, DynamicSlidingWindowLayer)
 
@@ -127,13 +121,10 @@ def _foreign_update(cls: type) -> str:
 
 
 # Growing buffers. ``DynamicLayer.update`` concatenates, so each step copies the whole cache. Here a layer's keys and
-# values are the first rows of larger buffers, and most steps only make two new views. A layer owns the rows after its
-# tokens as long as its keys and values are the tensors that it was given last, and each row is written once. A layer
-# that was cropped, reordered, copied or filled by other code holds other tensors, so its tokens move to new buffers.
-# Tensors that a program kept therefore never change, just as with concatenation.
-#
-# Buffers grow by an eighth, so that all copies cost less than a hundredth of reading a long cache.
-_FEWEST, _MOST, _FRACTION = 16, 256, 8
+# values are the first rows of buffers that grow by an eighth, so all copies cost less than a hundredth of reading the
+# cache. A layer owns the rows after its tokens as long as its keys and values are the tensors that it was given last. A
+# layer that was cropped, reordered, copied or filled by other code holds other tensors, so its tokens move to new
+# buffers. Tensors that a program kept therefore never change, just as with concatenation.
 # Layer to (weak references to its keys and values, their addresses and shape, the shape and strides of its buffers).
 # Addresses, because `keys.data = other` gives the same tensor other memory. Weak, so that buffers die with their views.
 _known: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
@@ -154,21 +145,15 @@ def buffers_of(layer: DynamicLayer, tokens: int) -> tuple[Tensor, Tensor]:
     length = keys.shape[2]
     buffers = new_buffer(keys, length + tokens), new_buffer(values, length + tokens)
     for buffer, held in zip(buffers, (keys, values)):
-        first_rows(buffer, length).copy_(held)
+        buffer.narrow(2, 0, length).copy_(held)
     return buffers
 
 
 def new_buffer(x: Tensor, rows: int) -> Tensor:
     """Return a contiguous, uninitialised (B, HKV, more than ``rows``, D) like x (B, HKV, any, D)."""
     batch, heads, _, head_dim = x.shape
-    step = min(_MOST, max(_FEWEST, 1 << (rows // _FRACTION).bit_length()))
+    step = min(256, max(16, 1 << (rows // 8).bit_length()))
     return torch.empty((batch, heads, (rows // step + 1) * step, head_dim), dtype=x.dtype, device=x.device)
-
-
-def first_rows(buffer: Tensor, length: int) -> Tensor:
-    """Return the view (B, HKV, length, D) of a buffer. This is ``narrow``, but costs the host less."""
-    batch, heads, _, head_dim = buffer.shape
-    return buffer.as_strided((batch, heads, length, head_dim), buffer.stride())
 
 
 def store(layer: DynamicLayer, keys: Tensor, values: Tensor, buffer: Tensor) -> None:
@@ -178,10 +163,6 @@ def store(layer: DynamicLayer, keys: Tensor, values: Tensor, buffer: Tensor) -> 
     layer.dtype, layer.device, layer.is_initialized = keys.dtype, keys.device, True
     addresses = keys.data_ptr(), values.data_ptr()
     _known[layer] = (weakref.ref(keys), weakref.ref(values), addresses, keys.shape, buffer.shape, buffer.stride())
-
-
-# The pages (B, pages) int32 of every request of a pass, and (B,) int32, the rows before the new token's; or None.
-Pages = tuple[Tensor, Tensor] | None
 
 
 class Pool(NamedTuple):
@@ -201,27 +182,25 @@ class Pool(NamedTuple):
 
 class PagedPass:
     """The arguments of a pass of continuous batching, and the pages that its layers share.
-
-    given: the arguments of the decoder's forward by name; there must be no obstacle to them.
-    cu_seqlens_q: (sequences + 1,) int32. Lengths that are padded for CUDA graphs end with empty sequences.
-    max_seqlen_q: an upper bound of a sequence's new tokens.
-    """
+    given: the arguments of the decoder's forward by name; there must be no obstacle to them."""
 
     # Not a dict, because accelerate and others take containers apart to move the tensors in them.
     __slots__ = ("_cache", "_found", "_given", "cu_seqlens_q", "max_seqlen_q")
 
     def __init__(self, given: dict[str, Any]):
         self._given, self._cache = given, cache_of(given)
+        self._found: dict[int, tuple[Tensor, Tensor] | None] = {}
+        # (sequences + 1,) int32, and a bound of the lengths. Those padded for CUDA graphs end with empty sequences.
         self.cu_seqlens_q: Tensor = given["cu_seq_lens_q"]
-        self.max_seqlen_q: int = _named(given, "max_length_q", "max_seqlen_q")
-        self._found: dict[int, Pages] = {}
+        self.max_seqlen_q: int = given["max_length_q" if "max_length_q" in given else "max_seqlen_q"]
 
     def pool(self, layer: int) -> Pool:
         return pool_of(self._cache, layer)
 
     def keys_of(self, kind: str) -> tuple[Tensor, int]:
         """Return cu_seqlens (sequences + 1,) int32 of the keys in layers of a kind, and a bound of their lengths."""
-        cu_seqlens, longest = self._given["cu_seq_lens_k"], _named(self._given, "max_length_k", "max_seqlen_k")
+        cu_seqlens, given = self._given["cu_seq_lens_k"], self._given
+        longest = given["max_length_k" if "max_length_k" in given else "max_seqlen_k"]
         # Some versions use no dict if there is only one kind of layers.
         return (cu_seqlens[kind], longest[kind]) if isinstance(cu_seqlens, dict) else (cu_seqlens, longest)
 
@@ -234,13 +213,14 @@ class PagedPass:
             return keys[0].transpose(0, 1), values[0].transpose(0, 1)
         return cache.update(k, v, layer, **indices)
 
-    def pages(self, pool: Pool) -> Pages:
-        """Return the ``Pages`` of a pass with one new token a request; None if there are more, or pages are unknown."""
+    def pages(self, pool: Pool) -> tuple[Tensor, Tensor] | None:
+        """Return the pages (B, pages) int32 of the requests of a pass with one new token each, and (B,) int32, the rows
+        before the new token's; None if there are more new tokens, or pages are unknown."""
         if pool.group not in self._found:
             self._found[pool.group] = self._find(pool)
         return self._found[pool.group]
 
-    def _find(self, pool: Pool) -> Pages:
+    def _find(self, pool: Pool) -> tuple[Tensor, Tensor] | None:
         given = self._given
         position_ids, block_table = given["position_ids"], given.get("block_table")
         sequences, tokens = self.cu_seqlens_q.shape[0] - 1, position_ids.shape[-1]
@@ -304,8 +284,3 @@ def pool_of(cache: Any, layer: int) -> Pool:
     keys, values = (x[: count * size].unflatten(0, (count, size)) for x in rows)
     known[layer] = Pool(keys, values, group, kind, window, spare // size)
     return known[layer]
-
-
-def _named(given: dict[str, Any], *names: str) -> Any:
-    """Return an argument that has different names in different versions."""
-    return next(given[name] for name in names if name in given)

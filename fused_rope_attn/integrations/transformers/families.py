@@ -1,10 +1,6 @@
-"""Supported attention modules of transformers, how they differ, and why others are not supported.
-
-A convention describes the steps of an attention module before and after attention itself. It calls the module's own
-projections and norms, so that their replacements (LoRA, quantised layers) stay in use.
-"""
-
-from __future__ import annotations
+"""Supported attention modules of transformers, how they differ, and why others are not supported. A convention
+describes the steps of a module before and after attention itself. It calls the module's own projections and norms, so
+that their replacements (LoRA, quantised layers) stay in use."""
 
 import inspect
 import operator
@@ -13,7 +9,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import FunctionType
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import transformers
@@ -29,7 +25,7 @@ Heads = tuple[Any, ...]
 # nn.Module declares every attribute to be a tensor or a module; those of transformers are numbers and configs as well.
 AttentionModule = Any
 Row = TypeVar("Row")
-_RELEASE = Version(transformers.__version__)
+RELEASE = Version(transformers.__version__).release
 
 
 class Latent(NamedTuple):
@@ -98,7 +94,7 @@ def _split(module: AttentionModule, *rows: Tensor) -> Heads:
 def scaled_by_position(module: AttentionModule, q: Tensor, given: dict[str, Any], past: Any) -> Tensor:
     """Multiply queries by a factor that is 1 up to the trained length, and grows with ``position_ids`` (1|B, N).
     transformers before 5.4 reads ``cache_position`` (N,), which counts padding too."""
-    places = given["position_ids"] if _RELEASE >= Version("5.4") else given["cache_position"][None]
+    places = given["position_ids"] if RELEASE >= (5, 4) else given["cache_position"][None]
     rope = module.config.rope_parameters
     steps = torch.floor(places / rope["original_max_position_embeddings"])
     factors = 1 + rope["llama_4_scaling_beta"] * torch.log(1 + steps)
@@ -209,10 +205,9 @@ class Convention:
         names = self.after_rotation if after_rotation else self.norms
         if not names:
             return None
-        q_norm, k_norm, *condition = names
-        for name in condition:
-            if not (hasattr(module, name) if name == q_norm else getattr(module, name)):
-                return None
+        q_norm, k_norm, condition = (*names, "")[:3]
+        if condition and not (hasattr(module, condition) if condition == q_norm else getattr(module, condition)):
+            return None
         return getattr(module, q_norm), getattr(module, k_norm)
 
     def is_interleaved(self, module: AttentionModule) -> bool:
@@ -285,8 +280,8 @@ def by_section(table: Tensor, sections: tuple[int, ...]) -> Tensor:
 NEWEST = "5.24"
 _PREFIX = "transformers.models."
 # The masks of Bamba and Persimmon separate packed documents by their positions from then on.
-_MASKS_READ_POSITIONS = _RELEASE >= Version("5.2")
-_TEXT_OF_QWEN3_VL = text_positions if _RELEASE >= Version("5.3") else first_row
+_MASKS_READ_POSITIONS = RELEASE >= (5, 2)
+_TEXT_OF_QWEN3_VL = text_positions if RELEASE >= (5, 3) else first_row
 _BY_HEAD, _LAYERNORMS = ("q_norm", "k_norm"), ("q_layernorm", "k_layernorm")
 _GATED = ("sigmoid", "o_proj")
 # A class is written as ``folder.Class`` for ``transformers.models.folder.modeling_folder.Class``.
@@ -433,7 +428,7 @@ def path_of(row: str) -> str:
 SUPPORTED = {path_of(row): convention for convention, rows in _GROUPS for row in rows.split()}
 # Class to the reason why it is not served: a sentence about the class.
 UNSUPPORTED = {path_of(row): reason for reason, rows in _REASONS for row in rows.split()}
-if _RELEASE < Version("5"):
+if RELEASE < (5,):
     for row in SINCE_5:
         UNSUPPORTED[path_of(row)] = "it is supported from transformers 5 on"
         del SUPPORTED[path_of(row)]
@@ -454,13 +449,14 @@ def row_of(cls: type[nn.Module], table: Mapping[str, Row]) -> Row | None:
     known = _found.setdefault(cls, {})
     forward, row = known.get(id(table), (None, None))
     if forward is not cls.forward:
-        base = _base(cls, table)
+        base = base_of(cls, table)
         row = None if base is None or _changed_method(cls, base) else table[name_of(base)]
         known[id(table)] = cls.forward, row
     return row
 
 
-def _base(cls: type, table: Mapping[str, Any]) -> type | None:
+def base_of(cls: type, table: Mapping[str, Any]) -> type | None:
+    """Return a class, or the first one from which it inherits, that a table has."""
     return next((base for base in cls.__mro__ if name_of(base) in table), None)
 
 
@@ -476,14 +472,9 @@ def _changed_method(cls: type, base: type) -> str:
     return ""
 
 
-def modeling_of(cls: type) -> dict[str, Any]:
-    """Return the globals of the file that defines a class of the table, or the one from which a class inherits."""
-    return vars(sys.modules[cast(type, _base(cls, ROWS)).__module__])
-
-
 def refusal(cls: type) -> str:
     """Return why a class of attention modules is not supported, as a sentence about it."""
-    base = _base(cls, ROWS)
+    base = base_of(cls, ROWS)
     if base is None and not cls.__module__.startswith(_PREFIX):
         return "it is none of transformers' own classes, so that patch_model cannot know what it computes"
     if base is None and not any("rotary" in name.lower() for name in vars(sys.modules[cls.__module__])):
@@ -524,12 +515,9 @@ def _has_the_name(module: nn.Module) -> bool:
 
 def hands_padding_on(decoder: nn.Module) -> bool:
     """Return whether other modules than attention read the padding mask, as recurrences of hybrid models do."""
-    for module in {type(module): module for module in decoder.modules()}.values():
-        if isinstance(module, (GradientCheckpointingLayer, PreTrainedModel)) or _has_the_name(module):
-            continue
-        if "attention_mask" in inspect.signature(type(module).forward).parameters:
-            return True
-    return False
+    layers = GradientCheckpointingLayer, PreTrainedModel
+    others = {type(m) for m in decoder.modules() if not isinstance(m, layers) and not _has_the_name(m)}
+    return any("attention_mask" in inspect.signature(cls.forward).parameters for cls in others)
 
 
 def hands_positions_on(cls: type[nn.Module]) -> bool:

@@ -1,14 +1,11 @@
 """Reasons why a forward pass takes the modules' own attention, or is refused, as far as the host can know them."""
 
-from __future__ import annotations
-
 import functools
 import sys
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import transformers
-from packaging.version import Version
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 from torch.nn.attention.flex_attention import BlockMask
@@ -20,26 +17,18 @@ from fused_rope_attn.integrations.transformers.state import PATCH, state_of
 from fused_rope_attn.runtime.device import is_capturing
 from fused_rope_attn.runtime.entry import in_context_parallel
 
-# Since 5.6 the masks and the attention functions of transformers both read `is_causal`, of the config or of the call.
-# Before, each of them read something else or nothing.
-_READS_IS_CAUSAL = Version(transformers.__version__) >= Version("5.6")
 # transformers 4.57 gives every decoder position ids, and always makes a mask from them; 5 makes none for one document.
 _FINDS_SINGLE_DOCUMENTS = masking_utils.find_packed_sequence_indices(torch.arange(2, device="cpu")[None]) is None
-# Decoders with this config type make bidirectional masks if ``use_bidirectional_attention`` is set. Gemma 1 and 2 pass
-# the flag to their modules only.
-_BIDIRECTIONAL = "gemma3_text"
-# The name of a patched model's attention while a manager of continuous batching makes no masks (``serving``). It is not
+# The name of a patched model's attention while a manager of continuous batching makes no masks (``Serving``). It is not
 # registered, so calls that need the module's own forward are refused. Managers of older releases put "paged|" before
 # every name that lacks it. Newer ones drop that prefix, and would then use eager attention for an unknown name.
-_PREFIX = "paged|" if "paged|sdpa" in modeling_utils.ALL_ATTENTION_FUNCTIONS.valid_keys() else ""
-PAGES = f"{_PREFIX}fused_rope_flash"
+PAGES = "paged|" * ("paged|sdpa" in modeling_utils.ALL_ATTENTION_FUNCTIONS.valid_keys()) + "fused_rope_flash"
 # The attention functions of transformers that compute the same as the fused kernels, whatever name they are registered
 # under. Kernels of its hub are arguments of the second. Its block-sparse functions compute something else.
-_ATTENTION = {
-    *("sdpa_attention_forward", "flash_attention_forward", "flex_attention_forward"),
-    # For the paged caches of continuous batching.
-    *("eager_paged_attention_forward", "sdpa_attention_paged_forward", "paged_attention_forward"),
-}
+_ATTENTION = (
+    "sdpa_attention_forward flash_attention_forward flex_attention_forward "  # and for paged caches:
+    "eager_paged_attention_forward sdpa_attention_paged_forward paged_attention_forward"
+).split()
 _INNER = "_flash_attention_forward"
 # Functions of a modeling file that its attention classes call. Those in EAGER run with eager attention only.
 ROTATIONS = (
@@ -53,12 +42,8 @@ _LIGER = {
     "liger_kernel.transformers.rope.liger_rotary_pos_emb_gpt_oss",
     "liger_kernel.transformers.qwen2vl_mrope.liger_multimodal_rotary_pos_emb",
 }
-
-
 # Implementations for which managers of continuous batching build masks.
 MASKED = {"eager", "sdpa", "paged|eager", "paged|sdpa"}
-# Earlier releases do not cap scores in paged flash-attention. No release does in SDPA and eager mode.
-_PAGED_FLASH_CAPS = Version(transformers.__version__) >= Version("5.23")
 
 
 class Pass(NamedTuple):
@@ -114,7 +99,8 @@ def obstacle(call: Pass, causal: bool | None) -> str:
     name, mask = call.implementation, call.given.get("attention_mask")
     if "paged" in name and name != PAGES:
         return f"attn_implementation={name!r} without the paged cache that it takes (continuous batching)"
-    ignored = not _READS_IS_CAUSAL and call.asked_is_causal is False
+    # Since 5.6 transformers' masks and attention functions both read it. Before, each read something else or nothing.
+    ignored = families.RELEASE < (5, 6) and call.asked_is_causal is False
     reasons = {
         f"is_causal=False with transformers {transformers.__version__} (from 5.6 on it is served)": ignored,
         "head_mask": call.given.get("head_mask") is not None,
@@ -187,7 +173,8 @@ def _obstacle_to_any_pages(call: Pass, causal: bool | None) -> str:
     if reason:
         return reason
     name, conventions = call.implementation, [(state_of(m, PATCH).convention, m) for m in call.attentions]
-    uncapped = not (_PAGED_FLASH_CAPS and uses_flash(call.attentions[0].config))
+    # Earlier releases do not cap scores in paged flash-attention. No release does in SDPA and eager mode.
+    uncapped = not (families.RELEASE >= (5, 23) and uses_flash(call.attentions[0].config))
     uncapped = uncapped and any(convention.cap_of(module) for convention, module in conventions)
     no_sinks = "sdpa" in name and any(convention.sinks for convention, _ in conventions)
     reasons = {
@@ -247,17 +234,15 @@ def chunked_layer(attentions: list[nn.Module]) -> Any:
 
 
 def is_causal(call: Pass) -> bool | None:
-    """Return whether the modules attend causally in this call; None if they disagree, or if the host cannot tell.
-
-    A call's ``is_causal`` takes precedence over the config's, and the config's over the modules'. If only the modules
+    """Return whether the modules attend causally in this call; None if they disagree, or if the host cannot tell. A
+    call's ``is_causal`` takes precedence over the config's, and the config's over the modules'. If only the modules
     have one, eager and flex attention ignore it, because they follow the mask that the decoder makes. flash-attention
-    follows the modules, because it gets no causal mask. SDPA follows them only without a mask.
-    """
+    follows the modules, because it gets no causal mask. SDPA follows them only without a mask."""
     config, wanted = call.config, call.asked_is_causal
     own = {bool(module.is_causal) for module in call.attentions}
     if wanted is None:
         switched = getattr(config, "use_bidirectional_attention", False)
-        of_masks = not (switched and config.model_type == _BIDIRECTIONAL)
+        of_masks = not (switched and config.model_type == "gemma3_text")  # Gemma 1 and 2 tell their modules only
         if own != {of_masks} and not uses_flash(config):
             masked = _gets_a_mask(call, of_masks) if "sdpa" in implementation_of(config) else True
             if masked is None:
@@ -336,7 +321,7 @@ def _foreign_code_of(cls: type[nn.Module], eager: bool) -> str:
     convention = families.row_of(cls, families.ROWS)
     if convention is None:
         return f"{cls.__name__} ({families.refusal(cls)})"
-    modeling = families.modeling_of(cls)
+    modeling = vars(sys.modules[cast(type, families.base_of(cls, families.ROWS)).__module__])
     for name in ROTATIONS + EAGER if eager else ROTATIONS:
         function = modeling.get(name)
         if function is None or getattr(function, "__globals__", None) is modeling:

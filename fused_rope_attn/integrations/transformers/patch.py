@@ -1,7 +1,5 @@
 """``patch_model`` and ``unpatch_model``: instance attributes and hooks, nothing global or saved."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import inspect
@@ -377,22 +375,16 @@ def decoder_in(model: nn.Module) -> tuple[nn.Module | None, nn.Module | None]:
     return decoders[0] if len(decoders) == 1 else None, maker
 
 
-# Earlier managers had no page tables and no CUDA graphs, or different ones.
-_KNOWN = Version(transformers.__version__) >= Version("5.17")
 # Attributes of a manager that are replaced. A manager without them is of another version, and keeps its masks.
 _ATTRIBUTES = ("_original_attn_impl", "_create_batch_processor")
 # Attributes: the manager that a model keeps for its next batch, and the mark of a manager without masks.
 _KEPT, _MARK = "_cached_continuous_batching_manager", "_fused_rope_pages"
-# Pages of a request if no length is given: transformers' own default for flash-attention.
-_PAGES_OF_A_REQUEST = 32
 
 
 class Serving(state.Method):
-    """``init_continuous_batching`` of a patched model: it returns a manager that builds no masks, if possible.
-
-    For SDPA and eager attention a manager builds masks over all requests. For flash-attention it has page tables and
-    CUDA graphs. The name of the config's implementation decides, so a patched model has a special one while it serves.
-    """
+    """``init_continuous_batching`` of a patched model: it returns a manager that builds no masks over all requests, as
+    for SDPA and eager attention, but has page tables and CUDA graphs, as for flash-attention, if possible. The name of
+    the config's implementation decides, so a patched model has a special one while it serves."""
 
     name = "init_continuous_batching"
 
@@ -417,26 +409,23 @@ class Serving(state.Method):
         manager._original_attn_impl = before  # the manager restores it when it stops
         if kept is None:
             setattr(manager, _MARK, True)
-            create = functools.partial(_create_batch_processor, manager._create_batch_processor)
-            manager._create_batch_processor = create
+            manager._create_batch_processor = functools.partial(_made_processor, manager._create_batch_processor)
             self._give_tables(manager, *args, **kwargs)
         return manager
 
     def _reads_pages(self, implementation: str) -> bool:
         """Return whether every pass over a paged cache will be served, as far as it can be known before."""
-        if not _KNOWN or implementation not in obstacles.MASKED:
+        # Earlier managers had no page tables and no CUDA graphs, or different ones. Without masks a manager uses graphs
+        # if there is a GPU, even if the model is not on it.
+        known, model = families.RELEASE >= (5, 17), cast(Any, self.model)
+        if not known or implementation not in obstacles.MASKED or has_gpu() and model.device.type != "cuda":
             return False
-        # Without masks a manager uses CUDA graphs if there is a GPU, even if the model is not on it.
-        where: Any = self.model.device
-        if has_gpu() and where.type != "cuda":
-            return False
-        decoders = [decoder for m in self.model.modules() if (decoder := state_of(m, DECODER)) is not None]
+        decoders = [decoder for m in model.modules() if (decoder := state_of(m, DECODER)) is not None]
         if len(decoders) != 1 or decoders[0].reads_masks or decoders[0].shards is not None:
             return False
-        if any(families.looks_like_attention(m) and state_of(m, PATCH) is None for m in self.model.modules()):
+        if any(families.looks_like_attention(m) and state_of(m, PATCH) is None for m in model.modules()):
             return False
-        config: Any = self.model.config
-        return not obstacles.lasting_obstacle(decoders[0].attentions, config.get_text_config())
+        return not obstacles.lasting_obstacle(decoders[0].attentions, model.config.get_text_config())
 
     def _give_tables(
         self,
@@ -455,11 +444,11 @@ class Serving(state.Method):
             return
         hints = workload_hints
         longest = 0 if hints is None else hints.max_prompt_length + hints.max_generated_length
-        pages = math.ceil(longest / size) + 1 if longest else _PAGES_OF_A_REQUEST
+        pages = math.ceil(longest / size) + 1 if longest else 32  # as transformers' default for flash-attention
         config.max_blocks_per_request = asked or pages + pages % 2
 
 
-def _create_batch_processor(own: Callable[[], Any]) -> Any:
+def _made_processor(own: Callable[[], Any]) -> Any:
     """Return the processor that a manager's ``own`` method makes; it continues without CUDA graphs if they fail."""
     processor = own()
     runner: Any = getattr(processor, "model_runner", None)

@@ -1,8 +1,6 @@
 """Norms and rotation of a module's heads: the norms that kernels compute, the tables of a pass, and their launches.
-
 Norms can be hooked, wrapped or replaced after patching, so each call checks them again. A norm that is not known to be
-exactly ``x * rsqrt(mean(x**2) + eps) * (offset + weight)`` runs as in an unpatched model.
-"""
+exactly ``x * rsqrt(mean(x**2) + eps) * (offset + weight)`` runs as in an unpatched model."""
 
 from __future__ import annotations
 
@@ -31,7 +29,6 @@ class RmsNorm(NamedTuple):
     autocast: bool = False  # its result is float32 under autocast
 
 
-_TORCH = RmsNorm("eps", autocast=True)
 _LIGER = RmsNorm(offset="offset", keeps_dtype=True)
 _GROUPS: tuple[tuple[RmsNorm, str], ...] = (
     (RmsNorm(),
@@ -45,12 +42,9 @@ _GROUPS: tuple[tuple[RmsNorm, str], ...] = (
 )  # fmt: skip
 # By name as `families.name_of` gives it.
 RMS_NORMS = {families.path_of(row): norm for norm, rows in _GROUPS for row in rows.split()} | {
-    "torch.nn.modules.normalization.RMSNorm": _TORCH,
+    "torch.nn.modules.normalization.RMSNorm": RmsNorm("eps", autocast=True),
     "liger_kernel.transformers.rms_norm.LigerRMSNorm": _LIGER,
 }
-# Liger's other ways of casting compute in the input's dtype.
-_CASTING_MODES = ("llama", "gemma")
-_PLAIN_TENSORS = (nn.Parameter, Tensor)
 
 
 class HeadNorms(NamedTuple):
@@ -73,15 +67,12 @@ def head_norms(q_norm: nn.Module, k_norm: nn.Module) -> HeadNorms | str:
     """Return the norms of a module's heads, or the reason why the kernels cannot compute them."""
     if _has_any_global_hook():
         return "hooks on all modules"
-    found = []
-    for name, norm in (("q_norm", q_norm), ("k_norm", k_norm)):
-        entry = _described(norm)
-        if isinstance(entry, str):
-            return f"{name} {entry}"
-        found.append(entry)
-    if found[0] != found[1]:
+    of_q, of_k = _described(q_norm), _described(k_norm)
+    if isinstance(of_q, str) or isinstance(of_k, str):
+        return f"q_norm {of_q}" if isinstance(of_q, str) else f"k_norm {of_k}"
+    if of_q != of_k:
         return "q_norm and k_norm differ in more than their weights"
-    return HeadNorms(cast(Tensor, q_norm.weight), cast(Tensor, k_norm.weight), *found[0])
+    return HeadNorms(cast(Tensor, q_norm.weight), cast(Tensor, k_norm.weight), *of_q)
 
 
 def unfit_for(norms: HeadNorms, q: Tensor, cached: bool) -> str:
@@ -114,11 +105,11 @@ def _described(norm: nn.Module) -> tuple[float, float, bool, bool] | str:
     if form is None:
         return "has a forward of its own" if own else f"is {type(norm).__name__}, or a changed form of it"
     weight, eps = norm.weight, getattr(norm, form.eps)
-    if type(weight) not in _PLAIN_TENSORS:
+    if type(weight) not in (nn.Parameter, Tensor):
         return f"has a weight of type {type(weight).__name__}"
     if not isinstance(eps, float):  # PyTorch's default is the dtype's own
         return f"has an eps of {eps}"
-    if form is _LIGER and norm.casting_mode not in _CASTING_MODES:
+    if form is _LIGER and norm.casting_mode not in ("llama", "gemma"):  # others compute in the input's dtype
         return f"has the casting mode {norm.casting_mode}"
     offset = getattr(norm, form.offset) if isinstance(form.offset, str) else form.offset
     return eps, float(cast(float, offset)), form.keeps_dtype, form.autocast
@@ -155,23 +146,12 @@ class Tables:
     def __init__(self, cos: Tensor, sin: Tensor, interleaved: bool):
         self.arrays = cos, sin
         self.options: dict[str, Any] = {"rotary_dim": 2 * cos.shape[-1], "interleaved": interleaved}
-        self._long: tuple[Tensor, Tensor] | None = None
-        self._by_token: Tables | None = None
-        self.joined: tuple[Tensor, Tensor] | None = None  # the tables of all ranks that share the sequence
+        self.joined: list[Tensor] | None = None  # the tables of all ranks that share the sequence
 
     def long(self, rows: int) -> tuple[Tensor, Tensor]:
         """Expand tables of one row to (1|B, rows, R/2), all rows the same."""
-        if self._long is None or self._long[0].shape[1] != rows:
-            cos, sin = self.arrays
-            self._long = cos.expand(-1, rows, -1), sin.expand(-1, rows, -1)
-        return self._long
-
-    def by_token(self) -> Tables:
-        """Return tables (N, 1, R/2) of a batch of one row: each token becomes a sequence of its own."""
-        if self._by_token is None:
-            cos, sin = (table.transpose(0, 1) for table in self.arrays)
-            self._by_token = Tables(cos, sin, self.options["interleaved"])
-        return self._by_token
+        cos, sin = self.arrays
+        return cos.expand(-1, rows, -1), sin.expand(-1, rows, -1)
 
 
 class Kept:

@@ -1,7 +1,5 @@
 """State that ``patch_model`` stores on the modules of a model, copied and pickled with it, and the report of it."""
 
-from __future__ import annotations
-
 import inspect
 import itertools
 import re
@@ -23,8 +21,6 @@ from fused_rope_attn.runtime.checks import refuse_choice
 PATCH = "_fused_rope_patch"
 DECODER = "_fused_rope_decoder"
 MASK_MAKER = "_fused_rope_mask_maker"
-# Warn of a reason at its first forward pass, and again at every power of ten from this one on.
-_WARN_AGAIN = 100
 
 
 def state_of(module: nn.Module, kind: str) -> Any:
@@ -121,11 +117,11 @@ def names_of_parameters(model: nn.Module) -> list[str]:
 
 
 def warn_of(passes: Counter[str], reason: str) -> None:
-    """Count a pass that takes the modules' own attention, and warn of it at the first and at some later ones."""
+    """Count a pass that takes the modules' own attention. Warn of the first, and of every power of ten from 100 on."""
     if torch.compiler.is_compiling():
         return
     count = passes[reason] = passes[reason] + 1
-    if count > 1 and (count < _WARN_AGAIN or str(count).strip("0") != "1"):
+    if count > 1 and (count < 100 or str(count).strip("0") != "1"):
         return
     again = "" if count == 1 else f", for the {count}th time"
     warnings.warn(

@@ -1,7 +1,5 @@
 """Rotary tables from a Hugging Face config."""
 
-from __future__ import annotations
-
 import copy
 import importlib.util
 import inspect
@@ -88,10 +86,8 @@ def _parameters(config: Any, layer_type: str | None) -> dict[str, Any]:
             refuse_choice("layer_type", layer_type, tuple(layer_types))
         return parameters[layer_type]
     if layer_type is not None:
-        raise ValueError(
-            f"layer_type must be None, since {type(config).__name__} has the same parameters for all layers, but is "
-            f"{layer_type!r}"
-        )
+        alike = f"{type(config).__name__} has the same parameters for all layers"
+        raise ValueError(f"layer_type must be None, since {alike}, but is {layer_type!r}")
     return parameters
 
 
@@ -130,12 +126,10 @@ class _Float64(TorchFunctionMode):
     """Compute in float64 what a rotary module casts to float32, because float32 angles of late positions are coarse."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if function is torch.Tensor.float:
-            function = torch.Tensor.double
-        elif function is torch.Tensor.to:
-            kwargs = {name: torch.float64 if x is torch.float32 else x for name, x in kwargs.items()}
-        return function(*args, **kwargs)
+        if function is torch.Tensor.to:
+            kwargs = {name: torch.float64 if x is torch.float32 else x for name, x in (kwargs or {}).items()}
+        function = torch.Tensor.double if function is torch.Tensor.float else function
+        return function(*args, **kwargs or {})
 
 
 def _evaluate(module: Any, seq_len: int, layer_type: str | None) -> list[torch.Tensor]:
@@ -163,13 +157,8 @@ def _evaluate(module: Any, seq_len: int, layer_type: str | None) -> list[torch.T
 
 
 def _own_rotary_class(config_class: type) -> Any:
-    """Return the class of the rotary module that transformers' model of a config class builds.
-
-    None for a config from elsewhere, which has no model in transformers.
-
-    Raises:
-        ValueError: the model does not build one rotary module of its config.
-    """
+    """Return the class of the rotary module that transformers' model of a config class builds. Return None for a
+    config without a model in transformers. Raise ValueError if the model does not build one rotary module of it."""
     kinds = _known_classes(config_class)
     for kind in kinds:
         file = kind.__module__.replace(".configuration_", ".modeling_")
@@ -187,9 +176,8 @@ def _own_rotary_class(config_class: type) -> Any:
             if len(found) == 1:
                 return classes[found.pop()]
     if kinds:
-        raise ValueError(
-            f"config must be of a model that makes one rotary module of it, but is {config_class.__name__}"
-        )
+        name = config_class.__name__
+        raise ValueError(f"config must be of a model that makes one rotary module of it, but is {name}")
     return None
 
 
@@ -208,7 +196,5 @@ def _refuse_unread(reader: _Reader, parameters: dict[str, Any], rotary: type, ow
         text = "".join(inspect.getsource(sys.modules[name]) for name in files)
         names = [name for name in names if not re.search(f'"{name}"' if name in parameters else rf"\b{name}\b", text)]
     if names:
-        raise ValueError(
-            f"config must have no rotary field without a reader, but {type(reader.config).__name__} has "
-            f"{', '.join(names)}, which {rotary.__name__} does not read"
-        )
+        unread = f"{type(reader.config).__name__} has {', '.join(names)}, which {rotary.__name__} does not read"
+        raise ValueError(f"config must have no rotary field without a reader, but {unread}")
