@@ -47,14 +47,10 @@ class _Prepass:
             prepass_kernel.prepass_kernel,
             self.programs,
             {"num_warps": 4, **({"launch_pdl": True} if overlaps else {})},
-            {"num_counters": None, "num_maxima": None, **numbers},
+            arguments.numbers_of(problem) | {"num_counters": None, "num_maxima": None, **numbers},
             B=problem.batch,
-            HQ=problem.heads_q,
             HKV=heads_kv,
-            NQ=problem.len_q,
             pitch=pitch,
-            NK=problem.len_k,
-            num_sequences=problem.sequences,
             position_limit=tensors.cos.shape[-2],
             HEADS=chunk,
             BLOCK_N=block,
@@ -70,14 +66,9 @@ class _Prepass:
         def inputs(x: torch.Tensor, out: torch.Tensor | None, weight: torch.Tensor | None, sign: float | None) -> Any:
             if out is None:
                 return None
-            return prepass_kernel.PrepassInputs.host(
-                arguments.view(x),
-                arguments.view(out),
-                arguments.tables_of(problem, tensors),
-                arguments.norm_of(problem, weight),
-                sign,
-                RowFormat.host(problem.head_dim, block_d(problem.head_dim), is_long(x.stride())),
-            )
+            tables, norm = arguments.tables_of(problem, tensors), arguments.norm_of(problem, weight)
+            row_format = RowFormat.host(problem.head_dim, block_d(problem.head_dim), is_long(x.stride()))
+            return prepass_kernel.PrepassInputs.host(*map(arguments.view, (x, out)), tables, norm, sign, row_format)
 
         self.launch(
             stream,
@@ -95,14 +86,13 @@ class Rotate(_Prepass):
     """Rotated copy of q ``(B, HQ, NQ, D)`` or k ``(B, HKV, NK, D)``, contiguous, columns in pair order.
 
     Keys that do not exist are not rotated, key j uses table row j, and q is multiplied by the scale's sign. A call with
-    a ``counter`` also zeroes its first int32 word, in which the next launch counts.
+    a ``counter`` also zeroes its first int32 word, in which the next launch counts, and sets ``maxima`` to -inf.
 
     Args:
         name: ``"q"`` or ``"k"``.
         in_tiles: store packed queries as ``Saving.TILES`` does, with zeros after each sequence.
         tile_rows: rows of a tile of queries. If they are packed, the launch that rotates k also describes each tile, in
-            the words after the counter; counter and descriptions are ``counter_size`` words.
-        num_maxima: of ``maxima``, which the call sets to -inf.
+            the words after the counter; both are ``counter_size`` words.
         overlaps: the launch may begin while the one before it still runs. That one must not write this one's inputs.
     """
 

@@ -30,8 +30,7 @@ def sequence_rows(pid, cu_ptr, partner_ptr, num_sequences, N, partner_N, pitch, 
     """Return (block within its sequence, sequence, ``SequenceRows``) of block ``pid`` of BLOCK_N of N rows.
 
     partner_ptr and partner_N: as ``packed_tile`` takes them. pitch: a head's rows in the buffers if cu_ptr is None.
-    PAD_TO, a multiple of BLOCK_N or 0: each packed sequence begins at its ``padded_row`` in the buffers, and its last
-    rows are padded to a multiple of PAD_TO.
+    PAD_TO: as ``prepass_kernel`` takes it.
     """
     if cu_ptr is None:
         return pid, 0, SequenceRows(first_row=0, num_rows=N, first_padded=0, num_padded=pitch)
@@ -73,18 +72,16 @@ class PrepassInputs:
 
 @triton.jit
 def rotate_block(
-    inputs, rows, batch, start, position, position_limit, first_head, last_head, BLOCK_N: tl.constexpr,
-    TOKEN_TABLES: tl.constexpr,
-):  # fmt: skip
+    inputs, rows, batch, start, position, position_limit, first_head, last_head, ends, BLOCK_N: tl.constexpr
+):
     """Norm, if there is a norm, and rotate rows [start, start + BLOCK_N) of heads [first_head, last_head).
 
     inputs: ``PrepassInputs``; rows: the ``SequenceRows``; position: of the sequence's first row. Rows of out that x
     does not have become zero. The angles and the norm's weights are read once for all heads.
     """
-    if TOKEN_TABLES:
-        position_limit -= rows.first_row
     rotation = rotations.head_rotation(inputs.tables, batch, position_limit, inputs.norm)
-    if TOKEN_TABLES:
+    if ends.TOKEN_TABLES:
+        rotation = replace(rotation, num_positions=position_limit - rows.first_row)
         rotation = rotations.rotation_from(rotation, rows.first_row)
     BLOCK_D: tl.constexpr = inputs.format.BLOCK_D
     offs = tl.arange(0, BLOCK_N)
@@ -111,7 +108,7 @@ def rotate_keys(pid, keys, ends, H, N, num_sequences, position_limit, HEADS: tl.
     N = sequences.existing_keys(ends.lens_ptr, batch, N)
     block, _, rows = sequence_rows(block, ends.cu_k_ptr, None, num_sequences, N, None, N, BLOCK_N, PAD_TO=0)
     first, last = chunk * HEADS, tl.minimum(chunk * HEADS + HEADS, H)
-    rotate_block(keys, rows, batch, block * BLOCK_N, 0, position_limit, first, last, BLOCK_N, ends.TOKEN_TABLES)
+    rotate_block(keys, rows, batch, block * BLOCK_N, 0, position_limit, first, last, ends, BLOCK_N)
 
 
 @record
@@ -281,12 +278,8 @@ def prepass_kernel(statistics, queries, keys, ends, following, num_counters, num
         if queries is not None:
             if not PAD_TO:
                 rows = replace(rows, num_padded=rows.num_rows)
-            rotate_block(
-                queries, rows, batch, start, position, position_limit, first_head, last_head, BLOCK_N,
-                ends.TOKEN_TABLES,
-            )  # fmt: skip
-    else:
-        if keys is not None:
-            pid -= q_blocks * q_chunks * B
-            rotate_keys(pid, keys, ends, HKV, NK, num_sequences, position_limit, HEADS, BLOCK_N)
+            rotate_block(queries, rows, batch, start, position, position_limit, first_head, last_head, ends, BLOCK_N)
+    elif keys is not None:
+        pid -= q_blocks * q_chunks * B
+        rotate_keys(pid, keys, ends, HKV, NK, num_sequences, position_limit, HEADS, BLOCK_N)
     schedule.wait_for_previous_launch(END_AFTER_PREVIOUS_LAUNCH)

@@ -26,10 +26,10 @@ from fused_rope_attn.kernels.tiles import RowFormat
 from fused_rope_attn.runtime import device, launch, layouts
 from fused_rope_attn.runtime.triton_compat import gl
 
-# Bytes of a row of Q, dO and float32 dQ in the query heads of a program. A program visits one head after the other, and
-# programs with tiles of different lengths are soon at different heads. Together they use about as many rows as they
-# have keys, in all their heads: 69 MB with 4096 bytes, four heads of 128 columns. With twice that an H100 (an L2 of
-# 50 MB) takes 1.1 to 1.5 times as long. 3.6.0 and 3.9.0, 2026-11-28.
+# Bytes of a row of Q, dO and float32 dQ in the query heads of a program. Programs with tiles of different lengths are
+# soon at different heads, and together use about as many rows as they have keys, in all their heads: 69 MB with 4096
+# bytes, four heads of 128 columns. With twice that an H100 (an L2 of 50 MB) takes 1.1 to 1.5 times as long. 3.6.0 and
+# 3.9.0, 2026-11-28.
 MOST_ROW_BYTES = 4096
 # Keys of the narrowest window with which programs drift apart so. Narrower ones are untimed.
 LEAST_WINDOW = 4096
@@ -43,19 +43,13 @@ def parts_of_group(problem: Problem, tiles: int, row_bytes: int) -> int:
     """Return how many programs divide the query heads that share a tile of keys.
 
     A program reads at most MOST_ROW_BYTES of a row, or has one head, if a mask makes tiles unequal. With fewer programs
-    than multiprocessors there are more parts. Calls with intervals or a fixed order of dQ have one.
-
-    Args:
-        tiles: of keys, in all key heads of all batch entries.
-        row_bytes: of a row of Q, dO and float32 dQ in all heads of a group.
+    than multiprocessors there are more parts. Calls with intervals or a fixed order of dQ have one. tiles: of keys, in
+    all key heads of all batch entries. row_bytes: of a row of Q, dO and float32 dQ in all heads of a group.
     """
     if problem.has_intervals or problem.is_deterministic:
         return 1
-    left, right = problem.window_left, problem.window_right
-    if left is not None and right is not None:
-        is_uneven = left + right >= LEAST_WINDOW
-    else:
-        is_uneven = left is not None or right is not None
+    bounds = [x for x in (problem.window_left, problem.window_right) if x is not None]
+    is_uneven = sum(bounds) >= LEAST_WINDOW if len(bounds) == 2 else len(bounds) == 1
     parts = triton.cdiv(row_bytes, MOST_ROW_BYTES) if is_uneven else 1
     if problem.group_size % parts:
         parts *= 2  # as heads would be divided unequally
@@ -81,11 +75,8 @@ def masks_of(problem: Problem, tensors: Tensors, rows: dict[str, torch.Tensor]) 
     )
 
 
-Layout = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
-
-
-def allocate(layouts: Iterable[Layout], where: torch.device, outputs: Iterable = itertools.repeat(None)) -> list:
-    """Return the caller's output buffers, or new tensors of these shapes, strides and dtypes where they are None."""
+def allocate(layouts: Iterable[tuple], where: torch.device, outputs: Iterable = itertools.repeat(None)) -> list:
+    """Return the caller's output buffers, or new tensors of these (shape, strides, dtype) where they are None."""
     # With known strides, because otherwise an allocation takes the host twice as long.
     return [
         torch.empty_strided(shape, strides, dtype=dtype, device=where) if out is None else out
@@ -184,8 +175,7 @@ class BackwardCall:
         self.workspaces = {
             name: (x, torch.empty(x, device="meta").stride(), dtype) for name, (x, dtype) in shapes.items()
         }
-        pdl = {"launch_pdl": True} if config.pdl else {}
-        options = {"num_warps": 4, **pdl}
+        options = {"num_warps": 4, **({"launch_pdl": True} if config.pdl else {})}
         self.preprocess = prepass.Preprocess(
             problem,
             given,

@@ -3,18 +3,16 @@
 
 *By keys*, up to head dim 128: each owns half of the block's keys. Everything is transposed, keys by queries, so that
 P^T and dS^T feed the tensor cores from the registers in which they are computed. Only dS passes through shared memory,
-because dQ needs all keys. Each warpgroup owns half of dQ's columns. dS is stored there as queries by keys, so that no
-product reads a transposed first operand. dQ is delayed by one step: by then the other warpgroup has long stored its
-half of dS, and neither waits for the other.
+because dQ needs all keys; it is stored as queries by keys, so that no product reads a transposed first operand. Each
+warpgroup owns half of dQ's columns. dQ is delayed by one step, so that neither waits for the other's half of dS.
 
 *By columns*, for head dims 129 to 256: the registers of two warpgroups hold dK and dV of no more than 64 keys. Each
 warpgroup owns half of the columns of dK, dV and dQ. The first one computes all scores and the second one all of dP,
 because a product of 64 by 64 takes as long to read from shared memory as to compute, and two halves of it would read
 half as much again. P passes to the second warpgroup through shared memory, as the 16-bit numbers from which dV is
-computed too, and dS passes back. The warpgroups alternate. While the second makes dS of a block, the first has dV of it
-and the scores of the next block in flight; while the first makes the next softmax, the second has dQ and the next dP in
-flight. dQ is added to the accumulator from registers, 8 bytes of a thread and 256 of a warp at a time, in the order in
-which the threads hold it. Through shared memory, as for narrower heads, it would be a third of the traffic there.
+computed too, and dS passes back. While the second makes dS of a block, the first has dV of it and the scores of the
+next block in flight; while the first makes the next softmax, the second has dQ and the next dP in flight. dQ is added
+to the accumulator from registers, because through shared memory it would be a third of the traffic there.
 """
 
 from fused_rope_attn.attention.hopper import (
@@ -62,7 +60,7 @@ def add_buffers_by_keys(buffers, dq_desc, ADDERS: gl.constexpr):
 
 
 @jit
-def add_buffers_by_columns(buffers, scale, IS_ORDERED: gl.constexpr):
+def add_buffers_by_columns(buffers, dq_ptr, scale, IS_ORDERED: gl.constexpr):
     """Return the ``Buffers`` for ``accumulate_by_columns``. IS_ORDERED: there are ``permits``."""
     DTYPE: gl.constexpr = buffers.k.buffer.dtype
     TILE: gl.constexpr = [channels.KEYS, channels.BACKWARD_BLOCK_M]
@@ -77,7 +75,7 @@ def add_buffers_by_columns(buffers, scale, IS_ORDERED: gl.constexpr):
         additions = channels.Channel(None, channels.allocate_barriers(2), empty=None, STAGES=2)
         permits.init(FILLS=1, RELEASES=1)
         additions.init(FILLS=channels.CONSUMERS, RELEASES=0)
-    buffers = replace(buffers, ds=ds, p=p, permits=permits, additions=additions)
+    buffers = replace(buffers, ds=ds, dq=dq_ptr, p=p, permits=permits, additions=additions)
     return softmax.with_factor(buffers, scale, TILE, DTYPE, LAYOUT)
 
 
@@ -100,7 +98,7 @@ def give_ds(WARPGROUP: gl.constexpr, channel, ds, step):
 def issue_dq(WARPGROUP: gl.constexpr, buffers, step, nothing):
     """Begin the product of dQ in ``step``, of the dS of the step before, which has arrived.
 
-    It makes the warpgroup's columns, as many as ``nothing``, zeros (BLOCK_M, columns), has.
+    nothing: zeros in the layout of the result, the warpgroup's columns (BLOCK_M, columns).
     """
     ds_tile = buffers.ds.tile(buffers.ds.at(step))
     HALF: gl.constexpr = buffers.k.buffer.shape[4] // channels.CONSUMERS
@@ -143,9 +141,8 @@ def fold_by_keys(WARPGROUP: gl.constexpr, dk, dv, buffers, total, keys, queries,
     q_blocks, do_blocks, ds_channel = buffers.q, buffers.do, buffers.ds
     BLOCK_D: gl.constexpr = q_blocks.buffer.shape[4]
     CLAMP: gl.constexpr = queries.num_masked is not None
-    # With 128 columns the registers do not hold the next scores in addition to dQ: ptxas makes every product
-    # synchronous. With two parts they do, but if Triton copies P and dS for the right part it is faster to issue the
-    # scores late.
+    # With 128 columns the registers do not hold the next scores next to dQ: ptxas makes every product synchronous. With
+    # two parts they do, but late scores are faster if Triton copies P and dS for the right part.
     EARLY_SCORES: gl.constexpr = BLOCK_D == 64 or (dk.right is not None and not COPIES_OPERANDS)
     # With more columns the registers do not hold dQ in addition to dP.
     EARLY_DQ: gl.constexpr = BLOCK_D == 64
@@ -243,12 +240,11 @@ def fold_by_keys(WARPGROUP: gl.constexpr, dk, dv, buffers, total, keys, queries,
 
 
 @jit
-def accumulate_by_keys(member, buffers, gradients, keys, queries, sizes, mask, scale):
+def accumulate_by_keys(WARPGROUP: gl.constexpr, buffers, gradients, keys, queries, sizes, mask, scale):
     """Compute dk and dv of keys [KEYS * WARPGROUP, KEYS * WARPGROUP + KEYS) of the block, and half its dQ's columns.
 
     mask.first_key None: all keys exist, or a window hides those that do not.
     """
-    WARPGROUP: gl.constexpr = member.INDEX
     BLOCK_D: gl.constexpr = buffers.v.buffer.shape[4]
     RIGHT: gl.constexpr = column_parts.right_columns(gradients.format.D, BLOCK_D)
     mask = masks.with_own_keys(mask, keys.start_n // channels.KEYS + WARPGROUP)
@@ -308,8 +304,8 @@ def add_half(pointer, dq):
 def fold_by_columns(WARPGROUP: gl.constexpr, dk, dv, buffers, dq_ptr, total, keys, queries, sizes, mask, scale):
     """Fold all query blocks of the group's heads into dk and dv (KEYS, BLOCK_D / 2) float32.
 
-    dk, dv: this warpgroup's columns of all keys. dq_ptr: its columns of the accumulator's first block. The products in
-    the order of their issue: dV, the next scores, half of dQ, dK, the rest of dQ, the next dP.
+    They are this warpgroup's columns. dq_ptr: its columns of the accumulator's first block. The products in the order
+    of their issue: dV, the next scores, half of dQ, dK, the rest of dQ, the next dP.
     """
     q_blocks, do_blocks, weights, ds_channel = buffers.q, buffers.do, buffers.p, buffers.ds
     BLOCK_D: gl.constexpr = buffers.k.buffer.shape[4]
@@ -421,12 +417,11 @@ def fold_by_columns(WARPGROUP: gl.constexpr, dk, dv, buffers, dq_ptr, total, key
 
 
 @jit
-def accumulate_by_columns(member, buffers, dq_ptr, gradients, keys, queries, sizes, mask, scale):
+def accumulate_by_columns(WARPGROUP: gl.constexpr, buffers, gradients, keys, queries, sizes, mask, scale):
     """Compute half of the columns of dk and dv of the block's KEYS keys, and of their share of dQ.
 
-    dq_ptr: the accumulator. mask.first_key None: all keys exist, or a window hides those that do not.
+    mask.first_key None: all keys exist, or a window hides those that do not.
     """
-    WARPGROUP: gl.constexpr = member.INDEX
     k_smem, v_smem = buffers.k.buffer, buffers.v.buffer
     BLOCK_D: gl.constexpr = k_smem.shape[4]
     OWN: gl.constexpr = BLOCK_D // channels.CONSUMERS
@@ -443,7 +438,7 @@ def accumulate_by_columns(member, buffers, dq_ptr, gradients, keys, queries, siz
     if total > 0:
         head_q = (keys.batch * sizes.HQ + backward_block.first_query_head(keys, sizes)).to(gl.int64)
         row = head_q * sizes.pitch + queries.first * channels.BACKWARD_BLOCK_M
-        dq_ptr += row * BLOCK_D + WARPGROUP * channels.BACKWARD_BLOCK_M * OWN
+        dq_ptr = buffers.dq + row * BLOCK_D + WARPGROUP * channels.BACKWARD_BLOCK_M * OWN
         dk, dv = fold_by_columns(WARPGROUP, dk, dv, buffers, dq_ptr, total, keys, queries, sizes, mask, scale)
     # Stage dv in V and dk in K, in half of each. The other warpgroup may still multiply with them: its last scores or
     # dP, which it discards, or dQ from its own half of K.

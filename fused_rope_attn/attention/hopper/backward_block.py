@@ -20,20 +20,18 @@ SHARE_WORDS = tl.constexpr(5)
 
 @triton.constexpr_function
 def slot_words(columns):
-    """Return the words of a slot: dk and dv (KEYS, columns) float32 of each warpgroup.
+    """Return the words of a slot: dk and dv (KEYS, columns) float32 of each warpgroup, with padded columns.
 
-    columns: those that a warpgroup has, with padding. A slot also has a counter for each warpgroup, int32, to which
-    each warp adds 1 after it has stored its sums.
+    A slot also has a counter for each warpgroup, int32, to which each warp adds 1 after it has stored its sums.
     """
     return channels.CONSUMERS.value * 2 * channels.KEYS.value * columns
 
 
 @record
 class Share:
-    """The work of a program: query blocks of a tile of keys, or query heads.
+    """The work of a program: one of ``count`` even shares of a tile's query blocks, or of the query heads of its group.
 
-    A tile's query blocks, or the query heads of its group, are divided evenly into ``count`` shares, all but the last
-    with a slot. count 0: no work.
+    All but the last share have a slot. count 0: no work.
     """
 
     tile: tl.tensor
@@ -47,7 +45,7 @@ class Share:
 def visited_blocks(blocks_ptr, num_blocks, block, HALVES: tl.constexpr):
     """Return (first, end) of the query blocks with a row that sees any key of HALVES blocks of KEYS, from ``block`` on.
 
-    If no row does ``end`` is at most ``first``. blocks_ptr, num_blocks: as ``key_rows_kernel`` writes them.
+    end <= first: no row does. blocks_ptr, num_blocks: as ``key_rows_kernel`` writes them.
     """
     bounds = blocks_ptr + block
     first, end = tl.load(bounds), tl.load(bounds + num_blocks)
@@ -64,13 +62,6 @@ def load_share(ptr):
 
 
 @record
-class Member:
-    """The number of a warpgroup that multiplies, or of a warp that adds dQ, among those with the same work."""
-
-    INDEX: gl.constexpr
-
-
-@record
 class KeyBlock:
     """The keys that a block, or one of its warpgroups, owns: of a key head of a batch entry, from row start_n on."""
 
@@ -83,12 +74,10 @@ class KeyBlock:
 class QueryBlocks:
     """The query blocks that see a key block, in each head of the group: ``count`` of them from number ``first`` on.
 
-    num_masked: without a window on the left, the first num_masked blocks need a mask and the others do not. With one,
-    each block's position says whether it needs a mask, and all do if num_masked is at least ``count``. It is None if
-    every key that the mask lets through exists.
-
-    IN_ORDER: blocks are visited from the last to the first, each in all heads of the group before the next one.
-    Otherwise the heads are visited one after another, each from its first block to its last.
+    num_masked: without a window on the left, only the first num_masked blocks need a mask. With one, each block's
+    position says whether it does, and all do if num_masked is at least ``count``. None: every key that the mask lets
+    through exists. IN_ORDER: blocks are visited from the last to the first, each in all heads of the group before the
+    next one; otherwise head after head, each from its first block to its last.
     """
 
     first: gl.tensor
@@ -99,26 +88,21 @@ class QueryBlocks:
 
 @record
 class Sizes:
-    """Heads and rows: HQ query heads, NQ queries, NK keys; the program has num_heads query heads from first_head on.
-
-    first_head: None in programs without a ``Share``, see ``first_query_head``. pitch: rows of a head in the row
-    statistics and in the accumulator of dQ, a multiple of BLOCK_M.
-    """
+    """Heads and rows: HQ query heads, NQ queries, NK keys; the program has num_heads query heads from first_head on."""
 
     HQ: gl.tensor | None
-    first_head: gl.tensor | None
+    first_head: gl.tensor | None  # None in programs without a ``Share``, see ``first_query_head``
     num_heads: gl.tensor | None
     NQ: gl.tensor | None
-    pitch: gl.tensor | None
+    pitch: gl.tensor | None  # rows of a head in the row statistics and in the accumulator of dQ, a multiple of BLOCK_M
     NK: gl.tensor | None
 
 
 @jit
 def first_query_head(keys, sizes):
     """Return the first query head of the program: without a ``Share`` the first of its key head's group."""
-    # Without a share each warp computes it. While the program computed it once and passed it to its warps, ptxas put
-    # other instructions into another order, and the backward of (4, 8/8, 1024, 64) without a mask took 6 % more time.
-    # Two H200, 3.9.0, 2026-11-27 and 28.
+    # Without a share each warp computes it. If the program does so once for all warps, ptxas orders other instructions
+    # differently, and (4, 8/8, 1024, 64) without a mask takes 6 % more time. Two H200, 3.9.0, 2026-11-27 and 28.
     if sizes.first_head is None:
         return keys.head * sizes.num_heads
     else:
@@ -171,9 +155,9 @@ def gradients_from(gradients, row):
 def whole_tile(channel):
     """Return the block's K or V as a tile (rows, columns); with more than 64 columns, at an ``opaque`` address.
 
-    Otherwise the loop holds the descriptors of its products, up to 16 of 64 bits each, in registers. They spill, or in
-    the kernel for wide heads make every product synchronous (C7512). With 64 columns they fit, and making them again in
-    each step would cost 30 of 500 instructions.
+    Otherwise the loop holds the descriptors of its products, up to 16 of 64 bits, in registers. They spill, or with
+    wide heads make every product synchronous (C7512). Those of 64 columns fit, and remaking them in each step would
+    cost 30 of 500 instructions.
     """
     COLUMNS: gl.constexpr = channel.buffer.shape[4]
     slot = 0 if COLUMNS == 64 else ptxas.opaque(0)
@@ -193,9 +177,9 @@ class Buffers:
 
     By columns: p holds P of a block, (KEYS, BLOCK_M) 16-bit; the first warpgroup fills it and the second releases it.
     ds_factor, filled with it: ``softmax.derivative_factor`` if that is not P. ds: (KEYS, BLOCK_M) 16-bit, which the
-    second warpgroup fills. permits, additions: channels without tiles, or None if dQ is added in any order.
-    ``permit_additions`` fills the first when both warpgroups may add a step's dQ, both fill the second when they have,
-    and ``announce_additions`` empties the first then.
+    second warpgroup fills. dq: the pointer to the accumulator. permits, additions: channels without tiles, or None if
+    dQ is added in any order. ``order_additions`` fills the first when both warpgroups may add a step's dQ, both fill
+    the second when they have, and another warp empties the first then.
 
     Latent attention: k and q hold rotated columns too (``Channel.rope``). p: (CONSUMERS, KEYS, BLOCK_M) 16-bit, no
     channel, because each warpgroup has its own.
@@ -208,7 +192,7 @@ class Buffers:
     lse: gl.shared_memory_descriptor
     delta: gl.shared_memory_descriptor
     ds: channels.Channel | None = None
-    dq: channels.Channel | None = None
+    dq: channels.Channel | gl.tensor | None = None
     p: channels.Channel | gl.shared_memory_descriptor | None = None
     ds_factor: gl.shared_memory_descriptor | None = None
     permits: channels.Channel | None = None
@@ -216,30 +200,21 @@ class Buffers:
 
 
 @jit
-def allocate_query_channel(desc, rope_desc, stats_desc, STAGES: gl.constexpr):
-    """Allocate a ``Channel`` for blocks of Q or dO and a float32 for each row, (STAGES, BLOCK_M), and return both.
-
-    The loading warp fills a slot and its row of them together, and both warpgroups release it.
-    """
-    buffer = channels.tiles_of(desc, STAGES)
-    rope = None
-    if rope_desc is not None:
-        rope = channels.tiles_of(rope_desc, STAGES)
-    channel = channels.channel_of(buffer, STAGES, rope)
-    return channel, gl.allocate_shared_memory(gl.float32, [STAGES, desc.block_type.shape[2]], stats_desc.layout)
-
-
-@jit
 def allocate_buffers(
     q_desc, do_desc, k_desc, v_desc, stats_desc, q_rope_desc, k_rope_desc, Q_STAGES: gl.constexpr,
     DO_STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Allocate the ``Buffers`` that all loops have, and initialise their barriers. The descriptors are the kernel's."""
-    q, lse = allocate_query_channel(q_desc, q_rope_desc, stats_desc, Q_STAGES)
-    do, delta = allocate_query_channel(do_desc, None, stats_desc, DO_STAGES)
-    k_rope = None
-    if k_rope_desc is not None:
-        k_rope = channels.tiles_of(k_rope_desc, 1)
+    """Allocate the ``Buffers`` that all loops have, and initialise their barriers. The descriptors are the kernel's.
+
+    The loading warp fills a slot of Q and of lse, or of dO and delta, together, and both warpgroups release it.
+    """
+    q_rope, k_rope = None, None
+    if q_rope_desc is not None:
+        q_rope, k_rope = channels.tiles_of(q_rope_desc, Q_STAGES), channels.tiles_of(k_rope_desc, 1)
+    q = channels.channel_of(channels.tiles_of(q_desc, Q_STAGES), Q_STAGES, q_rope)
+    lse = gl.allocate_shared_memory(gl.float32, [Q_STAGES, channels.BACKWARD_BLOCK_M], stats_desc.layout)
+    do = channels.channel_of(channels.tiles_of(do_desc, DO_STAGES), DO_STAGES)
+    delta = gl.allocate_shared_memory(gl.float32, [DO_STAGES, channels.BACKWARD_BLOCK_M], stats_desc.layout)
     k = channels.written_once(channels.tiles_of(k_desc, 1), k_rope)
     v = channels.written_once(channels.tiles_of(v_desc, 1))
     k.init(FILLS=1, RELEASES=0)
@@ -254,8 +229,8 @@ def query_blocks(mask, start_n, NQ, num_rows, BLOCK_M: gl.constexpr, BLOCK_N: gl
     """Return (QueryBlocks, first visible row) of the key block [start_n, start_n + BLOCK_N), of num_rows query rows.
 
     All query blocks need a mask if the key block is partial, because a key that does not exist has score 0, and p =
-    exp2(0 - lse) may be infinite. Query rows before the first visible one see nothing; the number is meaningful only if
-    the device reads lengths. NQ: the queries; num_rows includes padding.
+    exp2(0 - lse) may be infinite. Query rows before the first visible one see nothing; it is of use only if the device
+    reads lengths. num_rows includes padding.
     """
     q_offset = mask.num_keys - NQ
     first, num_masked, _, last = masks.query_range(mask, start_n, q_offset, num_rows, BLOCK_M, BLOCK_N)
@@ -280,10 +255,9 @@ def interval_queries(intervals, start_n, share, HALVES: gl.constexpr):
     """
     first, end = visited_blocks(intervals.blocks_ptr, intervals.num_blocks, start_n // channels.KEYS, HALVES)
     count = gl.maximum(0, end - first)
-    if share is not None:
-        count = gl.where(share.count > 0, count, 0)
     begin = 0
     if share is not None:
+        count = gl.where(share.count > 0, count, 0)
         shares = gl.maximum(share.count, 1)
         begin = count * share.number // shares
         count = count * (share.number + 1) // shares - begin

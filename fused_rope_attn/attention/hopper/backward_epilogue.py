@@ -61,8 +61,7 @@ def store_dv(rows, dv, stage):
 
 @jit
 def store_sums(rows, dv):
-    """Write dv (KEYS, columns) float32 to the first columns of ``Rows``."""
-    # Four threads of a product's layout write a whole sector of 32 bytes.
+    """Write dv (KEYS, columns) float32 to the first columns of ``Rows``; four threads write a sector of 32 bytes."""
     OWN: gl.constexpr = dv.type.layout
     rows = replace(rows, format=replace(rows.format, BLOCK_D=dv.shape[1]))
     tiles.store_tile(rows, dv, gl.arange(0, channels.KEYS, gl.SliceLayout(1, OWN)), OWN)
@@ -99,8 +98,8 @@ def store_dk(rows, dk, stage, keys, num_keys, tables, FIRST_PAIR: gl.constexpr):
 def sums_at(ptr, x):
     """Return pointers (KEYS, columns) to float32 for x, a part of ``ColumnParts``, from ptr on.
 
-    They are in the order in which the threads hold an accumulator, so that each access of a warp is 256 bytes in a row:
-    the 8 columns of a thread's four neighbours, 8 rows, 4 warps, the other 8 rows of a warp, and then more columns.
+    They are in the order in which the threads hold an accumulator, so that each access of a warp is 256 contiguous
+    bytes: 8 columns of four threads, 8 rows, 4 warps, the other 8 rows of a warp, and then more columns.
     """
     LAYOUT: gl.constexpr = x.type.layout
     rows = gl.arange(0, channels.KEYS, gl.SliceLayout(1, LAYOUT))
@@ -132,13 +131,11 @@ def keep_sums(ptr, parts):
 def store_or_pass_on(
     dk, dv, keys, NK, mask, scale, gradients, stages, dk_steps, WARPGROUP: gl.constexpr, FIRST_COLUMN: gl.constexpr
 ):
-    """Call ``store_gradients`` with the sums of all shares of the tile.
+    """Call ``store_gradients``, whose arguments these are, with the sums of all shares of the tile, in a fixed order.
 
     Counted from the last share, the first adds the sums of the second, the third those of the fourth, then the first
     those of the third, and so on: a share may wait only for shares that start before it. All but the first keep their
-    sums in a slot. The order of the sums is fixed.
-
-    The arguments are those of ``store_gradients``.
+    sums in a slot.
     """
     if gradients.slots_ptr is None:
         store_gradients(dk, dv, keys, NK, mask, scale, gradients, stages, dk_steps, FIRST_COLUMN)

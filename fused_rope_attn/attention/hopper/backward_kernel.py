@@ -5,22 +5,21 @@ With P = softmax(scale * Q_rot K_rot^T) (FlashAttention-2, Dao 2023, algorithm 2
 dV = P^T dO;  dS = P * (dO V^T - delta);  dQ_rot = scale * dS K_rot;  dK_rot = scale * dS^T Q_rot.
 
 The pre-process rotates q and k once and computes the row statistics. The main kernel rotates only dK, in its epilogue.
-dQ is summed in float32, in an order that varies, and the last bits vary with it, or in a fixed order. The post-process
-rotates it back.
+dQ is summed in float32, in any order, and the last bits vary with it, or in a fixed one. The post-process rotates it
+back.
 
-A block of the main kernel owns the keys of one key head from one row on and visits the query blocks of the group's
-heads. Its warps meet only at barriers in shared memory:
+A block of the main kernel owns keys of one key head and visits the query blocks of the group's heads. Its warps meet
+only at barriers in shared memory:
 
-- two warpgroups multiply. ``accumulate_by_keys`` has 128 keys, and each warpgroup owns half of them; above head dim 128
-  ``accumulate_by_columns`` has 64 keys, and each warpgroup owns half of the columns. ``accumulate_latent`` (multi-head
-  latent attention) has 128 keys, and makes no dQ;
+- two warpgroups multiply. In ``accumulate_by_keys`` each owns half of 128 keys; above head dim 128, in
+  ``accumulate_by_columns``, half of the columns of 64 keys. ``accumulate_latent`` (multi-head latent attention) has 128
+  keys, and makes no dQ;
 - ``load``, one warp: loads K and V and keeps the channels of Q and dO blocks full through the TMA;
 - ``reduce``, one warp: adds the dQ blocks to the accumulator through the TMA. Above head dim 128 the two warpgroups add
   them from their registers. In a fixed order three warps do this, or two tell the warpgroups when to do it.
 """
 
 import triton.language as tl
-from triton import constexpr_function
 
 from fused_rope_attn.attention.hopper import (
     backward_accumulate,
@@ -43,17 +42,16 @@ _NUMBERS = "GROUP_SIZE pitch stats_size num_sequences heads_per_section window_l
 class BackwardMasks:
     """The masks of a call but its window; what a call does not use is None.
 
-    key_rows and blocks, of ``key_rows_kernel`` for blocks of KEYS keys, and blind, of ``write_blind_rows`` for pitch
-    rows: calls with intervals have them in place of all other masks; lens says where the tables end.
+    Calls with intervals have the last three pointers in place of all other masks; lens says where the tables end.
     """
 
     starts_ptr: gl.tensor | None  # kv_starts and kv_lens (B,) int32
     lens_ptr: gl.tensor | None
     cu_q_ptr: gl.tensor | None
     cu_k_ptr: gl.tensor | None
-    key_rows_ptr: gl.tensor | None
+    key_rows_ptr: gl.tensor | None  # of ``key_rows_kernel`` for blocks of KEYS keys, as the next one
     blocks_ptr: gl.tensor | None
-    blind_ptr: gl.tensor | None
+    blind_ptr: gl.tensor | None  # of ``write_blind_rows`` for pitch rows
     READS_LENGTHS: tl.constexpr  # there are starts, lens or packed sequences
     HAS_KEYS_BEFORE_WINDOW: tl.constexpr  # there are keys before the first query's window
 
@@ -70,14 +68,6 @@ class Programs:
     PDL: tl.constexpr  # launches overlap
 
 
-@constexpr_function
-def warps_that_add(is_latent, splits_columns, is_ordered):
-    """Return how many warps add dQ, or with wide heads say when the warps that multiply may add it."""
-    if is_latent:
-        return 0
-    return 2 * is_ordered if splits_columns else backward_transfers.ADDERS.value if is_ordered else 1
-
-
 @jit(do_not_specialize=_NUMBERS)
 def backward_kernel(q_desc, do_desc, k_desc, v_desc, stats_desc, dq_accumulator, q_rope_desc, k_rope_desc, call_masks,
                     gradients, programs, scale, GROUP_SIZE, pitch, stats_size, num_sequences, heads_per_section,
@@ -90,17 +80,15 @@ def backward_kernel(q_desc, do_desc, k_desc, v_desc, stats_desc, dq_accumulator,
     (2 * B * HQ * pitch,) lse and delta, stats_size of each; pitch: NQ rounded up to whole query blocks. dq_accumulator
     (B, HQ, pitch, ``needed_columns``) float32, zero before the first block: a descriptor, or for BLOCK_D beyond 128 a
     pointer, each BLOCK_M rows in the order of ``add_half``. In a fixed order the first key block that sees a query
-    block stores its dQ, so that dq_accumulator need not be zero for BLOCK_D up to 128 without intervals.
+    block stores its dQ, so that dq_accumulator need not be zero for BLOCK_D up to 128 without intervals. Packed
+    sequences, B = 1: q, stats and dq are padded to whole query blocks of each sequence.
 
     call_masks: ``BackwardMasks``; gradients: ``KeyGradients``; programs: ``Programs``; scale: ``ScoreScale``.
     heads_per_section groups, or parts of them, are scheduled together. The window is as in ``kernels.masks.Window``.
 
     Multi-head latent attention: q_desc and k_desc hold the columns that are not rotated, q_rope_desc (B, HQ, NQ, R) and
-    k_rope_desc (B, 1, NK, R) the rotated ones. dk is not rotated, and dQ is left to ``latent_dq_kernel``:
-    dq_accumulator is None. Else these descriptors are None.
-
-    Packed sequences, B = 1: the pre-process pads q, stats and dq to whole query blocks of BLOCK_M rows, so that a block
-    that is added to dq stays within a sequence.
+    k_rope_desc (B, 1, NK, R) the rotated ones; None otherwise. dk is not rotated, and dQ is left to
+    ``latent_dq_kernel``: dq_accumulator is None.
     """
     call_masks, gradients, programs, scale = unpack((call_masks, gradients, programs, scale))
     PDL: gl.constexpr = programs.PDL
@@ -111,13 +99,15 @@ def backward_kernel(q_desc, do_desc, k_desc, v_desc, stats_desc, dq_accumulator,
     READS_LENGTHS: gl.constexpr = call_masks.READS_LENGTHS
     BLOCK_D: gl.constexpr = q_desc.block_type.shape[3]
     SPLITS_COLUMNS: gl.constexpr = BLOCK_D > 128
-    SPLITS_KEYS: gl.constexpr = not (IS_LATENT or SPLITS_COLUMNS)
+    # Warps that add dQ, or above head dim 128 say when to add it.
+    NARROW_ADDS: gl.constexpr = backward_transfers.ADDERS if IS_ORDERED else 1
+    WIDE_ADDS: gl.constexpr = 2 if IS_ORDERED else 0
+    ADDS: gl.constexpr = 0 if IS_LATENT else WIDE_ADDS if SPLITS_COLUMNS else NARROW_ADDS
     BLOCK_M: gl.constexpr = channels.BACKWARD_BLOCK_M
     BLOCK_N: gl.constexpr = channels.KEYS if SPLITS_COLUMNS else channels.BACKWARD_BLOCK_N
     # True if tiles may hold rows of keys that do not exist, before or after the others, inside the tensors.
     ZEROES_ROWS: gl.constexpr = READS_LENGTHS or call_masks.HAS_KEYS_BEFORE_WINDOW
-    # True if the mask may let keys through that do not exist. A causal window hides all of them but those before
-    # kv_starts.
+    # True if the mask may let keys through that do not exist. A causal one hides all but those before kv_starts.
     CLAMPS_WEIGHTS: gl.constexpr = (
         window_left is None or not masks.is_causal(window_right) or call_masks.starts_ptr is not None
     )
@@ -226,10 +216,9 @@ def backward_kernel(q_desc, do_desc, k_desc, v_desc, stats_desc, dq_accumulator,
     if IS_LATENT:
         buffers = latent_kernels.add_buffers(buffers)
     elif SPLITS_COLUMNS:
-        buffers = backward_accumulate.add_buffers_by_columns(buffers, scale, IS_ORDERED)
+        buffers = backward_accumulate.add_buffers_by_columns(buffers, dq_accumulator, scale, IS_ORDERED)
     else:
-        NUM_ADDERS: gl.constexpr = backward_transfers.ADDERS if IS_ORDERED else 1
-        buffers = backward_accumulate.add_buffers_by_keys(buffers, dq_accumulator, NUM_ADDERS)
+        buffers = backward_accumulate.add_buffers_by_keys(buffers, dq_accumulator, NARROW_ADDS)
     arrival = None
     if ZEROES_ROWS or HAS_INTERVALS:
         arrival = channels.allocate_barriers(1).index(0)
@@ -245,37 +234,39 @@ def backward_kernel(q_desc, do_desc, k_desc, v_desc, stats_desc, dq_accumulator,
     if not IS_LATENT:
         q = replace(q, end=None, shift=None)
 
-    # The warps: two warpgroups that multiply, one warp that loads, and up to three that add dQ or say when to add it.
-    loads = (q, do, k, v, key_rows, query_rows, sizes, stats_size, backward_transfers.LaunchOrder(PDL, IS_LATENT))
-    zero, one, two = backward_block.Member(0), backward_block.Member(1), backward_block.Member(2)
+    # The warps: two warpgroups that multiply, one warp that loads, and up to three for dQ.
+    own_sizes = sizes
+    if IS_LATENT:
+        # Triton 3.6 fails on unused arguments of warps.
+        gradients = replace(gradients, tables=None)
+        own_sizes = backward_block.Sizes(HQ=None, first_head=None, num_heads=None, NQ=NQ, pitch=None, NK=NK)
+    progress, adds = None, None
     if IS_ORDERED:
         progress = backward_transfers.Progress(programs.progress_ptr, bh, tile, num_begun, intervals, PDL)
-    own = (gradients, keys, queries, sizes, mask, scale)
-    if IS_LATENT:
-        own_sizes = backward_block.Sizes(HQ=None, first_head=None, num_heads=None, NQ=NQ, pitch=None, NK=NK)
-        own = (replace(gradients, tables=None), keys, queries, own_sizes, mask, scale)
     if SPLITS_COLUMNS:
-        own = (dq_accumulator,) + own
-        order = (buffers.permits, query_rows, sizes)
-    else:
+        adds = (progress, buffers.permits, query_rows, sizes)
+    elif not IS_LATENT:
         adds = (dq_accumulator, buffers.dq, key_rows, query_rows, sizes)
-    first, second = (zero, buffers) + own, (one, buffers) + own
-    WARPS_THAT_ADD: gl.constexpr = warps_that_add(IS_LATENT, SPLITS_COLUMNS, IS_ORDERED)
     gl.warp_specialize(
-        ([(accumulate_latent, first), (accumulate_latent, second)] if IS_LATENT else [])
-        + ([(accumulate_by_columns, first), (accumulate_by_columns, second)] if SPLITS_COLUMNS else [])
-        + ([(accumulate_by_keys, first), (accumulate_by_keys, second)] if SPLITS_KEYS else [])
-        + [(backward_transfers.load, loads)]
-        + ([(backward_transfers.reduce, adds)] if WARPS_THAT_ADD == 1 else [])
-        + ([(backward_transfers.permit_additions, (progress,) + order)] if WARPS_THAT_ADD == 2 else [])
+        [
+            (
+                accumulate_latent if IS_LATENT else accumulate_by_columns if SPLITS_COLUMNS else accumulate_by_keys,
+                (0, buffers, gradients, keys, queries, own_sizes, mask, scale),
+            ),
+            (
+                accumulate_latent if IS_LATENT else accumulate_by_columns if SPLITS_COLUMNS else accumulate_by_keys,
+                (1, buffers, gradients, keys, queries, own_sizes, mask, scale),
+            ),
+            (backward_transfers.load, (q, do, k, v, key_rows, query_rows, sizes, stats_size, PDL)),
+        ]
+        + ([(backward_transfers.reduce, adds)] if ADDS == 1 else [])
+        + ([(backward_transfers.order_additions, adds)] if ADDS == 2 else [])
+        + ([(backward_transfers.order_additions, adds + (buffers.additions,))] if ADDS == 2 else [])
         + (
-            [(backward_transfers.announce_additions, (progress,) + order + (buffers.additions,))]
-            if WARPS_THAT_ADD == 2
+            [(backward_transfers.reduce_in_order, (replace(progress, ADDER=i),) + adds) for i in (0, 1, 2)]
+            if ADDS == 3
             else []
-        )
-        + ([(backward_transfers.reduce_in_order, (zero, progress) + adds)] if WARPS_THAT_ADD == 3 else [])
-        + ([(backward_transfers.reduce_in_order, (one, progress) + adds)] if WARPS_THAT_ADD == 3 else [])
-        + ([(backward_transfers.reduce_in_order, (two, progress) + adds)] if WARPS_THAT_ADD == 3 else []),
-        [channels.WARPGROUP_WARPS, 1] + [1] * WARPS_THAT_ADD,
-        [channels.MULTIPLY_REGISTERS, channels.LOAD_REGISTERS] + [channels.LOAD_REGISTERS] * WARPS_THAT_ADD,
+        ),
+        [channels.WARPGROUP_WARPS, 1] + [1] * ADDS,
+        [channels.MULTIPLY_REGISTERS, channels.LOAD_REGISTERS] + [channels.LOAD_REGISTERS] * ADDS,
     )

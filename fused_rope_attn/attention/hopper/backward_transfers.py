@@ -22,34 +22,21 @@ from fused_rope_attn.runtime.triton_compat import TensorDescriptor, gl, jit, tma
 class Operand:
     """A tensor (B, H, N, columns), and the channel into which the loading warp loads tiles of its rows.
 
-    The loading warp also loads lse for the rows of Q, and delta for those of dO: from stats_desc into stats, (STAGES,
-    BLOCK_M) float32; both are None for K and V. rope_desc: the descriptor of the rotated columns of the same rows in
-    latent attention, else None.
-
     Only the rows from ``first`` to ``end`` exist (None: all, or the TMA writes the zeros). With intervals a row has a
     bit in the words at words_ptr if it sees no key, or no query sees it. With packed sequences Q and its statistics are
-    padded, and dO is not: a row of dO is stored ``shift`` rows after that of the statistics. arrival: an mbarrier at
-    which the loading warp waits for a tile before it zeroes rows of it; None if it never does.
+    padded, and dO is not: a row of dO is stored ``shift`` rows after that of the statistics.
     """
 
     desc: TensorDescriptor
     channel: channels.Channel
-    arrival: gl.shared_memory_descriptor | None
-    stats_desc: TensorDescriptor | None = None
-    stats: gl.shared_memory_descriptor | None = None
-    rope_desc: TensorDescriptor | None = None
+    arrival: gl.shared_memory_descriptor | None  # an mbarrier at which to wait for a tile before zeroing rows of it
+    stats_desc: TensorDescriptor | None = None  # lse of the rows of Q, delta of those of dO
+    stats: gl.shared_memory_descriptor | None = None  # where they are loaded, (STAGES, BLOCK_M) float32
+    rope_desc: TensorDescriptor | None = None  # the rotated columns of latent attention
     first: gl.tensor | None = None
     end: gl.tensor | None = None
     words_ptr: gl.tensor | None = None
     shift: gl.tensor | None = None
-
-
-@record
-class LaunchOrder:
-    """The overlap of a launch with others. IS_LATE: ``load`` lets the next one start, after the pre-process."""
-
-    PDL: gl.constexpr
-    IS_LATE: gl.constexpr
 
 
 @jit
@@ -91,27 +78,25 @@ def load_block(operand, batch, head, row, step, arrivals, stats_row=None):
 
 
 @jit
-def load(q, do, k, v, keys, queries, sizes, stats_size, launch):
+def load(q, do, k, v, keys, queries, sizes, stats_size, PDL: gl.constexpr):
     """Load K and V once, and every query block with its statistics; one warp's work.
 
-    q, do, k, v: ``Operand``s. keys and queries count rows and blocks of the tensors as the TMA addresses them. The
-    statistics are (2 * stats_size,) float32: the base-2 lse of every row of (B, HQ, pitch), then their delta. launch:
-    ``LaunchOrder``.
+    q, do, k, v: ``Operand``s. keys and queries count rows and blocks of the tensors as the TMA addresses them. delta is
+    stored stats_size numbers after lse. PDL: launches overlap.
     """
     batch = keys.batch
     arrivals = 0
     arrivals = load_block(v, batch, keys.head, keys.start_n, 0, arrivals)
     # The pre-process writes everything but V. All other warps wait for a tile of this one.
-    schedule.wait_for_previous_launch(launch.PDL)
-    if launch.IS_LATE:
-        # Not earlier: the next launch relies on all that the pre-process has written.
-        schedule.let_next_launch_start(launch.PDL)
+    schedule.wait_for_previous_launch(PDL)
+    if k.rope_desc is not None:
+        # Not earlier: the next launch of latent attention relies on all that the pre-process has written.
+        schedule.let_next_launch_start(PDL)
     arrivals = load_block(k, batch, keys.head, keys.start_n, 0, arrivals)
     head_q = backward_block.first_query_head(keys, sizes)
+    num_outer, num_inner = sizes.num_heads, queries.count
     if queries.IN_ORDER:
-        num_outer, num_inner = queries.count, sizes.num_heads
-    else:
-        num_outer, num_inner = sizes.num_heads, queries.count
+        num_outer, num_inner = num_inner, num_outer
     step = 0
     for outer in range(num_outer):
         for inner in range(num_inner):
@@ -153,8 +138,7 @@ def announce(pointer, number=1, RAISE: gl.constexpr = False):
 def send_block(dq_desc, dq, batch, head_q, block, step, ADD: gl.constexpr):
     """Store a block of dQ, or ADD it to the accumulator, as soon as it has arrived, and release its memory.
 
-    dq_desc None: discard it. dq: the channels of both warpgroups, one for each part of the columns; step: blocks sent
-    before.
+    dq_desc None: discard it. dq: the channels of both warpgroups, which have half of the columns each.
     """
     COLUMNS: gl.constexpr = dq.buffer.shape[4]
     for part in gl.static_range(channels.CONSUMERS):
@@ -199,8 +183,8 @@ def stage_rows(x):
     return x.reshape((rows // 8, 2, 4, columns)).permute((0, 2, 1, 3)).reshape((rows, columns))
 
 
-# Warps that add dQ by turns up to head dim 128. An addition takes up to 3 µs from its wait to its announcement, and a
-# step 1 µs at head dim 64. A fourth warp would take registers from those that multiply.
+# Warps that add dQ by turns up to head dim 128. An addition takes up to 3 µs, and a step 1 µs at head dim 64. A fourth
+# warp would take registers from those that multiply.
 ADDERS = gl.constexpr(3)
 
 
@@ -219,6 +203,7 @@ class Progress:
     num_begun: gl.tensor
     intervals: masks.KeyIntervals | None  # if the call has intervals
     PDL: gl.constexpr
+    ADDER: gl.constexpr = 0  # this warp's number among those of ``reduce_in_order``
 
 
 @jit
@@ -249,12 +234,9 @@ def words_of_group(progress, queries, sizes):
 
 
 @jit
-def reduce_in_order(member, progress, dq_desc, dq, keys, queries, sizes):
-    """Add every ADDERSth dQ block in the order of ``QueryBlocks.IN_ORDER``, the ADDERth first; one warp's work.
-
-    The rest is as in ``reduce``. Several warps, because one addition takes longer to complete than a step.
-    """
-    ADDER: gl.constexpr = member.INDEX
+def reduce_in_order(progress, dq_desc, dq, keys, queries, sizes):
+    """Add every ADDERSth dQ block as ``reduce`` does, in the order of ``QueryBlocks.IN_ORDER``; one warp's work."""
+    ADDER: gl.constexpr = progress.ADDER
     total = sizes.num_heads * queries.count
     # dQ is delayed by one step; discard the first, empty block. The next one is the first warp's.
     if ADDER == ADDERS - 1:
@@ -266,21 +248,17 @@ def reduce_in_order(member, progress, dq_desc, dq, keys, queries, sizes):
     num_begun = sizes.num_heads * progress.num_begun
     # Two loops as in ``reduce``.
     for i in range(ADDER, num_begun, ADDERS):
-        group_head = i % sizes.num_heads
-        block = queries.count - 1 - i // sizes.num_heads
+        group_head, block = i % sizes.num_heads, queries.count - 1 - i // sizes.num_heads
         send_block(dq_desc, dq, keys.batch, head_q + group_head, queries.first + block, i + 1, ADD=False)
         announce(words + group_head * pitch + block, progress.tile + 1, RAISE=True)
     first_added = num_begun + (ADDER + (ADDERS - 1) * num_begun) % ADDERS
     for i in range(first_added, total, ADDERS):
-        group_head = i % sizes.num_heads
-        block = queries.count - 1 - i // sizes.num_heads
+        group_head, block = i % sizes.num_heads, queries.count - 1 - i // sizes.num_heads
         word = words + group_head * pitch + block
-        if progress.intervals is None:
-            schedule.wait_until(word, progress.tile)
-        else:
-            schedule.wait_until(
-                word, previous_tile(progress.intervals, progress.tile, queries.first + block, channels.CONSUMERS)
-            )
+        awaited = progress.tile
+        if progress.intervals is not None:
+            awaited = previous_tile(progress.intervals, progress.tile, queries.first + block, channels.CONSUMERS)
+        schedule.wait_until(word, awaited)
         # Order this thread's accesses to memory before its next operations of the TMA.
         gl.inline_asm_elementwise("fence.proxy.async; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
         send_block(dq_desc, dq, keys.batch, head_q + group_head, queries.first + block, i + 1, ADD=True)
@@ -288,36 +266,29 @@ def reduce_in_order(member, progress, dq_desc, dq, keys, queries, sizes):
 
 
 @jit
-def permit_additions(progress, permits, queries, sizes):
+def order_additions(progress, permits, queries, sizes, additions=None):
     """Let the multiplying warpgroups add each block's dQ after the key blocks before it have; one warp's work.
 
-    permits: the channel that this warp fills, see ``Buffers``.
+    With ``additions`` announce each block's dQ instead, as soon as both warpgroups have added it, to the next key
+    block: another warp's work. permits, additions: see ``Buffers``.
     """
     schedule.wait_for_previous_launch(progress.PDL)
     words, pitch = words_of_group(progress, queries, sizes)
     step = 0
     for i in range(queries.count):
         block = queries.count - 1 - i
-        awaited = gl.where(i < progress.num_begun, 0, progress.tile)
-        if progress.intervals is not None:
-            awaited = previous_tile(progress.intervals, progress.tile, queries.first + block, 1)
+        if additions is None:
+            awaited = gl.where(i < progress.num_begun, 0, progress.tile)
+            if progress.intervals is not None:
+                awaited = previous_tile(progress.intervals, progress.tile, queries.first + block, 1)
         for group_head in range(sizes.num_heads):
-            schedule.wait_until(words + group_head * pitch + block, awaited)
-            permits.wait_empty(permits.at(step))
-            permits.fill(permits.at(step))
-            step += 1
-
-
-@jit
-def announce_additions(progress, permits, queries, sizes, additions):
-    """Announce each block's dQ as soon as both warpgroups have added it, to the next key block; one warp's work."""
-    schedule.wait_for_previous_launch(progress.PDL)
-    words, pitch = words_of_group(progress, queries, sizes)
-    step = 0
-    for i in range(queries.count):
-        block = queries.count - 1 - i
-        for group_head in range(sizes.num_heads):
-            additions.wait_full(additions.at(step))
-            announce(words + group_head * pitch + block, progress.tile + 1, RAISE=True)
-            permits.release(permits.at(step))
+            word = words + group_head * pitch + block
+            if additions is None:
+                schedule.wait_until(word, awaited)
+                permits.wait_empty(permits.at(step))
+                permits.fill(permits.at(step))
+            else:
+                additions.wait_full(additions.at(step))
+                announce(word, progress.tile + 1, RAISE=True)
+                permits.release(permits.at(step))
             step += 1

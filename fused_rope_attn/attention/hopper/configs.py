@@ -143,6 +143,7 @@ LATENT_PACKED_FORWARD = Row(head_dim=192, least_work=dict.fromkeys(BUCKETS, TWO_
 LATENT_BACKWARD = Row(head_dim=192, least_work=dict.fromkeys(BUCKETS, TWO_LAUNCHES),
     config=HopperBackwardConfig(do_stages=3, section_bytes=32 * MIB, rotate_heads=1))
 
+# Up to 1024 tokens a post-process of more programs takes 1 to 10 % less time. 3.9.0, 2026-11-23.
 BACKWARD: tuple[Row, ...] = (
     # Never by itself, because tiles are 64 columns wide at any head dim. Untimed.
     Row(head_dim=32, least_work={},
@@ -157,16 +158,13 @@ BACKWARD: tuple[Row, ...] = (
         config=HopperBackwardConfig(do_stages=3, section_bytes=32 * MIB, rotate_heads=2, post_rows=8, post_heads=2)),
     # 5 to 11 % slower than the portable kernels below the least work. H100, 3.9.0, 2026-11-27.
     Row(head_dim=64, causal=True, gqa=False, bucket=("short",), least_work={"short": 2**30}, config=_SHORT),
-    # A post-process of more programs takes 1 to 10 % less time. 3.9.0, 2026-11-23.
     Row(head_dim=64, bucket=("short",), config=_SHORT),
     # A post-process of more programs takes 2 % less time at (4, 8/8, 2048, 64), and the same beyond. H200 and H100,
     # 3.6.0 and 3.9.0, 2026-11-26.
     Row(head_dim=64,
         config=HopperBackwardConfig(section_bytes=32 * MIB, post_rows=8, post_heads=2)),
-    # A post-process of more programs takes 1 to 10 % less time. 3.9.0, 2026-11-23.
     Row(head_dim=NARROW_HEAD_DIM, causal=True, gqa=False, bucket=("tiny", "short"),
         config=HopperBackwardConfig(section_bytes=32 * MIB, post_rows=8)),
-    # A post-process of more programs takes 1 to 10 % less time. 3.9.0, 2026-11-23.
     # 16 MiB take 2 to 4 % less time on an H100, 0 to 4 % on an H200. 2026-11-26.
     Row(head_dim=HEAD_DIM, gqa=False, bucket=("tiny",),
         config=HopperBackwardConfig(section_bytes=16 * MIB, post_rows=8, post_heads=2)),
@@ -174,12 +172,10 @@ BACKWARD: tuple[Row, ...] = (
     # kernels below the least work. H100, 3.9.0, 2026-11-27.
     Row(head_dim=HEAD_DIM, causal=False, gqa=False, bucket=("short",), least_work={"short": 2**30},
         config=HopperBackwardConfig(section_bytes=16 * MIB, post_rows=8)),
-    # A post-process of more programs takes 1 to 10 % less time. 3.9.0, 2026-11-23.
     # With a causal mask 16 MiB take 1 to 2 % less time on an H100, and 0 to 1 % more on an H200. 2026-11-26. Below the
     # least work 5 to 8 % slower than the portable kernels. H100, 3.9.0, 2026-11-27.
     Row(head_dim=HEAD_DIM, causal=True, gqa=False, bucket=("short",), least_work={"short": 2**30},
         config=HopperBackwardConfig(section_bytes=32 * MIB, post_rows=8)),
-    # A post-process of more programs takes 1 to 10 % less time. 3.9.0, 2026-11-23.
     Row(head_dim=HEAD_DIM, bucket=("tiny",),
         config=HopperBackwardConfig(section_bytes=32 * MIB, post_rows=8, post_heads=2)),
     Row(head_dim=HEAD_DIM, bucket=("tiny", "short"),

@@ -134,12 +134,11 @@ def store_latent_gradients(dk, dk_rope, dv, buffers, keys, NK, mask, scale, grad
 
 
 @jit
-def accumulate_latent(member, buffers, gradients, keys, queries, sizes, mask, scale):
+def accumulate_latent(WARPGROUP: gl.constexpr, buffers, gradients, keys, queries, sizes, mask, scale):
     """Compute dk, dk_rope and dv of keys [KEYS * WARPGROUP, KEYS * WARPGROUP + KEYS) of the block.
 
     mask.first_key None: all keys exist, or a window hides those that do not.
     """
-    WARPGROUP: gl.constexpr = member.INDEX
     dv = columns.part_zeros(channels.KEYS, buffers.v.buffer.shape[4])
     dk = columns.part_zeros(channels.KEYS, buffers.k.buffer.shape[4])
     dk_rope = columns.part_zeros(channels.KEYS, buffers.k.rope.shape[4])

@@ -29,26 +29,6 @@ def panel_offsets(rows, columns, BLOCK_D: tl.constexpr):
     return row[:, None] + column[None, :]
 
 
-@triton.jit
-def load_columns(words, mask, columns, COLUMNS: tl.constexpr):
-    """Load numbers (rows, len(columns)), 0 if ``mask`` is false (None: always true) or columns >= COLUMNS."""
-    if columns.shape[0] != COLUMNS:
-        exists = columns[None, :] < COLUMNS
-        if mask is not None:
-            exists = exists & mask
-        return tl.load(words, mask=exists, other=0.0)
-    else:
-        return tiles.load_where(words, mask, 0.0)
-
-
-@triton.jit
-def rows_of_block(view, batch, head, start, num_rows, format):
-    """Return the num_rows ``Rows`` of a head (all int64) of a ``TensorView`` from row ``start`` on."""
-    strides = view.strides
-    ptr = view.ptr + batch * strides[0] + head * strides[1] + start * strides[2]
-    return tiles.rows_at(ptr, strides, num_rows, format)
-
-
 @record
 class SinkParts:
     """The sinks (HQ,), and each program's part of their gradient, (B * row blocks, HQ) float32."""
@@ -105,7 +85,6 @@ def postprocess_kernel(accumulator_ptr, progress_ptr, dq_out, tables, sinks, len
         first_k, NK = sequences.packed_partner(cu_k_ptr, sequence, num_sequences, NK)
         padded = sequences.padded_row(first_row, sequence, channels.BACKWARD_BLOCK_M)
     start = block * BLOCK_N
-    start64 = tl.cast(first_row + start, tl.int64)
     offs = tl.arange(0, BLOCK_N)
     staged = staged_rows(offs)
     NK = sequences.existing_keys(lens_ptr, batch, NK)
@@ -116,8 +95,8 @@ def postprocess_kernel(accumulator_ptr, progress_ptr, dq_out, tables, sinks, len
     columns = tl.arange(0, BLOCK_D)
     schedule.wait_for_previous_launch(sizes.PDL)
     for head in range(chunk * HEADS, tl.minimum(chunk * HEADS + HEADS, HQ)):
-        head64 = tl.cast(head, tl.int64)
-        row = (batch * HQ + head64) * pitch + padded + start
+        origin = tiles.Origin(batch, tl.cast(head, tl.int64), first_row + start)
+        row = (batch * HQ + origin.head) * pitch + padded + start
         if sizes.IN_PANELS:
             # row - start is a multiple of BLOCK_M, and ``start`` need not be.
             words = accumulator_ptr + (row - start) * BLOCK_D + panel_offsets(start + offs, columns, BLOCK_D)
@@ -133,10 +112,13 @@ def postprocess_kernel(accumulator_ptr, progress_ptr, dq_out, tables, sinks, len
                 added = tl.load(word) != 0
             else:
                 added = added & (tl.load(word, mask=start < NQ, other=0) != 0)
-        dq = load_columns(words, added, columns, COLUMNS) * softmax_scale
+        if BLOCK_D != COLUMNS:
+            exists = columns[None, :] < COLUMNS
+            added = exists if added is None else exists & added
+        dq = tiles.load_where(words, added, 0.0) * softmax_scale
         first, second = rotations.unpack_pairs(dq)
         first, second = rotations.rotate(first, second, cos, sin, CONJUGATE=True)
-        dq_rows = rows_of_block(dq_out, batch, head64, start64, NQ - start, row_format)
+        dq_rows = tiles.head_rows(dq_out, origin, NQ - start, row_format)
         rotations.store_pairs(dq_rows, first, second, offs, rotation)
         if sinks is not None:
             lse = tl.load(sinks.stats_ptr + row + offs, mask=offs < NQ - start, other=float("inf"))

@@ -153,8 +153,8 @@ def test_the_padded_buffers_of_packed_sequences(case):
     group = case.heads_q // case.heads_kv
 
     def main(_, q_desc, k_desc, v_desc, do_desc, stats_desc, dq_accumulator, gradients, **others):
-        q_rot, k_rot, v, do, stats = (x for x, _ in (q_desc, k_desc, v_desc, do_desc, stats_desc))
-        dq = dq_accumulator if case.head_dim > 128 else dq_accumulator[0]
+        q_rot, k_rot, v, do, stats = (x.base for x in (q_desc, k_desc, v_desc, do_desc, stats_desc))
+        dq = dq_accumulator if case.head_dim > 128 else dq_accumulator.base
         added = dq.view(case.heads_q, -1)
         lse, delta = stats.reshape(2, case.heads_q, -1)
         whole_dk = torch.zeros(gradients.dk.ptr.shape)
@@ -206,9 +206,9 @@ def test_the_buffers_of_whole_tensors(case):
     run = BackwardCall(problem, (do, o, lse, *tensors), configs.HopperBackwardConfig(pdl=False))
 
     def main(_, q_desc, k_desc, v_desc, do_desc, stats_desc, dq_accumulator, gradients, **others):
-        dq = dq_accumulator if case.head_dim > 128 else dq_accumulator[0]
-        q_rot, k_rot, v, do = (x.float() for x, _ in (q_desc, k_desc, v_desc, do_desc))
-        stats = stats_desc[0].reshape(2, case.batch, case.heads_q, -1, 1)
+        dq = dq_accumulator if case.head_dim > 128 else dq_accumulator.base
+        q_rot, k_rot, v, do = (x.base.float() for x in (q_desc, k_desc, v_desc, do_desc))
+        stats = stats_desc.base.reshape(2, case.batch, case.heads_q, -1, 1)
         assert stats.shape[3] == dq.shape[2] == -(-case.len_q // 64) * 64
         # Padding has finite weights, and rows of zeros in Q and dO.
         assert not stats[:, :, :, case.len_q :].any()
