@@ -207,10 +207,13 @@ def assert_pages(table, sequence, keys, part, parts):
 @triton.jit
 def in_memory_order(x, pairing, D: tl.constexpr):
     """Return a tile (rows, BLOCK_D) that is in pair order with its D columns in the order of memory."""
+    R: tl.constexpr = pairing.R
     if pairing.INTERLEAVED:
         return x
+    elif R == D and D == x.shape[1]:
+        pairs = tl.reshape(x, (x.shape[0], D // 2, 2))
+        return tl.reshape(tl.permute(pairs, (0, 2, 1)), x.shape)
     else:
-        R: tl.constexpr = pairing.R
         column = tl.arange(0, x.shape[1])
         # First members that are rotated, second ones, first members that are not, second ones.
         place = tl.where(column < (R + D) // 2, 2 * (column - R // 2), 2 * (column - D // 2) + 1)
