@@ -123,12 +123,9 @@ class Exchange:
     """An exchange in flight: ``inputs[r]`` are sent to rank r and ``outputs[r]`` received from it, all contiguous, each
     any number of tensors.
 
-    The rank's own lists are empty or hold empty tensors, and any other may. Every rank of the group must begin it. It
-    holds its tensors until it is over, so that their memory is not reused.
-
-    Args:
-        like: gives the device and the dtype.
-        most: tensors that any pair of ranks exchanges. All ranks must say the same.
+    The rank's own lists are empty or hold empty tensors, and any other may. Every rank of the group must begin it, with
+    the same ``most`` tensors that any pair of ranks exchanges. It holds its tensors until it is over, so that their
+    memory is not reused. like: gives the device and the dtype.
     """
 
     def __init__(self, group: Group, outputs: Parts, inputs: Parts, like: torch.Tensor, most: int = 1):

@@ -119,33 +119,21 @@ def load_halves(rows, offs, float8, CHECK_ROWS: tl.constexpr):
 
 
 @triton.jit
-def nearest_number(x):
-    """Round x, |x| <= LARGEST, to the nearest float8 if the conversion would not."""
-    if IS_INTERPRETED:  # the interpreter's loses the carry into the exponent
-        exponent = ((x.to(tl.int32, bitcast=True) >> 23) & 255) - 127
-        unit = tl.math.exp2((tl.maximum(exponent, -6) - 3).to(tl.float32))
-        return ((x / unit + ROUNDER) - ROUNDER) * unit
-    else:
-        return x
-
-
-@triton.jit
-def quantised(x, scale):
-    """Return x (rows, columns) / scale in float8_e4m3fn, rounded once, and saturated; NaN stays."""
-    x = tl.math.div_rn(x.to(tl.float32), tl.zeros(x.shape, tl.float32) + scale)
-    x = tl.where(x > LARGEST, LARGEST, tl.where(x < -LARGEST, -LARGEST, x))
-    number = nearest_number(x).to(tl.float8e4nv)
-    if IS_INTERPRETED:  # the interpreter's conversion makes 384 of NaN and 0 of -0
-        sign = (x.to(tl.int32, bitcast=True) >> 24) & 128
-        number = number.to(tl.uint8, bitcast=True) | sign.to(tl.uint8)
-        number = tl.where(x == x, number, 0x7F).to(tl.float8e4nv, bitcast=True)
-    return number
-
-
-@triton.jit
 def as_stored(x, float8, scale):
-    """Return x as a cache holds it: ``quantised`` if it is float8."""
+    """Return x (rows, columns) as a cache holds it: in float8 x / scale, rounded once, and saturated; NaN stays."""
     if float8.DTYPE is None:
         return x
     else:
-        return quantised(x, scale)
+        x = tl.math.div_rn(x.to(tl.float32), tl.zeros(x.shape, tl.float32) + scale)
+        x = tl.where(x > LARGEST, LARGEST, tl.where(x < -LARGEST, -LARGEST, x))
+        nearest = x
+        if IS_INTERPRETED:  # the interpreter's conversion loses the carry into the exponent
+            exponent = ((x.to(tl.int32, bitcast=True) >> 23) & 255) - 127
+            unit = tl.math.exp2((tl.maximum(exponent, -6) - 3).to(tl.float32))
+            nearest = ((x / unit + ROUNDER) - ROUNDER) * unit
+        number = nearest.to(tl.float8e4nv)
+        if IS_INTERPRETED:  # it makes 384 of NaN and 0 of -0
+            sign = (x.to(tl.int32, bitcast=True) >> 24) & 128
+            number = number.to(tl.uint8, bitcast=True) | sign.to(tl.uint8)
+            number = tl.where(x == x, number, 0x7F).to(tl.float8e4nv, bitcast=True)
+        return number

@@ -321,8 +321,8 @@ def load_new_keys(new, rows, offs, position, float8, CACHE_IS_ROTATED: tl.conste
     elif float8.DTYPE is None:
         return rotation.load_rotated(rows, offs, of_keys, position), kept
     else:
-        first = eight_bits.quantised(first, float8.k_scale).to(tl.float32)
-        second = eight_bits.quantised(second, float8.k_scale).to(tl.float32)
+        first = eight_bits.as_stored(first, float8, float8.k_scale).to(tl.float32)
+        second = eight_bits.as_stored(second, float8, float8.k_scale).to(tl.float32)
         first, second = rotation.rotate(first, second, cos, sin, CONJUGATE=False)
         return eight_bits.Halves(first.to(float8.DTYPE), second.to(float8.DTYPE)), kept
 

@@ -22,10 +22,9 @@ PADDED_TILE_ROWS = tl.constexpr(64)
 @triton.jit
 def existing_keys(lens_ptr, batch, NK):
     """Return how many of NK keys of a batch entry exist. lens_ptr (B,) int32, None: all of them do."""
-    if lens_ptr is None:
-        return NK
-    else:
-        return tl.minimum(NK, tl.maximum(0, tl.load(lens_ptr + batch)))
+    if lens_ptr is not None:
+        NK = tl.minimum(NK, tl.maximum(0, tl.load(lens_ptr + batch)))
+    return NK
 
 
 @triton.jit
@@ -220,9 +219,8 @@ def scheduled_keys(pid, NK, NQ, HKV, num_heads, heads_per_section, masks, BLOCK_
     tile = tile_of_head(number, head, NK, HKV, masks.cu_k_ptr, masks.cu_q_ptr, NQ, masks.num_sequences, BLOCK_N)
     if masks.FROM_START:
         start = start_of(masks, tile.origin.batch, NK)
-        return replace(tile, origin=replace(tile.origin, row=start), num_rows=NK - start)
-    else:
-        return tile
+        tile = replace(tile, origin=replace(tile.origin, row=start), num_rows=NK - start)
+    return tile
 
 
 @triton.jit
@@ -283,7 +281,6 @@ def sequence_of_keys(tile, NQ, NK, masks):
 def sequence_rotation(tables, sequence):
     """Return the ``Rotation`` of a ``Sequence`` by the call's ``RotaryTables``."""
     rotation = head_rotation(tables, sequence.batch, sequence.num_keys)
-    if sequence.first_position is None:
-        return rotation
-    else:
-        return rotation_from(rotation, sequence.first_position)
+    if sequence.first_position is not None:
+        rotation = rotation_from(rotation, sequence.first_position)
+    return rotation

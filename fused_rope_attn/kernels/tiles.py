@@ -65,9 +65,8 @@ def row_stride(stride, ptr, ALIGNED: tl.constexpr):
     """
     if ALIGNED:
         UNIT: tl.constexpr = 128 // ptr.dtype.element_ty.primitive_bitwidth
-        return stride // UNIT * UNIT
-    else:
-        return stride
+        stride = stride // UNIT * UNIT
+    return stride
 
 
 @triton.jit

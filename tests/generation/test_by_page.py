@@ -15,7 +15,6 @@ from tests.support.marks import ignore_overflow, interpreted
 from verification.matrix import DECODE, step
 
 BY_PAGE = DecodeConfig(64, 1, 1, programs_per_sm=5, combine_parts=2, rows_apart=16, by_page=True)
-NAMES = "q k_cache v_cache cos sin k v cache_seqlens sinks block_table k_scale v_scale".split()
 LONGER = (
     step("three tiles", (4, 2), 1, 192, 16, (170, 64, 65), page_size=16),
     step("a window that begins within a page", (4, 2), 3, 192, 16, (150, 90), page_size=16, window=(70, 0)),
@@ -41,7 +40,7 @@ def test_what_is_not_needed_is_not_looked_up(appends):
     """A tile of 64 keys holds pages before the first key and after the last one: their entries may be anything, and
     rows of the first and of the last page that do not exist may be NaN."""
     check = step("pages", (4, 2), 2, 160, 16, (100, 20), page_size=16, append=appends)
-    given = dict(zip(NAMES, make_inputs(check, F32))) | {"kv_starts": torch.tensor([37, 20], dtype=torch.int32)}
+    given = make_inputs(check, F32)._asdict() | {"kv_starts": torch.tensor([37, 20], dtype=torch.int32)}
     expected = with_kvcache(
         **given | {name: given[name].clone() for name in ("k_cache", "v_cache")}, backend="reference"
     )
@@ -64,7 +63,7 @@ def test_what_is_not_needed_is_not_looked_up(appends):
 @pytest.mark.parametrize("page", [0, 3, 4, 8])
 def test_a_page_outside_the_pool(page, wrong):
     """The keys of the only sequence fill pages 0 to 7, two tiles, and a part of page 8, in the last tile."""
-    given = dict(zip(NAMES, make_inputs(step("pages", (4, 2), 1, 160, 16, (133,), page_size=16), F32)))
+    given = make_inputs(step("pages", (4, 2), 1, 160, 16, (133,), page_size=16), F32)._asdict()
     pages = given["k_cache"].shape[0]
     given["block_table"][0, page] = pages if wrong == 12 else wrong
     with configured(BY_PAGE), pytest.raises(Exception, match="pages of the pool"):

@@ -21,17 +21,7 @@ def schedule_kernel(
 ):
     """The total of tiles, and for each tile its sequence and the tiles before that, by both functions."""
     caches = Caches(
-        lens_ptr,
-        None,
-        B,
-        NQ,
-        S,
-        left,
-        HAS_NEW_KEYS=True,
-        BLOCK_N=BLOCK_N,
-        BLOCK_B=BLOCK_B,
-        ALIGNMENT=1,
-        ONE_PASS=ONE_PASS,
+        lens_ptr, None, B, NQ, S, left, HAS_NEW_KEYS=True, BLOCK_N=BLOCK_N, BLOCK_B=BLOCK_B, ONE_PASS=ONE_PASS
     )
     total, _ = tiles_before(caches, 0)
     tl.store(total_ptr, total)
