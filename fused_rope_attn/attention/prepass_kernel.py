@@ -116,8 +116,7 @@ class Statistics:
     """The statistics of query rows, the tensors that they are made of, and buffers that become zero.
 
     stats (2, B, HQ, pitch) float32: lse in base 2 (+inf if a row saw nothing, so that p = exp2(s - lse) = 0) and delta
-    = sum(o * do) - dlse; both are 0 from NQ to pitch, which are equal for packed sequences. accumulator (B, HQ, pitch,
-    COLUMNS) float32 and progress (B * HQ * pitch / PROGRESS_ROWS,) int32 become zero.
+    = sum(o * do) - dlse; both are 0 from NQ to pitch, which are equal for packed sequences.
     """
 
     o: tiles.TensorView  # (B, HQ, NQ, DV)
@@ -125,8 +124,8 @@ class Statistics:
     lse_ptr: tl.tensor  # (B, HQ, NQ) float32
     dlse_ptr: tl.tensor | None  # the gradient of lse
     stats_ptr: tl.tensor
-    accumulator_ptr: tl.tensor | None
-    progress_ptr: tl.tensor | None
+    accumulator_ptr: tl.tensor | None  # (B, HQ, pitch, COLUMNS) float32
+    progress_ptr: tl.tensor | None  # (B * HQ * pitch / PROGRESS_ROWS,) int32
     format: tiles.RowFormat  # of o and do
     PROGRESS_ROWS: tl.constexpr
     COLUMNS: tl.constexpr
@@ -194,15 +193,11 @@ def describe_tiles(
 
 @record
 class NextLaunch:
-    """Buffers that a pre-pass prepares for the next launch; each may be None.
+    """Buffers that a pre-pass prepares for the next launch; each may be None."""
 
-    counters: num_counters int32 words, None: one, that become zero. With TILE_ROWS a table of the queries' tiles of so
-    many rows (``describe_tiles``) is TILE_WORDS words after the first. maxima: num_maxima float32 that become -inf.
-    """
-
-    counters_ptr: tl.tensor | None
-    maxima_ptr: tl.tensor | None
-    TILE_ROWS: tl.constexpr
+    counters_ptr: tl.tensor | None  # num_counters int32 words, None: one, that become zero
+    maxima_ptr: tl.tensor | None  # num_maxima float32 that become -inf
+    TILE_ROWS: tl.constexpr  # 0, or of the tiles that ``describe_tiles`` puts TILE_WORDS words after the first counter
 
 
 @triton.jit

@@ -128,9 +128,8 @@ class BackwardCall:
         given, outputs = split_outputs(of_forward, 3)
         q, k, v = given.q, given.k, given.v
         batch, heads_q, len_q, len_k = problem.batch, problem.heads_q, problem.len_q, problem.len_k
-        sequences = problem.sequences
-        self.problem, self.stages = problem, (config.q_stages, config.do_stages, config.pdl)
-        self.is_rotated = is_rotated
+        sequences, self.problem, self.is_rotated = problem.sequences, problem, is_rotated
+        self.stages = config.q_stages, config.do_stages, config.pdl
         all_strides = call_arguments.result_strides(outputs, call_arguments.gradient_strides(given, o, is_rotated))
         key_dtype = call_arguments.key_gradient_dtype(problem)
         self.gradients = list(zip((o.shape, k.shape, v.shape), all_strides, (q.dtype, key_dtype, key_dtype)))
@@ -176,18 +175,8 @@ class BackwardCall:
             name: (x, torch.empty(x, device="meta").stride(), dtype) for name, (x, dtype) in shapes.items()
         }
         options = {"num_warps": 4, **({"launch_pdl": True} if config.pdl else {})}
-        self.preprocess = prepass.Preprocess(
-            problem,
-            given,
-            do,
-            o,
-            config,
-            rotates=not is_rotated,
-            in_tiles=True,
-            pdl=config.pdl,
-            columns=columns,
-            num_counters=num_counters or None,
-        )
+        written = {"rotates": not is_rotated, "columns": columns, "num_counters": num_counters or None}
+        self.preprocess = prepass.Preprocess(problem, given, do, o, config, in_tiles=True, pdl=config.pdl, **written)
         stats_size = self.preprocess.stats_size
         # Descriptors, of workspaces that are only allocated for this.
         work = self.workspace(v.device)

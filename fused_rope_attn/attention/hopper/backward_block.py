@@ -113,24 +113,19 @@ def first_query_head(keys, sizes):
 class KeyGradients:
     """The gradients dk and dv (B, HKV, NK, D), and the tables by which dk is rotated back.
 
-    dk_parts (B, HKV, NK, R) float32: each head's part of the rotated gradient of the one head of latent attention, else
-    None. TOKEN_TABLES: row t of the tables belongs to packed key t.
-
-    Where several programs add up dk and dv of the same keys there are slots (slots, ``slot_words``) float32, and
-    counters (slots, CONSUMERS) int32, zero before the first block. share: the program's ``Share`` if groups are
-    divided. share_ptr: to it, or from the host to that of program 0, if the device has dealt it (``deal_shares``).
+    Where several programs add up dk and dv of the same keys there are slots and counters.
     """
 
     dk: tiles.TensorView
     dv: tiles.TensorView
     tables: rotation.RotaryTables
     format: tiles.RowFormat
-    TOKEN_TABLES: tl.constexpr
-    dk_parts: tiles.TensorView | None = None
-    share_ptr: gl.tensor | None = None
-    slots_ptr: gl.tensor | None = None
-    counters_ptr: gl.tensor | None = None
-    share: Share | None = None
+    TOKEN_TABLES: tl.constexpr  # row t of the tables belongs to packed key t
+    dk_parts: tiles.TensorView | None = None  # latent: (B, HKV, NK, R) float32, each head's part of the rotated dk
+    share_ptr: gl.tensor | None = None  # if the device has dealt shares: to the program's, from the host to the first
+    slots_ptr: gl.tensor | None = None  # (slots, ``slot_words``) float32
+    counters_ptr: gl.tensor | None = None  # (slots, CONSUMERS) int32, zero before the first block
+    share: Share | None = None  # the program's, if groups are divided
 
 
 @jit

@@ -70,8 +70,7 @@ _SHORT = HopperBackwardConfig(section_bytes=32 * MIB, rotate_heads=2, post_rows=
 # fmt: off
 FORWARD: tuple[Row, ...] = (
     # Never by itself, because tiles are 64 columns wide at any head dim. Untimed.
-    Row(head_dim=32, least_work={},
-        config=HopperForwardConfig(block_n=128, section_bytes=32 * MIB)),
+    Row(head_dim=32, least_work={}, config=HopperForwardConfig(block_n=128, section_bytes=32 * MIB)),
     # Three warpgroups overlap their exponentials from 8192 tokens on, and lose below. 3.6.0 and 3.9.0, 2026-11-22. With
     # few tiles some multiprocessors get one, others two: at (1, 4/4, 8192) the two warpgroups of the next rows take .66
     # of the time, without a mask .80; with 8 heads .93 to .96 and 1.05. 3.6.0 and 3.9.0, 2026-11-27.
@@ -146,8 +145,7 @@ LATENT_BACKWARD = Row(head_dim=192, least_work=dict.fromkeys(BUCKETS, TWO_LAUNCH
 # Up to 1024 tokens a post-process of more programs takes 1 to 10 % less time. 3.9.0, 2026-11-23.
 BACKWARD: tuple[Row, ...] = (
     # Never by itself, because tiles are 64 columns wide at any head dim. Untimed.
-    Row(head_dim=32, least_work={},
-        config=HopperBackwardConfig(section_bytes=32 * MIB)),
+    Row(head_dim=32, least_work={}, config=HopperBackwardConfig(section_bytes=32 * MIB)),
     # 3.6.0, 2026-11-21. 14 to 27 % faster than the portable kernels at the least work, 1 to 22 % slower below where key
     # heads are not shared. H100, 3.9.0, 2026-11-27.
     Row(head_dim=64, bucket=("tiny",), least_work={"tiny": 2**30},
@@ -161,8 +159,7 @@ BACKWARD: tuple[Row, ...] = (
     Row(head_dim=64, bucket=("short",), config=_SHORT),
     # A post-process of more programs takes 2 % less time at (4, 8/8, 2048, 64), and the same beyond. H200 and H100,
     # 3.6.0 and 3.9.0, 2026-11-26.
-    Row(head_dim=64,
-        config=HopperBackwardConfig(section_bytes=32 * MIB, post_rows=8, post_heads=2)),
+    Row(head_dim=64, config=HopperBackwardConfig(section_bytes=32 * MIB, post_rows=8, post_heads=2)),
     Row(head_dim=NARROW_HEAD_DIM, causal=True, gqa=False, bucket=("tiny", "short"),
         config=HopperBackwardConfig(section_bytes=32 * MIB, post_rows=8)),
     # 16 MiB take 2 to 4 % less time on an H100, 0 to 4 % on an H200. 2026-11-26.
@@ -187,11 +184,9 @@ BACKWARD: tuple[Row, ...] = (
     Row(head_dim=HEAD_DIM, gqa=True, bucket=("medium",),
         config=HopperBackwardConfig(section_bytes=64 * MIB, post_rows=8, post_heads=8)),
     # 3.6.0, 2026-11-21.
-    Row(head_dim=HEAD_DIM,
-        config=HopperBackwardConfig(section_bytes=32 * MIB, post_rows=8, post_heads=8)),
+    Row(head_dim=HEAD_DIM, config=HopperBackwardConfig(section_bytes=32 * MIB, post_rows=8, post_heads=8)),
     # Half the time of the portable kernels from 4K on. 3.6.0, 2026-11-22.
-    Row(head_dim=WIDE_HEAD_DIM,
-        config=HopperBackwardConfig(q_stages=2, section_bytes=32 * MIB)),
+    Row(head_dim=WIDE_HEAD_DIM, config=HopperBackwardConfig(q_stages=2, section_bytes=32 * MIB)),
 )
 # fmt: on
 

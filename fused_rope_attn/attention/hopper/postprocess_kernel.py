@@ -40,18 +40,14 @@ class SinkParts:
 
 @record
 class PostprocessSizes:
-    """Tiles of the post-process.
-
-    IN_PANELS: the accumulator is in the order of ``panel_offsets`` instead of ``staged_rows``. TOKEN_TABLES: row t of
-    the tables belongs to packed token t, and sequences have as many queries as keys.
-    """
+    """Tiles of the post-process."""
 
     format: tiles.RowFormat
     HEADS: tl.constexpr
     BLOCK_N: tl.constexpr
     COLUMNS: tl.constexpr
-    IN_PANELS: tl.constexpr
-    TOKEN_TABLES: tl.constexpr
+    IN_PANELS: tl.constexpr  # the accumulator is in the order of ``panel_offsets`` instead of ``staged_rows``
+    TOKEN_TABLES: tl.constexpr  # row t of the tables belongs to packed token t; sequences have as many keys as queries
     PDL: tl.constexpr
 
 
