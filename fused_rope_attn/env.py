@@ -24,14 +24,9 @@ from fused_rope_attn.runtime import device
 PACKAGES = ("transformers", "liger-kernel", "flash-attn", "flash-attn-4", "nvidia-cutlass-dsl", "numpy")
 # Switches that change which kernels run or what they compute. None of them holds a path or a name.
 SWITCHES = (
-    "TRITON_INTERPRET",
-    "TRITON_DEFAULT_FP_FUSION",
-    "TRITON_F32_DEFAULT",
-    "CUDA_VISIBLE_DEVICES",
-    "CUDA_LAUNCH_BLOCKING",
-    "HIP_VISIBLE_DEVICES",
-    "TORCHDYNAMO_DISABLE",
-)
+    "TRITON_INTERPRET TRITON_DEFAULT_FP_FUSION TRITON_F32_DEFAULT CUDA_VISIBLE_DEVICES CUDA_LAUNCH_BLOCKING "
+    "HIP_VISIBLE_DEVICES TORCHDYNAMO_DISABLE"
+).split()
 
 
 def environment() -> dict[str, Any]:
@@ -72,10 +67,9 @@ def driver_version() -> str | None:
 def run_quietly(*command: str) -> str:
     """Return the output of a command; "" if it is absent, fails or takes more than 20 seconds."""
     try:
-        result = subprocess.run(command, capture_output=True, text=True, timeout=20)
-    except (OSError, subprocess.TimeoutExpired):
+        return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
         return ""
-    return result.stdout.strip() if result.returncode == 0 else ""
 
 
 def typical_plan() -> dict[str, Any]:
@@ -83,15 +77,9 @@ def typical_plan() -> dict[str, Any]:
     where = torch.device("cuda" if device.cards() else "cpu")
     q, k, v = (torch.empty(1, heads, 4096, 128, dtype=torch.bfloat16, device=where) for heads in (32, 8, 8))
     cos = torch.empty(4096, 64, device=where)
-    chosen = fused_rope_attn.plan(q, k, v, cos, cos, causal=True)
-    return {
-        "call": f"rope_attention, bfloat16, causal, B 1, HQ 32, HKV 8, N 4096, D 128, on {where}",
-        "backend": chosen.backend,
-        "strategy": chosen.strategy,
-        "reason": chosen.reason,
-        "forward": chosen.forward and str(chosen.forward),
-        "backward": chosen.backward and str(chosen.backward),
-    }
+    chosen = vars(fused_rope_attn.plan(q, k, v, cos, cos, causal=True))
+    call = f"rope_attention, bfloat16, causal, B 1, HQ 32, HKV 8, N 4096, D 128, on {where}"
+    return {"call": call, **{name: value if value is None else str(value) for name, value in chosen.items()}}
 
 
 def _attempt(question: Callable[[], Any]) -> Any:

@@ -21,7 +21,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from fused_rope_attn.runtime.checks import check_ends, check_int, check_kinds, named, shown
+from fused_rope_attn.runtime.checks import check_ends, check_int, shown
+from fused_rope_attn.runtime.forms import Form
 from fused_rope_attn.runtime.registration import is_plain
 
 __all__ = ["bidirectional_blocks", "chunks", "documents", "from_dense", "prefix_lm", "prefix_tree"]
@@ -43,9 +44,9 @@ def documents(cu_seqlens: Tensor, length: int | None = None) -> Intervals:
     Raises:
         TypeError, ValueError: wrong type, dtype, shape or range.
     """
-    _check_ints("cu_seqlens", cu_seqlens, 1, "(documents + 1,)")
+    _check_ints("cu_seqlens", cu_seqlens, "documents+1")
     if cu_seqlens.shape[0] < 1:
-        raise ValueError(f"cu_seqlens must have shape (documents + 1,), but has {shown(cu_seqlens.shape)}")
+        raise ValueError(f"cu_seqlens must have shape (documents+1,), but has {shown(cu_seqlens.shape)}")
     known = cu_seqlens if length is not None else cu_seqlens.cpu()
     length = int(known[-1]) if length is None else _length(length)
     if check_ends("cu_seqlens", known, length, "the row") is None:
@@ -122,7 +123,7 @@ def prefix_lm(prefix_lens: Tensor, length: int) -> Intervals:
     Returns:
         query_starts and query_ends, ``(B, N)`` int32 each on the device of prefix_lens.
     """
-    _check_ints("prefix_lens", prefix_lens, 1, "(B,)")
+    _check_ints("prefix_lens", prefix_lens, "B")
     token = torch.arange(_length(length), dtype=torch.int32, device=prefix_lens.device)
     _check_values(
         (prefix_lens >= 0) & (prefix_lens <= length),
@@ -143,7 +144,7 @@ def bidirectional_blocks(block_ids: Tensor) -> Intervals:
     Returns:
         query_starts and query_ends, ``(B, N)`` int32 each on the device of block_ids.
     """
-    _check_ints("block_ids", block_ids, 2, "(B, N)")
+    _check_ints("block_ids", block_ids, "B N")
     length = block_ids.shape[1]
     begins = torch.ones_like(block_ids, dtype=torch.bool)
     begins[:, 1:] = (block_ids[:, 1:] != block_ids[:, :-1]) | (block_ids[:, 1:] < 0)
@@ -190,11 +191,7 @@ def from_dense(mask: Tensor) -> Intervals | None:
     Raises:
         TypeError, ValueError: not a boolean tensor of four dimensions.
     """
-    check_kinds(mask=mask)
-    if mask.dtype != torch.bool:
-        raise TypeError(f"mask must be bool, True where a query sees a key, but is {named(mask.dtype)}")
-    if mask.ndim != 4:
-        raise ValueError(f"mask must have shape (B, 1, NQ, NK) or (B, HQ, NQ, NK), but has {shown(mask.shape)}")
+    Form("B 1 NQ NK | B HQ NQ NK", torch.bool).check("mask", mask, "mask", mask, {})
     starts, ends, is_exact = intervals_of_dense(mask)
     return (starts, ends) if is_exact else None
 
@@ -223,13 +220,9 @@ def _length(length: int) -> int:
     return length
 
 
-def _check_ints(name: str, x: Tensor, ndim: int, form: str) -> None:
-    """Raise unless ``x`` is a tensor of integers with ``ndim`` dimensions. form: its shape, for messages."""
-    check_kinds(**{name: x})
-    if x.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"{name} must be int32 or int64, but is {named(x.dtype)}")
-    if x.ndim != ndim:
-        raise ValueError(f"{name} must have shape {form}, but has {shown(x.shape)}")
+def _check_ints(name: str, x: Tensor, form: str) -> None:
+    """Raise unless ``x`` is a tensor of integers of this ``Form``."""
+    Form(form, torch.int32, torch.int64).check(name, x, name, x, {})
 
 
 def _check_values(holds: Tensor, refusal: Callable[[int], str], message: str) -> None:
@@ -246,6 +239,6 @@ def _check_values(holds: Tensor, refusal: Callable[[int], str], message: str) ->
 def _host_ints(name: str, values: Sequence[int] | Tensor) -> list[int]:
     """Return the integers of a list or of a tensor (nodes,)."""
     if isinstance(values, Tensor):
-        _check_ints(name, values, 1, "(nodes,)")
+        _check_ints(name, values, "nodes")
         return values.tolist()
     return [check_int(f"{name}[{i}]", value) for i, value in enumerate(values)]

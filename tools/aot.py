@@ -115,7 +115,7 @@ def _refusal(src, metadata: dict, ptx: str) -> str:
 
 
 def _parameter_sizes(kind: Any) -> Iterator[int]:
-    """Yield the bytes of a kernel's parameters from Triton's signature, by the rule of ``driver.parameters_of``."""
+    """Yield the bytes of a kernel's parameters from Triton's signature, by the rule of ``driver.Kernel``."""
     if isinstance(kind, tuple):
         for each in kind:
             yield from _parameter_sizes(each)

@@ -117,7 +117,7 @@ def decode_jobs(arch: str, full: bool = False) -> list[DecodeJob]:
     for row, size, rotated in itertools.product(configs.DECODE, (1, 2, 4), (True, False)):
         if arch not in row.arch or size not in row.element_size or (size == 1 and arch not in configs.FLOAT8):
             continue
-        if row.rotated not in (None, rotated):
+        if row.chunk or row.rotated not in (None, rotated):
             continue
         featured = arch in aot.THOROUGH and row.head_dim == 128 and size == 2
         config = configs.decode(arch, size, row.head_dim, rotated, row.most_page)
@@ -143,7 +143,7 @@ def decode_jobs(arch: str, full: bool = False) -> list[DecodeJob]:
                     jobs.append(replace(job, page_size=rows))
                     if rows == 16 and size == 2 or full:
                         jobs.append(replace(job, page_size=rows, norms=True))
-            chunk = configs.chunk(arch, size, row.head_dim, rotated)
+            chunk = configs.decode(arch, size, row.head_dim, rotated, chunk=True)
             if size == 2 or full:
                 jobs.append(replace(job, config=chunk, page_size=16, len_q=300))
         if arch == "sm_90" and featured and not rotated and page_size is None:

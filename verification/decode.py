@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -23,6 +24,14 @@ from verification.calls import Call, Finding, Made, Ran, References, same_bits
 from verification.memory import SHARED, in_pages, lay, rows_in_pool, same_float8
 
 CACHES = ("k_cache", "v_cache")
+
+
+def run_write(*arguments, backend: str = "auto", **options) -> None:
+    """Run ``write_kvcache`` by a backend of choice."""
+    bound = inspect.signature(api.write_kvcache).bind(*arguments, **options)
+    bound.apply_defaults()
+    kept = {name: bound.arguments[name] for name in ("layout", "cache_is_rotated", "rotary_dim", "interleaved")}
+    api.run_write(fill(Written, bound.arguments), **kept, backend=backend)
 
 
 @dataclass(frozen=True)
@@ -97,7 +106,7 @@ class DecodeCheck(Call):
         if variant[0] == "auto":
             return super().entry(variant)
         # The choice of a backend is not public for writes.
-        by_backend = api.run_write if self.function == "write_kvcache" else super().entry(variant)
+        by_backend = run_write if self.function == "write_kvcache" else super().entry(variant)
         return functools.partial(by_backend, backend=variant[0])
 
     def call(self, made: Made, variant: tuple[str, str]) -> tuple[Callable[..., Any], dict[str, Any]]:

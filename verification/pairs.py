@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from fused_rope_attn.attention import planning
-from fused_rope_attn.generation.api import run_write
 from verification import testing
 from verification.calls import FUNCTIONS, PARAMETERS, Call, Finding, Made, References, bits, refusal
+from verification.decode import run_write
 from verification.memory import in_pages
 
 ENTRIES = {"batch": "rope_attention", "pack": "rope_attention_varlen"}

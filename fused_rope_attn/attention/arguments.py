@@ -11,7 +11,7 @@ import torch
 import triton.language as tl
 
 from fused_rope_attn.attention.problem import Problem, Tensors
-from fused_rope_attn.kernels import intervals, norm, rotation, sequences, softmax, tiles
+from fused_rope_attn.kernels import masks, norm, rotation, sequences, softmax, tiles
 from fused_rope_attn.kernels.schedule import tile_count
 from fused_rope_attn.runtime.layouts import output_strides, table_strides
 
@@ -71,7 +71,7 @@ def masks_of(problem: Problem, tensors: Tensors, blocks: torch.Tensor | None = N
     if problem.has_intervals:
         starts, ends = tensors.query_starts, tensors.query_ends
         strides = tuple(0 if x is None or x.shape[0] == 1 else x.stride(0) for x in (starts, ends))
-        of_intervals = intervals.Intervals.host(starts, ends, blocks, strides)
+        of_intervals = masks.Intervals.host(starts, ends, blocks, strides)
     return sequences.MaskArguments.host(
         starts_ptr=tensors.kv_starts,
         lens_ptr=tensors.kv_lens,
@@ -93,21 +93,16 @@ def rotation_of(problem: Problem, tensors: Tensors, inline: bool) -> Any:
     return rotation.CallRotation.host(tables_of(problem, tensors), *norms, sign, inline)
 
 
-def nope_sign_of(problem: Problem) -> float | None:
-    """Return the factor of the caller's q_nope. None for 1, which most calls have: they do not multiply."""
-    sign = scale_and_sign(problem.softmax_scale)[1]
-    return None if sign == 1.0 else sign
+def view_of_keys(problem: Problem, k: torch.Tensor) -> Any:
+    """Return the ``TensorView`` of k. In multi-head latent attention every head reads its one head."""
+    batch, head, row, column = k.stride()
+    return view(k, (batch, head if problem.nope_dim is None else 0, row, column))
 
 
 def rows_of(tensors: Tensors) -> list[Any]:
     """Return the rows of queries, keys and values that a call has."""
     given = (tensors.q, tensors.k, tensors.v, tensors.q_nope, tensors.k_nope)
     return [x for x in given if x is not None]
-
-
-def of_shared_head(strides: tuple[int, ...]) -> tuple[int, int, int, int]:
-    """Return the strides of k (B, 1, NK, R) with which every head reads its one head."""
-    return (strides[0], 0, strides[2], strides[3])
 
 
 def padded_rows(len_q: int, sequences: int | None) -> int:

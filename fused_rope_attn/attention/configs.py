@@ -78,7 +78,6 @@ class ForwardConfig:
     rotate_rows, rotate_heads: rows by heads that one program of the pre-pass rotates.
     pdl: programmatic dependent launch (sm_90 and later).
     tma: read K and V through tensor descriptors where their strides allow (sm_90 and later, prepass only).
-    prefetch_rows: of V, a power of two or 0, that a program asks the L2 for while the pre-pass runs (with pdl alone).
     """
 
     strategy: str
@@ -88,7 +87,6 @@ class ForwardConfig:
     rotate_heads: int = 4
     pdl: bool = False
     tma: bool = False
-    prefetch_rows: int = 0
 
 
 @dataclass(frozen=True)
@@ -153,8 +151,7 @@ class HopperBackwardConfig:
     q_stages, do_stages: blocks of Q and of dO in flight; q_stages 2 or more, because Q of one block and of the next are
     in use together. section_bytes: Q, dO and the float32 dQ of the key heads that are scheduled together, in bytes (0:
     head by head). rotate_rows, rotate_heads: rows by heads that one program of the pre-process rotates; post_rows,
-    post_heads: of the post-process; norm_rows, norm_heads: of the post-process with norms, which reads twice as much of
-    a row and sums it. pdl: as in ``ForwardConfig``.
+    post_heads: of the post-process. pdl: as in ``ForwardConfig``.
 
     Raises:
         ValueError: post_rows is not a multiple of 8, the group in which the accumulator stores its rows.
@@ -167,8 +164,6 @@ class HopperBackwardConfig:
     rotate_heads: int = 4
     post_rows: int = 16
     post_heads: int = 4
-    norm_rows: int = 8
-    norm_heads: int = 8
     pdl: bool = True
 
     def __post_init__(self) -> None:

@@ -9,7 +9,7 @@ import triton.language as tl
 
 from fused_rope_attn.attention import arguments
 from fused_rope_attn.attention.problem import Problem, Tensors
-from fused_rope_attn.kernels.intervals import NO_ROW, load_interval, sequence_intervals
+from fused_rope_attn.kernels.masks import NO_ROW, load_interval, sequence_intervals
 from fused_rope_attn.kernels.records import unpack
 from fused_rope_attn.kernels.sequences import existing_keys
 from fused_rope_attn.runtime.launch import Launch

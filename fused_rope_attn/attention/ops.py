@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -20,7 +19,6 @@ from fused_rope_attn.runtime.layouts import like_input, with_aligned_rows
 from fused_rope_attn.runtime.registration import Operator, is_plain
 
 
-@functools.cache
 def _launchers(portable: bool) -> tuple[Callable, Callable]:
     """Return (forward, backward) of the portable or of the sm_90 backend, imported when a call first needs them.
 
@@ -28,14 +26,13 @@ def _launchers(portable: bool) -> tuple[Callable, Callable]:
     backward whether q and k are rotated.
     """
     if portable:
-        from fused_rope_attn.attention.portable.backward import BackwardCall as portable_backward
-        from fused_rope_attn.attention.portable.forward import ForwardCall as portable_forward
+        from fused_rope_attn.attention.portable import backward, forward
 
-        return portable_forward, portable_backward
-    from fused_rope_attn.attention.hopper.backward import backward_call as hopper_backward
-    from fused_rope_attn.attention.hopper.forward import ForwardCall as hopper_forward
+        return forward.ForwardCall, backward.BackwardCall
+    from fused_rope_attn.attention.hopper import backward as of_hopper
+    from fused_rope_attn.attention.hopper.forward import ForwardCall
 
-    return hopper_forward, hopper_backward
+    return ForwardCall, of_hopper.backward_call
 
 
 def _readable(tensors: Sequence, of_backward: bool) -> tuple:
@@ -196,13 +193,6 @@ class AttentionCall:
             return Attention.apply(self, outputs, tensors, *differentiable)
         return Attention.apply(self, outputs, tensors, *differentiable), outputs.lse, None
 
-    def backward(self, do: torch.Tensor, saved: Saved) -> Sequence:
-        """Return ``Gradients``."""
-        # With create_graph, or where dO has a tangent, the operator's own autograd must see the call, to refuse it.
-        if self.keyset is None and type(do) is torch.Tensor and not torch.is_grad_enabled() and not in_forward_mode():
-            return run_backward(self.problem, do, saved)
-        return _backward(do, saved.o, saved.lse, saved.is_rotated, *flatten(self.problem, saved.tensors))
-
 
 class Attention(SingleLevelFunction):
     """The gradient of attention. Its results are o, lse and max_logit, or o alone.
@@ -231,10 +221,15 @@ class Attention(SingleLevelFunction):
     def backward(ctx, do, dlse=None, _=None):
         if do is None and dlse is None:
             return (None,) * len(ctx.needs_input_grad)
-        o, lse, *tensors = ctx.saved_tensors
-        saved = Saved(o, lse, Tensors(*tensors)._replace(dlse=dlse), ctx.is_rotated)
-        dq, dk, dv, *others = ctx.call.backward(torch.zeros_like(o) if do is None else do, saved)
-        return None, None, None, dq, dk, dv, *[others[i - 3] for _, i in ctx.call.weights]
+        o, lse, *given = ctx.saved_tensors
+        call, tensors = ctx.call, Tensors(*given)._replace(dlse=dlse)
+        do = torch.zeros_like(o) if do is None else do
+        # With create_graph, or where dO has a tangent, the operator's own autograd must see the call, to refuse it.
+        if call.keyset is None and type(do) is torch.Tensor and not torch.is_grad_enabled() and not in_forward_mode():
+            gradients = run_backward(call.problem, do, Saved(o, lse, tensors, ctx.is_rotated))
+        else:
+            gradients = _backward(do, o, lse, ctx.is_rotated, *flatten(call.problem, tensors))
+        return None, None, None, *gradients[:3], *[gradients[i] for _, i in call.weights]
 
 
 def _forward_autograd(keyset, *arguments):

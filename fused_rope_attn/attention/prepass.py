@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -168,63 +168,29 @@ class Preprocess(_Prepass):
         return stats
 
 
-class Sums(NamedTuple):
-    """Workspaces of one call: sums of q's and of k's rows by block, partial sums of these, and counters."""
-
-    q: Any
-    k: Any
-    parts: Any
-    counters: Any
-
-
-NO_SUMS = Sums(None, None, None, None)
-
-
-class SumsOfLaunches:
-    """Workspaces of a backward pass that adds up the weights' gradients without a launch of its own.
-
-    ``q_rows`` programs of its last launch write a row of sums each, for q. k's ``k_rows`` are written by that launch
-    too, as with ``norm_gradient_kernel``, or by the launch before it. Then ``key_parts`` programs add them up.
-    """
-
-    # Programs of the sm_90 post-process that add up the sums of the main kernel.
-    KEY_PARTS = 16
-
-    def __init__(self, problem: Problem, q_rows: int, k_rows: int, key_parts: int = KEY_PARTS):
-        parts = triton.cdiv(q_rows, norms.SUMS.value) + key_parts
-        self.num_counters = parts + 2
-        self.shapes = tuple((rows, problem.head_dim) for rows in (q_rows, k_rows, parts))
-
-    def allocate(self, where: torch.device, counters: torch.Tensor) -> Sums:
-        """Return uninitialised ``Sums``. counters: int32, cleared by the pre-process; the sums use the last ones."""
-        q, k, parts = (torch.empty(shape, dtype=torch.float32, device=where) for shape in self.shapes)
-        return Sums(q, k, parts, counters)
-
-
 class NormGradients:
-    """The launch that turns dq and dk of normed rows into those of q and k, in place, after any backward norms.
+    """The launch that turns dq and dk of normed rows into those of q and k, in place, after any backward pass.
 
-    is_rotated: as for the backward passes. strides: of dq, dk and dv. ``num_counters``: int32 words that a call takes,
-    zeros.
+    is_rotated: as for the backward passes. strides: of dq, dk and dv. Counters are int32, zeros from ``first_counter``
+    on, ``num_counters`` with those before it.
     """
 
-    def __init__(self, problem: Problem, tensors: Tensors, strides: tuple, is_rotated: bool, pdl: bool):
+    def __init__(self, problem, tensors: Tensors, strides: tuple, is_rotated: bool, pdl: bool, first_counter: int = 0):
         rows = raw(tensors, is_rotated)
-        q_blocks, k_blocks = (
+        self.blocks = [
             problem.batch * triton.cdiv(length, ROWS) * triton.cdiv(heads, HEADS)
             for length, heads in ((problem.len_q, problem.heads_q), (problem.len_k, problem.heads_kv))
-        )
+        ]
         self.problem, self.is_rotated = problem, is_rotated
-        self.sums = SumsOfLaunches(problem, q_blocks, k_blocks, triton.cdiv(k_blocks, norms.SUMS.value))
-        self.num_counters = self.sums.num_counters
+        self.num_counters = first_counter + sum(1 + triton.cdiv(blocks, norms.SUMS.value) for blocks in self.blocks)
         is_wide = is_long(*(x.stride() for x in rows), *strides[:2])
         self.format = RowFormat.host(problem.head_dim, block_d(problem.head_dim), is_wide)
         self.launch = None
-        if q_blocks and k_blocks:
+        if all(self.blocks):
             options = {"num_warps": 4, **({"launch_pdl": True} if pdl else {})}
-            own = {"B": problem.batch, "HEADS": HEADS, "BLOCK_N": ROWS, "PDL": pdl}
+            own = {"first_counter": first_counter, "B": problem.batch, "HEADS": HEADS, "BLOCK_N": ROWS, "PDL": pdl}
             numbers = arguments.numbers_of(problem) | own
-            self.launch = Launch(norms.norm_gradient_kernel, q_blocks + k_blocks, options, numbers)
+            self.launch = Launch(norms.norm_gradient_kernel, sum(self.blocks), options, numbers)
 
     def __call__(
         self, stream: int, tensors: Tensors, dq: torch.Tensor, dk: torch.Tensor, counters: torch.Tensor
@@ -232,16 +198,18 @@ class NormGradients:
         """Launch, and return the gradients of both weights in the weights' dtypes."""
         if self.launch is None:  # no query meets a key
             return torch.zeros_like(tensors.q_norm), torch.zeros_like(tensors.k_norm)
-        sums = self.sums.allocate(dq.device, counters)
         dq_norm, dk_norm = torch.empty_like(tensors.q_norm), torch.empty_like(tensors.k_norm)
         q, k = raw(tensors, self.is_rotated)
 
-        def rows(x: torch.Tensor, dx: torch.Tensor, weight: torch.Tensor, of_blocks: Any, gradient: Any) -> Any:
-            columns = self.problem.head_dim, block_d(self.problem.head_dim)
-            to_add = norms.WeightSums.host(of_blocks, None, sums.parts, counters, gradient, *columns)
-            norm = arguments.norm_of(self.problem, weight)
-            return norms.NormedRows.host(arguments.view(x), arguments.view(dx), norm, to_add, self.format)
+        def rows(x: torch.Tensor, dx: torch.Tensor, weight: torch.Tensor, blocks: int, gradient: torch.Tensor) -> Any:
+            sums, parts = (
+                torch.empty((count, self.problem.head_dim), dtype=torch.float32, device=dx.device)
+                for count in (blocks, triton.cdiv(blocks, norms.SUMS.value))
+            )
+            views, norm = map(arguments.view, (x, dx)), arguments.norm_of(self.problem, weight)
+            return norms.NormedRows.host(*views, norm, sums, parts, gradient, self.format)
 
-        queries = rows(q, dq, tensors.q_norm, sums.q, dq_norm)
-        self.launch(stream, queries=queries, keys=rows(k, dk, tensors.k_norm, sums.k, dk_norm))
+        queries = rows(q, dq, tensors.q_norm, self.blocks[0], dq_norm)
+        keys = rows(k, dk, tensors.k_norm, self.blocks[1], dk_norm)
+        self.launch(stream, queries=queries, keys=keys, counters_ptr=counters)
         return dq_norm, dk_norm

@@ -14,7 +14,7 @@ from fused_rope_attn.attention.validation import check_attention
 from fused_rope_attn.distributed import ops
 from fused_rope_attn.distributed.documents import OF_THE_PLAN, DocumentPlan
 from fused_rope_attn.distributed.groups import Group, agree, fail_together, group_of
-from fused_rope_attn.distributed.layout import CpPlan, check_sharding, choose_method, chunks_of, owners_of, work_of
+from fused_rope_attn.distributed.layout import CpPlan, check_sharding, choose_method, chunks_of, work_of
 from fused_rope_attn.runtime import checks, entry
 from fused_rope_attn.runtime.differentiation import refuse_tangents
 from fused_rope_attn.runtime.forms import Forms
@@ -275,14 +275,28 @@ def _checked(tensors: Tensors, options: Any, rows: int, layout: str, longest: in
     return problem, tensors
 
 
-def _check_axis(x: Any, dim: Any) -> int:
-    """Return the axis, counted from 0."""
+def _own_chunks(
+    name: str, x: Any, dim: Any, group: Any, sharding: str, *, is_shard: bool = False
+) -> tuple[Group, int, int, tuple[int, ...]]:
+    """Check arguments of the functions below; return (group, axis counted from 0, rows of a chunk, own chunks).
+
+    name: of x in messages. is_shard: x has the rows of one rank instead of all.
+    """
+    members = group_of(group)
     if not isinstance(x, torch.Tensor):
-        checks.refuse_non_tensor(x=x)
+        raise TypeError(f"{name} must be a torch.Tensor, but is {checks.kind_of(x)}")
     dim = checks.check_int("dim", dim)
     if not -x.ndim <= dim < x.ndim:
-        raise ValueError(f"dim must be an axis of x, which has shape {checks.shown(x.shape)}, but is {dim}")
-    return dim % x.ndim
+        raise ValueError(f"dim must be an axis of {name}, which has shape {checks.shown(x.shape)}, but is {dim}")
+    check_sharding("sharding", sharding, members.size)
+    owned = chunks_of(members.rank, members.size, sharding)
+    rows, count = x.shape[dim], len(owned) * (1 if is_shard else members.size)
+    if rows % count:
+        raise ValueError(
+            f"{name} must have a multiple of {count} rows along dim {dim} for {members.size} ranks and "
+            f"sharding={sharding!r}, but has {rows}"
+        )
+    return members, dim % x.ndim, rows // count, owned
 
 
 def cp_shard(x: torch.Tensor, dim: int, *, group: Any, sharding: str = "zigzag") -> torch.Tensor:
@@ -301,16 +315,8 @@ def cp_shard(x: torch.Tensor, dim: int, *, group: Any, sharding: str = "zigzag")
     Raises:
         TypeError, ValueError: naming the argument.
     """
-    members, dim = group_of(group), _check_axis(x, dim)
-    check_sharding("sharding", sharding, members.size)
-    count = len(owners_of(members.size, sharding))
-    if x.shape[dim] % count:
-        raise ValueError(
-            f"x must have a multiple of {count} rows along dim {dim} for {members.size} ranks and "
-            f"sharding={sharding!r}, but has {x.shape[dim]}"
-        )
-    chunk = x.shape[dim] // count
-    parts = [x.narrow(dim, c * chunk, chunk) for c in chunks_of(members.rank, members.size, sharding)]
+    _, dim, chunk, owned = _own_chunks("x", x, dim, group, sharding)
+    parts = [x.narrow(dim, c * chunk, chunk) for c in owned]
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
 
@@ -320,13 +326,7 @@ def cp_unshard(x: torch.Tensor, dim: int, *, group: Any, sharding: str = "zigzag
     Every rank must call it. Gradients are those of the sum of all ranks' losses: what each rank's loss says of these
     rows is added up, in float32 at least and in the order of the ranks. Arguments as in ``cp_shard``.
     """
-    members, dim = group_of(group), _check_axis(x, dim)
-    check_sharding("sharding", sharding, members.size)
-    parts = len(chunks_of(0, members.size, sharding))
-    if x.shape[dim] % parts:
-        raise ValueError(
-            f"x must have a multiple of {parts} rows along dim {dim} for sharding={sharding!r}, but has {x.shape[dim]}"
-        )
+    members, dim, _, _ = _own_chunks("x", x, dim, group, sharding, is_shard=True)
     return ops.unshard(x, dim, members.name, sharding, False)
 
 
@@ -339,17 +339,11 @@ def cp_positions(
         TypeError, ValueError: naming the argument.
     """
     total_len = checks.check_int("total_len", total_len)
-    members = group_of(group)
-    check_sharding("sharding", sharding, members.size)
-    count = len(owners_of(members.size, sharding))
-    if total_len < 0 or total_len % count:
-        raise ValueError(
-            f"total_len must be a multiple of {count} for {members.size} ranks and sharding={sharding!r}, but is "
-            f"{total_len}"
-        )
-    chunk = total_len // count
-    owned = chunks_of(members.rank, members.size, sharding)
-    return torch.cat([torch.arange(c * chunk, (c + 1) * chunk, device=device) for c in owned])
+    if total_len < 0:
+        raise ValueError(f"total_len must be at least 0, but is {total_len}")
+    positions = torch.arange(total_len, device=device)
+    _, _, chunk, owned = _own_chunks("total_len", positions, 0, group, sharding)
+    return torch.cat([positions[c * chunk : (c + 1) * chunk] for c in owned])
 
 
 def cp_shift_labels(
@@ -375,7 +369,7 @@ def cp_shift_labels(
 
     The other arguments are those of ``cp_shard``.
     """
-    dim = _check_axis(labels, dim)
+    _, dim, _, _ = _own_chunks("labels", labels, dim, group, sharding)
     shifted = torch.full_like(labels, ignore_index)
     length = labels.shape[dim]
     if length > 1:

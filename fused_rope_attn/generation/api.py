@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
@@ -160,8 +159,7 @@ def rope_attention_with_kvcache(
     if entry.is_dry_run():
         raise entry.Planned(planning.plan_step(problem))
     is_eager = planning.choose_step_backend(problem)[0] == "reference"
-    run = reference.attention_with_kvcache if is_eager else launch.launch_step
-    o, lse = run(problem, tensors)
+    o, lse = (reference.attention_with_kvcache if is_eager else launch.launch_step)(problem, tensors)
     o = from_heads_first(o, layout, contiguous=is_eager)
     return (o, lse) if return_lse else o
 
@@ -222,28 +220,19 @@ def write_kvcache(
     """
     rows, scales = (block_table, cache_seqlens, new_lens, cu_seqlens), (k_scale, v_scale)
     tensors = Written(k, v, k_cache, v_cache, cos, sin, *rows, *scales)
-    _write(tensors, layout, cache_is_rotated=cache_is_rotated, rotary_dim=rotary_dim, interleaved=interleaved)
+    run_write(tensors, layout, cache_is_rotated=cache_is_rotated, rotary_dim=rotary_dim, interleaved=interleaved)
 
 
-def run_write(*arguments, backend: str = "auto", **options) -> None:
-    """Run ``write_kvcache`` by a backend of choice, for verification and tests."""
-    bound = inspect.signature(write_kvcache).bind(*arguments, **options)
-    bound.apply_defaults()
-    given = bound.arguments
-    kept = {name: given[name] for name in ("cache_is_rotated", "rotary_dim", "interleaved")}
-    _write(entry.fill(Written, given), given["layout"], **kept, backend=backend)
-
-
-def _write(tensors: Written, layout: str, *, backend: str = "auto", **options: Any) -> None:
+def run_write(tensors: Written, layout: str, *, backend: str = "auto", **options: Any) -> None:
+    """Run ``write_kvcache`` by a backend of choice, which is not public."""
     entry.refuse_context_parallel("write_kvcache")
     check_layout(layout)
     options["rotary_dim"] = steps.check_write(tensors, layout=layout, **options)
     tensors = heads_first(tensors, layout, ("k_cache", "v_cache"))
     tensors = heads_first(tensors, layout if tensors.cu_seqlens is None else "thd", ("k", "v"))
     problem = steps.describe_write(tensors, **options, backend=backend)
-    chosen, _ = planning.choose_step_backend(problem)
-    run = reference.write_kvcache if chosen == "reference" else launch.launch_write
-    run(problem, tensors)
+    is_eager = planning.choose_step_backend(problem)[0] == "reference"
+    (reference.write_kvcache if is_eager else launch.launch_write)(problem, tensors)
 
 
 def _describe(tensors: StepTensors, options: Any, cache_is_rotated: bool, layout: str) -> tuple[Problem, StepTensors]:
@@ -253,5 +242,5 @@ def _describe(tensors: StepTensors, options: Any, cache_is_rotated: bool, layout
     tensors = entry.autocast(tensors, ("q", "k", "v"))
     rotary_dim = steps.check_kvcache(tensors, options, cache_is_rotated, layout)
     tensors = heads_first(tensors, layout, ("q", "k_cache", "v_cache", "k", "v"))
-    given = {"cache_is_rotated": cache_is_rotated, "options": options, "rotary_dim": rotary_dim}
-    return steps.describe_step(tensors, **given), tensors
+    described = steps.describe_step(tensors, cache_is_rotated=cache_is_rotated, options=options, rotary_dim=rotary_dim)
+    return described, tensors

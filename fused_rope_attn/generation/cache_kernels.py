@@ -15,46 +15,33 @@ from fused_rope_attn.kernels.records import record, unpack
 
 @record
 class Slots:
-    """``limit`` rows of a cache from row ``first`` (int64) of one sequence (int64) on.
-
-    pages, entries: of the rows at ``positions`` (``page_entries``) if the cache is in pages, else None.
-    """
+    """Rows of a cache at ``positions`` of one sequence (int64), before ``end``; entries: their ``tile_entries``."""
 
     sequence: tl.tensor
-    first: tl.tensor
-    limit: tl.tensor
     positions: tl.tensor
+    end: tl.tensor
     pages: keys.SequencePages | None
-    entries: tl.tensor | None
-    format: tiles.RowFormat
+    entries: tl.tensor
 
 
 @triton.jit
-def slots_of_head(cache, head, slots):
-    """Return the ``Rows`` of ``Slots`` in one head (int64) of a cache, a ``TensorView``."""
-    if slots.pages is None:
-        origin = tiles.Origin(batch=slots.sequence, head=head, row=0)
-        rows = tiles.head_rows(cache, origin, slots.limit, slots.format)
-        return keys.from_row(rows, slots.first, slots.limit)
-    else:
-        page_0 = tiles.Origin(batch=tl.full((), 0, tl.int64), head=head, row=0)
-        rows = tiles.head_rows(cache, page_0, slots.limit, slots.format)
-        page_stride = tiles.row_stride(cache.strides[0], cache.ptr, slots.format.ALIGNED)
-        end = slots.first + slots.limit
-        return keys.rows_in_pages(rows, page_stride, slots.pages, slots.entries, slots.positions, end)
-
-
-@triton.jit
-def slots_of_tile(cache, sequence, start, limit, positions):
-    """Return the ``Slots`` of ``CacheInputs`` from row ``start`` on, ``limit`` rows, at ``positions`` if in pages."""
-    sequence64, first = tl.cast(sequence, tl.int64), tl.cast(start, tl.int64)
-    of_sequence = None
-    entries = None
+def slots_of_tile(cache, sequence, positions, end):
+    """Return the ``Slots`` of ``CacheInputs``, whose pages are in the pool."""
+    sequence = tl.cast(sequence, tl.int64)
+    pages = None
+    entries = tl.zeros(positions.shape, tl.uint32)
     if cache.table is not None:
-        of_sequence = step.pages_of(cache, sequence64)
-        entries = keys.page_entries(of_sequence, positions, start + limit)
-        keys.assert_in_pool(entries, of_sequence)
-    return Slots(sequence64, first, limit, positions, of_sequence, entries, cache.format)
+        pages = keys.sequence_pages(cache.table, sequence)
+        entries = keys.page_entries(pages, positions, end)
+    keys.assert_in_pool(entries, pages)
+    return Slots(sequence, positions, end, pages, entries)
+
+
+@triton.jit
+def slots_of_head(view, cache, head, slots):
+    """Return the ``Rows`` of ``Slots`` in one head (int64) of the keys or values of ``CacheInputs``."""
+    rows, page_stride = step.rows_of_cache(view, cache, slots.sequence, head, 0)
+    return keys.rows_at(rows, page_stride, slots.pages, slots.entries, slots.positions, slots.end)
 
 
 @record
@@ -117,40 +104,28 @@ def write_kernel(
     if limit <= 0:
         return
     offs = tl.arange(0, BLOCK_T)
-    position = cached + start
-    positions = position + offs
-    slots = slots_of_tile(cache, sequence, position, limit, positions)
+    positions = cached + start + offs
+    slots = slots_of_tile(cache, sequence, positions, cached + start + limit)
     of_sequence = rotation.head_rotation(inputs.tables, slots.sequence, position_limit, inputs.k_norm)
+    weights = None
+    if inputs.k_norm is not None:
+        weights = rotation.pair_norm_weights(inputs.k_norm, of_sequence, inputs.format.BLOCK_D)
+    cos, sin = None, None
     if cache.IS_ROTATED:
         cos, sin = rotation.load_angles(of_sequence, positions, inputs.format.BLOCK_D)
-        weights = None
-        if inputs.k_norm is not None:
-            weights = rotation.pair_norm_weights(inputs.k_norm, of_sequence, inputs.format.BLOCK_D)
     for head in range(first_head, tl.minimum(first_head + HEADS, HKV)):
         head64 = tl.cast(head, tl.int64)
         origin = tiles.Origin(batch=batch, head=head64, row=first_row + start)
         k_rows = tiles.head_rows(inputs.k, origin, limit, inputs.format)
         v_rows = tiles.head_rows(inputs.v, origin, limit, inputs.format)
-        k_slots, v_slots = slots_of_head(cache.k, head64, slots), slots_of_head(cache.v, head64, slots)
-        float8 = None
-        if cache.FLOAT8_DTYPE is not None:
-            float8 = step.float8_of(cache, head64)
-        v = tiles.load_tile(v_rows, offs, CHECK_ROWS=True)
-        if float8 is not None:
-            v = eight_bits.quantised(v, float8.v_scale)
-        if cache.IS_ROTATED:
-            first, second = rotation.load_pairs(k_rows, offs, of_sequence)
-            first, second = rotation.norm_and_rotate(first, second, cos, sin, 1.0, of_sequence, weights)
-            if float8 is not None:
-                first = eight_bits.quantised(first, float8.k_scale)
-                second = eight_bits.quantised(second, float8.k_scale)
-            rotation.store_pairs(k_slots, first, second, offs, of_sequence)
-        else:
-            k = keys.load_raw(k_rows, offs, of_sequence)
-            if float8 is not None:
-                k = eight_bits.quantised(k, float8.k_scale)
-            tiles.store_tile(k_slots, k, offs)
-        tiles.store_tile(v_slots, v, offs)
+        float8 = step.float8_of(cache, head64)
+        v = eight_bits.as_stored(tiles.load_tile(v_rows, offs, CHECK_ROWS=True), float8, float8.v_scale)
+        first, second = rotation.load_pairs(k_rows, offs, of_sequence)
+        first, second = rotation.norm_and_rotate(first, second, cos, sin, 1.0, of_sequence, weights)
+        first = eight_bits.as_stored(first, float8, float8.k_scale)
+        second = eight_bits.as_stored(second, float8, float8.k_scale)
+        rotation.store_pairs(slots_of_head(cache.k, cache, head64, slots), first, second, offs, of_sequence)
+        tiles.store_tile(slots_of_head(cache.v, cache, head64, slots), v, offs)
 
 
 @triton.jit(do_not_specialize="window_left NQ NK S HKV num_pages position_limit num_tiles".split())
@@ -182,17 +157,15 @@ def gather_kernel(
     offs = tl.arange(0, BLOCK_T)
     limit = end - start
     # Rows before the first visible key may have no page: read the first visible key in their place.
-    slots = slots_of_tile(cache, sequence, start, limit, tl.maximum(start + offs, first_seen))
+    slots = slots_of_tile(cache, sequence, tl.maximum(start + offs, first_seen), end)
     of_sequence = rotation.head_rotation(tables, slots.sequence, position_limit)
     if not cache.IS_ROTATED:
         cos, sin = rotation.load_angles(of_sequence, start + offs, cache.format.BLOCK_D)
     for head in range(first_head, tl.minimum(first_head + HEADS, HKV)):
         head64 = tl.cast(head, tl.int64)
-        first, second = rotation.load_pairs(slots_of_head(cache.k, head64, slots), offs, of_sequence)
-        float8 = None
-        if cache.FLOAT8_DTYPE is not None:
-            float8 = step.float8_of(cache, head64)
-        if float8 is not None:
+        first, second = rotation.load_pairs(slots_of_head(cache.k, cache, head64, slots), offs, of_sequence)
+        float8 = step.float8_of(cache, head64)
+        if float8.DTYPE is not None:
             first, second = first * float8.k_scale, second * float8.k_scale
         if not cache.IS_ROTATED:
             first, second = rotation.rotate(first, second, cos, sin, CONJUGATE=False)
@@ -200,8 +173,8 @@ def gather_kernel(
         k_rows = tiles.head_rows(k, origin, limit, cache.format)
         tiles.store_tile(k_rows, rotation.pack_pairs(first, second), offs)
         if v is not None:
-            values = tiles.load_tile(slots_of_head(cache.v, head64, slots), offs, CHECK_ROWS=True)
-            if float8 is not None:
+            values = tiles.load_tile(slots_of_head(cache.v, cache, head64, slots), offs, CHECK_ROWS=True)
+            if float8.DTYPE is not None:
                 values = values.to(tl.float32) * float8.v_scale
             tiles.store_tile(tiles.head_rows(v, origin, limit, cache.format), values, offs)
 

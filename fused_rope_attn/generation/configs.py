@@ -87,7 +87,7 @@ class DecodeRow:
 
     element_size: of q, or 1 where q has two bytes and the caches are float8. head_dim: the largest served. rotated:
     whether the cached keys are. most_page: the most rows of a page; caches that are not paged do not match. small:
-    whether caches have SMALL_CACHE rows at most. None matches anything.
+    whether caches have SMALL_CACHE rows at most. chunk: whether steps have CHUNK_ROWS query rows. None matches all.
     """
 
     arch: tuple[str, ...]
@@ -97,6 +97,7 @@ class DecodeRow:
     rotated: bool | None = None
     most_page: int | None = None
     small: bool | None = None
+    chunk: bool | None = None
 
     def config_on(self, arch: str) -> DecodeConfig:
         """Return the configuration as ``arch`` takes it."""
@@ -111,6 +112,23 @@ FLOAT8 = (*LARGE, "sm_89", "sm_120", INTERPRETER[0])
 # without a date are untimed: two programs of LARGE rows have as much in flight, others fit shared memory and registers.
 # fmt: off
 DECODE: tuple[DecodeRow, ...] = (
+    # Chunks of prompts; the other rows serve those that none of these does.
+    # H200, 2026-11-22, 512 tokens onto 32K: 328 TFLOP/s in pages, tiles of 64 keys 234; contiguous 2 % less.
+    # by_page: ptxas 13.4 loses a register in pages of 16 if each row looks up its page. 3.9.0, 2026-11-24.
+    DecodeRow(arch=LARGE, element_size=(2,), head_dim=128, chunk=True, rotated=True,
+        config=DecodeConfig(block_n=128, num_warps=8, num_stages=3, programs_per_sm=1, block_m=128, by_page=True)),
+    # Raw keys: the angles leave fewer registers.
+    DecodeRow(arch=LARGE, element_size=(2,), head_dim=128, chunk=True, rotated=False,
+        config=DecodeConfig(block_n=32, num_warps=4, num_stages=3, block_m=64)),
+    # H200, 2026-11-22, 512 tokens onto 32K in pages of 64: 266 TFLOP/s, tiles of 64 keys 203.
+    DecodeRow(arch=LARGE, element_size=(1,), head_dim=128, chunk=True, rotated=True,
+        config=DecodeConfig(block_n=128, num_warps=8, num_stages=3, programs_per_sm=1, block_m=128)),
+    DecodeRow(arch=LARGE, element_size=(1,), head_dim=128, chunk=True, rotated=False,
+        config=DecodeConfig(block_n=32, num_warps=8, num_stages=3, programs_per_sm=1, block_m=64)),
+    # More than one tile in few rows, so that small tests cross every border.
+    DecodeRow(arch=INTERPRETER, element_size=(4,), head_dim=256, chunk=True,
+        config=DecodeConfig(block_n=32, num_warps=1, num_stages=1, programs_per_sm=5, combine_parts=2, block_m=128)),
+    # Other steps.
     DecodeRow(arch=LARGE, element_size=(1,), head_dim=64,
         config=DecodeConfig(block_n=128, num_warps=4, num_stages=4)),
     DecodeRow(arch=LARGE, element_size=(2,), head_dim=64, rotated=True,
@@ -159,43 +177,19 @@ DECODE: tuple[DecodeRow, ...] = (
     DecodeRow(arch=INTERPRETER, element_size=(1, 2, 4), head_dim=256,
         config=DecodeConfig(block_n=16, num_warps=1, num_stages=1, programs_per_sm=5, combine_parts=2, rows_apart=16)),
 )
-
-# Chunks of prompts: steps of CHUNK_ROWS query rows and more. Where no row matches, they are steps like any other.
-CHUNKS: tuple[DecodeRow, ...] = (
-    # H200, 2026-11-22, 512 tokens onto 32K: 328 TFLOP/s in pages, tiles of 64 keys 234; contiguous 2 % less.
-    # by_page: ptxas 13.4 loses a register in pages of 16 if each row looks up its page. 3.9.0, 2026-11-24.
-    DecodeRow(arch=LARGE, element_size=(2,), head_dim=128, rotated=True,
-        config=DecodeConfig(block_n=128, num_warps=8, num_stages=3, programs_per_sm=1, block_m=128, by_page=True)),
-    # Raw keys: the angles leave fewer registers.
-    DecodeRow(arch=LARGE, element_size=(2,), head_dim=128, rotated=False,
-        config=DecodeConfig(block_n=32, num_warps=4, num_stages=3, block_m=64)),
-    # H200, 2026-11-22, 512 tokens onto 32K in pages of 64: 266 TFLOP/s, tiles of 64 keys 203.
-    DecodeRow(arch=LARGE, element_size=(1,), head_dim=128, rotated=True,
-        config=DecodeConfig(block_n=128, num_warps=8, num_stages=3, programs_per_sm=1, block_m=128)),
-    # Raw keys: the angles leave fewer registers.
-    DecodeRow(arch=LARGE, element_size=(1,), head_dim=128, rotated=False,
-        config=DecodeConfig(block_n=32, num_warps=8, num_stages=3, programs_per_sm=1, block_m=64)),
-    # More than one tile in few rows, so that small tests cross every border.
-    DecodeRow(arch=INTERPRETER, element_size=(4,), head_dim=256,
-        config=DecodeConfig(block_n=32, num_warps=1, num_stages=1, programs_per_sm=5, combine_parts=2, block_m=128)),
-)
 # fmt: on
 
 
 @functools.cache
-def chunk(arch: str, element_size: int, head_dim: int, rotated: bool) -> DecodeConfig | None:
-    """``decode`` of a chunk; None where it is a step like any other."""
-    try:
-        row = find_row(CHUNKS, arch=arch, element_size=element_size, head_dim=head_dim, rotated=rotated)
-    except LookupError:
-        return None
-    return replace(row.config, pdl=arch in PDL)
-
-
-@functools.cache
 def decode(
-    arch: str, element_size: int, head_dim: int, rotated: bool, page_size: int | None = None, small: bool = False
+    arch: str,
+    element_size: int,
+    head_dim: int,
+    rotated: bool,
+    page_size: int | None = None,
+    small: bool = False,
+    chunk: bool = False,
 ) -> DecodeConfig:
     """The configuration of the generation step for these properties, as ``DecodeRow`` names them."""
-    key = {"element_size": element_size, "rotated": rotated, "most_page": page_size, "small": small}
+    key = {"element_size": element_size, "rotated": rotated, "most_page": page_size, "small": small, "chunk": chunk}
     return find_row(DECODE, arch=arch, head_dim=head_dim, **key).config_on(arch)

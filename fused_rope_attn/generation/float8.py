@@ -13,11 +13,8 @@ which there is a way from memory to the tensor cores' layout. Single bytes have 
 import triton
 import triton.language as tl
 
-from fused_rope_attn.kernels import softmax
-from fused_rope_attn.kernels.norm import pair_inverse_rms
+from fused_rope_attn.kernels import rotation, softmax, tiles
 from fused_rope_attn.kernels.records import record
-from fused_rope_attn.kernels.rotation import load_angles, load_pairs, pair_norm_weights, rotate, unpack_pairs
-from fused_rope_attn.kernels.tiles import load_tile, load_where, row_mask, row_pointers
 from fused_rope_attn.runtime.device import is_interpreted
 
 LARGEST = tl.constexpr(448.0)  # of float8_e4m3fn
@@ -37,7 +34,8 @@ class Halves:
 class Float8:
     """The properties of float8 caches: scales of the keys and of the values of one head, float32.
 
-    DTYPE: of the products. IS_ALIGNED: rows begin at multiples of 16 bytes, and columns are adjacent.
+    DTYPE: of the products; None: the caches are not float8. IS_ALIGNED: rows begin at multiples of 16 bytes, and
+    columns are adjacent.
     """
 
     k_scale: tl.tensor
@@ -46,28 +44,29 @@ class Float8:
     IS_ALIGNED: tl.constexpr
 
 
-@record
-class HeadScales:
-    """The scales of a cache, (HKV,) float32, or one for all heads with a stride of 0; ptr None: 1."""
-
-    ptr: tl.tensor | None
-    stride: tl.tensor | None
-
-
 @triton.jit
 def head_scale(scales, head):
-    """Load the scale of a key head from ``HeadScales``, float32."""
-    if scales.ptr is None:
+    """Load the scale of a key head, float32, from the ``TensorView`` of (HKV,), stride 0 for one scale; None: 1."""
+    if scales is None:
         return tl.full((), 1.0, tl.float32)
     else:
-        return tl.load(scales.ptr + head * scales.stride)
+        return tl.load(scales.ptr + head * scales.strides[0])
 
 
 @triton.jit
 def split_columns(x, DTYPE: tl.constexpr):
     """Return the ``Halves`` of a tile, in DTYPE."""
-    even, odd = unpack_pairs(x)
-    return Halves(even=even.to(DTYPE), odd=odd.to(DTYPE))
+    even, odd = rotation.unpack_pairs(x.to(DTYPE))
+    return Halves(even=even, odd=odd)
+
+
+@triton.jit
+def operand(x, float8, DTYPE: tl.constexpr):
+    """Return a tile for products with a cache: in DTYPE, or ``Halves`` if the cache is float8."""
+    if float8.DTYPE is None:
+        return x.to(DTYPE)
+    else:
+        return split_columns(x, float8.DTYPE)
 
 
 @triton.jit
@@ -94,19 +93,19 @@ def score_halves(q, q_scale, k, scale):
 def load_halves(rows, offs, float8, CHECK_ROWS: tl.constexpr):
     """Load float8 rows as ``Halves`` in the dtype of products; rows that do not exist are zero."""
     if IS_INTERPRETED or not float8.IS_ALIGNED or float8.DTYPE != tl.float16:
-        return split_columns(load_tile(rows, offs, CHECK_ROWS).to(float8.DTYPE), float8.DTYPE)
+        return split_columns(tiles.load_tile(rows, offs, CHECK_ROWS), float8.DTYPE)
     else:
         columns = tl.arange(0, rows.format.BLOCK_D // 2)
-        pointers = row_pointers(rows, offs, tl.arange(0, 1)).to(tl.pointer_type(tl.int16), bitcast=True)
+        pointers = tiles.row_pointers(rows, offs, tl.arange(0, 1)).to(tl.pointer_type(tl.int16), bitcast=True)
         mask = None
         if CHECK_ROWS:
-            mask = row_mask(rows, offs)
+            mask = tiles.row_mask(rows, offs)
         if rows.format.D != rows.format.BLOCK_D:
             exists = columns[None, :] < rows.format.D // 2
             if CHECK_ROWS:
                 exists = mask & exists
             mask = exists
-        pairs = load_where(pointers + columns[None, :], mask, 0)
+        pairs = tiles.load_where(pointers + columns[None, :], mask, 0)
         CONVERT: tl.constexpr = (
             "{ .reg .b32 first, second; .reg .b16 lower, upper, rest; "
             "prmt.b32 first, $2, 0, 0x4420; prmt.b32 second, $2, 0, 0x4431; "
@@ -144,20 +143,9 @@ def quantised(x, scale):
 
 
 @triton.jit
-def load_rotated_halves(rows, offs, rotation, position_offset, float8, QUANTISE: tl.constexpr):
-    """Load as ``load_rotated`` does, as ``Halves`` of pairs, in units of the keys' scale and the dtype of products.
-
-    rows: of a float8 cache, or with QUANTISE rows that are quantised first, as the cache will store them.
-    """
-    first, second = load_pairs(rows, offs, rotation)
-    norm = rotation.norm
-    if norm is not None:
-        weight1, weight2 = pair_norm_weights(norm, rotation, rows.format.BLOCK_D)
-        scale = pair_inverse_rms(first, second, norm)
-        first, second = first * weight1 * scale, second * weight2 * scale
-    cos, sin = load_angles(rotation, offs + position_offset, rows.format.BLOCK_D)
-    if QUANTISE:
-        first = quantised(first, float8.k_scale).to(tl.float32)
-        second = quantised(second, float8.k_scale).to(tl.float32)
-    first, second = rotate(first, second, cos, sin, CONJUGATE=False)
-    return Halves(even=first.to(float8.DTYPE), odd=second.to(float8.DTYPE))
+def as_stored(x, float8, scale):
+    """Return x as a cache holds it: ``quantised`` if it is float8."""
+    if float8.DTYPE is None:
+        return x
+    else:
+        return quantised(x, scale)

@@ -12,10 +12,9 @@ import triton
 import triton.language as tl
 
 from fused_rope_attn.generation import keys as running
-from fused_rope_attn.generation.float8 import Float8, HeadScales, head_scale, scaled_queries
-from fused_rope_attn.kernels import masks, sequences, softmax, tiles
+from fused_rope_attn.generation.float8 import Float8, head_scale, scaled_queries
+from fused_rope_attn.kernels import masks, rotation, sequences, softmax, tiles
 from fused_rope_attn.kernels.records import record, replace
-from fused_rope_attn.kernels.rotation import CallRotation, head_rotation
 
 
 @record
@@ -59,8 +58,8 @@ class CacheInputs:
     k: tiles.TensorView
     v: tiles.TensorView
     table: running.BlockTable | None  # of pools
-    k_scales: HeadScales
-    v_scales: HeadScales
+    k_scales: tiles.TensorView | None  # as ``head_scale`` takes them
+    v_scales: tiles.TensorView | None
     IS_ROTATED: tl.constexpr
     FLOAT8_DTYPE: tl.constexpr
     IS_ALIGNED: tl.constexpr
@@ -79,7 +78,7 @@ class StepInputs:
     v: tiles.TensorView | None
     cache: CacheInputs
     lengths: Caches
-    rotations: CallRotation
+    rotations: rotation.CallRotation
     scale: softmax.ScoreScale
     format: tiles.RowFormat
     position_limit: tl.tensor = None  # rows of the tables
@@ -100,14 +99,6 @@ def complete_cache(cache, num_pages):
     if cache.table is not None:
         cache = replace(cache, table=replace(cache.table, num_pages=num_pages))
     return cache
-
-
-@triton.jit
-def pages_of(cache, sequence, BY_PAGE: tl.constexpr = False):
-    """Return the ``SequencePages`` of one sequence (int64) of ``CacheInputs`` with a block table."""
-    k_stride = tiles.row_stride(cache.k.strides[0], cache.k.ptr, cache.format.ALIGNED)
-    v_stride = tiles.row_stride(cache.v.strides[0], cache.v.ptr, cache.format.ALIGNED)
-    return running.sequence_pages(cache.table, sequence, k_stride, v_stride, BY_PAGE)
 
 
 @record
@@ -161,7 +152,7 @@ def store_rows(outputs, rows, sums, HQ, NQ, format):
 
 @triton.jit
 def float8_of(cache, head_kv):
-    """Return the ``Float8`` of one key head of ``CacheInputs`` of a float8 cache."""
+    """Return the ``Float8`` of one key head of ``CacheInputs``."""
     k_scale, v_scale = head_scale(cache.k_scales, head_kv), head_scale(cache.v_scales, head_kv)
     return Float8(k_scale, v_scale, DTYPE=cache.FLOAT8_DTYPE, IS_ALIGNED=cache.IS_ALIGNED)
 
@@ -174,34 +165,42 @@ def load_step_queries(inputs, rows, keys, float8):
     positions = tl.where(positions < inputs.lengths.S, positions, -1)
     q_rows = rows_of_queries(inputs.q, rows, inputs.format)
     rotations, scale = inputs.rotations, inputs.scale
-    rotation = head_rotation(rotations.tables, rows.batch, inputs.position_limit, rotations.q_norm)
-    offset, sign = positions - rows.offs_m, rotations.q_sign
-    IS_ROTATED: tl.constexpr = inputs.cache.IS_ROTATED
-    if float8 is None:
-        q = running.load_new(q_rows, rows.offs_m, rotation, offset, sign, IS_ROTATED)
+    of_queries = rotation.head_rotation(rotations.tables, rows.batch, inputs.position_limit, rotations.q_norm)
+    DTYPE: tl.constexpr = None if float8.DTYPE is None else tl.float32
+    q = rotation.load_rotated(q_rows, rows.offs_m, of_queries, positions - rows.offs_m, rotations.q_sign, DTYPE=DTYPE)
+    if inputs.cache.IS_ROTATED:
+        q = running.in_memory_order(q, of_queries, inputs.format.D)
+    if float8.DTYPE is None:
         return running.StepQueries(q, None, positions, inputs.window, scale)
     else:
-        wide = running.load_new(q_rows, rows.offs_m, rotation, offset, sign, IS_ROTATED, DTYPE=tl.float32)
-        q, q_scale = scaled_queries(wide, inputs.cache.FLOAT8_DTYPE)
+        q, q_scale = scaled_queries(q, float8.DTYPE)
         return running.StepQueries(q, q_scale, positions, inputs.window, softmax.scaled(scale, float8.k_scale))
 
 
 @triton.jit
-def cache_of_head(inputs, keys, batch, head_kv, float8, first_row=None):
+def cache_of_head(inputs, keys, batch, head_kv, first_row=None):
     """Return the ``KeyRows`` of one key head of one sequence (both int64); rows before ``first_row`` do not exist."""
     cache = inputs.cache
-    rotation = None
+    of_keys = None
     if not cache.IS_ROTATED:
-        rotation = head_rotation(inputs.rotations.tables, batch, keys.num_keys)
-    origin = tiles.Origin(batch=batch, head=head_kv, row=0)
+        of_keys = rotation.head_rotation(inputs.rotations.tables, batch, keys.num_keys)
     pages = None
     if cache.table is not None:
-        origin = tiles.Origin(batch=tl.full((), 0, tl.int64), head=head_kv, row=0)
         BY_PAGE: tl.constexpr = inputs.lengths.ALIGNMENT > 1
-        pages = pages_of(cache, batch, BY_PAGE)
-    k = tiles.head_rows(cache.k, origin, keys.num_keys, cache.format, first_row)
-    v = tiles.head_rows(cache.v, origin, keys.num_keys, cache.format, first_row)
-    return running.KeyRows(k, v, rotation, pages, float8)
+        pages = running.sequence_pages(cache.table, batch, BY_PAGE)
+    k, k_stride = rows_of_cache(cache.k, cache, batch, head_kv, keys.num_keys, first_row)
+    v, v_stride = rows_of_cache(cache.v, cache, batch, head_kv, keys.num_keys, first_row)
+    return running.KeyRows(k, v, of_keys, pages, k_stride, v_stride, float8_of(cache, head_kv))
+
+
+@triton.jit
+def rows_of_cache(view, cache, batch, head, num_rows, first_row=None):
+    """Return the ``Rows`` of one head (int64) of keys or values of ``CacheInputs``, in pages those of page 0, and the
+    elements from one page to the next."""
+    if cache.table is not None:
+        batch = tl.full((), 0, tl.int64)
+    rows = tiles.head_rows(view, tiles.Origin(batch=batch, head=head, row=0), num_rows, cache.format, first_row)
+    return rows, tiles.row_stride(view.strides[0], view.ptr, cache.format.ALIGNED)
 
 
 @triton.jit
@@ -209,12 +208,12 @@ def new_keys_of_head(inputs, keys, batch, head_kv):
     """Return the ``NewKeys`` of one key head of one sequence (both int64) for which the cache has rows."""
     origin = tiles.Origin(batch=batch, head=head_kv, row=0)
     num_new = tl.minimum(inputs.lengths.NQ, inputs.lengths.S - keys.num_keys)
-    rotation = head_rotation(inputs.rotations.tables, batch, inputs.position_limit, inputs.rotations.k_norm)
+    of_keys = rotation.head_rotation(inputs.rotations.tables, batch, inputs.position_limit, inputs.rotations.k_norm)
     first_key = None
     if inputs.lengths.starts_ptr is not None:
         first_key = tl.load(inputs.lengths.starts_ptr + batch)
     k = tiles.head_rows(inputs.k, origin, num_new, inputs.format)
-    return running.NewKeys(k, tiles.head_rows(inputs.v, origin, num_new, inputs.format), rotation, first_key)
+    return running.NewKeys(k, tiles.head_rows(inputs.v, origin, num_new, inputs.format), of_keys, first_key)
 
 
 @triton.jit

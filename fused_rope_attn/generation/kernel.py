@@ -76,15 +76,12 @@ def decode_kernel(
         start_m = block % m_blocks * BLOCK_M
         num_rows = NQ * GROUP_SIZE - start_m
         rows = step.query_rows(batch, head_kv, start_m, num_rows, GROUP_SIZE, BLOCK_M)
-        float8 = None
-        if inputs.cache.FLOAT8_DTYPE is not None:
-            float8 = step.float8_of(inputs.cache, head_kv)
-        queries = step.load_step_queries(inputs, rows, keys, float8)
         first_row = None
         if lengths.ALIGNMENT > 1 and (lengths.starts_ptr is not None or window_left is not None):
             first_row = keys.first_key
-        cache = step.cache_of_head(inputs, keys, batch, head_kv, float8, first_row)
-        sums = running.no_sums(BLOCK_M, BLOCK_D, float8)
+        cache = step.cache_of_head(inputs, keys, batch, head_kv, first_row)
+        queries = step.load_step_queries(inputs, rows, keys, cache.float8)
+        sums = running.no_sums(BLOCK_M, BLOCK_D, cache.float8)
         first = keys.first_tile + tile * BLOCK_N
         end = tl.minimum(keys.num_keys, keys.first_tile + last_tile * BLOCK_N)
         last_token = (start_m + BLOCK_M - 1) // GROUP_SIZE
@@ -110,7 +107,7 @@ def decode_kernel(
                 if IS_CHUNK and masks.is_causal(window_right):
                     num_seen = tl.where(start_m == 0, num_seen, tl.minimum(num_seen, last_token + 1))
                 sums = running.attend_new(sums, queries, cache, new, num_seen, start_m == 0, BLOCK_NEW)
-        sums = running.whole_sums(sums, float8)
+        sums = running.whole_sums(sums, cache.float8)
 
         is_whole = (tile == 0) & (last_tile == num_tiles)
         if is_whole and not NEW_WITH_PARTS:
@@ -142,15 +139,12 @@ def new_tokens_of_row(inputs, keys, batch, head_kv, head, row, GROUP_SIZE, BLOCK
     offs = tl.arange(0, ROWS)
     heads, tokens = head + tl.zeros((ROWS,), tl.int64), row // GROUP_SIZE + tl.zeros((ROWS,), tl.int32)
     rows = step.QueryRows(batch, heads, tokens, offs, num_rows=1)
-    float8 = None
-    if inputs.cache.FLOAT8_DTYPE is not None:
-        float8 = step.float8_of(inputs.cache, head_kv)
-    queries = step.load_step_queries(inputs, rows, keys, float8)
-    cache = step.cache_of_head(inputs, keys, batch, head_kv, float8)
+    cache = step.cache_of_head(inputs, keys, batch, head_kv)
+    queries = step.load_step_queries(inputs, rows, keys, cache.float8)
     new = step.new_keys_of_head(inputs, keys, batch, head_kv)
-    sums = running.no_sums(ROWS, inputs.format.BLOCK_D, float8)
+    sums = running.no_sums(ROWS, inputs.format.BLOCK_D, cache.float8)
     sums = running.attend_new(sums, queries, cache, new, new.k.num_rows, row == 0, BLOCK_NEW)
-    sums = running.whole_sums(sums, float8)
+    sums = running.whole_sums(sums, cache.float8)
     is_row = offs == 0
     return running.RunningSums(
         acc=tl.sum(tl.where(is_row[:, None], sums.acc, 0.0), 0)[None, :],
@@ -192,6 +186,7 @@ def combine_kernel(
     first_tile = before * blocks + (head_kv * m_blocks + row // BLOCK_M) * num_tiles
     first_program = first_tile // share
     last_program = (first_tile + num_tiles - 1) // share
+    running.assert_pages(inputs.cache.table, batch, keys, pid % (HKV * group_rows), HKV * group_rows)
     if NEW_WITH_PARTS:
         head_kv64 = tl.cast(head_kv, tl.int64)
         sums = new_tokens_of_row(inputs, keys, batch, head_kv64, head, row, GROUP_SIZE, BLOCK_NEW)

@@ -12,11 +12,8 @@ import triton
 import triton.language as tl
 
 from fused_rope_attn.generation import float8 as eight_bits
-from fused_rope_attn.kernels import masks, softmax
-from fused_rope_attn.kernels.norm import load_norm_weights, pair_inverse_rms
+from fused_rope_attn.kernels import masks, rotation, softmax, tiles
 from fused_rope_attn.kernels.records import record, replace
-from fused_rope_attn.kernels.rotation import Rotation, load_angles, load_pairs, load_rotated, pack_pairs, rotate
-from fused_rope_attn.kernels.tiles import Rows, load_tile, row_pointers, rows_from, store_tile
 from fused_rope_attn.runtime.device import is_interpreted
 
 
@@ -33,24 +30,13 @@ class BlockTable:
 
 @record
 class SequencePages:
-    """The pages of one sequence, and the distance between pages of the pools."""
+    """The pages of one sequence."""
 
     entries_ptr: tl.tensor  # int32, the sequence's row of the block table
     entry_stride: tl.tensor
     num_pages: tl.tensor  # of the pool
-    k_stride: tl.tensor  # elements from one page to the next, int64
-    v_stride: tl.tensor
     SIZE: tl.constexpr  # rows of a page
     BY_PAGE: tl.constexpr  # each tile of cached keys is within one page, or begins and ends with pages
-
-
-@record
-class Lookup:
-    """The state of a walk over a sequence's tiles: the next tile's entries (``tile_entries``), and the highest one
-    before."""
-
-    entries: tl.tensor | tl.tuple
-    highest: tl.tensor
 
 
 @record
@@ -69,23 +55,25 @@ class KeyRows:
     """Keys and values of one key head of one sequence, and the rotation of the keys; None: they are rotated already.
 
     In pages, ``k`` and ``v`` are the head's rows in page 0 of the pool, and their ``first_row`` and ``num_rows`` count
-    from the first position on.
+    from the first position on; k_stride and v_stride are the elements from one page to the next.
     """
 
-    k: Rows
-    v: Rows
-    rotation: Rotation | None
+    k: tiles.Rows
+    v: tiles.Rows
+    rotation: rotation.Rotation | None
     pages: SequencePages | None
-    float8: eight_bits.Float8 | None
+    k_stride: tl.tensor
+    v_stride: tl.tensor
+    float8: eight_bits.Float8
 
 
 @record
 class NewKeys:
     """New tokens of one key head of one sequence."""
 
-    k: Rows
-    v: Rows
-    rotation: Rotation
+    k: tiles.Rows
+    v: tiles.Rows
+    rotation: rotation.Rotation
     first_key: tl.tensor | None  # position of the first one that exists; None: all of them do
 
 
@@ -102,12 +90,10 @@ class RunningSums:
 
 
 @triton.jit
-def sequence_pages(table, sequence, k_stride, v_stride, BY_PAGE: tl.constexpr = False):
-    """Return the ``SequencePages`` of one sequence (int64); k_stride and v_stride: of the pools' first axes."""
+def sequence_pages(table, sequence, BY_PAGE: tl.constexpr = False):
+    """Return the ``SequencePages`` of one sequence (int64)."""
     entries_ptr = table.ptr + sequence * table.strides[0]
-    return SequencePages(
-        entries_ptr, table.strides[1], table.num_pages, k_stride, v_stride, SIZE=table.PAGE_SIZE, BY_PAGE=BY_PAGE
-    )
+    return SequencePages(entries_ptr, table.strides[1], table.num_pages, SIZE=table.PAGE_SIZE, BY_PAGE=BY_PAGE)
 
 
 @triton.jit
@@ -123,8 +109,10 @@ def page_entries(pages, positions, end):
 @triton.jit
 def tile_entries(pages, start, offs, end):
     """Load ``page_entries`` of the tile ``start + offs``: with BY_PAGE a tuple, one of each page, else one of each
-    row."""
-    if pages.BY_PAGE:
+    row; without pages a dummy."""
+    if pages is None:
+        return tl.full((), 0, tl.uint32)
+    elif pages.BY_PAGE:
         entries = ()
         for page in tl.static_range(max(1, offs.shape[0] // pages.SIZE)):
             entries = entries + (page_entries(pages, start + page * pages.SIZE, end),)
@@ -134,90 +122,58 @@ def tile_entries(pages, start, offs, end):
 
 
 @triton.jit
-def highest_entry(lookup, pages):
-    """Return the highest entry of a walk's tiles, the next one included."""
-    if pages.BY_PAGE:
-        highest = lookup.highest
-        for page in tl.static_range(len(lookup.entries)):
-            highest = tl.maximum(highest, lookup.entries[page])
-        return highest
-    else:
-        return tl.maximum(lookup.highest, lookup.entries)
-
-
-@triton.jit
-def first_lookup(pages, start, offs, end):
-    """Return the ``Lookup`` before the tile ``start + offs``; for a contiguous cache, without pages, a dummy."""
-    if pages is None:
-        entries = tl.full((), 0, tl.uint32)
-        highest = entries
-    else:
-        entries = tile_entries(pages, start, offs, end)
-        if pages.BY_PAGE:
-            highest = tl.full((), 0, tl.uint32)
-        else:
-            highest = tl.zeros(entries.shape, tl.uint32)
-    return Lookup(entries=entries, highest=highest)
-
-
-@triton.jit
-def tile_in_pages(rows, page_stride, pages, entries, start, offs, end, ALL_EXIST: tl.constexpr):
+def cached_tile(rows, page_stride, pages, entries, start, offs, end):
     """Return the ``Rows`` of the tile ``start + offs``, counted from ``start``, with ``entries`` of ``tile_entries``.
 
-    rows: the head's in page 0; [first_row, end) exist. ALL_EXIST: all rows of the tile do. Until the assertion stops
-    the call, a page outside the pool counts as missing. If all rows exist, or if the tile holds several pages, the last
-    page of the pool is read instead.
+    rows: the head's, in pages those of page 0; [first_row, end) exist. Until the assertion stops the call, the last
+    page of the pool is read in place of one outside.
     """
-    last_page = (pages.num_pages - 1).to(tl.uint32)
-    if pages.BY_PAGE and offs.shape[0] > pages.SIZE:
+    if pages is None:
+        return tiles.rows_from(rows, start)
+    elif pages.BY_PAGE:
+        last_page = (pages.num_pages - 1).to(tl.uint32)
+        entry = tl.minimum(entries[0], last_page)
+        # The page of each of a thread's rows is a compile-time value, so that the selection costs nothing.
+        for page in tl.static_range(1, len(entries)):
+            entry = tl.where(offs // pages.SIZE == page, tl.minimum(entries[page], last_page), entry)
+        ptr = rows.ptr + entry.to(tl.int64) * page_stride
+        stride_row = rows.stride_row
+        if offs.shape[0] > pages.SIZE:
+            ptr = (ptr + offset_in_page(rows, pages, offs))[:, None]
+            stride_row = 0
+        else:
+            ptr += tl.cast(start % pages.SIZE, tl.int64) * stride_row
         first_row = rows.first_row
         if first_row is not None:
             first_row -= start
-        pointers = pointers_by_page(rows, page_stride, pages, entries, offs)[:, None]
-        return replace(rows, ptr=pointers, stride_row=0, num_rows=end - start, first_row=first_row)
-    elif pages.BY_PAGE:
-        entries = entries[0]
-        if ALL_EXIST:
-            entries = tl.minimum(entries, last_page)
-        in_pool = entries < pages.num_pages.to(tl.uint32)
-        page = start // pages.SIZE * pages.SIZE
-        first_row = rows.first_row
-        if first_row is not None:
-            first_row -= page
-        ptr, num_rows = rows.ptr + entries.to(tl.int64) * page_stride, tl.where(in_pool, end - page, 0)
-        return rows_from(replace(rows, ptr=ptr, num_rows=num_rows, first_row=first_row), start - page)
+        return replace(rows, ptr=ptr, stride_row=stride_row, num_rows=end - start, first_row=first_row)
     else:
-        if ALL_EXIST:
-            entries = tl.minimum(entries, last_page)
-        return rows_in_pages(rows, page_stride, pages, entries, start + offs, end)
+        return rows_at(rows, page_stride, pages, entries, start + offs, end)
 
 
 @triton.jit
-def pointers_by_page(rows, page_stride, pages, entries, offs):
-    """Return pointers to the rows ``offs`` of a tile of the pages ``entries``, a tuple; rows: the head's in page 0."""
-    last_page = (pages.num_pages - 1).to(tl.uint32)
-    in_page = offs % pages.SIZE
-    if rows.format.USE_INT64_OFFSETS:
-        in_page = in_page.to(tl.int64)
-    # The page of each of a thread's rows is a compile-time value, so that the selection costs nothing.
-    entry = tl.minimum(entries[0], last_page) + tl.zeros(offs.shape, tl.uint32)
-    for page in tl.static_range(1, len(entries)):
-        entry = tl.where(offs // pages.SIZE == page, tl.minimum(entries[page], last_page), entry)
-    return rows.ptr + entry.to(tl.int64) * page_stride + in_page * rows.stride_row
-
-
-@triton.jit
-def rows_in_pages(rows, page_stride, pages, entries, positions, end):
-    """Return the ``Rows`` at ``positions``, with their ``page_entries``; those before ``end`` exist.
-
-    rows: the head's in page 0. The result is not evenly spaced: each row has a pointer, and a ``num_rows`` of its own,
-    0 if the row does not exist or its page is outside the pool.
-    """
-    exists = (positions < end) & (entries < pages.num_pages.to(tl.uint32))
+def offset_in_page(rows, pages, positions):
+    """Return the distance of rows of a cache from the first rows of their pages."""
     in_page = positions % pages.SIZE
     if rows.format.USE_INT64_OFFSETS:
         in_page = in_page.to(tl.int64)
-    pointers = rows.ptr + entries.to(tl.int64) * page_stride + in_page * rows.stride_row
+    return in_page * rows.stride_row
+
+
+@triton.jit
+def rows_at(rows, page_stride, pages, entries, positions, end):
+    """Return the ``Rows`` of a cache at ``positions``, with their ``tile_entries``; those before ``end`` exist.
+
+    rows: the head's, in pages those of page 0. The result is not evenly spaced: each row has a pointer, and a
+    ``num_rows`` of its own, 0 if the row does not exist or its page is outside the pool.
+    """
+    exists = positions < end
+    if pages is None:
+        pointers = rows.ptr + positions.to(tl.int64) * rows.stride_row
+    else:
+        exists = exists & (entries < pages.num_pages.to(tl.uint32))
+        page = tl.minimum(entries, (pages.num_pages - 1).to(tl.uint32)).to(tl.int64)
+        pointers = rows.ptr + page * page_stride + offset_in_page(rows, pages, positions)
     num_rows = tl.where(exists, positions.shape[0], 0)[:, None]
     return replace(rows, ptr=pointers[:, None], stride_row=0, num_rows=num_rows, first_row=None)
 
@@ -225,75 +181,53 @@ def rows_in_pages(rows, page_stride, pages, entries, positions, end):
 if is_interpreted():
 
     def assert_in_pool(entries, pages):
-        """Assert that ``entries``, one or several, are in the pool. The interpreter skips Triton's own assertions."""
-        highest = int(entries.handle.data.max())
-        if highest >= int(pages.num_pages.handle.data.item()):
+        """Assert that all of ``entries`` are in the pool. The interpreter skips Triton's own assertions."""
+        if pages is not None and int(entries.handle.data.max()) >= int(pages.num_pages.handle.data.item()):
             raise AssertionError("block_table must hold pages of the pool for every row that exists")
 
 else:
 
     @triton.jit
     def assert_in_pool(entries, pages):
-        """Assert that all of ``entries``, or the one, are in the pool; only launches with ``debug`` on keep this."""
-        highest = entries
-        if len(entries.shape) > 0:
-            highest = tl.max(entries, 0)
-        tl.device_assert(
-            highest < pages.num_pages.to(tl.uint32), "block_table must hold pages of the pool for every row that exists"
-        )
+        """Assert that all of ``entries`` are in the pool, if there are pages. Launches with ``debug`` keep this."""
+        if pages is not None:
+            tl.device_assert(
+                tl.max(entries, 0) < pages.num_pages.to(tl.uint32),
+                "block_table must hold pages of the pool for every row that exists",
+            )
 
 
 @triton.jit
-def load_rotated_columns(rows, offs, rotation, position_offset, sign=1.0, DTYPE: tl.constexpr = None):
-    """Load as ``load_rotated`` does, in the order of memory instead of pair order; rows from ``num_rows`` on are zero.
+def assert_pages(table, sequence, keys, part, parts):
+    """Assert that the pages of the keys that a sequence (int64) sees are in the pool: part ``part`` of ``parts``.
 
-    Each column loads both members of its pair. It is for a few rows that meet keys in the order of memory.
+    keys: ``CachedKeys``. The kernels that read the pages do not look at what they find, which would take their time.
     """
-    R: tl.constexpr = rotation.R
-    norm = rotation.norm
-    if norm is not None:
-        # Loaded as pairs too, because their squares are summed in that order; and loaded first, because Triton gives
-        # the product of a row and its factor the layout of the later load, and the sum's layout has whole rows in each
-        # thread.
-        pairs1, pairs2 = load_pairs(rows, offs, rotation)
-        sign = pair_inverse_rms(pairs1, pairs2, norm) * sign
-    columns = tl.arange(0, rows.format.BLOCK_D)
-    if rotation.INTERLEAVED:
-        is_second = columns % 2 == 1
-        pairs = columns // 2
-        columns1, columns2 = 2 * pairs, 2 * pairs + 1
-    else:
-        is_second = columns >= R // 2
-        pairs = tl.where(is_second, columns - R // 2, columns)
-        columns1, columns2 = pairs, pairs + R // 2
-    is_rotated = columns < R
-    columns1, columns2 = tl.where(is_rotated, columns1, columns), tl.where(is_rotated, columns2, columns)
-    pairs = tl.where(is_rotated, pairs, R // 2)  # a pair past the last one: angle 0
-    mask = (offs[:, None] < rows.num_rows) & (columns[None, :] < rows.format.D)
-    first = tl.load(row_pointers(rows, offs, columns1), mask=mask, other=0.0).to(tl.float32)
-    second = tl.load(row_pointers(rows, offs, columns2), mask=mask, other=0.0).to(tl.float32)
-    cos, sin = load_angles(rotation, offs + position_offset, rows.format.BLOCK_D, pairs=pairs)
-    if norm is not None:
-        D: tl.constexpr = rows.format.D
-        first *= load_norm_weights(norm, columns1, columns1 < D)[None, :]
-        second *= load_norm_weights(norm, columns2, columns2 < D)[None, :]
-    # A pair's second member, rotated, is the first one of a rotation with sin and -cos in place of cos and sin.
-    is_second = is_second[None, :]
-    cos, sin = tl.where(is_second, sin, cos), tl.where(is_second, -cos, sin)
-    x, _ = rotate(first, second, cos, sin, CONJUGATE=False)
-    return (x * sign).to(rows.ptr.dtype.element_ty if DTYPE is None else DTYPE)
+    if table is not None:
+        pages = sequence_pages(table, sequence)
+        PAGES: tl.constexpr = 512
+        highest = tl.zeros((PAGES,), tl.uint32)
+        end = tl.cdiv(keys.num_keys, pages.SIZE)
+        for start in range(keys.first_key // pages.SIZE + part * PAGES, end, parts * PAGES):
+            page = start + tl.arange(0, PAGES)
+            entries = tl.load(pages.entries_ptr + page * pages.entry_stride, mask=page < end, other=0)
+            highest = tl.maximum(highest, entries.to(tl.uint32, bitcast=True))
+        assert_in_pool(highest, pages)
 
 
 @triton.jit
-def load_new(rows, offs, rotation, position_offset, sign, CACHE_IS_ROTATED: tl.constexpr, DTYPE: tl.constexpr = None):
-    """Load rows of q or of new keys, normed, rotated, times ``sign``, with columns in the order of cached keys.
-
-    That is the order of memory if the cache is rotated, else pair order. DTYPE as in ``load_rotated``.
-    """
-    if CACHE_IS_ROTATED:
-        return load_rotated_columns(rows, offs, rotation, position_offset, sign, DTYPE)
+def in_memory_order(x, pairing, D: tl.constexpr):
+    """Return a tile (rows, BLOCK_D) that is in pair order with its D columns in the order of memory."""
+    if pairing.INTERLEAVED:
+        return x
     else:
-        return load_rotated(rows, offs, rotation, position_offset, sign, DTYPE=DTYPE)
+        R: tl.constexpr = pairing.R
+        column = tl.arange(0, x.shape[1])
+        # First members that are rotated, second ones, first members that are not, second ones.
+        place = tl.where(column < (R + D) // 2, 2 * (column - R // 2), 2 * (column - D // 2) + 1)
+        place = tl.where(column < R, 2 * (column - R // 2) + 1, place)
+        place = tl.where(column < R // 2, 2 * column, tl.where(column < D, place, column))
+        return tl.gather(x, tl.broadcast_to(place[None, :], x.shape), 1)
 
 
 @triton.jit
@@ -327,61 +261,36 @@ def attend_tile(sums, queries, k, v, positions_k, num_keys, first_key):
 
 
 @triton.jit
-def load_cached_keys(cache, rows, offs_n, start_n, CHECK_ROWS: tl.constexpr):
-    """Load a tile of cached keys for products; ``rows`` are counted from position ``start_n``."""
-    if cache.rotation is None:
-        return load_cached(cache, rows, offs_n, CHECK_ROWS)
+def load_cached(rows, offs, of_keys, start, float8, CHECK_ROWS: tl.constexpr):
+    """Load a tile of rows of a cache for products, counted from position ``start``. of_keys: ``Rotation`` or None."""
+    if of_keys is not None:
+        x = rotation.load_rotated(rows, offs, of_keys, start, DTYPE=tl.float32)
+        return eight_bits.operand(x, float8, rows.ptr.dtype.element_ty)
+    elif float8.DTYPE is None:
+        return tiles.load_tile(rows, offs, CHECK_ROWS)
     else:
-        if cache.float8 is None:
-            return load_rotated(rows, offs_n, cache.rotation, start_n)
-        else:
-            return eight_bits.load_rotated_halves(rows, offs_n, cache.rotation, start_n, cache.float8, QUANTISE=False)
+        return eight_bits.load_halves(rows, offs, float8, CHECK_ROWS)
 
 
 @triton.jit
-def load_cached(cache, rows, offs_n, CHECK_ROWS: tl.constexpr):
-    """Load a tile of a cache's rows for products, without a rotation."""
-    if cache.float8 is None:
-        return load_tile(rows, offs_n, CHECK_ROWS)
-    else:
-        return eight_bits.load_halves(rows, offs_n, cache.float8, CHECK_ROWS)
-
-
-@triton.jit
-def cached_tile(cache, rows, page_stride, lookup, start_n, offs_n, last, ALL_EXIST: tl.constexpr):
-    """Return the ``Rows`` of the tile ``start_n + offs_n`` of a cache's keys or values, counted from ``start_n``."""
-    if cache.pages is None:
-        return rows_from(rows, start_n)
-    else:
-        return tile_in_pages(rows, page_stride, cache.pages, lookup.entries, start_n, offs_n, last, ALL_EXIST)
-
-
-@triton.jit
-def attend_tiles(sums, queries, cache, lookup, first, end, last, offs_n, SEEN_BY_ALL: tl.constexpr):
-    """Fold the tiles of [first, end) into the running sums; return the sums and the ``Lookup`` before the next tile.
+def attend_tiles(sums, queries, cache, entries, first, end, last, offs_n, SEEN_BY_ALL: tl.constexpr):
+    """Fold the tiles of [first, end) into the running sums; return the sums and the next tile's ``tile_entries``.
 
     SEEN_BY_ALL: every query sees every key of these tiles, which are whole. The walk goes on to ``last``.
     """
-    k_stride, v_stride = None, None
-    if cache.pages is not None:
-        k_stride, v_stride = cache.pages.k_stride, cache.pages.v_stride
     for start_n in range(first, end, offs_n.shape[0]):
-        here = lookup
-        if cache.pages is not None:
-            # Look up the next tile, so that its loads of keys do not wait for entries.
-            lookup = Lookup(
-                tile_entries(cache.pages, start_n + offs_n.shape[0], offs_n, last),
-                highest_entry(lookup, cache.pages),
-            )
-        k_rows = cached_tile(cache, cache.k, k_stride, here, start_n, offs_n, last, SEEN_BY_ALL)
-        k = load_cached_keys(cache, k_rows, offs_n, start_n, CHECK_ROWS=not SEEN_BY_ALL)
-        v_rows = cached_tile(cache, cache.v, v_stride, here, start_n, offs_n, last, SEEN_BY_ALL)
-        v = load_cached(cache, v_rows, offs_n, CHECK_ROWS=not SEEN_BY_ALL)
+        # Look up the next tile, so that its loads of keys do not wait for entries.
+        following = tile_entries(cache.pages, start_n + offs_n.shape[0], offs_n, last)
+        k_rows = cached_tile(cache.k, cache.k_stride, cache.pages, entries, start_n, offs_n, last)
+        k = load_cached(k_rows, offs_n, cache.rotation, start_n, cache.float8, CHECK_ROWS=not SEEN_BY_ALL)
+        v_rows = cached_tile(cache.v, cache.v_stride, cache.pages, entries, start_n, offs_n, last)
+        v = load_cached(v_rows, offs_n, None, start_n, cache.float8, CHECK_ROWS=not SEEN_BY_ALL)
         if SEEN_BY_ALL:
             sums = attend_tile(sums, queries, k, v, None, None, None)
         else:
             sums = attend_tile(sums, queries, k, v, start_n + offs_n, cache.k.num_rows, cache.k.first_row)
-    return sums, lookup
+        entries = following
+    return sums, entries
 
 
 @triton.jit
@@ -390,36 +299,14 @@ def attend_cached(sums, queries, cache, first, seen_by_all, last, offs_n):
 
     seen_by_all: every query sees the keys before this one; None: tiles that need no mask get no loop of their own.
     """
-    lookup = first_lookup(cache.pages, first, offs_n, last)
+    entries = tile_entries(cache.pages, first, offs_n, last)
     if seen_by_all is not None:
         BLOCK_N: tl.constexpr = offs_n.shape[0]
         middle = first + tl.maximum(0, tl.minimum(seen_by_all, last) - first) // BLOCK_N * BLOCK_N
-        sums, lookup = attend_tiles(sums, queries, cache, lookup, first, middle, last, offs_n, SEEN_BY_ALL=True)
+        sums, entries = attend_tiles(sums, queries, cache, entries, first, middle, last, offs_n, SEEN_BY_ALL=True)
         first = middle
-    sums, lookup = attend_tiles(sums, queries, cache, lookup, first, last, last, offs_n, SEEN_BY_ALL=False)
-    if cache.pages is not None:
-        assert_in_pool(lookup.highest, cache.pages)
+    sums, entries = attend_tiles(sums, queries, cache, entries, first, last, last, offs_n, SEEN_BY_ALL=False)
     return sums
-
-
-@triton.jit
-def from_row(rows, start, num_rows):
-    """Return the ``num_rows`` rows from row ``start`` (int64) on; in a cache they may be past the last key."""
-    return replace(rows, ptr=rows.ptr + start * rows.stride_row, num_rows=num_rows, first_row=None)
-
-
-@triton.jit
-def load_raw(rows, offs, rotation):
-    """Load new keys for a cache of raw keys: normed if ``rotation`` has a norm, and not rotated."""
-    norm = rotation.norm
-    if norm is None:
-        return load_tile(rows, offs, CHECK_ROWS=True)
-    else:
-        columns = tl.arange(0, rows.format.BLOCK_D)
-        first, second = load_pairs(rows, offs, rotation)  # first, as in ``load_rotated_columns``
-        x = load_tile(rows, offs, CHECK_ROWS=True)
-        weight = load_norm_weights(norm, columns, columns < norm.D)[None, :]
-        return x.to(tl.float32) * weight * pair_inverse_rms(first, second, norm)
 
 
 @triton.jit
@@ -428,62 +315,58 @@ def load_new_keys(new, rows, offs, position, float8, CACHE_IS_ROTATED: tl.conste
 
     With a float8 cache a query sees its new keys as the cache stores them.
     """
-    if float8 is None:
-        k = load_new(rows, offs, new.rotation, position, 1.0, CACHE_IS_ROTATED)
-        k_kept = k
-        if not CACHE_IS_ROTATED:
-            k_kept = load_raw(rows, offs, new.rotation)
-        return k, k_kept
+    BLOCK_D: tl.constexpr = rows.format.BLOCK_D
+    of_keys = new.rotation
+    weights = None
+    if of_keys.norm is not None:
+        weights = rotation.pair_norm_weights(of_keys.norm, of_keys, BLOCK_D)
+    first, second = rotation.load_pairs(rows, offs, of_keys)
+    cos, sin = rotation.load_angles(of_keys, offs + position, BLOCK_D)
+    angle = cos if CACHE_IS_ROTATED else None
+    first, second = rotation.norm_and_rotate(first, second, angle, sin, 1.0, of_keys, weights)
+    DTYPE: tl.constexpr = rows.ptr.dtype.element_ty if float8.DTYPE is None else tl.float32
+    kept = in_memory_order(rotation.pack_pairs(first, second).to(DTYPE), of_keys, rows.format.D)
+    kept = eight_bits.as_stored(kept, float8, float8.k_scale)
+    if CACHE_IS_ROTATED:
+        return eight_bits.operand(kept, float8, DTYPE), kept
+    elif float8.DTYPE is None:
+        return rotation.load_rotated(rows, offs, of_keys, position), kept
     else:
-        if CACHE_IS_ROTATED:
-            k = load_new(rows, offs, new.rotation, position, 1.0, CACHE_IS_ROTATED, DTYPE=tl.float32)
-            k_kept = eight_bits.quantised(k, float8.k_scale)
-            return eight_bits.split_columns(k_kept.to(float8.DTYPE), float8.DTYPE), k_kept
-        else:
-            k_kept = eight_bits.quantised(load_raw(rows, offs, new.rotation), float8.k_scale)
-            return eight_bits.load_rotated_halves(rows, offs, new.rotation, position, float8, QUANTISE=True), k_kept
+        first = eight_bits.quantised(first, float8.k_scale).to(tl.float32)
+        second = eight_bits.quantised(second, float8.k_scale).to(tl.float32)
+        first, second = rotation.rotate(first, second, cos, sin, CONJUGATE=False)
+        return eight_bits.Halves(first.to(float8.DTYPE), second.to(float8.DTYPE)), kept
 
 
 @triton.jit
 def attend_new(sums, queries, cache, new, num_seen, writes_cache, BLOCK_NEW: tl.constexpr):
     """Fold the first ``num_seen`` new keys into the running sums, and append them if ``writes_cache``."""
-    num_cached = cache.k.num_rows
-    num_new = new.k.num_rows
-    for start_n in tl.range(0, num_seen, BLOCK_NEW, num_stages=1):
-        offs_new = tl.arange(0, BLOCK_NEW)
-        start64 = tl.cast(start_n, tl.int64)
-        position = num_cached + start_n
-        slot64 = tl.cast(position, tl.int64)
-        limit = num_new - start_n
-        k_rows = from_row(new.k, start64, limit)
-        k, k_kept = load_new_keys(
-            new, k_rows, offs_new, position, cache.float8, CACHE_IS_ROTATED=cache.rotation is None
-        )
-        v = load_tile(from_row(new.v, start64, limit), offs_new, CHECK_ROWS=True)
-        v_kept = v
-        if cache.float8 is not None:
-            v_kept = eight_bits.quantised(v, cache.float8.v_scale)
-            v = eight_bits.split_columns(v_kept.to(cache.float8.DTYPE), cache.float8.DTYPE)
+    pages, float8, num_cached = cache.pages, cache.float8, cache.k.num_rows
+    end = num_cached + new.k.num_rows
+    offs = tl.arange(0, BLOCK_NEW)
+    for start in tl.range(0, num_seen, BLOCK_NEW, num_stages=1):
+        position = num_cached + start
+        positions = position + offs
+        k_rows = tiles.rows_from(new.k, start)
+        k, k_kept = load_new_keys(new, k_rows, offs, position, float8, CACHE_IS_ROTATED=cache.rotation is None)
+        v = tiles.load_tile(tiles.rows_from(new.v, start), offs, CHECK_ROWS=True)
+        v_kept = eight_bits.as_stored(v, float8, float8.v_scale)
         if writes_cache:
-            if cache.pages is None:
-                k_slots = from_row(cache.k, slot64, limit)
-                v_slots = from_row(cache.v, slot64, limit)
-            else:
-                pages, slots, end = cache.pages, position + offs_new, num_cached + num_new
-                entries = page_entries(pages, slots, end)
-                k_slots = rows_in_pages(cache.k, pages.k_stride, pages, entries, slots, end)
-                v_slots = rows_in_pages(cache.v, pages.v_stride, pages, entries, slots, end)
-                assert_in_pool(entries, pages)
-            store_tile(k_slots, k_kept, offs_new)
-            store_tile(v_slots, v_kept, offs_new)
-        sums = attend_tile(sums, queries, k, v, position + offs_new, num_cached + num_new, new.first_key)
+            entries = tl.zeros((BLOCK_NEW,), tl.uint32)
+            if pages is not None:
+                entries = page_entries(pages, positions, end)
+            tiles.store_tile(rows_at(cache.k, cache.k_stride, pages, entries, positions, end), k_kept, offs)
+            tiles.store_tile(rows_at(cache.v, cache.v_stride, pages, entries, positions, end), v_kept, offs)
+            assert_in_pool(entries, pages)
+        v = eight_bits.operand(v_kept, float8, v.dtype)
+        sums = attend_tile(sums, queries, k, v, positions, end, new.first_key)
     return sums
 
 
 @triton.jit
 def no_sums(BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, float8):
     """Return the ``RunningSums`` before the first key."""
-    if float8 is None:
+    if float8.DTYPE is None:
         acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     else:
         zeros = tl.zeros((BLOCK_M, BLOCK_D // 2), tl.float32)
@@ -495,7 +378,7 @@ def no_sums(BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, float8):
 @triton.jit
 def whole_sums(sums, float8):
     """Return the running sums with acc (BLOCK_M, BLOCK_D) in the scale of the output."""
-    if float8 is None:
+    if float8.DTYPE is None:
         return sums
     else:
-        return replace(sums, acc=pack_pairs(sums.acc.even, sums.acc.odd) * float8.v_scale)
+        return replace(sums, acc=rotation.pack_pairs(sums.acc.even, sums.acc.odd) * float8.v_scale)

@@ -78,8 +78,7 @@ def cache_inputs(problem: Problem, tensors: StepTensors | Written, columns: tupl
     if table is not None:
         table = inputs.running.BlockTable.host(table, table.stride(), PAGE_SIZE=k_cache.shape[2])
     k_scales, v_scales = (
-        inputs.HeadScales.host(x, None if x is None else 0 if x.numel() == 1 else x.stride(0))
-        for x in (tensors.k_scale, tensors.v_scale)
+        arguments.view(x, (0,) if x is None or x.numel() == 1 else None) for x in (tensors.k_scale, tensors.v_scale)
     )
     product_dtype = tl.float32 if problem.dtype is torch.float32 else tl.float16
     is_aligned = has_aligned_rows(k_cache) and has_aligned_rows(v_cache)
@@ -370,14 +369,9 @@ class OrderedCall:
 
 def prepare_step(problem: Problem, tensors: StepTensors, override: DecodeConfig | None) -> Callable:
     """Return the launches of a step, by the configuration that planning chooses, or by ``override``."""
-    if override is None:
-        ordered = planning.ordered_config(problem)
-        if ordered is not None and can_copy(tensors):
-            return OrderedCall(problem, tensors, ordered)
-        gathered = planning.gathered_config(problem)
-        if gathered is not None:
-            return GatheredCall(problem, tensors, gathered)
-    return StepCall(problem, tensors, override or planning.step_config(problem))
+    config = override or planning.step_config(problem, can_copy(tensors))
+    calls: dict[type, Callable] = {DecodeConfig: StepCall, OrderedConfig: OrderedCall}
+    return calls.get(type(config), GatheredCall)(problem, tensors, config)
 
 
 # Kernels index these with unit stride; they nearly always have it.

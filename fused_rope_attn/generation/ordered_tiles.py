@@ -121,18 +121,8 @@ def query_kernel(
     batch, head_kv = tl.cast(number // HKV, tl.int64), tl.cast(number % HKV, tl.int64)
     q_rows = step.query_rows(batch, head_kv, 0, NQ * GROUP_SIZE, GROUP_SIZE, BLOCK_R)
     positions = query_positions(keys, q_rows.offs_m, GROUP_SIZE, S)
-    table = inputs.cache.table
-    if table is not None:
-        # The units of a sequence share its pages.
-        pages = running.sequence_pages(table, q_rows.batch, 0, 0)
-        PAGE_SIZE: tl.constexpr = table.PAGE_SIZE
-        PAGES: tl.constexpr = 512
-        first_page = keys.first_key // PAGE_SIZE + number % HKV * PAGES
-        highest = tl.zeros((PAGES,), tl.uint32)
-        for start in range(first_page * PAGE_SIZE, keys.num_keys, HKV * PAGES * PAGE_SIZE):
-            first_rows = start + tl.arange(0, PAGES) * PAGE_SIZE
-            highest = tl.maximum(highest, running.page_entries(pages, first_rows, keys.num_keys))
-        running.assert_in_pool(highest, pages)
+    # The units of a sequence share its pages.
+    running.assert_pages(inputs.cache.table, batch, keys, number % HKV, HKV)
     if workspaces.progress_ptr is not None:
         program = tl.arange(0, MOST_PROGRAMS)
         tl.store(workspaces.progress_ptr + number * MOST_PROGRAMS + program, tl.zeros((MOST_PROGRAMS,), tl.int32))
@@ -270,7 +260,7 @@ def walk_of(number, inputs, HKV, GROUP_SIZE, most_tiles):
     num_tiles = step.count_key_tiles(keys, lengths.BLOCK_N)
     pages = None
     if table is not None:
-        pages = running.sequence_pages(table, gl.to_tensor(sequence).to(gl.int64), 0, 0)
+        pages = running.sequence_pages(table, gl.to_tensor(sequence).to(gl.int64))
     first_tile = gl.to_tensor(number).to(gl.int64) * most_tiles + num_tiles - 1
     last = keys.first_tile + (num_tiles - 1) * lengths.BLOCK_N
     first_position, last_position = keys.q_offset, keys.q_offset + lengths.NQ - 1

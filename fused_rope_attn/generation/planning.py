@@ -11,7 +11,6 @@ from fused_rope_attn.attention.configs import ForwardConfig, HopperForwardConfig
 from fused_rope_attn.attention.planning import Plan, choose_backend
 from fused_rope_attn.attention.problem import Problem
 from fused_rope_attn.generation import configs
-from fused_rope_attn.generation.configs import OrderedConfig
 from fused_rope_attn.generation.problem import cache_of
 from fused_rope_attn.runtime import device
 
@@ -71,7 +70,7 @@ def gathered_config(problem: Problem) -> HopperForwardConfig | ForwardConfig | N
     return forward if isinstance(forward, HopperForwardConfig) else None
 
 
-def ordered_config(problem: Problem) -> OrderedConfig | None:
+def ordered_config(problem: Problem) -> configs.OrderedConfig | None:
     """Return the configuration of a step in the order of the sm_90 forward; None if it does not run so.
 
     More query rows than one program takes would read the cache several times, and run on a copy of it. So do caches of
@@ -82,19 +81,25 @@ def ordered_config(problem: Problem) -> OrderedConfig | None:
     fits = cache_of(problem).is_rotated and in_fours and problem.len_q * problem.group_size <= configs.DECODE_ROWS
     if not isinstance(gathered, HopperForwardConfig) or not fits:
         return None
-    return OrderedConfig(block_n=gathered.block_n)
+    return configs.OrderedConfig(block_n=gathered.block_n)
 
 
-def step_config(problem: Problem) -> configs.DecodeConfig:
-    """The configuration of a step that ``attention.planning.choose_backend`` has admitted to the kernels."""
+def step_config(problem: Problem, can_copy: bool = True) -> Any:
+    """Return the configuration of a step that ``choose_step_backend`` has admitted to the kernels.
+
+    It is an ``OrderedConfig``, one of attention, or a ``DecodeConfig``. can_copy: the caches' rows can be copied 16
+    bytes at a time, which an ordered step needs.
+    """
     if override is not None:
         return override
-    arch = family(device.arch(problem.device))
-    size = 1 if cache_of(problem).is_float8 and problem.dtype.itemsize == 2 else problem.dtype.itemsize
-    asked = (arch, size, problem.head_dim, cache_of(problem).is_rotated)
-    chunk = configs.chunk(*asked) if problem.len_q * problem.group_size >= configs.CHUNK_ROWS else None
-    small = problem.batch * problem.heads_kv * problem.len_k <= configs.SMALL_CACHE
-    return chunk or configs.decode(*asked, cache_of(problem).page_size, small)
+    found = (ordered_config(problem) if can_copy else None) or gathered_config(problem)
+    if found is not None:
+        return found
+    cache, arch = cache_of(problem), family(device.arch(problem.device))
+    size = 1 if cache.is_float8 and problem.dtype.itemsize == 2 else problem.dtype.itemsize
+    is_small = problem.batch * problem.heads_kv * problem.len_k <= configs.SMALL_CACHE
+    is_chunk = problem.len_q * problem.group_size >= configs.CHUNK_ROWS
+    return configs.decode(arch, size, problem.head_dim, cache.is_rotated, cache.page_size, is_small, is_chunk)
 
 
 def plan_step(problem: Problem) -> Plan:
@@ -102,13 +107,11 @@ def plan_step(problem: Problem) -> Plan:
     chosen, reason = choose_step_backend(problem)
     if chosen == "reference":
         return Plan("reference", None, reason)
-    ordered = ordered_config(problem) if override is None else None
-    gathered = gathered_config(problem) if override is None else None
-    config: Any = ordered or gathered or step_config(problem)
-    backend = "hopper" if isinstance(config, (OrderedConfig, HopperForwardConfig)) else "triton"
-    if ordered is not None:
+    config = step_config(problem)
+    backend = "hopper" if isinstance(config, (configs.OrderedConfig, HopperForwardConfig)) else "triton"
+    if isinstance(config, configs.OrderedConfig):
         why = "batch_invariant: cached keys in the order of the sm_90 forward"
-    elif gathered is not None:
+    elif not isinstance(config, configs.DecodeConfig):
         what = "batch_invariant" if problem.batch_invariant else "a chunk of a prompt"
         kernels = "sm_90" if backend == "hopper" else "portable"
         why = f"{what}: {kernels} kernels on a contiguous copy of the cached keys"

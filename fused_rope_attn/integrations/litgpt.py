@@ -86,10 +86,8 @@ def _attend(
     input_pos: Any = None,
     input_pos_maxp1: int | None = None,
 ) -> Tensor:
-    """Attend, with the arguments of ``CausalSelfAttention.forward``: x (B, T, width), tables (1|B, T, R).
-
-    A cache holds normed and rotated keys, in the same columns as LitGPT's own forward writes them.
-    """
+    """Attend, with the arguments of ``CausalSelfAttention.forward``: x (B, T, width), tables (1|B, T, R). A cache holds
+    normed and rotated keys, in the columns that LitGPT's own forward writes."""
     length = x.shape[1]
     # With input_pos, LitGPT's mask is causal. A prompt starts at position 0 if its last position is its length less 1.
     training, prompt = input_pos is None and mask is None, input_pos is not None and input_pos_maxp1 == length

@@ -22,11 +22,8 @@ from fused_rope_attn.attention.ops import forward_operator
 
 
 class FusedInnerAttention(VarlenAttention):
-    """Rotate, and attend within the documents of packed rows.
-
-    It is a ``VarlenAttention`` for the decoder, which then describes documents by ``VarlenMetadata`` instead of a mask,
-    and for the parallelisms, which give it the local heads and refuse context parallelism.
-    """
+    """Rotate, and attend within the documents of packed rows. As a ``VarlenAttention`` it makes the decoder describe
+    documents by ``VarlenMetadata``, and the parallelisms give it the local heads and refuse context parallelism."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(VarlenAttention.Config):
@@ -55,10 +52,8 @@ class FusedInnerAttention(VarlenAttention):
 
 
 class FusedGQAttention(GQAttention):
-    """``GQAttention`` with the norms and the rotation inside attention.
-
-    Tables are read by the position within a document, which is what ``positions`` holds in torchtitan's batches.
-    """
+    """``GQAttention`` with the norms and the rotation inside attention. Tables are read by the position within a
+    document, which is what ``positions`` holds in torchtitan's batches."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(GQAttention.Config):

@@ -21,8 +21,7 @@ from fused_rope_attn.kernels.records import record
 from fused_rope_attn.kernels.tiles import load_where
 
 # The smallest normal number of float32. GPUs flush smaller ones to zero, and the reciprocal would be infinite.
-SMALLEST_NORMAL = 2.0**-126
-_SMALLEST_NORMAL = tl.constexpr(SMALLEST_NORMAL)
+_SMALLEST_NORMAL = tl.constexpr(2.0**-126)
 
 
 @record
@@ -98,29 +97,6 @@ def pair_inverse_rms(first, second, norm, LAYOUT: tl.constexpr = None):
 
 
 @triton.jit
-def unnorm_sums(first, second, dy1, dy2, weight1, weight2):
-    """Sums over columns that ``unnorm_with`` needs, (rows, 1) each, of parts of rows as ``unnorm_pairs`` takes them.
-
-    They are of squares, of ``g * x``, and of the gradient's magnitudes; none waits for another.
-    """
-    squares = row_sum(first * first + second * second)
-    products = row_sum(dy1 * weight1 * first + dy2 * weight2 * second)
-    return squares, products, row_sum(tl.abs(dy1) + tl.abs(dy2))
-
-
-@triton.jit
-def unnorm_with(first, second, dy1, dy2, weight1, weight2, sums, norm):
-    """Return ``unnorm_pairs`` of parts of rows, given the ``unnorm_sums`` of all their columns."""
-    counts = sums[2] != 0.0
-    scale = tl.where(counts, inverse_rms(sums[0], norm), 0.0)
-    projection = tl.where(counts, sums[1], 0.0) * scale
-    n1, n2 = tl.where(counts, first, 0.0) * scale, tl.where(counts, second, 0.0) * scale
-    dx1 = norm_gradient(dy1 * weight1, n1, projection, scale, norm)
-    dx2 = norm_gradient(dy2 * weight2, n2, projection, scale, norm)
-    return dx1, dx2, dy1 * n1, dy2 * n2
-
-
-@triton.jit
 def unnorm_pairs(first, second, dy1, dy2, weight1, weight2, norm):
     """Return dx of the first and second members of pairs, and dweight of each row's, all float32.
 
@@ -129,5 +105,13 @@ def unnorm_pairs(first, second, dy1, dy2, weight1, weight2, norm):
     zero may be padding that holds NaN, so it gives zeros and adds nothing to a sum of dweight (rows, BLOCK_D / 2) over
     the rows. Rows that do not exist must have a gradient of zero.
     """
-    sums = unnorm_sums(first, second, dy1, dy2, weight1, weight2)
-    return unnorm_with(first, second, dy1, dy2, weight1, weight2, sums, norm)
+    # No sum waits for another.
+    squares = row_sum(first * first + second * second)
+    products = row_sum(dy1 * weight1 * first + dy2 * weight2 * second)
+    counts = row_sum(tl.abs(dy1) + tl.abs(dy2)) != 0.0
+    scale = tl.where(counts, inverse_rms(squares, norm), 0.0)
+    projection = tl.where(counts, products, 0.0) * scale
+    n1, n2 = tl.where(counts, first, 0.0) * scale, tl.where(counts, second, 0.0) * scale
+    dx1 = norm_gradient(dy1 * weight1, n1, projection, scale, norm)
+    dx2 = norm_gradient(dy2 * weight2, n2, projection, scale, norm)
+    return dx1, dx2, dy1 * n1, dy2 * n2

@@ -146,15 +146,6 @@ class PairLayouts:
 
 
 @triton.jit
-def tile_pairs(BLOCK_D: tl.constexpr, LAYOUT: tl.constexpr, FIRST_PAIR: tl.constexpr):
-    """Return the numbers of the BLOCK_D / 2 pairs of a tile, from FIRST_PAIR on."""
-    pairs = tile_range(BLOCK_D // 2, 1, LAYOUT)
-    if FIRST_PAIR:
-        pairs += FIRST_PAIR
-    return pairs
-
-
-@triton.jit
 def pair_columns(pairs, D: tl.constexpr, R: tl.constexpr):
     """Return the memory columns of the first and second members of ``pairs`` in the half layout.
 
@@ -182,29 +173,26 @@ def norm_columns(pairs, D: tl.constexpr, pairing):
 
 
 @triton.jit
-def pair_norm_weights(norm, pairing, BLOCK_D: tl.constexpr, LAYOUT: tl.constexpr = None, FIRST_PAIR: tl.constexpr = 0):
+def pair_norm_weights(norm, pairing, BLOCK_D: tl.constexpr, LAYOUT: tl.constexpr = None):
     """Load the norm's weights of the first and second members of a tile's pairs, (1, BLOCK_D / 2) each."""
-    columns1, columns2, is_pair = norm_columns(tile_pairs(BLOCK_D, LAYOUT, FIRST_PAIR), norm.D, pairing)
+    columns1, columns2, is_pair = norm_columns(tile_range(BLOCK_D // 2, 1, LAYOUT), norm.D, pairing)
     exists = None
-    if norm.D < 2 * FIRST_PAIR + BLOCK_D:
+    if norm.D < BLOCK_D:
         exists = is_pair
     return load_norm_weights(norm, columns1, exists)[None, :], load_norm_weights(norm, columns2, exists)[None, :]
 
 
 @triton.jit
-def load_pairs(rows, offs, pairing, layouts=None, CHECK_ROWS: tl.constexpr = True, FIRST_PAIR: tl.constexpr = 0):
+def load_pairs(rows, offs, pairing, layouts=None, CHECK_ROWS: tl.constexpr = True):
     """Load first and second members of every pair of the rows ``offs``, as float32 tiles (len(offs), BLOCK_D / 2).
 
     With CHECK_ROWS, rows that do not exist are zero, as in ``load_tile``. layouts: the ``PairLayouts`` of Gluon
-    kernels; ``offs`` has that of the pairs. With FIRST_PAIR a tile of BLOCK_D columns holds the pairs from this number
-    on, of rows with D columns in all.
+    kernels; ``offs`` has that of the pairs.
     """
     LAYOUT: tl.constexpr = None if layouts is None else layouts.PAIRS
     D: tl.constexpr = rows.format.D
     BLOCK_D: tl.constexpr = rows.format.BLOCK_D
     if pairing.INTERLEAVED:
-        if FIRST_PAIR:
-            rows = columns_from(rows, 2 * FIRST_PAIR)
         if layouts is None:
             first, second = unpack_pairs(load_tile(rows, offs, CHECK_ROWS))
         else:
@@ -212,12 +200,12 @@ def load_pairs(rows, offs, pairing, layouts=None, CHECK_ROWS: tl.constexpr = Tru
             first, second = unpack_pairs(load_tile(rows, offs, CHECK_ROWS, layouts.WHOLE))
             first, second = gl.convert_layout(first, LAYOUT), gl.convert_layout(second, LAYOUT)
     else:
-        columns1, columns2 = pair_columns(tile_pairs(BLOCK_D, LAYOUT, FIRST_PAIR), D, pairing.R)
+        columns1, columns2 = pair_columns(tile_range(BLOCK_D // 2, 1, LAYOUT), D, pairing.R)
         pointers1 = row_pointers(rows, offs, columns1)
         pointers2 = row_pointers(rows, offs, columns2)
         mask = None
-        if CHECK_ROWS or D < 2 * FIRST_PAIR + BLOCK_D:
-            mask = tile_range(BLOCK_D // 2, 1, LAYOUT)[None, :] < D // 2 - FIRST_PAIR
+        if CHECK_ROWS or D < BLOCK_D:
+            mask = tile_range(BLOCK_D // 2, 1, LAYOUT)[None, :] < D // 2
             if CHECK_ROWS:
                 mask = mask & row_mask(rows, offs)
         first = load_where(pointers1, mask, 0.0)
@@ -229,20 +217,25 @@ def load_pairs(rows, offs, pairing, layouts=None, CHECK_ROWS: tl.constexpr = Tru
 def norm_and_rotate(first, second, cos, sin, sign, rotation, weights, LAYOUT: tl.constexpr = None):
     """Norm pairs of ``load_pairs`` if ``rotation`` has a norm, rotate them, and multiply them by ``sign``; all float32.
 
-    weights: ``pair_norm_weights``, or None without a norm. LAYOUT: of the pairs in Gluon kernels. A row's factor is the
-    last one, with the sign, because it commutes with the rotation: only one multiplication waits for the row's sum, and
-    calls without norms have it too. All kernels multiply in this order, because they are to give the same bits.
+    cos None: they are not rotated. weights: ``pair_norm_weights``, or None without a norm. LAYOUT: of the pairs in
+    Gluon kernels. A row's factor is the last one, with the sign, because it commutes with the rotation: only one
+    multiplication waits for the row's sum, and calls without norms have it too. All kernels multiply in this order,
+    because they are to give the same bits.
     """
     if rotation.norm is not None:
         sign = pair_inverse_rms(first, second, rotation.norm, LAYOUT) * sign
         first, second = first * weights[0], second * weights[1]
-    first, second = rotate(first, second, cos, sin, CONJUGATE=False)
+    if cos is not None:
+        first, second = rotate(first, second, cos, sin, CONJUGATE=False)
     return first * sign, second * sign
 
 
 @triton.jit
 def store_pairs(rows, first, second, offs, pairing, layouts=None, FIRST_PAIR: tl.constexpr = 0):
-    """Write pairs to their columns in memory, rounded once: the inverse of ``load_pairs``."""
+    """Write pairs to their columns in memory, rounded once: the inverse of ``load_pairs``.
+
+    With FIRST_PAIR a tile of BLOCK_D columns holds the pairs from this number on, of rows with D columns in all.
+    """
     LAYOUT: tl.constexpr = None if layouts is None else layouts.PAIRS
     D: tl.constexpr = rows.format.D
     BLOCK_D: tl.constexpr = rows.format.BLOCK_D
@@ -256,7 +249,10 @@ def store_pairs(rows, first, second, offs, pairing, layouts=None, FIRST_PAIR: tl
             rows = columns_from(rows, 2 * FIRST_PAIR)
         store_tile(rows, x, offs, WHOLE)
     else:
-        columns1, columns2 = pair_columns(tile_pairs(BLOCK_D, LAYOUT, FIRST_PAIR), D, pairing.R)
+        pairs = tile_range(BLOCK_D // 2, 1, LAYOUT)
+        if FIRST_PAIR:
+            pairs += FIRST_PAIR
+        columns1, columns2 = pair_columns(pairs, D, pairing.R)
         exists = tile_range(BLOCK_D // 2, 1, LAYOUT)[None, :] < D // 2 - FIRST_PAIR
         mask = (offs[:, None] < rows.num_rows) & exists
         dtype = rows.ptr.dtype.element_ty

@@ -10,9 +10,8 @@ import triton
 import triton.language as tl
 from triton.experimental.gluon import language as gl
 
+from fused_rope_attn.kernels import masks as masking
 from fused_rope_attn.kernels import schedule
-from fused_rope_attn.kernels.intervals import Intervals, sequence_intervals
-from fused_rope_attn.kernels.masks import Mask, Window, first_key, is_causal, sequence_mask, window_of
 from fused_rope_attn.kernels.records import record, replace
 from fused_rope_attn.kernels.rotation import head_rotation, rotation_from
 from fused_rope_attn.kernels.tiles import Origin
@@ -141,18 +140,18 @@ class MaskArguments:
     cu_q_ptr: tl.tensor | None  # cu_seqlens of queries and of keys, (num_sequences + 1,) int32; B = 1 then
     cu_k_ptr: tl.tensor | None
     num_sequences: tl.tensor | None
-    window: Window | None
+    window: masking.Window | None
     READS_LENGTHS: tl.constexpr  # whether the call has any of the tensors
     # A sequence begins at its kv_starts: blocks are counted from there, as they are in packed sequences.
     FROM_START: tl.constexpr
     TOKEN_TABLES: tl.constexpr = False  # row t of the tables belongs to packed token t
-    intervals: Intervals | None = None
+    intervals: masking.Intervals | None = None
 
 
 @triton.jit
 def complete_masks(masks, num_sequences, window_left, window_right):
     """Return the ``MaskArguments`` that the host passed, with the numbers for which Triton must not specialise."""
-    return replace(masks, num_sequences=num_sequences, window=window_of((window_left, window_right)))
+    return replace(masks, num_sequences=num_sequences, window=masking.window_of((window_left, window_right)))
 
 
 @record
@@ -178,7 +177,7 @@ class Sequence:
     num_keys: tl.tensor  # keys that exist
     q_offset: tl.tensor  # position of the first query; keys count their positions from 0
     first_position: tl.tensor | None  # the tables' row of the first key; None: 0
-    mask: Mask
+    mask: masking.Mask
 
 
 @triton.jit
@@ -207,7 +206,9 @@ def scheduled_queries(pid, NQ, NK, HQ, num_heads, heads_per_section, masks, BLOC
     """Return the tile of queries (B, HQ, NQ, D) of program ``pid``: the last tile of a causal sequence runs first,
     because it takes the longest. num_heads is B * HQ. There are ``count_tiles`` * num_heads programs."""
     tiles = schedule.count_tiles(NQ, masks.num_sequences, BLOCK_M)
-    number, head = schedule.scheduled_tile(pid, tiles, num_heads, heads_per_section, is_causal(masks.window.right))
+    number, head = schedule.scheduled_tile(
+        pid, tiles, num_heads, heads_per_section, masking.is_causal(masks.window.right)
+    )
     return tile_of_head(number, head, NQ, HQ, masks.cu_q_ptr, masks.cu_k_ptr, NK, masks.num_sequences, BLOCK_M)
 
 
@@ -228,7 +229,7 @@ def scheduled_keys(pid, NK, NQ, HKV, num_heads, heads_per_section, masks, BLOCK_
 @triton.jit
 def start_of(masks, batch, NK):
     """Return kv_starts of batch entry ``batch``, of at most its keys, with NK rows of keys in the tensor."""
-    return first_key(masks.starts_ptr, batch, 0, existing_keys(masks.lens_ptr, batch, NK), None)
+    return masking.first_key(masks.starts_ptr, batch, 0, existing_keys(masks.lens_ptr, batch, NK), None)
 
 
 @triton.jit
@@ -248,8 +249,8 @@ def described_sequence(batch, first_q, num_queries, first_k, rows_k, masks):
     intervals = None
     if masks.intervals is not None:
         num_rows = first_q + num_queries
-        intervals = sequence_intervals(masks.intervals, batch, first_k, num_rows, rows_k, q_offset - first_q)
-    mask = sequence_mask(starts_ptr, batch, q_offset, num_keys, masks.window, masks.READS_LENGTHS, intervals)
+        intervals = masking.sequence_intervals(masks.intervals, batch, first_k, num_rows, rows_k, q_offset - first_q)
+    mask = masking.sequence_mask(starts_ptr, batch, q_offset, num_keys, masks.window, masks.READS_LENGTHS, intervals)
     return Sequence(batch, first_q, num_queries, first_k, num_keys, q_offset, first_position, mask)
 
 

@@ -110,20 +110,24 @@ def check_choice(choices: tuple[str, ...]) -> Callable[[str, Any, Any], None]:
     return check
 
 
-def is_finite(value: Any) -> bool:
-    """Say whether a number is neither infinite nor NaN. ``math.isfinite`` refuses numbers that torch.compile traces."""
-    return bool(-math.inf < value < math.inf)
-
-
 def check_number(
-    expected: str = "a float", limits: str = "finite", holds: Callable[[Any], bool] = is_finite
+    expected: str = "a float",
+    limits: str = "finite",
+    holds: Callable[[Any], bool] = lambda value: -math.inf < value < math.inf,  # torch.compile traces no math.isfinite
+    of_norms: bool = False,
 ) -> Callable[..., None]:
-    """Return the check of a real number that ``holds``. None passes if it is expected."""
+    """Return the check of a real number that ``holds``. None passes if it is expected.
 
-    def check(name: str, value: Any, _: Any = None) -> None:
+    of_norms: it is an option of norms. Without norms a graph must not read the number and make it an input.
+    """
+
+    def check(name: str, value: Any, tensors: Any = None) -> None:
+        if of_norms and tensors.q_norm is None and torch.compiler.is_compiling():
+            return
         if value is None and expected.endswith("None"):
             return
-        if not is_real(value):
+        # A number of Python or NumPy, or a traced one.
+        if not isinstance(value, (float, int, torch.SymFloat, torch.SymInt, Real)) or isinstance(value, bool):
             raise TypeError(f"{name} must be {expected}, but is {kind_of(value)}")
         if not holds(value):
             raise ValueError(f"{name} must be {limits}, but is {value}")
@@ -131,21 +135,10 @@ def check_number(
     return check
 
 
-def _of_norms(*checks: Callable[..., None]) -> Callable[..., None]:
-    """Return the check of an option of norms. Without norms a graph must not read the number and make it an input."""
-
-    def check(name: str, value: Any, tensors: Any) -> None:
-        if tensors.q_norm is not None or not torch.compiler.is_compiling():
-            for each in checks:
-                each(name, value)
-
-    return check
-
-
 check_softmax_scale = check_number("a float or None")
 check_positive = check_number(limits="finite and positive", holds=lambda value: 0.0 < value < math.inf)
-check_norm_offset = _of_norms(check_number())
-check_norm_eps = _of_norms(check_number(), check_number(limits="at least 0", holds=lambda value: value >= 0))
+check_norm_offset = check_number(of_norms=True)
+check_norm_eps = check_number(limits="at least 0 and finite", holds=lambda x: 0.0 <= x < math.inf, of_norms=True)
 
 
 def check_window(name: str, window: Any, _: Any) -> None:
@@ -188,7 +181,7 @@ def check_kinds(**arguments: Any) -> None:
     """Check that each is a tensor, and neither nested, nor sparse, nor distributed."""
     for name, x in arguments.items():
         if not isinstance(x, Tensor):
-            refuse_non_tensor(**{name: x})
+            raise TypeError(f"{name} must be a torch.Tensor, but is {kind_of(x)}")
         if x.is_nested:
             raise NotImplementedError(
                 f"{name} must not be a nested tensor: sequences of different lengths are for rope_attention_varlen, "
@@ -197,17 +190,12 @@ def check_kinds(**arguments: Any) -> None:
             )
         if x.layout is not strided:
             raise TypeError(f"{name} must be a dense tensor, but has the layout {named(x.layout)}; call to_dense()")
-        if _is_distributed(x):
+        module = sys.modules.get("torch.distributed.tensor")  # a program that has a DTensor has imported it
+        if module is not None and isinstance(x, module.DTensor):
             raise NotImplementedError(
                 f"{name} must be a tensor of this process, but is a DTensor: pass {name}.to_local() where heads or "
                 "batch entries are sharded, and gather a sharded sequence first"
             )
-
-
-def _is_distributed(x: Tensor) -> bool:
-    # A program that has a DTensor has imported this module.
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(x, module.DTensor)
 
 
 _said: set[str] = set()
@@ -223,11 +211,6 @@ def warn_once(subject: str, message: str) -> None:
     while frame.f_back is not None and str(frame.f_globals.get("__name__")).partition(".")[0] == package:
         frame, depth = frame.f_back, depth + 1
     warnings.warn(message, UserWarning, stacklevel=depth)
-
-
-def refuse_non_tensor(**arguments: Any) -> NoReturn:
-    name, value = next((name, value) for name, value in arguments.items() if not isinstance(value, Tensor))
-    raise TypeError(f"{name} must be a torch.Tensor, but is {kind_of(value)}")
 
 
 def refuse_device(device: torch.device, first: str = "q", /, **arguments: Tensor) -> NoReturn:
@@ -257,11 +240,6 @@ def check_int(name: str, value: Any, expected: str = "an int") -> Any:
     if not is_int(value):
         raise TypeError(f"{name} must be {expected}, but is {kind_of(value)}")
     return as_int(value)
-
-
-def is_real(value: Any) -> bool:
-    """Return whether value is a real number of Python or NumPy, or a traced one. Bools and tensors are not accepted."""
-    return isinstance(value, (float, int, torch.SymFloat, torch.SymInt, Real)) and not isinstance(value, bool)
 
 
 def kind_of(value: Any) -> str:

@@ -47,10 +47,8 @@ def arch(device: torch.device) -> str:
 def _arch(device: torch.device) -> str:
     if device.type != "cuda":
         return "interpreter" if is_interpreted() and device.type == "cpu" else device.type
-    properties = _properties(device.index)
-    if torch.version.hip:
-        return properties.gcnArchName.split(":")[0]
-    return f"sm_{properties.major}{properties.minor}"
+    found = _properties(device.index)
+    return found.gcnArchName.split(":")[0] if torch.version.hip else f"sm_{found.major}{found.minor}"
 
 
 def num_sms(device: torch.device) -> int:
@@ -65,16 +63,15 @@ def has_gpu() -> bool:
 
 def cards() -> list[dict[str, object]]:
     """Return index, name, architecture, multiprocessors and memory in GiB of every GPU that torch sees. Starts CUDA."""
-    every = range(torch.cuda.device_count() if has_gpu() else 0)
     return [
         {
             "index": index,
-            "name": _properties(index).name,
+            "name": properties.name,
             "arch": arch(torch.device("cuda", index)),
-            "multiprocessors": _properties(index).multi_processor_count,
-            "memory_gib": round(_properties(index).total_memory / 2**30, 1),
+            "multiprocessors": properties.multi_processor_count,
+            "memory_gib": round(properties.total_memory / 2**30, 1),
         }
-        for index in every
+        for index, properties in enumerate(map(_properties, range(torch.cuda.device_count())))
     ]
 
 
@@ -92,8 +89,9 @@ def current_stream(device: torch.device) -> int:
     return 0 if device.index is None else torch._C._cuda_getCurrentRawStream(device.index)
 
 
-# (device, stream) to the second stream.
-_seconds: dict[tuple[int, int], torch.cuda.Stream] = {}
+@functools.cache
+def _second_stream(index: int, stream: int) -> torch.cuda.Stream:
+    return torch.cuda.Stream(index)
 
 
 def two_streams(device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Stream] | None:
@@ -104,10 +102,7 @@ def two_streams(device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Str
     if device.type != "cuda":
         return None
     current = torch.cuda.current_stream(device)
-    key = current.device_index, current.cuda_stream
-    if key not in _seconds:
-        _seconds[key] = torch.cuda.Stream(device)
-    return current, _seconds[key]
+    return current, _second_stream(current.device_index, current.cuda_stream)
 
 
 def on_stream(stream: torch.cuda.Stream) -> AbstractContextManager[object]:

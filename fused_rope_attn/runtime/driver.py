@@ -66,7 +66,7 @@ class Driver:
 
     def __init__(self, library: ctypes.CDLL):
         self.launch, self.encode = library.cuLaunchKernelEx, library.cuTensorMapEncodeTiled
-        self._info, self._library = library.cuFuncGetParamInfo, library
+        self._info, self._explain = library.cuFuncGetParamInfo, library.cuGetErrorString
 
     def parameter_sizes(self, function: ctypes.c_void_p) -> list[int]:
         """Return the bytes of each parameter of a loaded kernel."""
@@ -80,7 +80,7 @@ class Driver:
     def message(self, code: int) -> str:
         """Return the number and the driver's explanation of an error code."""
         text = ctypes.c_char_p()
-        self._library.cuGetErrorString(code, ctypes.byref(text))
+        self._explain(code, ctypes.byref(text))
         return f"CUDA error {code}: {(text.value or b'unknown').decode()}"
 
 
@@ -96,20 +96,18 @@ def cuda_driver() -> Driver | None:
 class TensorMap:
     """The tensor maps (CUtensorMap) of one descriptor of a kernel, by the address of its tensor.
 
-    fields: shape, strides in elements, and padding of Triton's ``TensorDescriptor``. encoding: the descriptor's entry
-    of ``tensordesc_meta`` in Triton's metadata.
+    descriptor: Triton's ``TensorDescriptor``, which is not kept. encoding: its entry of ``tensordesc_meta`` in Triton's
+    metadata.
     """
 
-    def __init__(self, name: str, x: torch.Tensor, fields: Mapping[str, Any], encoding: Mapping[str, Any] | None):
-        dtype = x.dtype
-        if encoding is None or encoding["fp4_padded"] or encoding.get("is_im2col") or dtype not in _MAP_TYPES:
-            raise Unsupported(f"{name} has no plain tensor map")
-        if fields["padding"] != "zero" or fields.get("round_f32_to_tf32"):
-            raise Unsupported(f"{name} is a descriptor that pads with NaN or rounds")
-        self.name, self.tensor, self.fields, block = name, id(x), fields, encoding["block_size"]
+    def __init__(self, name: str, descriptor: Any, encoding: Mapping[str, Any] | None):
+        dtype = descriptor.base.dtype
+        if encoding is None or dtype not in _MAP_TYPES:
+            raise Unsupported(f"{name} has no tensor map that is known")
+        self.name, self.tensor, block = name, id(descriptor.base), encoding["block_size"]
         rank, swizzle, none = len(block), encoding["swizzle"], 0
-        sizes = (ctypes.c_uint64 * rank)(*reversed(fields["shape"]))
-        pitches = (ctypes.c_uint64 * rank)(*(dtype.itemsize * n for n in reversed(fields["strides"][:-1])))
+        sizes = (ctypes.c_uint64 * rank)(*reversed(descriptor.shape))
+        pitches = (ctypes.c_uint64 * rank)(*(dtype.itemsize * n for n in reversed(descriptor.strides[:-1])))
         box, steps = (ctypes.c_uint32 * rank)(*reversed(block)), (ctypes.c_uint32 * rank)(*[1] * rank)
         self._before_address = _MAP_TYPES[dtype], rank
         self._after_address = sizes, pitches, box, steps, none, swizzle, _PROMOTE_TO_128_BYTES, none
@@ -136,33 +134,34 @@ Parameter = Union[int, TensorMap, bytes]  # noqa: UP007  tools/hub copies this f
 _BYTES: dict[type, int] = {int: _WORD, TensorMap: _MAP_BYTES}
 
 
+# The metadata of a kernel that needs nothing but its parameters.
+_PLAIN = {"global_scratch_size": 0, "profile_scratch_size": 0, "num_ctas": 1, "launch_cooperative_grid": False}
+
+
 class Kernel:
     """One compiled kernel as the driver launches it. ``parameters`` are in the kernel's order.
 
     Args:
         compiled: as ``kernel[grid](...)`` of Triton returns it.
         grid: three numbers of programs.
-        given: all arguments by name. A tensor with a descriptor is (tensor, ``Source``).
+        given: all arguments by name.
 
     Raises:
         Unsupported: if a launch needs more than this file knows, or if the driver counts other parameters.
     """
 
     def __init__(self, compiled: Any, grid: Sequence[int], given: Mapping[str, Any]):
-        metadata = compiled.metadata._asdict()
         driver: Any = cuda_driver()
-        for reason, applies in (
-            ("there is no CUDA driver with the functions that launches need", driver is None),
-            ("this release of Triton is not known", not LAUNCHER_IS_KNOWN),
-            ("the kernel needs scratch memory", metadata["global_scratch_size"] or metadata["profile_scratch_size"]),
-            ("the kernel is instrumented", metadata.get("instrumentation_mode")),
-            ("the kernel needs too much shared memory", metadata["shared"] > 228 << 10),
-            ("the kernel needs clusters", metadata["num_ctas"] > 1 or metadata["launch_cooperative_grid"]),
-        ):
-            if applies:
-                raise Unsupported(reason)
+        if compiled is None or driver is None or not LAUNCHER_IS_KNOWN:
+            raise Unsupported("there is no CUDA driver or compiled kernel, or this release of Triton is not known")
+        metadata = compiled.metadata._asdict()
+        if metadata.get("instrumentation_mode") or any(metadata[name] != plain for name, plain in _PLAIN.items()):
+            raise Unsupported("the kernel is instrumented, or needs scratch memory or clusters")
         self.function = ctypes.c_void_p(compiled.function)
-        self.parameters = parameters_of(compiled.src.signature, metadata.get("tensordesc_meta"), given)
+        encodings = iter(metadata.get("tensordesc_meta") or ())
+        signature = compiled.src.signature
+        self.parameters = [p for name in signature for p in _values(name, signature[name], given.get(name), encodings)]
+        self.parameters += [bytes(_WORD), bytes(_WORD)]  # pointers to scratch memory
         sizes = [len(p) if isinstance(p, bytes) else _BYTES[type(p)] for p in self.parameters]
         if driver.parameter_sizes(self.function) != sizes:
             raise Unsupported(f"the driver does not find parameters of {sizes} bytes")
@@ -173,29 +172,18 @@ class Kernel:
         self.config = *size, 0, ctypes.addressof(self.launch_early), int(metadata["launch_pdl"])
 
 
-def parameters_of(signature: Mapping[str, Any], encodings: Any, given: Mapping[str, Any]) -> list[Parameter]:
-    """Return a kernel's parameters by the rule of triton 3.6 to 3.9.
+def _values(name: str, kind: Any, value: Any, encodings: Iterator[Mapping]) -> Iterator[Parameter]:
+    """Yield the parameters that an argument is by the rule of triton 3.6 to 3.9.
 
-    Constants are no parameters. A record or tuple gives those of its elements, a descriptor its map, shape and strides.
-    The last two are pointers to scratch memory.
+    A constant is none. A record or tuple gives those of its elements, a descriptor its map, shape and strides.
     """
-    found: list[Parameter] = []
-    left = iter(encodings or ())
-    for name, kind in signature.items():
-        if isinstance(kind, str) and kind.startswith("tensordesc"):
-            x, source = given[name]
-            found.append(TensorMap(name, x, source.fields, next(left, None)))
-            found += [struct.pack("<i", n) for n in source.fields["shape"]]
-            found += [struct.pack("<q", n) for n in source.fields["strides"]]
-        else:
-            found += _values(name, kind, given.get(name))
-    return [*found, bytes(_WORD), bytes(_WORD)]
-
-
-def _values(name: str, kind: Any, value: Any) -> Iterator[int | bytes]:
     if isinstance(kind, tuple):
         for pair in zip(kind, value):
-            yield from _values(name, *pair)
+            yield from _values(name, *pair, encodings)
+    elif kind.startswith("tensordesc"):
+        yield TensorMap(name, value, next(encodings, None))
+        yield from (struct.pack("<i", n) for n in value.shape)
+        yield from (struct.pack("<q", n) for n in value.strides)
     elif kind.startswith("*"):
         yield id(value)
     elif kind != "constexpr":
@@ -217,25 +205,27 @@ class Block:
     ``write(*addresses, *maps)`` stores the arguments that change from call to call.
 
     Args:
-        launches: (kernel, its addresses, its maps) each. Both are indices of those that ``write`` takes, in the order
-            of the kernel's parameters.
-        addresses, maps: how many of each ``write`` takes.
+        kernels: in the order of their launches.
+        places: from the id of a tensor to the index of its address.
+        maps: how many the kernels have. ``write`` takes them in the order of the kernels and of their parameters.
+
+    Raises:
+        KeyError: if a kernel has a tensor without a place.
     """
 
-    def __init__(self, launches: Sequence[tuple[Kernel, Sequence[int], Sequence[int]]], addresses: int, maps: int):
-        first_map = _WORD * addresses + -_WORD * addresses % _MAP_ALIGNMENT
+    def __init__(self, kernels: Sequence[Kernel], places: Mapping[int, int], maps: int):
+        addresses = _WORD * len(places)
+        first_map = addresses + -addresses % _MAP_ALIGNMENT
         memory, shift = _aligned(first_map + _MAP_BYTES * maps)
         begin = ctypes.addressof(memory) + shift
-        layout = f"<{addresses}Q{first_map - _WORD * addresses}x" + f"{_MAP_BYTES}s" * maps
+        layout = f"<{len(places)}Q{first_map - addresses}x" + f"{_MAP_BYTES}s" * maps
         self.write = functools.partial(struct.Struct(layout).pack_into, memory, shift)
         self._stream, self._launches = 0, []
-        for kernel, own_addresses, own_maps in launches:
-            at: dict[type, Iterator[int]] = {
-                int: iter([begin + _WORD * i for i in own_addresses]),
-                TensorMap: iter([begin + first_map + _MAP_BYTES * i for i in own_maps]),
-                bytes: itertools.count(ctypes.addressof(kernel.numbers), _WORD),
-            }
-            pointers = (ctypes.c_void_p * len(kernel.parameters))(*[next(at[type(p)]) for p in kernel.parameters])
+        others: dict[type, Iterator[int]] = {TensorMap: itertools.count(begin + first_map, _MAP_BYTES)}
+        for kernel in kernels:
+            others[bytes] = itertools.count(ctypes.addressof(kernel.numbers), _WORD)
+            at = [begin + _WORD * places[p] if isinstance(p, int) else next(others[type(p)]) for p in kernel.parameters]
+            pointers = (ctypes.c_void_p * len(at))(*at)
             config = LaunchConfig(*kernel.config)
             self._launches.append((config, ctypes.byref(config), kernel.function, ctypes.byref(pointers)))
 

@@ -39,7 +39,7 @@ def explain_keywords(function: Callable[P, R]) -> Callable[P, R]:
     The signature is unchanged, and calls with known keywords pay for one more Python call. A call with an unknown
     keyword never reaches the function's body, so that no other TypeError is mistaken for it.
     """
-    known = parameters_of(function)
+    known = tuple(inspect.signature(function).parameters)
 
     def explained(keyword: str) -> str:
         near = difflib.get_close_matches(keyword, known, cutoff=_ALIKE)
@@ -57,11 +57,6 @@ def explain_keywords(function: Callable[P, R]) -> Callable[P, R]:
         raise TypeError(f"{function.__name__}() does not take {' and '.join(map(explained, unknown))}")
 
     return call
-
-
-def parameters_of(function: Callable[..., Any]) -> tuple[str, ...]:
-    """Return the names of a function's parameters."""
-    return tuple(inspect.signature(function).parameters)
 
 
 def fill(record: Any, given: Mapping[str, Any]) -> Any:
@@ -104,24 +99,22 @@ def autocast(tensors: Any, names: Iterable[str]) -> Any:
     if not torch.is_autocast_enabled() and not torch.is_autocast_enabled("cpu"):
         return tensors
     given = {name: x for name in names if (x := getattr(tensors, name)) is not None}
-    first = next(iter(given.values()), None)
-    are_tensors = all(isinstance(x, torch.Tensor) for x in given.values())
-    if first is None or not are_tensors or not is_autocast_on(first.device.type):
+    if not given or not all(isinstance(x, torch.Tensor) for x in given.values()):
         return tensors
-    dtype = torch.get_autocast_dtype(first.device.type)
-    convert = _stand_in if is_dry_run() else torch.Tensor.to
-    is_cast = {name: x.is_floating_point() and x.dtype is not torch.float64 for name, x in given.items()}
-    return tensors._replace(**{name: convert(x, dtype) for name, x in given.items() if is_cast[name]})
+    kind = next(iter(given.values())).device.type
+    if not is_autocast_on(kind):
+        return tensors
+    dtype, is_dry = torch.get_autocast_dtype(kind), is_dry_run()
+    for name, x in given.items():
+        if x.is_floating_point() and x.dtype is not torch.float64 and x.dtype is not dtype:
+            cast = torch.empty((), dtype=dtype, device=x.device).expand(x.shape) if is_dry else x.to(dtype)
+            tensors = tensors._replace(**{name: cast})
+    return tensors
 
 
 def is_autocast_on(device_type: str) -> bool:
     """Return whether autocast is on for this device type. It is off for "meta", which autocast does not support."""
     return device_type != "meta" and torch.is_autocast_enabled(device_type)
-
-
-def _stand_in(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return a tensor with x's shape and device and the new dtype, but without data."""
-    return x if x.dtype is dtype else torch.empty((), dtype=dtype, device=x.device).expand(x.shape)
 
 
 def in_context_parallel() -> bool:

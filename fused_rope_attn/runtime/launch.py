@@ -13,44 +13,27 @@ and does nothing else with tensors, can be recorded. Any other call runs each ti
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import operator
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils import _python_dispatch
 from triton import knobs
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonTensorDescriptor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from fused_rope_attn.runtime import device, driver
-from fused_rope_attn.runtime.driver import Block, Kernel, TensorMap, Unsupported
 
 _MAX_CALLS = 4096
-_ATEN = torch.ops.aten
-_ALLOCATIONS = frozenset(
-    (
-        _ATEN.empty.memory_format,
-        _ATEN.empty_strided.default,
-        _ATEN.empty_like.default,
-        _ATEN.new_empty.default,
-        _ATEN.new_empty_strided.default,
-    )
-)
+_ALLOCATIONS = ("aten.empty.", "aten.empty_strided.", "aten.empty_like.", "aten.new_empty.", "aten.new_empty_strided.")
 # Kernels are specialised for addresses that are multiples of this. PyTorch aligns its allocations to the other.
 _ALIGNMENT, _WORKSPACE_ALIGNMENT = 16, 256
 # A larger workspace keeps the allocations of the recorded call, because one large block may not fit in free memory.
 MOST_WORKSPACE_BYTES = 1 << 24
 _address = torch.Tensor.data_ptr
-
-
-class _Thread(threading.local):
-    recording: Recording | None = None
-
-
-_thread = _Thread()
 
 
 class Launch:
@@ -62,26 +45,18 @@ class Launch:
         programs: size of the grid.
         options: of Triton's launch: ``num_warps``, ``num_stages``, ``maxnreg``, ``launch_pdl``.
         shared: arguments by name that several kernels of a call have in common. The kernel takes those that it has.
-        own: arguments of this kernel.
-
-    Raises:
-        TypeError: if the kernel lacks a parameter that ``own`` names, or a parameter after the tensors gets no value.
+        own: arguments of this kernel, which must have them.
     """
 
-    __slots__ = ("kernel", "grid", "arguments", "options", "compiled", "tensor_names", "_names")
+    __slots__ = ("kernel", "grid", "arguments", "options", "compiled", "tensor_names")
 
     def __init__(self, kernel, programs: int, options: dict, shared: dict | None = None, **own):
-        names = kernel.arg_names
-        unknown = own.keys() - set(names)
-        if unknown:
-            raise TypeError(f"{kernel.fn.__name__} has no parameter {', '.join(sorted(unknown))}")
-        given = {**(shared or {}), **own}
+        given, names = {**(shared or {}), **own}, kernel.arg_names
         self.arguments = {name: given[name] for name in names if name in given}
         self.tensor_names = tuple(names[: len(names) - len(self.arguments)])
-        self._names = frozenset(self.tensor_names)
-        if self.arguments.keys() & self._names:
-            lacking = [name for name in names if name not in given]
-            raise TypeError(f"{kernel.fn.__name__}: the tensors must come first, but values lack for {lacking}")
+        wrong = own.keys() - self.arguments.keys() or self.arguments.keys() & set(self.tensor_names)
+        if wrong:
+            raise TypeError(f"{kernel.fn.__name__} takes {names}, the tensors first: look at {sorted(wrong)}")
         self.kernel = kernel
         self.grid = (programs, 1, 1)
         # Triton 3.10 will turn the fusion of multiplications and additions off by default.
@@ -91,44 +66,31 @@ class Launch:
         self.compiled = None
 
     def __call__(self, stream: int, shared: dict | None = None, **own) -> None:
-        """Launch on the current device with the kernel's tensors, by name. One may be None, or a ``Source``'s result.
+        """Launch on the current device with the kernel's tensors and descriptors, by name. One may be None.
 
-        Args:
-            stream: the device's current one, as ``device.current_stream`` gives it.
-            shared: tensors that several kernels of a call have in common. The kernel takes those that it has.
-            own: tensors of this kernel, which replace shared ones.
-
-        Raises:
-            TypeError: if the kernel lacks a tensor that ``own`` names, or a tensor of the kernel is not given.
-            RuntimeError: as Triton raises it, for example with the CUDA driver's error.
+        stream: the device's current one, as ``device.current_stream`` gives it. shared, own: as of the launch; own
+        tensors replace shared ones. Raise RuntimeError as Triton does, for example with the CUDA driver's error.
         """
         given = {**(shared or {}), **own}
-        if not own.keys() <= self._names <= given.keys():
-            wrong = sorted(own.keys() - self._names or self._names - given.keys())
-            raise TypeError(f"{self.kernel.fn.__name__} takes {self.tensor_names}: look at {', '.join(wrong)}")
-        tensors = {name: given[name] for name in self.tensor_names}
-        if _thread.recording is not None:
-            _thread.recording.launches.append((self, tensors))
-        given = {name: x[1].descriptor(x[0]) if type(x) is tuple else x for name, x in tensors.items()}
+        tensors = {name: given[name] for name in self.tensor_names if name in given}
+        if not own.keys() <= tensors.keys() or len(tensors) < len(self.tensor_names):
+            raise TypeError(f"{self.kernel.fn.__name__} takes {self.tensor_names}, but not {', '.join(given)}")
+        recording = _python_dispatch._get_current_dispatch_mode()
+        if type(recording) is Recording:
+            recording.launches.append((self, tensors))
         try:
-            self._launch(stream, given)
+            self._launch(stream, tensors)
         except RuntimeError as error:
             if "invalid device context" not in str(error):
                 raise
             device.make_context_current()
-            self._launch(stream, given)
+            self._launch(stream, tensors)
 
-    def _launch(self, stream: int, given: dict) -> None:
+    def _launch(self, stream: int, tensors: dict) -> None:
         if self.compiled is None:  # Triton compiles, launches and returns the kernel; its interpreter returns None.
-            self.compiled = self.kernel[self.grid](**given, **self.arguments, **self.options)
+            self.compiled = self.kernel[self.grid](**tensors, **self.arguments, **self.options)
         else:
-            self.compiled[self.grid](*given.values(), *self.arguments.values(), stream=stream)
-
-    def for_driver(self, tensors: dict) -> Kernel:
-        """Return this launch, of the tensors that ``__call__`` took, as the driver makes it, or raise Unsupported."""
-        if self.compiled is None:
-            raise Unsupported("nothing was compiled")
-        return Kernel(self.compiled, self.grid, {**self.arguments, **tensors})
+            self.compiled[self.grid](*tensors.values(), *self.arguments.values(), stream=stream)
 
 
 def hooked() -> bool:
@@ -159,18 +121,16 @@ class Source:
             # Without the tensor itself, which would otherwise stay alive.
             self.fields = {**vars(self.kind(*arguments)), "base": None}
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, Source]:
-        """Return x as a ``Launch`` takes it: x itself, or the pair (x, self) for a descriptor."""
-        return x if self.fields is None else (x, self)
-
-    def descriptor(self, x: torch.Tensor) -> TensorDescriptor | GluonTensorDescriptor:
-        """Return the descriptor of x, for Triton's launcher."""
+    def __call__(self, x: torch.Tensor) -> torch.Tensor | TensorDescriptor | GluonTensorDescriptor:
+        """Return x as a kernel takes it: x itself, or its descriptor."""
+        if self.fields is None:
+            return x
         descriptor = object.__new__(self.kind)
         vars(descriptor).update(self.fields, base=x)
         return descriptor
 
 
-class Recording(TorchDispatchMode):
+class Recording(_python_dispatch.TorchDispatchMode):
     """Note the allocations and launches of this thread. refusal: the reason why they cannot be replayed, or ""."""
 
     def __init__(self) -> None:
@@ -180,73 +140,60 @@ class Recording(TorchDispatchMode):
         self.refusal = ""
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        out = function(*args, **(kwargs or {}))
-        if function in _ALLOCATIONS:
+        out, name = function(*args, **(kwargs or {})), str(function)
+        if name.startswith(_ALLOCATIONS):
             self.made.append(out)
-        elif function is _ATEN.detach.default and self.made and args[0] is self.made[-1]:
+        elif name == "aten.detach.default" and self.made and args[0] is self.made[-1]:
             self.made[-1] = out  # PyTorch's allocating functions return this one
-        elif not (function is _ATEN.fill_.Scalar and math.isnan(args[1])):  # testing.poison_empty needs no replay
-            self.refusal = f"it runs {function}"
+        elif not (name == "aten.fill_.Scalar" and math.isnan(args[1])):  # testing.poison_empty needs no replay
+            self.refusal = f"it runs {name}"
         return out
-
-    def __enter__(self) -> Recording:
-        _thread.recording = self
-        return super().__enter__()
-
-    def __exit__(self, *error) -> None:
-        _thread.recording = None
-        super().__exit__(*error)
 
 
 class Replay:
     """``replay(inputs)`` does with these tensors what the recorded call did with those of the same layouts, ``given``.
 
-    results: what the call returned: None, or a tuple of allocations of its own, of given tensors, and of None.
-
-    Raises:
-        Unsupported: if the call cannot be replayed.
+    results: what the call returned: None, or a tuple of allocations of its own, of given tensors, and of None. Raise
+    Unsupported if the call cannot be replayed.
     """
 
     def __init__(self, recorded: Recording, given: Sequence[torch.Tensor], results: Any):
         if recorded.refusal:
-            raise Unsupported(recorded.refusal)
+            raise driver.Unsupported(recorded.refusal)
         if not recorded.launches or any(_address(x) % _ALIGNMENT for x in given):
-            raise Unsupported("nothing was launched, or an address is odd")
+            raise driver.Unsupported("nothing was launched, or an address is odd")
         returned = set(map(id, results or ()))
         kept = [x for x in recorded.made if id(x) in returned]
         workspace = [x for x in recorded.made if id(x) not in returned]
-        self._offsets, self._workspace_bytes = _packed(workspace)
+        # Offsets and size, in bytes, of the workspace in one allocation.
+        sizes = [x.untyped_storage().nbytes() for x in workspace]
+        sizes = [size + -size % _WORKSPACE_ALIGNMENT for size in sizes]
+        *self._offsets, self._workspace_bytes = itertools.accumulate(sizes, initial=0)
         if self._workspace_bytes > MOST_WORKSPACE_BYTES:
-            kept, workspace, self._offsets, self._workspace_bytes = kept + workspace, [], [], 0
-        tensors = [*given, *kept, *workspace]
-        numbers = {id(x): i for i, x in enumerate(tensors)}
-        if len(numbers) < len(tensors):
-            raise Unsupported("a tensor was given twice")
+            kept, workspace, self._offsets = kept + workspace, [], []
+        every = [*given, *kept, *workspace]
+        numbers = {id(x): i for i, x in enumerate(every)}
+        if len(numbers) < len(every):
+            raise driver.Unsupported("a tensor was given twice")
         self._where = given[0].device
-        self._layouts = [(_alike(x, given), tuple(x.shape), x.stride(), x.dtype) for x in kept]
-        self._maps: list[tuple[TensorMap, int]] = []
-        launches = []
+        self._layouts = [(tuple(x.shape), x.stride(), x.dtype) for x in kept]
+        kernels = [driver.Kernel(x.compiled, x.grid, x.arguments | tensors) for x, tensors in recorded.launches]
+        maps = [p for kernel in kernels for p in kernel.parameters if isinstance(p, driver.TensorMap)]
+        self._make_block = functools.partial(driver.Block, kernels, numbers, len(maps))
         try:
             self._results = results and [None if x is None else numbers[id(x)] for x in results]
-            for launch, arguments in recorded.launches:
-                kernel = launch.for_driver(arguments)
-                first = len(self._maps)
-                self._maps += [(p, numbers[p.tensor]) for p in kernel.parameters if isinstance(p, TensorMap)]
-                addresses = [numbers[p] for p in kernel.parameters if isinstance(p, int)]
-                launches.append((kernel, addresses, range(first, len(self._maps))))
+            self._maps = [(tensor_map, numbers[tensor_map.tensor]) for tensor_map in maps]
+            self._free_blocks = [self._make_block()]
         except KeyError as error:
-            raise Unsupported("a tensor came from elsewhere") from error
+            raise driver.Unsupported("a tensor came from elsewhere") from error
         self._make_results = getattr(type(results), "_make", tuple)
-        self._block_arguments = launches, len(tensors), len(self._maps)
-        self._free_blocks: list[Block] = []
         self._driver: Any = driver.cuda_driver()
         self._names = ", ".join(launch.kernel.fn.__name__ for launch, _ in recorded.launches)
 
     def __call__(self, inputs: Sequence[torch.Tensor]) -> Any:
         """Return the results, () if the call returns none. Launch nothing and return None if this cannot be a replay.
 
-        Raises:
-            RuntimeError: the CUDA driver's, with the kernels' names.
+        Raise RuntimeError with the driver's error and the kernels' names.
         """
         where = self._where
         if hooked() or not device.is_current(where):
@@ -255,8 +202,7 @@ class Replay:
         if functools.reduce(operator.or_, addresses) % _ALIGNMENT:
             return None
         made = [
-            torch.empty_strided(shape, strides, dtype=dtype, device=where) if i is None else torch.empty_like(inputs[i])
-            for i, shape, strides, dtype in self._layouts
+            torch.empty_strided(shape, strides, dtype=dtype, device=where) for shape, strides, dtype in self._layouts
         ]
         addresses += map(_address, made)
         if self._offsets:
@@ -265,47 +211,24 @@ class Replay:
             addresses += [begin + offset for offset in self._offsets]
         try:
             maps = [tensor_map.at(addresses[i]) for tensor_map, i in self._maps]
-        except RuntimeError:  # the thread never used its GPU and lacks a context; the call itself makes one
+        except RuntimeError:  # as below
             return None
         # Backward passes and a user's threads may be here at once. pop and append are atomic.
         try:
             block = self._free_blocks.pop()
         except IndexError:
-            block = Block(*self._block_arguments)
+            block = self._make_block()
         block.write(*addresses, *maps)
         code = block.launch(self._driver.launch, device.current_stream(where))
-        if code == driver.INVALID_CONTEXT:  # again such a thread; no kernel was launched
-            device.make_context_current()
-            code = block.launch(self._driver.launch, device.current_stream(where))
         self._free_blocks.append(block)
+        if code == driver.INVALID_CONTEXT:  # the thread never used its GPU; the call itself makes a context
+            return None
         if code:
             raise RuntimeError(f"{self._names} could not be launched: {self._driver.message(code)}")
         if not self._results:
             return ()
         tensors = [*inputs, *made]
         return self._make_results([None if i is None else tensors[i] for i in self._results])
-
-
-def _alike(x: torch.Tensor, given: Sequence[torch.Tensor]) -> int | None:
-    """Return the index of a given tensor for which ``torch.empty_like`` returns x's layout; None if there is none.
-
-    ``empty_like`` is the fastest allocation.
-    """
-    for i, other in enumerate(given):
-        if other.shape == x.shape and other.dtype is x.dtype and other.device == x.device:
-            if torch.empty_like(other, device="meta").stride() == x.stride():
-                return i
-    return None
-
-
-def _packed(tensors: list[torch.Tensor]) -> tuple[list[int], int]:
-    """Return (offsets of tensors in one allocation, its size), in bytes."""
-    offsets, end = [], 0
-    for x in tensors:
-        offsets.append(end)
-        size = x.untyped_storage().nbytes()
-        end += size + -size % _WORKSPACE_ALIGNMENT
-    return offsets, end
 
 
 class Call:
@@ -315,8 +238,6 @@ class Call:
     """
 
     __slots__ = ("run", "replay", "refusal", "_times")
-
-    _ATTEMPTS = 4
 
     def __init__(self, run: Callable[[Any], Any]):
         self.run = run
@@ -330,7 +251,7 @@ class Call:
             results = replay([x for x in tensors if x is not None])
             return self.run(tensors) if results is None else results
         self._times += 1
-        if not 1 < self._times <= self._ATTEMPTS:  # the first call compiles
+        if self._times not in (2, 3, 4):  # the first call compiles, and three attempts are enough
             return self.run(tensors)
         recording = Recording()
         with recording:
@@ -338,7 +259,7 @@ class Call:
         try:
             self.replay = Replay(recording, [x for x in tensors if x is not None], results)
             self.refusal = ""
-        except Unsupported as reason:
+        except driver.Unsupported as reason:
             self.refusal = str(reason)
         return results
 

@@ -97,9 +97,7 @@ def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, int, int, int]:
 
 def output_strides(x: torch.Tensor, columns: int | None = None) -> tuple[int, int, int, int]:
     """Return the strides of ``like_input(x, columns)``."""
-    batch, heads, length, head_dim = x.shape
-    if columns is not None:
-        head_dim = columns
+    batch, heads, length, head_dim = x.shape if columns is None else (*x.shape[:3], columns)
     if heads > 1 and x.stride(1) < x.stride(2):
         return (length * heads * head_dim, head_dim, heads * head_dim, 1)
     return contiguous_strides((batch, heads, length, head_dim))
@@ -116,10 +114,7 @@ def with_aligned_rows(x: torch.Tensor) -> torch.Tensor:
 
 def has_descriptor(x: torch.Tensor) -> bool:
     """Return whether the tensor memory accelerator can address x: 16-byte aligned rows with adjacent columns."""
-    batch, head, row, column = x.stride()
-    per_16_bytes = 16 // x.element_size()
+    *outer, column = x.stride()
     if column != 1 or x.data_ptr() % 16 or x.numel() == 0:
         return False
-    if (batch | head | row) % per_16_bytes == 0 and batch > 0 and head > 0 and row > 0:
-        return True
-    return all(size == 1 or (s > 0 and s % per_16_bytes == 0) for size, s in zip(x.shape, (batch, head, row)))
+    return all(size == 1 or (s > 0 and s * x.element_size() % 16 == 0) for size, s in zip(x.shape, outer))

@@ -69,21 +69,14 @@ def _window(value: Any, _: Any) -> tuple[int, int] | None:
     return checks.as_int(value[0]), checks.as_int(value[1])
 
 
-def _float(value: Any, _: Any) -> float:
-    return float(value)
-
-
 def _of_norms(value: Any, tensors: Any) -> float | None:
     """Return None without norms: a number, even a default, would become an input of a traced graph."""
     return None if tensors.q_norm is None else float(value)
 
 
-def _deterministic(value: bool, _: Any) -> bool:
-    return value or torch.are_deterministic_algorithms_enabled()
-
-
 _CAP = checks.check_number(limits="finite and positive, or 0.0 for none", holds=lambda value: 0.0 <= value < math.inf)
 _FLAG = Option(False, checks.check_bool)
+_DETERMINISTIC = Option(False, checks.check_bool, lambda on, _: on or torch.are_deterministic_algorithms_enabled())
 _BOUNDS = Option(None, Form("B", torch.int32))
 _INTERVALS = Option(None, Form("B NK | 1 NK", torch.int32))
 _NORM = Option(None, Form("D", torch.float32, None))
@@ -110,7 +103,7 @@ class ScoreOptions(CommonOptions, total=False):
     """Options of every function except those of multi-head latent attention."""
 
     rotary_dim: Annotated[int | None, Option()]  # ``check_tables`` finds it, because the tables' width decides
-    softcap: Annotated[float, Option(0.0, _CAP, _float)]
+    softcap: Annotated[float, Option(0.0, _CAP, lambda value, _: float(value))]
     norm_eps: Annotated[float, Option(1e-6, checks.check_norm_eps, _of_norms)]
     norm_offset: Annotated[float, Option(0.0, checks.check_norm_offset, _of_norms)]
     sinks: Annotated[torch.Tensor | None, Option(None, Form("HQ", torch.float32, None))]
@@ -122,7 +115,7 @@ class ScoreOptions(CommonOptions, total=False):
 class PackedLatentOptions(CommonOptions, total=False):
     """Options of ``rope_attention_mla_varlen``."""
 
-    deterministic: Annotated[bool, Option(False, checks.check_bool, _deterministic)]
+    deterministic: Annotated[bool, _DETERMINISTIC]
 
 
 class LatentOptions(PackedLatentOptions, PaddedOptions, total=False):

@@ -1,14 +1,10 @@
 """Tables of launch configurations: the first row whose fields match a call is taken."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
-from typing import Any, TypeVar
-
-Row = TypeVar("Row")
+from typing import Any
 
 
-def find_row(rows: Sequence[Row], **key: object) -> Row:
+def find_row(rows: Sequence[Any], **key: Any) -> Any:
     """Return the first row that matches the properties of a call. ``key`` has them by the names of the row's fields.
 
     A field that is None matches anything, and a tuple its members. ``head_dim`` and fields that begin with ``most_``

@@ -1,4 +1,5 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs
+# ruff: noqa: F401
 """One name for each function that moved between triton 3.6 and 3.9, mostly Gluon's; nothing else."""
 
 import triton
@@ -15,12 +16,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language import core
-
-__all__ = [
-    "COPIES_OPERANDS", "LAUNCHER_IS_KNOWN", "TensorDescriptor", "aggregate", "async_copy", "async_load", "barrier",
-    "fence_async_shared", "gl", "jit", "mbarrier", "reinterpret", "tma_load", "tma_reduce_add", "tma_store",
-    "tma_store_wait", "warpgroup_mma", "warpgroup_mma_init", "warpgroup_mma_wait",
-]  # fmt: skip
 
 # Decorator of classes that device code passes and returns whole; private before triton 3.9.
 aggregate = getattr(triton, "aggregate", None) or core._aggregate
@@ -53,5 +48,5 @@ else:  # 3.6 and 3.7 have the operation without a Gluon name
 # two products read the same registers.
 _RELEASE = tuple(map(int, triton.__version__.split(".")[:2]))
 COPIES_OPERANDS = gl.constexpr(_RELEASE >= (3, 7))
-# ``driver.parameters_of`` follows the launch rules of these releases.
+# ``driver.Kernel`` follows the launch rules of these releases.
 LAUNCHER_IS_KNOWN = (3, 6) <= _RELEASE < (3, 10)

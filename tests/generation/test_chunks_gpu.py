@@ -132,7 +132,7 @@ def test_a_chunk_writes_what_a_step_writes(name):
     arguments, options = chunk(**CASES[name])
     others, _ = chunk(**CASES[name])
     rope_attention_with_kvcache(*arguments, **options)
-    config = generation_planning.configs.chunk("sm_90", 2, 128, True)
+    config = generation_planning.configs.decode("sm_90", 2, 128, True, chunk=True)
     with generation_planning.configured(config):
         rope_attention_with_kvcache(*others, **options)
     for x, y in zip(arguments[1:3], others[1:3]):

@@ -11,8 +11,8 @@ import triton.language as tl
 from fused_rope_attn.attention.intervals import BLOCKS, interval_blocks_kernel
 from fused_rope_attn.attention.portable.backward_kernels import narrowed_queries
 from fused_rope_attn.attention.portable.parts import next_run
-from fused_rope_attn.kernels.intervals import NO_ROW, Intervals, row_interval, sequence_intervals
-from fused_rope_attn.kernels.masks import key_range, query_range, sequence_mask, visible, window_of
+from fused_rope_attn.kernels import masks
+from fused_rope_attn.kernels.masks import Intervals, row_interval, sequence_intervals
 from fused_rope_attn.kernels.sequences import MaskArguments
 from tests.support.marks import interpreted
 
@@ -67,11 +67,11 @@ def write_visits(
     """Write pairs (ROWS, KEYS), for each block of queries the kinds of all blocks of keys (0: skipped, 1: mixed, 2:
     whole), and for each block of keys ``narrowed_queries``: out (64, 64) int32 and (64, 4) int32 after it."""
     intervals = sequence_intervals(Intervals(starts_ptr, ends_ptr, blocks_ptr, (NK, NK)), 1, 0, NQ, NK, NK - NQ)
-    mask = sequence_mask(kv_starts_ptr, 1, NK - NQ, NK, window_of(window), True, intervals)
+    mask = masks.sequence_mask(kv_starts_ptr, 1, NK - NQ, NK, masks.window_of(window), True, intervals)
     rows, keys = tl.arange(0, ROWS)[:, None], tl.arange(0, KEYS)[None, :]
-    tl.store(pairs_ptr + rows * KEYS + keys, visible(mask, rows + NK - NQ, keys).to(tl.int32))
+    tl.store(pairs_ptr + rows * KEYS + keys, masks.visible(mask, rows + NK - NQ, keys).to(tl.int32))
     for tile in range(tl.cdiv(NQ, BLOCK_M)):
-        first, full_first, full_last, last = key_range(mask, tile * BLOCK_M, NK - NQ, BLOCK_M, BLOCK_N)
+        first, full_first, full_last, last = masks.key_range(mask, tile * BLOCK_M, NK - NQ, BLOCK_M, BLOCK_N)
         block, last_block = first // BLOCK_N, tl.cdiv(last, BLOCK_N)
         while block < last_block:
             begin, middle, block = next_run(
@@ -82,7 +82,7 @@ def write_visits(
             for i in range(middle, block):
                 tl.store(out_ptr + tile * 64 + i, 2)
     for tile in range(tl.cdiv(NK, BLOCK_N)):
-        bounds = query_range(mask, tile * BLOCK_N, NK - NQ, NQ, BLOCK_M, BLOCK_N)
+        bounds = masks.query_range(mask, tile * BLOCK_N, NK - NQ, NQ, BLOCK_M, BLOCK_N)
         bounds = narrowed_queries(bounds, row_interval(mask, tile * BLOCK_N + tl.arange(0, BLOCK_N)), NK - NQ, BLOCK_M)
         for j in tl.static_range(4):
             tl.store(out_ptr + 64 * 64 + tile * 4 + j, bounds[j])
@@ -92,9 +92,9 @@ def write_bounds(bounds, first, end, num_rows, block_n):
     """Launch the kernel for intervals [first, end) of each key, both (B, NK) int32."""
     batch, num_keys = first.shape
     intervals = Intervals.host(first, end, bounds, (num_keys, num_keys))
-    masks = MaskArguments.host(None, None, None, None, None, None, True, FROM_START=False, intervals=intervals)
+    given = MaskArguments.host(None, None, None, None, None, None, True, FROM_START=False, intervals=intervals)
     programs = batch * -(-bounds.shape[2] // BLOCKS.value)
-    interval_blocks_kernel[(programs,)](masks, num_rows, num_keys, block_n)
+    interval_blocks_kernel[(programs,)](given, num_rows, num_keys, block_n)
 
 
 @pytest.mark.parametrize("blocks", [(4, 8), (8, 4), (16, 2)], ids=str)
@@ -156,7 +156,7 @@ def test_bounds_of_blocks():
     end = torch.tensor([[8, 6, 9, 8, 9, 3, 0, 9, 5, 2, 10, 20, 4, 6]], dtype=torch.int32)
     bounds = torch.zeros((1, 4, 4), dtype=torch.int32)
     write_bounds(bounds, first, end, 10, 4)
-    none = NO_ROW.value
+    none = masks.NO_ROW.value
     assert bounds[0].T.tolist() == [[3, 9, 5, 6], [none, 0, none, 0], [1, 10, none, 2], [0, 6, 2, 4]]
 
 
@@ -178,7 +178,7 @@ def test_runs_longer_than_a_chunk(blocks):
 def write_kinds(out_ptr, blocks_ptr, starts_ptr, ends_ptr, NQ, NK, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """Add to out (blocks,) int32 the kind of each block for the first tile of queries."""
     intervals = sequence_intervals(Intervals(starts_ptr, ends_ptr, blocks_ptr, (0, 0)), 0, 0, NQ, NK, NK - NQ)
-    mask = sequence_mask(None, 0, NK - NQ, NK, window_of((None, None)), True, intervals)
+    mask = masks.sequence_mask(None, 0, NK - NQ, NK, masks.window_of((None, None)), True, intervals)
     block, last = 0, NK // BLOCK_N
     while block < last:
         begin, middle, block = next_run(mask, block, last, 0, last, 0, BLOCK_M, BLOCK_N)

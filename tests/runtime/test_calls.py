@@ -186,17 +186,11 @@ def contexts(monkeypatch):
     return made
 
 
-def test_a_thread_without_a_context(toy, contexts):
-    """An allocation from PyTorch's cache makes none current, and neither does a launch."""
-    call, launch = recorded(toy), toy.driver.launch
-    toy.driver.launch = lambda *given: launch(*given) if contexts else driver.INVALID_CONTEXT
-    call(inputs())
-    assert len(contexts) == 1 and len(toy.driver.launches) == 2 and toy.ran == 2
-
-
-def test_a_thread_that_cannot_make_a_tensor_map_takes_the_call_itself(toy):
+@pytest.mark.parametrize("of", ["code", "code_of_encode"])
+def test_a_thread_without_a_context_takes_the_call_itself(toy, of):
+    """An allocation from PyTorch's cache makes none current, and neither does a launch or a tensor map."""
     call = recorded(toy)
-    toy.driver.code_of_encode = driver.INVALID_CONTEXT
+    setattr(toy.driver, of, driver.INVALID_CONTEXT)
     call(inputs())
     assert toy.ran == 3
 

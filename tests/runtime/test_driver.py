@@ -14,6 +14,7 @@ from tests.support.driver import (
     SIGNATURE,
     SIZES,
     RecordingDriver,
+    View,
     compiled_kernel,
     toy_map,
     toy_tensors,
@@ -34,7 +35,7 @@ def install(monkeypatch, found):
 
 def expected_values(tensors):
     """The bytes of SIZES in a launch with these tensors."""
-    x, (y, _), z = tensors["x_ptr"], tensors["y_desc"], tensors["z"].ptr
+    x, y, z = tensors["x_ptr"], tensors["y_desc"].base, tensors["z"].ptr
     return [
         struct.pack("<Q", x.data_ptr()),
         toy_map(y.data_ptr()),
@@ -53,9 +54,15 @@ def kernel_of(compiled=None, grid=GRID, **arguments):
     return Kernel(compiled or compiled_kernel(), grid, {**toy_tensors(), **ARGUMENTS, **arguments})
 
 
+def block_of(*kernels, maps=1):
+    """Return a block of kernels with the tensors of the first one, which are x and z."""
+    places = [p for p in kernels[0].parameters if isinstance(p, int)]
+    return Block(kernels, {p: i for i, p in enumerate(places)}, maps)
+
+
 def values_of(kernel, tensors):
     """(addresses, maps) of toy tensors, as ``Block.write`` takes them for one launch."""
-    x, (y, _), z = tensors["x_ptr"], tensors["y_desc"], tensors["z"].ptr
+    x, y, z = tensors["x_ptr"], tensors["y_desc"].base, tensors["z"].ptr
     (tensor_map,) = (p for p in kernel.parameters if isinstance(p, TensorMap))
     return x.data_ptr(), z.data_ptr(), tensor_map.at(y.data_ptr())
 
@@ -63,7 +70,7 @@ def values_of(kernel, tensors):
 def test_the_driver_reads_what_the_kernel_takes(recorder):
     """Two launches, each with its own stream and tensors; everything else stays as it was prepared."""
     kernel = kernel_of()
-    block = Block([(kernel, (0, 1), (0,))], 2, 1)
+    block = block_of(kernel)
     every = toy_tensors(), toy_tensors()
     for stream, tensors in zip(((1 << 63) + 5, 7), every):
         block.write(*values_of(kernel, tensors))
@@ -79,7 +86,7 @@ def test_the_driver_reads_what_the_kernel_takes(recorder):
 
 def test_a_launch_without_an_early_start(recorder):
     kernel = kernel_of(compiled_kernel(launch_pdl=False))
-    block = Block([(kernel, (0, 1), (0,))], 2, 1)
+    block = block_of(kernel)
     block.write(*values_of(kernel, toy_tensors()))
     block.launch(recorder.launch, 0)
     assert recorder.launches[0].attributes == []
@@ -87,9 +94,11 @@ def test_a_launch_without_an_early_start(recorder):
 
 def test_two_kernels_share_addresses_and_maps(recorder):
     """The second kernel takes the tensors of the first in another order, and a map of its own."""
-    kernels, tensors = (kernel_of(), kernel_of()), toy_tensors()
+    tensors = toy_tensors()
+    others = {"x_ptr": tensors["z"].ptr, "z": View(tensors["x_ptr"])}
+    kernels = kernel_of(**tensors), kernel_of(**others)
     x, z, first_map = values_of(kernels[0], tensors)
-    block = Block([(kernels[0], (0, 1), (0,)), (kernels[1], (1, 0), (1,))], 2, 2)
+    block = block_of(*kernels, maps=2)
     block.write(x, z, first_map, toy_map(1024))
     assert block.launch(recorder.launch, 3) == 0
     first, second = recorder.launches
@@ -102,9 +111,10 @@ def test_two_kernels_share_addresses_and_maps(recorder):
 
 
 def test_the_first_error_ends_the_launches(recorder):
-    kernels = kernel_of(), kernel_of()
-    block = Block([(kernel, (0, 1), (0,)) for kernel in kernels], 2, 1)
-    block.write(*values_of(kernels[0], toy_tensors()))
+    kernel = kernel_of()
+    block = block_of(kernel, kernel, maps=2)
+    x, z, first_map = values_of(kernel, toy_tensors())
+    block.write(x, z, first_map, first_map)
     recorder.code = 700
     assert block.launch(recorder.launch, 0) == 700 and len(recorder.launches) == 1
 
@@ -114,7 +124,7 @@ def test_a_tensor_map_is_encoded_once_for_an_address(recorder):
     kernel, every = kernel_of(), (toy_tensors(), toy_tensors())
     for tensors in (*every, *every):
         values_of(kernel, tensors)
-    assert [each[0] for each in recorder.encoded] == [tensors["y_desc"][0].data_ptr() for tensors in every]
+    assert [each[0] for each in recorder.encoded] == [tensors["y_desc"].base.data_ptr() for tensors in every]
     bfloat16, promote_to_128_bytes = 9, 2
     assert recorder.encoded[0][1:] == (
         bfloat16,
@@ -141,14 +151,10 @@ def test_few_maps_are_kept(recorder, monkeypatch):
     assert list(tensor_map.maps) == [192]
 
 
-def with_padding():
-    x, source = toy_tensors()["y_desc"]
-    source.fields["padding"] = "nan"
-    return x, source
-
-
 def of_integers():
-    return torch.zeros(1, dtype=torch.int32), toy_tensors()["y_desc"][1]
+    descriptor = toy_tensors()["y_desc"]
+    descriptor.base = torch.zeros(1, dtype=torch.int32)
+    return descriptor
 
 
 REFUSED = {
@@ -156,11 +162,8 @@ REFUSED = {
     "instrumented": {"instrumentation_mode": "gsan"},
     "clusters": {"num_ctas": 2},
     "clusters, all blocks at once": {"launch_cooperative_grid": True, "match": "clusters"},
-    "shared memory": {"shared": 229 << 10},
-    "no plain tensor map": {"tensordesc_meta": [ENCODING | {"fp4_padded": True}]},
-    "no tensor map at all": {"tensordesc_meta": [], "match": "no plain tensor map"},
-    "a map of integers": {"arguments": {"y_desc": of_integers()}, "match": "no plain tensor map"},
-    "pads with NaN": {"arguments": {"y_desc": with_padding()}},
+    "no tensor map": {"tensordesc_meta": []},
+    "a map of integers": {"arguments": {"y_desc": of_integers()}, "match": "no tensor map"},
     "of type bf16": {"signature": SIGNATURE | {"scale": "bf16"}},
     "does not fit": {"arguments": {"scale": 1e300}},
     "does not find parameters": {"sizes": [*SIZES, 8]},

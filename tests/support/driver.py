@@ -24,7 +24,7 @@ SIGNATURE = {
     "scale": "fp32",
     "BLOCK": "constexpr",
 }
-ENCODING = {"swizzle": 3, "elem_size": 2, "elem_type": 10, "block_size": [1, 1, 64, 64], "fp4_padded": False}
+ENCODING = {"swizzle": 3, "elem_size": 2, "elem_type": 10, "block_size": [1, 1, 64, 64]}
 # Bytes of the parameters: x, the tensor map with its shape and strides, z, two strides, scale, two of scratch.
 SIZES = [8, 128, *[4] * 4, *[8] * 4, 8, 4, 8, 4, 8, 8]
 ARGUMENTS = {"strides": (640, 1 << 40, 1), "scale": 0.25, "BLOCK": 64}
@@ -66,7 +66,7 @@ def compiled_kernel(signature=SIGNATURE, function=0x5EED, **changed):
 
 
 def toy_tensors():
-    """Tensors for SIGNATURE, y with the source of its descriptor."""
+    """Tensors and the descriptor for SIGNATURE."""
     y = torch.zeros(3, 2, 64, 64, dtype=torch.bfloat16)
     layout = gl.NVMMASharedLayout.get_default_for([1, 1, 64, 64], gl.bfloat16)
     source = Source(y, [1, 1, 64, 64], layout)

@@ -10,15 +10,16 @@ from fused_rope_attn.attention.validation import check_attention
 from fused_rope_attn.generation import launch as generation_launch
 from fused_rope_attn.generation import planning as generation_planning
 from fused_rope_attn.generation import problem as generation_problem
-from fused_rope_attn.generation.api import rope_attention_with_kvcache, run_write
+from fused_rope_attn.generation.api import rope_attention_with_kvcache
 from fused_rope_attn.runtime import checks
 from fused_rope_attn.runtime import launch as calls
 from fused_rope_attn.runtime.entry import fill
+from verification import decode
 from verification.testing import Results, masks_of, norms_of
 
 OPERATORS = torch.ops.fused_rope_attn
 with_kvcache = functools.partial(rope_attention_with_kvcache, return_lse=True)
-write = run_write
+write = decode.run_write
 share_elements = generation_problem.share_elements
 # The names by which a patched model calls the package, in integrations.transformers.attention.
 OPERATORS_OF_A_PATCHED_MODEL = (

@@ -27,7 +27,6 @@ from fused_rope_attn.attention.problem import Gradients, Problem, Tensors, split
 from fused_rope_attn.kernels import schedule
 from fused_rope_attn.kernels.tiles import RowFormat
 from fused_rope_attn.runtime import device, launch, layouts
-from fused_rope_attn.runtime.device import is_interpreted
 from fused_rope_attn.runtime.triton_compat import gl
 
 # Bytes of a row of Q, dO and float32 dQ in the query heads of a program. A program visits one head after the other, and
@@ -129,7 +128,7 @@ def main_launch(problem: Problem, programs: int, stats_size: int, section: int, 
 
 
 class BackwardCall:
-    """The launches of one backward signature: pre-process, main kernel, post-process.
+    """The launches of one backward signature: pre-process, main kernel, post-process, norms.
 
     is_rotated: q and k are the ``Outputs.q_rot`` and ``k_rot`` of the forward pass, so that nothing is left to rotate.
     """
@@ -166,21 +165,14 @@ class BackwardCall:
         # In a fixed order the first key block of a query block stores its dQ, if the order says which one that is.
         self.clears = not ordered or self.wide or problem.has_intervals
         is_wide = layouts.is_long(*(x.stride() for x in (q, k, v, o, do)), *all_strides)
-        post_heads, post_rows = config.post_heads, config.post_rows
-        if problem.has_norms:
-            post_heads, post_rows = config.norm_heads, config.norm_rows
-        row_blocks = batch * schedule.tile_count(len_q, sequences, post_rows)
-        query_programs = row_blocks * triton.cdiv(heads_q, post_heads)
-        # Up to head dim 128 the main kernel's two warpgroups have rows of sums of their own.
-        key_sums = key_programs * (1 if self.wide else channels.CONSUMERS.value)
-        self.sums = prepass.SumsOfLaunches(problem, query_programs, key_sums) if problem.has_norms else None
+        row_blocks = batch * schedule.tile_count(len_q, sequences, config.post_rows)
         own_columns = pad_d // 2 if self.wide else pad_d
         num_slots = (parts - 1) * key_programs
-        # The slots' counters first, and then those of the sums.
-        slot_counters = num_slots * channels.CONSUMERS.value
-        num_counters = slot_counters + (0 if self.sums is None else self.sums.num_counters)
-        if self.sums is not None:
-            is_wide |= layouts.is_long(*(x.stride() for x in prepass.raw(given, is_rotated)))
+        # The slots' counters first, and then those of the norms.
+        num_counters, self.norms = num_slots * channels.CONSUMERS.value, None
+        if problem.has_norms:
+            self.norms = prepass.NormGradients(problem, given, all_strides, is_rotated, config.pdl, num_counters)
+            num_counters = self.norms.num_counters
         shapes: dict[str, tuple] = {"accumulator": ((batch, heads_q, pitch, columns), torch.float32)}
         if not is_rotated:
             shapes |= {"q_rot": (call_arguments.rotated_shape(problem), q.dtype), "k_rot": (k.shape, q.dtype)}
@@ -236,32 +228,20 @@ class BackwardCall:
         self.group_parts = None if parts == 1 else parts
         # With more, the programs of a long sequence use more of Q, dO and dQ at once than the L2 holds.
         self.most_overlapping = device.num_sms(problem.device) // 2 if ordered else None
-        kernel, pairs, whole = postprocess_kernel.postprocess_kernel, None, None
-        if self.sums is not None:
-            kernel = postprocess_kernel.norm_postprocess_kernel
-            if not is_interpreted():
-                # A row's pairs by four in a thread, and the columns that those are in pair order by eight.
-                pairs, whole = (gl.BlockedLayout([1, n], [256 // pad_d, pad_d // 8], [4, 1], [1, 0]) for n in (4, 8))
-        key_parts = 0 if self.sums is None else self.sums.KEY_PARTS
         self.postprocess = launch.Launch(
-            kernel,
-            query_programs + key_parts,
+            postprocess_kernel.postprocess_kernel,
+            row_blocks * triton.cdiv(heads_q, config.post_heads),
             options,
             call_arguments.numbers_of(problem),
             softmax_scale=problem.softmax_scale,
             pitch=pitch,
             stats_size=stats_size // 2,
-            k_sums=None if self.sums is None else key_sums,
-            first_counter=None if self.sums is None else slot_counters,
             sizes=postprocess_kernel.PostprocessSizes.host(
                 format=self.format,
-                HEADS=post_heads,
-                BLOCK_N=post_rows,
+                HEADS=config.post_heads,
+                BLOCK_N=config.post_rows,
                 COLUMNS=columns,
                 IN_PANELS=self.wide,
-                PAIRS=pairs,
-                WHOLE=whole,
-                KEY_PARTS=key_parts,
                 TOKEN_TABLES=problem.token_tables,
                 PDL=config.pdl,
             ),
@@ -275,29 +255,22 @@ class BackwardCall:
         """Launch the call. arguments: do, o, lse, ``Tensors``, and then output buffers dq, dk and dv if it has them."""
         do, o, lse, *of_forward = arguments
         tensors, outputs = split_outputs(of_forward, 3)
-        q, k, v, sinks, q_norm, k_norm = tensors.q, tensors.k, tensors.v, tensors.sinks, tensors.q_norm, tensors.k_norm
+        q, k, v, sinks = tensors.q, tensors.k, tensors.v, tensors.sinks
         where = v.device
         dq, dk, dv = allocate(self.gradients, where, outputs)
         if self.empty:
-            weights = (None if weight is None else torch.zeros_like(weight) for weight in (sinks, q_norm, k_norm))
-            return Gradients(dq.zero_(), dk.zero_(), dv.zero_(), *weights)
+            weights = (sinks, tensors.q_norm, tensors.k_norm)
+            zeros = (None if weight is None else torch.zeros_like(weight) for weight in weights)
+            return Gradients(dq.zero_(), dk.zero_(), dv.zero_(), *zeros)
         work = self.workspace(where)
         accumulator, counters, parts = work["accumulator"], work.get("counters"), work.get("dsinks")
         rotated = work.get("q_rot"), work.get("k_rot")
-        sums, raw_q, raw_k, dq_norm, dk_norm = prepass.NO_SUMS, None, None, None, None
-        if self.sums is not None:
-            sums = self.sums.allocate(where, counters)
-            raw_q, raw_k = prepass.raw(tensors, self.is_rotated)
-            dq_norm, dk_norm = torch.empty_like(q_norm), torch.empty_like(k_norm)
         stream = device.current_stream(where)
         # Before the pre-process: the main kernel reads these before it waits for that.
         rows = {} if self.visible_rows is None else self.visible_rows(stream, tensors, lse)
         cleared = accumulator if self.clears else None
         stats = self.preprocess(stream, tensors, do, o, lse, rotated, cleared, work.get("progress"), counters)
-        tables, key_norm = call_arguments.tables_of(self.problem, tensors), None
-        if k_norm is not None:
-            weights = call_arguments.norm_of(self.problem, k_norm)
-            key_norm = backward_block.KeyNorm.host(weights, call_arguments.view(raw_k), sums.k)
+        tables = call_arguments.tables_of(self.problem, tensors)
         self.main(
             stream,
             q_desc=self.q_source(q if self.is_rotated else rotated[0]),
@@ -313,7 +286,6 @@ class BackwardCall:
                 dk=call_arguments.view(dk),
                 dv=call_arguments.view(dv),
                 tables=tables,
-                key_norm=key_norm,
                 format=self.format,
                 TOKEN_TABLES=self.problem.token_tables,
                 share_ptr=rows.get("shares_ptr"),
@@ -325,18 +297,6 @@ class BackwardCall:
             ),
             scale=call_arguments.scale_of(self.problem),
         )
-        norm_sums = None
-        if q_norm is not None:
-            norm_sums = postprocess_kernel.NormSums.host(
-                norm=call_arguments.norm_of(self.problem, q_norm),
-                raw=call_arguments.view(raw_q),
-                q_sums_ptr=sums.q,
-                k_sums_ptr=sums.k,
-                sum_parts_ptr=sums.parts,
-                sum_counters_ptr=sums.counters,
-                dq_norm_ptr=dq_norm,
-                dk_norm_ptr=dk_norm,
-            )
         self.postprocess(
             stream,
             accumulator_ptr=accumulator,
@@ -344,11 +304,11 @@ class BackwardCall:
             dq_out=call_arguments.view(dq),
             tables=tables,
             sinks=None if sinks is None else postprocess_kernel.SinkParts.host(sinks, parts, stats),
-            sums=norm_sums,
             lens_ptr=tensors.kv_lens,
             cu_q_ptr=tensors.cu_seqlens_q,
             cu_k_ptr=tensors.cu_seqlens_k,
         )
+        dq_norm, dk_norm = (None, None) if self.norms is None else self.norms(stream, tensors, dq, dk, counters)
         dsinks = None if parts is None else parts.sum(0).to(sinks.dtype)
         return Gradients(dq, dk, dv, dsinks, dq_norm, dk_norm)
 

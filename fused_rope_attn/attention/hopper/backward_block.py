@@ -12,7 +12,6 @@ import triton.language as tl
 from fused_rope_attn.attention.hopper import channels
 from fused_rope_attn.attention.hopper import columns as column_parts
 from fused_rope_attn.kernels import masks, ptxas, rotation, tiles
-from fused_rope_attn.kernels import norm as norms
 from fused_rope_attn.kernels.records import record, replace
 from fused_rope_attn.runtime.triton_compat import gl, jit
 
@@ -128,21 +127,6 @@ def first_query_head(keys, sizes):
 
 
 @record
-class KeyNorm:
-    """The norm of the keys; the gradient passes through it after it has been rotated back.
-
-    raw: the caller's k (B, HKV, NK, D). sums_ptr: float32, the parts of the weights' gradient: for each block of keys
-    rows of D columns, one for each warpgroup that owns whole rows, or one for both. exchange (3 * CONSUMERS, KEYS, 1)
-    float32: sums that warpgroups exchange if they own parts of rows, else None.
-    """
-
-    norm: norms.Norm
-    raw: tiles.TensorView
-    sums_ptr: gl.tensor
-    exchange: gl.shared_memory_descriptor | None = None
-
-
-@record
 class KeyGradients:
     """The gradients dk and dv (B, HKV, NK, D), and the tables by which dk is rotated back.
 
@@ -160,7 +144,6 @@ class KeyGradients:
     format: tiles.RowFormat
     TOKEN_TABLES: tl.constexpr
     dk_parts: tiles.TensorView | None = None
-    key_norm: KeyNorm | None = None
     share_ptr: gl.tensor | None = None
     slots_ptr: gl.tensor | None = None
     counters_ptr: gl.tensor | None = None
@@ -176,15 +159,13 @@ def rows_from(view, row):
 @jit
 def gradients_from(gradients, row):
     """Return the ``KeyGradients`` of a packed sequence, whose first key is ``row``."""
-    key_norm, tables, dk_parts = gradients.key_norm, gradients.tables, gradients.dk_parts
-    if key_norm is not None:
-        key_norm = replace(key_norm, raw=rows_from(key_norm.raw, row))
+    tables, dk_parts = gradients.tables, gradients.dk_parts
     if gradients.TOKEN_TABLES:
         tables = rotation.tables_from(tables, row)
     if dk_parts is not None:
         dk_parts = rows_from(dk_parts, row)
     dk, dv = rows_from(gradients.dk, row), rows_from(gradients.dv, row)
-    return replace(gradients, dk=dk, dv=dv, dk_parts=dk_parts, tables=tables, key_norm=key_norm)
+    return replace(gradients, dk=dk, dv=dv, dk_parts=dk_parts, tables=tables)
 
 
 @jit

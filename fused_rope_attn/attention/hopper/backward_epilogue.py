@@ -1,15 +1,11 @@
 # mypy: ignore-errors
 """The epilogue of the sm_90 backward: dk and dv of a block, through shared memory, to their tensors.
 
-It rotates dk back. With a norm of k it takes dk through that too, because a block has all of its rows in registers
-here: a kernel of its own would read and write dk once more. Up to head dim 128 a warpgroup owns whole rows. Beyond, two
-warpgroups own half of each row, and exchange their sums over the columns through shared memory.
+It rotates dk back. Up to head dim 128 a warpgroup owns whole rows. Beyond, two warpgroups own half of each row.
 """
 
-from fused_rope_attn.attention import norm_gradient_kernel
 from fused_rope_attn.attention.hopper import backward_block, backward_transfers, channels
 from fused_rope_attn.attention.hopper import columns as column_parts
-from fused_rope_attn.kernels import norm as norms
 from fused_rope_attn.kernels import rotation as rotations
 from fused_rope_attn.kernels import schedule, softmax, tiles
 from fused_rope_attn.kernels.records import record, replace
@@ -23,55 +19,6 @@ class Stages:
     dk: gl.shared_memory_descriptor
     dv: gl.shared_memory_descriptor
     dk_channel: channels.Channel | None = None
-
-
-@jit
-def own_norm(key_norm, block, SPLITS_COLUMNS: gl.constexpr):
-    """Return the ``KeyNorm`` of a block of keys."""
-    D: gl.constexpr = key_norm.norm.D
-    exchange = None
-    if SPLITS_COLUMNS:
-        EXCHANGE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-        exchange = gl.allocate_shared_memory(gl.float32, [3 * channels.CONSUMERS, channels.KEYS, 1], EXCHANGE)
-    SUMS: gl.constexpr = 1 if SPLITS_COLUMNS else channels.CONSUMERS
-    return replace(key_norm, sums_ptr=key_norm.sums_ptr + block.to(gl.int64) * (SUMS * D), exchange=exchange)
-
-
-@jit
-def whole_row_sums(sums, exchange, WARPGROUP: gl.constexpr, LAYOUT: gl.constexpr):
-    """Return ``unnorm_sums`` of whole rows, given those of this warpgroup's columns; both warpgroups must call this."""
-    for i in gl.static_range(3):
-        exchange.index(3 * WARPGROUP + i).store(sums[i])
-    channels.wait_at_named_barrier(channels.ROW_SUMS, channels.TWO_WARPGROUPS)
-    theirs = 3 * (1 - WARPGROUP)
-    return (
-        sums[0] + exchange.index(theirs).load(LAYOUT),
-        sums[1] + exchange.index(theirs + 1).load(LAYOUT),
-        sums[2] + exchange.index(theirs + 2).load(LAYOUT),
-    )
-
-
-@jit
-def unnorm_keys(raw1, raw2, dk1, dk2, num_rows, rotation, key_norm, WARPGROUP: gl.constexpr, FIRST_PAIR: gl.constexpr):
-    """Turn dk of normed keys, pairs (KEYS, columns / 2) float32, into that of the keys raw1 and raw2.
-
-    Only the first num_rows keys exist. The weights' gradient is added up at ``key_norm.sums_ptr``.
-    """
-    PAIRS: gl.constexpr = dk1.type.layout
-    COLUMNS: gl.constexpr = 2 * dk1.shape[1]
-    norm = key_norm.norm
-    weight1, weight2 = rotations.pair_norm_weights(norm, rotation, COLUMNS, PAIRS, FIRST_PAIR)
-    exists = (gl.arange(0, channels.KEYS, gl.SliceLayout(1, PAIRS)) < num_rows)[:, None]
-    dk1, dk2 = gl.where(exists, dk1, 0.0), gl.where(exists, dk2, 0.0)
-    sums = norms.unnorm_sums(raw1, raw2, dk1, dk2, weight1, weight2)
-    sums_ptr = key_norm.sums_ptr
-    if key_norm.exchange is not None:
-        sums = whole_row_sums(sums, key_norm.exchange, WARPGROUP, PAIRS)
-    else:
-        sums_ptr += WARPGROUP * norm.D
-    dk1, dk2, dweight1, dweight2 = norms.unnorm_with(raw1, raw2, dk1, dk2, weight1, weight2, sums, norm)
-    norm_gradient_kernel.store_weight_sums(sums_ptr, dweight1, dweight2, norm, rotation, PAIRS, FIRST_PAIR)
-    return dk1, dk2
 
 
 @jit
@@ -124,10 +71,8 @@ def store_sums(rows, dv):
 
 
 @jit
-def store_dk(rows, dk, stage, keys, num_keys, gradients, WARPGROUP: gl.constexpr, FIRST_PAIR: gl.constexpr):
+def store_dk(rows, dk, stage, keys, num_keys, tables, FIRST_PAIR: gl.constexpr):
     """Rotate dk, ``ColumnParts`` of (KEYS, columns), of ``keys`` back, and write it to ``Rows`` as ``store_dv`` does.
-
-    With a norm of k, take it through that too.
 
     Only the first num_keys keys of the sequence have rows in the tables. stage: KEYS * columns * 2 bytes of shared
     memory. FIRST_PAIR: the rotation pair that the columns begin with.
@@ -137,13 +82,6 @@ def store_dk(rows, dk, stage, keys, num_keys, gradients, WARPGROUP: gl.constexpr
     PAIRS: gl.constexpr = gl.BlockedLayout([1, 4], [256 // COLUMNS, COLUMNS // 8], [4, 1], [1, 0])
     STAGE: gl.constexpr = gl.SwizzledSharedLayout(4, 1, 8, [1, 0])
     stage = reinterpret(stage, gl.float32, [channels.KEYS, COLUMNS // 2], STAGE)
-    layouts = rotations.PairLayouts(PAIRS, WHOLE)
-    key_norm, tables = gradients.key_norm, gradients.tables
-    if key_norm is not None:
-        origin = tiles.Origin(batch=keys.batch.to(gl.int64), head=keys.head.to(gl.int64), row=keys.start_n)
-        raw_rows = tiles.head_rows(key_norm.raw, origin, rows.num_rows, rows.format)
-        raw_offs = gl.arange(0, channels.KEYS, gl.SliceLayout(1, PAIRS))
-        raw1, raw2 = rotations.load_pairs(raw_rows, raw_offs, tables, layouts, FIRST_PAIR=FIRST_PAIR)
     first, second = unpack_parts(dk)
     column_parts.store_parts(stage, first, column_parts.LEFT // 2)
     first = stage.load(PAIRS)
@@ -156,13 +94,7 @@ def store_dk(rows, dk, stage, keys, num_keys, gradients, WARPGROUP: gl.constexpr
         pairs = gl.arange(0, COLUMNS // 2, gl.SliceLayout(0, PAIRS)) + FIRST_PAIR
     cos, sin = rotations.load_angles(rotation, offs + keys.start_n, COLUMNS, PAIRS, pairs)
     first, second = rotations.rotate(first, second, cos, sin, CONJUGATE=True)
-    if key_norm is not None:
-        if dk.right is not None:
-            # The stage's columns after the two parts are undefined, and a norm sums up rows.
-            exists = (gl.arange(0, COLUMNS // 2, gl.SliceLayout(0, PAIRS)) < gradients.format.D // 2)[None, :]
-            first, second = gl.where(exists, first, 0.0), gl.where(exists, second, 0.0)
-        first, second = unnorm_keys(raw1, raw2, first, second, rows.num_rows, rotation, key_norm, WARPGROUP, FIRST_PAIR)
-    rotations.store_pairs(rows, first, second, offs, rotation, layouts, FIRST_PAIR)
+    rotations.store_pairs(rows, first, second, offs, rotation, rotations.PairLayouts(PAIRS, WHOLE), FIRST_PAIR)
 
 
 @jit
@@ -211,7 +143,7 @@ def store_or_pass_on(
     The arguments are those of ``store_gradients``.
     """
     if gradients.slots_ptr is None:
-        store_gradients(dk, dv, keys, NK, mask, scale, gradients, stages, dk_steps, WARPGROUP, FIRST_COLUMN)
+        store_gradients(dk, dv, keys, NK, mask, scale, gradients, stages, dk_steps, FIRST_COLUMN)
     else:
         share = gradients.share
         if share is None:
@@ -234,13 +166,11 @@ def store_or_pass_on(
             keep_sums(dv_ptr, dv)
             backward_transfers.announce(counter)
         if place == 0:
-            store_gradients(dk, dv, keys, NK, mask, scale, gradients, stages, dk_steps, WARPGROUP, FIRST_COLUMN)
+            store_gradients(dk, dv, keys, NK, mask, scale, gradients, stages, dk_steps, FIRST_COLUMN)
 
 
 @jit
-def store_gradients(
-    dk, dv, keys, NK, mask, scale, gradients, stages, dk_steps, WARPGROUP: gl.constexpr, FIRST_COLUMN: gl.constexpr
-):
+def store_gradients(dk, dv, keys, NK, mask, scale, gradients, stages, dk_steps, FIRST_COLUMN: gl.constexpr):
     """Write dv, and dk scaled and rotated back, of the KEYS keys from keys.start_n on: columns from FIRST_COLUMN on.
 
     dk, dv: ``ColumnParts`` of (KEYS, columns). If ``stages`` have a dk_channel, dk's stage is free when dk_steps steps
@@ -262,4 +192,4 @@ def store_gradients(
     if stages.dk_channel is not None:
         stages.dk_channel.wait_empty(stages.dk_channel.at(dk_steps))
     dk = column_parts.scale_parts(dk, softmax.gradient_scale(scale))
-    store_dk(dk_rows, dk, stages.dk, keys, mask.num_keys, gradients, WARPGROUP, FIRST_COLUMN // 2)
+    store_dk(dk_rows, dk, stages.dk, keys, mask.num_keys, gradients.tables, FIRST_COLUMN // 2)

@@ -25,7 +25,6 @@ from triton import constexpr_function
 from fused_rope_attn.attention.hopper import (
     backward_accumulate,
     backward_block,
-    backward_epilogue,
     backward_transfers,
     channels,
     latent_kernels,
@@ -34,7 +33,6 @@ from fused_rope_attn.attention.hopper import masks as hopper_masks
 from fused_rope_attn.attention.hopper.backward_accumulate import accumulate_by_columns, accumulate_by_keys
 from fused_rope_attn.attention.hopper.latent_kernels import accumulate_latent
 from fused_rope_attn.kernels import masks, schedule, sequences
-from fused_rope_attn.kernels.intervals import WORD
 from fused_rope_attn.kernels.records import record, replace, unpack
 from fused_rope_attn.runtime.triton_compat import gl, jit, mbarrier
 
@@ -193,8 +191,8 @@ def backward_kernel(q_desc, do_desc, k_desc, v_desc, stats_desc, dq_accumulator,
         # One or two blocks for each tile, also if the last one has fewer keys.
         num_blocks = num_tiles * (BLOCK_N // channels.KEYS)
         key_rows_ptr = call_masks.key_rows_ptr + batch.to(gl.int64) * 2 * num_blocks * channels.KEYS
-        blocks_ptr = call_masks.blocks_ptr + batch.to(gl.int64) * (4 + channels.KEYS // WORD) * num_blocks
-        blind_ptr = call_masks.blind_ptr + batch.to(gl.int64) * (pitch // WORD)
+        blocks_ptr = call_masks.blocks_ptr + batch.to(gl.int64) * (4 + channels.KEYS // masks.WORD) * num_blocks
+        blind_ptr = call_masks.blind_ptr + batch.to(gl.int64) * (pitch // masks.WORD)
         intervals = hopper_masks.KeyIntervals(key_rows_ptr, blocks_ptr, num_blocks)
         queries = backward_block.interval_queries(intervals, start_n, share, BLOCK_N // channels.KEYS)
         hidden_ptr = blocks_ptr + 4 * num_blocks
@@ -222,11 +220,6 @@ def backward_kernel(q_desc, do_desc, k_desc, v_desc, stats_desc, dq_accumulator,
 
     # Shared memory and channels.
     sizes = backward_block.Sizes(HQ=HQ, first_head=first_head, num_heads=own_heads, NQ=NQ, pitch=pitch, NK=NK)
-    if gradients.key_norm is not None:
-        row = pid
-        if share is not None:
-            row = bh * num_tiles + share.tile
-        gradients = replace(gradients, key_norm=backward_epilogue.own_norm(gradients.key_norm, row, SPLITS_COLUMNS))
     buffers = backward_block.allocate_buffers(
         q_desc, do_desc, k_desc, v_desc, stats_desc, q_rope_desc, k_rope_desc, programs.Q_STAGES, programs.DO_STAGES
     )

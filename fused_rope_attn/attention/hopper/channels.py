@@ -43,8 +43,6 @@ LOAD_REGISTERS = gl.constexpr(24)
 # The hardware's named barriers, ``bar`` counters 0 to 15 of a block. Triton takes those of its partitions from 0 on.
 # The forward's warpgroup 0 waits at the first one for the tensor cores, warpgroups 1 and 2 at the next two.
 TENSOR_CORES = gl.constexpr(8)
-# The two warpgroups of the backward for wide heads meet here to add up sums of whole rows.
-ROW_SUMS = gl.constexpr(11)
 # Threads that meet at each of them.
 TWO_WARPGROUPS = gl.constexpr(256)
 

@@ -68,9 +68,7 @@ class Row:
 
 # section_bytes: of K and V (or of Q, dO and dQ), 32 MiB stay in the L2 of 50 MB. Several rows share these two:
 _FORWARD = HopperForwardConfig(block_n=128, values=BEFORE_WEIGHTS, section_bytes=32 * MIB)
-_SHORT = HopperBackwardConfig(
-    section_bytes=32 * MIB, rotate_heads=2, post_rows=8, post_heads=2, norm_rows=16, norm_heads=4
-)
+_SHORT = HopperBackwardConfig(section_bytes=32 * MIB, rotate_heads=2, post_rows=8, post_heads=2)
 # fmt: off
 FORWARD: tuple[Row, ...] = (
     # Never by itself, because tiles are 64 columns wide at any head dim. Untimed.
@@ -150,16 +148,15 @@ LATENT_BACKWARD = Row(head_dim=192, least_work=dict.fromkeys(BUCKETS, TWO_LAUNCH
 BACKWARD: tuple[Row, ...] = (
     # Never by itself, because tiles are 64 columns wide at any head dim. Untimed.
     Row(head_dim=32, least_work={},
-        config=HopperBackwardConfig(section_bytes=32 * MIB, norm_rows=16, norm_heads=4)),
+        config=HopperBackwardConfig(section_bytes=32 * MIB)),
     # 3.6.0, 2026-11-21. 14 to 27 % faster than the portable kernels at the least work, 1 to 22 % slower below where key
     # heads are not shared. H100, 3.9.0, 2026-11-27.
     Row(head_dim=64, bucket=("tiny",), least_work={"tiny": 2**30},
-        config=HopperBackwardConfig(section_bytes=32 * MIB, rotate_heads=2, post_rows=8, norm_rows=16, norm_heads=4)),
+        config=HopperBackwardConfig(section_bytes=32 * MIB, rotate_heads=2, post_rows=8)),
     # Three blocks of dO take 2 to 3 % less time at (4, 8/8, 1024, 64), and the same with more heads. H200 and H100,
     # 3.9.0, 2026-11-26.
     Row(head_dim=64, causal=False, bucket=("short",),
-        config=HopperBackwardConfig(do_stages=3, section_bytes=32 * MIB, rotate_heads=2, post_rows=8, post_heads=2,
-            norm_rows=16, norm_heads=4)),
+        config=HopperBackwardConfig(do_stages=3, section_bytes=32 * MIB, rotate_heads=2, post_rows=8, post_heads=2)),
     # 5 to 11 % slower than the portable kernels below the least work. H100, 3.9.0, 2026-11-27.
     Row(head_dim=64, causal=True, gqa=False, bucket=("short",), least_work={"short": 2**30}, config=_SHORT),
     # A post-process of more programs takes 1 to 10 % less time. 3.9.0, 2026-11-23.
@@ -200,7 +197,7 @@ BACKWARD: tuple[Row, ...] = (
         config=HopperBackwardConfig(section_bytes=32 * MIB, post_rows=8, post_heads=8)),
     # Half the time of the portable kernels from 4K on. 3.6.0, 2026-11-22.
     Row(head_dim=WIDE_HEAD_DIM,
-        config=HopperBackwardConfig(q_stages=2, section_bytes=32 * MIB, norm_rows=4, norm_heads=4)),
+        config=HopperBackwardConfig(q_stages=2, section_bytes=32 * MIB)),
 )
 # fmt: on
 

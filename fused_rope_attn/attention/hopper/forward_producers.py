@@ -171,7 +171,7 @@ class TileQueries:
         """Return COUNT rows from ``start`` on, normed and rotated, in pair order (COUNT, BLOCK_D)."""
         PAIRS: gl.constexpr = self.layouts.PAIRS
         offs = gl.arange(0, COUNT, gl.SliceLayout(1, PAIRS))
-        rows, position = rows_from(self.rows, start), forward_tiles.query_position(self.tile, start)
+        rows, position = rows_from(self.rows, start), self.tile.position(start)
         first, second = rotary.load_pairs(rows, offs, self.rotation, self.layouts)
         cos, sin = rotary.load_angles(self.rotation, offs + position, self.BLOCK_D, PAIRS)
         first, second = rotary.norm_and_rotate(first, second, cos, sin, self.sign, self.rotation, self.weights, PAIRS)

@@ -24,6 +24,7 @@ class QueryTile:
     """ROWS query rows of one head for each warpgroup that multiplies, and the key blocks that they see, int32.
 
     Key blocks are visited from the last one down and counted in that order. A block may need a mask on both sides.
+    A tile is announced by its first 6, 10 or 12 fields, see ``announcements``.
     """
 
     start_m: gl.tensor  # the first query row; in packed calls a row of the packed tensor
@@ -32,136 +33,94 @@ class QueryTile:
     head: gl.tensor
     num_blocks: gl.tensor  # key blocks to visit; 0 ends the work: there is no such tile, and none after it
     upper_masked: gl.tensor  # visited blocks before this number hold keys after some row's last visible one
-    last_block: gl.tensor | None  # see the function ``last_block``
+    last_block: gl.tensor | None  # see ``last_key_block``; None: num_blocks - 1
     lower_masked_from: gl.tensor  # visited blocks from this number on hold keys before some row's first visible one
     first_key: gl.tensor  # no row sees a key before this one
     num_keys: gl.tensor  # keys from this one on do not exist
     query_end: gl.tensor  # the row at which queries end: NQ, or in packed calls the end of the tile's sequence
     rotated_row: gl.tensor  # the tile's first row among rotated queries, saved or loaded
 
+    @jit
+    def last_key_block(self):
+        """Return the last key block that some row sees, counted from the sequence's first key.
 
-@jit
-def last_block(tile):
-    """Return the last key block that some row sees, counted from the sequence's first key.
+        If it is not announced it is not kept either, because wide heads have no register for it.
+        """
+        return self.num_blocks - 1 if self.last_block is None else self.last_block
 
-    If it is not announced it is not kept either, because wide heads have no register for it.
-    """
-    if tile.last_block is None:
-        return tile.num_blocks - 1
-    else:
-        return tile.last_block
-
-
-@jit
-def query_position(tile, row):
-    """Return the position of query ``row`` among its sequence's keys: the last query has the last key's."""
-    return row + tile.num_keys - tile.query_end
+    @jit
+    def position(self, row):
+        """Return the position of query ``row`` among its sequence's keys: the last query has the last key's."""
+        return row + self.num_keys - self.query_end
 
 
 @constexpr_function
-def announced_fields(has_bounds, is_packed):
-    """Return the fields of ``QueryTile`` that are announced; the others follow from these and from NQ and NK.
-
-    They are words of a string, because Triton 3.6 holds no string in a tuple. has_bounds: a tile's keys may begin after
-    key 0 or end before NK.
-    """
-    names = "start_m bh batch head num_blocks upper_masked"
-    if has_bounds:
-        names += " last_block lower_masked_from first_key num_keys"
-    return names + " query_end rotated_row" * is_packed
-
-
-@constexpr_function
-def word_index(fields, name):
-    """Return which word of an announcement holds a field; None if it is not announced."""
-    names = fields.split()
-    return names.index(name) if name in names else None
-
-
-@constexpr_function
-def field_at(fields, index):
-    """Return the field that a word of an announcement holds."""
-    return fields.split()[index]
-
-
-@constexpr_function
-def count_words(fields):
-    """Return how many words announce a tile."""
-    return len(fields.split())
+def field_name(index):
+    """Return the name of a field of ``QueryTile``."""
+    return QueryTile.record_fields[index]
 
 
 @record
 class Announcements:
-    """The channel through which tiles are announced: int32 words in shared memory, a slot for each tile."""
+    """The channel through which tiles are announced: WORDS int32 in shared memory for each tile."""
 
     channel: channels.Channel
-    FIELDS: gl.constexpr  # ``announced_fields``
+    WORDS: gl.constexpr
     NQ: gl.tensor | None  # None if no reader needs it, as with NK: Triton 3.6 fails on unused arguments of warps
     NK: gl.tensor | None
-
-    @jit
-    def read(self, cursor, NAME: gl.constexpr, default=0):
-        """Read an announced field of a tile; return ``default`` for another."""
-        ONE_WARPGROUP: gl.constexpr = gl.BlockedLayout([1], [32], [channels.WARPGROUP_WARPS], [0])
-        INDEX: gl.constexpr = word_index(self.FIELDS, NAME)
-        if INDEX is None:
-            return default
-        else:
-            word = self.channel.buffer.index(cursor.slot * count_words(self.FIELDS) + INDEX)
-            return gl.max(word.load(ONE_WARPGROUP), 0)
 
 
 @jit
 def announcements(HAS_BOUNDS: gl.constexpr, IS_PACKED: gl.constexpr, READERS: gl.constexpr, NQ, NK):
-    """Allocate the ``Announcements`` that READERS warpgroups read."""
-    FIELDS: gl.constexpr = announced_fields(HAS_BOUNDS, IS_PACKED)
-    WORDS: gl.constexpr = count_words(FIELDS)
+    """Allocate the ``Announcements`` that READERS warpgroups read.
+
+    HAS_BOUNDS: a tile's keys may begin after key 0 or end before NK, as in packed calls. Without, the fields from
+    ``last_block`` on follow from those before, NQ and NK; unless the call IS_PACKED, those from ``query_end`` on do.
+    """
+    WORDS: gl.constexpr = 12 if IS_PACKED else (10 if HAS_BOUNDS else 6)
     smem = gl.allocate_shared_memory(gl.int32, [TILE_STAGES * WORDS, 1], mbarrier.MBarrierLayout())
     channel = channels.channel_of(smem, TILE_STAGES)
     channel.init(FILLS=1, RELEASES=READERS * channels.WARPGROUP_THREADS)
-    return Announcements(channel, FIELDS, NQ, NK)
+    return Announcements(channel, WORDS, NQ, NK)
 
 
 @jit
 def announce_tile(tiles, step, tile):
     """Announce ``tile`` as number ``step``."""
     ONE_WARP: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    WORDS: gl.constexpr = count_words(tiles.FIELDS)
     cursor = tiles.channel.at(step)
     tiles.channel.wait_empty(cursor)
-    for i in gl.static_range(WORDS):
-        word = tiles.channel.buffer.index(cursor.slot * WORDS + i)
-        word.store(gl.full([1], getattr(tile, field_at(tiles.FIELDS, i)), gl.int32, ONE_WARP))
+    for i in gl.static_range(tiles.WORDS):
+        word = tiles.channel.buffer.index(cursor.slot * tiles.WORDS + i)
+        word.store(gl.full([1], getattr(tile, field_name(i)), gl.int32, ONE_WARP))
     tiles.channel.fill(cursor)
 
 
 @jit
 def next_tile(tiles, step):
     """Return the ``QueryTile`` that was announced as number ``step``; each warpgroup asks once for each step."""
+    ONE_WARPGROUP: gl.constexpr = gl.BlockedLayout([1], [32], [channels.WARPGROUP_WARPS], [0])
     cursor = tiles.channel.at(step)
     tiles.channel.wait_full(cursor)
-    start_m = tiles.read(cursor, "start_m")
-    bh, batch, head = tiles.read(cursor, "bh"), tiles.read(cursor, "batch"), tiles.read(cursor, "head")
-    num_blocks = tiles.read(cursor, "num_blocks")
-    last_block = None
-    if word_index(tiles.FIELDS, "last_block") is not None:
-        last_block = tiles.read(cursor, "last_block")
-    tile = QueryTile(
-        start_m,
-        bh,
-        batch,
-        head,
-        num_blocks,
-        upper_masked=tiles.read(cursor, "upper_masked"),
-        last_block=last_block,
-        lower_masked_from=tiles.read(cursor, "lower_masked_from", num_blocks),
-        first_key=tiles.read(cursor, "first_key"),
-        num_keys=tiles.read(cursor, "num_keys", 0 if tiles.NK is None else tiles.NK),
-        query_end=tiles.read(cursor, "query_end", 0 if tiles.NQ is None else tiles.NQ),
-        rotated_row=tiles.read(cursor, "rotated_row", start_m),
-    )
+    fields = ()
+    for i in gl.static_range(tiles.WORDS):
+        word = tiles.channel.buffer.index(cursor.slot * tiles.WORDS + i)
+        fields = fields + (gl.max(word.load(ONE_WARPGROUP), 0),)
     tiles.channel.release_by_threads(cursor)
-    return tile
+    if tiles.WORDS == 12:
+        return QueryTile(*fields)
+    elif tiles.WORDS == 10:
+        return QueryTile(*fields, query_end=tiles.NQ, rotated_row=fields[0])
+    else:
+        return QueryTile(
+            *fields,
+            last_block=None,
+            lower_masked_from=fields[4],  # no block: all keys from 0 on exist
+            first_key=0,
+            num_keys=tiles.NK,
+            query_end=tiles.NQ,
+            rotated_row=fields[0],
+        )
 
 
 @record

@@ -19,7 +19,7 @@ from fused_rope_attn.attention import arguments as call_arguments
 from fused_rope_attn.attention.hopper import backward_block, channels
 from fused_rope_attn.attention.problem import Problem, Tensors
 from fused_rope_attn.kernels import schedule, sequences
-from fused_rope_attn.kernels.intervals import NO_ROW, WORD, row_interval
+from fused_rope_attn.kernels.masks import NO_ROW, WORD, row_interval
 from fused_rope_attn.kernels.records import record, unpack
 from fused_rope_attn.runtime import device, launch
 

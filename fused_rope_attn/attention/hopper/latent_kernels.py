@@ -279,7 +279,7 @@ def accumulate_dq(WARPGROUP: gl.constexpr, tiles, queries, dos, keys, values, ou
     tile = forward_tiles.next_tile(tiles, tile_step)
     while tile.num_blocks > 0:
         start_m = tile.start_m + WARPGROUP * channels.ROWS
-        position = forward_tiles.query_position(tile, start_m)
+        position = tile.position(start_m)
         stats = out.stats_ptr + tile.bh.to(gl.int64) * out.pitch + tile.rotated_row + WARPGROUP * channels.ROWS
         exists = rows < tile.query_end - start_m
         lse = gl.load(stats + rows, mask=exists, other=float("inf"))
@@ -294,7 +294,7 @@ def accumulate_dq(WARPGROUP: gl.constexpr, tiles, queries, dos, keys, values, ou
         first = gl.to_tensor(0)
         if WARPGROUP == 0 and mask.window.right is not None:
             # The last keys of a tile may be hidden from its first half.
-            last_block = forward_tiles.last_block(tile)
+            last_block = tile.last_key_block()
             hidden = last_block * BLOCK_N > position + channels.ROWS - 1 + mask.window.right
             if hidden & (tile.num_blocks > 1):
                 keys.wait_full(keys.at(key_step))

@@ -9,7 +9,6 @@ must not see a key.
 """
 
 from fused_rope_attn.attention.hopper import channels
-from fused_rope_attn.attention.hopper.forward_tiles import last_block, query_position
 from fused_rope_attn.kernels.masks import Window, checks_positions
 from fused_rope_attn.kernels.records import record, replace
 from fused_rope_attn.runtime.triton_compat import barrier, gl, jit
@@ -63,7 +62,7 @@ class PositionMask:
 
     @jit
     def row_number(self, tile, row):
-        return query_position(tile, row)
+        return tile.position(row)
 
     @jit
     def hide(self, scores, rows, columns, visit, tile, SEEN: gl.constexpr = None):
@@ -75,10 +74,10 @@ class PositionMask:
         """
         if self.IS_ALIGNED:
             if SEEN is not None:
-                last = rows - last_block(tile) * (2 * channels.ROWS)
+                last = rows - tile.last_key_block() * (2 * channels.ROWS)
                 scores = hide_keys(scores, last, columns, UPPER=True, SEEN=SEEN)
         else:
-            start_n = (last_block(tile) - visit.number) * scores.shape[1]
+            start_n = (tile.last_key_block() - visit.number) * scores.shape[1]
             if visit.number < tile.upper_masked:
                 last = rows * 0 + (tile.num_keys - 1)
                 if self.window.right is not None:

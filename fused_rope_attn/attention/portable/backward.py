@@ -11,7 +11,7 @@ from fused_rope_attn.attention import arguments
 from fused_rope_attn.attention.configs import BackwardConfig
 from fused_rope_attn.attention.intervals import IntervalBlocks
 from fused_rope_attn.attention.portable import backward_kernels as kernels
-from fused_rope_attn.attention.portable import parts
+from fused_rope_attn.attention.portable.forward import nope_views
 from fused_rope_attn.attention.prepass import NormGradients, Preprocess
 from fused_rope_attn.attention.problem import Gradients, Problem, Tensors, split_outputs
 from fused_rope_attn.kernels.schedule import heads_per_section, tile_count
@@ -147,7 +147,7 @@ class BackwardCall:
         tensors, outputs = split_outputs(of_forward, 3)
         problem, q, k, v = self.problem, tensors.q, tensors.k, tensors.v
         dq, dk, dv = self._allocate(q if self.latent else o, tensors, outputs)
-        dq_nope = dk_nope = dsinks = dsinks_parts = blocks = nope = None
+        dq_nope = dk_nope = dsinks = dsinks_parts = blocks = None
         of_heads = dk
         if self.latent:
             of_heads = torch.empty(self.parts_shape, dtype=torch.float32, device=q.device)
@@ -155,8 +155,6 @@ class BackwardCall:
                 torch.empty_strided(x.shape, output_strides(x), dtype=x.dtype, device=x.device)
                 for x in (tensors.q_nope, tensors.k_nope)
             )
-            views = map(arguments.view, (tensors.q_nope, tensors.k_nope, dq_nope, dk_nope))
-            nope = parts.NopeViews.host(*views, arguments.nope_sign_of(problem), self.formats[2])
         q_rot, k_rot = self._rotated(q, k)
         if self.dsinks_shape is not None:
             # Zeros, because tiles past the end of a packed sequence write nothing.
@@ -172,13 +170,13 @@ class BackwardCall:
         read = {
             "inputs": kernels.BackwardInputs.host(
                 q=arguments.view(q_rot),
-                k=arguments.view(k_rot, arguments.of_shared_head(k_rot.stride()) if self.latent else None),
+                k=arguments.view_of_keys(problem, k_rot),
                 v=arguments.view(v),
                 do=arguments.view(do),
                 stats_ptr=stats,
                 format=self.formats[0],
                 value_format=self.formats[1],
-                nope=nope,
+                nope=nope_views(problem, tensors, self.formats[2], dq_nope, dk_nope),
                 scale=arguments.scale_of(problem),
                 USE_TMA=self.tma,
             ),

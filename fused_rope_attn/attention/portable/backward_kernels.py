@@ -13,8 +13,7 @@ import triton.language as tl
 
 from fused_rope_attn.attention.portable import parts
 from fused_rope_attn.kernels import schedule, sequences, softmax, tiles
-from fused_rope_attn.kernels.intervals import NO_ROW, row_interval
-from fused_rope_attn.kernels.masks import Mask, first_query, key_range, query_range, visible
+from fused_rope_attn.kernels.masks import NO_ROW, Mask, first_query, key_range, query_range, row_interval, visible
 from fused_rope_attn.kernels.records import record, replace, unpack
 from fused_rope_attn.kernels.rotation import store_unrotated
 
@@ -310,12 +309,14 @@ def dkdv_kernel(
 
 
 @triton.jit
-def dq_range(dq, q, do, lse, delta, positions_q, keys, scale, first, last, APPLY_MASK: tl.constexpr):
+def dq_range(dq, queries, keys, first, last, APPLY_MASK: tl.constexpr):
     """Add keys [first, last) to dq, float32 ``Parts``, and return it; ``first`` is a multiple of BLOCK_N.
 
-    q, ``Parts`` of BLOCK_M rows, do (BLOCK_M, BLOCK_DV), lse (base 2) and delta (BLOCK_M,) float32 and positions_q
-    (BLOCK_M,) are the program's. APPLY_MASK: some of the pairs may be hidden, and some of the keys may not exist.
+    queries: the program's q, ``Parts`` of BLOCK_M rows, do (BLOCK_M, BLOCK_DV), lse (base 2) and delta (BLOCK_M,)
+    float32, positions_q (BLOCK_M,), and scale. APPLY_MASK: some of the pairs may be hidden, and some of the keys may
+    not exist.
     """
+    q, do, lse, delta, positions_q, scale = queries
     offs = tl.arange(0, keys.BLOCK_N)
     for start_n in range(first, last, keys.BLOCK_N):
         k = parts.load_parts(keys.k, start_n, offs, CHECK_ROWS=APPLY_MASK)
@@ -335,28 +336,6 @@ def dq_range(dq, q, do, lse, delta, positions_q, keys, scale, first, last, APPLY
         else:
             dq = parts.Parts(rope=dq_rope, nope=tl.dot(ds, k.nope, dq.nope, input_precision=scale.PRECISION))
     return dq
-
-
-@triton.jit
-def dq_intervals(dq, q, do, lse, delta, positions_q, keys, scale, bounds, start_m, BLOCK_M: tl.constexpr):
-    """Add the keys that the tile of rows [start_m, start_m + BLOCK_M) sees to dq, as ``dq_range`` does, and return it.
-
-    Blocks of keys that no row sees are skipped. bounds: ``key_range``'s.
-    """
-    BLOCK_N: tl.constexpr = keys.BLOCK_N
-    first, full_first, full_last, last = bounds
-    block, last_block = first // BLOCK_N, tl.cdiv(last, BLOCK_N)
-    full_first, full_last = full_first // BLOCK_N, full_last // BLOCK_N
-    while block < last_block:
-        begin, middle, block = parts.next_run(
-            keys.mask, block, last_block, full_first, full_last, start_m, BLOCK_M, BLOCK_N
-        )
-        start, end = begin * BLOCK_N, middle * BLOCK_N
-        dq = dq_range(dq, q, do, lse, delta, positions_q, keys, scale, start, end, APPLY_MASK=True)
-        start, end = middle * BLOCK_N, block * BLOCK_N
-        dq = dq_range(dq, q, do, lse, delta, positions_q, keys, scale, start, end, APPLY_MASK=False)
-    # Queries that see no key may hold NaN.
-    return replace(dq, rope=tl.where((lse != float("inf"))[:, None], dq.rope, 0.0))
 
 
 @triton.jit(do_not_specialize=[name for name in _NUMBERS if name != "HKV"])
@@ -401,16 +380,18 @@ def dq_kernel(
     delta = tiles.load_where(queries.delta_ptr + start_m + offs, exists, 0.0)
 
     bounds = key_range(mask, start_m, sequence.q_offset, BLOCK_M, BLOCK_N)
-    dq = zero_parts(BLOCK_M, inputs)
+    dq, loaded = zero_parts(BLOCK_M, inputs), (q, do, lse, delta, positions_q, scale)
     if mask.intervals is not None:
-        dq = dq_intervals(dq, q, do, lse, delta, positions_q, keys, scale, bounds, start_m, BLOCK_M)
+        dq = parts.fold_intervals(dq_range, dq, loaded, keys, start_m, bounds, BLOCK_M)
+        # Queries that see no key may hold NaN.
+        dq = replace(dq, rope=tl.where((lse != float("inf"))[:, None], dq.rope, 0.0))
     else:
         first, full_first, full_last, last = bounds
         if mask.first_key is not None:
             end = tl.minimum(full_first, last)
-            dq = dq_range(dq, q, do, lse, delta, positions_q, keys, scale, first, end, APPLY_MASK=True)
-        dq = dq_range(dq, q, do, lse, delta, positions_q, keys, scale, full_first, full_last, APPLY_MASK=False)
-        dq = dq_range(dq, q, do, lse, delta, positions_q, keys, scale, full_last, last, APPLY_MASK=True)
+            dq = dq_range(dq, loaded, keys, first, end, APPLY_MASK=True)
+        dq = dq_range(dq, loaded, keys, full_first, full_last, APPLY_MASK=False)
+        dq = dq_range(dq, loaded, keys, full_last, last, APPLY_MASK=True)
     # Not for data: the launch after this one must find dk and dv finished too.
     schedule.wait_for_previous_launch(PDL)
     if outputs.sinks_ptr is not None:

@@ -31,7 +31,7 @@ class Row:
 
     head_dim: the largest head dimension served. masked: whether the call has a window, lengths, a cap or sinks, which
     take registers. latent: whether it is multi-head latent attention; head_dim is DN + R then, and no strategy but
-    prepass serves it. None matches anything. tile and prefetch_rows are those of a ``ForwardConfig``, dkdv and dq of a
+    prepass serves it. None matches anything. tile is that of a ``ForwardConfig``, dkdv and dq are those of a
     ``BackwardConfig``, and the others of both; tma holds for the pre-pass alone.
     """
 
@@ -45,7 +45,6 @@ class Row:
     tile: Tile | None = None
     dkdv: Tile | None = None
     dq: Tile | None = None
-    prefetch_rows: int = 0
     section_bytes: int = 0
     rotate_rows: int = 32
     rotate_heads: int = 4
@@ -61,7 +60,7 @@ class Row:
         shared = {name: getattr(self, name) for name in ("section_bytes", "rotate_rows", "rotate_heads")}
         shared |= {"strategy": strategy, "pdl": arch in PDL, "tma": self.tma and strategy == "prepass"}
         if self.tile is not None:
-            return ForwardConfig(tile=on_arch(self.tile), prefetch_rows=self.prefetch_rows, **shared)
+            return ForwardConfig(tile=on_arch(self.tile), **shared)
         return BackwardConfig(dkdv=on_arch(self.dkdv), dq=on_arch(self.dq), **shared)
 
 
@@ -70,10 +69,8 @@ class Row:
 # fmt: off
 FORWARD: tuple[Row, ...] = (
     # H200, 2026-11-21, triton 3.6.0; untimed on sm_100.
-    Row(arch=LARGE, element_size=2, head_dim=64, bucket=("tiny",),
-        tile=Tile(64, 64, num_warps=4, num_stages=3), section_bytes=24 * MIB, rotate_heads=1, prefetch_rows=512),
     Row(arch=LARGE, element_size=2, head_dim=64, bucket=("tiny", "short"),
-        tile=Tile(64, 64, num_warps=4, num_stages=3), section_bytes=24 * MIB, rotate_heads=1, prefetch_rows=128),
+        tile=Tile(64, 64, num_warps=4, num_stages=3), section_bytes=24 * MIB, rotate_heads=1),
     # Few tiles take 6 to 47 % more time through descriptors at most shapes. Many take up to 14 % less, but the sm_90
     # kernels serve most of these. H200 and H100, 3.6.0 and 3.9.0, 2026-11-27.
     Row(arch=("sm_90",), element_size=2, head_dim=64,

@@ -14,7 +14,7 @@ from fused_rope_attn.attention.configs import ForwardConfig
 from fused_rope_attn.attention.intervals import IntervalBlocks
 from fused_rope_attn.attention.portable import parts
 from fused_rope_attn.attention.prepass import Rotate
-from fused_rope_attn.attention.problem import Outputs, Problem, Saving, split_outputs
+from fused_rope_attn.attention.problem import Outputs, Problem, Saving, Tensors, split_outputs
 from fused_rope_attn.kernels import schedule, sequences, softmax, tiles
 from fused_rope_attn.kernels.masks import key_range, visible
 from fused_rope_attn.kernels.records import record, replace, unpack
@@ -82,40 +82,18 @@ def attend_range(running, q, positions_q, keys, first, last, scale, APPLY_MASK: 
 
 
 @triton.jit
-def attend_run(acc, row_max, row_sum, q, positions_q, keys, first, last, scale, APPLY_MASK: tl.constexpr):
+def attend_run(sums, queries, keys, first, last, APPLY_MASK: tl.constexpr):
     """Fold keys [first, last) and their values into the running sums and return them, with ``attend_range``'s bits.
 
-    acc, row_max and row_sum as in ``RunningSoftmax``. APPLY_MASK as for ``block_scores``.
+    sums: acc, row_max and row_sum as in ``RunningSoftmax``. queries: q, positions_q and scale as for ``block_scores``,
+    and so is APPLY_MASK.
     """
+    acc, row_max, row_sum = sums
+    q, positions_q, scale = queries
     for start_n in range(first, last, keys.BLOCK_N):
         scores = block_scores(q, positions_q, keys, start_n, scale, APPLY_MASK)
         running = weigh(acc, row_max, row_sum, scores, scale, APPLY_MASK)
         acc, row_max, row_sum = add_values(running, keys, start_n, scale, APPLY_MASK), running.row_max, running.row_sum
-    return acc, row_max, row_sum
-
-
-@triton.jit
-def attend_intervals(acc, row_max, row_sum, q, positions_q, keys, start_m, bounds, scale, BLOCK_M: tl.constexpr):
-    """Fold the keys that the tile of rows [start_m, start_m + BLOCK_M) sees into the running sums and return them.
-
-    Blocks of keys that no row sees are skipped. bounds: ``key_range``'s.
-    """
-    BLOCK_N: tl.constexpr = keys.BLOCK_N
-    first, full_first, full_last, last = bounds
-    block, last_block = first // BLOCK_N, tl.cdiv(last, BLOCK_N)
-    full_first, full_last = full_first // BLOCK_N, full_last // BLOCK_N
-    while block < last_block:
-        begin, middle, block = parts.next_run(
-            keys.mask, block, last_block, full_first, full_last, start_m, BLOCK_M, BLOCK_N
-        )
-        start, end = begin * BLOCK_N, middle * BLOCK_N
-        acc, row_max, row_sum = attend_run(
-            acc, row_max, row_sum, q, positions_q, keys, start, end, scale, APPLY_MASK=True
-        )
-        start, end = middle * BLOCK_N, block * BLOCK_N
-        acc, row_max, row_sum = attend_run(
-            acc, row_max, row_sum, q, positions_q, keys, start, end, scale, APPLY_MASK=False
-        )
     return acc, row_max, row_sum
 
 
@@ -152,7 +130,6 @@ class ForwardInputs:
     nope: parts.NopeViews | None
     scale: softmax.ScoreScale
     USE_TMA: tl.constexpr  # k and v by descriptors
-    PREFETCH_ROWS: tl.constexpr
 
 
 @record
@@ -228,14 +205,10 @@ def forward_kernel(
     acc = tl.zeros((BLOCK_M, inputs.value_format.BLOCK_D), tl.float32)
     row_max = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     row_sum = tl.zeros((BLOCK_M,), tl.float32)
-    if inputs.PREFETCH_ROWS > 0:
-        # Values need no rotation: fetch them while the pre-pass rotates the keys.
-        tiles.prefetch_rows(keys.v.rows, first, last, inputs.PREFETCH_ROWS)
     schedule.wait_for_previous_launch(PDL)
     if mask.intervals is not None:
-        acc, row_max, row_sum = attend_intervals(
-            acc, row_max, row_sum, q, positions_q, keys, start_m, bounds, scale, BLOCK_M
-        )
+        sums, queries = (acc, row_max, row_sum), (q, positions_q, scale)
+        acc, row_max, row_sum = parts.fold_intervals(attend_run, sums, queries, keys, start_m, bounds, BLOCK_M)
     else:
         scores = block_scores(q, positions_q, keys, first, scale, APPLY_MASK=True)
         running = weigh(acc, row_max, row_sum, scores, scale, HAS_EMPTY_ROWS=True)
@@ -264,6 +237,16 @@ def forward_kernel(
     tl.store(lse_rows + offs, lse, mask=offs < rows_left)
     o_rows = tiles.head_rows(outputs.o, tile.origin, tile.num_rows, inputs.value_format)
     tiles.store_tile(tiles.rows_from(o_rows, start_m), o, offs)
+
+
+def nope_views(problem: Problem, tensors: Tensors, row_format, dq=None, dk=None):
+    """Return the ``NopeViews`` of a call, None if it has none. dq, dk: of the gradients."""
+    if problem.nope_dim is None:
+        return None
+    sign = arguments.scale_and_sign(problem.softmax_scale)[1]
+    views = map(arguments.view, (tensors.q_nope, tensors.k_nope, dq, dk))
+    # Most calls have a sign of 1, and do not multiply.
+    return parts.NopeViews.host(*views, None if sign == 1.0 else sign, row_format)
 
 
 class ForwardCall:
@@ -307,7 +290,6 @@ class ForwardCall:
             for columns in (problem.head_dim, problem.value_dim, problem.nope_dim)
         ]
         self.inline, self.tma, self.padding = inline, tma, padding
-        self.prefetch_rows = 0 if tma or not pdl else config.prefetch_rows
         num_heads = problem.batch * problem.heads_q
         columns = (problem.nope_dim or problem.head_dim) + problem.value_dim
         kv_bytes = problem.longest(problem.len_k) * columns * k.element_size()
@@ -348,24 +330,18 @@ class ForwardCall:
         q_rot = None
         if self.saves_rotated:
             q_rot = torch.empty_strided(*self.q_rot_layout, dtype=q.dtype, device=q.device)
-        nope, k_strides = None, None
-        if problem.nope_dim is not None:
-            views = arguments.view(tensors.q_nope), arguments.view(tensors.k_nope)
-            nope = parts.NopeViews.host(*views, None, None, arguments.nope_sign_of(problem), self.formats[2])
-            k_strides = arguments.of_shared_head(k.stride())
         self.launch(
             stream,
             inputs=ForwardInputs.host(
                 q=arguments.view(q),
-                k=arguments.view(k, k_strides),
+                k=arguments.view_of_keys(problem, k),
                 v=arguments.view(tensors.v),
                 sinks_ptr=tensors.sinks,
                 format=self.formats[0],
                 value_format=self.formats[1],
-                nope=nope,
+                nope=nope_views(problem, tensors, self.formats[2]),
                 scale=arguments.scale_of(problem),
                 USE_TMA=self.tma,
-                PREFETCH_ROWS=self.prefetch_rows,
             ),
             k_desc=self.k_source(k),
             v_desc=self.v_source(tensors.v),

@@ -9,8 +9,7 @@ compile to those of the rope part alone.
 import triton
 import triton.language as tl
 
-from fused_rope_attn.kernels import intervals, rotation, softmax, tiles
-from fused_rope_attn.kernels.masks import Mask
+from fused_rope_attn.kernels import masks, rotation, softmax, tiles
 from fused_rope_attn.kernels.records import record
 
 # Blocks of keys that ``next_run`` reads at once.
@@ -69,7 +68,7 @@ class HeadKeys:
 
     k: PartTiles
     v: HeadTiles
-    mask: Mask
+    mask: masks.Mask
     BLOCK_N: tl.constexpr
 
 
@@ -175,7 +174,7 @@ def without_unseen(tile, mask, start_n, offs):
     Such keys may hold NaN, and their weight is 0, but 0 * NaN is NaN. Without intervals loads check the rows.
     """
     if mask.intervals is not None:
-        first, end = intervals.row_interval(mask, start_n + offs)
+        first, end = masks.row_interval(mask, start_n + offs)
         tile = tl.where((first < end)[:, None], tile, 0.0).to(tile.dtype)
     return tile
 
@@ -194,9 +193,9 @@ def next_run(mask, block, last_block, full_first, full_last, start_m, BLOCK_M: t
     index = block + tl.arange(0, CHUNK)
     exists = index < last_block
     bounds = of_keys.blocks_ptr + of_keys.batch * 4 * count + index
-    first = tl.load(bounds, mask=exists, other=intervals.NO_ROW)
+    first = tl.load(bounds, mask=exists, other=masks.NO_ROW)
     end = tl.load(bounds + count, mask=exists, other=0)
-    all_first = tl.load(bounds + 2 * count, mask=exists, other=intervals.NO_ROW)
+    all_first = tl.load(bounds + 2 * count, mask=exists, other=masks.NO_ROW)
     all_end = tl.load(bounds + 3 * count, mask=exists, other=0)
     last_m = tl.minimum(start_m + BLOCK_M, of_keys.num_rows)
     visible = (first < last_m) & (end > start_m)
@@ -207,3 +206,21 @@ def next_run(mask, block, last_block, full_first, full_last, start_m, BLOCK_M: t
     of_begin = tl.max(tl.where(index == begin, kind, 0), 0)
     stop = tl.min(tl.where((index > begin) & (kind != of_begin), index, limit), 0)
     return begin, tl.where(of_begin == 2, begin, stop), stop
+
+
+@triton.jit
+def fold_intervals(fold: tl.constexpr, sums, given, keys, start_m, bounds, BLOCK_M: tl.constexpr):
+    """Return ``sums`` with the keys that the tile of rows [start_m, start_m + BLOCK_M) sees.
+
+    Blocks of keys that no row sees are skipped. ``fold(sums, given, keys, first, last, APPLY_MASK)`` adds the keys
+    [first, last). bounds: ``key_range``'s.
+    """
+    BLOCK_N: tl.constexpr = keys.BLOCK_N
+    first, full_first, full_last, last = bounds
+    block, last_block = first // BLOCK_N, tl.cdiv(last, BLOCK_N)
+    full_first, full_last = full_first // BLOCK_N, full_last // BLOCK_N
+    while block < last_block:
+        begin, middle, block = next_run(keys.mask, block, last_block, full_first, full_last, start_m, BLOCK_M, BLOCK_N)
+        sums = fold(sums, given, keys, begin * BLOCK_N, middle * BLOCK_N, APPLY_MASK=True)
+        sums = fold(sums, given, keys, middle * BLOCK_N, block * BLOCK_N, APPLY_MASK=False)
+    return sums

@@ -11,7 +11,7 @@ reduced by dropping whole numbers.
 import triton
 import triton.language as tl
 
-from fused_rope_attn.kernels import masks, rotation, softmax, tiles
+from fused_rope_attn.kernels import rotation, softmax, tiles
 from fused_rope_attn.kernels.records import record, replace, unpack
 from fused_rope_attn.kernels.schedule import scheduled_tile
 
@@ -24,21 +24,14 @@ _NUMBERS = ["num_groups", "head_chunks", "HKV", "GROUP_SIZE", "N"]
 
 
 @record
-class Frequencies:
-    """The tables of ``launch.frequency_tables``."""
-
-    multiples_ptr: tl.tensor
-    revolutions_ptr: tl.tensor
-
-
-@record
 class CoRopeInputs:
-    """Queries (B, HQ, N, D), keys and values (B, HKV, N, D), and the frequencies."""
+    """Queries (B, HQ, N, D), keys and values (B, HKV, N, D), and the tables of ``launch.frequency_tables``."""
 
     q: tiles.TensorView
     k: tiles.TensorView
     v: tiles.TensorView
-    frequencies: Frequencies
+    multiples_ptr: tl.tensor
+    revolutions_ptr: tl.tensor
 
 
 @record
@@ -80,6 +73,7 @@ class TileKeys:
 
     offs_n: tl.tensor  # (BLOCK_N,)
     exists: tl.tensor  # (BLOCK_N,)
+    visible: tl.tensor  # (BLOCK_M, BLOCK_N): by the causal mask
     pointers: tl.tensor  # (BLOCK_N,): to the first columns
     tile: tl.tensor  # (BLOCK_N, BLOCK_D)
     z: tl.tensor  # (BLOCK_M, BLOCK_N) float32
@@ -87,30 +81,13 @@ class TileKeys:
     local: tl.tensor  # (BLOCK_M, BLOCK_N) float32: for each key the sum of the steps after it
 
 
-@record
-class Distances:
-    """Distances ``whole + rest + local`` of a tile: whole steps (rows,) int32 and the rest in [0, 1) (rows,) float32 of
-    a row's mileage after the tile, and steps (rows, keys) float32 within the tile."""
-
-    whole: tl.tensor
-    rest: tl.tensor
-    local: tl.tensor
-
-
-@triton.jit
-def causal_pairs(offs_m, offs_n, N):
-    """Return whether (query, key) pairs of a sequence of N see each other, (len(offs_m), len(offs_n))."""
-    window = masks.Window(left=None, right=0, HIDES_PAIRS=True)
-    mask = masks.Mask(num_keys=N, first_key=None, window=window, READS_LENGTHS=False)
-    return masks.visible(mask, offs_m[:, None], offs_n[None, :])
-
-
 @triton.jit
 def distances_of(mileage, local):
-    """Return the ``Distances`` of rows' mileage after a tile, int64 fixed point, and steps within the tile."""
+    """Return a tile's distances ``whole + rest + local``: whole steps (rows,) int32 and the rest in [0, 1) (rows,)
+    float32 of a row's mileage after the tile, int64 fixed point, and steps (rows, keys) float32 within the tile."""
     whole = mileage >> FRACTION_BITS
     rest = (mileage - (whole << FRACTION_BITS)).to(tl.float32) / ONE
-    return Distances(whole.to(tl.int32), rest, local)
+    return whole.to(tl.int32), rest, local
 
 
 @triton.jit
@@ -138,27 +115,21 @@ def cosine_sine(revolutions):
 
 
 @triton.jit
-def revolutions_per_step(pairs, revolutions_ptr, D: tl.constexpr):
-    """Load the angle of one step at the frequencies of some pairs, in revolutions, float32; 0 from D/2 on."""
-    return tl.load(revolutions_ptr + pairs, mask=pairs < D // 2, other=0.0)
-
-
-@triton.jit
-def distance_phases(pairs, distances, frequencies, D: tl.constexpr):
-    """Return cos and sin (rows, pairs, keys) float32 of ``distances`` at the frequencies of some pairs.
+def distance_phases(pairs, distances, inputs, D: tl.constexpr):
+    """Return cos and sin (rows, pairs, keys) float32 of ``distances_of`` a tile at the frequencies of some pairs.
 
     A row's whole steps are reduced to one revolution once a row, by integer multiplication modulo one revolution, so
-    that the angle stays exact for any N.
+    that the angle stays exact for any N. Pairs from D/2 on have frequency 0.
     """
-    revolutions_ptr = frequencies.revolutions_ptr
-    high = revolutions_per_step(pairs, revolutions_ptr, D)
-    low = revolutions_per_step(pairs, revolutions_ptr + D // 2, D)
-    multiples = tl.load(frequencies.multiples_ptr + pairs, mask=pairs < D // 2, other=0)
-    phase = tl.mul(distances.whole[:, None], multiples[None, :], sanitize_overflow=False)  # modulo 2**32
+    whole, rest, local = distances
+    exists = pairs < D // 2
+    high = tl.load(inputs.revolutions_ptr + pairs, mask=exists, other=0.0)
+    low = tl.load(inputs.revolutions_ptr + D // 2 + pairs, mask=exists, other=0.0)
+    multiples = tl.load(inputs.multiples_ptr + pairs, mask=exists, other=0)
+    phase = tl.mul(whole[:, None], multiples[None, :], sanitize_overflow=False)  # modulo 2**32
     phase = phase.to(tl.float32) * 2.3283064365386963e-10  # 2**-32
-    phase += distances.whole.to(tl.float32)[:, None] * low[None, :] + distances.rest[:, None] * high[None, :]
-    revolutions = phase[:, :, None] + distances.local[:, None, :] * high[None, :, None]
-    return cosine_sine(revolutions)
+    phase += whole.to(tl.float32)[:, None] * low[None, :] + rest[:, None] * high[None, :]
+    return cosine_sine(phase[:, :, None] + local[:, None, :] * high[None, :, None])
 
 
 @triton.jit
@@ -176,7 +147,7 @@ def load_halves(pointers, pairs, stride_column, mask, format):
 
 
 @triton.jit
-def rotated_keys(pairs, keys, program, distances, frequencies):
+def rotated_keys(pairs, keys, program, distances, inputs):
     """Load some pairs of the keys, and rotate them against the queries.
 
     Return both members (pairs, keys), both rotated (rows, pairs, keys), and their cos and sin, all float32.
@@ -184,7 +155,7 @@ def rotated_keys(pairs, keys, program, distances, frequencies):
     rows = program.k_rows
     k1, k2 = load_halves(keys.pointers[None, :], pairs[:, None], rows.stride_column, keys.exists[None, :], rows.format)
     k1, k2 = k1.to(tl.float32), k2.to(tl.float32)
-    cos, sin = distance_phases(pairs, distances, frequencies, rows.format.D)
+    cos, sin = distance_phases(pairs, distances, inputs, rows.format.D)
     k1_rot, k2_rot = rotation.rotate(k1[None, :, :], k2[None, :, :], cos, sin, CONJUGATE=True)
     return k1, k2, k1_rot, k2_rot, cos, sin
 
@@ -204,14 +175,14 @@ def split_dot(x, precise, acc, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def tile_scores(keys, program, distances, frequencies, shape):
+def tile_scores(keys, program, distances, inputs, shape):
     """Return unscaled scores (BLOCK_M, HEADS, BLOCK_N): a small product a row, of keys rotated once for all heads."""
     scores = tl.zeros((shape.BLOCK_M, shape.HEADS, shape.BLOCK_N), tl.float32)
     for start in range(0, shape.format.D // 2, BLOCK_PAIRS):
         pairs = start + tl.arange(0, BLOCK_PAIRS)
         exists, stride = program.exists[:, :, None], program.leader_rows.stride_column
         q1, q2 = load_halves(program.pointers[:, :, None], pairs[None, None, :], stride, exists, shape.format)
-        _, _, k1_rot, k2_rot, _, _ = rotated_keys(pairs, keys, program, distances, frequencies)
+        _, _, k1_rot, k2_rot, _, _ = rotated_keys(pairs, keys, program, distances, inputs)
         scores = split_dot(q1, k1_rot, scores, shape.PRECISION)
         scores = split_dot(q2, k2_rot, scores, shape.PRECISION)
     return scores
@@ -277,11 +248,12 @@ def find_keys(program, start_n, shape):
     offsets = offs_n.to(tl.int64) if rows.format.USE_INT64_OFFSETS else offs_n
     x = tl.dot(program.leader_tile, tl.trans(tile), input_precision=shape.PRECISION)
     z = 1.0 / (1.0 + tl.math.exp2(-x * shape.qk_scale))
-    z = tl.where(causal_pairs(program.offs_m, offs_n, shape.N), z, 0.0)
+    visible = (offs_n[None, :] <= program.offs_m[:, None]) & (offs_n < shape.N)[None, :]
+    z = tl.where(visible, z, 0.0)
     fixed = (z * ONE + 0.5).to(tl.int32)
     total = tl.sum(fixed, 1)
     local = (total[:, None] - tl.cumsum(fixed, 1)).to(tl.float32) / ONE
-    return TileKeys(offs_n, offs_n < shape.N, rows.ptr + offsets * rows.stride_row, tile, z, total, local)
+    return TileKeys(offs_n, offs_n < shape.N, visible, rows.ptr + offsets * rows.stride_row, tile, z, total, local)
 
 
 @triton.jit(do_not_specialize=_NUMBERS)
@@ -310,10 +282,9 @@ def corope_forward_kernel(
     for block in range(blocks):
         keys = find_keys(program, (blocks - 1 - block) * BLOCK_N, shape)
         distances = distances_of(mileage, keys.local)
-        scores = tile_scores(keys, program, distances, inputs.frequencies, shape)
+        scores = tile_scores(keys, program, distances, inputs, shape)
         mileage += keys.total
-        exists = causal_pairs(offs_m, keys.offs_n, N)
-        scores = tl.where(exists[:, None, :], scores * shape.qk_scale, float("-inf"))
+        scores = tl.where(keys.visible[:, None, :], scores * shape.qk_scale, float("-inf"))
         scores = tl.reshape(scores, (ROWS, BLOCK_N))
         p, correction, row_max, row_sum = softmax.online_softmax(scores, row_max, row_sum, 1.0, HAS_EMPTY_ROWS=True)
         v_tile = tiles.load_tile(program.v_rows, keys.offs_n, CHECK_ROWS=True)
@@ -381,9 +352,8 @@ def corope_backward_kernel(
         keys = find_keys(program, start_n, shape)
         remaining_mileage -= keys.total
         distances = distances_of(remaining_mileage, keys.local)
-        scores = tile_scores(keys, program, distances, inputs.frequencies, shape)
-        exists = causal_pairs(offs_m, keys.offs_n, N)
-        p = tl.where(exists[:, None, :], tl.math.exp2(scores * shape.qk_scale - lse[:, :, None]), 0.0)
+        scores = tile_scores(keys, program, distances, inputs, shape)
+        p = tl.where(keys.visible[:, None, :], tl.math.exp2(scores * shape.qk_scale - lse[:, :, None]), 0.0)
         p = tl.reshape(p, (BLOCK_M * HEADS, BLOCK_N))
         v_tile = tiles.load_tile(program.v_rows, keys.offs_n, CHECK_ROWS=True)
         dv = tl.dot(tl.trans(p.to(do.dtype)), do, input_precision=PRECISION)
@@ -402,7 +372,7 @@ def corope_backward_kernel(
         ddistance = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for start in range(0, D // 2, BLOCK_PAIRS):
             pairs = start + tl.arange(0, BLOCK_PAIRS)
-            k1, k2, k1_rot, k2_rot, cos, sin = rotated_keys(pairs, keys, program, distances, inputs.frequencies)
+            k1, k2, k1_rot, k2_rot, cos, sin = rotated_keys(pairs, keys, program, distances, inputs)
             dq1 = tl.dot(k1_rot.to(do.dtype), ds_by_head, input_precision=PRECISION) * softmax_scale
             dq2 = tl.dot(k2_rot.to(do.dtype), ds_by_head, input_precision=PRECISION) * softmax_scale
             dq_pairs = dq_rows[:, None, :] + pairs[None, :, None]
@@ -418,7 +388,7 @@ def corope_backward_kernel(
             dk1_rot = split_dot(tl.permute(q1, (0, 2, 1)), ds_by_key, zeros, PRECISION)
             dk2_rot = split_dot(tl.permute(q2, (0, 2, 1)), ds_by_key, zeros, PRECISION)
             dk1, dk2 = rotation.rotate(dk1_rot, dk2_rot, cos, sin, CONJUGATE=False)
-            frequency = revolutions_per_step(pairs, inputs.frequencies.revolutions_ptr, D)[:, None]
+            frequency = tl.load(inputs.revolutions_ptr + pairs, mask=pairs < D // 2, other=0.0)[:, None]
             ddistance += tl.sum(dk1 * (k2 * frequency)[None, :, :] - dk2 * (k1 * frequency)[None, :, :], 1)
             dk_pairs = tiles.tile_pointers(dk_base, pairs, keys.offs_n, 1, D, IS_LONG)
             dk_mask = (pairs < D // 2)[:, None] & keys.exists[None, :]

@@ -45,7 +45,8 @@ def forward(module: AttentionModule, hidden_states: Tensor, *args: Any, **kwargs
             "an attention module whose model has a cp_group was called without its model, but only the model knows the "
             "other ranks' part of the batch: call the model"
         )
-    patch.count(batch.original)
+    if not torch.compiler.is_compiling():
+        patch.calls[batch.original] += 1
     if batch.original:
         if patch.previous is not None:
             return patch.previous(hidden_states, *args, **kwargs)
@@ -91,9 +92,7 @@ def prepared(
     module: AttentionModule, hidden_states: Tensor, batch: Batch, past: Any, given: dict[str, Any]
 ) -> tuple[rotations.Tokens, dict[str, Any], list[Tensor]]:
     """Return the heads of hidden states (B, N, width), the options of attention, and the gate if the module has one.
-
-    past: the cache of the call, or None. given: the other keywords of the call.
-    """
+    past: the cache of the call, or None. given: its other keywords."""
     patch = state.state_of(module, state.PATCH)
     convention: Convention = patch.convention
     q, k, v, *others = convention.heads_of(module, hidden_states)
@@ -179,10 +178,8 @@ def _attend_shard(tokens: rotations.Tokens, batch: Batch, options: dict[str, Any
 
 
 def _begin_cache(tokens: rotations.Tokens, past: Cache, layer_idx: int, in_place: bool, cache_options: tuple) -> None:
-    """Put a batch's normed and rotated keys, and its values, into an empty cache. Attention has checked them.
-
-    in_place: write into buffers if the cache allows it; otherwise always call the cache's ``update``.
-    """
+    """Put a batch's normed and rotated keys, and its values, into an empty cache. Attention has checked them. in_place:
+    write into buffers if the cache allows it; otherwise always call its ``update``."""
     layer = past.layers[layer_idx] if layer_idx < len(past.layers) else None
     wanted = torch.is_grad_enabled() and any(x.requires_grad for x in (tokens.k, tokens.v, *tokens.weights))
     # Do not ask Batch.rows: the model may have made the cache itself, after its batch was described.
@@ -200,11 +197,8 @@ def _begin_cache(tokens: rotations.Tokens, past: Cache, layer_idx: int, in_place
 def _attend_cache(
     layer_idx: int, tokens: rotations.Tokens, past: Cache, batch: Batch, options: dict[str, Any], cache_options: tuple
 ) -> Tensor:
-    """Attend with new tokens over a cache that holds others: o (B, HQ, N, D). Only the new tokens are rotated.
-
-    The cache holds normed and rotated keys. A few tokens take the generation step, which writes static caches itself;
-    more of them take ``rope_attention``.
-    """
+    """Attend with new tokens over a cache that holds others, normed and rotated: o (B, HQ, N, D). A few tokens take the
+    generation step, which writes static caches itself; more of them take ``rope_attention``."""
     layer, length = past.layers[layer_idx], tokens.q.shape[2]
     step = _is_step(tokens, layer, options["sinks"])
     # Attention reads table rows by place in the cache, but transformers gives those of the new tokens. One token's row
@@ -261,14 +255,9 @@ def _is_step(tokens: rotations.Tokens, layer: CacheLayerMixin, sinks: Tensor | N
 
 
 def attend_paged(layer: int, tokens: rotations.Tokens, batch: Batch, features: dict[str, Any]) -> Tensor:
-    """Attend with the new tokens of many requests, each over its own pages: o (1, HQ, N, D).
-
-    layer: the layer's index in the cache. tokens: q (1, HQ, N, D), k and v (1, HKV, N, D). features: the options of
-    attention. Keys are written normed and rotated, as transformers' own attention writes them.
-
-    If every request has one new token, the generation step writes it and reads the pages in place. Otherwise the cache
-    gathers all keys of the pass, as it does for the model's own attention, and packed attention reads them.
-    """
+    """Attend with the new tokens of many requests, q (1, HQ, N, D), each over its own pages: o (1, HQ, N, D). If every
+    request has one new token, the generation step writes it and reads the pages in place. Otherwise the cache gathers
+    all keys of the pass, as for the model's own attention, and packed attention reads them."""
     requests = cast(caches.PagedPass, batch.paged)
     pool = requests.pool(layer)
     pages = requests.pages(pool)

@@ -33,50 +33,33 @@ PLAN = "cp_plan"
 _PACKED_NAMES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 _ON_SHARDS = "is not served by a model that patch_model has given a cp_group"
 _SEVERAL_ROWS = f"a batch of several rows of packed documents {_ON_SHARDS}: pack them into one row"
-Intervals = tuple[Tensor, Tensor]
 
 
 class Batch(NamedTuple):
-    """A tuple, because gradient checkpointing, torch.compile and accelerate's hooks handle tuples.
+    """A tuple, because gradient checkpointing, torch.compile and accelerate's hooks handle tuples."""
 
-    original: the reason why this batch needs the modules' own forward, or "".
-    kv_starts: (B,) int32, first key of left-padded rows; None if no row is padded on the left.
-    kv_lens: (B,) int32, tokens after this pass, an upper bound of the keys in every layer of the cache; None if the
-        cache is empty before the pass.
-    cached: (B,) int32, tokens before this pass, if attention may itself write StaticLayers, or with ``rows``
-        DynamicLayers; None if it may not, or if the cache is empty.
-    rows: tokens before this pass, if attention may itself write DynamicLayers; else None.
-    cu_seqlens: (sequences + 1,) int32 of packed sequences, through all rows of the batch; None if nothing is packed.
-    max_seqlen: an upper bound of their lengths.
-    otherwise: of cu_seqlens that were found from position ids, the batch for layers in which the unpatched model does
-        not separate sequences (``attention.forward`` chooses); else None.
-    kept: the tables that layers share, or None.
-    causal: False for bidirectional attention, and with intervals.
-    intervals: the first query that sees each key, and the one after the last (1|B, N) int32, in place of causality and
-        of the modules' windows; or None.
-    by_type: the batches of layers by their type in ``config.layer_types``; other layers have this batch.
-    inclusive_window: a bidirectional window of w reaches keys at distance w; else w - 1, as a causal one.
-    shared: the ranks that share the sequences, and ``plan``: of packed documents, or None. All other fields except
-        ``kept`` and ``causal`` are then unused.
-    paged: set in a pass of continuous batching; all other fields except ``kept`` are then unused.
-    """
-
-    original: str = ""
-    kv_starts: Tensor | None = None
+    original: str = ""  # the reason why this batch needs the modules' own forward, or ""
+    kv_starts: Tensor | None = None  # (B,) int32, first key of left-padded rows; None if no row is padded on the left
+    # (B,) int32, tokens after this pass, an upper bound of the keys in every layer of the cache; None if it was empty.
     kv_lens: Tensor | None = None
+    # (B,) int32, tokens before this pass, if attention may itself write StaticLayers, or with ``rows`` DynamicLayers.
     cached: Tensor | None = None
-    rows: int | None = None
-    cu_seqlens: Tensor | None = None
-    max_seqlen: int = 0
+    rows: int | None = None  # tokens before this pass, if attention may itself write DynamicLayers
+    cu_seqlens: Tensor | None = None  # (sequences + 1,) int32 of packed sequences, through all rows of the batch
+    max_seqlen: int = 0  # an upper bound of their lengths
+    # If cu_seqlens were found from position ids, the batch for layers in which the unpatched model does not separate
+    # sequences (``attention.forward`` chooses).
     otherwise: Any = None
-    kept: Kept | None = None
-    causal: bool = True
-    inclusive_window: bool = False
+    kept: Kept | None = None  # the tables that layers share
+    causal: bool = True  # False for bidirectional attention, and with intervals
+    inclusive_window: bool = False  # a bidirectional window of w reaches keys at distance w, else w - 1
+    # The ranks that share the sequences, and their packed documents. ``kept`` and ``causal`` are the only other fields.
     shared: state.Shards | None = None
     plan: documents.DocumentPlan | None = None
-    paged: caches.PagedPass | None = None
-    intervals: Intervals | None = None
-    by_type: dict[str, Any] | None = None
+    paged: caches.PagedPass | None = None  # a pass of continuous batching. ``kept`` is the only other field.
+    # The first query that sees each key, and the one after the last (1|B, N) int32, in place of causality and windows.
+    intervals: tuple[Tensor, Tensor] | None = None
+    by_type: dict[str, Any] | None = None  # batches of layers by their type in ``config.layer_types``; others have this
 
 
 PLAIN = Batch()
@@ -135,27 +118,23 @@ def describe(call: obstacles.Pass, made: bool = False) -> Batch:
 
 
 def describe_layer(module: nn.Module, given: dict[str, Any], more: bool) -> Batch:
-    """Return the Batch of an attention module that was called without its decoder. given: the call's keywords.
-
-    more: there is a cache, or arguments without a name. Calls with a mask or a cache take the module's own forward,
-    because the mask's form depends on the implementation, and the padding of cached keys is unknown.
-    """
+    """Return the Batch of an attention module that was called without its decoder. given: the call's keywords. more:
+    there is a cache, or arguments without a name. The form of a mask and the padding of cached keys are unknown."""
     call: obstacles.Pass = obstacles.Pass([module], module.config, given)
     obstacles.refuse_wrong_calls(call)
     if more or given.get("attention_mask") is not None:
         return Batch("a layer called with masks or caches and without its model")
     causal, flash = obstacles.is_causal(call), obstacles.uses_flash(module.config)
-    reason = obstacles.obstacle(call, causal)
-    if reason:
-        return Batch(reason)
-    if flash and any(given.get(name) is not None for name in ("position_ids", *_PACKED_NAMES)):
-        return Batch("a layer called without its model, and with positions from which flash-attention finds sequences,")
-    # Flash-attention and SDPA are causal without a mask.
-    if call.implementation in ("eager", "flex_attention"):
-        return Batch("a layer called without a mask, which hides no key from eager attention,")
-    if not flash and (obstacles.window_of(module) or obstacles.chunked_layer([module])) is not None:
-        return Batch("a layer with a window or chunks called without a mask, which alone shows them to SDPA,")
-    return PLAIN if causal else _bidirectional(PLAIN, call)
+    found = flash and any(given.get(name) is not None for name in ("position_ids", *_PACKED_NAMES))
+    limited = not flash and (obstacles.window_of(module) or obstacles.chunked_layer([module])) is not None
+    eager = call.implementation in ("eager", "flex_attention")  # flash-attention and SDPA are causal without a mask
+    reasons = {
+        "a layer called without its model, and with positions from which flash-attention finds sequences,": found,
+        "a layer called without a mask, which hides no key from eager attention,": eager,
+        "a layer with a window or chunks called without a mask, which alone shows them to SDPA,": limited,
+    }
+    reason = obstacles.obstacle(call, causal) or obstacles.first_of(reasons)
+    return Batch(reason) if reason or causal else _bidirectional(PLAIN, call)
 
 
 def _bidirectional(batch: Batch, call: obstacles.Pass) -> Batch:
@@ -165,10 +144,8 @@ def _bidirectional(batch: Batch, call: obstacles.Pass) -> Batch:
 
 
 def _by_masks(masks: dict[str, Tensor], call: obstacles.Pass, seen: int | None) -> Batch:
-    """Return the batch that its ``dense_masks`` (1|B, 1|HQ, N, K) describe. Synchronise with the device once.
-
-    Rows that see no key are padding, which no row may see.
-    """
+    """Return the batch that its ``dense_masks`` (1|B, 1|HQ, N, K) describe. Synchronise with the device once. Rows that
+    see no key are padding, which no row may see."""
     if seen != 0 or caches.reused(call.past):
         return Batch("an attention_mask of four dimensions with a cache that may hold tokens,")
     if "" not in masks and not {type_of(module) for module in call.attentions} <= masks.keys():
@@ -295,10 +272,8 @@ _described: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
 
 def _padded(mask: Tensor, past: Cache | None, length: int) -> Batch:
-    """Return the Batch of a padding mask (B, keys), 0 for padding, of causal attention.
-
-    Padding after a row's last token needs no mask, because causal attention hides it from all tokens.
-    """
+    """Return the Batch of a padding mask (B, keys), 0 for padding, of causal attention, which by itself hides the
+    padding after a row's last token."""
     present = mask != 0
     if obstacles.is_blind(mask):
         return Batch(kv_starts=_starts(present))
@@ -318,10 +293,8 @@ def _padded(mask: Tensor, past: Cache | None, length: int) -> Batch:
 
 
 def _padded_both_ways(mask: Tensor) -> Batch:
-    """Return the Batch of a padding mask (B, keys) of bidirectional attention, where all padding must be hidden.
-
-    The tokens of every row become one packed sequence, and the padding between the tokens of two rows another.
-    """
+    """Return the Batch of a padding mask (B, keys) of bidirectional attention. The tokens of every row become one
+    packed sequence, and the padding between the tokens of two rows another."""
     present = mask != 0
     size, length = present.shape
     starts = _starts(present)
@@ -345,10 +318,8 @@ def _starts(present: Tensor) -> Tensor:
 
 
 def _packed_by_position(places: Tensor, tokens: Tensor, by_flash: bool) -> Batch:
-    """Return the Batch of the sequences in places (B, N) of any dtype. by_flash: those of flash-attention, B = 1.
-
-    A mask separates tokens whose places do not count up by one. flash-attention begins a sequence at each place 0.
-    """
+    """Return the Batch of the sequences in places (B, N) of any dtype. A mask separates tokens whose places do not
+    count up by one. flash-attention (``by_flash``, B = 1) begins a sequence at each place 0."""
     blind = obstacles.is_blind(places)
     begins = torch.ones_like(places, dtype=torch.bool)
     begins[:, 1:] = places.diff(dim=1) != 1
@@ -371,10 +342,8 @@ def _packed_by_position(places: Tensor, tokens: Tensor, by_flash: bool) -> Batch
 
 
 def _lengths(call: obstacles.Pass, seen: int | None) -> Tensor:
-    """Return (B,) int32: tokens after this pass, of a cache that is not empty.
-
-    A full sliding layer stops counting. The result is then too large, but kernels stop at the layer's end.
-    """
+    """Return (B,) int32: tokens after this pass, of a cache that is not empty. A full sliding layer stops counting. The
+    result is then too large, but kernels stop at the layer's end."""
     past, (size, length), device = call.past, call.tokens.shape[:2], call.tokens.device
     layers = [layer for layer in past.layers if isinstance(layer, StaticLayer)]
     whole = next((layer for layer in layers if not layer.is_sliding), None)
@@ -411,9 +380,8 @@ def dense_masks(call: obstacles.Pass) -> dict[str, Tensor] | None:
     if call.implementation not in ("eager", "sdpa"):
         return None
     for one in masks.values():
-        if not isinstance(one, Tensor) or one.ndim != 4 or one.requires_grad:
-            return None
-        if one.shape[2] != length or one.shape[3] < length or obstacles.is_blind(one):
+        readable = isinstance(one, Tensor) and one.ndim == 4 and not (one.requires_grad or obstacles.is_blind(one))
+        if not readable or one.shape[2] != length or one.shape[3] < length:
             return None
         if not (one.is_floating_point() or one.dtype == torch.bool and call.implementation == "sdpa"):
             return None
@@ -430,15 +398,16 @@ def describe_shard(call: obstacles.Pass, shards: state.Shards) -> Batch:
     obstacles.refuse_wrong_calls(call, on_shards=True)
     causal = obstacles.is_causal(call)
     mask, position_ids, plan = (call.given.get(name) for name in ("attention_mask", "position_ids", PLAN))
-    reason = obstacles.obstacle(call, causal)
+    obstacle, lengths = obstacles.obstacle(call, causal), call.given.get("cu_seq_lens_q")
+    reasons = {
+        f"{obstacle} {_ON_SHARDS}": obstacle,
+        f"attention in chunks {_ON_SHARDS}": obstacles.chunked_layer(call.attentions) is not None,
+        f"a cache {_ON_SHARDS}: generate with the model unpatched, or whole": call.past is not None,
+        f"cu_seq_lens_q {_ON_SHARDS}: leave it out, position_ids say where documents begin": lengths is not None,
+    }
+    reason = obstacles.first_of(reasons)
     if reason:
-        raise NotImplementedError(f"{reason} {_ON_SHARDS}")
-    if obstacles.chunked_layer(call.attentions) is not None:
-        raise NotImplementedError(f"attention in chunks {_ON_SHARDS}")
-    if call.past is not None:
-        raise NotImplementedError(f"a cache {_ON_SHARDS}: generate with the model unpatched, or whole")
-    if call.given.get("cu_seq_lens_q") is not None:
-        raise NotImplementedError(f"cu_seq_lens_q {_ON_SHARDS}: leave it out, position_ids say where documents begin")
+        raise NotImplementedError(reason)
     if position_ids is None:
         raise ValueError(
             "position_ids must be given to a model that has a cp_group, this rank's shard of them: "

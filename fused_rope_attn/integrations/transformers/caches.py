@@ -38,10 +38,8 @@ _MADE_BY_DECODERS = (DynamicCache, DynamicLayer, DynamicSlidingWindowLayer)
 
 
 def cache_of(given: dict[str, Any]) -> Any:
-    """Return the cache among the arguments of a decoder or of an attention module, or None.
-
-    transformers ignores the older names next to the new one, and ``cache=`` in older releases, unless it is paged.
-    """
+    """Return the cache among the arguments of a decoder or of an attention module, or None. transformers ignores the
+    older names next to the new one, and ``cache=`` in older releases, unless it is paged."""
     cache = given.get("cache")
     if _IS_RENAMED and "cache" in given or is_paged(cache):
         return cache
@@ -49,10 +47,8 @@ def cache_of(given: dict[str, Any]) -> Any:
 
 
 def own_cache_of(decoder: nn.Module) -> str:
-    """Return the name of a cache class that a decoder's forward uses and that is no ``Cache``, or "".
-
-    Hybrid models before transformers 5.15 make such a cache if they are given none.
-    """
+    """Return the name of a cache class that a decoder's forward uses and that is no ``Cache``, or "". Hybrid models
+    before transformers 5.15 make such a cache if they are given none."""
     forward = inspect.unwrap(type(decoder).forward)
     if not isinstance(forward, FunctionType):
         return ""
@@ -97,10 +93,8 @@ def count_written(layer: StaticLayer, tokens: int) -> None:
 
 
 def foreign_cache(past: Any, places: list[int]) -> str:
-    """Return why a cache (or None) may return other keys and values than transformers' caches, "" if it cannot.
-
-    Classes are compared exactly, because a subclass may override anything.
-    """
+    """Return why a cache (or None) may return other keys and values than transformers' caches, "" if it cannot. Classes
+    are compared exactly, because a subclass may override anything."""
     if past is None:
         return next(filter(None, map(_foreign_update, _MADE_BY_DECODERS)), "")
     # Some caches of transformers 5 place queries elsewhere than at the end of the keys.
@@ -178,10 +172,8 @@ def first_rows(buffer: Tensor, length: int) -> Tensor:
 
 
 def store(layer: DynamicLayer, keys: Tensor, values: Tensor, buffer: Tensor) -> None:
-    """Give a layer new keys and values. Both are the first rows of buffers with the layout of ``buffer``.
-
-    The layer may be empty, so set the attributes that ``lazy_initialization`` sets (dtype up to 5.23).
-    """
+    """Give a layer, perhaps an empty one, new keys and values: the first rows of buffers with the layout of ``buffer``.
+    Set what ``lazy_initialization`` sets (dtype up to 5.23)."""
     layer.keys, layer.values = keys, values
     layer.dtype, layer.device, layer.is_initialized = keys.dtype, keys.device, True
     addresses = keys.data_ptr(), values.data_ptr()
@@ -193,21 +185,14 @@ Pages = tuple[Tensor, Tensor] | None
 
 
 class Pool(NamedTuple):
-    """The memory of one layer's keys and values.
+    """The memory of one layer's keys and values."""
 
-    keys, values: (pages, page_size, HKV, D).
-    group: the index of the layer's row indices and block table among those of a pass.
-    kind: of the layer, "full_attention" or "sliding_attention".
-    window: number of keys that the pool keeps for each request, token p in row ``p % window``; None if it keeps all.
-    spare: a page that no request reads.
-    """
-
-    keys: Tensor
+    keys: Tensor  # (pages, page_size, HKV, D)
     values: Tensor
-    group: int
-    kind: str
-    window: int | None
-    spare: int
+    group: int  # the index of the layer's row indices and block table among those of a pass
+    kind: str  # "full_attention" or "sliding_attention"
+    window: int | None  # number of keys that a request keeps, token p in row ``p % window``; None if it keeps all
+    spare: int  # a page that no request reads
 
     @property
     def page_size(self) -> int:

@@ -33,15 +33,11 @@ _RELEASE = Version(transformers.__version__)
 
 
 class Latent(NamedTuple):
-    """The other tensors of multi-head latent attention.
+    """The other tensors of multi-head latent attention."""
 
-    q_nope, k_nope: (B, H, N, DN), the columns that are not rotated.
-    compressed: (B, 1, N, rank), the normed latent vectors from which k_nope and v are projected.
-    """
-
-    q_nope: Tensor
+    q_nope: Tensor  # (B, H, N, DN), the columns that are not rotated
     k_nope: Tensor
-    compressed: Tensor
+    compressed: Tensor  # (B, 1, N, rank), the normed latent vectors from which k_nope and v are projected
 
 
 def separate(module: AttentionModule, x: Tensor) -> Heads:
@@ -101,9 +97,7 @@ def _split(module: AttentionModule, *rows: Tensor) -> Heads:
 
 def scaled_by_position(module: AttentionModule, q: Tensor, given: dict[str, Any], past: Any) -> Tensor:
     """Multiply queries by a factor that is 1 up to the trained length, and grows with ``position_ids`` (1|B, N).
-
-    transformers before 5.4 reads ``cache_position`` (N,), which counts padding too.
-    """
+    transformers before 5.4 reads ``cache_position`` (N,), which counts padding too."""
     places = given["position_ids"] if _RELEASE >= Version("5.4") else given["cache_position"][None]
     rope = module.config.rope_parameters
     steps = torch.floor(places / rope["original_max_position_embeddings"])
@@ -112,10 +106,8 @@ def scaled_by_position(module: AttentionModule, q: Tensor, given: dict[str, Any]
 
 
 def scaled_where_unrotated(module: AttentionModule, q: Tensor, given: dict[str, Any], past: Any) -> Tensor:
-    """Multiply queries by a factor that grows with their place, in layers that do not rotate (Llama 4).
-
-    The place counts padding too. transformers 4.57 gives it as ``cache_position`` (N,).
-    """
+    """Multiply queries by a factor that grows with their place, in layers that do not rotate (Llama 4). The place
+    counts padding too. transformers 4.57 gives it as ``cache_position`` (N,)."""
     if module.use_rope or not module.attn_temperature_tuning:
         return q
     places = given.get("cache_position")
@@ -133,10 +125,8 @@ def attention_dropout(module: AttentionModule) -> float:
 
 
 def text_positions(position_ids: Tensor) -> Tensor | None:
-    """Return the text's positions (B, N), from which transformers finds packed sequences.
-
-    position_ids are (B, N), or (4, B, N) with the text's first. (3, B, N) lacks them, and the result is then None.
-    """
+    """Return the text's positions (B, N), from which transformers finds packed sequences, of position_ids (B, N) or (4,
+    B, N), which has the text's first. Return None for (3, B, N), which lacks them."""
     return position_ids if position_ids.ndim == 2 else first_of_four(position_ids)
 
 
@@ -179,50 +169,33 @@ _ROTATES: dict[str, Callable[[AttentionModule, Any], bool]] = {
 
 @dataclass(frozen=True)
 class Convention:
-    """The differences of one class of attention modules from Llama's. Equal in all copies of a pickled model.
+    """The differences of one class of attention modules from Llama's. Equal in all copies of a pickled model."""
 
-    project: function of the module and hidden states (B, N, width) to Heads, unrotated.
-    gate: attribute that projects hidden states to a gate, if ``project`` returns none; or "".
-    clip: attribute with the limit to which q, k and v are clipped, if it is not None; or "".
-    norms: attributes with the norms of each head of q and of k, as (B, N, H, D), between projection and rotation. A
-        third one says whether the module has them, by its value, or, if it is a norm itself, by its presence.
-    latent: in multi-head latent attention the order of the rotated columns of k_rope in the cache, "kept", or "sorted"
-        with the first columns of all adjacent pairs before the second ones; else "".
-    half_width: key of ``_HALF_WIDTHS``.
-    interleaved: pairs are adjacent columns, or the attribute that says so.
-    window: key of ``_WINDOWS``.
-    chunks: layers of the type "chunked_attention" attend within chunks of a sequence.
-    softcap, sinks: the module has them, as ``attn_logit_softcapping`` and ``sinks``.
-    rotates: key of ``_ROTATES``.
-    after_rotation: as ``norms``, of rotated q and k, as (B, H, N, D).
-    query_scale: function of the module, q (B, HQ, N, D), the call's keywords, and its cache or None, to q with a scale
-        that depends on positions; None if there is none.
-    finish: the steps from attention's rows to the output: attributes with a module, "residual_dropout", or the function
-        of a gate.
-    sections: the module itself combines tables (3, B, N, W), one for each kind of positions.
-    text_positions: function of the decoder's position_ids to (B, N), from which transformers finds packed sequences;
-        None if it finds none from them.
-    documents_in_masks: the decoder's masks separate packed documents by position ids.
-    """
-
-    project: Callable[[AttentionModule, Tensor], Heads] = separate
-    gate: str = ""
-    clip: str = ""
+    project: Callable[[AttentionModule, Tensor], Heads] = separate  # of the module and hidden states (B, N, width)
+    gate: str = ""  # attribute that projects hidden states to a gate, if ``project`` returns none
+    clip: str = ""  # attribute with the limit to which q, k and v are clipped, if it is not None
+    # Attributes with the norms of each head of q and of k, as (B, N, H, D), between projection and rotation. A third
+    # one says whether the module has them, by its value, or, if it is a norm itself, by its presence.
     norms: tuple[str, ...] = ()
+    # In multi-head latent attention the order of the rotated columns of k_rope in the cache, "kept", or "sorted" with
+    # the first columns of all adjacent pairs before the second ones.
     latent: str = ""
-    half_width: str = "halves"
-    interleaved: bool | str = False
-    window: str = "none"
-    chunks: bool = False
-    softcap: bool = False
-    sinks: bool = False
-    rotates: str = "always"
-    after_rotation: tuple[str, ...] = ()
+    half_width: str = "halves"  # key of ``_HALF_WIDTHS``
+    interleaved: bool | str = False  # pairs are adjacent columns, or the attribute that says so
+    window: str = "none"  # key of ``_WINDOWS``
+    chunks: bool = False  # layers of the type "chunked_attention" attend within chunks of a sequence
+    softcap: bool = False  # the module has ``attn_logit_softcapping``
+    sinks: bool = False  # the module has ``sinks``
+    rotates: str = "always"  # key of ``_ROTATES``
+    after_rotation: tuple[str, ...] = ()  # as ``norms``, of rotated q and k, as (B, H, N, D)
+    # Scales queries by position. Its arguments: the module, q (B, HQ, N, D), the call's keywords, its cache or None.
     query_scale: Callable[[AttentionModule, Tensor, dict[str, Any], Any], Tensor] | None = None
+    # Steps from attention's rows to the output: attributes with a module, "residual_dropout", or a gate's function.
     finish: tuple[str, ...] = ("o_proj",)
-    sections: bool = False
+    sections: bool = False  # the module itself combines tables (3, B, N, W), one for each kind of positions
+    # Makes the (B, N) from which transformers finds packed sequences from the decoder's position_ids; None without.
     text_positions: Callable[[Tensor], Tensor | None] = text_positions
-    documents_in_masks: bool = True
+    documents_in_masks: bool = True  # the decoder's masks separate packed documents by position ids
 
     def heads_of(self, module: AttentionModule, x: Tensor) -> Heads:
         """Project hidden states (B, N, width) to the module's Heads."""
@@ -279,11 +252,9 @@ class Convention:
         return [by_section(table, tuple(parameters["mrope_section"])) for table in narrow]
 
     def latent_rows(self, module: AttentionModule, latent: Latent, k_rope: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the two tensors that a module of multi-head latent attention gives to its cache.
-
-        They are the latent vectors and the rotated k_rope (B, 1, N, R) if the module expands the cache in each step,
-        and otherwise the keys and values of all heads.
-        """
+        """Return the two tensors that a module of multi-head latent attention gives to its cache: the latent vectors
+        and the rotated k_rope (B, 1, N, R) if it expands the cache in each step, else the keys and values of all
+        heads."""
         if self.latent == "sorted" and self.is_interleaved(module):  # as by ``apply_rotary_pos_emb_interleave``
             k_rope = k_rope.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
         if hasattr(module, "expand_kv"):
@@ -291,10 +262,8 @@ class Convention:
         return torch.cat((latent.k_nope, k_rope.expand(-1, v.shape[1], -1, -1)), dim=-1), v
 
     def output(self, module: AttentionModule, rows: Tensor, *gate: Tensor) -> Tensor:
-        """Return the output (B, N, width) of attention's rows (B, N, HQ * D), and of the gate if there is one.
-
-        A gate (B, N, HQ * D) multiplies columns, and a gate (B, N, HQ) whole heads.
-        """
+        """Return the output (B, N, width) of attention's rows (B, N, HQ * D), and of the gate if there is one. A gate
+        (B, N, HQ * D) multiplies columns, and a gate (B, N, HQ) whole heads."""
         for step in self.finish:
             if step == "residual_dropout":
                 rows = dropout(rows, p=module.residual_dropout, training=module.training)
@@ -337,8 +306,7 @@ _GROUPS: tuple[tuple[Convention, str], ...] = (
     (Convention(finish=("attn_sub_norm", "o_proj")), "bitnet.BitNetAttention"),
     (Convention(keys_multiplied), "falcon_h1.FalconH1Attention"),
     (Convention(clip="config.clip_qkv"), "olmo.OlmoAttention"),
-    (Convention(rotates="with tables", documents_in_masks=False),
-        "granitemoehybrid.GraniteMoeHybridAttention"),
+    (Convention(rotates="with tables", documents_in_masks=False), "granitemoehybrid.GraniteMoeHybridAttention"),
     (Convention(rotates="with tables", window="of layer", sinks=True),
         "granite_swa.GraniteSWAAttention granitemoe_swa.GraniteMoeSWAAttention"),
     (Convention(half_width="whole", interleaved=True, chunks=True, rotates="where told",
@@ -356,8 +324,7 @@ _GROUPS: tuple[tuple[Convention, str], ...] = (
         "qwen3_moe.Qwen3MoeAttention"),
     (Convention(norms=_BY_HEAD, window="of sliding layer", rotates="sliding or all"),
         "exaone4.Exaone4Attention exaone_moe.ExaoneMoeAttention kolibri1.Kolibri1Attention"),
-    (Convention(norms=_BY_HEAD, window="of layer", rotates="windowed", sinks=True),
-        "flint.FlintAttention"),
+    (Convention(norms=_BY_HEAD, window="of layer", rotates="windowed", sinks=True), "flint.FlintAttention"),
     (Convention(norms=(*_BY_HEAD, "use_qk_norm")), "glm4_moe.Glm4MoeAttention"),
     (Convention(gate_in_q_proj, norms=_BY_HEAD, finish=_GATED),
         "qwen3_5.Qwen3_5Attention qwen3_5_moe.Qwen3_5MoeAttention qwen3_next.Qwen3NextAttention"),
@@ -388,8 +355,7 @@ _GROUPS: tuple[tuple[Convention, str], ...] = (
     (Convention(half_width="whole", window="of layer", sinks=True, documents_in_masks=False),
         "gpt_oss.GptOssAttention"),
     # Multi-head latent attention. DeepSeek V2's tables are complex numbers, one for each pair.
-    (Convention(latent, latent="kept", half_width="whole", interleaved=True),
-        "deepseek_v2.DeepseekV2Attention"),
+    (Convention(latent, latent="kept", half_width="whole", interleaved=True), "deepseek_v2.DeepseekV2Attention"),
     (Convention(latent, latent="sorted", interleaved="config.rope_interleave"),
         "axk1.AXK1Attention deepseek_v3.DeepseekV3Attention youtu.YoutuAttention"),
     (Convention(latent, latent="sorted", interleaved="config.rope_interleave", query_scale=scaled_by_position),
@@ -482,11 +448,9 @@ def convention_of(module: nn.Module) -> Convention | None:
 
 
 def row_of(cls: type[nn.Module], table: Mapping[str, Row]) -> Row | None:
-    """Return the row of a class in a table by ``name_of``, or None.
-
-    A class that inherits from one in the table, as FSDP2 and torch's parametrizations make them, has its row while it
-    overrides no method of it but ``__init__``, and none was replaced.
-    """
+    """Return the row of a class in a table by ``name_of``, or None. A class that inherits from one in the table, as
+    FSDP2 and torch's parametrizations make them, has its row if no method but ``__init__`` is overridden or
+    replaced."""
     known = _found.setdefault(cls, {})
     forward, row = known.get(id(table), (None, None))
     if forward is not cls.forward:
@@ -545,9 +509,7 @@ def name_of(cls: type) -> str:
 
 def looks_like_attention(module: nn.Module) -> bool:
     """Return whether a module is attention by its name, or by an attribute that transformers' attention modules have.
-
-    Only the innermost of nested modules counts: DBRX, for example, also names a block after the attention in it.
-    """
+    Only the innermost of nested modules counts: DBRX also names a block after the attention in it."""
     if convention_of(module) is not None:
         return True
     return _has_the_name(module) and not any(_has_the_name(m) for m in module.modules() if m is not module)
@@ -571,10 +533,8 @@ def hands_padding_on(decoder: nn.Module) -> bool:
 
 
 def hands_positions_on(cls: type[nn.Module]) -> bool:
-    """Return whether a class of attention modules passes ``position_ids`` on to its attention function.
-
-    Keywords are passed on, but a parameter of that name is lost unless a call in the forward names it (Persimmon).
-    """
+    """Return whether a class of attention modules passes ``position_ids`` on to its attention function. A parameter of
+    that name is lost unless a call in the forward names it (Persimmon)."""
     code = inspect.unwrap(cls.forward).__code__
     names = (x if isinstance(x, tuple) else (x,) for x in code.co_consts)
     return "position_ids" not in code.co_varnames[: code.co_argcount] or any("position_ids" in x for x in names)

@@ -62,16 +62,11 @@ _PAGED_FLASH_CAPS = Version(transformers.__version__) >= Version("5.23")
 
 
 class Pass(NamedTuple):
-    """A forward pass of a decoder, or a call of one of its attention modules.
+    """A forward pass of a decoder, or a call of one of its attention modules."""
 
-    attentions: the patched attention modules.
-    config: the decoder's.
-    given: the arguments of the decoder's or the module's forward by name.
-    """
-
-    attentions: list[nn.Module]
-    config: Any
-    given: dict[str, Any]
+    attentions: list[nn.Module]  # the patched ones
+    config: Any  # the decoder's
+    given: dict[str, Any]  # the arguments of the decoder's or the module's forward by name
 
     @property
     def past(self) -> Any:
@@ -98,9 +93,7 @@ class Pass(NamedTuple):
 
 def refuse_wrong_calls(call: Pass, *, on_shards: bool = False) -> None:
     """Raise if both the fused kernels and the modules' own forward would compute something else than the caller meant.
-
-    on_shards: the model knows the ranks with which it shares its sequences.
-    """
+    on_shards: the model knows the ranks with which it shares its sequences."""
     if in_context_parallel() and not on_shards:
         raise NotImplementedError(
             "a patched model was called under torch's context_parallel, where every rank holds a shard of the sequence "
@@ -121,20 +114,21 @@ def obstacle(call: Pass, causal: bool | None) -> str:
     name, mask = call.implementation, call.given.get("attention_mask")
     if "paged" in name and name != PAGES:
         return f"attn_implementation={name!r} without the paged cache that it takes (continuous batching)"
-    reason = obstacle_of_any_kind(call, causal)
-    if reason:
-        return reason
-    if not _READS_IS_CAUSAL and call.asked_is_causal is False:
-        return f"is_causal=False with transformers {transformers.__version__} (from 5.6 on it is served)"
-    if call.given.get("head_mask") is not None:
-        return "head_mask"
-    if isinstance(mask, BlockMask):
-        return "a BlockMask"
-    if isinstance(mask, dict):
-        return "a mask for each type of layer, made outside of the patched model,"
-    if mask is not None and not (isinstance(mask, Tensor) and mask.ndim == 2):
-        return "an attention_mask that is not (B, keys)"
-    return _changed_window(call) or caches.foreign_cache(call.past, list(map(layer_of, call.attentions)))
+    ignored = not _READS_IS_CAUSAL and call.asked_is_causal is False
+    reasons = {
+        f"is_causal=False with transformers {transformers.__version__} (from 5.6 on it is served)": ignored,
+        "head_mask": call.given.get("head_mask") is not None,
+        "a BlockMask": isinstance(mask, BlockMask),
+        "a mask for each type of layer, made outside of the patched model,": isinstance(mask, dict),
+        "an attention_mask that is not (B, keys)": not (mask is None or isinstance(mask, Tensor) and mask.ndim == 2),
+    }
+    reason = obstacle_of_any_kind(call, causal) or first_of(reasons) or _changed_window(call)
+    return reason or caches.foreign_cache(call.past, list(map(layer_of, call.attentions)))
+
+
+def first_of(reasons: dict[str, Any]) -> str:
+    """Return the first reason that holds, or ""."""
+    return next((reason for reason, holds in reasons.items() if holds), "")
 
 
 def obstacle_of_any_kind(call: Pass, causal: bool | None) -> str:
@@ -142,39 +136,33 @@ def obstacle_of_any_kind(call: Pass, causal: bool | None) -> str:
     attentions, wanted = call.attentions, call.given.get("output_attentions")
     if torch.jit.is_tracing():
         return "torch.jit.trace"
-    foreign = _foreign_function(attentions[0], call.implementation) or _foreign_code(call)
-    if foreign:
-        return foreign
-    if getattr(call.config, "output_attentions", False) if wanted is None else wanted:
-        return "output_attentions=True"
-    if any(module.training and families.attention_dropout(module) for module in attentions):
-        return "attention dropout in training"
     widths = _latent_widths(attentions[0])
-    if widths:
-        return widths
-    if causal is None and call.asked_is_causal is None and not any(module.is_causal for module in attentions):
-        return "is_causal = False of the attention modules, which SDPA reads only without a mask,"
-    return "attention that is causal in some modules and not in others" if causal is None else ""
+    in_modules = causal is None and call.asked_is_causal is None and not any(m.is_causal for m in attentions)
+    reasons = {
+        "output_attentions=True": getattr(call.config, "output_attentions", False) if wanted is None else wanted,
+        "attention dropout in training": any(m.training and families.attention_dropout(m) for m in attentions),
+        widths: widths,
+        "is_causal = False of the attention modules, which SDPA reads only without a mask,": in_modules,
+        "attention that is causal in some modules and not in others": causal is None,
+    }
+    return _foreign_function(attentions[0], call.implementation) or _foreign_code(call) or first_of(reasons)
 
 
 def obstacle_to_pages(call: Pass, causal: bool | None) -> str:
     """Return the ``obstacle`` of a pass of continuous batching."""
-    reason = _obstacle_to_any_pages(call, causal)
+    cache, needed = call.past, ("cu_seq_lens_q", "cu_seq_lens_k", "read_index", "write_index")
+    missing = [name for name in needed if name not in call.given]
+    made = f"a paged cache of type {type(cache).__name__}, as transformers {transformers.__version__} makes it,"
+    reasons = {
+        "continuous batching in a graph of torch.compile": torch.compiler.is_compiling(),
+        "continuous batching with gradients enabled": torch.is_grad_enabled(),
+        "continuous batching under autocast": torch.is_autocast_enabled(torch.device(cache.device).type),
+        made: not caches.is_known(cache),
+        f"continuous batching without {', '.join(missing)}": missing,
+    }
+    reason = _obstacle_to_any_pages(call, causal) or first_of(reasons)
     if reason:
         return reason
-    if torch.compiler.is_compiling():
-        return "continuous batching in a graph of torch.compile"
-    if torch.is_grad_enabled():
-        return "continuous batching with gradients enabled"
-    cache = call.past
-    if torch.is_autocast_enabled(torch.device(cache.device).type):
-        return "continuous batching under autocast"
-    if not caches.is_known(cache):
-        return f"a paged cache of type {type(cache).__name__}, as transformers {transformers.__version__} makes it,"
-    needed = "cu_seq_lens_q", "cu_seq_lens_k", "read_index", "write_index"
-    missing = [name for name in needed if name not in call.given]
-    if missing:
-        return f"continuous batching without {', '.join(missing)}"
     pools = [caches.pool_of(cache, layer_of(module)) for module in call.attentions]
     for window, pool in zip(map(window_of, call.attentions), pools):
         if window != pool.window:
@@ -196,17 +184,20 @@ def lasting_obstacle(attentions: list[nn.Module], config: Any) -> str:
 def _obstacle_to_any_pages(call: Pass, causal: bool | None) -> str:
     """Return a general obstacle, or a feature of the model that is left out over a paged cache, or ""."""
     reason = obstacle_of_any_kind(call, causal)
-    if reason or not causal:
-        return reason or "bidirectional attention in continuous batching"
-    name, conventions = call.implementation, [state_of(module, PATCH).convention for module in call.attentions]
-    if any(convention.latent for convention in conventions):
-        return "continuous batching of multi-head latent attention"
-    capped = any(convention.cap_of(module) for module, convention in zip(call.attentions, conventions))
-    if capped and not (uses_flash(call.attentions[0].config) and _PAGED_FLASH_CAPS):
-        return f"continuous batching of soft-capped scores, which transformers' {name!r} leaves uncapped,"
-    if "sdpa" in name and any(convention.sinks for convention in conventions):
-        return f"continuous batching with sinks, which transformers' {name!r} leaves out,"
-    return "" if chunked_layer(call.attentions) is None else "continuous batching of attention in chunks"
+    if reason:
+        return reason
+    name, conventions = call.implementation, [(state_of(m, PATCH).convention, m) for m in call.attentions]
+    uncapped = not (_PAGED_FLASH_CAPS and uses_flash(call.attentions[0].config))
+    uncapped = uncapped and any(convention.cap_of(module) for convention, module in conventions)
+    no_sinks = "sdpa" in name and any(convention.sinks for convention, _ in conventions)
+    reasons = {
+        "bidirectional attention in continuous batching": not causal,
+        "continuous batching of multi-head latent attention": any(convention.latent for convention, _ in conventions),
+        f"continuous batching of soft-capped scores, which transformers' {name!r} leaves uncapped,": uncapped,
+        f"continuous batching with sinks, which transformers' {name!r} leaves out,": no_sinks,
+        "continuous batching of attention in chunks": chunked_layer(call.attentions) is not None,
+    }
+    return first_of(reasons)
 
 
 def window_of(module: nn.Module) -> int | None:
@@ -233,10 +224,8 @@ def _latent_widths(module: Any) -> str:
 
 
 def may_have_images(model: nn.Module, given: dict[str, Any]) -> bool:
-    """Return False if no tokens of a pass of Gemma 3 see each other both ways, as those of an image do.
-
-    ``token_type_ids`` is 1 for these. Return True too if the host cannot read it.
-    """
+    """Return False if no tokens of a pass of Gemma 3 see each other both ways, as those of an image do, for which
+    ``token_type_ids`` is 1. Return True too if the host cannot read it."""
     types = given.get("token_type_ids")
     # A single token is the last one, so attention to the rest of its image is causal.
     if types is None or types.shape[-1] == 1:
@@ -245,11 +234,8 @@ def may_have_images(model: nn.Module, given: dict[str, Any]) -> bool:
 
 
 def may_have_a_prefix(model: nn.Module, given: dict[str, Any]) -> bool:
-    """Return False if no tokens of a pass of PaliGemma see each other both ways, as those of a prompt do.
-
-    That is known of single tokens. transformers 4.57 ignores the windows of PaliGemma 2, and so may only be followed by
-    the masks that it makes.
-    """
+    """Return False if no tokens of a pass of PaliGemma see each other both ways, which is known of single tokens.
+    transformers 4.57 ignores the windows of PaliGemma 2, so only its own masks are right."""
     config: Any = model.config
     windowed = getattr(config.get_text_config(), "sliding_window", None) is not None
     return windowed or Pass([], config, given).tokens.shape[1] > 1
@@ -257,8 +243,7 @@ def may_have_a_prefix(model: nn.Module, given: dict[str, Any]) -> bool:
 
 def chunked_layer(attentions: list[nn.Module]) -> Any:
     """Return the first of the modules that attends within chunks, or None."""
-    patches = ((module, state_of(module, PATCH)) for module in attentions)
-    return next((module for module, patch in patches if patch is not None and patch.convention.chunk_of(module)), None)
+    return next((m for m, patch in _patched(attentions) if patch.convention.chunk_of(m)), None)
 
 
 def is_causal(call: Pass) -> bool | None:
@@ -285,9 +270,7 @@ def is_causal(call: Pass) -> bool | None:
 
 def _gets_a_mask(call: Pass, is_causal: bool) -> bool | None:
     """Return whether SDPA gets a mask in this call of a decoder or a layer; None if this is not known before.
-
-    Synchronise with the device if a padding mask or positions are given. is_causal: of the masks that are made.
-    """
+    is_causal: of the masks. Synchronise with the device if a padding mask or positions are given."""
     tokens, past = call.tokens, call.past
     mask, positions = call.given.get("attention_mask"), call.given.get("position_ids")
     if caches.is_paged(past):  # continuous batching always makes one
@@ -310,11 +293,8 @@ def _gets_a_mask(call: Pass, is_causal: bool) -> bool | None:
 
 
 def _foreign_function(module: nn.Module, name: str) -> str:
-    """Return a description of a module's attention or mask function if it is not transformers' own; else "".
-
-    Users and libraries register functions with ``AttentionInterface``, under new names or in place of known ones (for
-    example sequence parallelism wraps the registered function). These may compute anything, so they are never replaced.
-    """
+    """Return a description of a module's attention or mask function if it is not transformers' own; else "". Those that
+    users and libraries register, also in place of known ones, may compute anything, so they are never replaced."""
     modeling = sys.modules.get(type(module).__module__)
     functions = getattr(modeling, "ALL_ATTENTION_FUNCTIONS", modeling_utils.ALL_ATTENTION_FUNCTIONS)
     function = _unwrapped(functions.get(name))
@@ -333,23 +313,20 @@ def _foreign_function(module: nn.Module, name: str) -> str:
 
 
 def _foreign_code(call: Pass) -> str:
-    """Return why code that the modules replace is no longer transformers' own, "" if it is.
-
-    Users and libraries replace functions and methods before a model is patched, and after.
-    """
+    """Return why code that the modules replace is no longer transformers' own, "" if it is. Users and libraries replace
+    functions and methods before a model is patched, and after."""
     eager, last = call.implementation == "eager", None
-    for module in call.attentions:
-        patch = state_of(module, PATCH)
-        if patch is None:  # unpatched by itself: its own forward runs
-            continue
-        if patch.own_forward:
-            return patch.own_forward
-        if type(module) is not last:
-            last = type(module)
-            reason = _foreign_code_of(last, eager)
-            if reason:
-                return reason
+    for module, patch in _patched(call.attentions):
+        reason = patch.own_forward or (_foreign_code_of(type(module), eager) if type(module) is not last else "")
+        if reason:
+            return reason
+        last = type(module)
     return ""
+
+
+def _patched(attentions: list[nn.Module]) -> list[tuple[Any, Any]]:
+    """Return attention modules with their patches. Modules that were unpatched by themselves run their own forward."""
+    return [(m, patch) for m, patch in zip(attentions, [state_of(m, PATCH) for m in attentions]) if patch is not None]
 
 
 # Graphs of torch.compile assume that the methods of a class never change, and so may assume this result.
@@ -374,17 +351,12 @@ def _foreign_code_of(cls: type[nn.Module], eager: bool) -> str:
 
 def _changed_window(call: Pass) -> str:
     """Return why the modules' own attention would see another window than the modules have, "" if it would not.
-
-    transformers makes masks from the config as it is now. Flash-attention gets the window of the module.
-    """
+    transformers makes masks from the config as it is now. Flash-attention gets the window of the module."""
     if uses_flash(call.attentions[0].config):
         return ""
-    for module in call.attentions:
-        patch = state_of(module, PATCH)
-        if patch is None or patch.convention.window not in ("of layer", "of sliding layer"):
-            continue
+    for module, patch in _patched(call.attentions):
         own, masked = window_of(module), _window_of_masks(module, call.config)
-        if own != masked:
+        if patch.convention.window in ("of layer", "of sliding layer") and own != masked:
             return (
                 f"a layer that was made with the window {own}, for which config.sliding_window and config.layer_types "
                 f"now say {masked},"

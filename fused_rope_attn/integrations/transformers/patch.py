@@ -109,13 +109,13 @@ def patch_model(
         option = "batch_invariant=True" if batch_invariant else "cp_group"
         raise NotImplementedError(f"{option} is not served for models with multi-head latent attention")
     _check_release(list(supported.values()))
+    owners = _decoders(model)
     decoders: dict[nn.Module, list[nn.Module]] = {}
     for path, module in supported.items():
         patch = _patch_of(module, rows[path])
         patch.deterministic, patch.batch_invariant, patch.shards = bool(deterministic), batch_invariant, shards
-        decoder = _decoder_around(model, path)
-        if decoder is not None:
-            decoders.setdefault(decoder, []).append(module)
+        if module in owners:
+            decoders.setdefault(owners[module], []).append(module)
     for decoder, modules in decoders.items():
         if state_of(decoder, DECODER) is None:
             decoder.register_forward_pre_hook(describe_batch, with_kwargs=True)
@@ -125,14 +125,14 @@ def patch_model(
         names, own_cache = state.names_of_parameters(decoder), caches.own_cache_of(decoder)
         setattr(decoder, DECODER, state.Decoder(decoder, names, modules, others, shards, own_cache))
     for module in list(model.modules()):
-        _remove_hooks(module, state.check_labels)
-        if not isinstance(module, PreTrainedModel) or (decoder := decoder_in(module)[0]) is None:
+        _remove_hooks(module, state.check_labels)  # of the last call
+        if not isinstance(module, PreTrainedModel) or (inner := decoder_in(module)[0]) is None:
             continue
         if _rule_of(module) is not None:
             if state_of(module, MASK_MAKER) is None:
                 module.register_forward_pre_hook(describe_before_masks, with_kwargs=True)
             names = state.names_of_parameters(module)
-            setattr(module, MASK_MAKER, dataclasses.replace(getattr(decoder, DECODER), names=names))
+            setattr(module, MASK_MAKER, dataclasses.replace(getattr(inner, DECODER), names=names))
         for method in (Preparation, Serving):
             method.install(module)
         if shards is not None and "labels" in state.names_of_parameters(module):
@@ -151,28 +151,23 @@ def unpatch_model(model: Model) -> Model:
     """
     state.check_model(model)
     for module in model.modules():
-        patch = state_of(module, PATCH)
-        if patch is not None:
-            slot = _slot(module)
-            if _is_fused(module.__dict__.get(slot)):
-                _restore(module, slot, patch.previous)
-            delattr(module, PATCH)
+        patch, slot = state_of(module, PATCH), _slot(module)
+        if patch is not None and _is_fused(module.__dict__.get(slot)):
+            _restore(module, slot, patch.previous)
         for method in (Preparation, Serving):
             current = module.__dict__.get(method.name)
             if isinstance(current, method):
                 _restore(module, method.name, current.previous)
         if getattr(getattr(module, _KEPT, None), _MARK, False):  # it relies on the model being patched
             cast(Any, module).destroy_cached_continuous_batching_manager()
-        for kind, ours in ((DECODER, describe_batch), (MASK_MAKER, describe_before_masks)):
-            if state_of(module, kind) is not None:
-                delattr(module, kind)
-                _remove_hooks(module, ours)
-        _remove_hooks(module, state.check_labels)
+        for kind in (PATCH, DECODER, MASK_MAKER):
+            module.__dict__.pop(kind, None)
+        _remove_hooks(module, describe_batch, describe_before_masks, state.check_labels)
     return model
 
 
-def _remove_hooks(module: nn.Module, ours: Callable) -> None:
-    for key in [key for key, hook in module._forward_pre_hooks.items() if hook is ours]:
+def _remove_hooks(module: nn.Module, *ours: Callable) -> None:
+    for key in [key for key, hook in module._forward_pre_hooks.items() if hook in ours]:
         del module._forward_pre_hooks[key]
         module._forward_pre_hooks_with_kwargs.pop(key, None)
 
@@ -185,6 +180,12 @@ def is_patched(model: nn.Module) -> bool:
     """
     state.check_model(model)
     return any(state_of(module, PATCH) is not None for module in model.modules())
+
+
+def _decoders(model: nn.Module) -> dict[nn.Module, nn.Module]:
+    """Return the innermost PreTrainedModel around each module. ``modules`` has the outer ones before the inner."""
+    outer = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
+    return {module: decoder for decoder in outer for module in decoder.modules()}
 
 
 def _check_release(attentions: list[nn.Module]) -> None:
@@ -209,8 +210,9 @@ def _refusal(model: nn.Module, found: dict[str, nn.Module], supported: dict[str,
         return f"model must have an attention module that patch_model can replace, but has only {_first(reasons)}"
     text = f"model must have no attention but what patch_model can replace, but has {_first(reasons)}"
     # Name the text decoders of a multimodal model.
-    decoders = {id(decoder): decoder for path in supported if (decoder := _decoder_around(model, path)) is not None}
-    paths = [path for path, module in model.named_modules() if id(module) in decoders]
+    owners = _decoders(model)
+    decoders = {owners[module] for module in supported.values() if module in owners}
+    paths = [path for path, module in model.named_modules() if module in decoders]
     where = f" of {', '.join(paths)}" if paths and all(paths) else ""
     return (
         f"{text}: patch_model(model, unsupported='skip') leaves these alone and patches the {len(supported)} supported "
@@ -269,15 +271,6 @@ def _restore(module: nn.Module, slot: str, previous: Callable | None) -> None:
         delattr(module, slot)
 
 
-def _decoder_around(model: nn.Module, path: str) -> nn.Module | None:
-    """Return the innermost PreTrainedModel around the module at a path, or None."""
-    module, nearest = model, model if isinstance(model, PreTrainedModel) else None
-    for name in path.split(".") if path else ():
-        module = getattr(module, name)
-        nearest = module if isinstance(module, PreTrainedModel) else nearest
-    return nearest
-
-
 # Models that make the masks of their decoder, and functions that return whether these may be other than causal.
 _MASK_MAKERS: dict[str, Callable[[nn.Module, dict[str, Any]], bool]] = {
     "gemma3.modeling_gemma3.Gemma3Model": obstacles.may_have_images,
@@ -300,7 +293,7 @@ def describe_batch(decoder: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple
             batch = describe_shard(obstacles.Pass(known.attentions, decoder.config, given), known.shards)
         given.pop(PLAN, None)
         # A cache would hold this rank's shard only, so make none.
-        return (), given | {BATCH: batch, "attention_mask": _no_mask(given), "use_cache": False}
+        return _without_mask(given | {"use_cache": False}, batch)
     if given.get(PLAN) is not None:
         raise ValueError(f"{PLAN} must be given to a model whose ranks patch_model knows, but this one has no cp_group")
     if batch is None:
@@ -314,14 +307,12 @@ def describe_batch(decoder: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple
         state.warn_of(known.passes, batch.original)
     if batch.original or known.reads_masks:
         return args, kwargs | {BATCH: batch}
-    return (), given | {BATCH: batch, "attention_mask": _no_mask(given)}
+    return _without_mask(given, batch)
 
 
 def describe_before_masks(model: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-    """Add the decoder's Batch to a model's keywords. A forward pre-hook of models that make their decoder's masks.
-
-    Such a decoder gets the masks only. If they may be other than causal, leave them to its own hook.
-    """
+    """Add the decoder's Batch to a model's keywords. A forward pre-hook of models that make their decoder's masks. Such
+    a decoder gets the masks only. If they may be other than causal, leave them to its own hook."""
     known: state.Decoder = getattr(model, MASK_MAKER)
     given = dict(zip(known.names, args)) | kwargs
     rule = _rule_of(model)
@@ -333,7 +324,7 @@ def describe_before_masks(model: nn.Module, args: tuple, kwargs: dict) -> tuple[
     batch = describe(obstacles.Pass(known.attentions, config, given | {"output_attentions": wanted}), made=True)
     if batch.original or known.reads_masks:
         return args, kwargs | {BATCH: batch}
-    return (), given | {BATCH: batch, "attention_mask": _no_mask(given)}
+    return _without_mask(given, batch)
 
 
 def _rule_of(model: nn.Module) -> Callable[[nn.Module, dict[str, Any]], bool] | None:
@@ -343,10 +334,11 @@ def _rule_of(model: nn.Module) -> Callable[[nn.Module, dict[str, Any]], bool] | 
     return next((_MASK_MAKERS[name] for name in names if name in _MASK_MAKERS), None)
 
 
-def _no_mask(given: dict[str, Any]) -> torch.Tensor:
-    """Return (B, 1, 0, 0). transformers passes on a mask of four dimensions, and then builds no other."""
+def _without_mask(given: dict[str, Any], batch: Batch) -> tuple[tuple, dict]:
+    """Return a model's arguments with a mask (B, 1, 0, 0): transformers builds no other from four dimensions."""
     tokens = obstacles.Pass([], None, given).tokens
-    return torch.empty((tokens.shape[0], 1, 0, 0), dtype=torch.bool, device=tokens.device)
+    mask = torch.empty((tokens.shape[0], 1, 0, 0), dtype=torch.bool, device=tokens.device)
+    return (), given | {BATCH: batch, "attention_mask": mask}
 
 
 class Preparation(state.Method):
@@ -375,10 +367,7 @@ class Preparation(state.Method):
 
 
 def decoder_in(model: nn.Module) -> tuple[nn.Module | None, nn.Module | None]:
-    """Return (the patched decoder in a model, the model around it that makes its masks); None for an absent one.
-
-    The decoder is None too if there are several.
-    """
+    """Return (the only patched decoder in a model, the model around it that makes its masks), or None for either."""
     decoders, maker = [], None
     for module in model.modules():
         if state_of(module, DECODER) is not None:
@@ -480,10 +469,8 @@ def _create_batch_processor(own: Callable[[], Any]) -> Any:
 
 
 def capture(runner: Any, own: Callable[..., None], forward: Callable[..., None], *args: Any) -> None:
-    """Capture a graph by a runner's ``own`` method, or let the runner continue without graphs if that fails.
-
-    With masks, managers use no graphs by default, and so serve models that synchronise, for example in their experts.
-    """
+    """Capture a graph by a runner's ``own`` method, or let the runner continue without graphs if that fails. With
+    masks, managers use no graphs, and so serve models that synchronise, for example in their experts."""
     done = []
 
     def counted(*given: Any) -> None:
@@ -501,10 +488,8 @@ def capture(runner: Any, own: Callable[..., None], forward: Callable[..., None],
 
 
 def refuse_what_lacks_masks(config: Any, given: dict[str, Any], reason: str) -> None:
-    """Raise if a pass needs the modules' own forward, but its manager made no masks.
-
-    given: the arguments of the decoder's forward by name. reason: why the pass needs their forward.
-    """
+    """Raise if a pass needs the modules' own forward for a reason, but its manager made no masks. given: the arguments
+    of the decoder's forward by name."""
     implementation = obstacles.implementation_of(config)
     unmasked = caches.is_paged(caches.cache_of(given)) and given.get("attention_mask") is None
     if implementation == obstacles.PAGES or unmasked and implementation in obstacles.MASKED:

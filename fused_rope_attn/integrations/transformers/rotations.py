@@ -23,18 +23,12 @@ from fused_rope_attn.runtime.checks import named
 
 
 class RmsNorm(NamedTuple):
-    """The attributes and dtypes of a class of norms.
+    """The attributes and dtypes of a class of norms."""
 
-    eps: the attribute with its epsilon.
-    offset: a number to add to its weight, or the name of the attribute with the number.
-    keeps_dtype: its result has its input's dtype; otherwise the dtype to which PyTorch promotes input and weight.
-    autocast: its result is float32 under autocast.
-    """
-
-    eps: str = "variance_epsilon"
-    offset: float | str = 0.0
-    keeps_dtype: bool = False
-    autocast: bool = False
+    eps: str = "variance_epsilon"  # the attribute with its epsilon
+    offset: float | str = 0.0  # a number to add to its weight, or the name of the attribute with the number
+    keeps_dtype: bool = False  # its result has its input's dtype, else that to which PyTorch promotes input and weight
+    autocast: bool = False  # its result is float32 under autocast
 
 
 _TORCH = RmsNorm("eps", autocast=True)
@@ -60,12 +54,9 @@ _PLAIN_TENSORS = (nn.Parameter, Tensor)
 
 
 class HeadNorms(NamedTuple):
-    """The norms of a module's heads, as the operators take them, and how the module's own treat dtypes (``RmsNorm``).
+    """The norms of a module's heads as the operators take them, and as in ``RmsNorm`` how its own treat dtypes."""
 
-    q_norm, k_norm: weights (D,).
-    """
-
-    q_norm: Tensor
+    q_norm: Tensor  # weights (D,)
     k_norm: Tensor
     norm_eps: float
     norm_offset: float
@@ -94,10 +85,8 @@ def head_norms(q_norm: nn.Module, k_norm: nn.Module) -> HeadNorms | str:
 
 
 def unfit_for(norms: HeadNorms, q: Tensor, cached: bool) -> str:
-    """Return why norms that the kernels could compute do not fit queries (B, HQ, N, D), or "".
-
-    cached: the keys go into a cache, which must get the result dtype of the module's own norms.
-    """
+    """Return why norms that the kernels could compute do not fit queries (B, HQ, N, D), or "". cached: the keys go into
+    a cache, which must get the result dtype of the module's own norms."""
     weights = norms.q_norm, norms.k_norm
     for weight in weights:
         if weight.shape != q.shape[3:]:
@@ -161,17 +150,14 @@ _MOST_TABLES = 8
 
 
 class Tables:
-    """cos and sin (1|B, N, R/2) of a batch's tokens, and the operators' options for these tables.
-
-    joined: cos and sin of all ranks that share the sequence, once they are gathered.
-    """
+    """cos and sin (1|B, N, R/2) of a batch's tokens, and the operators' options for these tables."""
 
     def __init__(self, cos: Tensor, sin: Tensor, interleaved: bool):
         self.arrays = cos, sin
         self.options: dict[str, Any] = {"rotary_dim": 2 * cos.shape[-1], "interleaved": interleaved}
         self._long: tuple[Tensor, Tensor] | None = None
         self._by_token: Tables | None = None
-        self.joined: tuple[Tensor, Tensor] | None = None
+        self.joined: tuple[Tensor, Tensor] | None = None  # the tables of all ranks that share the sequence
 
     def long(self, rows: int) -> tuple[Tensor, Tensor]:
         """Expand tables of one row to (1|B, rows, R/2), all rows the same."""
@@ -199,10 +185,8 @@ class Kept:
 
 
 def _once(kept: Kept | None, sources: tuple, options: tuple, make: Callable[[], Tables]) -> Tables:
-    """Return what ``make`` returns, the same for all layers of a pass that have these sources and options.
-
-    The sources are kept alive so that their ids stay unique. A compiled graph asks for no id, because it would break.
-    """
+    """Return what ``make`` returns, the same for all layers of a pass that have these sources and options. Keep the
+    sources alive so that their ids stay unique. A compiled graph asks for no id, because it would break."""
     if kept is None:
         return make()
     key = (*map(id, sources), *options)
@@ -214,17 +198,13 @@ def _once(kept: Kept | None, sources: tuple, options: tuple, make: Callable[[], 
 
 
 class Tokens(NamedTuple):
-    """The new tokens of one layer: q (B, HQ, N, D), k and v (B, HKV, N, D).
-
-    tables: of the rotation that q and k still need. norms: those that the kernels compute before it, or None.
-    latent: of multi-head latent attention, or None.
-    """
+    """The new tokens of one layer: q (B, HQ, N, D), k and v (B, HKV, N, D)."""
 
     q: Tensor
     k: Tensor
     v: Tensor
-    tables: Tables
-    norms: HeadNorms | None = None
+    tables: Tables  # of the rotation that q and k still need
+    norms: HeadNorms | None = None  # those that the kernels compute before it
     latent: Latent | None = None
 
     @property
@@ -267,10 +247,8 @@ class Tokens(NamedTuple):
 def tables_for(
     module: AttentionModule, convention: Convention, embeddings: Any, q: Tensor, kept: Kept | None
 ) -> Tables:
-    """Return the tables for q (B, HQ, N, D). embeddings: (cos, sin) of the model's rotary embedding, or cos + i sin.
-
-    A layer that does not rotate ignores them; they may then be None.
-    """
+    """Return the tables for q (B, HQ, N, D). embeddings: (cos, sin) of the model's rotary embedding, or cos + i sin. A
+    layer that does not rotate ignores them; they may then be None."""
     if not convention.rotates_in(module, embeddings):
         return identity_tables(q.shape[2], q.device)
     interleaved = convention.is_interleaved(module)

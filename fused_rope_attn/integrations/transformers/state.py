@@ -1,7 +1,4 @@
-"""State that ``patch_model`` stores on the modules of a model, and the report that reads it.
-
-State is plain objects, copied and pickled with the model.
-"""
+"""State that ``patch_model`` stores on the modules of a model, copied and pickled with it, and the report of it."""
 
 from __future__ import annotations
 
@@ -30,6 +27,11 @@ MASK_MAKER = "_fused_rope_mask_maker"
 _WARN_AGAIN = 100
 
 
+def state_of(module: nn.Module, kind: str) -> Any:
+    """Return a module's PATCH, DECODER or MASK_MAKER, or None."""
+    return module.__dict__.get(kind)
+
+
 class Shards(NamedTuple):
     """The ranks that share the sequences of a model. The group is stored by name, to be copied and pickled."""
 
@@ -45,9 +47,9 @@ class Shards(NamedTuple):
 def shards_of(cp_group: Any, cp_sharding: Any) -> Shards | None:
     """Return the ``Shards`` of ``patch_model``'s arguments. Raise TypeError or ValueError naming them."""
     if cp_group is None:
-        if cp_sharding not in layout.SHARDINGS:
-            refuse_choice("cp_sharding", cp_sharding, layout.SHARDINGS)
-        return None
+        if cp_sharding in layout.SHARDINGS:
+            return None
+        refuse_choice("cp_sharding", cp_sharding, layout.SHARDINGS)
     try:
         group = groups.group_of(cp_group)
     except (TypeError, ValueError) as error:
@@ -58,77 +60,42 @@ def shards_of(cp_group: Any, cp_sharding: Any) -> Shards | None:
 
 @dataclass(eq=False)
 class Patch:
-    """State of one patched attention module.
-
-    convention: of its class.
-    previous: the instance attribute that was its forward before; None if the class's own forward was in use.
-    deterministic, batch_invariant, shards: from the arguments of ``patch_model``.
-    served: number of calls that fused attention served.
-    own: number of calls that the module's own forward served, by reason.
-    own_norms: the reason why its own norms of heads ran in the last call that fused attention served, or "". None
-        before such a call, and without norms of heads.
-    own_forward: the reason why ``previous`` may compute something else than the class's forward, or "".
-    hands_positions_on: its own attention function would get the ``position_ids`` of a call.
-
-    Calls within a graph of torch.compile are not counted, because the graph would be compiled again for each of them.
-    """
+    """State of one patched attention module. Graphs of torch.compile count no calls: each would compile them again."""
 
     convention: families.Convention
-    previous: Callable | None
+    previous: Callable | None  # the instance attribute that was its forward; None if the class's own was in use
     deterministic: bool = False
     batch_invariant: bool = False
     shards: Shards | None = None
-    served: int = 0
-    own: Counter[str] = field(default_factory=Counter)
+    # Number of calls by the reason why the module's own forward served them; "" for fused attention.
+    calls: Counter[str] = field(default_factory=Counter)
+    # Why its own norms of heads ran in the last served call, or "". None before such a call, and without norms.
     own_norms: str | None = None
-    own_forward: str = ""
-    hands_positions_on: bool = True
-
-    def count(self, reason: str) -> None:
-        """Count a call. reason: why the module's own forward takes it; "" if fused attention serves it."""
-        if torch.compiler.is_compiling():
-            return
-        if reason:
-            self.own[reason] += 1
-        else:
-            self.served += 1
+    own_forward: str = ""  # why ``previous`` may compute something else than the class's forward, or ""
+    hands_positions_on: bool = True  # its own attention function would get the ``position_ids`` of a call
 
 
 @dataclass(eq=False)
 class Decoder:
-    """State of one decoder.
-
-    module: the decoder itself.
-    names: of its forward's parameters.
-    attentions: its patched modules.
-    reads_masks: other modules in it also read the mask that it passes to its layers.
-    shards: the ranks that share its sequences, or None.
-    own_cache: ``caches.own_cache_of`` the decoder.
-    passes: number of forward passes that took the modules' own attention, by reason.
-    """
+    """State of one decoder."""
 
     module: nn.Module
-    names: list[str]
-    attentions: list[nn.Module]
-    reads_masks: bool
+    names: list[str]  # of its forward's parameters
+    attentions: list[nn.Module]  # its patched modules
+    reads_masks: bool  # other modules in it also read the mask that it passes to its layers
     shards: Shards | None = None
-    own_cache: str = ""
-    passes: Counter[str] = field(default_factory=Counter)
+    own_cache: str = ""  # ``caches.own_cache_of`` the decoder
+    passes: Counter[str] = field(default_factory=Counter)  # that took the modules' own attention, by reason
 
 
 class Method:
-    """An instance attribute that replaces the method ``name`` of a model.
-
-    An object, because pickle stores a method of an instance as its class's own.
-
-    previous: the instance attribute that was the method before; None if the class's own was in use.
-    """
+    """An instance attribute that replaces the method ``name`` of a model. previous: as in ``Patch``. It is an object,
+    because pickle stores a method of an instance as its class's own."""
 
     name: str
 
     def __init__(self, model: nn.Module, previous: Any):
-        self.model = model
-        self.previous = previous
+        self.model, self.previous = model, previous
 
     @property
     def own(self) -> Any:
@@ -157,8 +124,7 @@ def warn_of(passes: Counter[str], reason: str) -> None:
     """Count a pass that takes the modules' own attention, and warn of it at the first and at some later ones."""
     if torch.compiler.is_compiling():
         return
-    passes[reason] += 1
-    count = passes[reason]
+    count = passes[reason] = passes[reason] + 1
     if count > 1 and (count < _WARN_AGAIN or str(count).strip("0") != "1"):
         return
     again = "" if count == 1 else f", for the {count}th time"
@@ -167,11 +133,6 @@ def warn_of(passes: Counter[str], reason: str) -> None:
         "(patch_report(model) counts such calls)",
         stacklevel=3,
     )
-
-
-def state_of(module: nn.Module, kind: str) -> Any:
-    """Return a module's PATCH, DECODER or MASK_MAKER, or None."""
-    return module.__dict__.get(kind)
 
 
 def check_labels(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
@@ -265,7 +226,8 @@ def _report(path: str, module: nn.Module) -> ModuleReport:
         # Prefer the last call's answer, because weights may look different then: FSDP2 gathers them for it.
         found = rotations.head_norms(*pair) if patch.own_norms is None else patch.own_norms
         norms = f"its own: {found}" if isinstance(found, str) and found else "fused"
-    return ModuleReport(path, name, True, "", patch.served, dict(patch.own), norms)
+    own = dict(patch.calls)
+    return ModuleReport(path, name, True, "", own.pop("", 0), own, norms)
 
 
 def _line(rows: list[ModuleReport]) -> tuple[str, ...]:

@@ -9,7 +9,6 @@ from dataclasses import replace
 import torch
 
 from fused_rope_attn.attention import configs
-from fused_rope_attn.rotation.reference import norm
 from tests.support.attention import sequences_of
 from tests.support.cases import TWO_BATCHES, packed
 from tests.support.dtypes import F32
@@ -120,17 +119,6 @@ def words_of_dq(rows, accumulator, head_dim):
     return (rows // 8 * 8 + rows % 4 * 2 + rows // 4 % 2) * width + columns
 
 
-def write_dk(dk, gradients, case):
-    """Do the main kernel's epilogue: dk through the norm of k, if there is one, and sums of its weights' gradients."""
-    key_norm = gradients.key_norm
-    if key_norm is not None:
-        leaves = [x.clone().requires_grad_() for x in (key_norm.raw.ptr, key_norm.norm.weight_ptr)]
-        dk, dweight = torch.autograd.grad(norm(*leaves, case.norm_eps, case.norms), leaves, dk.float())
-        key_norm.sums_ptr.zero_()
-        key_norm.sums_ptr[-1] = dweight
-    gradients.dk.ptr.copy_(dk)
-
-
 def assert_gradients(found, case, exact, eager):
     """dq, and dk where the main kernel that was done here wrote it, and the gradients of sinks and norms' weights."""
     names = [
@@ -190,7 +178,7 @@ def test_the_padded_buffers_of_packed_sequences(case):
                 added[h, words] += ds @ k_rows
                 dk = unrotated(case.scale * ds.T @ q_rot[0, h, rows].float(), inputs, case)
                 whole_dk[0, h // group, keys] += dk
-        write_dk(whole_dk, gradients, case)
+        gradients.dk.ptr.copy_(whole_dk)
 
     run.main = main
     assert_gradients(run((do, o, lse, *tensors)), case, exact, run_reference(inputs, case))
@@ -234,7 +222,7 @@ def test_the_buffers_of_whole_tensors(case):
         ds = p * (do @ v.mT - delta)
         dq.view(case.batch, case.heads_q, -1)[:, :, words] = ds @ k_rot
         dk = unrotated(case.scale * ds.mT @ q_rot, inputs, case)
-        write_dk(dk.unflatten(1, (case.heads_kv, -1)).sum(2), gradients, case)
+        gradients.dk.ptr.copy_(dk.unflatten(1, (case.heads_kv, -1)).sum(2))
 
     run.main = main
     assert_gradients(run((do, o, lse, *tensors)), case, exact, eager)

@@ -13,7 +13,7 @@ from fused_rope_attn.attention.hopper.intervals import (
     key_rows_kernel,
     visits_kernel,
 )
-from fused_rope_attn.kernels.intervals import NO_ROW, Intervals
+from fused_rope_attn.kernels.masks import NO_ROW, Intervals
 from fused_rope_attn.kernels.sequences import MaskArguments
 from tests.support.marks import interpreted
 

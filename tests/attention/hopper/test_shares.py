@@ -6,7 +6,7 @@ import torch
 from fused_rope_attn.attention.hopper.backward_block import SHARE_WORDS
 from fused_rope_attn.attention.hopper.channels import BACKWARD_BLOCK_M, CONSUMERS
 from fused_rope_attn.attention.hopper.intervals import backward_rows_kernel
-from fused_rope_attn.kernels.intervals import NO_ROW
+from fused_rope_attn.kernels.masks import NO_ROW
 from tests.support.marks import interpreted
 
 pytestmark = interpreted

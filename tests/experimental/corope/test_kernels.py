@@ -107,8 +107,8 @@ def write_phases(
     """cos and sin of every row's distance (mileage in fixed point plus local steps) at each frequency."""
     rows, pairs, key = tl.arange(0, ROWS), tl.arange(0, PADDED), tl.arange(0, 1)
     distance = kernels.distances_of(tl.load(mileage_ptr + rows), tl.load(local_ptr + rows)[:, None])
-    frequencies = kernels.Frequencies(multiples_ptr, revolutions_ptr)
-    cos, sin = kernels.distance_phases(pairs, distance, frequencies, D)
+    inputs = kernels.CoRopeInputs(None, None, None, multiples_ptr, revolutions_ptr)
+    cos, sin = kernels.distance_phases(pairs, distance, inputs, D)
     out = out_ptr + (rows[:, None, None] * (D // 2) + pairs[None, :, None]) * 2 + key
     exists = pairs[None, :, None] < D // 2
     tl.store(out, cos, mask=exists)

@@ -43,7 +43,7 @@ def test_the_table_has_a_line_for_layers_that_are_alike():
     assert len(lines) == 4 and "torch.compile" in lines[3]
     layer = model.model.layers[3].self_attn
     unpatch_model(layer)
-    state_of(model.model.layers[1].self_attn, PATCH).own["holes"] = 7
+    state_of(model.model.layers[1].self_attn, PATCH).calls["holes"] = 7
     lines = str(patch_report(model)).splitlines()
     assert [line.split()[0] for line in lines[2:5]] == [
         "model.layers.{0,",
@@ -62,9 +62,7 @@ def test_the_table_line_by_line():
     model = patch_model(make_model("llama", num_hidden_layers=4))
     modules = attentions_of(model)
     for i, (served, own) in enumerate(((12345, {}), (12345, {}), (7, {"holes": 2, "a BlockMask": 1}), (12345, {}))):
-        patch = state_of(modules[i], PATCH)
-        patch.served = served
-        patch.own.update(own)
+        state_of(modules[i], PATCH).calls.update({"": served, **own})
     assert str(patch_report(model)).splitlines() == [
         "module                           class           patched  calls served here  calls of its own forward",
         "-------------------------------  --------------  -------  -----------------  ------------------------",
@@ -82,7 +80,7 @@ def test_the_table_tells_layers_apart():
     model = patch_model(make_model("llama", num_hidden_layers=5))
     modules = attentions_of(model)
     modules[0].__class__ = type("Own", (type(modules[0]),), {})
-    state_of(modules[4], PATCH).served = 3
+    state_of(modules[4], PATCH).calls[""] = 3
     lines = str(patch_report(model)).splitlines()[2:-1]
     names = ["model.layers.0.self_attn", "model.layers.{1-3}.self_attn", "model.layers.4.self_attn"]
     assert [line.split()[0] for line in lines] == names
