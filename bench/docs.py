@@ -37,6 +37,7 @@ _NORMED = (
     "Gemma3-4B-4K",
 )
 _STORED = ("B1-4K", "B1-32K", "B1-128K", "B8-4K", "B8-32K", "B64-4K", "mixed64-64K")
+_UNSPLIT = tuple(f"Unsplit-D128-{name}" for name in ("B1-1K", "B1-4K", "B8-4K", "B1-16K", "B1-64K"))
 _ROTATED = "Small-512 Small-1K Llama3-8B-1K Llama3-8B-4K Llama3-8B-16K Wide-1K".split()
 _ROPE = Table("rope", mine="apply_rope", facts=_COPY, others={"Liger": "liger", "torch.compile": "compiled"}, roles=())
 _MASKS = Table("masks", shapes=True, mode="eager")
@@ -79,12 +80,13 @@ BLOCKS: dict[str, dict[str, Table | Callable[[], str]]] = {
     "docs/guides/same-bits.md": {
         "step": Table(
             "decode",
+            _STORED,
             mine="fused_same_bits",
             cost=("over without", "fused"),
             others={"FA3, one split": "fa3_unsplit", "FlexAttention": "flex64"},
             roles=(),
         ),
-        "same-bits": Table("same-bits", mine="fused_same_bits", cost=("over without", "fused")),
+        "same-bits": Table("same-bits", _UNSPLIT, mine="fused_same_bits", cost=("over without", "fused")),
     },
     "docs/guides/intervals.md": {
         "intervals": Table(

@@ -89,6 +89,17 @@ def _unwritten(files: dict[str, Path]) -> str:
     return "" if found is None else f"{found[1]} at {found[0]}"
 
 
+def fusable_products(llir: str) -> int:
+    """Count the sums of two products in LLVM's IR.
+
+    LLVM may fuse either product of such a sum, and picks one by the order that other passes leave, so that two kernels
+    would round the same rotation differently.
+    """
+    products = set(re.findall(r"(%[\w.]+) = fmul ", llir))
+    sums = re.findall(r"= (?:fadd|fsub) [\w<> ]*(?:float|double)[>]? (%[\w.]+), (%[\w.]+)", llir)
+    return sum(left in products and right in products for left, right in sums)
+
+
 def _refusal(src, metadata: dict, ptx: str) -> str:
     """Say why ``runtime.driver`` would leave a kernel to Triton's launcher: the sizes of its parameters, or scratch."""
     entry = re.search(rf"\.entry\s+{re.escape(metadata['name'])}\(([^)]*)\)", ptx)
@@ -123,8 +134,9 @@ def compiling_for(arch: str) -> Iterator[list[dict[str, Any]]]:
     registers, spill: of one thread (NVIDIA) or lane (AMD), the spill in bytes of stack or scratch. shared, limit: bytes
     of shared memory, and how many the card gives a block. serialised: ptxas says that it made wgmma products wait for
     one another. unwritten: the first read of a register that nothing has written, or "". refusal: why the package
-    leaves the kernel's launches to Triton, or "". constants: values of constexpr parameters and specialised arguments.
-    files: the paths of its artefacts in Triton's cache, by suffix.
+    leaves the kernel's launches to Triton, or "". fusable: as in ``fusable_products``. fused: whether LLVM's IR has
+    multiply-adds. constants: values of constexpr parameters and specialised arguments. files: the paths of its
+    artefacts in Triton's cache, by suffix.
 
     The package's own question ``device.arch`` gets the same answer. Output printed within does not appear. A kernel
     that is in Triton's cache already does not appear again. Raises RuntimeError under Triton's interpreter.
@@ -142,6 +154,7 @@ def compiling_for(arch: str) -> Iterator[list[dict[str, Any]]]:
         if cache_hit:  # another launcher, or another process, has compiled and reported it
             return
         files = {name.rpartition(".")[2]: Path(path) for name, path in metadata_group.items()}
+        llir = files["llir"].read_text()
         registers, spill = usage_of(files, remarks)
         names = src.fn.arg_names
         constants = {
@@ -160,6 +173,8 @@ def compiling_for(arch: str) -> Iterator[list[dict[str, Any]]]:
                 "spill": spill,
                 "serialised": "wgmma.mma_async instructions are serialized" in remarks,
                 "unwritten": _unwritten(files) if arch == "sm_90" else "",
+                "fusable": fusable_products(llir),
+                "fused": "@llvm.fma." in llir,
                 "refusal": _refusal(src, metadata, files["ptx"].read_text()) if target.backend == "cuda" else "",
                 "shared": metadata["shared"],
                 "limit": limit,

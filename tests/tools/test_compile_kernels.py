@@ -112,6 +112,17 @@ def test_the_sm_90_backend_compiles_for_sm_90_alone(compiled):
         assert not any(row["serialised"] for row in main)
 
 
+def test_no_product_of_a_rotation_is_left_for_the_compiler_to_fuse(compiled):
+    """The loops of the inline forward fused another product than the code before them."""
+    titles = ("forward ", "hopper forward ", "rotation ", "write ")
+    rows = [row for row in compiled if row["arch"] == "sm_90" and row["job"].startswith(titles)]
+    rows = [row for row in rows if "norm backward" not in row["job"]]
+    rotating = [row for row in rows if row["kernel"] in ("forward_kernel", "prepass_kernel", "rotation_kernel")]
+    assert len(rotating) >= 30 and all(row["fused"] for row in rotating)
+    assert any(" norm" in row["job"] for row in rotating)
+    assert not (found := [f"{row['job']}: {row['kernel']}" for row in rows if row["fusable"]]), found
+
+
 def test_the_sm_90_tables_answer_every_call():
     for head_dim in range(16, hopper_configs.HEAD_DIM + 1, 8):
         for causal in (True, False):
