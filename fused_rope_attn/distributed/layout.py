@@ -141,8 +141,9 @@ class GroupWork:
     """Every rank's work on one sequence, by rank, and what follows from it for all calls.
 
     own: by chunk, its run in its owner's buffer, which is all rows that exist. messages: by (sender, receiver).
-    most_messages: of a pair of ranks. most_received: rows of keys that a rank gets from others. cu_seqlens:
-    (cu_seqlens_q, cu_seqlens_k, the longest) of each of this rank's segments on the device; None without documents.
+    most_messages: of a pair of ranks. most_received: rows of keys that a rank gets from others. all_have_local_work:
+    whether every rank that waits for keys has a segment that needs none of them. cu_seqlens: (cu_seqlens_q,
+    cu_seqlens_k, the longest) of each of this rank's segments on the device; None without documents.
     """
 
     cu_seqlens: tuple[tuple[torch.Tensor, torch.Tensor, int], ...] | None = None
@@ -150,18 +151,16 @@ class GroupWork:
     def __init__(self, ranks: list[RankWork], sharding: str):
         self.ranks, self.sharding, size = ranks, sharding, len(ranks)
         self.owned = [chunks_of(rank, size, sharding) for rank in range(size)]
-        # Every run with its owner.
-        runs = [
-            (owners_of(size, sharding)[run.chunk][0], rank, run) for rank in range(size) for run in ranks[rank].buffer
-        ]
-        self.own = {run.chunk: run for owner, rank, run in runs if owner == rank}
+        owners = [owner for owner, _ in owners_of(size, sharding)]
+        runs = [(rank, run) for rank, work in enumerate(ranks) for run in work.buffer]
+        self.own = {run.chunk: run for rank, run in runs if owners[run.chunk] == rank}
         self.messages: dict[tuple[int, int], list[Message]] = {}
         received = [0] * size
-        for owner, rank, run in runs:
-            if owner == rank:
+        for rank, run in runs:
+            if owners[run.chunk] == rank:
                 continue
             received[rank] += run.rows
-            known = self.messages.setdefault((owner, rank), [])
+            known = self.messages.setdefault((owners[run.chunk], rank), [])
             message = Message(self.own[run.chunk].start + run.first, run.start, run.rows)
             last = known[-1] if known else None
             if last and (last.sent + last.rows, last.received + last.rows) == (message.sent, message.received):
@@ -170,6 +169,14 @@ class GroupWork:
                 known.append(message)
         self.most_received = max(received)
         self.most_messages = max([0, *map(len, self.messages.values())])
+        waiting = [rank for rank in range(size) if received[rank]]
+        self.all_have_local_work = all(any(self.is_local(rank, s) for s in ranks[rank].segments) for rank in waiting)
+
+    def is_local(self, rank: int, segment: Segment) -> bool:
+        """Return whether a segment of a rank needs no other rank's keys."""
+        first, last = segment.keys
+        met = [run for run in self.ranks[rank].buffer if run.start < last and first < run.start + run.rows]
+        return all(run.chunk in self.owned[rank] for run in met)
 
 
 class ParallelCall:

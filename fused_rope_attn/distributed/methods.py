@@ -32,17 +32,19 @@ Heads = tuple[int, int]  # [first, last) of the key heads
 Rows = tuple[int, int]  # [first, last) of a buffer
 
 
-def sections_of(heads: int, bytes_of_head: int, backward: bool) -> list[Heads]:
-    """Return the key heads that are sent together. bytes_of_head: received by a rank for each head.
+def sections_of(heads: int, bytes_of_head: int, *, backward: bool, hidden: bool) -> list[Heads]:
+    """Return the key heads that are sent together.
 
-    No work hides the exchange of the first heads, and none the return of the last ones. So these are few, and the rest
-    is one section. All heads are one section if messages would be short.
+    bytes_of_head: received by a rank for each head. No work hides the exchange of the first heads, unless it is
+    ``hidden`` because every rank has work that needs no other rank's keys, and none hides the return of the last heads.
+    So these are few, and the rest is one section. All heads are one section if messages would be short.
     """
     few = max(1, -(-SECTION_BYTES // max(1, bytes_of_head)))
-    limits = [0, heads]
+    limits = {0, heads}
     if 4 * few <= heads:
-        limits = [0, few, heads - few, heads] if backward else [0, few, heads]
-    return list(itertools.pairwise(limits))
+        limits |= set() if hidden else {few}
+        limits |= {heads - few} if backward else set()
+    return list(itertools.pairwise(sorted(limits)))
 
 
 def _plan_of(problem: Problem) -> planning.Plan | None:
@@ -155,7 +157,7 @@ class _Pass:
         # All sections begin at once, so that none waits for an attention to end.
         batch, heads, _, columns = tensors.k.shape
         bytes_of_head = 2 * batch * call.work.most_received * columns * tensors.k.element_size()
-        sections = sections_of(heads, bytes_of_head, backward)
+        sections = sections_of(heads, bytes_of_head, backward=backward, hidden=call.work.all_have_local_work)
         self.arriving = [_Keys(call, tensors.k, tensors.v, section) for section in sections]
         both = _whole_tables(call, tensors)
         self.tables = [self._tables_of(segment, both) for segment in call.own.segments]
@@ -188,12 +190,13 @@ class _Pass:
     def step(self, index: int, keys: _Keys) -> tuple[Segment, slice, Problem, Tensors]:
         """Return (segment number ``index``, its query heads, its problem, its tensors) with the keys of a section.
 
-        Let the current stream wait for these keys. A segment that needs no other rank's waits as well, because it is to
-        fill the multiprocessors that the segments with most work leave at their end.
+        Let the current stream wait for these keys. A segment that needs no other rank's waits as well, unless all ranks
+        have such work, because it is to fill the multiprocessors that the segments with most work leave at their end.
         """
-        keys.exchange.wait()
         call, given, group = self.call, self.tensors, self.problem.group_size
         segment = call.own.segments[index]
+        if not (call.work.all_have_local_work and call.work.is_local(call.group.rank, segment)):
+            keys.exchange.wait()
         first, last = keys.heads
         heads = slice(first * group, last * group)
         k, v = _heads_first(keys.buffer[slice(*segment.keys)])

@@ -83,6 +83,8 @@ def test_narrow_windows_need_few_keys():
         own = chunks_of(rank, 4, "zigzag")
         expected = {c: (256, 256) for mine in own for c in (mine - 1,) if c >= 0} | dict.fromkeys(own, (0, 512))
         assert {run.chunk: (run.first, run.rows) for run in work.buffer} == expected
+        local = [every.is_local(rank, segment) for segment in work.segments]
+        assert local == {0: [True, False], 3: [False, True]}.get(rank, [False, False])
 
 
 def test_owners():
