@@ -17,10 +17,9 @@ from tqdm import tqdm
 
 from bench import report
 from bench.environment import RESULTS, card, environment, shown
-from bench.names import words
 from bench.report import Row
 from bench.runner import DeviceLost, Run
-from bench.suite import Options, Suite
+from bench.suite import Options, Suite, words
 
 
 def main(suite: Suite, argv: list[str]) -> int:

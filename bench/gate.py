@@ -135,9 +135,7 @@ class Gate:
     def _problem(self, case: testing.Case, heads: list, cos: Tensor, sin: Tensor) -> tuple[Any, testing.Case]:
         """Return the inputs and the case of some heads, a batch entry for each group of query heads."""
         q, k, v, do = (self._chosen(x, heads) for x in (self.inputs.q, self.inputs.k, self.inputs.v, self.inputs.do))
-        bounds = {name: getattr(case, name) for name in ("kv_starts", "kv_lens")}
-        bounds = {name: values and tuple(values[batch] for batch, _ in heads) for name, values in bounds.items()}
-        case = replace(case, batch=len(heads), heads_q=q.shape[1], heads_kv=1, **bounds)
+        case = replace(case, batch=len(heads), heads_q=q.shape[1], heads_kv=1)
         return testing.Inputs(q, k, v, cos, sin, do), case
 
     @staticmethod

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-from bench.names import length_name
+from bench.suite import length_name
 from bench.timing import EVEN
 
 _WIDTH = 6.5  # inches

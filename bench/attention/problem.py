@@ -11,20 +11,19 @@ from torch import Tensor
 
 from baselines.base import dtype_name
 from bench.attention import providers
-from bench.attention.cases import INTERVALS, MASKS, BenchCase
+from bench.attention.cases import INTERVALS, MASKS
 from bench.attention.providers import AttentionProvider, Given
 from bench.gate import OF_WEIGHTS, Gate, Verdict
 from bench.report import Row
-from bench.suite import Entry, Options, Times, Trial, forward_or_backward
-from fused_rope_attn.attention.configs import HopperBackwardConfig, HopperForwardConfig
+from bench.suite import Entry, Times, Trial, forward_or_backward
 from verification import testing
 
 
 class Problem:
     """The tensors of a case in every form, made once.
 
-    dense: (B, H, N, D). packed: (T, H, D). right, left: (B, H, longest, D), where every sequence is a batch entry that
-    is padded on that side. rows: (leaves, H, n, D), where every path of a tree from its root is a batch entry.
+    dense: (B, H, N, D). packed: (T, H, D). padded: (B, H, longest, D), where every sequence is a batch entry that is
+    padded on the right. rows: (leaves, H, n, D), where every path of a tree from its root is a batch entry.
     """
 
     def __init__(self, case: testing.Case, device: torch.device):
@@ -42,13 +41,8 @@ class Problem:
         self.longest = max(self.lengths, default=0)
         counts = torch.tensor(self.lengths, dtype=torch.int64)
         self.ends = torch.nn.functional.pad(counts.cumsum(0), (1, 0)).int().to(device)
-        self.starts = (self.longest - counts).int().to(device)
+        self.exists = (torch.arange(self.longest) < counts[:, None]).to(device)  # (sequences, longest)
         self.position = torch.cat([torch.arange(n) for n in self.lengths] or [torch.arange(case.len_k)]).to(device)
-
-    def exists(self, form: str) -> Tensor:
-        """Return which rows of the padded batch hold a token: (sequences, longest)."""
-        row = torch.arange(self.longest, device=self.device)
-        return row >= self.starts[:, None] if form == "left" else row < (self.longest - self.starts)[:, None]
 
     def tensors(self, form: str) -> list[Tensor]:
         """Return q, k, v and do."""
@@ -63,9 +57,9 @@ class Problem:
                     seen[path] = True
             elif form != "dense":
                 given = [t[0].transpose(0, 1) for t in given]
-            if form in ("right", "left"):
-                exists = self.exists(form)
-                padded = [t.new_zeros(*exists.shape, *t.shape[1:]).index_put_((exists,), t) for t in given]
+            if form == "padded":
+                shape = self.exists.shape
+                padded = [t.new_zeros(*shape, *t.shape[1:]).index_put_((self.exists,), t) for t in given]
                 given = [t.transpose(1, 2) for t in padded]
             self._forms[form] = given
         return self._forms[form]
@@ -76,8 +70,8 @@ class Problem:
             tokens, values = self.paths.flatten(), x.transpose(1, 2).flatten(0, 1).float()
             x = values.new_zeros(self.case.len_q, *values.shape[1:]).index_add_(0, tokens, values)
             x /= tokens.bincount()[:, None, None] if name == "o" else 1
-        if form in ("right", "left"):
-            x = x.transpose(1, 2)[self.exists(form)]
+        if form == "padded":
+            x = x.transpose(1, 2)[self.exists]
         return x if form == "dense" else x.transpose(0, 1)[None]
 
 
@@ -103,9 +97,7 @@ class Subject:
         # Leave defaults out, because host time is that of a call as a user writes it.
         found = {name: value for name, value in masks.items() if value is not None and (name != "softcap" or value)}
         found |= testing.norms_of(self.case, problem.device)
-        self._weights = {name: found.pop(name) for name in ("sinks", "q_norm", "k_norm") if name in found}
-        if provider.form == "left":
-            found["kv_starts"] = problem.starts
+        self._weights = {name: found.pop(name) for name in ("q_norm", "k_norm") if name in found}
         tables = provider.prepare(cos, sin, self.case.dtype)
         options = {**found, **provider.options}
         self._given = Given(self.case, tables, options, self._weights, problem.ends, problem.longest)
@@ -131,20 +123,15 @@ class Subject:
             o = self._run()(*leaves)
         found = {"o": o.detach()}
         if grads:
-            names = ("q", "k", "v", *self._weights)
-            compared = {f"d{name}": x for name, x in zip(names, leaves) if name != "sinks"}
+            names = ("dq", "dk", "dv", *(f"d{name}" for name in self._weights))
             given = self.problem.tensors(self.provider.form)[3] if do is None else do
-            found |= dict(zip(compared, torch.autograd.grad(o, list(compared.values()), given)))
+            found |= dict(zip(names, torch.autograd.grad(o, leaves, given)))
         form = self.provider.form
         return {name: x if name in OF_WEIGHTS else self.problem.as_case(x, form, name) for name, x in found.items()}
 
     def make(self, part: str) -> Callable[[], Any]:
         """Return the function of a pass, as ``suite.forward_or_backward`` has it."""
         return forward_or_backward(self._run(), self._leaves(), self.problem.tensors(self.provider.form)[3], part)
-
-    def plan(self) -> Any:
-        """Return the plan of ours."""
-        return providers.plan(self.provider, *self.problem.tensors(self.provider.form)[:3], self._given)
 
 
 def corope_results(inputs: testing.Inputs, case: testing.Case, dtype: torch.dtype | None = None) -> testing.Results:
@@ -162,18 +149,15 @@ _MODES = {"plain": ("graph",), "host": ("host",), "norm": ("graph",), "unsplit":
 class AttentionTrial(Trial):
     """One case of any kind."""
 
-    def __init__(self, case: BenchCase, people: Any, clock: Any, options: Options) -> None:
-        super().__init__(case, people, clock, options)
-        self.problem = Problem(case.case, clock.device)
+    def open(self) -> None:
+        case = self.case
+        self.problem = Problem(case.case, self.clock.device)
         heads = None
         if case.kind == "corope":  # its definition takes long: one group of heads
             heads = [(case.case.batch - 1, case.case.heads_kv - 1)]
-        elif case.kind == "overhead":  # of other heads the reference would draw other sinks
-            heads = [(0, 0)]
         reference = corope_results if case.kind == "corope" else testing.run_reference
         self.gate = Gate(case.case, self.problem.inputs, heads=heads, reference=reference)
-        self._grads = options.passes != ("fwd",)
-        self._subjects: dict[str, Subject] = {}
+        self._grads = self.options.passes != ("fwd",)
         self.default_modes = _MODES.get(case.kind, ("eager",))
         if "host" in self.modes():
             self.default_passes = ("fwd", "fwd_grad", "both")
@@ -199,7 +183,6 @@ class AttentionTrial(Trial):
             peak = self.clock.peak_mib(lambda: subject.once(grads))  # of forward and backward together
         verdict = self._judge(provider, subject, outputs)
         facts = verdict.fields() | {"peak_mib": peak}
-        self._subjects[provider.name] = subject
         return Entry(provider, verdict, subject.make, facts, provider.active)
 
     def _judge(self, provider: AttentionProvider, subject: Subject, outputs: dict[str, Tensor]) -> Verdict:
@@ -221,32 +204,8 @@ class AttentionTrial(Trial):
         return row | {name: getattr(self.case.case, name) for name in names}
 
     def figures(self, part: str, mode: str, measured: Times) -> dict[str, Row]:
-        """Return TFLOP/s, quartiles of host time, and of ours the plan and its kernels."""
-        rows: dict[str, Row] = {}
-        for provider in self.providers:
-            if provider.name not in measured:
-                continue
-            row = rows[provider.name] = {}
-            found = measured[provider.name]
-            if mode == "host":
-                row["p25"], row["p75"] = found.quantiles(0.25, 0.75)
-            elif self.case.kind not in (*MASKS, *INTERVALS, "corope"):  # a mask hides some of the work
-                row["tflops"] = self.case.flops(part) / found.quantiles(0.5)[0] * 1e-9
-            if provider.ours and self.case.kind != "corope":
-                row |= self._plan(self._subjects[provider.name], part)
-        return rows
-
-    def _plan(self, subject: Subject, part: str) -> Row:
-        try:
-            plan = subject.plan()
-        except Exception as error:  # an explanation is no reason to lose a measurement
-            return {"plan": f"{type(error).__name__}: {error}"}
-        return {"plan": str(plan), "backend": ran(plan, part)}
-
-
-def ran(plan: Any, part: str) -> str:
-    """Return the backend of a pass, which ``Plan.backend`` says of the forward pass alone."""
-    config = plan.forward if part == "fwd" else plan.backward
-    if config is None:
-        return "reference"
-    return "hopper" if isinstance(config, (HopperForwardConfig, HopperBackwardConfig)) else "triton"
+        """Return TFLOP/s, where no mask hides some of the work."""
+        if mode == "host" or self.case.kind in (*MASKS, *INTERVALS, "corope"):
+            return {}
+        flops = self.case.flops(part)
+        return {name: {"tflops": flops / found.quantiles(0.5)[0] * 1e-9} for name, found in measured.items()}

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from baselines import BASELINES, Baseline, attentions, masked, rotations
 from baselines.masked import MaskedAttention
 from baselines.norms import GEMMA_NORM, NORMED, Norms, hf_norm
 from bench.attention.cases import INTERVALS
-from bench.suite import Provider, by_name
+from bench.suite import Provider, by_name, keep_tables
 from fused_rope_attn.experimental import corope_attention
 from fused_rope_attn.experimental.corope import reference as corope_reference
 from verification import testing
@@ -38,21 +38,17 @@ class Given(NamedTuple):
     longest: int
 
 
-def _keep_tables(cos: Tensor, sin: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    return cos, sin
-
-
 @dataclass(frozen=True, kw_only=True)
 class AttentionProvider(Provider):
     """``run(q, k, v, given) -> o``; shapes as in ``baselines/base.py``, packed as in ``baselines/masked.py``.
 
     prepare: brings (N, D/2) float32 tables into its form before any clock runs. variant: fields of the case that it
-    changes, for example its mask. form: how tensors are handed over, see ``problem.Problem``. options: backend and
-    strategy of ours. unsupported: why it does not serve a case. active: a context that is entered while it runs.
+    changes, for example its mask. form: how tensors are handed over, see ``problem.Problem``. options: further
+    keywords of ours. unsupported: why it does not serve a case. active: a context that is entered while it runs.
     """
 
     run: Callable[[Tensor, Tensor, Tensor, Given], Tensor]
-    prepare: Callable[[Tensor, Tensor, torch.dtype], Any] = _keep_tables
+    prepare: Callable[[Tensor, Tensor, torch.dtype], Any] = keep_tables
     variant: Mapping[str, Any] = field(default_factory=dict)
     form: str = "dense"
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -66,47 +62,23 @@ class AttentionProvider(Provider):
 # Ours
 
 
-def fused(q: Tensor, k: Tensor, v: Tensor, given: Given, call: Any = fused_rope_attn.rope_attention) -> Any:
-    """Call ``rope_attention`` as a user does, or with ``call`` its plan. Rows of a tree's paths are causal."""
+def fused(q: Tensor, k: Tensor, v: Tensor, given: Given) -> Tensor:
+    """Call ``rope_attention`` as a user does. Rows of a tree's paths are causal."""
     causal = given.case.causal or given.case.intervals is not None and "query_starts" not in given.options
-    return call(q, k, v, *given.tables, causal, **given.options, **given.weights)
+    return fused_rope_attn.rope_attention(q, k, v, *given.tables, causal, **given.options, **given.weights)
 
 
-def _varlen(q: Tensor, k: Tensor, v: Tensor, given: Given, call: Any = fused_rope_attn.rope_attention_varlen) -> Any:
+def _varlen(q: Tensor, k: Tensor, v: Tensor, given: Given) -> Tensor:
     limits = given.ends, given.ends, given.longest, given.longest
-    return call(q, k, v, *given.tables, *limits, True, **given.options)
-
-
-def plan(provider: AttentionProvider, q: Tensor, k: Tensor, v: Tensor, given: Given) -> Any:
-    """Return the plan of a call of ours."""
-    call: Any = fused_rope_attn.plan_varlen if q.ndim == 3 else fused_rope_attn.plan
-    return cast(Any, provider.run)(q, k, v, given, call)
-
-
-def _no_hopper(case: testing.Case) -> str | None:
-    """Return why the kernels for sm_90 do not serve a case here, or None."""
-    from fused_rope_attn.attention import planning
-    from fused_rope_attn.runtime import device
-
-    where = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    problem = planning.Problem(case.dtype, case.head_dim, len_k=case.len_k)
-    obstacle = planning.obstacle("hopper", problem, device.arch(where))
-    return None if obstacle is None else obstacle[1]
+    return fused_rope_attn.rope_attention_varlen(q, k, v, *given.tables, *limits, True, **given.options)
 
 
 def ours(name: str, label: str, **fields: Any) -> AttentionProvider:
-    """Return ours; ``options`` choose its backend and strategy."""
+    """Return ours."""
     return AttentionProvider(name, label, "ours", **{"run": fused} | fields)
 
 
-OURS: dict[str, AttentionProvider] = by_name(
-    (
-        ours("fused", "fused (auto)"),
-        ours("fused_inline", "fused, inline", options={"backend": "triton", "strategy": "inline"}),
-        ours("fused_prepass", "fused, prepass", options={"backend": "triton", "strategy": "prepass"}),
-        ours("fused_hopper", "fused, hopper", options={"backend": "hopper"}, unsupported=_no_hopper),
-    )
-)
+OURS = ours("fused", "fused (auto)")
 
 
 # Rivals
@@ -169,7 +141,7 @@ def masked_rival(attention: MaskedAttention, kind: str, rotation: Any) -> Attent
     )
 
 
-# Functions that do nothing, as a floor of host time
+# A function that does nothing, as a floor of host time
 
 
 class _Nothing(torch.autograd.Function):
@@ -181,17 +153,7 @@ class _Nothing(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, do: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        _ = ctx.saved_tensors
         return do, do, do
-
-
-class _NothingSaved(_Nothing):
-    """The same, with q, k and v saved for the backward and taken from there."""
-
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        ctx.save_for_backward(q, k, v)
-        return q
 
 
 def cudnn() -> AbstractContextManager:
@@ -213,41 +175,32 @@ def corope_definition(q: Tensor, k: Tensor, v: Tensor, given: Given | None = Non
     return corope_reference.corope(q, k, v, base=_BASE, softmax_scale=q.shape[3] ** -0.5, **options)
 
 
-def corope_provider(name: str, label: str, run: Callable, longest: int | None = None) -> AttentionProvider:
-    """Return a provider of Co-RoPE for at most ``longest`` tokens."""
-
-    def unsupported(case: testing.Case) -> str | None:
-        return f"for at most {longest} tokens here" if longest and case.len_q > longest else None
-
-    return AttentionProvider(name, label, "ours" if name == "corope" else "rival", run=run, unsupported=unsupported)
+def _too_long(case: testing.Case) -> str | None:
+    # There are N squared angles: 1024 tokens take about 20 GiB at once.
+    return "for at most 1024 tokens here" if case.len_q > 1024 else None
 
 
 # The table
 
 
 @functools.cache
-def table(kind: str, length: int = 0, batch: int = 1) -> dict[str, AttentionProvider]:
-    """Return the providers of a kind of cases by name, in the order of reports.
-
-    length, batch: of the case, for masks that hide nothing. Labels depend on what is installed, hence a function.
-    """
-    return by_name(_providers(kind, length, batch))
+def table(kind: str) -> dict[str, AttentionProvider]:
+    """Return the providers of a kind of cases by name. Labels depend on what is installed, hence a function."""
+    return by_name(_providers(kind))
 
 
-def _providers(kind: str, length: int, batch: int) -> list[AttentionProvider]:
+def _providers(kind: str) -> list[AttentionProvider]:
     if kind == "plain":
-        return [*OURS.values(), *map(rival, BASELINES.values())]
+        return [OURS, *map(rival, BASELINES.values())]
     if kind == "host":
-        idle = functools.partial(AttentionProvider, role="ceiling")
-        # PyTorch's context that chooses cuDNN costs host time: one provider enters it in every call, one before it.
+        # PyTorch's context that chooses cuDNN costs host time, so that it is entered before the calls.
         chosen = replace(attentions.CUDNN, label="cuDNN, chosen once", attend=attentions.SDPA.attend)
+        nothing = "nothing", "a function that does nothing", "ceiling"
         return [
-            OURS["fused"],
+            OURS,
             rival(Baseline("bare_sdpa", None, attentions.SDPA)),
             replace(rival(Baseline("bare_cudnn_chosen", None, chosen)), active=lambda: cudnn()),
-            rival(BASELINES["bare_cudnn"]),
-            idle("nothing", "a function that does nothing", run=lambda q, k, v, given: _Nothing.apply(q, k, v)),
-            idle("nothing_saved", "... and saves q, k, v", run=lambda q, k, v, given: _NothingSaved.apply(q, k, v)),
+            AttentionProvider(*nothing, run=lambda q, k, v, given: _Nothing.apply(q, k, v)),
         ]
     if kind == "window":
         rivals = [masked_rival(each, "window", rotations.LIGER) for each in masked.MASKED if each.window]
@@ -256,8 +209,7 @@ def _providers(kind: str, length: int, batch: int) -> list[AttentionProvider]:
     if kind == "packed":
         return [
             ours("packed", "ours, packed", run=_varlen, form="packed"),
-            ours("padded", "ours, padded right, causal", form="right"),
-            ours("kv_starts", "ours, padded left, kv_starts", form="left"),
+            ours("padded", "ours, padded right, causal", form="padded"),
             *(masked_rival(each, "packed", rotations.LIGER) for each in masked.MASKED if each.packed),
         ]
     if kind in INTERVALS:
@@ -269,16 +221,6 @@ def _providers(kind: str, length: int, batch: int) -> list[AttentionProvider]:
         rivals = [masked_rival(each, "intervals", rotations.LIGER) for each in masked.MASKED if each.intervals]
         mine = ours("intervals", "ours, intervals", variant=whole)
         return [mine, ours("causal", "ours, causal", variant=packed | whole), *others.get(kind, []), *rivals]
-    if kind == "overhead":
-        variants: dict[str, dict[str, Any]] = {
-            "causal": {},
-            "window": {"window": (length, 0)},
-            "softcap": {"softcap": 50.0},
-            "sinks": {"sinks": True},
-            "kv_lens": {"kv_lens": (length,) * batch},
-            "kv_starts": {"kv_starts": (0,) * batch},
-        }
-        return [ours(name, f"ours, {name}", variant=variant) for name, variant in variants.items()]
     if kind == "norm":
         return [
             ours("fused", "fused, with norms"),
@@ -289,11 +231,10 @@ def _providers(kind: str, length: int, batch: int) -> list[AttentionProvider]:
     if kind == "unsplit":
         rivals = (Baseline(name, rotations.APART, attention) for name, attention in attentions.UNSPLIT.items())
         same = ours("fused_same_bits", "fused, batch_invariant", options={"batch_invariant": True})
-        return [OURS["fused"], same, *map(rival, rivals)]
+        return [OURS, same, *map(rival, rivals)]
     assert kind == "corope"
+    at_once = functools.partial(corope_definition, chunk_angles=1 << 62)
     return [
-        corope_provider("corope", "`corope_attention`", _corope),
-        # There are N squared angles: 1024 tokens take about 20 GiB at once, 8192 in chunks a quarter of a minute.
-        corope_provider("chunked", "eager, in chunks", corope_definition, 2048),
-        corope_provider("dense", "eager, at once", functools.partial(corope_definition, chunk_angles=1 << 62), 1024),
+        ours("corope", "`corope_attention`", run=_corope),
+        AttentionProvider("dense", "eager, at once", run=at_once, unsupported=_too_long),
     ]

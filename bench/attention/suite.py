@@ -3,25 +3,18 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
 
 import torch
 
 from bench.attention import cases, providers
 from bench.attention.cases import BenchCase
 from bench.attention.problem import AttentionTrial
-from bench.attention.providers import AttentionProvider
 from bench.load import LoadClock, Nvml
 from bench.suite import Options, Suite
 from bench.timing import GpuClock
 
 # Under load ours and the strongest of any case, because a provider costs some seconds at each case.
 LOAD_USUAL = ("fused", "liger_cudnn", "liger_fa3", "liger_fa4", "bare_cudnn", "bare_fa3", "bare_fa4")
-
-
-def table(case: BenchCase) -> Mapping[str, AttentionProvider]:
-    """Return the providers of a case."""
-    return providers.table(case.kind, case.case.len_k, case.case.batch)
 
 
 def _adapt(chosen: list[BenchCase], options: Options, args: argparse.Namespace) -> list[BenchCase]:
@@ -47,7 +40,7 @@ ATTENTION = Suite(
     description="Time rope_attention and every rival on equal inputs.",
     cases=cases.CASES,
     trial=AttentionTrial,
-    table=table,
+    table=lambda case: providers.table(case.kind),
     default_cases="table,host",
     passes=("fwd", "fwd_grad", "bwd", "both"),
     modes=("eager", "graph", "host", "load"),
@@ -60,5 +53,5 @@ NORM = Suite(
     description="Time attention with norms of q and k, inside and outside of it.",
     cases=cases.NORMED,
     trial=AttentionTrial,
-    table=table,
+    table=lambda case: providers.table(case.kind),
 )

@@ -54,11 +54,11 @@ class Served:
             "max_requests_per_batch": self.work.batch,
             "allow_block_sharing": False,
         }
-        # By default managers replace SDPA and eager mode by flash-attention where it is installed.
+        # By default managers replace SDPA by flash-attention where it is installed.
         if "auto_switch_to_flash" in fields:
             options["auto_switch_to_flash"] = False
-        elif implementation in ("eager", "sdpa") and not is_patched(model):
-            model.set_attn_implementation(f"paged|{implementation}")
+        elif implementation == "sdpa" and not is_patched(model):
+            model.set_attn_implementation("paged|sdpa")
         greedy = GenerationConfig(max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=-1)
         try:
             self._manager = model.init_continuous_batching(
