@@ -55,7 +55,9 @@ def main(suite: Suite, argv: list[str]) -> int:
     run = Run(suite, options, clock, facts, lambda case: suite.providers(case, names), progress)
     stamp = time.strftime("%Y%m%d-%H%M%S", time.gmtime())
     out = args.out or RESULTS / f"{suite.name.replace(' ', '-')}-{card(facts['gpu'])}-{stamp}.jsonl"
-    print(f"{report.provenance([facts], 'cuDNN', *facts['packages'])}\nRows go to {shown(out)}")
+    versions = {name: facts[name] for name in ("driver", "torch", "triton", "cudnn", "commit")} | facts["packages"]
+    print(f"{facts['gpu']}, {', '.join(f'{name} {found}' for name, found in versions.items())}")
+    print(f"Rows go to {shown(out)}")
     rows: list[Row] = []
     status = 0
     try:
@@ -72,7 +74,6 @@ def main(suite: Suite, argv: list[str]) -> int:
     except KeyboardInterrupt:
         status = 130
     bar.close()
-    print("\n" + report.summary(rows))
     if run.not_run:
         print(f"\nNot run: {'; '.join(run.not_run)}")
     print(f"\n{len(rows)} rows in {shown(out)} after {tqdm.format_interval(time.monotonic() - begin)}")

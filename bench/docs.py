@@ -12,8 +12,8 @@ import sys
 from collections.abc import Callable
 from functools import partial
 
-from bench import readme
-from bench.attention import cases, plots
+from bench import plots, readme
+from bench.attention import cases
 from bench.command import refuse
 from bench.environment import RESULTS, ROOT, shown
 from bench.results import read

@@ -16,7 +16,7 @@ from fused_rope_attn import rope_attention_mla
 from verification.testing import LatentCase, LatentInputs, LatentResults, make_latent_inputs, run_latent_reference
 
 OURS = Provider("fused", "rope_attention_mla (ours)", "ours")
-PROVIDERS = by_name((OURS, *(Provider(b.name, b.label, b.role, b.missing, b.pip) for b in LATENT.values())))
+PROVIDERS = by_name((OURS, *(Provider(b.name, b.label, b.role, b.missing, b.pip, b.backward) for b in LATENT.values())))
 
 
 @dataclass(frozen=True)
@@ -42,10 +42,6 @@ class MlaTrial(Trial):
         self._do[-1, self._heads] = self._inputs.do[-1, self._heads]
         self._references: dict[bool, list[LatentResults]] = {}
 
-    def unsupported_pass(self, provider: Provider, part: str) -> str | None:
-        has_it = part == "fwd" or provider.ours or LATENT[provider.name].backward
-        return None if has_it else f"{provider.label} has a forward pass only"
-
     def _call(self, provider: Provider) -> tuple[Callable[..., Any], list[Tensor]]:
         """Return the function and its leaves."""
         rows, tables, b = list(self._inputs[:5]), self._inputs[5:7], LATENT.get(provider.name)
@@ -57,7 +53,7 @@ class MlaTrial(Trial):
         return run, [x.detach().requires_grad_() for x in (b.leaves(rows) if b else rows)]
 
     def enter(self, provider: Provider) -> Entry:
-        grads = self.options.passes != ("fwd",) and self.unsupported_pass(provider, "bwd") is None
+        grads = self.options.passes != ("fwd",) and provider.backward
         run, leaves = self._call(provider)
 
         def once() -> list[Tensor]:

@@ -8,7 +8,7 @@ A row is one JSON line with these fields:
 - ``status``: "ok", "loose" (timed, but outside the tolerance of ours), "failed", "missing", "unsupported", "error",
   "oom", "no-graph"; ``detail``: the reason;
 - ``ms`` (median of all calls), ``p20``, ``p80``, ``rounds`` (the median of each round), ``calls``;
-- figures: ``tflops``, ``gb_s``, ``mj``, ``watts``, ``tokens_s``, ``device_ms``, ``peak_mib`` and others;
+- figures: ``tflops``, ``gb_s``, ``mj``, ``tokens_s``, ``peak_mib`` and others;
 - machine and versions, see ``environment``.
 
 Losses are printed like wins, and providers without a time are named.
@@ -39,11 +39,7 @@ _FIGURES = (
     ("tokens_s", "tokens/s", "{:.0f}"),
     ("efficiency", "of ideal", "{:.1%}"),
     ("mj", "mJ", "{:#.4g}"),
-    ("device_ms", "kernels ms", "{:#.4g}"),
-    ("watts", "W", "{:.0f}"),
-    ("mhz", "MHz", "{:.0f}"),
     ("peak_mib", "MiB", "{:.0f}"),
-    ("loss", "loss", "{:.4f}"),
 )
 
 
@@ -151,11 +147,6 @@ def speedup(value: float) -> str:
     return f"{value:.2f}x LOSS" if value < EVEN else f"{value:.2f}x"
 
 
-def comparison(row: Row, mine: Row) -> list[str]:
-    """Return three cells: the label of a rival, its time, and that over ours."""
-    return [row["label"] + mark(row), milliseconds(row["ms"]), speedup(faster(row, mine))]
-
-
 def case_report(rows: list[Row]) -> str:
     """Return everything about one case: a table for each mode, then who was not timed and why."""
     blocks = [f"{rows[0]['case']}   {rows[0]['shape']}"]
@@ -194,34 +185,6 @@ def not_timed(rows: Iterable[Row]) -> list[str]:
     return list(dict.fromkeys(lines))
 
 
-def summary(rows: list[Row]) -> str:
-    """Return a line for each case and pass: ours, the strongest rival, the fastest attention without a rotation."""
-    blocks = []
-    for mode, words in MODES.items():
-        lines, verdicts = [], []
-        for (case, shape, part, _), group in groups(rows, mode).items():
-            mine = ours(group.values())
-            if mine is None:
-                continue
-            lines.append([case, shape, part, milliseconds(mine["ms"])])
-            for role in ("rival", "bare"):
-                other = strongest(group.values(), role)
-                lines[-1] += ["-", "", ""] if other is None else comparison(other, mine)
-            verdicts += [lines[-1][6]] if lines[-1][6] else []
-        if lines:
-            header = ["case", "shape", "pass", "ours ms", "strongest rival", "ms", "theirs / ours"]
-            header += ["fastest without rotation", "ms", "theirs / ours"]
-            if all(line[7] == "-" for line in lines):
-                header, lines = header[:7], [line[:7] for line in lines]
-            lost = sum(verdict.endswith("LOSS") for verdict in verdicts)
-            count = f"against the strongest rival: {len(verdicts) - lost} not slower, {lost} slower"
-            blocks.append(f"{words[0].upper()}{words[1:]}, {count}\n\n{table(header, lines, left=3)}")
-    unmeasured = not_timed(row | {"label": f"{row['case']}: {row['label']}"} for row in rows if row["role"] == "ours")
-    if unmeasured:
-        blocks.append("\n".join(["Ours, not measured:", *unmeasured]))
-    return "\n\n".join(blocks) or "nothing was timed"
-
-
 # Markdown for the documents
 
 
@@ -251,24 +214,3 @@ def legend(rows: Iterable[Row]) -> str:
 def card_name(gpu: str) -> str:
     """Return the short name of a card: H100 of "NVIDIA H100 80GB HBM3"."""
     return gpu.replace("NVIDIA ", "").split()[0]
-
-
-def provenance(rows: list[Row], *packages: str) -> str:
-    """Return the origin of rows: card, dtype where they share one, versions, dates and commits.
-
-    packages: which of the others are named where the rows have them, "cuDNN" among them.
-    """
-    row = rows[0]
-    versions = {name: version for r in rows for name, version in r["packages"].items()}
-    if cudnn := row["cudnn"]:
-        versions["cuDNN"] = f"{cudnn // 10000}.{cudnn % 10000 // 100}.{cudnn % 100}"
-    dtypes = {r.get("dtype") for r in rows}
-    facts = [
-        row["gpu"],
-        *(dtypes if len(dtypes) == 1 and None not in dtypes else ()),
-        *(f"{name} {row[name]}" for name in ("driver", "torch", "triton")),
-        *(f"{name} {versions[name]}" for name in packages if name in versions),
-    ]
-    dates = sorted({r["date"][:10] for r in rows})
-    commits = sorted({r["commit"] for r in rows})
-    return f"{', '.join(facts)}. Measured {' and '.join(dates)}, commit {' and '.join(commits)}."

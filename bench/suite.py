@@ -32,7 +32,7 @@ class Provider:
     """One implementation. Suites add fields for their calls.
 
     role: "ours", "rival", "bare" (attention without the rotation) or "ceiling" (computes nothing: a copy, one GPU).
-    missing: returns why it cannot run on this machine, or None. pip: the packages that it needs.
+    missing: returns why it cannot run on this machine, or None. pip: the packages that it needs. backward: it has one.
     """
 
     name: str
@@ -40,6 +40,7 @@ class Provider:
     role: str = "rival"
     missing: Callable[[], str | None] = nothing_missing
     pip: tuple[str, ...] = ()
+    backward: bool = True
 
     @property
     def ours(self) -> bool:
@@ -126,7 +127,7 @@ class Trial:
 
     def unsupported_pass(self, provider: Any, part: str) -> str | None:
         """Return why a provider that serves this case has no such pass, or None."""
-        return None
+        return None if provider.backward or part in ("fwd", "decode") else f"{provider.label} has a forward pass only"
 
     def enter(self, provider: Any) -> Entry:
         """Run the provider once and judge what it computes. Raises what the provider raises."""

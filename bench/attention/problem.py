@@ -171,9 +171,6 @@ class AttentionTrial(Trial):
     def unsupported(self, provider: AttentionProvider) -> str | None:
         return provider.unsupported(self.case.case)
 
-    def unsupported_pass(self, provider: AttentionProvider, part: str) -> str | None:
-        return None if provider.backward or part == "fwd" else f"{provider.label} has a forward pass only"
-
     def enter(self, provider: AttentionProvider) -> Entry:
         grads = self._grads and provider.backward
         subject = Subject(provider, self.problem)

@@ -55,7 +55,6 @@ class AttentionProvider(Provider):
     unsupported: Callable[[testing.Case], str | None] = lambda case: None
     in_place: bool = False
     half_tables: bool = False
-    backward: bool = True
     active: Callable[[], AbstractContextManager] = nullcontext
 
 
@@ -112,28 +111,22 @@ def _norm_apart(q: Tensor, k: Tensor, v: Tensor, given: Given) -> Tensor:
 
 def masked_rival(attention: MaskedAttention, kind: str, rotation: Any) -> AttentionProvider:
     """Return a rotation in place and an attention with a "window", of "packed" sequences, or with "intervals"."""
+    attend: Any = getattr(attention, kind)
 
-    def window(q: Tensor, k: Tensor, v: Tensor, given: Given) -> Tensor:
-        assert attention.window is not None and given.case.window is not None
-        return attention.window(*rotation.rotate(q, k, given.tables), v, given.case.window[0])
-
-    def packed(q: Tensor, k: Tensor, v: Tensor, given: Given) -> Tensor:
-        assert attention.packed is not None
-        turned = rotation.rotate(*(x.transpose(0, 1)[None] for x in (q, k)), given.tables)
-        q, k = (x[0].transpose(0, 1) for x in turned)
-        return attention.packed(q, k, v, given.ends, given.longest)
-
-    def intervals(q: Tensor, k: Tensor, v: Tensor, given: Given) -> Tensor:
-        assert attention.intervals is not None
-        q, k = rotation.rotate(q, k, given.tables)
-        return attention.intervals(q, k, v, given.options["query_starts"], given.options["query_ends"])
+    def run(q: Tensor, k: Tensor, v: Tensor, given: Given) -> Tensor:
+        if kind == "packed":
+            turned = rotation.rotate(*(x.transpose(0, 1)[None] for x in (q, k)), given.tables)
+            return attend(*(x[0].transpose(0, 1) for x in turned), v, given.ends, given.longest)
+        options = given.options
+        bounds = options["window"][:1] if kind == "window" else (options["query_starts"], options["query_ends"])
+        return attend(*rotation.rotate(q, k, given.tables), v, *bounds)
 
     return AttentionProvider(
         attention.name,
         f"{rotation.label} + {attention.label}",
         "rival",
         lambda: rotation.missing() or attention.missing(),
-        run={"window": window, "packed": packed, "intervals": intervals}[kind],
+        run=run,
         prepare=rotation.prepare,
         variant={"seqlens": None} if kind == "intervals" else {},
         form="packed" if kind == "packed" else "dense",
