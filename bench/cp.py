@@ -159,7 +159,7 @@ PROVIDERS: dict[str, CpProvider] = by_name(
 
 
 class RanksClock(DeviceClock):
-    """Device time of the rank that takes longest, the most memory of a rank, and decisions that all ranks share."""
+    """Device time of the rank that takes longest, and decisions that all ranks share."""
 
     def __init__(self, device: torch.device, group: Any):
         super().__init__(device)
@@ -169,9 +169,6 @@ class RanksClock(DeviceClock):
         found = torch.tensor(values, device=self.device)
         dist.all_reduce(found, dist.ReduceOp.MAX, group=self.group)
         return found.tolist()
-
-    def peak_mib(self, fn: Callable[[], Any]) -> float:
-        return self._most([super().peak_mib(fn)])[0]
 
     def sample(self, fn: Callable[[], Any], calls: int) -> list[float]:
         """Return the ms of each of ``calls`` calls in succession, after one that is not measured."""
@@ -198,7 +195,6 @@ class CpTrial(Trial):
     """One case. It has no gate: the tests on several GPUs hold every rank to float64."""
 
     case: CpCase
-    measures_memory = True
     default_modes = ("eager",)
     facts = ("kind", "length", "ranks", "heads_q", "heads_kv", "head_dim", "dtype")
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ from bench.suite import SHORT_DTYPES, Entry, Provider, Suite, Times, Trial, by_n
 from fused_rope_attn import apply_rope_qk, rope_attention_with_kvcache, rope_tables
 from fused_rope_attn.generation import reference
 from fused_rope_attn.generation.problem import StepTensors, describe_step
-from fused_rope_attn.generation.reference import quantise, stored
+from fused_rope_attn.generation.reference import stored
 
 # A power of two, with which normally distributed numbers fill float8_e4m3fn's range.
 _FLOAT8_SCALE = 2.0**-6
@@ -33,19 +33,6 @@ _MOST_STORED_BYTES = 2 << 30
 
 
 # Cases
-
-
-class Step(NamedTuple):
-    """q (B, HQ, 1, D), k and v (B, HKV, 1, D), caches (B, HKV, S, D), lengths (B,) int32, tables (S, D/2)."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    k_cache: Tensor
-    v_cache: Tensor
-    lengths: Tensor
-    cos: Tensor
-    sin: Tensor
 
 
 @dataclass(frozen=True)
@@ -89,13 +76,14 @@ class DecodeCase:
         """Return the bytes of keys and values: what a step reads. Everything else is a thousandth of it."""
         return 2 * sum(self.lengths) * self.heads_kv * self.head_dim * self.dtype.itemsize
 
-    def step(self, device: torch.device) -> Step:
+    def step(self, device: torch.device) -> StepTensors:
         """Return normally distributed inputs, equal for equal device."""
-        keys, caches = [(self.heads_kv, 1)] * 2, [(self.heads_kv, self.length)] * 2
-        shapes = [(self.batch, *sizes, self.head_dim) for sizes in ((self.heads_q, 1), *keys, *caches)]
+        sizes = (self.heads_q, 1), *[(self.heads_kv, 1)] * 2, *[(self.heads_kv, self.length)] * 2
+        shapes = [(self.batch, *size, self.head_dim) for size in sizes]
         lengths = torch.tensor(self.lengths, dtype=torch.int32, device=device) - 1
         tables = rope_tables(self.length, self.head_dim, device=device)
-        return Step(*normal(shapes, self.dtype, device), lengths, *tables)
+        q, k, v, *caches = normal(shapes, self.dtype, device)
+        return StepTensors(q, *caches, *tables, k, v, lengths)
 
 
 CASES = tuple(DecodeCase(b, n) for b, n in itertools.product((1, 8, 64), (4096, 32768, 131072)))
@@ -113,19 +101,19 @@ class DecodeProvider(Provider):
     only.
     """
 
-    make: Callable[[Step], Callable[[], Tensor]]
+    make: Callable[[StepTensors], Callable[[], Tensor]]
     float8: bool = False
     stored: bool = False
     even: bool = False
 
 
-def pools_of(step: Step, page_size: int) -> tuple[Tensor, Tensor, Tensor]:
+def pools_of(step: StepTensors, page_size: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return (pool of K, pool of V, block_table) of a step's caches, with as many pages as the lengths need, shuffled.
 
     In memory a pool is (num_pages, page_size, HKV, D), as servers have it. Entries past a sequence's end are -1.
     """
     _, heads, capacity, head_dim = step.k_cache.shape
-    counts = [-(-(length + 1) // page_size) for length in step.lengths.tolist()]
+    counts = [-(-(length + 1) // page_size) for length in step.cache_seqlens.tolist()]
     generator = torch.Generator().manual_seed(0)
     order = torch.randperm(sum(counts), generator=generator).to(step.q.device)
     shape = (sum(counts), page_size, heads, head_dim)
@@ -139,18 +127,24 @@ def pools_of(step: Step, page_size: int) -> tuple[Tensor, Tensor, Tensor]:
     return pools[0], pools[1], table
 
 
+def in_float8(step: StepTensors) -> StepTensors:
+    """Return a step with its caches in float8."""
+    scale = torch.full((1,), _FLOAT8_SCALE, device=step.q.device)
+    caches = quantise(step.k_cache, scale), quantise(step.v_cache, scale)
+    return step._replace(k_cache=caches[0], v_cache=caches[1], k_scale=scale, v_scale=scale)
+
+
 def ours(name: str, label: str, page_size: int | None = None, float8: bool = False, **options: bool) -> DecodeProvider:
     """Return our step with ``options``, on contiguous caches, in pages or in float8."""
 
-    def make(step: Step) -> Callable[[], Tensor]:
-        given: dict[str, Any] = {"cache_seqlens": step.lengths, **options}
-        if float8:
-            given["k_scale"] = given["v_scale"] = scale = torch.full((1,), _FLOAT8_SCALE, device=step.q.device)
-            step = step._replace(k_cache=quantise(step.k_cache, scale), v_cache=quantise(step.v_cache, scale))
-        q, k, v, k_cache, v_cache, _, cos, sin = step
+    def make(step: StepTensors) -> Callable[[], Tensor]:
+        step = in_float8(step) if float8 else step
         if page_size is not None:
-            k_cache, v_cache, given["block_table"] = pools_of(step, page_size)
-        return lambda: rope_attention_with_kvcache(q, k_cache, v_cache, cos, sin, k, v, **given)
+            k_cache, v_cache, table = pools_of(step, page_size)
+            step = step._replace(k_cache=k_cache, v_cache=v_cache, block_table=table)
+        found = {name: getattr(step, name) for name in ("cache_seqlens", "block_table", "k_scale", "v_scale")}
+        given: dict[str, Any] = {name: x for name, x in found.items() if x is not None} | options
+        return lambda: rope_attention_with_kvcache(*step[:7], **given)
 
     return DecodeProvider(name, label, "ours", make=make, float8=float8, stored=float8 or page_size is not None)
 
@@ -161,8 +155,8 @@ def rival(name: str, attention: Attention, label: str = "", causal: bool = False
     causal: aligned to the last key, as FlashAttention has it.
     """
 
-    def make(step: Step) -> Callable[[], Tensor]:
-        q, k, v, k_cache, v_cache, lengths, cos, sin = step
+    def make(step: StepTensors) -> Callable[[], Tensor]:
+        q, k_cache, v_cache, cos, sin, k, v, lengths, *_ = step
         row = lengths[:1].long()  # all sequences have the same length
 
         def run() -> Tensor:
@@ -177,9 +171,9 @@ def rival(name: str, attention: Attention, label: str = "", causal: bool = False
     return DecodeProvider(name, label, "rival", attention.missing, attention.pip, make=make, even=True)
 
 
-def _copy(step: Step) -> Callable[[], Tensor]:
+def _copy(step: StepTensors) -> Callable[[], Tensor]:
     """Read and write together as many bytes as the step reads."""
-    used = 2 * int((step.lengths + 1).sum()) * step.k[0].numel() * step.k.element_size()
+    used = 2 * int((step.cache_seqlens + 1).sum()) * step.k[0].numel() * step.k.element_size()
     source = step.k_cache.view(torch.uint8).flatten()[: used // 2]
     target = torch.empty_like(source)
     return lambda: target.copy_(source)
@@ -204,7 +198,7 @@ PROVIDERS: dict[str, DecodeProvider] = by_name(
 # The trial
 
 
-def compared(o: Tensor, step: Step, float8: bool) -> Iterator[Compared]:
+def compared(o: Tensor, step: StepTensors, float8: bool) -> Iterator[Compared]:
     """Yield the group of the first key head of the first sequence, and the last of the last, with float64 and eager."""
     group, head_dim = step.q.shape[1] // step.k.shape[1], step.q.shape[3]
     options = {"causal": True, "softmax_scale": head_dim**-0.5, "rotary_dim": head_dim}
@@ -213,13 +207,10 @@ def compared(o: Tensor, step: Step, float8: bool) -> Iterator[Compared]:
         for dtype in (torch.float64, step.q.dtype):
             # Copies, because the reference writes too. It does not read what others wrote into the last row.
             q = step.q[b : b + 1, heads].to(dtype, copy=True)
-            k, v, *caches = (x[b : b + 1, h : h + 1].to(dtype, copy=True) for x in step[1:5])
-            cos, sin = (table.double() if dtype is torch.float64 else table for table in step[6:])
-            scales: dict[str, Tensor] = {}
-            if float8:
-                scales = dict.fromkeys(("k_scale", "v_scale"), torch.full((1,), _FLOAT8_SCALE, device=q.device))
-                caches = [quantise(x, scales["k_scale"]) for x in caches]
-            tensors = StepTensors(q, *caches, cos, sin, k, v, step.lengths[b : b + 1], **scales)
+            k_cache, v_cache, k, v = (x[b : b + 1, h : h + 1].to(dtype, copy=True) for x in (*step[1:3], *step[5:7]))
+            cos, sin = (table.double() if dtype is torch.float64 else table for table in step[3:5])
+            tensors = StepTensors(q, k_cache, v_cache, cos, sin, k, v, step.cache_seqlens[b : b + 1])
+            tensors = in_float8(tensors) if float8 else tensors
             problem = describe_step(tensors, cache_is_rotated=True, **options)
             results.append(reference.attention_with_kvcache(problem, tensors)[0])
         yield "o", o[b : b + 1, heads], results[0], results[1]
@@ -249,7 +240,7 @@ class DecodeTrial(Trial):
         out, verdict, ceiling = run(), Verdict(), provider.role == "ceiling"
         if not ceiling:
             verdict = judge(compared(out, self._step, provider.float8), self.case.dtype, forgiving=not provider.ours)
-        return Entry(provider, verdict, lambda part: run, verdict.fields(), torch.no_grad, captures=not ceiling)
+        return Entry(provider, verdict, lambda part: run, active=torch.no_grad, captures=not ceiling)
 
     def figures(self, part: str, mode: str, measured: Times) -> dict[str, Row]:
         moved = {p.name: self.case.bytes / 2 if p.float8 else self.case.bytes for p in self.providers}

@@ -65,7 +65,7 @@ class MlaTrial(Trial):
             return forward_or_backward(*self._call(provider), self._inputs.do, part)
 
         verdict = self._judge(provider, *once())
-        return Entry(provider, verdict, make, verdict.fields() | {"peak_mib": self.clock.peak_mib(once)})
+        return Entry(provider, verdict, make, {"peak_mib": self.clock.peak_mib(once)})
 
     def _judge(self, provider: Provider, o: Tensor, *grads: Tensor) -> Verdict:
         """Compare the first and the last head of the last batch entry."""

@@ -137,16 +137,6 @@ def table(header: list[str], lines: list[list[str]], left: int = 1) -> str:
     return "\n".join([render(header), "  ".join("-" * w for w in widths), *map(render, lines)])
 
 
-def milliseconds(value: float) -> str:
-    """Return four significant digits at most: 0.0133, 1.862, 69.14."""
-    return f"{value:.4f}" if value < 1 else f"{value:.3f}" if value < 10 else f"{value:.2f}"
-
-
-def speedup(value: float) -> str:
-    """Return ``1.08x``, and a loss as loud as a win."""
-    return f"{value:.2f}x LOSS" if value < EVEN else f"{value:.2f}x"
-
-
 def case_report(rows: list[Row]) -> str:
     """Return everything about one case: a table for each mode, then who was not timed and why."""
     blocks = [f"{rows[0]['case']}   {rows[0]['shape']}"]
@@ -157,18 +147,18 @@ def case_report(rows: list[Row]) -> str:
         for (_, _, part, _), group in groups(found).items():
             mine = ours(group.values())
             for row in group.values():
-                times = [milliseconds(row["ms"]), f"{milliseconds(row['p20'])}-{milliseconds(row['p80'])}"]
+                times = [f"{row['ms']:#.4g}", f"{row['p20']:#.4g}-{row['p80']:#.4g}"]
                 figures = [text.format(row[name]) if row.get(name) is not None else "" for name, _, text in shown]
-                against = "" if mine is None or row is mine else speedup(faster(row, mine))
-                if row["role"] in ("ours", "ceiling"):  # ceilings compute nothing, and others of ours are no rivals
-                    against = against.removesuffix(" LOSS")
+                times_ours = None if mine is None or row is mine else faster(row, mine)
+                against = "" if times_ours is None else f"{times_ours:.2f}x"
+                if times_ours is not None and times_ours < EVEN and row["role"] in ("rival", "bare"):
+                    against += " LOSS"
                 lines.append([row["label"] + mark(row), part, *times, *figures, against])
         if lines:
             header = [words, "pass", "ms", "p20-p80", *(name for _, name, _ in shown), "/ ours"]
             blocks.append(table(header, lines, left=2))
     notes = [
-        f"~ {row['label']}: outside the contract's tolerance: worst row {row['gate_row_ratio'] / 2.5:.2f} times what "
-        f"is allowed, rms error {row['gate_rms_ratio']:.2f} times eager's"
+        f"~ {row['label']}: outside the contract's tolerance: {row['detail']}"
         for row in {row["label"]: row for row in rows if row["status"] == "loose"}.values()
     ]
     return "\n\n".join(filter(None, [*blocks, "\n".join([*notes, *not_timed(rows)])]))
@@ -204,11 +194,6 @@ def three_digits(value: float) -> str:
 def mark(*rows: Row) -> str:
     """Return " ~" where one of the rows is outside the tolerance that ours is held to."""
     return " ~" * any(row["status"] == "loose" for row in rows)
-
-
-def legend(rows: Iterable[Row]) -> str:
-    """Return the sentence that explains the mark, where a row has it."""
-    return "~: outside the tolerance that ours is held to. " * bool(mark(*rows))
 
 
 def card_name(gpu: str) -> str:

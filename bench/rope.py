@@ -199,7 +199,7 @@ class RopeTrial(Trial):
             # Return the tensors that a replay of the graph overwrites: none that the provider works on.
             return (lambda: fn() and []) if provider.in_place else fn
 
-        return Entry(provider, verdict, make, verdict.fields())
+        return Entry(provider, verdict, make)
 
     def _compared(self, outs: list[Tensor], gradients: tuple[Tensor, ...]) -> Iterator[Compared]:
         """Yield the first and the last head of q and k, (N, D), and the weights' gradients, (1, D)."""

@@ -90,11 +90,11 @@ class Run:
         """Time all entries in interleaved rounds; return a row for each, also where it failed."""
         fns: dict[str, tuple[Entry, Callable[[], Any]]] = {}
         calls: dict[str, int] = {}
-        facts = {name: entry.facts for name, entry in entries.items()}
         rows: list[Row] = []
 
         def row(name: str, status: str, detail: str) -> Row:
-            return self._row(trial, entries[name].provider, status, detail, {"pass": part, "mode": mode} | facts[name])
+            entry = entries[name]
+            return self._row(trial, entry.provider, status, detail, {"pass": part, "mode": mode} | entry.facts)
 
         for name, entry in entries.items():
             if reason := trial.unsupported_pass(entry.provider, part):
@@ -103,9 +103,6 @@ class Run:
             try:
                 with entry.active():
                     fn = self._callable(entry, part, mode)
-                    if trial.measures_memory and mode == "eager":
-                        fn()  # the first call may allocate memory that it keeps
-                        facts[name] = entry.facts | {"peak_mib": self.clock.peak_mib(fn)}
                     calls[name] = self._calls(fn, mode)
                 fns[name] = entry, fn
             except Exception as error:

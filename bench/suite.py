@@ -105,7 +105,6 @@ class Options:
 class Trial:
     """One case with its inputs. A subclass runs and judges providers and says what their rows hold."""
 
-    measures_memory = False  # whether eager calls of each pass also get a peak of memory
     default_modes: tuple[str, ...] = ("graph",)
     default_passes: tuple[str, ...] = ("fwd", "bwd")
     facts: tuple[str, ...] = ()  # attributes of the case that rows hold

@@ -22,8 +22,8 @@ from torch import Tensor
 
 from baselines import BASELINES
 from bench.attention import cases
-from bench.attention.problem import AttentionTrial, Problem
 from bench.attention.providers import OURS, AttentionProvider, Given, rival
+from bench.attention.suite import AttentionTrial, Problem
 from bench.load import CALLS, LoadClock
 from bench.suite import Entry, Suite, by_name
 from bench.timing import Measurement

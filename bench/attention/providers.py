@@ -15,7 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import fused_rope_attn
 from baselines import BASELINES, Baseline, attentions, masked, rotations
 from baselines.masked import MaskedAttention
-from baselines.norms import GEMMA_NORM, NORMED, Norms, hf_norm
+from baselines.norms import NORMED, Norms
 from bench.attention.cases import INTERVALS
 from bench.suite import Provider, by_name, keep_tables
 from fused_rope_attn.experimental import corope_attention
@@ -43,7 +43,7 @@ class AttentionProvider(Provider):
     """``run(q, k, v, given) -> o``; shapes as in ``baselines/base.py``, packed as in ``baselines/masked.py``.
 
     prepare: brings (N, D/2) float32 tables into its form before any clock runs. variant: fields of the case that it
-    changes, for example its mask. form: how tensors are handed over, see ``problem.Problem``. options: further
+    changes, for example its mask. form: how tensors are handed over, see ``suite.Problem``. options: further
     keywords of ours. unsupported: why it does not serve a case. active: a context that is entered while it runs.
     """
 
@@ -62,9 +62,8 @@ class AttentionProvider(Provider):
 
 
 def fused(q: Tensor, k: Tensor, v: Tensor, given: Given) -> Tensor:
-    """Call ``rope_attention`` as a user does. Rows of a tree's paths are causal."""
-    causal = given.case.causal or given.case.intervals is not None and "query_starts" not in given.options
-    return fused_rope_attn.rope_attention(q, k, v, *given.tables, causal, **given.options, **given.weights)
+    """Call ``rope_attention`` as a user does."""
+    return fused_rope_attn.rope_attention(q, k, v, *given.tables, given.case.causal, **given.options, **given.weights)
 
 
 def _varlen(q: Tensor, k: Tensor, v: Tensor, given: Given) -> Tensor:
@@ -87,26 +86,16 @@ def rival(b: Baseline) -> AttentionProvider:
     """Return a baseline as a provider."""
 
     def run(q: Tensor, k: Tensor, v: Tensor, given: Given) -> Tensor:
-        return b.run(q, k, v, given.tables, given.case.causal, norms_of(given) if b.norm else None)
+        case, norms = given.case, None
+        if b.norm:
+            assert case.norms is not None
+            norms = Norms(given.weights["q_norm"], given.weights["k_norm"], case.norm_eps, case.norms)
+        return b.run(q, k, v, given.tables, case.causal, norms)
 
     names = ("prepare", "unsupported", "in_place", "half_tables", "backward")
     role = "rival" if b.rotates else "bare"
     fields = {name: getattr(b, name) for name in names}
     return AttentionProvider(b.name, b.label, role, b.missing, b.pip, run=run, **fields)
-
-
-def norms_of(given: Given) -> Norms:
-    """Return the norms of a case that has them."""
-    assert given.case.norms is not None
-    return Norms(given.weights["q_norm"], given.weights["k_norm"], given.case.norm_eps, given.case.norms)
-
-
-def _norm_apart(q: Tensor, k: Tensor, v: Tensor, given: Given) -> Tensor:
-    """Norm q and k by the model's own modules, then call ``rope_attention``."""
-    norms = norms_of(given)
-    pairs = ((q, norms.q_norm), (k, norms.k_norm))
-    q, k = (hf_norm(x.transpose(1, 2), weight, *norms[2:]).transpose(1, 2) for x, weight in pairs)
-    return fused_rope_attn.rope_attention(q, k, v, *given.tables, given.case.causal)
 
 
 def masked_rival(attention: MaskedAttention, kind: str, rotation: Any) -> AttentionProvider:
@@ -149,11 +138,6 @@ class _Nothing(torch.autograd.Function):
         return do, do, do
 
 
-def cudnn() -> AbstractContextManager:
-    """Choose cuDNN's attention in PyTorch."""
-    return sdpa_kernel(SDPBackend.CUDNN_ATTENTION)
-
-
 # Co-RoPE, which is held to its own definition
 
 _BASE = 10000.0
@@ -188,11 +172,12 @@ def _providers(kind: str) -> list[AttentionProvider]:
     if kind == "host":
         # PyTorch's context that chooses cuDNN costs host time, so that it is entered before the calls.
         chosen = replace(attentions.CUDNN, label="cuDNN, chosen once", attend=attentions.SDPA.attend)
+        active = functools.partial(sdpa_kernel, SDPBackend.CUDNN_ATTENTION)
         nothing = "nothing", "a function that does nothing", "ceiling"
         return [
             OURS,
             rival(Baseline("bare_sdpa", None, attentions.SDPA)),
-            replace(rival(Baseline("bare_cudnn_chosen", None, chosen)), active=lambda: cudnn()),
+            replace(rival(Baseline("bare_cudnn_chosen", None, chosen)), active=active),
             AttentionProvider(*nothing, run=lambda q, k, v, given: _Nothing.apply(q, k, v)),
         ]
     if kind == "window":
@@ -206,19 +191,12 @@ def _providers(kind: str) -> list[AttentionProvider]:
             *(masked_rival(each, "packed", rotations.LIGER) for each in masked.MASKED if each.packed),
         ]
     if kind in INTERVALS:
-        whole, packed = {"seqlens": None}, {"intervals": None, "causal": True}
-        others = {
-            "documents": [ours("varlen", "ours, varlen", run=_varlen, form="packed", variant=packed)],
-            **dict.fromkeys(("prefix", "tree"), [ours("rows", "ours, separate rows", form="rows")]),
-        }
         rivals = [masked_rival(each, "intervals", rotations.LIGER) for each in masked.MASKED if each.intervals]
-        mine = ours("intervals", "ours, intervals", variant=whole)
-        return [mine, ours("causal", "ours, causal", variant=packed | whole), *others.get(kind, []), *rivals]
+        return [ours("intervals", "ours, intervals", variant={"seqlens": None}), *rivals]
     if kind == "norm":
         return [
             ours("fused", "fused, with norms"),
             ours("fused_without", "fused, without norms", variant={"norms": None}),
-            AttentionProvider("norm_hf_fused", "HF norm + fused", missing=GEMMA_NORM.missing, run=_norm_apart),
             *map(rival, NORMED.values()),
         ]
     if kind == "unsplit":

@@ -13,7 +13,7 @@ from bench.suite import length_name
 
 @dataclass(frozen=True)
 class Model:
-    """A model: the family of its config class, the config, and how many layers are left out for lack of memory.
+    """A model: the family of its config class, and the config.
 
     norms: it norms the heads of q and k. kinds: the works that it is for. out: providers that cannot run it.
     """
@@ -21,7 +21,6 @@ class Model:
     name: str
     family: str
     config: dict[str, Any]
-    left_out: int = 0
     norms: bool = False
     kinds: tuple[str, ...] = ("train", "step", "prefill", "decode", "serve")
     out: tuple[str, ...] = ()
@@ -38,10 +37,10 @@ _QWEN3 = {"vocab_size": 151936, "max_position_embeddings": 40960, "rope_theta": 
 _DEEPSEEK3 = _sizes(7168, 18432, 4, (128, 128), 64, first_k_dense_replace=61)
 MODELS = (
     Model("Llama-3.2-1B", "Llama", _sizes(2048, 8192, 16, (32, 8), 64, **_LLAMA3)),
-    Model("Llama-3.1-8B", "Llama", _sizes(4096, 14336, 8, (32, 8), 128, **_LLAMA3), left_out=24),
+    Model("Llama-3.1-8B", "Llama", _sizes(4096, 14336, 8, (32, 8), 128, **_LLAMA3)),
     Model("Qwen3-0.6B", "Qwen3", _sizes(1024, 3072, 28, (16, 8), 128, **_QWEN3), norms=True),
     # Dense layers are as wide as a token's nine experts. Liger rotates halves.
-    Model("DeepSeek-V3", "DeepseekV3", _DEEPSEEK3, 57, kinds=("train", "prefill"), out=("liger",)),
+    Model("DeepSeek-V3", "DeepseekV3", _DEEPSEEK3, kinds=("train", "prefill"), out=("liger",)),
 )
 # New tokens of each request of continuous batching.
 NEW_TOKENS = 64

@@ -155,13 +155,10 @@ class ModelTrial(Trial):
         result = step.result
         self._first = result if self._first is None else self._first
         facts["off_first"] = step.distance(result, self._first)
-        if work.trains:
-            facts["loss"] = result.item()
         return Entry(provider, Verdict(), lambda part: step, facts, active)
 
     def fields(self) -> Row:
-        work = self.case.work
-        return {"layers_left_out": self.case.model.left_out, "batch": work.batch, "length": work.length}
+        return {"batch": self.case.work.batch, "length": self.case.work.length}
 
     def figures(self, part: str, mode: str, measured: Times) -> dict[str, Row]:
         tokens = self.case.work.tokens
