@@ -24,7 +24,7 @@ from bench.suite import SHORT_DTYPES, Entry, Provider, Suite, Times, Trial, by_n
 from fused_rope_attn import apply_rope_qk, rope_attention_with_kvcache, rope_tables
 from fused_rope_attn.generation import reference
 from fused_rope_attn.generation.problem import StepTensors, describe_step
-from fused_rope_attn.generation.reference import stored
+from fused_rope_attn.generation.reference import quantise, stored
 
 # A power of two, with which normally distributed numbers fill float8_e4m3fn's range.
 _FLOAT8_SCALE = 2.0**-6
