@@ -44,9 +44,9 @@ def main(suite: Suite, argv: list[str]) -> int:
     except RuntimeError as error:  # this machine lacks what the clock needs
         return refuse(suite.name, str(error))
 
-    def progress(share: float, message: str) -> None:
+    def progress(message: str) -> None:
         if writes:
-            print(f"{share:4.0%} after {time.monotonic() - begin:.0f} s: {message}", file=sys.stderr)
+            print(f"after {time.monotonic() - begin:.0f} s: {message}", file=sys.stderr)
 
     run = Run(suite, options, clock, facts, lambda case: suite.providers(case, names), progress)
     stamp = time.strftime("%Y%m%d-%H%M%S", time.gmtime())

@@ -149,30 +149,23 @@ def case_report(rows: list[Row]) -> str:
             for row in group.values():
                 times = [f"{row['ms']:#.4g}", f"{row['p20']:#.4g}-{row['p80']:#.4g}"]
                 figures = [text.format(row[name]) if row.get(name) is not None else "" for name, _, text in shown]
-                times_ours = None if mine is None or row is mine else faster(row, mine)
-                against = "" if times_ours is None else f"{times_ours:.2f}x"
-                if times_ours is not None and times_ours < EVEN and row["role"] in ("rival", "bare"):
-                    against += " LOSS"
+                against = ""
+                if mine is not None and row is not mine:
+                    value = faster(row, mine)
+                    against = f"{value:.2f}x{' LOSS' * (value < EVEN and row['role'] in ('rival', 'bare'))}"
                 lines.append([row["label"] + mark(row), part, *times, *figures, against])
         if lines:
             header = [words, "pass", "ms", "p20-p80", *(name for _, name, _ in shown), "/ ours"]
             blocks.append(table(header, lines, left=2))
-    notes = [
-        f"~ {row['label']}: outside the contract's tolerance: {row['detail']}"
-        for row in {row["label"]: row for row in rows if row["status"] == "loose"}.values()
-    ]
-    return "\n\n".join(filter(None, [*blocks, "\n".join([*notes, *not_timed(rows)])]))
-
-
-def not_timed(rows: Iterable[Row]) -> list[str]:
-    """Return a line for each provider that has no time, with the reason; once for each reason."""
-    lines = []
+    notes = []
     for row in rows:
-        if row["status"] not in TIMED:
-            where = " ".join(filter(None, (row["pass"], row["mode"])))
+        where = " ".join(filter(None, (row["pass"], row["mode"])))
+        if row["status"] == "loose":
+            notes.append(f"~ {row['label']}: outside the contract's tolerance: {row['detail']}")
+        elif row["status"] not in TIMED:
             status = "FAILED the gate" if row["status"] == "failed" else row["status"]
-            lines.append(f"! {row['label']}{f' ({where})' if where else ''}: {status}: {row['detail']}")
-    return list(dict.fromkeys(lines))
+            notes.append(f"! {row['label']}{f' ({where})' if where else ''}: {status}: {row['detail']}")
+    return "\n\n".join(filter(None, [*blocks, "\n".join(dict.fromkeys(notes))]))
 
 
 # Markdown for the documents

@@ -27,7 +27,7 @@ class Given(NamedTuple):
     """The arguments of a call in addition to q, k and v.
 
     case: the problem with the provider's variant. tables: what its ``prepare`` made. options: keywords of
-    ``rope_attention``. weights: sinks and norms' weights by keyword. ends, longest: of packed sequences.
+    ``rope_attention``. weights: of norms, by keyword. ends, longest: of packed sequences.
     """
 
     case: testing.Case
@@ -180,19 +180,19 @@ def _providers(kind: str) -> list[AttentionProvider]:
             replace(rival(Baseline("bare_cudnn_chosen", None, chosen)), active=active),
             AttentionProvider(*nothing, run=lambda q, k, v, given: _Nothing.apply(q, k, v)),
         ]
+    mask = "intervals" if kind in INTERVALS else kind
+    masks = [masked_rival(each, mask, rotations.LIGER) for each in masked.MASKED if getattr(each, mask, None)]
     if kind == "window":
-        rivals = [masked_rival(each, "window", rotations.LIGER) for each in masked.MASKED if each.window]
         full = ours("causal", "ours, full causal", variant={"window": None})
-        return [ours("window", "ours, window"), full, *rivals]
+        return [ours("window", "ours, window"), full, *masks]
     if kind == "packed":
         return [
             ours("packed", "ours, packed", run=_varlen, form="packed"),
             ours("padded", "ours, padded right, causal", form="padded"),
-            *(masked_rival(each, "packed", rotations.LIGER) for each in masked.MASKED if each.packed),
+            *masks,
         ]
     if kind in INTERVALS:
-        rivals = [masked_rival(each, "intervals", rotations.LIGER) for each in masked.MASKED if each.intervals]
-        return [ours("intervals", "ours, intervals", variant={"seqlens": None}), *rivals]
+        return [ours("intervals", "ours, intervals", variant={"seqlens": None}), *masks]
     if kind == "norm":
         return [
             ours("fused", "fused, with norms"),

@@ -143,7 +143,7 @@ def test_a_measurement_writes_its_rows_and_says_what_it_found(measured, capsys):
     assert all(row["triton"] == "3" and row["commit"] == "abc" and row["bench"] == "attention" for row in rows)
     out, err = capsys.readouterr()
     assert "toy, driver 1, torch 2, triton 3" in out and "eager, at once" in out and "4 rows in" in out
-    assert "gate corope" in err and "bwd eager" in err and "  0% after 0 s: Tiny" in err
+    assert "gate corope" in err and "bwd eager" in err and "after 0 s: 1 of 1, Tiny" in err
 
 
 def test_of_several_ranks_the_first_writes_the_rows(measured, monkeypatch, capsys):
