@@ -29,7 +29,6 @@ from fused_rope_attn.distributed import cp_shard, plan_varlen_cp, rope_attention
 
 _MOST_CALLS = 10  # of one provider in one round
 KINDS = ("plain", "window", "packed")
-WINDOW = (4096, 0)
 
 
 @dataclass(frozen=True)
@@ -58,7 +57,7 @@ class CpCase:
 
     @property
     def window(self) -> tuple[int, int] | None:
-        return WINDOW if self.kind == "window" else None
+        return (4096, 0) if self.kind == "window" else None
 
     @property
     def documents(self) -> list[int]:

@@ -79,7 +79,7 @@ class LoadClock(DeviceClock):
 
     measurement = Loads
 
-    def __init__(self, device: torch.device, counter: Any):
+    def __init__(self, device: torch.device, counter: Any = None):
         super().__init__(device)
         self.counter = counter
 

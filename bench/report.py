@@ -64,24 +64,25 @@ def _finite(row: Row) -> Row:
 def read_file(path: Path) -> list[Row]:
     """Return the rows of a file, of each case, pass and mode those of the latest run: times of two are not compared.
 
-    ValueError where a line is no row, or where the rows are of no GPU or of two.
+    ValueError where a line is no row.
     """
     runs: dict[tuple, list[Row]] = {}
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
         try:
             row = json.loads(line)
-            runs.setdefault(tuple(row[name] for name in ("case", "shape", "pass", "mode")), []).append(row)
+            runs.setdefault(place(row), []).append(row)
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{path}, line {number} is no result row: {error!r}") from None
     dates = {key: max(row["date"] for row in group) for key, group in runs.items()}
-    found = [row for key, group in runs.items() for row in group if row["date"] == dates[key]]
-    cards = sorted({row["gpu"] for row in found})
-    if len(cards) != 1:
-        raise ValueError(f"{path} must hold rows of one GPU, but holds those of {', '.join(cards) or 'none'}")
-    return found
+    return [row for key, group in runs.items() for row in group if row["date"] == dates[key]]
 
 
 # Selection
+
+
+def place(row: Row) -> tuple[str, str, str, str]:
+    """Return (case, shape, pass, mode): rows of one place are compared."""
+    return row["case"], row["shape"], row["pass"], row["mode"]
 
 
 def timed(rows: Iterable[Row], part: str | None = None, mode: str | None = None) -> list[Row]:
@@ -97,7 +98,7 @@ def groups(rows: Iterable[Row], mode: str | None = None) -> dict[tuple[str, str,
     """Return (case, shape, pass, mode) -> provider -> its timed row."""
     found: dict[tuple[str, str, str, str], Group] = {}
     for row in timed(rows, mode=mode):
-        found.setdefault((row["case"], row["shape"], row["pass"], row["mode"]), {})[row["provider"]] = row
+        found.setdefault(place(row), {})[row["provider"]] = row
     return found
 
 

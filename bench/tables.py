@@ -29,7 +29,7 @@ from bench.timing import EVEN
 CARDS = ("h200", "h100")
 # What every label of a column has in common is left out.
 _PREFIX = re.compile(r"^(bare |Liger norm \+ )?(Liger rope \+ |rotate \+ write \+ |rotation apart \+ )?")
-_PARTS = ("fwd", "fwd_grad", "bwd", "both")
+_PARTS = "fwd fwd_grad bwd both"  # in this order
 _ROLES = {"rival": "strongest with rotation", "bare": "fastest without"}
 
 
@@ -92,13 +92,10 @@ def _lines(table: Table, rows: list[Row]) -> dict[tuple[str, str], list[Group]]:
     for (case, shape, _, _), group in groups(rows, table.mode).items():
         if table.mine in group and re.search(table.within, shape):
             found.setdefault((case, shape), []).append(group)
+    for passes in found.values():
+        passes.sort(key=lambda group: _PARTS.find(group[table.mine]["pass"]))
     names = table.cases.split() or dict.fromkeys(case for case, _ in found)
-    return {key: sorted(found[key], key=_order) for name in names for key in found if key[0] == name}
-
-
-def _order(group: Group) -> int:
-    part = next(iter(group.values()))["pass"]
-    return _PARTS.index(part) if part in _PARTS else 0
+    return {key: found[key] for name in names for key in found if key[0] == name}
 
 
 def _columns(table: Table, rows: list[Row]) -> list[str]:

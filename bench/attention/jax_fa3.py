@@ -12,7 +12,7 @@ import functools
 import importlib.util
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from baselines import BASELINES
 from bench.attention import cases
-from bench.attention.providers import OURS, AttentionProvider, Given, rival
+from bench.attention.providers import OURS, AttentionProvider, rival
 from bench.attention.suite import AttentionTrial, Problem
 from bench.load import CALLS, LoadClock
 from bench.suite import Entry, Suite, by_name
@@ -108,10 +108,6 @@ class _Fa3(torch.autograd.Function):
         return (*map(_to_torch, backward(ctx.causal, *ctx.saved, _to_jax(do))), None)
 
 
-def _run(q: Tensor, k: Tensor, v: Tensor, given: Given) -> Tensor:
-    return _Fa3.apply(q, k, v, given.case.causal)
-
-
 def executable(problem: Problem, part: str) -> Callable[[], Any]:
     """Return a function that enqueues CALLS calls of a pass, and returns an array of the last one."""
     jax, causal = _jax(), problem.case.causal
@@ -133,9 +129,6 @@ class BackToBackClock(LoadClock):
     """Times blocks of calls by the wall clock, from an idle device to an idle device."""
 
     measurement = Measurement
-
-    def __init__(self, device: torch.device):
-        super().__init__(device, None)
 
     def sample(self, fn: Callable[[], Any], calls: int) -> Any:
         """Return the ms of a call, the mean of ``calls`` executions of CALLS calls each, in a list."""
@@ -164,18 +157,22 @@ class Fa3Trial(AttentionTrial):
         return entry
 
 
-@functools.cache
-def _providers() -> Mapping[str, AttentionProvider]:
-    fa3 = AttentionProvider(FA3, "bare FA3, from JAX", "bare", _missing, ("jax", _PIP), run=_run)
-    return by_name([OURS, rival(BASELINES["bare_fa4"]), fa3])
-
-
+PROVIDERS = by_name(
+    (
+        OURS,
+        rival(BASELINES["bare_fa4"]),
+        AttentionProvider(
+            *(FA3, "bare FA3, from JAX", "bare", _missing, ("jax", _PIP)),
+            run=lambda q, k, v, given: _Fa3.apply(q, k, v, given.case.causal),
+        ),
+    )
+)
 FA3_SUITE = Suite(
     name="fa3",
     description="Time FlashAttention-3 with its backward, which is installed for JAX alone.",
     cases=cases.PLAIN,
     trial=Fa3Trial,
-    table=lambda case: _providers(),
+    table=lambda case: PROVIDERS,
     default_cases="Small-1K,Llama7B-2K,Llama7B-4K,Llama3-8B-4K,Llama3-8B-16K",
     modes=("load",),
     rounds=4,

@@ -8,7 +8,7 @@ import torch
 
 from bench.__main__ import main
 from bench.attention import jax_fa3
-from bench.attention.jax_fa3 import CALLS, FA3, FA3_SUITE
+from bench.attention.jax_fa3 import CALLS, FA3, FA3_SUITE, PROVIDERS
 from tests.support.bench import TINY, run
 from verification.testing import reference_attention
 
@@ -51,7 +51,7 @@ def library(monkeypatch):
 
 
 def test_it_is_judged_and_timed_next_to_ours(library):
-    mine = jax_fa3._providers()["fused"], replace(jax_fa3._providers()[FA3], missing=lambda: None)
+    mine = PROVIDERS["fused"], replace(PROVIDERS[FA3], missing=lambda: None)
     rows, _ = run(FA3_SUITE, CASE, providers=mine, modes=FA3_SUITE.modes)
     assert {row["status"] for row in rows} <= {"ok", "loose"}, [row["detail"] for row in rows]
     assert [(row["pass"], row["provider"]) for row in rows] == [
@@ -66,7 +66,7 @@ def test_it_is_judged_and_timed_next_to_ours(library):
 def test_a_wrong_gradient_is_not_timed(library, monkeypatch):
     right = jax_fa3._call
     monkeypatch.setattr(jax_fa3, "_call", lambda target, *given: tuple(_halved(right(target, *given), target)))
-    rows, _ = run(FA3_SUITE, CASE, providers=[replace(jax_fa3._providers()[FA3], missing=lambda: None)])
+    rows, _ = run(FA3_SUITE, CASE, providers=[replace(PROVIDERS[FA3], missing=lambda: None)])
     assert [row["status"] for row in rows] == ["failed"] and "dk" in rows[0]["detail"]
 
 
