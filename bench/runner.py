@@ -25,7 +25,7 @@ class DeviceLost(RuntimeError):
 
 @dataclass
 class Run:
-    """Everything that outlasts a case. ``progress`` is called with what runs next."""
+    """Everything that outlasts a case. ``progress`` gets the title of each step before it runs."""
 
     suite: Suite
     options: Options

@@ -126,7 +126,7 @@ class Trial:
 
     def unsupported_pass(self, provider: Any, part: str) -> str | None:
         """Return why a provider that serves this case has no such pass, or None."""
-        return None if provider.backward or part in ("fwd", "decode") else f"{provider.label} has a forward pass only"
+        return None if provider.backward or part == "fwd" else f"{provider.label} has a forward pass only"
 
     def enter(self, provider: Any) -> Entry:
         """Run the provider once and judge what it computes. Raises what the provider raises."""
