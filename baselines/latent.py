@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -91,30 +90,27 @@ LIGER = Build("Liger rope, concatenated", _liger, sorted_columns=True, **rotatio
 
 @dataclass(frozen=True)
 class LatentBaseline:
-    """One rival. Without a build attention gets queries and keys that are built but not rotated; without an attention
-    the build is all."""
+    """One rival. Without a build attention gets queries and keys that are built but not rotated."""
 
     name: str
     build: Build | None
-    attention: Attention | None
+    attention: Attention
 
     @property
     def label(self) -> str:
         """Return the label in tables."""
-        if self.attention is None:
-            return f"{self.build.label} alone" if self.build else ""
         attention = self.attention.label if isinstance(self.attention.label, str) else self.attention.label()
         return f"{self.build.label} + {attention}" if self.build else f"bare {attention}"
 
     @property
     def role(self) -> str:
         """Return the role of ``bench.suite.Provider``."""
-        return "ceiling" if self.attention is None else "rival" if self.build else "bare"
+        return "rival" if self.build else "bare"
 
     @property
     def backward(self) -> bool:
         """Return whether it has gradients. Liger's kernel is measured forward only, with an attention that is."""
-        return self.attention is None or self.attention.backward
+        return self.attention.backward
 
     @property
     def pip(self) -> tuple[str, ...]:
@@ -140,12 +136,12 @@ class LatentBaseline:
             q = torch.cat((q_nope, q_rope), -1).transpose(1, 2).contiguous().transpose(1, 2)
             q_nope, q_rope = q.split([q_nope.shape[-1], q_rope.shape[-1]], dim=-1)
             k_rope = torch.cat((k_rope, k_rope), -1)[..., k_rope.shape[-1] :]
-        return [q_nope, q_rope, k_nope, k_rope, *([v] if self.attention else [])]
+        return [q_nope, q_rope, k_nope, k_rope, v]
 
-    def run(self, leaves: list[Tensor], tables: Tables | None) -> Any:
-        """Return o (B, H, N, DV), or q and k without an attention."""
+    def run(self, leaves: list[Tensor], tables: Tables | None) -> Tensor:
+        """Return o (B, H, N, DV)."""
         q, k = self.build.build(leaves, tables) if self.build and tables else leaves[:2]
-        return self.attention.attend(q, k, leaves[-1], True) if self.attention else (q, k)
+        return self.attention.attend(q, k, leaves[-1], True)
 
     def gradients(self, found: list[Tensor], nope: int) -> list[Tensor]:
         """Return those of the five ``rows`` from those of the leaves. nope: DN."""
@@ -171,7 +167,5 @@ LATENT: dict[str, LatentBaseline] = {
         LatentBaseline("bare_cudnn", None, attentions.CUDNN),
         LatentBaseline("bare_fa3", None, attentions.FA3),
         LatentBaseline("bare_fa4", None, attentions.FA4),
-        LatentBaseline("hf_build", HF, None),
-        LatentBaseline("compiled_build", COMPILED, None),
     )
 }

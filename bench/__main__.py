@@ -30,10 +30,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "norm": ("attention.suite", "NORM"),
     "mla": ("mla", "MLA"),
     "fa3": ("attention.jax_fa3", "FA3_SUITE"),
-    "rope": ("rope.suite", "ROPE"),
-    "decode": ("decode.suite", "DECODE"),
+    "rope": ("rope", "ROPE"),
+    "decode": ("decode", "DECODE"),
     "models": ("models.suite", "MODELS_SUITE"),
-    "cp": ("cp.suite", "CP"),
+    "cp": ("cp", "CP"),
     "results": ("results", "main"),
     "docs": ("docs", "main"),
 }

@@ -13,14 +13,12 @@ import time
 from pathlib import Path
 
 import torch
-from tqdm import tqdm
 
 from bench import report
-from bench.environment import RESULTS, card, environment, shown
-from bench.names import words
+from bench.environment import RESULTS, card, environment
 from bench.report import Row
 from bench.runner import DeviceLost, Run
-from bench.suite import Options, Suite
+from bench.suite import Options, Suite, words
 
 
 def main(suite: Suite, argv: list[str]) -> int:
@@ -45,23 +43,21 @@ def main(suite: Suite, argv: list[str]) -> int:
         clock = suite.clock(torch.device("cuda", torch.cuda.current_device()), options)
     except RuntimeError as error:  # this machine lacks what the clock needs
         return refuse(suite.name, str(error))
-    bar = progress_bar(writes)
 
-    def progress(share: float, message: str) -> None:
-        bar.n = share
-        bar.set_description_str(message)
-        if writes and not sys.stderr.isatty():
-            print(file=sys.stderr)  # so that a log has a line for each step
+    def progress(message: str) -> None:
+        if writes:
+            print(f"after {time.monotonic() - begin:.0f} s: {message}", file=sys.stderr)
 
     run = Run(suite, options, clock, facts, lambda case: suite.providers(case, names), progress)
     stamp = time.strftime("%Y%m%d-%H%M%S", time.gmtime())
     out = args.out or RESULTS / f"{suite.name.replace(' ', '-')}-{card(facts['gpu'])}-{stamp}.jsonl"
-    print(f"{report.provenance([facts], 'cuDNN', *facts['packages'])}\nRows go to {shown(out)}")
+    versions = {name: facts[name] for name in ("driver", "torch", "triton", "cudnn", "commit")} | facts["packages"]
+    print(f"{facts['gpu']}, {', '.join(f'{name} {found}' for name, found in versions.items())}")
+    print(f"Rows go to {out}")
     rows: list[Row] = []
     status = 0
     try:
         for block in run.rows(cases):
-            bar.clear()
             rows += block
             if writes:
                 report.write_lines(out, block)
@@ -72,11 +68,9 @@ def main(suite: Suite, argv: list[str]) -> int:
         status = 3
     except KeyboardInterrupt:
         status = 130
-    bar.close()
-    print("\n" + report.summary(rows))
     if run.not_run:
         print(f"\nNot run: {'; '.join(run.not_run)}")
-    print(f"\n{len(rows)} rows in {shown(out)} after {tqdm.format_interval(time.monotonic() - begin)}")
+    print(f"\n{len(rows)} rows in {out} after {time.monotonic() - begin:.0f} s")
     return status or int(report.red(rows))
 
 
@@ -84,13 +78,6 @@ def refuse(command: str, reason: str) -> int:
     """Say why a command cannot run, and return its exit status."""
     print(f"bench {command}: {reason}", file=sys.stderr)
     return 2
-
-
-def progress_bar(shows: bool) -> tqdm:
-    """Return the line on stderr that says how far the run is, how long the rest will take, and what runs."""
-    tqdm.monitor_interval = 0  # no thread next to those that are timed
-    line = "{percentage:3.0f}%  {elapsed}, about {remaining} left  {desc}"
-    return tqdm(total=1.0, file=sys.stderr, disable=not shows, bar_format=line, dynamic_ncols=True, leave=False)
 
 
 def listing(suite: Suite, cases: list, names: list[str]) -> str:

@@ -12,10 +12,10 @@ import sys
 from collections.abc import Callable
 from functools import partial
 
-from bench import readme
-from bench.attention import cases, plots
+from bench import plots, readme
+from bench.attention import cases
 from bench.command import refuse
-from bench.environment import RESULTS, ROOT, shown
+from bench.environment import RESULTS, ROOT
 from bench.results import read
 from bench.tables import Table, render, standing
 
@@ -23,22 +23,14 @@ _PEAK = {"MiB": ("peak_mib", "{:.0f}")}
 _COPY = {"% of a copy's rate": ("of_copy", "{:.0%}")}
 _RIVALS = ("liger_cudnn", "liger_fa3", "liger_fa4", "bare_cudnn", "bare_fa3", "bare_fa4")
 _GROUPS = (
-    *("Qwen2.5-7B-4K", "Llama3-70B-1K", "Llama3-70B-4K", "Llama3-405B-4K"),
-    *("Llama3-70B-TP8-1K", "Llama3-70B-TP8-4K", "Llama3-8B-B1-512"),
+    "Qwen2.5-7B-4K Llama3-70B-1K Llama3-70B-4K Llama3-405B-4K Llama3-70B-TP8-1K Llama3-70B-TP8-4K Llama3-8B-B1-512"
 )
-_ENERGY = ("Small-1K", "Llama7B-4K", "Llama3-8B-4K", "Llama3-8B-16K")
-_NORMED = (
-    "Qwen3-0.6B-1K",
-    "Qwen3-0.6B-4K",
-    "Qwen3-8B-1K",
-    "Qwen3-8B-4K",
-    "Qwen3-8B-16K",
-    "Gemma3-4B-1K",
-    "Gemma3-4B-4K",
-)
-_STORED = ("B1-4K", "B1-32K", "B1-128K", "B8-4K", "B8-32K", "B64-4K", "mixed64-64K")
-_UNSPLIT = tuple(f"Unsplit-D128-{name}" for name in ("B1-1K", "B1-4K", "B8-4K", "B1-16K", "B1-64K"))
-_ROTATED = "Small-512 Small-1K Llama3-8B-1K Llama3-8B-4K Llama3-8B-16K Wide-1K".split()
+_ENERGY = "Small-1K Llama7B-4K Llama3-8B-4K Llama3-8B-16K"
+_NORMED = "Qwen3-0.6B-1K Qwen3-0.6B-4K Qwen3-8B-1K Qwen3-8B-4K Qwen3-8B-16K Gemma3-4B-1K Gemma3-4B-4K"
+_STORED = "B1-4K B1-32K B1-128K B8-4K B8-32K B64-4K mixed64-64K"
+_UNSPLIT = "Unsplit-D128-B1-1K Unsplit-D128-B1-4K Unsplit-D128-B8-4K Unsplit-D128-B1-16K Unsplit-D128-B1-64K"
+_ROTATED = "Small-512 Small-1K Llama3-8B-1K Llama3-8B-4K Llama3-8B-16K Wide-1K"
+_ROTATED_NORMED = "Qwen3-0.6B-4K Qwen3-8B-1K Qwen3-8B-4K Gemma3-4B-4K"
 _ROPE = Table("rope", mine="apply_rope", facts=_COPY, others={"Liger": "liger", "torch.compile": "compiled"}, roles=())
 _MASKS = Table("masks", shapes=True, mode="eager")
 _MODELS = Table("models", mode="eager", shows="tokens_s", shapes=True, roles=("rival",))
@@ -46,7 +38,7 @@ _MODELS = Table("models", mode="eager", shows="tokens_s", shapes=True, roles=("r
 BLOCKS: dict[str, dict[str, Table | Callable[[], str]]] = {
     "README.md": {"attention": readme.attention, "gains": readme.gains},
     "docs/benchmarks.md": {
-        "attention": Table("attention", cases.TABLE),
+        "attention": Table("attention", " ".join(cases.TABLE)),
         "standing": partial(standing, "attention", _RIVALS),
         "oldest": partial(standing, "attention-oldest", _RIVALS),
         "groups": Table("groups", _GROUPS),
@@ -58,13 +50,11 @@ BLOCKS: dict[str, dict[str, Table | Callable[[], str]]] = {
             roles=(),
         ),
         "energy": Table("energy", _ENERGY, mode="load", facts={"mJ": ("mj", "{:.0f}")}, over="mj_rounds"),
-        "window": _MASKS._replace(cases=("window",), mine="window", others={"full causal": "causal"}),
-        "packed": _MASKS._replace(cases=("packed",), mine="packed", others={"padded": "padded"}),
+        "window": _MASKS._replace(cases="window", mine="window", others={"full causal": "causal"}),
+        "packed": _MASKS._replace(cases="packed", mine="packed", others={"padded": "padded"}),
         "norm": Table("norm", _NORMED, cost=("over without", "fused_without"), roles=("rival",)),
-        "rope": _ROPE._replace(cases=tuple(_ROTATED), within="bf16 half"),
-        "rope-norms": _ROPE._replace(
-            cases=("Qwen3-0.6B-4K", "Qwen3-8B-1K", "Qwen3-8B-4K", "Gemma3-4B-4K"), within="norms"
-        ),
+        "rope": _ROPE._replace(cases=_ROTATED, within="bf16 half"),
+        "rope-norms": _ROPE._replace(cases=_ROTATED_NORMED, within="norms"),
         "decode": Table("decode", _STORED, facts=_COPY, roles=("rival",)),
         "stored": Table(
             "decode",
@@ -111,7 +101,7 @@ def main(argv: list[str]) -> int:
         for name, (file, draw) in PLOTS.items() if args.plots else ():
             path = RESULTS / "plots" / f"{name}.png"
             draw(read(file)).savefig(path)
-            print(f"wrote {shown(path)}")
+            print(f"wrote {path}")
         for page in BLOCKS if not args.plots else ():
             old = (ROOT / page).read_text(encoding="utf-8")
             new = rewrite(page, old)

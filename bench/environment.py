@@ -18,12 +18,6 @@ _PACKAGES = (
 )
 
 
-def shown(path: Path) -> str:
-    """``path`` as messages print it: relative to the repository if it is inside."""
-    path = path.resolve()
-    return str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else str(path)
-
-
 def card(gpu: object) -> str:
     """The name of a GPU as result files are named by it."""
     return "-".join(str(gpu).lower().replace("nvidia", "").split()) or "gpu"

@@ -47,19 +47,13 @@ class Nvml:
         """Return the energy since the driver was loaded."""
         return self._nvml.nvmlDeviceGetTotalEnergyConsumption(self._card)
 
-    def megahertz(self) -> int:
-        """Return the present clock of the multiprocessors."""
-        return self._nvml.nvmlDeviceGetClockInfo(self._card, self._nvml.NVML_CLOCK_SM)
-
 
 class Load(NamedTuple):
-    """One sample: ``calls`` calls, the milliseconds and millijoules of each, power and clock of the card."""
+    """One sample: ``calls`` calls, the milliseconds and millijoules of each."""
 
     calls: int
     ms: float
     mj: float
-    watts: float
-    mhz: float
 
 
 class Loads(Measurement):
@@ -74,12 +68,10 @@ class Loads(Measurement):
     round_medians = samples
 
     def fields(self) -> dict[str, Any]:
-        """Return what a result row says: times, then median and rounds of the other figures."""
-        row = super().fields() | {"calls": sum(load.calls for load in self.rounds)}
-        for figure in ("mj", "watts", "mhz"):
-            values = [getattr(load, figure) for load in self.rounds]
-            row |= {figure: median(values), f"{figure}_rounds": values}
-        return row
+        """Return what a result row says: times, then the median and the rounds of energies."""
+        energies = [load.mj for load in self.rounds]
+        calls = sum(load.calls for load in self.rounds)
+        return super().fields() | {"calls": calls, "mj": median(energies), "mj_rounds": energies}
 
 
 class LoadClock(DeviceClock):
@@ -87,7 +79,7 @@ class LoadClock(DeviceClock):
 
     measurement = Loads
 
-    def __init__(self, device: torch.device, counter: Any):
+    def __init__(self, device: torch.device, counter: Any = None):
         super().__init__(device)
         self.counter = counter
 
@@ -116,7 +108,7 @@ class LoadClock(DeviceClock):
         RuntimeError where the energy counter moves less than twice meanwhile.
         """
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        steps: list[tuple[float, int, int]] = []  # seconds, millijoules and megahertz right after each step
+        steps: list[tuple[float, int]] = []  # seconds and millijoules right after each step
         last = self.counter.millijoules()
         queued: deque[Any] = deque()
         for number in range(-math.ceil(_WARM_SHARE * calls), calls):
@@ -128,7 +120,7 @@ class LoadClock(DeviceClock):
             while queued and (len(queued) >= _AHEAD or number == calls - 1):
                 read = self.counter.millijoules()
                 if read != last and number >= 0 and begin.query():
-                    steps.append((time.perf_counter(), read, self.counter.megahertz()))
+                    steps.append((time.perf_counter(), read))
                 last = read
                 time.sleep(_POLL_S)
                 while queued and queued[0].query():
@@ -136,6 +128,6 @@ class LoadClock(DeviceClock):
         ms = begin.elapsed_time(end) / (calls * CALLS)
         if (moved := len(steps)) < 2:
             raise RuntimeError(f"the energy counter must move twice a sample, not {moved} times: give more --round-ms")
-        (since, low, _), (until, high, _) = steps[0], steps[-1]
-        watts, mhz = (high - low) / (until - since) * 1e-3, median(float(mhz) for *_, mhz in steps)
-        return Load(calls * CALLS, ms, watts * ms, watts, mhz)
+        (since, low), (until, high) = steps[0], steps[-1]
+        watts = (high - low) / (until - since) * 1e-3
+        return Load(calls * CALLS, ms, watts * ms)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,14 +11,12 @@ from torch import Tensor
 
 from baselines.latent import LATENT
 from bench.gate import Verdict, judge
-from bench.names import length_name
-from bench.report import Row
-from bench.suite import Entry, Provider, Suite, Times, Trial, by_name, forward_or_backward
-from fused_rope_attn import plan_mla, rope_attention_mla
+from bench.suite import Entry, Provider, Suite, Trial, by_name, forward_or_backward, length_name
+from fused_rope_attn import rope_attention_mla
 from verification.testing import LatentCase, LatentInputs, LatentResults, make_latent_inputs, run_latent_reference
 
 OURS = Provider("fused", "rope_attention_mla (ours)", "ours")
-PROVIDERS = by_name((OURS, *(Provider(b.name, b.label, b.role, b.missing, b.pip) for b in LATENT.values())))
+PROVIDERS = by_name((OURS, *(Provider(b.name, b.label, b.role, b.missing, b.pip, b.backward) for b in LATENT.values())))
 
 
 @dataclass(frozen=True)
@@ -34,50 +32,40 @@ class MlaCase(LatentCase):
 
 
 class MlaTrial(Trial):
-    """One case. A build alone has no gate, because the same build is judged with an attention."""
+    """One case."""
 
     facts = ("batch", "heads", "len_q", "causal", "dtype")
 
-    def __init__(self, *given: Any) -> None:
-        super().__init__(*given)
+    def open(self) -> None:
         self._inputs, self._heads = make_latent_inputs(self.case, self.clock.device), [0, self.case.heads - 1]
         self._do = torch.zeros_like(self._inputs.do)  # 0 at other heads, because k_rope's gradient sums over all
         self._do[-1, self._heads] = self._inputs.do[-1, self._heads]
         self._references: dict[bool, list[LatentResults]] = {}
 
-    def unsupported_pass(self, provider: Provider, part: str) -> str | None:
-        has_it = part == "fwd" or provider.ours or LATENT[provider.name].backward
-        return None if has_it else f"{provider.label} has a forward pass only"
-
-    def _call(self, provider: Provider) -> tuple[Callable[..., Any], list[Tensor], Any]:
-        """Return the function, its leaves and the gradient of its result."""
+    def _call(self, provider: Provider) -> tuple[Callable[..., Any], list[Tensor]]:
+        """Return the function and its leaves."""
         rows, tables, b = list(self._inputs[:5]), self._inputs[5:7], LATENT.get(provider.name)
         prepared = b.prepare(*tables, self.case.dtype) if b else None
 
         def run(*x: Tensor) -> Any:
             return b.run(list(x), prepared) if b else rope_attention_mla(*x, *tables, True, interleaved=True)
 
-        leaves = [x.detach().requires_grad_() for x in (b.leaves(rows) if b else rows)]
-        with torch.no_grad():
-            return run, leaves, run(*leaves) if provider.role == "ceiling" else self._inputs.do
+        return run, [x.detach().requires_grad_() for x in (b.leaves(rows) if b else rows)]
 
     def enter(self, provider: Provider) -> Entry:
-        grads = self.options.passes != ("fwd",) and self.unsupported_pass(provider, "bwd") is None
-        run, leaves, given = self._call(provider)
+        grads = self.options.passes != ("fwd",) and provider.backward
+        run, leaves = self._call(provider)
 
-        def once(given: Any) -> list[Tensor]:
+        def once() -> list[Tensor]:
             with torch.set_grad_enabled(grads):
                 out = run(*leaves)
-            return [out, *(torch.autograd.grad(out, leaves, given) if grads else ())]
+            return [out, *(torch.autograd.grad(out, leaves, self._do) if grads else ())]
 
         def make(part: str) -> Callable[[], Any]:
-            run, leaves, given = self._call(provider)
-            fn = forward_or_backward(run, leaves, given, part)
-            return fn if provider.role != "ceiling" else lambda: _written(fn(), given)
+            return forward_or_backward(*self._call(provider), self._inputs.do, part)
 
-        verdict = Verdict() if provider.role == "ceiling" else self._judge(provider, *once(self._do))
-        facts = verdict.fields() | {"peak_mib": self.clock.peak_mib(lambda: once(given))}
-        return Entry(provider, verdict, make, facts)
+        verdict = self._judge(provider, *once())
+        return Entry(provider, verdict, make, {"peak_mib": self.clock.peak_mib(once)})
 
     def _judge(self, provider: Provider, o: Tensor, *grads: Tensor) -> Verdict:
         """Compare the first and the last head of the last batch entry."""
@@ -93,19 +81,6 @@ class MlaTrial(Trial):
         outs = zip(("o", *LatentResults._fields[2:]), (o, *(b.gradients(list(grads), self.case.nope) if b else grads)))
         compared = [(name, chosen(out), *(getattr(y, name) for y in self._references[bare])) for name, out in outs]
         return judge(compared, self.case.dtype, forgiving=not provider.ours)
-
-    def figures(self, part: str, mode: str, measured: Times) -> dict[str, Row]:
-        plan = str(plan_mla(*self._call(OURS)[1], *self._inputs[5:7], True, interleaved=True))
-        return {OURS.name: {"plan": plan}} if OURS.name in measured else {}
-
-
-def _written(results: Sequence[Tensor], given: Sequence[Tensor]) -> list[Tensor]:
-    """Return the results that are not views of ``given``.
-
-    The gradient of a concatenation is such a view. No launch writes it, so that the check of a graph would fail.
-    """
-    memory = {x.untyped_storage().data_ptr() for x in given}
-    return [x for x in results if x.untyped_storage().data_ptr() not in memory]
 
 
 _MODEL: dict[str, Any] = {"nope": 128, "rope": 64, "value": 128, "dtype": torch.bfloat16, "interleaved": True}

@@ -1,24 +1,23 @@
-"""The two kinds of plots that suites draw: lines over a length, and points of their time over ours. Needs matplotlib.
+"""The two plots of the documents: TFLOP/s over N, and the time of rivals over ours, below 1 included. Needs matplotlib.
 
 Text is nearly black on white, because no single colour of text contrasts well with both a light and a dark page: on a
 dark page a figure is a white card. Figures are narrow, so that their text can be read at a width of 400 pixels. There
-are two columns of panels.
+is a panel for each pass.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
-from bench.names import length_name
+from bench.report import PASSES, Row, faster, groups, ours, strongest, timed
+from bench.suite import length_name
 from bench.timing import EVEN
 
 _WIDTH = 6.5  # inches
-_GREY = "#7d8590"
-_TEXT = "#1f2328"
-_LOSS = "#d7263d"
+_GREY, _TEXT, _LOSS = "#7d8590", "#1f2328", "#d7263d"
 _STYLE = {
     "font.size": 11,
     "axes.titlesize": 12,
@@ -35,84 +34,70 @@ _STYLE = {
     "axes.facecolor": "white",
 } | dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), _TEXT)
 _TICKS = (0.125, 0.25, 0.5, 0.7, 1, 1.5, 2, 3, 5, 10, 20)
+# By attention: blue is cuDNN; of FlashAttention teal is -3, green -4. Attention without a rotation is dashed.
+_BLUE, _TEAL, _GREEN = "#3f8fd6", "#17a2a2", "#2fae58"
+COLOURS = {f"liger_{name}": colour for name, colour in (("cudnn", _BLUE), ("fa3", _TEAL), ("fa4", _GREEN))}
+COLOURS |= {name.replace("liger", "bare"): colour for name, colour in COLOURS.items()} | {"fused": "#e5383b"}
+_ROLES = {
+    "rival": ("the strongest rotation + attention (at the right)", _GREEN),
+    "bare": ("the fastest attention without a rotation", _BLUE),
+}
 
 
-class Series(NamedTuple):
-    """Points of one label. dashed: nothing rotates, or nothing is computed. bold: ours, or what is to be noticed."""
-
-    label: str
-    colour: str
-    points: Sequence[tuple[Any, float]]
-    dashed: bool = False
-    bold: bool = False
-
-
-Panels = Mapping[str, Sequence[Series]]
-
-
-@contextmanager
-def _grid(panels: Panels, title: str, height: float) -> Iterator[tuple[Any, Any]]:
-    """Yield (figure, axes), ``height`` inches for each line of panels; then add titles and one legend."""
-    from matplotlib import rc_context
-    from matplotlib.figure import Figure
-
-    lines = math.ceil(len(panels) / 2)
-    labels = len({one.label for series in panels.values() for one in series})
-    size = _WIDTH, height * lines + 0.8 + 0.25 * labels / 2
-    with rc_context(_STYLE):
-        figure = Figure(figsize=size, layout="constrained")
-        axes = figure.subplots(lines, 2, sharey=True, squeeze=False)
-        yield figure, axes
-        for axis, name in zip(axes.flat, panels):
-            axis.set_title(name)
-        found = {label: line for axis in axes.flat for line, label in zip(*axis.get_legend_handles_labels())}
-        columns = 2 if max(map(len, found)) < 40 else 1
-        figure.legend(found.values(), found.keys(), loc="outside lower center", ncols=columns)
-        figure.suptitle(title, fontsize=13, fontweight="bold")
-
-
-def lines(panels: Panels, title: str, ylabel: str, level: float | None = None) -> Any:
-    """Draw a line for each series over lengths. level: where a horizontal line is drawn."""
-    with _grid(panels, title, 2.2) as (figure, axes):
-        for axis, series in zip(axes.flat, panels.values()):
-            for one in series:
-                drawn = {"linestyle": "--" if one.dashed else "-", "marker": "" if one.dashed else "o", "markersize": 4}
-                drawn |= {"linewidth": 3.0, "zorder": 5} if one.bold else {"linewidth": 1.7, "zorder": 3}
-                axis.plot(*zip(*sorted(one.points)), label=one.label, color=one.colour, **drawn)
-            lengths = sorted({length for one in series for length, _ in one.points})
+def overview(rows: list[Row]) -> Any:
+    """Draw TFLOP/s over N of the family with the most lengths, for every provider that has at least half of them."""
+    families = Counter(row["family"] for row in timed(rows, "fwd") if row["provider"] == "fused")
+    members = [row for row in rows if row["family"] == families.most_common(1)[0][0]]
+    row = members[0]
+    heads = str(row["heads_q"]) if row["heads_q"] == row["heads_kv"] else f"{row['heads_q']}/{row['heads_kv']}"
+    title = f"RoPE + attention, {row['family']} (H {heads}, D {row['head_dim']})"
+    with _figure(title, members, 2.2) as (figure, axes):
+        for axis, part in zip(axes, PASSES):
+            found = timed(members, part)
+            lengths = sorted({row["len_q"] for row in found})
+            for name, colour in COLOURS.items():
+                mine = [row for row in found if row["provider"] == name]
+                if not mine or 2 * len(mine) < len(lengths):
+                    continue
+                drawn = {"linestyle": "--", "marker": ""} if name.startswith("bare") else {"marker": "o"}
+                drawn |= {"linewidth": 3.0, "zorder": 5} if name == "fused" else {"linewidth": 1.7, "zorder": 3}
+                label = "rope_attention (ours)" if name == "fused" else mine[0]["label"]
+                points = zip(*sorted((row["len_q"], row["tflops"]) for row in mine))
+                axis.plot(*points, label=label, color=colour, markersize=4, **drawn)
             ticks = [length for length in lengths if length & (length - 1) == 0]
             axis.set_xscale("log", base=2)
             axis.set_xticks(ticks, [length_name(length) for length in ticks])
             axis.minorticks_off()
-            if level is not None:
-                axis.axhline(level, color=_GREY, linewidth=1.2)
-        axes[0, 0].set_ylim(bottom=0)  # of all panels, after all lines: it ends the choice of the upper limit
-        for axis in axes[:, 0]:
-            axis.set_ylabel(ylabel)
-        for axis in axes[-1]:
             axis.set_xlabel("tokens")
+        axes[0].set_ylim(bottom=0)  # of both panels, after all lines: it ends the choice of the upper limit
+        axes[0].set_ylabel("TFLOP/s")
     return figure
 
 
-def ratios(panels: Panels, title: str, xlabel: str) -> Any:
-    """Draw a point for each ratio of theirs over ours, a line for each case.
+def speedups(rows: list[Row]) -> Any:
+    """Draw for each case the times of the strongest rival and of the fastest bare attention over ours.
 
-    The side of 1 on which ours is slower is shaded. The ratios of a bold series are also written at the right.
+    The side of 1 on which ours is slower is shaded. The ratios to the strongest rival are also written at the right.
     """
-    cases = list(dict.fromkeys(case for series in panels.values() for one in series for case, _ in one.points))
-    values = [value for series in panels.values() for one in series for _, value in one.points]
+    found = [
+        (case, part, role, faster(best, mine))
+        for (case, _, part, _), group in groups(rows).items()
+        if (mine := ours(group.values()))
+        for role in _ROLES
+        if (best := strongest(group.values(), role))
+    ]
+    cases, values = list(dict.fromkeys(case for case, *_ in found)), [value for *_, value in found]
     low, high = min(0.85, 0.9 * min(values)), max(1.2, 1.1 * max(values))
-    with _grid(panels, title, 0.6 + 0.24 * len(cases)) as (figure, axes):
-        for axis, series in zip(axes.flat, panels.values()):
-            for index, one in enumerate(series):
-                for case, value in one.points:
-                    y = cases.index(case) + 0.18 * (index - (len(series) - 1) / 2)
-                    filled = "none" if one.dashed else one.colour
-                    axis.scatter(value, y, s=26, color=one.colour, facecolor=filled, zorder=4, label=one.label)
-                    if one.bold:
-                        where = {"transform": axis.get_yaxis_transform(), "va": "center", "fontsize": 9}
-                        colour = _LOSS if value < EVEN else one.colour
-                        axis.text(1.01, cases.index(case), f"{value:.2f}", color=colour, **where)
+    title = "Speedup of rope_attention (shaded: ours is slower)"
+    with _figure(title, rows, 0.6 + 0.24 * len(cases)) as (figure, axes):
+        for axis, part in zip(axes, PASSES):
+            for case, _, role, value in (each for each in found if each[1] == part):
+                (label, colour), y = _ROLES[role], cases.index(case)
+                shift, face = (0.09, "none") if role == "bare" else (-0.09, colour)
+                axis.scatter(value, y + shift, s=26, color=colour, facecolor=face, zorder=4, label=label)
+                if role == "rival":
+                    where = {"transform": axis.get_yaxis_transform(), "va": "center", "fontsize": 9}
+                    axis.text(1.01, y, f"{value:.2f}", color=_LOSS if value < EVEN else colour, **where)
             axis.set_xscale("log")
             axis.set_xlim(low, high)
             ticks = [tick for tick in _TICKS if low < tick < high]
@@ -123,6 +108,25 @@ def ratios(panels: Panels, title: str, xlabel: str) -> Any:
             axis.axvline(1, color=_GREY, linewidth=1.2)
             axis.set_yticks(range(len(cases)), cases, fontsize=10)
             axis.set_ylim(len(cases) - 0.4, -0.6)
-        for axis in axes[-1]:
-            axis.set_xlabel(xlabel)
+            axis.set_xlabel("their time / ours (log)")
     return figure
+
+
+@contextmanager
+def _figure(title: str, rows: list[Row], height: float) -> Iterator[tuple[Any, Any]]:
+    """Yield (figure, two axes), ``height`` inches high; then add titles and one legend."""
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    with rc_context(_STYLE):
+        figure = Figure(figsize=(_WIDTH, height + 1.5), layout="constrained")
+        axes = figure.subplots(1, 2, sharey=True)
+        yield figure, axes
+        for axis, name in zip(axes, PASSES.values()):
+            axis.set_title(name)
+        found = {label: line for axis in axes for line, label in zip(*axis.get_legend_handles_labels())}
+        columns = 2 if max(map(len, found)) < 40 else 1
+        figure.legend(found.values(), found.keys(), loc="outside lower center", ncols=columns)
+        mask = ", causal" if all(row["causal"] for row in rows) else ""
+        about = f"{rows[0]['gpu']}, {rows[0]['dtype']}{mask}, CUDA graphs"
+        figure.suptitle(f"{title}\n{about}", fontsize=13, fontweight="bold")

@@ -8,7 +8,7 @@ A row is one JSON line with these fields:
 - ``status``: "ok", "loose" (timed, but outside the tolerance of ours), "failed", "missing", "unsupported", "error",
   "oom", "no-graph"; ``detail``: the reason;
 - ``ms`` (median of all calls), ``p20``, ``p80``, ``rounds`` (the median of each round), ``calls``;
-- figures: ``tflops``, ``gb_s``, ``mj``, ``watts``, ``tokens_s``, ``device_ms``, ``peak_mib`` and others;
+- figures: ``tflops``, ``gb_s``, ``mj``, ``tokens_s``, ``peak_mib`` and others;
 - machine and versions, see ``environment``.
 
 Losses are printed like wins, and providers without a time are named.
@@ -39,11 +39,7 @@ _FIGURES = (
     ("tokens_s", "tokens/s", "{:.0f}"),
     ("efficiency", "of ideal", "{:.1%}"),
     ("mj", "mJ", "{:#.4g}"),
-    ("device_ms", "kernels ms", "{:#.4g}"),
-    ("watts", "W", "{:.0f}"),
-    ("mhz", "MHz", "{:.0f}"),
     ("peak_mib", "MiB", "{:.0f}"),
-    ("loss", "loss", "{:.4f}"),
 )
 
 
@@ -68,24 +64,25 @@ def _finite(row: Row) -> Row:
 def read_file(path: Path) -> list[Row]:
     """Return the rows of a file, of each case, pass and mode those of the latest run: times of two are not compared.
 
-    ValueError where a line is no row, or where the rows are of no GPU or of two.
+    ValueError where a line is no row.
     """
     runs: dict[tuple, list[Row]] = {}
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
         try:
             row = json.loads(line)
-            runs.setdefault(tuple(row[name] for name in ("case", "shape", "pass", "mode")), []).append(row)
+            runs.setdefault(place(row), []).append(row)
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{path}, line {number} is no result row: {error!r}") from None
     dates = {key: max(row["date"] for row in group) for key, group in runs.items()}
-    found = [row for key, group in runs.items() for row in group if row["date"] == dates[key]]
-    cards = sorted({row["gpu"] for row in found})
-    if len(cards) != 1:
-        raise ValueError(f"{path} must hold rows of one GPU, but holds those of {', '.join(cards) or 'none'}")
-    return found
+    return [row for key, group in runs.items() for row in group if row["date"] == dates[key]]
 
 
 # Selection
+
+
+def place(row: Row) -> tuple[str, str, str, str]:
+    """Return (case, shape, pass, mode): rows of one place are compared."""
+    return row["case"], row["shape"], row["pass"], row["mode"]
 
 
 def timed(rows: Iterable[Row], part: str | None = None, mode: str | None = None) -> list[Row]:
@@ -101,7 +98,7 @@ def groups(rows: Iterable[Row], mode: str | None = None) -> dict[tuple[str, str,
     """Return (case, shape, pass, mode) -> provider -> its timed row."""
     found: dict[tuple[str, str, str, str], Group] = {}
     for row in timed(rows, mode=mode):
-        found.setdefault((row["case"], row["shape"], row["pass"], row["mode"]), {})[row["provider"]] = row
+        found.setdefault(place(row), {})[row["provider"]] = row
     return found
 
 
@@ -141,21 +138,6 @@ def table(header: list[str], lines: list[list[str]], left: int = 1) -> str:
     return "\n".join([render(header), "  ".join("-" * w for w in widths), *map(render, lines)])
 
 
-def milliseconds(value: float) -> str:
-    """Return four significant digits at most: 0.0133, 1.862, 69.14."""
-    return f"{value:.4f}" if value < 1 else f"{value:.3f}" if value < 10 else f"{value:.2f}"
-
-
-def speedup(value: float) -> str:
-    """Return ``1.08x``, and a loss as loud as a win."""
-    return f"{value:.2f}x LOSS" if value < EVEN else f"{value:.2f}x"
-
-
-def comparison(row: Row, mine: Row) -> list[str]:
-    """Return three cells: the label of a rival, its time, and that over ours."""
-    return [row["label"] + mark(row), milliseconds(row["ms"]), speedup(faster(row, mine))]
-
-
 def case_report(rows: list[Row]) -> str:
     """Return everything about one case: a table for each mode, then who was not timed and why."""
     blocks = [f"{rows[0]['case']}   {rows[0]['shape']}"]
@@ -166,60 +148,25 @@ def case_report(rows: list[Row]) -> str:
         for (_, _, part, _), group in groups(found).items():
             mine = ours(group.values())
             for row in group.values():
-                times = [milliseconds(row["ms"]), f"{milliseconds(row['p20'])}-{milliseconds(row['p80'])}"]
+                times = [f"{row['ms']:#.4g}", f"{row['p20']:#.4g}-{row['p80']:#.4g}"]
                 figures = [text.format(row[name]) if row.get(name) is not None else "" for name, _, text in shown]
-                against = "" if mine is None or row is mine else speedup(faster(row, mine))
-                if row["role"] in ("ours", "ceiling"):  # ceilings compute nothing, and others of ours are no rivals
-                    against = against.removesuffix(" LOSS")
+                against = ""
+                if mine is not None and row is not mine:
+                    value = faster(row, mine)
+                    against = f"{value:.2f}x{' LOSS' * (value < EVEN and row['role'] in ('rival', 'bare'))}"
                 lines.append([row["label"] + mark(row), part, *times, *figures, against])
         if lines:
             header = [words, "pass", "ms", "p20-p80", *(name for _, name, _ in shown), "/ ours"]
             blocks.append(table(header, lines, left=2))
-    notes = [
-        f"~ {row['label']}: outside the contract's tolerance: worst row {row['gate_row_ratio'] / 2.5:.2f} times what "
-        f"is allowed, rms error {row['gate_rms_ratio']:.2f} times eager's"
-        for row in {row["label"]: row for row in rows if row["status"] == "loose"}.values()
-    ]
-    return "\n\n".join(filter(None, [*blocks, "\n".join([*notes, *not_timed(rows)])]))
-
-
-def not_timed(rows: Iterable[Row]) -> list[str]:
-    """Return a line for each provider that has no time, with the reason; once for each reason."""
-    lines = []
+    notes = []
     for row in rows:
-        if row["status"] not in TIMED:
-            where = " ".join(filter(None, (row["pass"], row["mode"])))
+        where = " ".join(filter(None, (row["pass"], row["mode"])))
+        if row["status"] == "loose":
+            notes.append(f"~ {row['label']}: outside the contract's tolerance: {row['detail']}")
+        elif row["status"] not in TIMED:
             status = "FAILED the gate" if row["status"] == "failed" else row["status"]
-            lines.append(f"! {row['label']}{f' ({where})' if where else ''}: {status}: {row['detail']}")
-    return list(dict.fromkeys(lines))
-
-
-def summary(rows: list[Row]) -> str:
-    """Return a line for each case and pass: ours, the strongest rival, the fastest attention without a rotation."""
-    blocks = []
-    for mode, words in MODES.items():
-        lines, verdicts = [], []
-        for (case, shape, part, _), group in groups(rows, mode).items():
-            mine = ours(group.values())
-            if mine is None:
-                continue
-            lines.append([case, shape, part, milliseconds(mine["ms"])])
-            for role in ("rival", "bare"):
-                other = strongest(group.values(), role)
-                lines[-1] += ["-", "", ""] if other is None else comparison(other, mine)
-            verdicts += [lines[-1][6]] if lines[-1][6] else []
-        if lines:
-            header = ["case", "shape", "pass", "ours ms", "strongest rival", "ms", "theirs / ours"]
-            header += ["fastest without rotation", "ms", "theirs / ours"]
-            if all(line[7] == "-" for line in lines):
-                header, lines = header[:7], [line[:7] for line in lines]
-            lost = sum(verdict.endswith("LOSS") for verdict in verdicts)
-            count = f"against the strongest rival: {len(verdicts) - lost} not slower, {lost} slower"
-            blocks.append(f"{words[0].upper()}{words[1:]}, {count}\n\n{table(header, lines, left=3)}")
-    unmeasured = not_timed(row | {"label": f"{row['case']}: {row['label']}"} for row in rows if row["role"] == "ours")
-    if unmeasured:
-        blocks.append("\n".join(["Ours, not measured:", *unmeasured]))
-    return "\n\n".join(blocks) or "nothing was timed"
+            notes.append(f"! {row['label']}{f' ({where})' if where else ''}: {status}: {row['detail']}")
+    return "\n\n".join(filter(None, [*blocks, "\n".join(dict.fromkeys(notes))]))
 
 
 # Markdown for the documents
@@ -243,32 +190,6 @@ def mark(*rows: Row) -> str:
     return " ~" * any(row["status"] == "loose" for row in rows)
 
 
-def legend(rows: Iterable[Row]) -> str:
-    """Return the sentence that explains the mark, where a row has it."""
-    return "~: outside the tolerance that ours is held to. " * bool(mark(*rows))
-
-
 def card_name(gpu: str) -> str:
     """Return the short name of a card: H100 of "NVIDIA H100 80GB HBM3"."""
     return gpu.replace("NVIDIA ", "").split()[0]
-
-
-def provenance(rows: list[Row], *packages: str) -> str:
-    """Return the origin of rows: card, dtype where they share one, versions, dates and commits.
-
-    packages: which of the others are named where the rows have them, "cuDNN" among them.
-    """
-    row = rows[0]
-    versions = {name: version for r in rows for name, version in r["packages"].items()}
-    if cudnn := row["cudnn"]:
-        versions["cuDNN"] = f"{cudnn // 10000}.{cudnn % 10000 // 100}.{cudnn % 100}"
-    dtypes = {r.get("dtype") for r in rows}
-    facts = [
-        row["gpu"],
-        *(dtypes if len(dtypes) == 1 and None not in dtypes else ()),
-        *(f"{name} {row[name]}" for name in ("driver", "torch", "triton")),
-        *(f"{name} {versions[name]}" for name in packages if name in versions),
-    ]
-    dates = sorted({r["date"][:10] for r in rows})
-    commits = sorted({r["commit"] for r in rows})
-    return f"{', '.join(facts)}. Measured {' and '.join(dates)}, commit {' and '.join(commits)}."

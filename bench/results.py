@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from bench.command import refuse
-from bench.environment import RESULTS, shown
-from bench.report import Row, read_file, timed
+from bench.environment import RESULTS
+from bench.report import Row, place, read_file, timed
 
 # No table shows these fields: the run's own file has them.
-_LEFT_OUT = {"bench", "groups", "plan", "detail", "calls", "environment", "gate_row_ratio", "gate_rms_ratio", "cuda"}
+_LEFT_OUT = {"bench", "groups", "detail", "calls", "environment", "cuda"}
 
 
 def read(name: str) -> list[Row]:
@@ -53,16 +53,12 @@ def main(argv: list[str]) -> int:
         rows = read(args.to) if (RESULTS / f"{args.to}.csv").exists() else []
         for run in args.runs:
             new = timed(read_file(run))
-            taken = {_place(row) for row in new}
-            rows = [row for row in rows if _place(row) not in taken] + new
-        print(f"wrote {shown(write(args.to, rows))}")
+            taken = {place(row) for row in new}
+            rows = [row for row in rows if place(row) not in taken] + new
+        print(f"wrote {write(args.to, rows)}")
     except (OSError, ValueError) as error:
         return refuse("results", str(error))
     return 0
-
-
-def _place(row: Row) -> tuple:
-    return tuple(row[name] for name in ("case", "shape", "pass", "mode"))
 
 
 def _cell(value: Any) -> str:

@@ -25,43 +25,41 @@ class DeviceLost(RuntimeError):
 
 @dataclass
 class Run:
-    """Everything that outlasts a case. ``progress(share, message)`` gets the share of the run that is done."""
+    """Everything that outlasts a case. ``progress`` gets the title of each step before it runs."""
 
     suite: Suite
     options: Options
     clock: Any  # a ``timing.DeviceClock``
     environment: Row
     providers: Callable[[Any], Sequence[Any]]  # of a case
-    progress: Callable[[float, str], None] = lambda share, message: None
+    progress: Callable[[str], None] = lambda message: None
     no_graphs: dict[str, str] = field(default_factory=dict)  # provider -> why its capture failed
     not_run: list[str] = field(default_factory=list)
 
     def rows(self, cases: list[Any]) -> Iterator[list[Row]]:
         """Yield the rows of one case after the other, and note the cases that do not fit this machine."""
-        for index, case in enumerate(cases):
+        for index, case in enumerate(cases, 1):
             block: list[Row] = []
             try:
-                block = self._case(case, index / len(cases), 1 / len(cases))
+                block = self._case(case, f"{index} of {len(cases)}, {case.name} {case.shape}")
             except torch.OutOfMemoryError:  # of the inputs: that of a provider is caught where it runs
                 self.not_run.append(f"{case.name} {case.shape} (memory)")
             self.clock.release()
             yield block
 
-    def _case(self, case: Any, begin: float, share: float) -> list[Row]:
-        """Return the rows of one case. ``begin``, ``share``: where it begins in the run, and what share of it it is."""
-        title = f"{case.name} {case.shape}"
-        self.progress(begin, title)
+    def _case(self, case: Any, title: str) -> list[Row]:
+        """Return the rows of one case."""
+        self.progress(title)
         trial = self.suite.trial(case, self.providers(case), self.clock, self.options)
-        rows, entries = self._enter(title, trial, begin)
+        rows, entries = self._enter(title, trial)
         trial.gated()
         plan = [(mode, part) for mode in trial.modes() for part in self.options.passes or trial.default_passes]
-        for number, (mode, part) in enumerate(plan if entries else ()):
-            # The gate, with compilation, takes about as long as two passes.
-            self.progress(begin + share * (number + 2) / (len(plan) + 2), f"{title}: {part} {mode}")
+        for mode, part in plan if entries else ():
+            self.progress(f"{title}: {part} {mode}")
             rows += self._timed(trial, entries, part, mode)
         return rows
 
-    def _enter(self, title: str, trial: Trial, begin: float) -> tuple[list[Row], dict[str, Entry]]:
+    def _enter(self, title: str, trial: Trial) -> tuple[list[Row], dict[str, Entry]]:
         """Return rows of the providers that will not be timed, and the entries of those that will."""
         rows: list[Row] = []
         entries: dict[str, Entry] = {}
@@ -72,7 +70,7 @@ class Run:
             if reason is not None:
                 rows.append(self._row(trial, provider, status, reason, {}))
                 continue
-            self.progress(begin, f"{title}: gate {provider.name}")
+            self.progress(f"{title}: gate {provider.name}")
             try:
                 entry = trial.enter(provider)
                 self.clock.synchronize()  # an error of the device is this provider's
@@ -90,11 +88,11 @@ class Run:
         """Time all entries in interleaved rounds; return a row for each, also where it failed."""
         fns: dict[str, tuple[Entry, Callable[[], Any]]] = {}
         calls: dict[str, int] = {}
-        facts = {name: entry.facts for name, entry in entries.items()}
         rows: list[Row] = []
 
         def row(name: str, status: str, detail: str) -> Row:
-            return self._row(trial, entries[name].provider, status, detail, {"pass": part, "mode": mode} | facts[name])
+            entry = entries[name]
+            return self._row(trial, entry.provider, status, detail, {"pass": part, "mode": mode} | entry.facts)
 
         for name, entry in entries.items():
             if reason := trial.unsupported_pass(entry.provider, part):
@@ -103,9 +101,6 @@ class Run:
             try:
                 with entry.active():
                     fn = self._callable(entry, part, mode)
-                    if trial.measures_memory and mode == "eager":
-                        fn()  # the first call may allocate memory that it keeps
-                        facts[name] = entry.facts | {"peak_mib": self.clock.peak_mib(fn)}
                     calls[name] = self._calls(fn, mode)
                 fns[name] = entry, fn
             except Exception as error:

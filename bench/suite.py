@@ -15,13 +15,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from baselines.base import dtype_name, nothing_missing
 from bench import timing
 from bench.gate import Verdict
-from bench.names import words
 from bench.report import Row
 
+# In shapes and on command lines.
+SHORT_DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 Times = Mapping[str, Any]  # by provider: what the clock's ``measurement`` makes
 
 
@@ -30,7 +32,7 @@ class Provider:
     """One implementation. Suites add fields for their calls.
 
     role: "ours", "rival", "bare" (attention without the rotation) or "ceiling" (computes nothing: a copy, one GPU).
-    missing: returns why it cannot run on this machine, or None. pip: the packages that it needs.
+    missing: returns why it cannot run on this machine, or None. pip: the packages that it needs. backward: it has one.
     """
 
     name: str
@@ -38,6 +40,7 @@ class Provider:
     role: str = "rival"
     missing: Callable[[], str | None] = nothing_missing
     pip: tuple[str, ...] = ()
+    backward: bool = True
 
     @property
     def ours(self) -> bool:
@@ -49,7 +52,22 @@ def by_name(providers: Iterable[Any]) -> dict[str, Any]:
     return {provider.name: provider for provider in providers}
 
 
-def normal(shapes: Iterable[Sequence[int]], dtype: torch.dtype, device: torch.device) -> list[torch.Tensor]:
+def length_name(length: int) -> str:
+    """Return ``4K`` for 4096, ``640`` for 640."""
+    return f"{length // 1024}K" if length and length % 1024 == 0 else str(length)
+
+
+def words(text: str) -> list[str]:
+    """Return the words of a comma-separated option."""
+    return [word.strip() for word in text.split(",") if word.strip()]
+
+
+def keep_tables(cos: Tensor, sin: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return (N, D/2) float32 tables as they are: the form of a provider that needs no other one."""
+    return cos, sin
+
+
+def normal(shapes: Iterable[Sequence[int]], dtype: torch.dtype, device: torch.device) -> list[Tensor]:
     """Return normally distributed tensors, equal for equal shapes and devices."""
     drawn: dict[str, Any] = {"generator": torch.Generator(device).manual_seed(0), "device": device, "dtype": dtype}
     return [torch.randn(*shape, **drawn) for shape in shapes]
@@ -87,13 +105,16 @@ class Options:
 class Trial:
     """One case with its inputs. A subclass runs and judges providers and says what their rows hold."""
 
-    measures_memory = False  # whether eager calls of each pass also get a peak of memory
     default_modes: tuple[str, ...] = ("graph",)
     default_passes: tuple[str, ...] = ("fwd", "bwd")
     facts: tuple[str, ...] = ()  # attributes of the case that rows hold
 
     def __init__(self, case: Any, providers: Sequence[Any], clock: Any, options: Options) -> None:
         self.case, self.providers, self.clock, self.options = case, providers, clock, options
+        self.open()
+
+    def open(self) -> None:
+        """Make the inputs of the case."""
 
     def modes(self) -> tuple[str, ...]:
         """Return the modes of this case: those that were asked for, or the default ones."""
@@ -105,7 +126,7 @@ class Trial:
 
     def unsupported_pass(self, provider: Any, part: str) -> str | None:
         """Return why a provider that serves this case has no such pass, or None."""
-        return None
+        return None if provider.backward or part == "fwd" else f"{provider.label} has a forward pass only"
 
     def enter(self, provider: Any) -> Entry:
         """Run the provider once and judge what it computes. Raises what the provider raises."""

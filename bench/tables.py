@@ -18,7 +18,6 @@ from bench.report import (
     card_name,
     faster,
     groups,
-    legend,
     mark,
     markdown,
     strongest,
@@ -30,24 +29,22 @@ from bench.timing import EVEN
 CARDS = ("h200", "h100")
 # What every label of a column has in common is left out.
 _PREFIX = re.compile(r"^(bare |Liger norm \+ )?(Liger rope \+ |rotate \+ write \+ |rotation apart \+ )?")
-_PARTS = ("fwd", "fwd_grad", "bwd", "both")
+_PARTS = "fwd fwd_grad bwd both"  # in this order
 _ROLES = {"rival": "strongest with rotation", "bare": "fastest without"}
 
 
 class Table(NamedTuple):
     """What a table shows of the files ``SUITE-CARD``, with a line for each case and shape.
 
-    cases: those that are shown, in this order; none: all. within: an expression that
-    their shapes match. shapes: these are shown too.
-    mine: the provider that the others are compared with. shows: the field of it that is shown.
-    cost: the provider that is ours without the option; its column has our time over that.
-    facts: fields of ours that are shown too, with their headers and formats.
-    others: providers with columns of their own, by header. roles: the best of each role has a column.
-    over: "rounds" compares times, "mj_rounds" energies.
+    cases: words, the cases that are shown, in this order; none: all. within: an expression that their shapes match.
+    shapes: these are shown too. mine: the provider that the others are compared with. shows: the field of it that is
+    shown. cost: the provider that is ours without the option; its column has our time over that. facts: fields of ours
+    that are shown too, with their headers and formats. others: providers with columns of their own, by header. roles:
+    the best of each role has a column. over: "rounds" compares times, "mj_rounds" energies.
     """
 
     suite: str
-    cases: tuple[str, ...] = ()
+    cases: str = ""
     within: str = ""
     shapes: bool = False
     mine: str = "fused"
@@ -81,11 +78,12 @@ def render(table: Table) -> str:
         for (case, shape), passes in found.items():
             cells = lines.setdefault(f"{case} ({shape})" if table.shapes else case, {})
             cells[card] = [_cell(table, name, passes) for name in columns]
-    if missing := set(table.cases) - {case for rows in shown.values() for case in (row["case"] for row in rows)}:
+    every = [row for rows in shown.values() for row in rows]
+    if missing := set(table.cases.split()) - {row["case"] for row in every}:
         raise ValueError(f"no times of {table.mine} at {', '.join(sorted(missing))} in the rows of {table.suite}")
     body = [[name, *(cell for card in shown for cell in line.get(card, blank[card]))] for name, line in lines.items()]
-    every = [row for rows in shown.values() for row in rows]
-    return f"{markdown(header, body)}\n\n{legend(every)}{origins(table.suite, shown)}"
+    legend = "~: outside the tolerance that ours is held to. " * bool(mark(*every))
+    return f"{markdown(header, body)}\n\n{legend}{origins(table.suite, shown)}"
 
 
 def _lines(table: Table, rows: list[Row]) -> dict[tuple[str, str], list[Group]]:
@@ -94,13 +92,10 @@ def _lines(table: Table, rows: list[Row]) -> dict[tuple[str, str], list[Group]]:
     for (case, shape, _, _), group in groups(rows, table.mode).items():
         if table.mine in group and re.search(table.within, shape):
             found.setdefault((case, shape), []).append(group)
-    names = table.cases or dict.fromkeys(case for case, _ in found)
-    return {key: sorted(found[key], key=_order) for name in names for key in found if key[0] == name}
-
-
-def _order(group: Group) -> int:
-    part = next(iter(group.values()))["pass"]
-    return _PARTS.index(part) if part in _PARTS else 0
+    for passes in found.values():
+        passes.sort(key=lambda group: _PARTS.find(group[table.mine]["pass"]))
+    names = table.cases.split() or dict.fromkeys(case for case, _ in found)
+    return {key: found[key] for name in names for key in found if key[0] == name}
 
 
 def _columns(table: Table, rows: list[Row]) -> list[str]:

@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 
-from bench.names import length_name
+from bench.suite import length_name
 from fused_rope_attn import masks
 from verification.testing import Case
 
-# Kinds of masks that are compared: a window, packed sequences, masks that hide nothing.
-MASKS = ("window", "packed", "overhead")
+# Kinds of masks that are compared.
+MASKS = ("window", "packed")
 
 
 @dataclass(frozen=True)
@@ -118,11 +118,6 @@ def mixed_lengths(count: int, shortest: int, longest: int, seed: int = 0) -> tup
     return tuple(lengths)
 
 
-def masks_case(kind: str, case: Case) -> BenchCase:
-    """Return the case of one figure of masks; its providers change the mask of ``case``."""
-    return BenchCase(kind, kind, ("masks", kind), case, kind)
-
-
 def packed(case: Case, lengths: tuple[int, ...]) -> Case:
     """Return a case of packed sequences."""
     total = sum(lengths)
@@ -130,10 +125,12 @@ def packed(case: Case, lengths: tuple[int, ...]) -> Case:
 
 
 _LLAMA = Case(2, 32, 8, 4096, 4096, 128, dtype=torch.bfloat16)
-MASKED: tuple[BenchCase, ...] = (
-    masks_case("window", replace(_LLAMA, batch=1, len_q=32768, len_k=32768, window=(1024, 0))),
-    masks_case("packed", packed(_LLAMA, mixed_lengths(64, 16, 4096))),
-    masks_case("overhead", _LLAMA),
+MASKED: tuple[BenchCase, ...] = tuple(
+    BenchCase(kind, kind, ("masks", kind), case, kind)
+    for kind, case in (
+        ("window", replace(_LLAMA, batch=1, len_q=32768, len_k=32768, window=(1024, 0))),
+        ("packed", packed(_LLAMA, mixed_lengths(64, 16, 4096))),
+    )
 )
 
 

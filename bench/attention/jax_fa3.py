@@ -1,8 +1,8 @@
 """``python -m bench fa3``: FlashAttention-3 with its backward, which is installed for JAX alone, next to ours.
 
 The package dew-flash-attn-cu13 has the kernels of FlashAttention-3 for sm_90a as targets of XLA's foreign functions.
-XLA launches them one by one and cannot record them in a CUDA graph, so that they have a table of their own: back to
-back, where 32 calls follow one another, and by the profiler, which sums the device time of a call's kernels.
+XLA launches them one by one and cannot record them in a CUDA graph, so that they have a table of their own, where 32
+calls follow one another.
 """
 
 from __future__ import annotations
@@ -12,23 +12,20 @@ import functools
 import importlib.util
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy
 import torch
 from torch import Tensor
-from torch.autograd import DeviceType
-from torch.profiler import ProfilerActivity, profile
 
 from baselines import BASELINES
 from bench.attention import cases
-from bench.attention.problem import AttentionTrial, Subject
-from bench.attention.providers import OURS, AttentionProvider, Given, rival
+from bench.attention.providers import OURS, AttentionProvider, rival
+from bench.attention.suite import AttentionTrial, Problem
 from bench.load import CALLS, LoadClock
-from bench.report import Row
-from bench.suite import Entry, Suite, Times, by_name
+from bench.suite import Entry, Suite, by_name
 from bench.timing import Measurement
 
 FA3 = "bare_fa3_jax"
@@ -111,14 +108,10 @@ class _Fa3(torch.autograd.Function):
         return (*map(_to_torch, backward(ctx.causal, *ctx.saved, _to_jax(do))), None)
 
 
-def _run(q: Tensor, k: Tensor, v: Tensor, given: Given) -> Tensor:
-    return _Fa3.apply(q, k, v, given.case.causal)
-
-
-def executable(subject: Subject, part: str) -> Callable[[], Any]:
+def executable(problem: Problem, part: str) -> Callable[[], Any]:
     """Return a function that enqueues CALLS calls of a pass, and returns an array of the last one."""
-    jax, causal = _jax(), subject.case.causal
-    q, k, v, do = map(_to_jax, subject.problem.tensors("dense"))
+    jax, causal = _jax(), problem.case.causal
+    q, k, v, do = map(_to_jax, problem.tensors("dense"))
     given: tuple[Any, ...] = (q, k, v)
     if part == "bwd":
         given = (q, k, v, *jax.jit(functools.partial(forward, causal))(q, k, v), do)
@@ -137,9 +130,6 @@ class BackToBackClock(LoadClock):
 
     measurement = Measurement
 
-    def __init__(self, device: torch.device):
-        super().__init__(device, None)
-
     def sample(self, fn: Callable[[], Any], calls: int) -> Any:
         """Return the ms of a call, the mean of ``calls`` executions of CALLS calls each, in a list."""
         self.synchronize()
@@ -155,53 +145,34 @@ class BackToBackClock(LoadClock):
         fn()
         return max(1, round(round_ms / (self.sample(fn, 1)[0] * CALLS)))
 
-    def device_ms(self, fn: Callable[[], Any], calls: int) -> float:
-        """Return the device time of all kernels of an execution over its number of calls, by the profiler."""
-        self.sample(fn, 1)
-        with profile(activities=[ProfilerActivity.CUDA]) as found:
-            self.sample(fn, 1)
-        events = [event for event in found.events() if event.device_type == DeviceType.CUDA]
-        if not events:
-            raise RuntimeError("the profiler has seen no kernel")
-        return 1e-3 * sum(event.self_device_time_total for event in events) / calls
-
 
 class Fa3Trial(AttentionTrial):
     """One case."""
 
-    def __init__(self, *given: Any) -> None:
-        super().__init__(*given)
-        self._entries: dict[str, Entry] = {}
-
     def enter(self, provider: AttentionProvider) -> Entry:
         entry = super().enter(provider)
         if provider.name == FA3:
-            make = functools.cache(functools.partial(executable, self._subjects[FA3]))
-            entry.make, entry.captures = make, False
+            entry.make, entry.captures = functools.partial(executable, self.problem), False
             del entry.facts["peak_mib"]  # JAX has an allocator of its own
-        self._entries[provider.name] = entry
         return entry
 
-    def figures(self, part: str, mode: str, measured: Times) -> dict[str, Row]:
-        """Return the device time of a call by the profiler too."""
-        rows = super().figures(part, mode, measured)
-        for name, row in rows.items():
-            row["device_ms"] = self.clock.device_ms(self._entries[name].make(part), CALLS if name == FA3 else 1)
-        return rows
 
-
-@functools.cache
-def _providers() -> Mapping[str, AttentionProvider]:
-    fa3 = AttentionProvider(FA3, "bare FA3, from JAX", "bare", _missing, ("jax", _PIP), run=_run)
-    return by_name([OURS["fused"], *(rival(BASELINES[name]) for name in ("bare_fa4", "bare_fa3")), fa3])
-
-
+PROVIDERS = by_name(
+    (
+        OURS,
+        rival(BASELINES["bare_fa4"]),
+        AttentionProvider(
+            *(FA3, "bare FA3, from JAX", "bare", _missing, ("jax", _PIP)),
+            run=lambda q, k, v, given: _Fa3.apply(q, k, v, given.case.causal),
+        ),
+    )
+)
 FA3_SUITE = Suite(
     name="fa3",
     description="Time FlashAttention-3 with its backward, which is installed for JAX alone.",
     cases=cases.PLAIN,
     trial=Fa3Trial,
-    table=lambda case: _providers(),
+    table=lambda case: PROVIDERS,
     default_cases="Small-1K,Llama7B-2K,Llama7B-4K,Llama3-8B-4K,Llama3-8B-16K",
     modes=("load",),
     rounds=4,

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,9 +15,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import fused_rope_attn
 from baselines import BASELINES, Baseline, attentions, masked, rotations
 from baselines.masked import MaskedAttention
-from baselines.norms import GEMMA_NORM, NORMED, Norms, hf_norm
+from baselines.norms import NORMED, Norms
 from bench.attention.cases import INTERVALS
-from bench.suite import Provider, by_name
+from bench.suite import Provider, by_name, keep_tables
 from fused_rope_attn.experimental import corope_attention
 from fused_rope_attn.experimental.corope import reference as corope_reference
 from verification import testing
@@ -27,7 +27,7 @@ class Given(NamedTuple):
     """The arguments of a call in addition to q, k and v.
 
     case: the problem with the provider's variant. tables: what its ``prepare`` made. options: keywords of
-    ``rope_attention``. weights: sinks and norms' weights by keyword. ends, longest: of packed sequences.
+    ``rope_attention``. weights: of norms, by keyword. ends, longest: of packed sequences.
     """
 
     case: testing.Case
@@ -38,75 +38,45 @@ class Given(NamedTuple):
     longest: int
 
 
-def _keep_tables(cos: Tensor, sin: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    return cos, sin
-
-
 @dataclass(frozen=True, kw_only=True)
 class AttentionProvider(Provider):
     """``run(q, k, v, given) -> o``; shapes as in ``baselines/base.py``, packed as in ``baselines/masked.py``.
 
     prepare: brings (N, D/2) float32 tables into its form before any clock runs. variant: fields of the case that it
-    changes, for example its mask. form: how tensors are handed over, see ``problem.Problem``. options: backend and
-    strategy of ours. unsupported: why it does not serve a case. active: a context that is entered while it runs.
+    changes, for example its mask. form: how tensors are handed over, see ``suite.Problem``. options: further
+    keywords of ours. unsupported: why it does not serve a case. active: a context that is entered while it runs.
     """
 
     run: Callable[[Tensor, Tensor, Tensor, Given], Tensor]
-    prepare: Callable[[Tensor, Tensor, torch.dtype], Any] = _keep_tables
+    prepare: Callable[[Tensor, Tensor, torch.dtype], Any] = keep_tables
     variant: Mapping[str, Any] = field(default_factory=dict)
     form: str = "dense"
     options: Mapping[str, Any] = field(default_factory=dict)
     unsupported: Callable[[testing.Case], str | None] = lambda case: None
     in_place: bool = False
     half_tables: bool = False
-    backward: bool = True
     active: Callable[[], AbstractContextManager] = nullcontext
 
 
 # Ours
 
 
-def fused(q: Tensor, k: Tensor, v: Tensor, given: Given, call: Any = fused_rope_attn.rope_attention) -> Any:
-    """Call ``rope_attention`` as a user does, or with ``call`` its plan. Rows of a tree's paths are causal."""
-    causal = given.case.causal or given.case.intervals is not None and "query_starts" not in given.options
-    return call(q, k, v, *given.tables, causal, **given.options, **given.weights)
+def fused(q: Tensor, k: Tensor, v: Tensor, given: Given) -> Tensor:
+    """Call ``rope_attention`` as a user does."""
+    return fused_rope_attn.rope_attention(q, k, v, *given.tables, given.case.causal, **given.options, **given.weights)
 
 
-def _varlen(q: Tensor, k: Tensor, v: Tensor, given: Given, call: Any = fused_rope_attn.rope_attention_varlen) -> Any:
+def _varlen(q: Tensor, k: Tensor, v: Tensor, given: Given) -> Tensor:
     limits = given.ends, given.ends, given.longest, given.longest
-    return call(q, k, v, *given.tables, *limits, True, **given.options)
-
-
-def plan(provider: AttentionProvider, q: Tensor, k: Tensor, v: Tensor, given: Given) -> Any:
-    """Return the plan of a call of ours."""
-    call: Any = fused_rope_attn.plan_varlen if q.ndim == 3 else fused_rope_attn.plan
-    return cast(Any, provider.run)(q, k, v, given, call)
-
-
-def _no_hopper(case: testing.Case) -> str | None:
-    """Return why the kernels for sm_90 do not serve a case here, or None."""
-    from fused_rope_attn.attention import planning
-    from fused_rope_attn.runtime import device
-
-    where = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    problem = planning.Problem(case.dtype, case.head_dim, len_k=case.len_k)
-    obstacle = planning.obstacle("hopper", problem, device.arch(where))
-    return None if obstacle is None else obstacle[1]
+    return fused_rope_attn.rope_attention_varlen(q, k, v, *given.tables, *limits, True, **given.options)
 
 
 def ours(name: str, label: str, **fields: Any) -> AttentionProvider:
-    """Return ours; ``options`` choose its backend and strategy."""
+    """Return ours."""
     return AttentionProvider(name, label, "ours", **{"run": fused} | fields)
 
 
-OURS: dict[str, AttentionProvider] = by_name(
-    (
-        ours("fused", "fused (auto)"),
-        ours("fused_inline", "fused, inline", options={"backend": "triton", "strategy": "inline"}),
-        ours("fused_prepass", "fused, prepass", options={"backend": "triton", "strategy": "prepass"}),
-        ours("fused_hopper", "fused, hopper", options={"backend": "hopper"}, unsupported=_no_hopper),
-    )
-)
+OURS = ours("fused", "fused (auto)")
 
 
 # Rivals
@@ -116,7 +86,11 @@ def rival(b: Baseline) -> AttentionProvider:
     """Return a baseline as a provider."""
 
     def run(q: Tensor, k: Tensor, v: Tensor, given: Given) -> Tensor:
-        return b.run(q, k, v, given.tables, given.case.causal, norms_of(given) if b.norm else None)
+        case, norms = given.case, None
+        if b.norm:
+            assert case.norms is not None
+            norms = Norms(given.weights["q_norm"], given.weights["k_norm"], case.norm_eps, case.norms)
+        return b.run(q, k, v, given.tables, case.causal, norms)
 
     names = ("prepare", "unsupported", "in_place", "half_tables", "backward")
     role = "rival" if b.rotates else "bare"
@@ -124,44 +98,24 @@ def rival(b: Baseline) -> AttentionProvider:
     return AttentionProvider(b.name, b.label, role, b.missing, b.pip, run=run, **fields)
 
 
-def norms_of(given: Given) -> Norms:
-    """Return the norms of a case that has them."""
-    assert given.case.norms is not None
-    return Norms(given.weights["q_norm"], given.weights["k_norm"], given.case.norm_eps, given.case.norms)
-
-
-def _norm_apart(q: Tensor, k: Tensor, v: Tensor, given: Given) -> Tensor:
-    """Norm q and k by the model's own modules, then call ``rope_attention``."""
-    norms = norms_of(given)
-    pairs = ((q, norms.q_norm), (k, norms.k_norm))
-    q, k = (hf_norm(x.transpose(1, 2), weight, *norms[2:]).transpose(1, 2) for x, weight in pairs)
-    return fused_rope_attn.rope_attention(q, k, v, *given.tables, given.case.causal)
-
-
 def masked_rival(attention: MaskedAttention, kind: str, rotation: Any) -> AttentionProvider:
     """Return a rotation in place and an attention with a "window", of "packed" sequences, or with "intervals"."""
+    attend: Any = getattr(attention, kind)
 
-    def window(q: Tensor, k: Tensor, v: Tensor, given: Given) -> Tensor:
-        assert attention.window is not None and given.case.window is not None
-        return attention.window(*rotation.rotate(q, k, given.tables), v, given.case.window[0])
-
-    def packed(q: Tensor, k: Tensor, v: Tensor, given: Given) -> Tensor:
-        assert attention.packed is not None
-        turned = rotation.rotate(*(x.transpose(0, 1)[None] for x in (q, k)), given.tables)
-        q, k = (x[0].transpose(0, 1) for x in turned)
-        return attention.packed(q, k, v, given.ends, given.longest)
-
-    def intervals(q: Tensor, k: Tensor, v: Tensor, given: Given) -> Tensor:
-        assert attention.intervals is not None
-        q, k = rotation.rotate(q, k, given.tables)
-        return attention.intervals(q, k, v, given.options["query_starts"], given.options["query_ends"])
+    def run(q: Tensor, k: Tensor, v: Tensor, given: Given) -> Tensor:
+        if kind == "packed":
+            turned = rotation.rotate(*(x.transpose(0, 1)[None] for x in (q, k)), given.tables)
+            return attend(*(x[0].transpose(0, 1) for x in turned), v, given.ends, given.longest)
+        options = given.options
+        bounds = options["window"][:1] if kind == "window" else (options["query_starts"], options["query_ends"])
+        return attend(*rotation.rotate(q, k, given.tables), v, *bounds)
 
     return AttentionProvider(
         attention.name,
         f"{rotation.label} + {attention.label}",
         "rival",
         lambda: rotation.missing() or attention.missing(),
-        run={"window": window, "packed": packed, "intervals": intervals}[kind],
+        run=run,
         prepare=rotation.prepare,
         variant={"seqlens": None} if kind == "intervals" else {},
         form="packed" if kind == "packed" else "dense",
@@ -169,7 +123,7 @@ def masked_rival(attention: MaskedAttention, kind: str, rotation: Any) -> Attent
     )
 
 
-# Functions that do nothing, as a floor of host time
+# A function that does nothing, as a floor of host time
 
 
 class _Nothing(torch.autograd.Function):
@@ -181,22 +135,7 @@ class _Nothing(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, do: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        _ = ctx.saved_tensors
         return do, do, do
-
-
-class _NothingSaved(_Nothing):
-    """The same, with q, k and v saved for the backward and taken from there."""
-
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        ctx.save_for_backward(q, k, v)
-        return q
-
-
-def cudnn() -> AbstractContextManager:
-    """Choose cuDNN's attention in PyTorch."""
-    return sdpa_kernel(SDPBackend.CUDNN_ATTENTION)
 
 
 # Co-RoPE, which is held to its own definition
@@ -213,87 +152,60 @@ def corope_definition(q: Tensor, k: Tensor, v: Tensor, given: Given | None = Non
     return corope_reference.corope(q, k, v, base=_BASE, softmax_scale=q.shape[3] ** -0.5, **options)
 
 
-def corope_provider(name: str, label: str, run: Callable, longest: int | None = None) -> AttentionProvider:
-    """Return a provider of Co-RoPE for at most ``longest`` tokens."""
-
-    def unsupported(case: testing.Case) -> str | None:
-        return f"for at most {longest} tokens here" if longest and case.len_q > longest else None
-
-    return AttentionProvider(name, label, "ours" if name == "corope" else "rival", run=run, unsupported=unsupported)
+def _too_long(case: testing.Case) -> str | None:
+    # There are N squared angles: 1024 tokens take about 20 GiB at once.
+    return "for at most 1024 tokens here" if case.len_q > 1024 else None
 
 
 # The table
 
 
 @functools.cache
-def table(kind: str, length: int = 0, batch: int = 1) -> dict[str, AttentionProvider]:
-    """Return the providers of a kind of cases by name, in the order of reports.
-
-    length, batch: of the case, for masks that hide nothing. Labels depend on what is installed, hence a function.
-    """
-    return by_name(_providers(kind, length, batch))
+def table(kind: str) -> dict[str, AttentionProvider]:
+    """Return the providers of a kind of cases by name. Labels depend on what is installed, hence a function."""
+    return by_name(_providers(kind))
 
 
-def _providers(kind: str, length: int, batch: int) -> list[AttentionProvider]:
+def _providers(kind: str) -> list[AttentionProvider]:
     if kind == "plain":
-        return [*OURS.values(), *map(rival, BASELINES.values())]
+        return [OURS, *map(rival, BASELINES.values())]
     if kind == "host":
-        idle = functools.partial(AttentionProvider, role="ceiling")
-        # PyTorch's context that chooses cuDNN costs host time: one provider enters it in every call, one before it.
+        # PyTorch's context that chooses cuDNN costs host time, so that it is entered before the calls.
         chosen = replace(attentions.CUDNN, label="cuDNN, chosen once", attend=attentions.SDPA.attend)
+        active = functools.partial(sdpa_kernel, SDPBackend.CUDNN_ATTENTION)
+        nothing = "nothing", "a function that does nothing", "ceiling"
         return [
-            OURS["fused"],
+            OURS,
             rival(Baseline("bare_sdpa", None, attentions.SDPA)),
-            replace(rival(Baseline("bare_cudnn_chosen", None, chosen)), active=lambda: cudnn()),
-            rival(BASELINES["bare_cudnn"]),
-            idle("nothing", "a function that does nothing", run=lambda q, k, v, given: _Nothing.apply(q, k, v)),
-            idle("nothing_saved", "... and saves q, k, v", run=lambda q, k, v, given: _NothingSaved.apply(q, k, v)),
+            replace(rival(Baseline("bare_cudnn_chosen", None, chosen)), active=active),
+            AttentionProvider(*nothing, run=lambda q, k, v, given: _Nothing.apply(q, k, v)),
         ]
+    mask = "intervals" if kind in INTERVALS else kind
+    masks = [masked_rival(each, mask, rotations.LIGER) for each in masked.MASKED if getattr(each, mask, None)]
     if kind == "window":
-        rivals = [masked_rival(each, "window", rotations.LIGER) for each in masked.MASKED if each.window]
         full = ours("causal", "ours, full causal", variant={"window": None})
-        return [ours("window", "ours, window"), full, *rivals]
+        return [ours("window", "ours, window"), full, *masks]
     if kind == "packed":
         return [
             ours("packed", "ours, packed", run=_varlen, form="packed"),
-            ours("padded", "ours, padded right, causal", form="right"),
-            ours("kv_starts", "ours, padded left, kv_starts", form="left"),
-            *(masked_rival(each, "packed", rotations.LIGER) for each in masked.MASKED if each.packed),
+            ours("padded", "ours, padded right, causal", form="padded"),
+            *masks,
         ]
     if kind in INTERVALS:
-        whole, packed = {"seqlens": None}, {"intervals": None, "causal": True}
-        others = {
-            "documents": [ours("varlen", "ours, varlen", run=_varlen, form="packed", variant=packed)],
-            **dict.fromkeys(("prefix", "tree"), [ours("rows", "ours, separate rows", form="rows")]),
-        }
-        rivals = [masked_rival(each, "intervals", rotations.LIGER) for each in masked.MASKED if each.intervals]
-        mine = ours("intervals", "ours, intervals", variant=whole)
-        return [mine, ours("causal", "ours, causal", variant=packed | whole), *others.get(kind, []), *rivals]
-    if kind == "overhead":
-        variants: dict[str, dict[str, Any]] = {
-            "causal": {},
-            "window": {"window": (length, 0)},
-            "softcap": {"softcap": 50.0},
-            "sinks": {"sinks": True},
-            "kv_lens": {"kv_lens": (length,) * batch},
-            "kv_starts": {"kv_starts": (0,) * batch},
-        }
-        return [ours(name, f"ours, {name}", variant=variant) for name, variant in variants.items()]
+        return [ours("intervals", "ours, intervals", variant={"seqlens": None}), *masks]
     if kind == "norm":
         return [
             ours("fused", "fused, with norms"),
             ours("fused_without", "fused, without norms", variant={"norms": None}),
-            AttentionProvider("norm_hf_fused", "HF norm + fused", missing=GEMMA_NORM.missing, run=_norm_apart),
             *map(rival, NORMED.values()),
         ]
     if kind == "unsplit":
         rivals = (Baseline(name, rotations.APART, attention) for name, attention in attentions.UNSPLIT.items())
         same = ours("fused_same_bits", "fused, batch_invariant", options={"batch_invariant": True})
-        return [OURS["fused"], same, *map(rival, rivals)]
+        return [OURS, same, *map(rival, rivals)]
     assert kind == "corope"
+    at_once = functools.partial(corope_definition, chunk_angles=1 << 62)
     return [
-        corope_provider("corope", "`corope_attention`", _corope),
-        # There are N squared angles: 1024 tokens take about 20 GiB at once, 8192 in chunks a quarter of a minute.
-        corope_provider("chunked", "eager, in chunks", corope_definition, 2048),
-        corope_provider("dense", "eager, at once", functools.partial(corope_definition, chunk_angles=1 << 62), 1024),
+        ours("corope", "`corope_attention`", run=_corope),
+        AttentionProvider("dense", "eager, at once", run=at_once, unsupported=_too_long),
     ]

@@ -13,11 +13,10 @@ from unittest import mock
 
 from torch import nn
 
-from baselines.attentions import FLASH_2, FLASH_4
+from baselines.attentions import FLASH_4
 from baselines.base import Package
 from bench.suite import Provider, by_name
 
-OURS, OURS_WITH_LIGER = "fused", "fused_liger"
 _HEAD_NORMS = ("q_norm", "k_norm")
 Switch = Callable[[nn.Module], AbstractContextManager]
 
@@ -47,12 +46,11 @@ def _liger_norms(model: nn.Module) -> Iterator[None]:
 
     with ExitStack() as stack:
         for module in _head_norms(model):
-            gemma = type(module).__name__.startswith("Gemma")
             bound = {
-                "offset": float(gemma),
-                "casting_mode": "gemma" if gemma else "llama",
-                "variance_epsilon": module.eps if gemma else module.variance_epsilon,
-                "in_place": not gemma,
+                "offset": 0.0,
+                "casting_mode": "llama",
+                "variance_epsilon": module.variance_epsilon,
+                "in_place": True,
                 "row_mode": None,
                 "forward": MethodType(LigerRMSNorm.forward, module),
             }
@@ -129,40 +127,24 @@ _LIGER_FLASH_4: dict[str, Any] = {
     "pip": (LIGER.pip, FLASH_4.pip),
     "missing": lambda: "; ".join(filter(None, (LIGER.missing(), FLASH_4.missing()))) or None,
 }
-_GRAPHS: dict[str, Any] = {"kinds": _SERVED, "manager": {"use_cuda_graph": True}}
-_eager, _sdpa, _flash_2, _flash_4 = (
-    partial(_attention, name) for name in ("eager", "sdpa", "flash_attention_2", "flash_attention_4")
-)
+_sdpa, _flash_4 = partial(_attention, "sdpa"), partial(_attention, "flash_attention_4")
+_all_sdpa, _all_flash_4, _all_fused = ((_liger_kernels, attention) for attention in (_sdpa, _flash_4, _fused))
+_graphs: dict[str, Any] = {"kinds": _SERVED, "manager": {"use_cuda_graph": True}}
 _liger, _liger_norm = (_liger_rotation, _sdpa), (_liger_norms, _liger_rotation, _sdpa)
 _own_norms = (_hooked_norms, _fused)
+_norm_label, _with_liger = "Liger's norms of heads, rotation + sdpa", "patch_model + Liger's other kernels"
 PROVIDERS: dict[str, ModelProvider] = by_name(
     (
-        ModelProvider("eager", "eager", switches=(_eager,), kinds=_SERVED),
-        ModelProvider("eager_graphs", "eager, CUDA graphs", switches=(_eager,), **_GRAPHS),
         ModelProvider("sdpa", "sdpa", switches=(_sdpa,), kinds=_EVERYTHING),
-        ModelProvider("sdpa_graphs", "sdpa, CUDA graphs", switches=(_sdpa,), **_GRAPHS),
-        ModelProvider("flash_2", "flash_attention_2", switches=(_flash_2,), kinds=_EVERYTHING, **FLASH_2.fields()),
+        ModelProvider("sdpa_graphs", "sdpa, CUDA graphs", switches=(_sdpa,), **_graphs),
         ModelProvider("liger", "Liger's rotation + sdpa", switches=_liger, **_LIGER),
-        ModelProvider("liger_all", "Liger + sdpa", switches=(_liger_kernels, _sdpa), kinds=_STEP, **_LIGER),
+        ModelProvider("liger_all", "Liger + sdpa", switches=_all_sdpa, kinds=_STEP, **_LIGER),
         ModelProvider(
-            "liger_all_fa4",
-            "Liger + flash_attention_4",
-            switches=(_liger_kernels, _flash_4),
-            kinds=_STEP,
-            **_LIGER_FLASH_4,
+            "liger_all_fa4", "Liger + flash_attention_4", switches=_all_flash_4, kinds=_STEP, **_LIGER_FLASH_4
         ),
-        ModelProvider(
-            "liger_norm", "Liger's norms of heads, rotation + sdpa", switches=_liger_norm, norms=True, **_LIGER
-        ),
+        ModelProvider("liger_norm", _norm_label, switches=_liger_norm, norms=True, **_LIGER),
         ModelProvider("own_norms", "patch_model, norms of heads outside", switches=_own_norms, norms=True),
-        ModelProvider(OURS, "patch_model", "ours", switches=(_fused,), kinds=_EVERYTHING),
-        ModelProvider(
-            OURS_WITH_LIGER,
-            "patch_model + Liger's other kernels",
-            "ours",
-            switches=(_liger_kernels, _fused),
-            kinds=_STEP,
-            **_LIGER,
-        ),
+        ModelProvider("fused", "patch_model", "ours", switches=(_fused,), kinds=_EVERYTHING),
+        ModelProvider("fused_liger", _with_liger, "ours", switches=_all_fused, kinds=_STEP, **_LIGER),
     )
 )

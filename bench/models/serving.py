@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from bench.models.shapes import NEW_TOKENS, Work
-from fused_rope_attn.integrations.transformers import is_patched
 
 # The most tokens of a pass, and the tokens of a page.
 _MOST_TOKENS, PAGE = 4096, 256
@@ -45,20 +44,15 @@ class Served:
 
         model: Any = self.model
         implementation = model.config._attn_implementation
-        fields = ContinuousBatchingConfig.__dataclass_fields__
         pages = sum(math.ceil((len(prompt) + NEW_TOKENS) / PAGE) for prompt in self.prompts)
         options: dict[str, Any] = {
-            "page_size" if "page_size" in fields else "block_size": PAGE,
+            "page_size": PAGE,
             "num_blocks": pages + len(self.prompts),
             "max_batch_tokens": max(_MOST_TOKENS, self.work.batch),
             "max_requests_per_batch": self.work.batch,
             "allow_block_sharing": False,
+            "auto_switch_to_flash": False,  # where it is installed
         }
-        # By default managers replace SDPA and eager mode by flash-attention where it is installed.
-        if "auto_switch_to_flash" in fields:
-            options["auto_switch_to_flash"] = False
-        elif implementation in ("eager", "sdpa") and not is_patched(model):
-            model.set_attn_implementation(f"paged|{implementation}")
         greedy = GenerationConfig(max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=-1)
         try:
             self._manager = model.init_continuous_batching(

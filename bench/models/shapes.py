@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from bench.names import length_name
+from bench.suite import length_name
 
 
 @dataclass(frozen=True)
 class Model:
-    """A model: the family of its config class, the config, and how many layers are left out for lack of memory.
+    """A model: the family of its config class, and the config.
 
     norms: it norms the heads of q and k. kinds: the works that it is for. out: providers that cannot run it.
     """
@@ -21,7 +21,6 @@ class Model:
     name: str
     family: str
     config: dict[str, Any]
-    left_out: int = 0
     norms: bool = False
     kinds: tuple[str, ...] = ("train", "step", "prefill", "decode", "serve")
     out: tuple[str, ...] = ()
@@ -35,21 +34,13 @@ def _sizes(hidden: int, intermediate: int, layers: int, heads: tuple[int, int], 
 
 _LLAMA3 = {"vocab_size": 128256, "max_position_embeddings": 131072, "rope_theta": 500000.0}
 _QWEN3 = {"vocab_size": 151936, "max_position_embeddings": 40960, "rope_theta": 1000000.0}
-_GEMMA3 = {"vocab_size": 262144, "max_position_embeddings": 32768, "query_pre_attn_scalar": 256, "sliding_window": 512}
 _DEEPSEEK3 = _sizes(7168, 18432, 4, (128, 128), 64, first_k_dense_replace=61)
 MODELS = (
     Model("Llama-3.2-1B", "Llama", _sizes(2048, 8192, 16, (32, 8), 64, **_LLAMA3)),
-    Model("Llama-3.1-8B", "Llama", _sizes(4096, 14336, 8, (32, 8), 128, **_LLAMA3), left_out=24),
+    Model("Llama-3.1-8B", "Llama", _sizes(4096, 14336, 8, (32, 8), 128, **_LLAMA3)),
     Model("Qwen3-0.6B", "Qwen3", _sizes(1024, 3072, 28, (16, 8), 128, **_QWEN3), norms=True),
-    Model(
-        "Gemma3-1B",
-        "Gemma3Text",
-        _sizes(1152, 6912, 26, (4, 1), 256, **_GEMMA3),
-        norms=True,
-        kinds=("train", "prefill", "serve"),
-    ),
-    # Dense layers are as wide as a token's nine experts. Liger rotates halves; FA2 takes values as wide as keys.
-    Model("DeepSeek-V3", "DeepseekV3", _DEEPSEEK3, 57, kinds=("train", "prefill"), out=("liger", "flash_2")),
+    # Dense layers are as wide as a token's nine experts. Liger rotates halves.
+    Model("DeepSeek-V3", "DeepseekV3", _DEEPSEEK3, kinds=("train", "prefill"), out=("liger",)),
 )
 # New tokens of each request of continuous batching.
 NEW_TOKENS = 64
@@ -61,18 +52,16 @@ class Work:
 
     ``train`` is forward, loss and backward; ``step`` is the same and a step of AdamW; ``prefill`` fills a cache;
     ``decode`` adds one token after another to a dynamic cache of ``length`` tokens; ``serve`` answers requests of up to
-    ``length`` tokens with NEW_TOKENS each, by continuous batching. checkpoints: training keeps only the input of each
-    layer, and runs it again before its backward.
+    ``length`` tokens with NEW_TOKENS each, by continuous batching.
     """
 
     kind: str
     batch: int
     length: int
-    checkpoints: bool = False
 
     @property
     def name(self) -> str:
-        return f"{self.kind}-{length_name(self.length)}{'-checkpoint' if self.checkpoints else ''}"
+        return f"{self.kind}-{length_name(self.length)}"
 
     @property
     def trains(self) -> bool:
@@ -88,7 +77,6 @@ class Work:
 WORK = (
     Work("train", 4, 2048),
     Work("train", 2, 4096),
-    Work("train", 2, 4096, checkpoints=True),
     Work("step", 4, 2048),
     Work("step", 2, 4096),
     Work("step", 1, 8192),

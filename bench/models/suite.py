@@ -7,8 +7,8 @@ the rounds, so that weights, inputs and clock are the same for all.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,7 @@ from bench.models.providers import PROVIDERS, ModelProvider
 from bench.models.serving import Served
 from bench.models.shapes import MODELS, WORK, Model, Work, make
 from bench.report import Row
-from bench.suite import Entry, Options, Suite, Times, Trial
+from bench.suite import Entry, Suite, Times, Trial
 
 # Tokens that are added to a cache before they are taken back. Real generation never truncates after every token.
 DECODED = 64
@@ -114,8 +114,8 @@ class ModelTrial(Trial):
     default_modes = ("eager",)
     _made: tuple[Model, nn.Module, Optimizer] | None = None  # one model at a time is in memory
 
-    def __init__(self, case: ModelCase, providers: Sequence[ModelProvider], clock: Any, options: Options) -> None:
-        super().__init__(case, providers, clock, options)
+    def open(self) -> None:
+        case, clock = self.case, self.clock
         self._first: Tensor | None = None
         self.default_passes = (case.work.name,)
         made = ModelTrial._made
@@ -138,23 +138,14 @@ class ModelTrial(Trial):
         )
 
         @contextmanager
-        def on() -> Iterator[None]:
-            with ExitStack() as stack:
-                stack.enter_context(provider.on(self._model))
-                if work.checkpoints:
-                    self._model.gradient_checkpointing_enable({"use_reentrant": False})
-                    stack.callback(self._model.gradient_checkpointing_disable)
-                yield
-
-        @contextmanager
         def active() -> Iterator[None]:
-            with on(), step.active():
+            with provider.on(self._model), step.active():
                 yield
 
         # A manager sizes its pages by the free memory, and PyTorch's allocator keeps what earlier providers have freed.
         self.clock.release()
         try:
-            with on():
+            with provider.on(self._model):
                 step.begin(**provider.manager)
             with active():
                 facts: Row = {"peak_mib": self.clock.peak_mib(step)}
@@ -164,13 +155,10 @@ class ModelTrial(Trial):
         result = step.result
         self._first = result if self._first is None else self._first
         facts["off_first"] = step.distance(result, self._first)
-        if work.trains:
-            facts["loss"] = result.item()
         return Entry(provider, Verdict(), lambda part: step, facts, active)
 
     def fields(self) -> Row:
-        work = self.case.work
-        return {"layers_left_out": self.case.model.left_out, "batch": work.batch, "length": work.length}
+        return {"batch": self.case.work.batch, "length": self.case.work.length}
 
     def figures(self, part: str, mode: str, measured: Times) -> dict[str, Row]:
         tokens = self.case.work.tokens

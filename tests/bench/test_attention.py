@@ -10,7 +10,7 @@ from torch.backends import cuda
 from bench import report
 from bench.attention import cases, providers
 from bench.attention.suite import ATTENTION
-from bench.report import case_report, summary
+from bench.report import case_report
 from bench.runner import DeviceLost
 from bench.suite import forward_or_backward
 from tests.support.bench import TINY, right, run, scripted
@@ -59,10 +59,8 @@ def test_a_run_times_rivals_and_ours_and_reports_who_is_missing():
     for row in timed:
         assert row["p20"] <= row["ms"] <= row["p80"] and len(row["rounds"]) == 2 and row["calls"] == 4
         assert row["tflops"] == pytest.approx(TINY.flops(row["pass"]) / row["ms"] * 1e-9)
-    assert next(r for r in timed if r["provider"] == "fused")["plan"].startswith("Plan(")
     text = case_report(rows)
     assert "FAILED the gate" in text and "pip install absent" in text and "kernel exploded" in text
-    assert "wrong" not in summary(rows)
     assert not measurement.not_run
 
 
@@ -88,8 +86,8 @@ def test_a_provider_without_a_backward_is_judged_and_timed_forward():
 def test_a_red_gate_of_ours_shows_no_speedup():
     wrong = dataclasses.replace(FUSED, run=lambda q, k, v, given: right(q, k, v, given) * 1.1)
     rows, _ = _run([wrong, PLAIN["hf_sdpa"]], passes=("fwd",), modes=("eager",))
-    assert report.red(rows)
-    assert "Ours, not measured" in summary(rows) and "theirs / ours" not in summary(rows)
+    assert report.red(rows) and "FAILED the gate" in case_report(rows)
+    assert not any(line.endswith("x") for line in case_report(rows).splitlines())
 
 
 def test_a_failed_capture_is_tried_once_and_reported():
@@ -198,15 +196,13 @@ def _host(*people, clock=None):
 def test_host_time_of_three_passes_of_everybody_who_is_right():
     rows = _host(*HOST.values())
     timed = report.timed(rows)
-    here = ("fused", "bare_sdpa", "nothing", "nothing_saved")  # a machine without cuDNN runs these
+    here = ("fused", "bare_sdpa", "nothing")  # a machine without cuDNN runs these
     assert {(row["provider"], row["pass"]) for row in timed} == {
         (name, part) for name in here for part in ("fwd", "fwd_grad", "both")
     }
     for row in timed:
         assert row["mode"] == "host" and row["ms"] == pytest.approx(0.035) and "tflops" not in row
-        assert row["p25"] == pytest.approx(0.0275) and row["p75"] == pytest.approx(0.0425)
         assert {"gpu", "driver", "torch", "triton", "commit", "date"} <= set(row)
-    assert all(row["plan"].startswith("Plan(") for row in timed if row["role"] == "ours")
     assert {row["status"] for row in rows if row["provider"].startswith("bare_cudnn")} == {"unsupported"}
     text = case_report(rows)
     assert "B1 H2 N16 D32 causal fp16" in text and "! bare cuDNN, chosen once: unsupported" in text
@@ -219,13 +215,10 @@ def test_each_case_takes_the_modes_that_are_for_it():
     assert [row["mode"] for row in rows] == ["host"]
 
 
-@pytest.mark.parametrize("name", ["nothing", "nothing_saved"])
-def test_functions_that_do_nothing_do_nothing(name):
+def test_the_function_that_does_nothing_does_nothing():
     q, k, v = (torch.randn(1, 2, 4, 8, requires_grad=True) for _ in range(3))
-    o = HOST[name].run(q, k, v, None)
+    o = HOST["nothing"].run(q, k, v, None)
     do = torch.randn_like(o)
-    saved = o.grad_fn.saved_tensors
-    assert len(saved) == 3 * (name == "nothing_saved") and all(x is y for x, y in zip(saved, (q, k, v)))
     assert torch.equal(o, q) and all(torch.equal(x, do) for x in torch.autograd.grad(o, (q, k, v), do))
 
 
@@ -235,7 +228,7 @@ def test_a_function_that_does_something_else_is_not_timed():
     assert row["status"] == "failed" and row["detail"] == "must return q, and do as every gradient"
 
 
-def test_the_backend_is_chosen_once_outside_of_what_is_timed(monkeypatch):
+def test_the_backend_is_chosen_once_outside_of_what_is_timed():
     """Within the samples cuDNN's attention is the only one allowed, and outside of them all are, as before."""
     seen = []
 
@@ -249,9 +242,8 @@ def test_the_backend_is_chosen_once_outside_of_what_is_timed(monkeypatch):
         with providers.sdpa_kernel([providers.SDPBackend.CUDNN_ATTENTION, providers.SDPBackend.MATH]):
             yield
 
-    monkeypatch.setattr(providers, "cudnn", cudnn_and_math)
     before = cuda.cudnn_sdp_enabled(), cuda.flash_sdp_enabled(), cuda.math_sdp_enabled()
-    rows = _host(HOST["bare_cudnn_chosen"], clock=Watching())
+    rows = _host(dataclasses.replace(HOST["bare_cudnn_chosen"], active=cudnn_and_math), clock=Watching())
     assert [row["status"] for row in rows] == ["ok"] * 3 and set(seen) == {(True, False, True)}
     assert (cuda.cudnn_sdp_enabled(), cuda.flash_sdp_enabled(), cuda.math_sdp_enabled()) == before
 
@@ -272,14 +264,13 @@ COROPE = cases.BenchCase("Tiny", "Tiny", ("corope",), testing.Case(2, 4, 2, 9, 9
 def test_corope_is_held_to_its_definition():
     rows, _ = run(ATTENTION, COROPE, providers=list(providers.table("corope").values()))
     timed = {(row["provider"], row["pass"]) for row in report.timed(rows)}
-    assert timed == {(name, part) for name in ("corope", "chunked", "dense") for part in ("fwd", "bwd")}
+    assert timed == {(name, part) for name in ("corope", "dense") for part in ("fwd", "bwd")}
     assert all(row["peak_mib"] == 1.5 and row["mode"] == "eager" and "tflops" not in row for row in rows)
 
     def wrong(q, k, v, given):  # in one head of the last group
         o = providers.corope_attention(q, k, v)
         return torch.cat((o[:, :-1], o[:, -1:] * 1.01), 1)
 
-    slow = providers.corope_provider("slow", "slow", wrong, 8)
-    rows, _ = run(ATTENTION, COROPE, providers=[providers.corope_provider("wrong", "wrong", wrong), slow])
-    assert [(row["status"], row["detail"][:20]) for row in rows][1] == ("unsupported", "for at most 8 tokens")
+    rows, _ = run(ATTENTION, COROPE, providers=[providers.ours("wrong", "wrong", run=wrong)])
     assert rows[0]["status"] == "failed"
+    assert "1024 tokens" in providers.table("corope")["dense"].unsupported(cases.COROPE[1].case)

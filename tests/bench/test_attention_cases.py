@@ -31,7 +31,7 @@ def test_cases_are_chosen_by_groups_and_parts_of_names_and_shapes():
         return [case.name for case in ATTENTION.choose(text)]
 
     assert names("") == [*(case.name for case in cases.PLAIN if case.name in cases.TABLE), "Host"]
-    assert names("masks") == ["window", "packed", "overhead"] and names("packed") == ["packed"]
+    assert names("masks") == ["window", "packed"] and names("packed") == ["packed"]
     assert names("gqa+16K, phi3-1k") == ["Llama3-8B-16K", "Phi3-1K"]
     assert all("full" in case.shape for case in ATTENTION.choose("full")) and len(names("corope")) == 4
 

@@ -10,7 +10,6 @@ from baselines import BASELINES
 from bench import __main__ as command, report
 from bench.attention import cases, providers, suite as attention
 from bench.attention.suite import ATTENTION
-from bench.command import progress_bar
 from bench.environment import ROOT
 from tests.support.bench import FACTS
 from tests.support.clocks import WallClock
@@ -70,35 +69,11 @@ def test_provider_selection():
 def test_the_mode_chooses_cases(capsys):
     assert command.main(["--mode", "host", "--dry-run"]) == 0
     text = capsys.readouterr().out
-    assert "B1 H4 N128 D64 causal bf16" in text and "Small-512" not in text and "nothing_saved" in text
+    assert "B1 H4 N128 D64 causal bf16" in text and "Small-512" not in text and "bare_cudnn_chosen" in text
     for mode, with_host in (("graph", False), ("graph,host", True)):
         assert command.main(["--mode", mode, "--dry-run"]) == 0
         text = capsys.readouterr().out
         assert "Small-512" in text and ("\nHost " in text) == with_host
-
-
-def test_progress_says_how_long_the_rest_takes(capsys):
-    bar = progress_bar(True)
-    bar.set_description_str("Small-512")
-    assert "about ? left  Small-512" in capsys.readouterr().err
-    bar.start_t -= 90
-    bar.n = 0.25
-    bar.set_description_str("Small-512: fwd graph")
-    assert " 25%  01:30, about 04:30 left  Small-512: fwd graph" in capsys.readouterr().err
-
-
-def test_the_sm_90_backend_says_where_it_does_not_run(monkeypatch):
-    from fused_rope_attn.runtime import device
-
-    hopper = providers.OURS["fused_hopper"]
-    case = testing.Case(1, 2, 2, 128, 128, 128, dtype=torch.bfloat16)
-    assert "sm_90" in hopper.unsupported(case)
-    monkeypatch.setattr(device, "arch", lambda where: "sm_90")
-    assert hopper.unsupported(case) is None
-    assert hopper.unsupported(dataclasses.replace(case, head_dim=256)) is None
-    assert "has 264" in hopper.unsupported(dataclasses.replace(case, head_dim=264))
-    assert "float32" in hopper.unsupported(dataclasses.replace(case, dtype=torch.float32))
-    assert all(providers.OURS[name].unsupported(case) is None for name in providers.OURS)
 
 
 def test_every_command_has_help(capsys):
@@ -117,14 +92,12 @@ def test_a_command_can_be_left_out_for_attention(capsys):
 
 def test_suites_never_import_one_another():
     """Shared code is in files directly in ``bench``."""
-    suites = {folder.name for folder in (ROOT / "bench").iterdir() if (folder / "__init__.py").exists()}
-    assert suites == {"attention", "rope", "decode", "models", "cp"}
+    suites = {"attention", "mla", "rope", "decode", "models", "cp"}
     offenders = []
     for file in (ROOT / "bench").rglob("*.py"):
-        imported = re.findall(r"(?:from|import) bench\.(\w+)", file.read_text(encoding="utf-8"))
-        offenders += [
-            f"{file}: {name}" for name in (set(imported) & suites) - {file.parent.name} if file.name != "docs.py"
-        ]
+        imported = set(re.findall(r"(?:from|import) bench\.(\w+)", file.read_text(encoding="utf-8")))
+        own = {file.parent.name, file.stem} if file.name != "docs.py" else suites
+        offenders += [f"{file}: {name}" for name in (imported & suites) - own]
     assert not offenders
 
 
@@ -164,11 +137,11 @@ def measured(monkeypatch, tmp_path):
 
 def test_a_measurement_writes_its_rows_and_says_what_it_found(measured, capsys):
     status, rows = measured()
-    assert status == 0 and {row["provider"] for row in rows} == {"corope", "chunked", "dense"}
+    assert status == 0 and {row["provider"] for row in rows} == {"corope", "dense"}
     assert all(row["triton"] == "3" and row["commit"] == "abc" and row["bench"] == "attention" for row in rows)
     out, err = capsys.readouterr()
-    assert "toy, driver 1, torch 2, triton 3" in out and "eager, in chunks" in out and "6 rows in" in out
-    assert "gate corope" in err and "bwd eager" in err and " left  " in err
+    assert "toy, driver 1, torch 2, triton 3" in out and "eager, at once" in out and "4 rows in" in out
+    assert "gate corope" in err and "bwd eager" in err and "after 0 s: 1 of 1, Tiny" in err
 
 
 def test_of_several_ranks_the_first_writes_the_rows(measured, monkeypatch, capsys):
@@ -180,16 +153,16 @@ def test_ours_that_is_wrong_makes_the_status_1(measured):
     def wrong(q, k, v, given):
         return 1.1 * providers.corope_attention(q, k, v)
 
-    status, rows = measured(providers.corope_provider("corope", "wrong", wrong))
+    status, rows = measured(providers.ours("corope", "wrong", run=wrong))
     assert status == 1 and [row["status"] for row in rows] == ["failed"]
 
 
-def test_an_interrupted_run_prints_its_summary(measured, capsys):
+def test_an_interrupted_run_says_what_it_has(measured, capsys):
     def interrupted(q, k, v, given):
         raise KeyboardInterrupt
 
-    assert measured(providers.corope_provider("corope", "slow", interrupted)) == (130, [])
-    assert "nothing was timed" in capsys.readouterr().out
+    assert measured(providers.ours("corope", "slow", run=interrupted)) == (130, [])
+    assert "0 rows in" in capsys.readouterr().out
 
 
 def test_a_lost_gpu_makes_the_status_3(measured, monkeypatch, capsys):

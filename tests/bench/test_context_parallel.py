@@ -6,8 +6,7 @@ import torch.multiprocessing as mp
 
 from bench import report
 from bench.__main__ import main
-from bench.cp.providers import KINDS, PROVIDERS, CpCase
-from bench.cp.suite import CP, RanksClock
+from bench.cp import CP, KINDS, PROVIDERS, CpCase, RanksClock
 from bench.runner import Run
 from bench.suite import Options
 from tests.support.bench import FACTS
@@ -20,7 +19,7 @@ def rows():
         case = CpCase("plain", length, ranks)
         row = {"case": case.name, "shape": case.shape, "kind": "plain", "length": length, "pass": part, "mode": "eager"}
         row |= {"status": "ok", "detail": "", "ranks": ranks} | FACTS
-        times = {"ms": 2.0, "p20": 2.0, "p80": 2.0, "rounds": [2.0], "peak_mib": 100.0}
+        times = {"ms": 2.0, "p20": 2.0, "p80": 2.0, "rounds": [2.0]}
         found.append(row | times | {"provider": "fused", "label": "ours", "role": "ours", "efficiency": 0.975})
         absent = {"status": "missing", "detail": "no such thing", "role": "rival"}
         found.append(row | absent | {"provider": "torch", "label": "torch"})
@@ -55,10 +54,10 @@ def test_documents_fill_the_sequence():
 
 def test_who_is_measured():
     found = {name: set(provider.only) for name, provider in PROVIDERS.items()}
-    assert found.pop("fused-balanced") == {"packed"} and found.pop("torch") == {"plain"}
+    assert found.pop("torch") == {"plain"}
     assert all(kinds == set(KINDS) for kinds in found.values())
     names = [provider.name for provider in CP.providers(CpCase("packed", 1024, 2), ())]
-    assert names == ["one", "fused", "fused-balanced"]
+    assert names == ["one", "fused"]
 
 
 class _RanksOfCpus(RanksClock):
@@ -66,10 +65,6 @@ class _RanksOfCpus(RanksClock):
 
     synchronize = release = WallClock.synchronize
     _times = WallClock.sample
-
-    def peak_mib(self, fn):
-        fn()
-        return self._most([1.0 + dist.get_rank()])[0]
 
 
 def _rank(rank, folder):
@@ -82,14 +77,14 @@ def _rank(rank, folder):
 
 
 def test_all_ranks_time_the_same_calls(tmp_path):
-    """Times and memory are those of the slowest rank on all of them, so that any rank's rows will do."""
+    """Times are those of the slowest rank on all of them, so that any rank's rows will do."""
     mp.spawn(_rank, args=(tmp_path,), nprocs=2)
     found, other = (report.read_file(tmp_path / f"{rank}.jsonl") for rank in range(2))
     assert found == other and {row["status"] for row in found} == {"ok"}, found
     assert {(row["case"], row["provider"], row["pass"]) for row in found} == {
         (f"{kind}-64", name, part) for kind in KINDS for name in ("one", "fused") for part in ("fwd", "bwd")
     }
-    assert all(row["peak_mib"] == 2.0 and row["shape"] == "P=2" and len(row["rounds"]) == 2 for row in found)
+    assert all(row["shape"] == "P=2" and len(row["rounds"]) == 2 for row in found)
     assert all(row["efficiency"] > 0 for row in found if row["provider"] == "fused")
 
 

@@ -38,9 +38,9 @@ def test_energy_is_power_times_time_whatever_the_steps_of_the_counter(monkeypatc
     machine.sleep(0.5 * step + 3e-3)
     machine.gaps.clear()
     found = clock.sample(graph, replays)
-    assert found.calls == replays * CALLS and found.mhz == 1700
+    assert found.calls == replays * CALLS
     assert found.ms == pytest.approx(call_ms)
-    assert found.watts == pytest.approx(650.0, rel=0.01) and found.mj == pytest.approx(650.0 * call_ms, rel=0.01)
+    assert found.mj == pytest.approx(650.0 * call_ms, rel=0.01)
     assert machine.gaps[0] > 0 and not any(machine.gaps[1:]), "nothing waits between the calls of a sample"
 
 
@@ -54,8 +54,6 @@ def test_calls_that_are_not_measured_come_first(monkeypatch):
             at = 0.02 * int(machine.now / 0.02)
             return round(1e3 * (400 * min(at, warm) + 650 * max(0, at - warm)))
 
-        megahertz = machine.megahertz
-
     def replay():
         for _ in range(CALLS):
             machine.work()
@@ -63,7 +61,7 @@ def test_calls_that_are_not_measured_come_first(monkeypatch):
     clock.counter = Counter()
     found = clock.sample(replay, 300)
     assert len(machine.gaps) == (45 + 300) * CALLS and found.calls == 300 * CALLS
-    assert found.ms == pytest.approx(0.1) and found.watts == pytest.approx(650, rel=0.005)
+    assert found.ms == pytest.approx(0.1) and found.mj == pytest.approx(65, rel=0.005)
 
 
 def test_a_counter_that_does_not_move_is_an_error_and_no_figure(monkeypatch):
@@ -88,12 +86,12 @@ def test_a_graph_that_writes_nothing_is_refused(monkeypatch):
 
 def test_rows_of_energy_hold_every_round():
     loads = Loads()
-    for ms, watts, mhz in ((1.0, 700.0, 1600), (2.0, 650.0, 1700), (1.5, 600.0, 1500)):
-        loads.rounds.append(Load(10, ms, ms * watts, watts, mhz))
+    for ms, watts in ((1.0, 700.0), (2.0, 650.0), (1.5, 600.0)):
+        loads.rounds.append(Load(10, ms, ms * watts))
     row = loads.fields()
     assert row["ms"] == 1.5 and row["rounds"] == [1.0, 2.0, 1.5] and row["calls"] == 30
     assert row["mj_rounds"] == [700.0, 1300.0, 900.0] and row["mj"] == 900.0
-    assert row["watts"] == 650.0 and row["mhz"] == 1600 and row["p20"] < row["ms"] < row["p80"]
+    assert row["p20"] < row["ms"] < row["p80"]
     assert loads.round_medians == [1.0, 2.0, 1.5]
 
 
@@ -108,11 +106,9 @@ def _pynvml(**functions):
     """Return a pynvml with a card that has used 5 J; ``functions`` replace its own."""
     module = types.SimpleNamespace(
         NVMLError=_NVMLError,
-        NVML_CLOCK_SM=1,
         nvmlInit=lambda: None,
         nvmlDeviceGetHandleByUUID=lambda uuid: {"GPU-1234": "card"}[uuid],
         nvmlDeviceGetTotalEnergyConsumption=lambda card: {"card": 5000}[card],
-        nvmlDeviceGetClockInfo=lambda card, what: {("card", 1): 1755}[card, what],
     )
     module.__dict__.update(functions)
     return module
@@ -131,8 +127,7 @@ def card(monkeypatch):
 
 def test_the_card_is_found_by_its_identity(card, monkeypatch):
     monkeypatch.setitem(sys.modules, "pynvml", _pynvml())
-    counter = Nvml(card)
-    assert (counter.millijoules(), counter.megahertz()) == (5000, 1755)
+    assert Nvml(card).millijoules() == 5000
 
 
 @pytest.mark.parametrize(
@@ -167,7 +162,7 @@ class _LoadWallClock(WallClock):
 
     def sample(self, fn, calls):
         self.order.append(fn)
-        return Load(calls, 2.0, 1200.0, 600.0, 1700)
+        return Load(calls, 2.0, 1200.0)
 
 
 def _run(people, clock=None, **options):
@@ -178,7 +173,7 @@ def _run(people, clock=None, **options):
 
 def test_a_run_measures_who_passed_the_gate():
     people = [
-        providers.OURS["fused"],
+        providers.OURS,
         providers.table("plain")["hf_flash_attn"],
         scripted("wrong", lambda *x: 2 * right(*x)),
         scripted("absent", right, lacks="pip install absent"),
@@ -199,7 +194,6 @@ def test_a_run_measures_who_passed_the_gate():
         assert row["mode"] == "load" and row["mj"] == 1200.0
         assert row["tflops"] == pytest.approx(TINY.flops(row["pass"]) / 2.0 * 1e-9)
         assert {"gpu", "driver", "torch", "triton", "commit", "date"} <= set(row)
-    assert next(row for row in report.timed(rows) if row["role"] == "ours")["plan"].startswith("Plan(")
 
 
 def test_every_second_round_goes_backwards():
@@ -219,7 +213,7 @@ def test_the_command_line_selects_and_measures(monkeypatch, tmp_path, capsys):
     file = tmp_path / "rows.jsonl"
     options = ["--mode", "load", "--cases", "tiny-64", "--providers", "fused,hf_sdpa"]
     assert command.main([*options, "--out", str(file), "--rounds", "2"]) == 0
-    assert "against the strongest rival: 2 not slower, 0 slower" in capsys.readouterr().out
+    assert "1.00x" in capsys.readouterr().out
     rows = report.read_file(file)
     assert {(row["provider"], row["pass"], row["mj"]) for row in rows} == {
         (name, part, 1200.0) for name in ("fused", "hf_sdpa") for part in ("fwd", "bwd")

@@ -3,8 +3,7 @@
 import pytest
 
 from bench import report
-from bench.attention import cases
-from bench.report import case_report, summary
+from bench.report import case_report
 from tests.support.bench import attention_row, published
 
 
@@ -19,7 +18,7 @@ def test_a_file_gives_the_rows_of_the_latest_run(tmp_path):
     early.append(attention_row("Small-2K", "fused", 9.0))
     late = [row | {"ms": 2.0, "date": "2026-11-22T00:00:00+00:00"} for row in early[:2]]
     report.write_lines(path, early)
-    report.write_lines(path, [late[0], late[1] | {"gate_row_ratio": float("inf")}])
+    report.write_lines(path, [late[0], late[1] | {"tflops": float("inf")}])
     assert len(path.read_text().splitlines()) == 6 and "Infinity" not in path.read_text()
     assert {(r["case"], r["provider"]): r["ms"] for r in report.read_file(path)} == {
         ("Small-1K", "fused"): 2.0,
@@ -31,25 +30,13 @@ def test_a_file_gives_the_rows_of_the_latest_run(tmp_path):
         report.read_file(path)
 
 
-def test_losses_are_printed_like_wins():
-    text = summary(published())
-    # Small-512, Small-1K, Llama7B-2K, Llama70B-1K beat the strongest separate pair; the other four lose.
-    assert "4 not slower, 4 slower" in text
-    lines = {line.split()[0]: line for line in text.splitlines() if line and line.split()[0] in cases.TABLE}
-    assert set(lines) == set(cases.TABLE)
-    assert "0.91x LOSS" in lines["Llama7B-4K"] and "Liger rope + FA4" in lines["Llama7B-4K"]
-    assert "0.80x LOSS" in lines["Llama7B-4K"] and "bare FA4" in lines["Llama7B-4K"]
-    assert "1.93x" in lines["Small-512"] and "0.83x LOSS" in lines["Small-512"]
-    assert len({len(line.rstrip()) for line in text.splitlines()}) > 1
-
-
 def test_case_report_marks_the_reservations():
     rows = [r for r in published() if r["case"] == "Llama7B-4K"]
-    rows.append(attention_row("Llama7B-4K", "hf_flash_attn", 1.9, status="loose"))
+    rows.append(attention_row("Llama7B-4K", "hf_flash_attn", 1.9, status="loose", detail="o: 3 rows too far off"))
     failed = {"status": "failed", "detail": "dq: 7 rows beyond 2.5x"}
     rows.append(attention_row("Llama7B-4K", "compiled_fa4", 0.1, **failed))
     text = case_report(rows)
-    assert "~ HF rope + FA2" in text and "1.32 times" in text
+    assert "~ HF rope + FA2" in text and "tolerance: o: 3 rows" in text and "0.91x LOSS" in text
     assert "compiled rope + FA4 (fwd graph): FAILED the gate: dq: 7 rows" in text
     body = [line for line in text.splitlines() if line.startswith(("fused", "HF", "Liger", "bare"))]
     assert len(body) == 7 and "compiled" not in "".join(body)
@@ -57,11 +44,11 @@ def test_case_report_marks_the_reservations():
 
 def test_energies_are_columns():
     def row(provider, ms, mj, **extra):
-        load = {"mode": "load", "mj": mj, "mj_rounds": [mj] * 3, "watts": mj / ms, "mhz": 1700}
+        load = {"mode": "load", "mj": mj, "mj_rounds": [mj] * 3}
         return attention_row("Llama7B-2K", provider, ms, **load, **extra)
 
     text = case_report([row("fused", 0.15, 100.0), row("liger_fa4", 0.14, 110.0)])
-    assert "under load" in text and "667" in text and "1700" in text and "110.0" in text and "0.93x LOSS" in text
+    assert "under load" in text and "110.0" in text and "0.93x LOSS" in text
 
 
 def test_to_take_longer_than_a_ceiling_is_no_loss():
@@ -69,4 +56,3 @@ def test_to_take_longer_than_a_ceiling_is_no_loss():
         attention_row("Host", name, ms, "fwd", "host", kind="host") for name, ms in (("fused", 1.0), ("nothing", 0.1))
     ]
     assert "0.10x" in case_report(rows) and "LOSS" not in case_report(rows)
-    assert summary([]) == "nothing was timed"

@@ -1,19 +1,15 @@
 """``python -m bench rope``: its cases, its gate, its rows and what is written from them."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 
 from bench import report
 from bench.__main__ import main
-from bench.report import case_report, summary
-from bench.rope.providers import COPY, OURS, PROVIDERS, RopeProvider
-from bench.rope.suite import ROPE, RopeCase
+from bench.report import case_report
+from bench.rope import COPY, OURS, PROVIDERS, ROPE, RopeCase, RopeProvider
 from tests.support.bench import run as run_suite
 
 TINY = RopeCase("Tiny", 2, (4, 2), 16, 8, ("models",), torch.float32)
-INTERLEAVED = replace(TINY, interleaved=True)
 NORMED = RopeCase("Normed", 1, (2, 1), 16, 8, ("norms",), torch.float32, norms=True)
 WIDE = RopeCase("Wide", 1, (2, 2), 256, 8, ("wide",), torch.float32)
 
@@ -28,16 +24,14 @@ def run(providers, *problems, **options):
 
 @pytest.fixture(scope="module")
 def rows():
-    people = select([OURS, "hf", COPY])
-    return run(people, TINY, INTERLEAVED, WIDE, NORMED)[0]
+    return run(select([OURS, COPY]), TINY, WIDE, NORMED)[0]
 
 
 def test_everybody_agrees_with_float64_and_is_timed(rows):
-    timed = {(row["case"], row["style"], row["pass"], row["provider"]) for row in report.timed(rows)}
-    cases = [("Tiny-16", "half"), ("Tiny-16", "interleaved"), ("Wide-256", "half"), ("Normed-16", "half")]
-    for case, style in cases:
+    timed = {(row["case"], row["pass"], row["provider"]) for row in report.timed(rows)}
+    for case in ("Tiny-16", "Wide-256", "Normed-16"):
         for part in ("fwd", "bwd"):
-            assert {(case, style, part, name) for name in (OURS, "hf", COPY)} <= timed
+            assert {(case, part, name) for name in (OURS, COPY)} <= timed
     for row in report.timed(rows):
         # The gradient of a norm reads what was normed too.
         moved = 1.5 if row["norms"] and row["pass"] == "bwd" and row["provider"] != COPY else 1.0
@@ -49,18 +43,18 @@ def test_bytes_and_names():
     assert TINY.bytes == 2 * 2 * 6 * 16 * 8 * 4
     assert TINY.shape == "B2 H4+2 N16 D8 fp32 half" and TINY.name == "Tiny-16"
     assert {case.name for case in ROPE.choose("wide")} >= {"Wide-256", "Wide-1K"}
-    assert len({(case.name, case.shape) for case in ROPE.cases}) == len(ROPE.cases) == 54
+    assert len({(case.name, case.shape) for case in ROPE.cases}) == len(ROPE.cases) == 24
 
 
 def scripted(name, run, **changes):
     return RopeProvider(name, name, run=run, **changes)
 
 
-def wrong(xs, tables, interleaved, weights):
+def wrong(xs, tables, weights):
     return [x * 1.01 for x in xs]
 
 
-def broken(xs, tables, interleaved, weights):
+def broken(xs, tables, weights):
     raise RuntimeError("no such kernel\nand more")
 
 
@@ -69,24 +63,22 @@ def test_who_is_wrong_broken_missing_or_unsupported_is_named_and_not_timed():
         scripted("wrong", wrong),
         scripted("broken", broken),
         scripted("absent", wrong, missing=lambda: "pip install absent"),
-        scripted("halves", wrong, styles=(False,)),
         scripted("no copy", wrong, role="ceiling"),
     ]
-    found = {row["provider"]: row for row in run(people, INTERLEAVED)[0]}
-    statuses = {"wrong": "failed", "broken": "error", "absent": "missing", "halves": "unsupported", "no copy": "failed"}
+    found = {row["provider"]: row for row in run(people, TINY)[0]}
+    statuses = {"wrong": "failed", "broken": "error", "absent": "missing", "no copy": "failed"}
     assert {name: row["status"] for name, row in found.items()} == statuses
-    assert found["broken"]["detail"] == "RuntimeError: no such kernel" and "halves only" in found["halves"]["detail"]
-    assert summary(list(found.values())) == "nothing was timed"
+    assert found["broken"]["detail"] == "RuntimeError: no such kernel"
     assert "pip install absent" in case_report(list(found.values()))
 
 
 def test_norms_are_held_to_float64_too():
-    def wrong_norm(xs, tables, interleaved, weights):
-        return PROVIDERS[OURS].run(xs, tables, interleaved, [1.01 * weight for weight in weights])
+    def wrong_norm(xs, tables, weights):
+        return PROVIDERS[OURS].run(xs, tables, [1.01 * weight for weight in weights])
 
-    def wrong_gradient(xs, tables, interleaved, weights):
+    def wrong_gradient(xs, tables, weights):
         weights = [weight.detach() + (weight - weight.detach()) * 1.01 for weight in weights]
-        return PROVIDERS[OURS].run(xs, tables, interleaved, weights)
+        return PROVIDERS[OURS].run(xs, tables, weights)
 
     people = [scripted("wrong", wrong_norm), scripted("gradient", wrong_gradient)]
     found = {row["provider"]: row for row in run(people, NORMED)[0]}
@@ -96,8 +88,8 @@ def test_norms_are_held_to_float64_too():
 
 
 def test_in_place_rivals_work_on_their_own_memory():
-    def in_place(xs, tables, interleaved, weights):
-        outs = PROVIDERS[OURS].run(xs, tables, interleaved, weights)
+    def in_place(xs, tables, weights):
+        outs = PROVIDERS[OURS].run(xs, tables, weights)
         with torch.no_grad():
             for x, out in zip(xs, outs):
                 x.data.copy_(out)
@@ -107,26 +99,15 @@ def test_in_place_rivals_work_on_their_own_memory():
     assert {row["status"] for row in found} == {"ok"}
 
 
-def test_tables_are_what_the_provider_wants():
-    cos, sin = torch.randn(2, 3, 4)
-    full = scripted("full", wrong, full_tables=True, rounded_tables=True)
-    for interleaved, same in ((False, [0, 4]), (True, [0, 1])):
-        table, _ = full.prepare(cos, sin, torch.bfloat16, interleaved)
-        assert table.shape == (1, 3, 8) and table.dtype == torch.bfloat16
-        assert torch.equal(table[0, :, same[0]], table[0, :, same[1]])
-    assert PROVIDERS[OURS].prepare(cos, sin, torch.bfloat16, False)[0] is cos
-
-
-def test_summary_and_rows_on_disk(rows, tmp_path):
-    text = summary(rows)
-    assert "Tiny-16" in text and "HF eager" in text and "%" in case_report(rows)
+def test_rows_on_disk(rows, tmp_path):
+    assert "Tiny-16" in case_report(rows) and "%" in case_report(rows)
     file = tmp_path / "rows.jsonl"
     report.write_lines(file, rows)
     assert len(report.read_file(file)) == len(rows)
 
 
 def test_command_line(capsys):
-    assert main(["rope", "--dry-run", "--cases", "wide+bf16+half"]) == 0
+    assert main(["rope", "--dry-run", "--cases", "wide+bf16"]) == 0
     text = capsys.readouterr().out
     assert "Wide-256" in text and "Llama3-8B" not in text and "fp32" not in text and "liger" in text
     for arguments in (["--providers", "no"], ["--passes", "no"], ["--cases", "no such"], ["--mode", "load"]):

@@ -37,7 +37,7 @@ def _cells(text, begin):
 
 
 def test_losses_are_shown_like_wins_for_both_cards(files):
-    text = tables.render(tables.Table("attention", cases.TABLE))
+    text = tables.render(tables.Table("attention", " ".join(cases.TABLE)))
     for case in cases.TABLE:
         assert _cells(text, case) == [
             *("2.00 / 6.00", "**0.80** / **0.80** FA4", "**0.50** / **0.50** FA4"),
@@ -53,10 +53,10 @@ def test_passes_with_different_rivals_name_both_and_loose_ones_are_marked(files)
     rows = [row for row in _measured() if (row["provider"], row["pass"]) != ("liger_fa4", "bwd")]
     rows = [row | {"status": "loose"} if row["provider"] == "liger_cudnn" else row for row in rows]
     results.write("attention-h200", rows)
-    text = tables.render(tables.Table("attention", ("Small-1K",)))
+    text = tables.render(tables.Table("attention", "Small-1K"))
     assert _cells(text, "Small-1K")[1] == "**0.80** FA4 / **1.10** ~ cuDNN" and "\n~: outside" in text
     with pytest.raises(ValueError, match="no times of fused at No-1K"):
-        tables.render(tables.Table("attention", ("Small-1K", "No-1K")))
+        tables.render(tables.Table("attention", "Small-1K No-1K"))
 
 
 def test_columns_of_facts_costs_and_others(files):
@@ -123,7 +123,7 @@ def test_a_file_gives_back_what_was_written(files):
     row = _measured()[0] | {
         "commit": "1234567",
         "stored": False,
-        "plan": "left out",
+        "detail": "left out",
         "ms": 0.123456789,
         "peak_mib": None,
     }
@@ -135,7 +135,7 @@ def test_a_file_gives_back_what_was_written(files):
         and back["ms"] == 0.12346
         and back["rounds"] == [6.0] * 5
     )
-    assert back["packages"] == row["packages"] and "plan" not in back and "peak_mib" not in back
+    assert back["packages"] == row["packages"] and "detail" not in back and "peak_mib" not in back
     with pytest.raises(ValueError, match="one GPU, but holds those of NVIDIA B200, NVIDIA H200"):
         results.write("attention-h200", [row, row | {"gpu": "NVIDIA B200"}])
 

@@ -80,8 +80,6 @@ def attention_row(case, provider, ms, part="fwd", mode="graph", status="ok", kin
         "calls": 100,
         "tflops": bench_case.flops(part or "fwd") / ms * 1e-9,
         "peak_mib": 64.0,
-        "gate_row_ratio": 3.3,
-        "gate_rms_ratio": 1.4,
     } | extra
 
 

@@ -10,9 +10,9 @@ class Machine:
     counter shows the energy up to the last multiple of ``step`` seconds. ``gaps``: seconds that the device waited
     between two pieces of work."""
 
-    def __init__(self, call_ms=0.1, watts=650.0, idle_watts=100.0, step=0.02, mhz=1700):
+    def __init__(self, call_ms=0.1, watts=650.0, idle_watts=100.0, step=0.02):
         self.now, self.end, self.gaps, self.call_ms = 0.0, 0.0, [], call_ms
-        self.watts, self.idle_watts, self.step, self._mhz = watts, idle_watts, step, mhz
+        self.watts, self.idle_watts, self.step = watts, idle_watts, step
         self._busy, self._counted = 0.0, 0  # seconds of the calls that ended before the last look at the counter
         self._work, self._outputs = [], []  # (begin, end) and outputs of all calls queued so far
 
@@ -42,9 +42,6 @@ class Machine:
         if self._counted < len(self._work):
             busy += max(0.0, at - self._work[self._counted][0])
         return round(1e3 * (self.watts * busy + self.idle_watts * (at - busy)))
-
-    def megahertz(self):
-        return self._mhz
 
     def install(self, monkeypatch, *modules):
         """Events, streams and graphs of ``torch.cuda``, and the ``time`` of these modules, become this machine's."""

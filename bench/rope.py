@@ -1,22 +1,40 @@
-"""``python -m bench rope``: the rotation alone, its rivals, and a copy of the same bytes."""
+"""``python -m bench rope``: the rotation alone, its rivals, and a copy of the same bytes as the ceiling."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from baselines.norms import liger_norm
+from baselines.rotations import LIGER, specialised
 from bench.gate import Compared, Verdict, ends, judge
-from bench.names import SHORT_DTYPES, length_name
 from bench.report import Row
-from bench.rope.providers import COPY, NORM_EPS, PROVIDERS, RopeProvider
-from bench.suite import Entry, Options, Suite, Times, Trial, forward_or_backward, normal
+from bench.suite import (
+    SHORT_DTYPES,
+    Entry,
+    Provider,
+    Suite,
+    Times,
+    Trial,
+    by_name,
+    forward_or_backward,
+    keep_tables,
+    length_name,
+    normal,
+)
 from bench.timing import bandwidths
-from fused_rope_attn import rope_tables
+from fused_rope_attn import apply_rope_qk, rope_tables
 from verification import testing
+
+_NORM_EPS = 1e-6
+
+
+# Cases
 
 
 @dataclass(frozen=True)
@@ -30,7 +48,6 @@ class RopeCase:
     head_dim: int
     groups: tuple[str, ...]
     dtype: torch.dtype = torch.bfloat16
-    interleaved: bool = False
     norms: bool = False
 
     @property
@@ -38,14 +55,10 @@ class RopeCase:
         return f"{self.family}-{length_name(self.length)}"
 
     @property
-    def style(self) -> str:
-        return "interleaved" if self.interleaved else "half"
-
-    @property
     def shape(self) -> str:
         """Return ``B2 H32+8 N4096 D128 bf16 half``."""
         sizes = f"B{self.batch} H{'+'.join(map(str, self.heads))} N{self.length} D{self.head_dim}"
-        return f"{sizes} {SHORT_DTYPES[self.dtype]} {self.style}{' norms' * self.norms}"
+        return f"{sizes} {SHORT_DTYPES[self.dtype]} half{' norms' * self.norms}"
 
     @property
     def bytes(self) -> int:
@@ -55,45 +68,110 @@ class RopeCase:
 
 def _cases() -> Iterator[RopeCase]:
     # The shape of the project that inspired this one: 96 heads in all.
-    for length in range(256, 1025, 128):
-        yield from (
-            RopeCase("Wide", 10, (48, 48), length, 128, ("wide",), dtype, interleaved)
-            for dtype in (torch.bfloat16, torch.float32)
-            for interleaved in (False, True)
-        )
+    yield from (RopeCase("Wide", 10, (48, 48), length, 128, ("wide",)) for length in range(256, 1025, 128))
     # q and k of models.
     models = [("Small", 4, (8, 8), n, 64) for n in (512, 1024)]
     models += [("Llama3-8B", 2, (32, 8), n, 128) for n in (512, 1024, 2048, 4096)]
     models += [("Llama3-8B", 1, (32, 8), 16384, 128), ("Llama3-70B", 1, (64, 8), 4096, 128)]
     models += [("Llama7B", 2, (32, 32), 4096, 128)]
-    for sizes in models:
-        yield from (RopeCase(*sizes, ("models",), interleaved=interleaved) for interleaved in (False, True))
+    yield from (RopeCase(*sizes, ("models",)) for sizes in models)
     # Models that norm q and k by head.
     normed = [("Qwen3-0.6B", 4, (16, 8), n, 128) for n in (512, 2048, 4096)]
     normed += [("Qwen3-8B", 2, (32, 8), n, 128) for n in (1024, 2048, 4096)]
     normed += [("Qwen3-8B", 1, (32, 8), 16384, 128), ("Gemma3-4B", 2, (8, 4), 4096, 256)]
-    for sizes in normed:
-        yield RopeCase(*sizes, ("norms",), norms=True)
+    yield from (RopeCase(*sizes, ("norms",), norms=True) for sizes in normed)
+
+
+# Providers: they get q and k, (B, H, N, D) views of (B, N, H, D), and half-width float32 tables.
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeProvider(Provider):
+    """One rotation.
+
+    run: ``run([q, k], tables, weights)`` returns both rotated, differentiable. It norms them first where there are
+    ``weights``. in_place: it overwrites its inputs, and its gradients. prepare: brings (N, D/2) float32 tables into its
+    form before any clock runs.
+    """
+
+    run: Callable[[list[Tensor], Any, list[Tensor]], list[Tensor]]
+    in_place: bool = False
+    prepare: Callable[[Tensor, Tensor, torch.dtype], tuple[Tensor, Tensor]] = keep_tables
+
+
+def _fused(xs: list[Tensor], tables: Any, weights: list[Tensor]) -> list[Tensor]:
+    norms = {"q_norm": weights[0], "k_norm": weights[1], "norm_eps": _NORM_EPS} if weights else {}
+    return list(apply_rope_qk(*xs, *tables, **norms))
+
+
+def _liger(xs: list[Tensor], tables: Any, weights: list[Tensor]) -> list[Tensor]:
+    """Call Liger's kernels as its patch of Qwen 3 does: the result of the norm is fresh, and is rotated in place."""
+    pairs = zip(xs, weights)
+    normed = [liger_norm(x.transpose(1, 2), w, _NORM_EPS, 0.0, in_place=False).transpose(1, 2) for x, w in pairs]
+    return list(LIGER.rotate(*(normed or xs), tables))
+
+
+@functools.cache
+def _compiled() -> Callable[..., list[Tensor]]:
+    def rotate(xs: list[Tensor], tables: Any, weights: list[Tensor]) -> list[Tensor]:
+        # In memory as (B, N, H, D), like q, k and their gradients: a gradient with other strides would be copied.
+        outs, (cos, sin) = [], (table[:, None] for table in tables)
+        for i, x in enumerate(xs):
+            y = x.transpose(1, 2).float()
+            if weights:
+                y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + _NORM_EPS) * weights[i].float()
+            a, b = y.chunk(2, -1)
+            y = torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
+            outs.append(y.to(x.dtype).transpose(1, 2))
+        return outs
+
+    return specialised(rotate)
+
+
+class _Copy(torch.autograd.Function):
+    """Reads and writes every byte once, forward and backward."""
+
+    @staticmethod
+    def forward(ctx, *xs):
+        return tuple(x.clone() for x in xs)
+
+    backward = forward
+
+
+OURS, COPY = "apply_rope", "copy"
+PROVIDERS: dict[str, RopeProvider] = by_name(
+    (
+        RopeProvider(OURS, "apply_rope (ours)", "ours", run=_fused),
+        # One launch for both. It overwrites q and k, which saves it the allocation of outputs but no memory traffic.
+        RopeProvider(
+            "liger", "Liger", "rival", LIGER.missing, LIGER.pip, run=_liger, in_place=True, prepare=LIGER.prepare
+        ),
+        RopeProvider("compiled", "torch.compile", run=lambda *given: _compiled()(*given)),
+        RopeProvider(COPY, "copy (ceiling)", "ceiling", run=lambda xs, tables, weights: list(_Copy.apply(*xs))),
+    )
+)
+
+
+# The trial
 
 
 class RopeTrial(Trial):
     """One case."""
 
     case: RopeCase
-    facts = ("family", "batch", "heads", "length", "head_dim", "style", "norms", "bytes", "dtype")
+    facts = ("family", "batch", "heads", "length", "head_dim", "norms", "bytes", "dtype")
 
-    def __init__(self, case: RopeCase, providers: Sequence[RopeProvider], clock: Any, options: Options) -> None:
-        super().__init__(case, providers, clock, options)
+    def open(self) -> None:
+        case, device = self.case, self.clock.device
         shapes = [(case.batch, case.length, heads, case.head_dim) for heads in case.heads]
-        tensors = normal([*shapes, *shapes, *[(case.head_dim,)] * 2 * case.norms], case.dtype, clock.device)
+        tensors = normal([*shapes, *shapes, *[(case.head_dim,)] * 2 * case.norms], case.dtype, device)
         views, self._weights = [x.transpose(1, 2) for x in tensors[:4]], tensors[4:]
         self._xs, self._dos = views[:2], views[2:]
-        self._tables = rope_tables(case.length, case.head_dim, device=clock.device)
+        self._tables = rope_tables(case.length, case.head_dim, device=device)
 
     def _call(self, provider: RopeProvider) -> tuple[Callable[..., list[Tensor]], list[Tensor], list[Tensor]]:
         """Return the function, its leaves and the gradients of its results, in memory of their own where needed."""
-        interleaved = self.case.interleaved
-        tables = provider.prepare(*self._tables, self.case.dtype, interleaved)
+        tables = provider.prepare(*self._tables, self.case.dtype)
         own = torch.clone if provider.in_place else torch.detach
         xs = [own(x).requires_grad_() for x in self._xs]
         # A copy is a ceiling for bandwidth and computes no gradient for the weights.
@@ -101,12 +179,9 @@ class RopeTrial(Trial):
 
         def run(*leaves: Tensor) -> list[Tensor]:
             # Views, because a provider that works in place may not overwrite a leaf.
-            return provider.run([x.view_as(x) for x in leaves[:2]], tables, interleaved, weights)
+            return provider.run([x.view_as(x) for x in leaves[:2]], tables, weights)
 
         return run, xs + [weight for weight in weights if weight.requires_grad], [own(x) for x in self._dos]
-
-    def unsupported(self, provider: RopeProvider) -> str | None:
-        return provider.unsupported(self.case.interleaved)
 
     def enter(self, provider: RopeProvider) -> Entry:
         run, leaves, dos = self._call(provider)
@@ -117,27 +192,22 @@ class RopeTrial(Trial):
             same = all(torch.equal(a, b) for a, b in zip((*results, *gradients), (*self._xs, *self._dos)))
             verdict = Verdict() if same else Verdict("failed", detail="is no copy")
         else:
-            compared = self._compared(provider, results, gradients)
-            verdict = judge(compared, self.case.dtype, forgiving=not provider.ours)
+            verdict = judge(self._compared(results, gradients), self.case.dtype, forgiving=not provider.ours)
 
         def make(part: str) -> Callable[[], Any]:
             fn = forward_or_backward(*self._call(provider), part)
             # Return the tensors that a replay of the graph overwrites: none that the provider works on.
             return (lambda: fn() and []) if provider.in_place else fn
 
-        return Entry(provider, verdict, make, verdict.fields())
+        return Entry(provider, verdict, make)
 
-    def _compared(
-        self, provider: RopeProvider, outs: list[Tensor], gradients: tuple[Tensor, ...]
-    ) -> Iterator[Compared]:
+    def _compared(self, outs: list[Tensor], gradients: tuple[Tensor, ...]) -> Iterator[Compared]:
         """Yield the first and the last head of q and k, (N, D), and the weights' gradients, (1, D)."""
-        options: dict[str, Any] = {"rotary_dim": self.case.head_dim, "interleaved": self.case.interleaved}
-        # A provider is not charged for tables that it was given rounded.
-        cos, sin = (x.to(self.case.dtype) if provider.rounded_tables else x for x in self._tables)
+        options: dict[str, Any] = {"rotary_dim": self.case.head_dim, "interleaved": False}
         for i, (x, dy, y, dx) in enumerate(zip(self._xs, self._dos, outs, gradients)):
             if self._weights:
-                options |= {"weight": self._weights[i], "norm_eps": NORM_EPS, "norm_offset": 0.0}
-            given = x, dy, cos, sin
+                options |= {"weight": self._weights[i], "norm_eps": _NORM_EPS, "norm_offset": 0.0}
+            given = x, dy, *self._tables
             ref64, eager = (testing.run_rotation_reference(*given, dtype, **options) for dtype in (torch.float64, None))
             for batch, head in ends(x.shape[0], x.shape[1]):
                 yield "o", y[batch, head], ref64.y[batch, head], eager.y[batch, head]

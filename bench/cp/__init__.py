@@ -1,1 +1,0 @@
-"""The suite ``cp``: one sequence over several GPUs."""

@@ -1,0 +1,260 @@
+"""``python -m bench decode``: a step of generation, its rivals, and a copy of as many bytes as the ceiling.
+
+A step appends one token to every sequence and attends to the whole cache. Caches are ``(B, HKV, S, D)``, contiguous, as
+Hugging Face's static cache has them. Every sequence holds S - 1 tokens, so that a step can be repeated. Pages are
+prepared before any clock runs.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from baselines.attentions import CUDNN, FA4, SDPA_FLASH, UNSPLIT
+from baselines.base import Attention
+from bench import timing
+from bench.gate import Compared, Verdict, ends, judge
+from bench.report import Row
+from bench.suite import SHORT_DTYPES, Entry, Provider, Suite, Times, Trial, by_name, length_name, normal
+from fused_rope_attn import apply_rope_qk, rope_attention_with_kvcache, rope_tables
+from fused_rope_attn.generation import reference
+from fused_rope_attn.generation.problem import StepTensors, describe_step
+from fused_rope_attn.generation.reference import quantise, stored
+
+# A power of two, with which normally distributed numbers fill float8_e4m3fn's range.
+_FLOAT8_SCALE = 2.0**-6
+# Caches in pages or float8 are copies, one for each provider.
+_MOST_STORED_BYTES = 2 << 30
+
+
+# Cases
+
+
+@dataclass(frozen=True)
+class DecodeCase:
+    """One step of ``batch`` sequences with caches of ``length`` rows, all but the last in use before it.
+
+    mixed: sequence i of 1 to batch has length / i tokens instead (Zipf's law), and the last one has 1.
+    """
+
+    batch: int
+    length: int
+    heads_q: int = 32
+    heads_kv: int = 8
+    head_dim: int = 128
+    dtype: torch.dtype = torch.bfloat16
+    mixed: bool = False
+
+    @property
+    def name(self) -> str:
+        return f"{'mixed' if self.mixed else 'B'}{self.batch}-{length_name(self.length)}"
+
+    @property
+    def groups(self) -> tuple[str, ...]:
+        return (f"b{self.batch}",) if not self.mixed else ("mixed",)
+
+    @property
+    def lengths(self) -> list[int]:
+        """Return the tokens of each sequence after the step."""
+        if not self.mixed:
+            return [self.length] * self.batch
+        return [self.length // i for i in range(1, self.batch)] + [1]
+
+    @property
+    def shape(self) -> str:
+        """Return ``B8 H32/8 S4096 D128 bf16``."""
+        heads = f"{self.heads_q}/{self.heads_kv}"
+        return f"B{self.batch} H{heads} S{self.length} D{self.head_dim} {SHORT_DTYPES[self.dtype]}"
+
+    @property
+    def bytes(self) -> int:
+        """Return the bytes of keys and values: what a step reads. Everything else is a thousandth of it."""
+        return 2 * sum(self.lengths) * self.heads_kv * self.head_dim * self.dtype.itemsize
+
+    def step(self, device: torch.device) -> StepTensors:
+        """Return normally distributed inputs, equal for equal device."""
+        sizes = (self.heads_q, 1), *[(self.heads_kv, 1)] * 2, *[(self.heads_kv, self.length)] * 2
+        shapes = [(self.batch, *size, self.head_dim) for size in sizes]
+        lengths = torch.tensor(self.lengths, dtype=torch.int32, device=device) - 1
+        tables = rope_tables(self.length, self.head_dim, device=device)
+        q, k, v, *caches = normal(shapes, self.dtype, device)
+        return StepTensors(q, *caches, *tables, k, v, lengths)
+
+
+CASES = tuple(DecodeCase(b, n) for b, n in itertools.product((1, 8, 64), (4096, 32768, 131072)))
+CASES += (DecodeCase(64, 65536, mixed=True),)
+
+
+# Providers
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodeProvider(Provider):
+    """``make(step)`` prepares and returns a function that runs one step and returns o (B, HQ, 1, D).
+
+    float8: its cache is. stored: its cache is a copy, in pages or in float8. even: it serves sequences of one length
+    only.
+    """
+
+    make: Callable[[StepTensors], Callable[[], Tensor]]
+    float8: bool = False
+    stored: bool = False
+    even: bool = False
+
+
+def pools_of(step: StepTensors, page_size: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return (pool of K, pool of V, block_table) of a step's caches, with as many pages as the lengths need, shuffled.
+
+    In memory a pool is (num_pages, page_size, HKV, D), as servers have it. Entries past a sequence's end are -1.
+    """
+    _, heads, capacity, head_dim = step.k_cache.shape
+    counts = [-(-(length + 1) // page_size) for length in step.cache_seqlens.tolist()]
+    generator = torch.Generator().manual_seed(0)
+    order = torch.randperm(sum(counts), generator=generator).to(step.q.device)
+    shape = (sum(counts), page_size, heads, head_dim)
+    pools = [torch.empty(shape, dtype=step.k_cache.dtype, device=step.q.device).transpose(1, 2) for _ in range(2)]
+    table = torch.full((len(counts), capacity // page_size), -1, dtype=torch.int32, device=step.q.device)
+    for b, entries in enumerate(order.split(counts)):
+        table[b, : len(entries)] = entries
+        for pool, cache in zip(pools, (step.k_cache, step.v_cache)):
+            rows = stored(cache)[b, :, : len(entries) * page_size]
+            stored(pool)[entries] = rows.unflatten(1, (-1, page_size)).transpose(0, 1)
+    return pools[0], pools[1], table
+
+
+def in_float8(step: StepTensors) -> StepTensors:
+    """Return a step with its caches in float8."""
+    scale = torch.full((1,), _FLOAT8_SCALE, device=step.q.device)
+    caches = quantise(step.k_cache, scale), quantise(step.v_cache, scale)
+    return step._replace(k_cache=caches[0], v_cache=caches[1], k_scale=scale, v_scale=scale)
+
+
+def ours(name: str, label: str, page_size: int | None = None, float8: bool = False, **options: bool) -> DecodeProvider:
+    """Return our step with ``options``, on contiguous caches, in pages or in float8."""
+
+    def make(step: StepTensors) -> Callable[[], Tensor]:
+        step = in_float8(step) if float8 else step
+        if page_size is not None:
+            k_cache, v_cache, table = pools_of(step, page_size)
+            step = step._replace(k_cache=k_cache, v_cache=v_cache, block_table=table)
+        found = {name: getattr(step, name) for name in ("cache_seqlens", "block_table", "k_scale", "v_scale")}
+        given: dict[str, Any] = {name: x for name, x in found.items() if x is not None} | options
+        return lambda: rope_attention_with_kvcache(*step[:7], **given)
+
+    return DecodeProvider(name, label, "ours", make=make, float8=float8, stored=float8 or page_size is not None)
+
+
+def rival(name: str, attention: Attention, label: str = "", causal: bool = False) -> DecodeProvider:
+    """Return the best of separate parts: rotate in one launch, write in two, then attend to the cache.
+
+    causal: aligned to the last key, as FlashAttention has it.
+    """
+
+    def make(step: StepTensors) -> Callable[[], Tensor]:
+        q, k_cache, v_cache, cos, sin, k, v, lengths, *_ = step
+        row = lengths[:1].long()  # all sequences have the same length
+
+        def run() -> Tensor:
+            q_rot, k_rot = apply_rope_qk(q, k, cos, sin, position_ids=row)
+            k_cache.index_copy_(2, row, k_rot)
+            v_cache.index_copy_(2, row, v)
+            return attention.attend(q_rot, k_cache, v_cache, causal)
+
+        return run
+
+    label = f"rotate + write + {label or attention.label}"
+    return DecodeProvider(name, label, "rival", attention.missing, attention.pip, make=make, even=True)
+
+
+def _copy(step: StepTensors) -> Callable[[], Tensor]:
+    """Read and write together as many bytes as the step reads."""
+    used = 2 * int((step.cache_seqlens + 1).sum()) * step.k[0].numel() * step.k.element_size()
+    source = step.k_cache.view(torch.uint8).flatten()[: used // 2]
+    target = torch.empty_like(source)
+    return lambda: target.copy_(source)
+
+
+OURS, SAME_BITS, COPY = "fused", "fused_same_bits", "copy"
+PROVIDERS: dict[str, DecodeProvider] = by_name(
+    (
+        ours(OURS, "rope_attention_with_kvcache"),
+        *(ours(f"fused_page{size}", f"the same, pages of {size}", size) for size in (16, 64, 256)),
+        ours("fused_float8", "the same, float8", float8=True),
+        ours(SAME_BITS, "the same, batch_invariant", batch_invariant=True),
+        rival("sdpa_flash", SDPA_FLASH),
+        rival("sdpa_cudnn", CUDNN, "SDPA cuDNN"),
+        rival("fa4", FA4, "FlashAttention-4", causal=True),
+        *(rival(name, attention) for name, attention in UNSPLIT.items()),
+        DecodeProvider(COPY, "copy (ceiling)", "ceiling", make=_copy),
+    )
+)
+
+
+# The trial
+
+
+def compared(o: Tensor, step: StepTensors, float8: bool) -> Iterator[Compared]:
+    """Yield the group of the first key head of the first sequence, and the last of the last, with float64 and eager."""
+    group, head_dim = step.q.shape[1] // step.k.shape[1], step.q.shape[3]
+    options = {"causal": True, "softmax_scale": head_dim**-0.5, "rotary_dim": head_dim}
+    for b, h in ends(step.q.shape[0], step.k.shape[1]):
+        heads, results = slice(h * group, (h + 1) * group), []
+        for dtype in (torch.float64, step.q.dtype):
+            # Copies, because the reference writes too. It does not read what others wrote into the last row.
+            q = step.q[b : b + 1, heads].to(dtype, copy=True)
+            k_cache, v_cache, k, v = (x[b : b + 1, h : h + 1].to(dtype, copy=True) for x in (*step[1:3], *step[5:7]))
+            cos, sin = (table.double() if dtype is torch.float64 else table for table in step[3:5])
+            tensors = StepTensors(q, k_cache, v_cache, cos, sin, k, v, step.cache_seqlens[b : b + 1])
+            tensors = in_float8(tensors) if float8 else tensors
+            problem = describe_step(tensors, cache_is_rotated=True, **options)
+            results.append(reference.attention_with_kvcache(problem, tensors)[0])
+        yield "o", o[b : b + 1, heads], results[0], results[1]
+
+
+class DecodeTrial(Trial):
+    """One case. Every provider runs without gradients. A copy is timed directly."""
+
+    case: DecodeCase
+    default_modes = ("eager", "graph")
+    default_passes = ("decode",)
+    facts = ("batch", "length", "heads_q", "heads_kv", "head_dim", "bytes", "dtype")
+
+    def open(self) -> None:
+        self._step = self.case.step(self.clock.device)
+
+    def unsupported(self, provider: DecodeProvider) -> str | None:
+        if provider.even and self.case.mixed:
+            return "serves sequences of one length only"
+        if provider.stored and self.case.bytes > _MOST_STORED_BYTES:
+            return "its caches would be another copy of so many bytes"
+        return None
+
+    @torch.no_grad()
+    def enter(self, provider: DecodeProvider) -> Entry:
+        run = provider.make(self._step)
+        out, verdict, ceiling = run(), Verdict(), provider.role == "ceiling"
+        if not ceiling:
+            verdict = judge(compared(out, self._step, provider.float8), self.case.dtype, forgiving=not provider.ours)
+        return Entry(provider, verdict, lambda part: run, active=torch.no_grad, captures=not ceiling)
+
+    def figures(self, part: str, mode: str, measured: Times) -> dict[str, Row]:
+        moved = {p.name: self.case.bytes / 2 if p.float8 else self.case.bytes for p in self.providers}
+        return timing.bandwidths(moved, measured, COPY)
+
+
+DECODE = Suite(
+    name="decode",
+    description="Time one step of generation with a cache.",
+    cases=CASES,
+    trial=DecodeTrial,
+    table=lambda case: PROVIDERS,
+    passes=("decode",),
+    rounds=3,
+    # A step reads and hardly writes. After a flush by writing, the write-back would take a good part of its time.
+    clock=lambda device, options: timing.GpuClock(device, reads=True),
+)

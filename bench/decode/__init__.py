@@ -1,1 +1,0 @@
-"""The suite ``decode``: one step of generation with a cache."""

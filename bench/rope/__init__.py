@@ -1,1 +1,0 @@
-"""The suite ``rope``: the rotation alone."""
