@@ -12,11 +12,11 @@ from pathlib import Path
 from tests.support.paths import ROOT
 
 PACKAGE = "fused_rope_attn"
-# The house: lower a bar when the package falls below it, and raise none. The target is in the comment.
-MOST_LINES = 26_370  # 25,000
+# The house: its bars. The package has 24,400 lines, so that what the next round adds has room.
+MOST_LINES = 25_000
 MOST_FILES = 112
 MOST_HOPPER_FILES = 20
-MOST_IMPORTS = 4.2  # per cent of the lines; 4
+MOST_IMPORTS = 4.0  # per cent of the lines
 MOST_MODULES_WITH_A_NAME = 2
 NAMES_IN_MORE_MODULES: set[str] = set()
 MOST_FILES_WITH_AN_OPTION = {  # by pattern
