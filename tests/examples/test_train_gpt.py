@@ -1,4 +1,4 @@
-"""examples/train_gpt.py, on a CPU and small, and README's functions, which are the example's."""
+"""examples/train_gpt.py, on a CPU and small."""
 
 import os
 import re

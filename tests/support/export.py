@@ -21,7 +21,11 @@ def dimension(kind, name, least=2):
     The least size that a name may have is 2, because torch.export makes a size of 1 a constant. For ``cu_seqlens`` it
     is 3, because two of them are one sequence.
     """
-    return Dim(name, min=least, max=64) if kind == "named" else getattr(Dim, kind)
+    if kind != "named":
+        return getattr(Dim, kind)
+    if torch.__version__.startswith("2.11."):
+        pytest.skip("torch 2.11 compares the strides of eager attention, and then refuses a named dimension")
+    return Dim(name, min=least, max=64)
 
 
 class Module(torch.nn.Module):
