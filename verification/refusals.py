@@ -172,7 +172,7 @@ _EACH: tuple[tuple[tuple[str, ...], str, Callable[[Tensor], Any], type[Exception
     (_INTERVALS, "of rank 3", lambda x: x[None], ValueError),
     (_INTERVALS, "too long", lambda x: torch.cat((x, x.new_zeros(x.shape[0], 1)), 1), ValueError),
     (("block_table", *SCALES), "of another dtype", lambda x: x.double(), TypeError),
-    (("block_table", *SCALES), "too long", lambda x: torch.cat((x, x, x)), ValueError),
+    (("block_table",), "too long", lambda x: torch.cat((x, x, x)), ValueError),
     (("block_table",), "of rank 1", lambda x: x.flatten(), ValueError),
     (NORMS, "of another dtype", lambda x: x.to(torch.int32), TypeError),
     (("position_ids",), "of floats", lambda x: x.float(), TypeError),
@@ -223,6 +223,11 @@ _OTHERS: tuple[tuple[str, Condition, Change, type[Exception], tuple[str, ...]], 
     *((f"{x} whose rows share memory", lambda a, x=x: _writes_cache(a) and a[x].numel() > 0,
          lambda a, x=x: {x: a[x][..., :1].expand_as(a[x])}, ValueError, CACHES)
         for x in CACHES
+    ),
+    # Not several times a scale, because three of one are legal for three heads.
+    *((f"{x} too long", _has(x), lambda a, x=x: {x: a[x].new_ones(a["k_cache"].shape[_heads_axis(a)] + 1)}, ValueError,
+         (x,))
+        for x in SCALES
     ),
     ("one tensor for both caches", _has("k_cache"), lambda a: {"v_cache": a["k_cache"]}, ValueError, ("v_cache",)),
     ("more heads of k than of q", _attends, _more_heads, ValueError, ("k", "k_cache")),

@@ -19,6 +19,7 @@ from tests.support.paths import ROOT
 from verification import __main__ as command, search, strategies
 from verification.attention import AttentionCheck, CoRopeCheck
 from verification.calls import Finding, Machine, literal, parse
+from verification.decode import DecodeCheck
 from verification.matrix import step
 from verification.refusals import KINDS, MUTATIONS, IllegalCheck, nothing_comes_of
 from verification.strategies import FAMILIES, draw, drawn_call, shrunk_call
@@ -124,6 +125,15 @@ def test_tangents_and_wrong_ends_are_refused(mutation, backend):
     for legal in (packed, replace(packed, seqlens=None), step("", (2, 1), 1, 20, 16, (7,), norms=0.0)):
         outcome = run_check(IllegalCheck(legal, mutation), INTERPRETER)
         assert outcome.findings and not outcome.failures, outcome.failures
+
+
+@pytest.mark.parametrize("mutation", ["k_scale too long", "v_scale too long"])
+@pytest.mark.parametrize("kind", ["tensor", "head"])
+def test_more_scales_than_heads_are_refused(kind, mutation):
+    """Three scales would be legal for three heads."""
+    legal = DecodeCheck(1, 3, 3, 1, 16, 16, lengths=(7,), float8=kind)
+    outcome = run_check(IllegalCheck(legal, mutation), REFERENCE)
+    assert not outcome.failures and outcome.findings[0].found.tensor == f"refusal of {mutation}"
 
 
 def test_a_mutation_that_does_not_apply_is_replaced():

@@ -189,6 +189,26 @@ def test_draws_excuse_a_lucky_eager():
     assert refused  # of how many seeds it is true depends on the build of torch, which draws the numbers
 
 
+def test_draws_excuse_a_lucky_largest_logit():
+    """Near a number of bfloat16 eager's rounding of the product hides that of q and k, and in every draw of it."""
+    refused = 0
+    for seed in range(100, 140):
+        case = Case(1, 1, 1, 11, 11, 128, causal=False, rotary_dim=8, dtype=torch.bfloat16, tables="random", seed=seed)
+        case = dataclasses.replace(case, softmax_scale=-0.088)
+        inputs = make_inputs(case)
+        q, k = (reference.rotate(x, inputs.cos, inputs.sin).float() for x in inputs[:2])
+        exact, eager = (run_reference(inputs, case, dtype).max_logit for dtype in (torch.float64, None))
+        options = {"grad": False, "dtype": case.dtype}
+        with testing.RandomRounding(torch.Generator().manual_seed(0)):
+            draws = [run_reference(inputs, case).max_logit for _ in range(testing.DRAWS)]
+        right = (q @ k.mT * case.scale).amax((2, 3))
+        refused += not compare("max_logit", right, exact, eager, **options).ok
+        assert compare("max_logit", right, exact, eager, **options, draws=lambda draws=draws: draws).ok
+        wrong = right + 0.05
+        assert not compare("max_logit", wrong, exact, eager, **options, draws=lambda draws=draws: draws).ok
+    assert refused
+
+
 @pytest.mark.parametrize("bug", [{"shifted_rows": 64}, {"dropped_rows": 24}], ids=str)
 def test_draws_excuse_no_local_bug(bug):
     """Only the row rule refuses this: many roundings make a row's error, and no draw of eager's is near it."""

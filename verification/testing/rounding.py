@@ -21,6 +21,9 @@ class RandomRounding(TorchDispatchMode):
     draw takes it too. The mode takes the product that follows a softmax for ``p v``, and the next product with the same
     v for ``dp = do v^T``. Numbers of v that are not finite may have been replaced by 0 in either.
 
+    A product that eager rounds to 16 bits and casts to float32 again, such as a score, hides the rounding of its operands
+    if it is near a number of 16 bits. Kernels keep it in float32, and so does every other such cast here, at random.
+
     Such a backward pass also recomputes ``p = exp(s - lse)``, from a lse that was rounded to float32, and from products
     that may be summed in another order than the forward's. Either changes p by its error in units of s, which in
     float32 is more than p's own rounding: scores of 32 are wrong by 5e-6. A draw in float32 takes the gradients from
@@ -43,6 +46,7 @@ class RandomRounding(TorchDispatchMode):
         self._error_of_delta: Tensor | None = None
         self._scores: tuple[Callable[..., Tensor], Tensor, Tensor, Tensor] | None = None  # the last product in float32
         self._recomputed: Tensor | None = None  # backward's p divided by forward's, (..., keys and sinks)
+        self._product_of: tuple[Tensor, Tensor] | None = None  # the last product, rounded and not
         self._weights: Tensor | None = None  # the left factor of the last product with probabilities
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -55,6 +59,11 @@ class RandomRounding(TorchDispatchMode):
             stays = kwargs.get("device") in (None, args[0].device)
             if stays and dtype in _PRECISION and dtype.itemsize < args[0].dtype.itemsize:
                 return self._round(args[0], dtype)
+        elif func is aten._to_copy.default and kwargs.get("dtype") == torch.float32 and self._product_of is not None:
+            rounded, exact = self._product_of
+            is_kept = torch.rand((), generator=self.generator, device=self.generator.device) < 0.5
+            if _same_memory(args[0], rounded) and args[0].shape.numel() == exact.numel() and bool(is_kept):
+                return exact.reshape(args[0].shape)
         result = func(*args, **kwargs)
         if func is aten._softmax.default:
             self._softmax_was_last = True
@@ -97,6 +106,7 @@ class RandomRounding(TorchDispatchMode):
             left = left * factor.to(left.dtype)  # dv = p^T do
         exact = func(*(x.to(torch.float64 if x.dtype == torch.float32 else torch.float32) for x in (left, right)))
         rounded = self._round(exact, left.dtype)
+        self._product_of = (rounded, exact) if exact.dtype == torch.float32 else None
         self._scores = (func, left, right, rounded) if left.dtype == torch.float32 else None
         if self._softmax_was_last:
             self._softmax_was_last = False
