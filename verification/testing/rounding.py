@@ -21,8 +21,8 @@ class RandomRounding(TorchDispatchMode):
     draw takes it too. The mode takes the product that follows a softmax for ``p v``, and the next product with the same
     v for ``dp = do v^T``. Numbers of v that are not finite may have been replaced by 0 in either.
 
-    A product that eager rounds to 16 bits and casts to float32 again, such as a score, hides the rounding of its operands
-    if it is near a number of 16 bits. Kernels keep it in float32, and so does every other such cast here, at random.
+    Eager rounds a score to 16 bits and casts it to float32 again, which hides the rounding of q and k if the score is
+    near a number of 16 bits. Kernels keep it in float32, and so does every other such cast here, at random.
 
     Such a backward pass also recomputes ``p = exp(s - lse)``, from a lse that was rounded to float32, and from products
     that may be summed in another order than the forward's. Either changes p by its error in units of s, which in
