@@ -82,6 +82,11 @@ test-oldest:
 	$(VENV_OLDEST)/bin/python -m pip install --disable-pip-version-check --quiet --editable '.[test]' $(OLDEST)
 	TRITON_INTERPRET=1 $(VENV_OLDEST)/bin/python -m pytest -n 2 $(ARGS)
 
+# Lint and the tests of what changed against main, in 90 seconds.
+.PHONY: quick
+quick: $(ENVIRONMENT)
+	$(PY) -m tools.quick $(ARGS)
+
 # Apart from test, which CI must finish in its time: tracing slows the interpreter down. Fails below pyproject.toml's
 # fail_under.
 coverage: $(ENVIRONMENT) sweep

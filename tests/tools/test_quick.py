@@ -1,0 +1,40 @@
+"""Which tests ``make quick`` runs."""
+
+import subprocess
+import sys
+
+from tests.support.paths import ROOT
+from tools import quick
+
+
+def test_tests_are_those_of_the_subject_and_of_what_imports_it():
+    found = quick.tests_of(["fused_rope_attn/attention/validation.py", "README.md", "tests/attention/test_plan.py"])
+    assert found[0] == "tests/attention/test_plan.py" and "tests/attention/test_validation.py" in found
+    assert "tests/docs/test_links.py" in found and found[-1] == "tests/test_imports.py"
+    assert not any(test.endswith("_gpu.py") or test.startswith("tests/bench/") for test in found)
+    assert "tests/kernels/test_masks.py" in quick.tests_of(["fused_rope_attn/kernels/masks.py"])
+    assert quick.tests_of(["fused_rope_attn/__init__.py"]) == ["tests/test_imports.py"]
+
+
+def test_new_and_changed_files_count(tmp_path, monkeypatch):
+    def git(*words):
+        subprocess.run(["git", "-c", "user.name=a", "-c", "user.email=a@b", *words], cwd=tmp_path, check=True)
+
+    monkeypatch.setattr(quick, "ROOT", tmp_path)
+    git("init", "-q", "-b", "main")
+    for name in ("one.py", "two.py"):
+        (tmp_path / name).write_text("x = 1\n")
+    git("add", ".")
+    git("commit", "-qm", "first")
+    git("checkout", "-qb", "work")
+    (tmp_path / "one.py").write_text("x = 2\n")
+    git("commit", "-qam", "second")
+    (tmp_path / "three.py").write_text("x = 3\n")
+    assert quick.changed("main") == ["one.py", "three.py"]
+
+
+def test_the_command_lists_without_running():
+    done = subprocess.run(
+        [sys.executable, "-m", "tools.quick", "--since", "HEAD", "--list"], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0 and "tests/test_imports.py" in done.stdout, done.stderr
