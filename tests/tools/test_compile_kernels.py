@@ -3,6 +3,7 @@
 import itertools
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -116,8 +117,10 @@ def test_no_product_of_a_rotation_is_left_for_the_compiler_to_fuse(compiled):
     """The loops of the inline forward fused another product than the code before them."""
     titles = ("forward ", "hopper forward ", "rotation ", "write ")
     rows = [row for row in compiled if row["arch"] == "sm_90" and row["job"].startswith(titles)]
-    rows = [row for row in rows if "norm backward" not in row["job"]]
+    # The squares of two sections are added one after the other (docs/design/numerics.md).
+    rows = [row for row in rows if not re.search("norm backward|two ids norm", row["job"])]
     rotating = [row for row in rows if row["kernel"] in ("forward_kernel", "prepass_kernel", "rotation_kernel")]
+    rotating = [row for row in rotating if row["kernel"] != "forward_kernel" or "queries=False" not in row["job"]]
     assert len(rotating) >= 30 and all(row["fused"] for row in rotating)
     assert any(" norm" in row["job"] for row in rotating)
     assert not (found := [f"{row['job']}: {row['kernel']}" for row in rows if row["fusable"]]), found
