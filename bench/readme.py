@@ -8,7 +8,7 @@ from bench.tables import committed, origins
 _CASE, _OURS = "Llama3-8B-4K", "fused"
 _PASSES = ("fwd", "bwd")
 _ROLES = {"rival": "best with a rotation before it", "bare": "best *without* any rotation"}
-# Where others need launches of their own: words, suite, case, part of the shape, our provider, mode.
+# Work for which others need launches of their own: words, suite, case, part of the shape, our provider, mode.
 _GAINS = (
     ("norms of queries and keys: Qwen3-0.6B's heads, 2K tokens", "norm", "Qwen3-0.6B-2K", "", "fused", "graph"),
     ("a training step of Qwen3-0.6B, 4K tokens", "models", "Qwen3-0.6B", "step-4K", "fused_liger", "eager"),

@@ -7,8 +7,9 @@ below 1 ours is slower, and that is printed the same way.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
-from typing import NamedTuple
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any, NamedTuple
 
 from bench import results
 from bench.report import (
@@ -27,14 +28,15 @@ from bench.report import (
 from bench.timing import EVEN
 
 CARDS = ("h200", "h100")
-# What every label of a column has in common is left out.
+# Parts that the labels of a column share are left out.
 _PREFIX = re.compile(r"^(bare |Liger norm \+ )?(Liger rope \+ |rotate \+ write \+ |rotation apart \+ )?")
+_UNITS = {"ms": "ms", "tokens_s": "tokens/s"}
 _PARTS = "fwd fwd_grad bwd both"  # in this order
 _ROLES = {"rival": "strongest with rotation", "bare": "fastest without"}
 
 
 class Table(NamedTuple):
-    """What a table shows of the files ``SUITE-CARD``, with a line for each case and shape.
+    """The content of a table, from the files ``SUITE-CARD``, with a line for each case and shape.
 
     cases: words, the cases that are shown, in this order; none: all. within: an expression that their shapes match.
     shapes: these are shown too. mine: the provider that the others are compared with. shows: the field of it that is
@@ -77,7 +79,7 @@ def render(table: Table) -> str:
         header += [f"{card_name(rows[0]['gpu'])}, {name}" if i == 0 else name for i, name in enumerate(columns)]
         for (case, shape), passes in found.items():
             cells = lines.setdefault(f"{case} ({shape})" if table.shapes else case, {})
-            cells[card] = [_cell(table, name, passes) for name in columns]
+            cells[card] = [make(passes) for make in columns.values()]
     every = [row for rows in shown.values() for row in rows]
     if missing := set(table.cases.split()) - {row["case"] for row in every}:
         raise ValueError(f"no times of {table.mine} at {', '.join(sorted(missing))} in the rows of {table.suite}")
@@ -98,31 +100,46 @@ def _lines(table: Table, rows: list[Row]) -> dict[tuple[str, str], list[Group]]:
     return {key: found[key] for name in names for key in found if key[0] == name}
 
 
-def _columns(table: Table, rows: list[Row]) -> list[str]:
-    roles = [_ROLES[role] for role in table.roles if any(row["role"] == role for row in rows)]
-    unit = {"ms": "ms", "tokens_s": "tokens/s"}[table.shows]
-    cost = [table.cost[0]] if table.cost else []
-    facts = [name for name, (field, _) in table.facts.items() if any(field in row for row in rows)]
-    others = [name for name, who in table.others.items() if any(row["provider"] == who for row in rows)]
-    return [f"ours, {unit}", *cost, *facts, *others, *roles]
+def _columns(table: Table, rows: list[Row]) -> dict[str, Callable[[list[Group]], str]]:
+    """Return header -> the function that makes a cell from the groups of a case's passes, of columns with content."""
+    fields = {field for row in rows for field in row}
+    providers, roles = ({row[name] for row in rows} for name in ("provider", "role"))
+    columns = {f"ours, {_UNITS[table.shows]}": partial(_ours, table)}
+    if table.cost:
+        columns[table.cost[0]] = partial(_cost, table, table.cost[1])
+    columns |= {
+        name: partial(_fact, table, field, text.format)
+        for name, (field, text) in table.facts.items()
+        if field in fields
+    }
+    columns |= {name: partial(_other, table, who) for name, who in table.others.items() if who in providers}
+    return columns | {_ROLES[role]: partial(_best, table, role) for role in table.roles if role in roles}
 
 
-def _cell(table: Table, name: str, passes: list[Group]) -> str:
-    """Return the text of a column, with one figure for each pass."""
+def _ours(table: Table, passes: list[Group]) -> str:
+    return " / ".join(three_digits(group[table.mine][table.shows]) for group in passes)
+
+
+def _fact(table: Table, field: str, text: Callable[[Any], str], passes: list[Group]) -> str:
+    """Return a field of ours, once if it is the same in all passes."""
     mine = [group[table.mine] for group in passes]
-    if name.startswith("ours, "):
-        return " / ".join(three_digits(row[table.shows]) for row in mine)
-    if name in table.facts:
-        field, text = table.facts[name]
-        return " / ".join(dict.fromkeys(text.format(row[field]) for row in mine if field in row))
-    if table.cost and name == table.cost[0]:
-        without = [(row, group[table.cost[1]]) for row, group in zip(mine, passes) if table.cost[1] in group]
-        return " / ".join(f"{faster(row, base):.3f}" for row, base in without)
-    if name in table.others:
-        found = [(group.get(table.others[name]), row) for group, row in zip(passes, mine)]
-        return " / ".join(f"{faster(row, own, table.over):.2f}{mark(row)}" for row, own in found if row) or "-"
-    role = next(role for role, words in _ROLES.items() if words == name)
-    best = [(strongest(group.values(), role), row) for group, row in zip(passes, mine)]
+    return " / ".join(dict.fromkeys(text(row[field]) for row in mine if field in row))
+
+
+def _cost(table: Table, without: str, passes: list[Group]) -> str:
+    """Return our time over that of ours without the option."""
+    return " / ".join(f"{faster(group[table.mine], group[without]):.3f}" for group in passes if without in group)
+
+
+def _other(table: Table, who: str, passes: list[Group]) -> str:
+    """Return a provider's time over ours."""
+    found = [(group[who], group[table.mine]) for group in passes if who in group]
+    return " / ".join(f"{faster(row, own, table.over):.2f}{mark(row)}" for row, own in found) or "-"
+
+
+def _best(table: Table, role: str, passes: list[Group]) -> str:
+    """Return the time of the best of a role over ours, with its label."""
+    best = [(strongest(group.values(), role), group[table.mine]) for group in passes]
     return _named([(faster(row, own, table.over), row["label"], mark(row)) for row, own in best if row])
 
 

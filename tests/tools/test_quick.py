@@ -1,4 +1,4 @@
-"""Which tests ``make quick`` runs."""
+"""``make quick`` runs the tests of what changed."""
 
 import subprocess
 import sys

@@ -313,8 +313,8 @@ def _starts(present: Tensor) -> Tensor:
 
 
 def _packed_by_position(places: Tensor, tokens: Tensor, by_flash: bool) -> Batch:
-    """Return the Batch of the sequences in places (B, N) of any dtype. A mask separates tokens whose places do not
-    count up by one. flash-attention (``by_flash``, B = 1) begins a sequence at each place 0."""
+    """Return the Batch of the sequences in places (B, N) of any dtype. A mask begins a sequence at each place
+    that is not the one before it plus one. flash-attention (``by_flash``, B = 1) begins a sequence at each place 0."""
     blind = obstacles.is_blind(places)
     begins = torch.ones_like(places, dtype=torch.bool)
     begins[:, 1:] = places.diff(dim=1) != 1

@@ -65,7 +65,7 @@ class Patch:
     shards: Shards | None = None
     # Number of calls by the reason why the module's own forward served them; "" for fused attention.
     calls: Counter[str] = field(default_factory=Counter)
-    # Why its own norms of heads ran in the last served call, or "". None before such a call, and without norms.
+    # The reason why its own norms ran in the last served call, or "". None before such a call, and without norms.
     own_norms: str | None = None
     own_forward: str = ""  # why ``previous`` may compute something else than the class's forward, or ""
     hands_positions_on: bool = True  # its own attention function would get the ``position_ids`` of a call
