@@ -13,7 +13,7 @@ from fused_rope_attn import (
     rope_attention_with_kvcache,
     rope_tables,
 )
-from tests.support.calls import INTERPRETER, assert_right, random_calls
+from tests.support.calls import INTERPRETER, assert_right
 from tests.support.dtypes import F16, F32
 from tests.support.marks import ignore_overflow, interpreted
 from tests.support.same_bits import drawn, later_tables, padded, starts as kv_starts
@@ -27,12 +27,6 @@ from verification.workers import run_check
 def exact_products():
     with products_in_float64():
         yield
-
-
-@interpreted
-@random_calls(12, "pairs")
-def test_rows_have_the_same_bits(call):
-    assert_right(call)
 
 
 PLAIN = PairCheck(1, 4, 2, 90, 90, 32, rotary_dim=32, seed=1, variants=(("triton", "auto"),), page_size=48)

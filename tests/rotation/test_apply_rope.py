@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from fused_rope_attn import apply_rope, apply_rope_qk, rope_tables
-from tests.support.calls import assert_right, random_calls
 from tests.support.dtypes import F16, F32, F64
 from tests.support.marks import ignore_overflow
 from tests.support.rotation import (
@@ -156,11 +155,6 @@ def test_far_positions_keep_their_angles():
     x = normal(1, 1, 2, 16)
     exact = far.double()[:, None] * 10000.0 ** -(torch.arange(8, dtype=F64) / 8)
     assert_close(apply_rope(x.float(), cos, sin), rotate_by_matrix(x, exact.cos(), exact.sin(), 16, False, False), 1e-5)
-
-
-@random_calls(12, "rope", "rope of several")
-def test_any_call(call):
-    assert_right(call)
 
 
 def test_bfloat16_takes_the_reference_here():

@@ -1,32 +1,37 @@
 """Calls over the whole contract, drawn as ``python -m verification --random`` draws them."""
 
-from collections.abc import Callable
 from typing import Any
 
-from hypothesis import Phase, Verbosity, given, settings, strategies as st
+from hypothesis import Phase, Verbosity, given, seed, settings, strategies as st
 
 from verification.calls import Machine
 from verification.search import command_of
-from verification.strategies import SETTINGS, families
+from verification.strategies import FAMILIES, SETTINGS, Draw, draw
 from verification.workers import run_check
 
 INTERPRETER = Machine("cpu", "interpreter", ("float16", "float32"), ("reference", "triton"))
+SHRINKING = settings(SETTINGS, phases=[Phase.generate, Phase.shrink], verbosity=Verbosity.normal)
 
 
-def random_calls(count: int, *names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Decorate a test of one ``call``: run it on ``count`` calls of ``strategies.FAMILIES``, the same each time."""
-    phases = [Phase.generate, Phase.shrink]
-    chosen = settings(SETTINGS, max_examples=count, derandomize=True, phases=phases, verbosity=Verbosity.normal)
-    return lambda test: chosen(given(call=_calls(*names))(test))
+def check_calls(machine: Machine, name: str, count: int, *key: Any) -> None:
+    """Check ``count`` calls of a family of ``strategies.FAMILIES``, the same for equal keys, and shrink one that fails.
+
+    On a GPU all are of one prototype, because each prototype compiles for seconds.
+    """
+    family = FAMILIES[name]
+    prototypes = family.prototypes(machine)
+    if machine.has_gpu:
+        prototypes = st.just(draw(prototypes, name, *key))
+
+    @st.composite
+    def calls(draw: Draw) -> Any:
+        return draw(family.calls_of(draw(prototypes), machine))
+
+    test = given(call=calls())(lambda call: assert_right(call, machine))
+    seed(" ".join(map(str, (name, *key))))(settings(SHRINKING, max_examples=count)(test))()
 
 
-@st.composite
-def _calls(draw: Callable[[st.SearchStrategy], Any], *names: str) -> Any:
-    family = draw(families(INTERPRETER, *names))
-    return draw(family.calls_of(draw(family.prototypes(INTERPRETER)), INTERPRETER))
-
-
-def assert_right(call: Any) -> None:
+def assert_right(call: Any, machine: Machine = INTERPRETER) -> None:
     """Compare every backend of a call with float64; an illegal call must be refused."""
-    outcome = run_check(call, INTERPRETER)
-    assert not outcome.failures, (command_of(call, INTERPRETER), outcome.failures)
+    outcome = run_check(call, machine)
+    assert not outcome.failures, (command_of(call, machine), outcome.failures)

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import set_checkpoint_early_stop
 
 
 class RandomRounding(TorchDispatchMode):
@@ -29,6 +30,8 @@ class RandomRounding(TorchDispatchMode):
     float32 is more than p's own rounding: scores of 32 are wrong by 5e-6. A draw in float32 takes the gradients from
     such a p: one random order of the columns for the product before the softmax, and another rounding of lse.
 
+    Checkpoints that backward computes again go to their end, because PyTorch would stop before ``p v``.
+
     Args:
         generator: of the random numbers, on the tensors' device.
     """
@@ -48,6 +51,16 @@ class RandomRounding(TorchDispatchMode):
         self._recomputed: Tensor | None = None  # backward's p divided by forward's, (..., keys and sinks)
         self._product_of: tuple[Tensor, Tensor] | None = None  # the last product, rounded and not
         self._weights: Tensor | None = None  # the left factor of the last product with probabilities
+
+    def __enter__(self) -> "RandomRounding":
+        self._whole_checkpoints = set_checkpoint_early_stop(False)
+        self._whole_checkpoints.__enter__()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._whole_checkpoints.__exit__(*error)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
