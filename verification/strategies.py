@@ -18,18 +18,15 @@ import torch
 from hypothesis import HealthCheck, Phase, Verbosity, given, seed, settings, strategies as st
 from hypothesis.internal.conjecture import providers
 
-from fused_rope_attn.distributed.layout import owners_of
 from verification.attention import TENSORS, WEIGHTS, AttentionCheck, CoRopeCheck
 from verification.calls import DTYPES, Call, Machine
-from verification.context_parallel import CpCheck
 from verification.decode import DecodeCheck, WriteCheck
 from verification.latent import ROWS, LatentCheck
 from verification.memory import SHARED
 from verification.pairs import PairCheck, Way
-from verification.ranks import GROUPS
 from verification.refusals import MUTATIONS, IllegalCheck
 from verification.rotation import NORMS, RopeCheck
-from verification.testing import INTERVALS, LAYOUTS, TABLES, Case
+from verification.testing import INTERVALS
 
 Draw = Callable[[st.SearchStrategy], Any]
 
@@ -555,41 +552,6 @@ def _way(draw: Draw, p: PairCheck, machine: Machine, length: int, row: int, most
     batch = _number(draw, 1, most)
     place, appends = _number(draw, 0, batch - 1), not (is_step and chance(draw, 0.2))
     return Way(kind, first, pick(draw, ends) if p.causal else length, before, after, batch, place, appends)
-
-
-@st.composite
-def cp_calls(draw: Draw, size: int = 4) -> CpCheck:
-    """Draw a call that some of ``size`` ranks share on CPUs: one sequence, or documents that chunks cut anywhere."""
-    members = draw(st.sampled_from([group for group in GROUPS if 1 < len(group) and max(group) < size]))
-    count = len(members)
-    ranks = draw(st.permutations([*range(count)] * _number(draw, 1, 4)))
-    given = {"sharding": pick(draw, {"zigzag": 4, "contiguous": 3, f"dealt:{','.join(map(str, ranks))}": 4})}
-    rows = len(owners_of(count, given["sharding"])) * _number(draw, 1, 12)
-    heads_kv = pick(draw, {1: 1, 2: 1, count: 2})
-    fields = {"batch": pick(draw, {1: 2, 2: 1}), "sinks": chance(draw, 0.3), "lse_gradient": chance(draw, 0.3)}
-    fields |= {name: pick(draw, weights) for name, weights in (
-        ("softcap", {0.0: 4, 5.0: 1}), ("norms", {None: 4, 0.0: 1, 1.0: 1}), ("rotary_dim", {None: 4, 8: 1}),
-        ("interleaved", {False: 3, True: 1}), ("extra_rows", {0: 3, 5: 1}), ("tables", dict.fromkeys(TABLES, 1)),
-        ("layout", dict.fromkeys(LAYOUTS, 1)), ("causal", {True: 3, False: 2}), ("table_batch", {False: 4, True: 1}),
-        ("dtype", {torch.float32: 3, torch.float16: 1}))}  # fmt: skip
-    side = {-1: 2, 0: 1, st.integers(1, rows): 4, st.integers(1, 9): 2}
-    right = 0 if fields["causal"] else pick(draw, side)
-    fields["window"] = (pick(draw, side), right) if chance(draw, 0.5) else None
-    if chance(draw, 0.4):
-        ends = sorted(draw(st.lists(st.integers(0, rows), min_size=1, max_size=7)) + [rows] * chance(draw, 0.5))
-        lengths = [end - begin for begin, end in itertools.pairwise([0, *ends])]
-        fields |= {"seqlens": tuple((n, n) for n in lengths), "batch": 1, "table_batch": False}
-    else:
-        if chance(draw, 0.4):
-            given["total_len"] = _number(draw, 1, rows)
-        if chance(draw, 0.3):
-            given["local_tables"], fields["extra_rows"] = True, 0
-    given |= {"method": pick(draw, {"auto": 1, "all_gather": 3} | ({} if heads_kv % count else {"all_to_all": 4}))}
-    given |= {"deterministic": chance(draw, 0.2)}
-    heads_q = heads_kv * _number(draw, 1, 3)
-    return CpCheck(
-        Case(heads_q=heads_q, heads_kv=heads_kv, len_q=rows, len_k=rows, head_dim=16, **fields), members, given
-    )
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,8 @@ from tests.support.context_parallel import attend_in_sections, attend_invariantl
 from tests.support.dtypes import F16
 from tests.support.marks import ignore_overflow, interpreted
 from verification.attention import AttentionCheck
-from verification.context_parallel import attend, joined
+from verification.context_parallel import attend, cp_calls, joined
 from verification.interpreter import products_in_float64
-from verification.strategies import cp_calls
 from verification.testing import Case
 
 
