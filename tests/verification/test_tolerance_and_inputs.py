@@ -397,7 +397,7 @@ def test_gradients_of_weights_are_rounded_once():
     case = dataclasses.replace(case, norm_dtype=torch.float16, seqlens=((5, 5), (4, 4)))
     inputs = make_inputs(case)
     eager, exact = run_reference(inputs, case), run_reference(inputs, case, torch.float64)
-    sums = testing.runs._reference_packed(inputs, case, case.seqlens, case.dtype)
+    sums = testing.runs._summed(inputs, case, case.dtype)
     for name, dtype in dtypes.items():
         found, whole = getattr(eager, name), getattr(sums, name)
         assert found.dtype == dtype and getattr(exact, name).dtype == torch.float64
