@@ -1,4 +1,4 @@
-"""Marks and cases of the tests that run the sm_90 kernels on their GPU."""
+"""Marks, cases and checks of the tests that run attention on a GPU, by both backends or by the sm_90 kernels."""
 
 from dataclasses import replace
 from functools import partial
@@ -6,25 +6,38 @@ from functools import partial
 import pytest
 
 from tests.support.attention import assert_equal, assert_matches_float64, packed_case
-from tests.support.dtypes import BF16
+from tests.support.calls import check_calls
 from tests.support.gpu import ODD_LENGTHS, assert_same_but_dq, is_sm_90
+from verification.calls import Machine
 from verification.testing import make_inputs, run_op
 
 needs_sm_90 = [pytest.mark.gpu, pytest.mark.skipif(not is_sm_90(), reason="needs an sm_90 GPU")]
+INLINE, PREPASS = ({"backend": "triton", "strategy": strategy} for strategy in ("inline", "prepass"))
 ON_SM_90 = {"backend": "hopper"}
 
 
-def check_in_dtype(case, dtype):
-    """Compare the case with float64 in ``dtype``, which its tables have too where they are not float32; the inputs stay
-    as they are."""
-    case = replace(case, dtype=dtype)
-    if case.table_dtype is BF16:
-        case = replace(case, table_dtype=dtype)
-    inputs = make_inputs(case, "cuda")
-    before = [x.clone() for x in inputs]
-    out = run_op(inputs, case, **ON_SM_90)
-    assert_equal(before, inputs)
-    assert_matches_float64(case, inputs, out)
+def each_of(**options):
+    """Repeat a test, as its ``chosen``, for these options of a call; "sm_90" needs its GPU."""
+    marks = {"sm_90": needs_sm_90}
+    params = [pytest.param(chosen, id=name, marks=marks.get(name, ())) for name, chosen in options.items()]
+    return pytest.mark.parametrize("chosen", params)
+
+
+each_backend = each_of(inline=INLINE, prepass=PREPASS, sm_90=ON_SM_90)
+both_backends = each_of(prepass=PREPASS, sm_90=ON_SM_90)
+only_sm_90 = each_of(sm_90=ON_SM_90)
+
+
+def assert_same(out, expected, chosen):
+    """Two runs of o, lse, dq, dk, dv have the same bits, but for dq by the sm_90 kernels."""
+    (assert_same_but_dq if chosen["backend"] == "hopper" else assert_equal)(out, expected)
+
+
+def check_on_gpu(chosen, name, *key, **fixed):
+    """Check ten random calls of a family by a backend; ``fixed`` as for ``check_calls``."""
+    backend, strategy = chosen["backend"], chosen.get("strategy", "auto")
+    machine = Machine.of("cuda", ("bfloat16", "float16"), ("reference", backend))
+    check_calls(machine, name, 10, backend, *key, variants=((backend, strategy),), **fixed)
 
 
 def check_reruns(case, times):

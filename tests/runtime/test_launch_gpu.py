@@ -1,6 +1,7 @@
 """On a GPU: launches by the driver are taken, and give what Triton's launcher gives, in graphs, streams and threads."""
 
-import threading
+import functools
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
@@ -18,6 +19,8 @@ pytestmark = pytest.mark.gpu
 
 
 def attention(seed, backend="triton"):
+    if backend == "hopper" and not is_sm_90():
+        pytest.skip("needs an sm_90 GPU")
     inputs = make_inputs(replace(ODD_LENGTHS, seed=seed), "cuda")
     q, k, v = (x.detach().requires_grad_() for x in inputs[:3])
 
@@ -26,12 +29,6 @@ def attention(seed, backend="triton"):
         return o.detach(), lse, *torch.autograd.grad(o, (q, k, v), inputs.do)
 
     return step
-
-
-def hopper(seed):
-    if not is_sm_90():
-        pytest.skip("needs an sm_90 GPU")
-    return attention(seed, "hopper")
 
 
 def generation(seed):
@@ -52,7 +49,8 @@ def rotation(seed):
     return lambda: apply_rope_qk(q, k[:, :, :333], cos, sin)
 
 
-CALLS = {"portable": attention, "sm_90": hopper, "generation": generation, "rotation": rotation}
+sm_90 = functools.partial(attention, backend="hopper")
+CALLS = {"portable": attention, "sm_90": sm_90, "generation": generation, "rotation": rotation}
 
 
 @pytest.fixture(autouse=True)
@@ -108,23 +106,15 @@ def test_in_a_graph(calls):
 def test_from_several_threads_at_once(calls):
     """Every thread has its own stream and tensors, and all of them the same prepared launches."""
     make, compare, expected = calls
-    failures = []
 
     def work(seed):
-        try:
-            step, stream = make(seed), torch.cuda.Stream()
-            stream.wait_stream(torch.cuda.default_stream())
-            with torch.cuda.stream(stream):
-                for _ in range(20):
-                    out = step()
-                    stream.synchronize()
-                    compare(out, expected[seed])
-        except BaseException as error:  # pytest does not see exceptions of a thread
-            failures.append(error)
+        step, stream = make(seed), torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.default_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(20):
+                out = step()
+                stream.synchronize()
+                compare(out, expected[seed])
 
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failures, failures
+    with ThreadPoolExecutor(3) as pool:
+        list(pool.map(work, range(3)))  # raises what a thread raised

@@ -30,29 +30,27 @@ def context(mesh):
     return lambda: context_parallel(mesh, buffers=[torch.zeros(1, 8)], buffer_seq_dims=[1])
 
 
-@pytest.fixture
-def dispatcher(mesh):
-    """Functions that switch on and off what the wrapping of modules needs."""
+@pytest.mark.unpoisoned
+@pytest.mark.parametrize("compiled", [False, True])
+def test_both_forms_are_seen_while_they_last(context, compiled):
+    """The context manager, and the dispatcher that the wrapping of modules enables."""
     from torch.distributed.tensor.experimental import _attention as implementation
 
-    yield implementation._enable_context_parallel_dispatcher, implementation._disable_context_parallel_dispatcher
-    implementation._disable_context_parallel_dispatcher()
+    def look(x):
+        return x + 1 if in_context_parallel() else x
 
-
-def test_the_context_manager_is_seen_while_it_is_open(context):
-    assert not in_context_parallel()
+    look = torch.compile(look, backend="eager", fullgraph=True) if compiled else look
+    x = torch.zeros(())
+    assert look(x) == 0
     with context():
-        assert in_context_parallel()
-    assert not in_context_parallel()
-
-
-def test_the_wrapping_of_modules_is_seen_while_it_is_enabled(dispatcher):
-    enable, disable = dispatcher
-    assert not in_context_parallel()
-    enable()
-    assert in_context_parallel()
-    disable()
-    assert not in_context_parallel()
+        assert look(x) == 1
+    assert look(x) == 0
+    try:
+        implementation._enable_context_parallel_dispatcher()
+        assert look(x) == 1
+    finally:
+        implementation._disable_context_parallel_dispatcher()
+    assert look(x) == 0
 
 
 def test_an_attention_that_somebody_else_put_in_place_is_not_meant(context, monkeypatch):
@@ -62,31 +60,11 @@ def test_an_attention_that_somebody_else_put_in_place_is_not_meant(context, monk
     def counted(*arguments, **options):
         return original(*arguments, **options)
 
-    monkeypatch.setattr(functional, "scaled_dot_product_attention", counted)
-    assert not in_context_parallel()
+    for other in (functools.partial(original, is_causal=True), counted):
+        monkeypatch.setattr(functional, "scaled_dot_product_attention", other)
+        assert not in_context_parallel()
     with context():
         assert in_context_parallel()
-    monkeypatch.setattr(functional, "scaled_dot_product_attention", functools.partial(original, is_causal=True))
-    assert not in_context_parallel()
-
-
-@pytest.mark.unpoisoned
-def test_compiled_code_sees_it_come_and_go(context, dispatcher):
-    enable, disable = dispatcher
-
-    @torch.compile(backend="eager", fullgraph=True)
-    def compiled(x):
-        return x + 1 if in_context_parallel() else x
-
-    x = torch.zeros(())
-    assert compiled(x) == 0
-    with context():
-        assert compiled(x) == 1
-    assert compiled(x) == 0
-    enable()
-    assert compiled(x) == 1
-    disable()
-    assert compiled(x) == 0
 
 
 def test_looking_imports_nothing():
@@ -94,8 +72,7 @@ def test_looking_imports_nothing():
 import sys
 from fused_rope_attn.runtime.entry import in_context_parallel
 before = set(sys.modules)
-assert not in_context_parallel()
-assert set(sys.modules) == before
+assert not in_context_parallel() and set(sys.modules) == before
 assert "torch.distributed.tensor" not in sys.modules
 """
     subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True, timeout=300)
@@ -106,18 +83,13 @@ def test_attention_is_refused_in_it(context):
     q, cos, sin = torch.ones(1, 2, 4, 16), torch.ones(4, 8), torch.zeros(4, 8)
     packed, ends = q[0].transpose(0, 1), torch.tensor([0, 4], dtype=torch.int32)
     calls = {
-        "rope_attention": lambda: package.rope_attention(q, q, q, cos, sin, True),
-        "rope_attention_varlen": lambda: package.rope_attention_varlen(
-            packed, packed, packed, cos, sin, ends, ends, 4, 4, True
-        ),
-        "rope_attention_with_kvcache": lambda: package.rope_attention_with_kvcache(
-            q, q, q.clone(), cos, sin, cache_seqlens=ends[1:]
-        ),
+        "rope_attention": ((q, q, q, cos, sin), {}),
+        "rope_attention_varlen": ((packed, packed, packed, cos, sin, ends, ends, 4, 4), {}),
+        "rope_attention_with_kvcache": ((q, q, q.clone(), cos, sin), {"cache_seqlens": ends[1:]}),
     }
-    for name, call in calls.items():
-        call()
+    for name, (arguments, options) in calls.items():
         with context(), pytest.raises(NotImplementedError, match=f"^{name} was called under torch's context_parallel"):
-            call()
-        call()
+            getattr(package, name)(*arguments, **options)
+        getattr(package, name)(*arguments, **options)
     with context():
         torch.testing.assert_close(package.apply_rope(q, cos, sin), q)

@@ -1,0 +1,145 @@
+"""The kernels on a GPU under torch.compile, autocast, checkpointing and double backward, and next to FlexAttention."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from fused_rope_attn import apply_rope_qk, plan, rope_attention, rope_attention_varlen
+from tests.support.attention import gradients
+from tests.support.dtypes import BF16, F32
+from tests.support.gpu import ODD_LENGTHS, assert_alike
+from tests.support.hopper import ON_SM_90, PREPASS, both_backends, each_of
+from tests.support.marks import cases
+from verification.testing import Case, make_inputs, norms_of, run_op
+
+pytestmark = pytest.mark.gpu
+NORMED = replace(ODD_LENGTHS, norms=0.0)
+
+
+@pytest.mark.unpoisoned
+@each_of(prepass=PREPASS, auto={"backend": "auto"}, sm_90=ON_SM_90)
+@cases(ODD_LENGTHS, NORMED)
+def test_compile(case, chosen):
+    """Inductor, full graph, with operations to fuse before and after the operator. The lengths are on both sides of
+    where "auto" changes its mind, and one compilation serves all of them."""
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("inductor")
+    norms = norms_of(case, "cuda")
+    weights = {name: norms.pop(name).requires_grad_() for name in ("q_norm", "k_norm") if name in norms}
+
+    def block(q, k, v, cos, sin, weights):
+        return 0.5 * rope_attention(2.0 * q, k, v, cos, sin, True, **weights, **norms, **chosen)
+
+    compiled = torch.compile(block, fullgraph=True, backend=counter, dynamic=True if case is ODD_LENGTHS else None)
+    count = None
+    for len_q, len_k in ((333, 700), (200, 400), (64, 2000)):
+        inputs = make_inputs(replace(case, len_q=len_q, len_k=len_k), "cuda")
+        results = []
+        for function in (block, compiled):
+            leaves = [*(x.detach().requires_grad_() for x in inputs[:3]), *weights.values()]
+            o = function(*leaves[:3], inputs.cos, inputs.sin, weights)
+            results.append((o.detach(), *torch.autograd.grad(o, leaves, inputs.do)))
+        # Eager calls alone save q and k rotated, by another kernel than rotates them here: a last bit may differ.
+        assert_alike(*results)
+        count = count or counter.frame_count
+    assert counter.frame_count == count or case is NORMED
+
+
+@pytest.mark.unpoisoned
+@both_backends
+def test_compile_with_cuda_graphs(chosen):
+    torch._dynamo.reset()
+    tensors = make_inputs(ODD_LENGTHS, "cuda")[:5]
+
+    @torch.compile(fullgraph=True, mode="reduce-overhead")
+    def compiled(*tensors):
+        return rope_attention(*tensors, True, **chosen)
+
+    expected = rope_attention(*tensors, True, **chosen)
+    for _ in range(4):
+        torch.compiler.cudagraph_mark_step_begin()
+        torch.testing.assert_close(compiled(*tensors), expected)
+
+
+@both_backends
+def test_autocast(chosen):
+    """q, k and v become bfloat16; the tables and norms' weights stay float32, and all gradients are float32."""
+    inputs = make_inputs(replace(NORMED, dtype=F32), "cuda")
+    norms = norms_of(NORMED, "cuda")
+    weights = [norms[name].requires_grad_() for name in ("q_norm", "k_norm")]
+
+    def run(dtype):
+        leaves = [*(x.detach().to(dtype).requires_grad_() for x in inputs[:3]), *weights]
+        o = rope_attention(*leaves[:3], inputs.cos, inputs.sin, True, **norms, **chosen, deterministic=True)
+        return o, leaves
+
+    with torch.autocast("cuda", BF16):
+        assert plan(*inputs[:5], True, **chosen).backend == chosen["backend"]
+        o, leaves = run(F32)
+    found = torch.autograd.grad(o, leaves, inputs.do.to(BF16))
+    assert o.dtype == BF16 and all(x.dtype == F32 for x in found)
+    low, low_leaves = run(BF16)
+    assert torch.equal(o, low)
+    assert_alike(found, torch.autograd.grad(low, low_leaves, inputs.do.to(BF16)))
+
+
+@both_backends
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_activation_checkpointing(use_reentrant, chosen):
+    from torch.utils.checkpoint import checkpoint
+
+    inputs = make_inputs(ODD_LENGTHS, "cuda")
+
+    def run(q, k, v):
+        return rope_attention(q, k, v, inputs.cos, inputs.sin, True, **chosen)
+
+    saved = gradients(lambda q, k, v: checkpoint(run, q, k, v, use_reentrant=use_reentrant), inputs)
+    assert_alike(saved, gradients(run, inputs))
+
+
+@both_backends
+def test_double_backward_raises(chosen):
+    inputs = make_inputs(ODD_LENGTHS, "cuda")
+    q = inputs.q.detach().requires_grad_()
+    o = rope_attention(q, *inputs[1:5], True, **chosen)
+    (dq,) = torch.autograd.grad(o, q, inputs.do, create_graph=True)
+    with pytest.raises(NotImplementedError, match="double backward"):
+        dq.sum().backward()
+    assert_alike([dq.detach()], [run_op(inputs, ODD_LENGTHS, **chosen).dq])
+
+
+@pytest.mark.unpoisoned
+@pytest.mark.parametrize("kind", ["window + softcap", "documents"])
+def test_flex_attention_says_the_same(kind):
+    """Another author's masks and scores, on queries and keys that were rotated before, in float32, which the sm_90
+    kernels do not have."""
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    q, k, v, cos, sin, do = make_inputs(Case(1, 8, 2, 1000, 1000, 64, dtype=F32), "cuda")
+    q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
+    cu = torch.tensor([0, 100, 101, 640, 1000], dtype=torch.int32, device="cuda")
+    document = torch.searchsorted(cu, torch.arange(1000, device="cuda"), right=True)
+
+    def mask(b, h, i, j):
+        return (j <= i) & ((document[i] == document[j]) if kind == "documents" else (i - j <= 150))
+
+    def score(s, b, h, i, j):
+        return s if kind == "documents" else 3.0 * torch.tanh(s / 3.0)
+
+    if kind == "documents":
+        packed = (x[0].transpose(0, 1) for x in (q, k, v))
+        o = rope_attention_varlen(*packed, cos, sin, cu, cu, 539, 539, True, backend="triton").transpose(0, 1)[None]
+        position = torch.arange(1000, device="cuda") - cu[document - 1]
+        cos, sin = cos[position], sin[position]
+    else:
+        o = rope_attention(q, k, v, cos, sin, True, window=(150, 0), softcap=3.0, backend="triton")
+    found = torch.autograd.grad(o, (q, k, v), do)
+    block_mask = create_block_mask(mask, None, None, 1000, 1000, device="cuda")
+    torch._dynamo.reset()
+    rotated = apply_rope_qk(q, k, cos, sin)
+    other = flex_attention(*rotated, v, score_mod=score, block_mask=block_mask, enable_gqa=True)
+    for x, y in zip((o, *found), (other, *torch.autograd.grad(other, (q, k, v), do))):
+        torch.testing.assert_close(x, y, rtol=2e-4, atol=2e-4)
