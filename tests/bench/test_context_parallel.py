@@ -9,8 +9,7 @@ from bench.__main__ import main
 from bench.cp import CP, KINDS, PROVIDERS, CpCase, RanksClock
 from bench.runner import Run
 from bench.suite import Options
-from tests.support.bench import FACTS
-from tests.support.clocks import WallClock
+from tests.support.bench import FACTS, WallClock
 
 
 def rows():

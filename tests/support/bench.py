@@ -1,4 +1,7 @@
-"""Shared by the tests of the benchmark: runs on a CPU, and rows of attention with made-up times."""
+"""Runs of the benchmark on a CPU."""
+
+import timeit
+from dataclasses import replace
 
 import torch
 
@@ -6,29 +9,46 @@ from bench.attention import cases, providers
 from bench.attention.providers import AttentionProvider
 from bench.runner import Run
 from bench.suite import Options
-from tests.support.clocks import WallClock
+from bench.timing import DeviceClock
 from verification import testing
 
-FACTS = {
-    "gpu": "toy",
-    "driver": "1",
-    "torch": "2",
-    "triton": "3",
-    "cudnn": None,
-    "date": "2026-01-02T03:04:05",
-    "commit": "abc",
-    "packages": {"transformers": "5"},
-}
+FACTS = {"gpu": "toy", "driver": "1", "torch": "2", "triton": "3", "cudnn": None, "date": "2026-01-02T03:04:05"}
+FACTS |= {"commit": "abc", "packages": {"transformers": "5"}}
 TINY = cases.BenchCase("Tiny-64", "Tiny", ("tiny",), testing.Case(2, 4, 2, 64, 64, 32, dtype=torch.float16))
+SHORT = replace(cases.HOST, case=testing.Case(1, 2, 2, 16, 16, 32, dtype=torch.float16))
 
 
-def scripted(name, run, label="", role="rival", lacks=None, **fields):
+class WallClock(DeviceClock):
+    """A clock of a GPU by wall time on a CPU. The times mean nothing, and graphs are plain calls."""
+
+    def __init__(self):
+        super().__init__(torch.device("cpu"))
+
+    def synchronize(self):
+        pass
+
+    release = synchronize
+
+    def sample(self, fn, calls):
+        return [1e3 * timeit.timeit(fn, number=1) for _ in range(calls)]
+
+    def host_sample(self, fn, calls):
+        return super().host_sample(fn, 3)
+
+    def calls_for(self, fn, round_ms):
+        return 2
+
+    def capture(self, make):
+        return make()
+
+    def peak_mib(self, fn):
+        fn()
+        return 1.5
+
+
+def scripted(name, run=providers.fused, label="", role="rival", lacks=None, **fields):
     """Return a provider of attention that runs ``run(q, k, v, given)``, as in ``AttentionProvider``."""
     return AttentionProvider(name, label or name, role, lambda: lacks, ("scripted",), run=run, **fields)
-
-
-def right(q, k, v, given):
-    return providers.fused(q, k, v, given)
 
 
 def run(suite, *chosen, providers=None, clock=None, **options):
@@ -39,6 +59,11 @@ def run(suite, *chosen, providers=None, clock=None, **options):
 
     measurement = Run(suite, Options(**{"rounds": 2} | options), clock or WallClock(), FACTS, people)
     return [row for block in measurement.rows(list(chosen)) for row in block], measurement
+
+
+def status(rows):
+    """Return the status of each provider."""
+    return {row["provider"]: row["status"] for row in rows}
 
 
 def attention_row(case, provider, ms, part="fwd", mode="graph", status="ok", kind="plain", **extra):
