@@ -10,12 +10,15 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
+from hypothesis import strategies as st
 
 from fused_rope_attn.distributed import cp_shard, plan_varlen_cp, rope_attention_cp, rope_attention_varlen_cp
+from fused_rope_attn.distributed.layout import owners_of
 from verification import testing
 from verification.calls import Finding, Machine, References
 from verification.ranks import GROUPS, Ranks, group_of
-from verification.testing import Case, Comparison
+from verification.strategies import Draw, chance, pick
+from verification.testing import LAYOUTS, TABLES, Case, Comparison
 
 # Gradients that have no rows.
 OF_WEIGHTS = ("dsinks", "dq_norm", "dk_norm")
@@ -162,6 +165,41 @@ class CpCheck:
         shards = joined(parts, self.given.get("sharding", "zigzag"))
         for comparison in compared(self.case, shards, self.given.get("total_len"), device):
             yield Finding("cp", comparison)
+
+
+@st.composite
+def cp_calls(draw: Draw, size: int = 4) -> CpCheck:
+    """Draw a call that some of ``size`` ranks share on CPUs: one sequence, or documents that chunks cut anywhere."""
+    members = draw(st.sampled_from([group for group in GROUPS if 1 < len(group) and max(group) < size]))
+    count = len(members)
+    ranks = draw(st.permutations([*range(count)] * draw(st.integers(1, 4))))
+    given = {"sharding": pick(draw, {"zigzag": 4, "contiguous": 3, f"dealt:{','.join(map(str, ranks))}": 4})}
+    rows = len(owners_of(count, given["sharding"])) * draw(st.integers(1, 12))
+    heads_kv = pick(draw, {1: 1, 2: 1, count: 2})
+    fields = {"batch": pick(draw, {1: 2, 2: 1}), "sinks": chance(draw, 0.3), "lse_gradient": chance(draw, 0.3)}
+    fields |= {name: pick(draw, weights) for name, weights in (
+        ("softcap", {0.0: 4, 5.0: 1}), ("norms", {None: 4, 0.0: 1, 1.0: 1}), ("rotary_dim", {None: 4, 8: 1}),
+        ("interleaved", {False: 3, True: 1}), ("extra_rows", {0: 3, 5: 1}), ("tables", dict.fromkeys(TABLES, 1)),
+        ("layout", dict.fromkeys(LAYOUTS, 1)), ("causal", {True: 3, False: 2}), ("table_batch", {False: 4, True: 1}),
+        ("dtype", {torch.float32: 3, torch.float16: 1}))}  # fmt: skip
+    side = {-1: 2, 0: 1, st.integers(1, rows): 4, st.integers(1, 9): 2}
+    right = 0 if fields["causal"] else pick(draw, side)
+    fields["window"] = (pick(draw, side), right) if chance(draw, 0.5) else None
+    if chance(draw, 0.4):
+        ends = sorted(draw(st.lists(st.integers(0, rows), min_size=1, max_size=7)) + [rows] * chance(draw, 0.5))
+        lengths = [end - begin for begin, end in itertools.pairwise([0, *ends])]
+        fields |= {"seqlens": tuple((n, n) for n in lengths), "batch": 1, "table_batch": False}
+    else:
+        if chance(draw, 0.4):
+            given["total_len"] = draw(st.integers(1, rows))
+        if chance(draw, 0.3):
+            given["local_tables"], fields["extra_rows"] = True, 0
+    given |= {"method": pick(draw, {"auto": 1, "all_gather": 3} | ({} if heads_kv % count else {"all_to_all": 4}))}
+    given |= {"deterministic": chance(draw, 0.2)}
+    heads_q = heads_kv * draw(st.integers(1, 3))
+    return CpCheck(
+        Case(heads_q=heads_q, heads_kv=heads_kv, len_q=rows, len_k=rows, head_dim=16, **fields), members, given
+    )
 
 
 @functools.cache

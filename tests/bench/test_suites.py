@@ -1,0 +1,253 @@
+"""One run of each ``python -m bench SUITE`` at tiny cases on a CPU: who is right is timed, who is wrong is not.
+
+``cp`` and ``fa3`` have files of their own.
+"""
+
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from baselines import attentions, latent, masked
+from baselines.latent import LATENT, LatentBaseline
+from baselines.rotations import LIGER
+from bench import decode, mla, rope
+from bench.attention import cases, providers
+from bench.models import shapes, suite as models
+from bench.models.providers import PROVIDERS as OF_MODELS, ModelProvider
+from bench.suite import Provider
+from fused_rope_attn import apply_rope_qk, masks
+from tests.support.bench import FACTS, SHORT, TINY
+from verification.testing import Case
+
+MASKED = Case(1, 4, 2, 24, 24, 16, dtype=torch.float32)
+LENGTHS = (5, 12, 1, 7)
+DOCUMENTS = cases.packed(replace(MASKED, causal=False), LENGTHS)
+NORMED = Case(2, 4, 2, 24, 24, 16, causal=True, dtype=torch.float32)
+LATENTS = [mla.MlaCase(1, 3, 33, 33, 32, 16, 48, dtype=torch.float32, interleaved=True)]
+LATENTS.append(mla.MlaCase(2, 2, 16, 16, 16, 16, 16, dtype=torch.float32, interleaved=True))
+STEP = decode.DecodeCase(2, 32, 4, 2, 16, torch.float32)
+MODEL = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
+MODEL = shapes.Model("Tiny", "Llama", MODEL | {"num_attention_heads": 2, "rope_theta": 5000.0})
+
+
+def of_kind(kind, case, name="Tiny", **changed):
+    return cases.BenchCase(name, name, (kind,), replace(case, **changed), kind)
+
+
+def wrong(provider):
+    """Return a provider whose results are 10 % too large."""
+
+    def run(*given):
+        out = provider.run(*given)
+        return [1.1 * x for x in out] if isinstance(out, list) else 1.1 * out
+
+    return replace(provider, name="wrong", label="wrong", run=run)
+
+
+def wrong_step(step):
+    run = decode.PROVIDERS["fused"].make(step)
+    return lambda: 1.1 * run()
+
+
+def by_document(q, k, v, ends, longest):
+    parts = zip(*(x.transpose(0, 1)[None].tensor_split(ends[1:-1].tolist(), 2) for x in (q, k, v)))
+    out = [F.scaled_dot_product_attention(*part, is_causal=True, enable_gqa=True) for part in parts]
+    return torch.cat(out, 2)[0].transpose(0, 1)
+
+
+def flex(q, k, v, *, block_mask, enable_gqa, kernel_options=None):
+    """FlexAttention by SDPA, because without a compiler it has no backward on a CPU."""
+    position = torch.arange(k.shape[2])
+    visited = block_mask.to_dense()[0, 0].bool()[position // 128][:, position // 128]
+    sees = visited & block_mask.mask_mod(0, 0, position[:, None], position)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=sees, enable_gqa=enable_gqa)
+
+
+def masked_people(kind, right, wrong):
+    """Return ours, a masked attention that is right, one that is wrong, and one that is not installed."""
+
+    def rotate(q, k, tables):
+        return apply_rope_qk(q, k, *(table[..., : table.shape[-1] // 2] for table in tables))
+
+    rotation = replace(LIGER, missing=lambda: None, rotate=rotate)
+    mask = "intervals" if kind in cases.INTERVALS else kind
+    rivals = [
+        masked.MaskedAttention(name, name, lambda lacks=lacks: lacks, **{mask: attend})
+        for name, lacks, attend in (("right", None, right), ("wrong", None, wrong), ("absent", "pip install x", right))
+    ]
+    mine = [provider for provider in providers.table(kind).values() if provider.ours]
+    return [*mine, *(providers.masked_rival(each, mask, rotation) for each in rivals)]
+
+
+def wrong_build(rows, tables):
+    return latent._hf([rows[0], rows[1].flip(-1), *rows[2:]], tables)
+
+
+# They take part in ``python -m bench mla`` here.
+LATENT_RIVALS = {
+    "bare_sdpa": LatentBaseline("bare_sdpa", None, attentions.SDPA),
+    "wrong": LatentBaseline("wrong", replace(latent.HF, build=wrong_build), attentions.SDPA),
+}
+
+
+def broken(model):
+    raise RuntimeError("no such thing")
+
+
+class Measured(NamedTuple):
+    """A run: its cases, who runs, passes, modes, and the figure of a row. "wrong" fails, "absent" does not run."""
+
+    cases: list
+    people: list
+    passes: tuple[str, ...] = ("fwd", "bwd")
+    modes: tuple[str, ...] = ("graph",)
+    figure: tuple[str, Any] | None = None
+    arguments: str = ""
+
+
+def tflops(case, row):
+    return case.flops(row["pass"]) / row["ms"] * 1e-9
+
+
+def rate(case, row):
+    """The gradient of a norm reads what was normed too; float8 is half as large."""
+    moved = 1.5 if row.get("norms") and row["pass"] == "bwd" and row["provider"] != "copy" else 1.0
+    return moved * case.bytes / row["ms"] * 1e-6 / (2 if row["provider"] == "fused_float8" else 1)
+
+
+def tokens(case, row):
+    return case.work.tokens / row["ms"] * 1e3
+
+
+def select(table, *names):
+    return [table[name] for name in names]
+
+
+PLAIN, NORM = providers.table("plain"), providers.table("norm")
+HOST, COROPE = providers.table("host"), providers.table("corope")
+WINDOW, INTERVALS = masked.FLEX.window, masked.FLEX.intervals
+TREE = of_kind("tree", MASKED, "tree", causal=False, len_q=28, len_k=28)
+TREE = replace(TREE, case=replace(TREE.case, intervals=lambda n: masks.prefix_tree([-1, 0, 1, 1, 0, 4, 4], [4] * 7)))
+CUMULATED = torch.tensor((0, *LENGTHS)).cumsum(0)
+STEPS = "fused", "fused_page16", "fused_float8", "fused_same_bits", "copy"
+EAGER, BOTH_MODES = ("eager",), ("eager", "graph")
+RUNS = {
+    "attention": Measured(
+        [TINY],
+        [*select(PLAIN, "fused", "hf_sdpa", "hf_flash_attn", "bare_flash"), wrong(PLAIN["fused"])],
+        ("fwd", "bwd", "both"),
+        BOTH_MODES,
+        ("tflops", tflops),
+        "--mode eager,graph --passes fwd,bwd,both",
+    ),
+    "attention: host": Measured(
+        [SHORT],
+        [*select(HOST, "fused", "bare_sdpa", "nothing"), replace(HOST["bare_cudnn_chosen"], name="absent")]
+        + [wrong(HOST["nothing"])],
+        ("fwd", "fwd_grad", "both"),
+        ("host",),
+    ),
+    "attention: corope": Measured(
+        [of_kind("corope", Case(2, 4, 2, 9, 9, 8, dtype=torch.float32))],
+        [*COROPE.values(), wrong(COROPE["corope"])],
+        modes=EAGER,
+    ),
+    "attention: window": Measured(
+        [of_kind("window", MASKED, window=(6, 0))],
+        masked_people("window", WINDOW, lambda q, k, v, left: WINDOW(q, k, v, left + 1)),
+        modes=EAGER,
+    ),
+    "attention: packed": Measured(
+        [of_kind("packed", cases.packed(MASKED, LENGTHS))],
+        masked_people("packed", by_document, lambda q, k, v, *ends: by_document(q, k, v.flip(0), *ends)),
+        modes=EAGER,
+    ),
+    "attention: intervals": Measured(
+        [TREE, of_kind("documents", DOCUMENTS, "documents", intervals=lambda n: masks.documents(CUMULATED, n))],
+        masked_people("tree", INTERVALS, lambda q, k, v, *bounds: INTERVALS(q, k, v.flip(2), *bounds)),
+        modes=EAGER,
+    ),
+    "attention: unsplit": Measured(
+        [of_kind("unsplit", TINY.case, batch=1, len_q=140, len_k=140)],
+        select(providers.table("unsplit"), "fused", "fused_same_bits", "flex16", "flex64"),
+        ("fwd",),
+        figure=("tflops", tflops),
+        arguments="--passes fwd",
+    ),
+    "norm": Measured(
+        [of_kind("norm", NORMED, f"offset-{offset}", norms=float(offset)) for offset in (0, 1)],
+        [*select(NORM, "fused", "fused_without", "norm_hf_sdpa"), wrong(NORM["fused"])],
+        figure=("tflops", tflops),
+    ),
+    "mla": Measured(
+        LATENTS,
+        [
+            *select(mla.PROVIDERS, "fused", "hf_sdpa"),
+            *(Provider(b.name, b.label, b.role) for b in LATENT_RIVALS.values()),
+        ],
+    ),
+    "rope": Measured(
+        [
+            rope.RopeCase("Tiny", 2, (4, 2), 16, 8, (), torch.float32),
+            rope.RopeCase("Wide", 1, (2, 2), 256, 8, (), torch.float32),
+            rope.RopeCase("Normed", 1, (2, 1), 16, 8, (), torch.float32, norms=True),
+        ],
+        [*select(rope.PROVIDERS, "apply_rope", "copy"), wrong(rope.PROVIDERS["apply_rope"])],
+        figure=("gb_s", rate),
+    ),
+    "decode": Measured(
+        [STEP],
+        [*select(decode.PROVIDERS, *STEPS), decode.rival("sdpa", attentions.SDPA)]
+        + [decode.DecodeProvider("wrong", "wrong", make=wrong_step)],
+        ("decode",),
+        BOTH_MODES,
+        ("gb_s", rate),
+    ),
+    "models": Measured(
+        [models.ModelCase(MODEL, shapes.Work(kind, 2, 16)) for kind in ("train", "step", "prefill", "decode")],
+        [*select(OF_MODELS, "sdpa", "fused"), ModelProvider("absent", "absent", switches=(broken,))],
+        (),
+        EAGER,
+        ("tokens_s", tokens),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_who_is_right_is_timed_and_who_is_wrong_is_not(name, measure, monkeypatch, capsys):
+    for rival, baseline in LATENT_RIVALS.items():
+        monkeypatch.setitem(LATENT, rival, baseline)
+    monkeypatch.setattr(masked, "compiled_flex", lambda: flex)
+    monkeypatch.setattr(attentions, "compiled_flex", lambda: flex)
+    chosen, people, passes, modes, figure, arguments = RUNS[name]
+    status, rows = measure(name.partition(":")[0], chosen, people, *arguments.split())
+    assert status == any(provider.name == "wrong" and provider.ours for provider in people)
+    people, lacks = {provider.name: provider for provider in people}, {"wrong", "absent"}
+    timed = [row for row in rows if row["provider"] not in lacks]
+    assert {(row["case"], row["shape"], row["provider"], row["pass"], row["mode"]) for row in timed} == {
+        (case.name, case.shape, who, part, mode)
+        for case in chosen
+        for who in people.keys() - lacks
+        for part in passes or [case.work.name]
+        for mode in modes
+    }, rows
+    of_case = {(case.name, case.shape): case for case in chosen}
+    for row in rows:
+        who = people[row["provider"]]
+        assert (row["role"], row["label"], row["bench"]) == (who.role, who.label, name.partition(":")[0])
+        assert FACTS.items() <= row.items()
+        if who.name == "wrong":
+            assert row["status"] == "failed" and row["detail"]
+        elif who.name == "absent":
+            assert row["status"] in ("missing", "unsupported", "error")
+        else:
+            assert row["status"] in (("ok",) if who.ours else ("ok", "loose")) and len(row["rounds"]) == 2
+            assert row["p20"] <= row["ms"] <= row["p80"]
+            if figure:
+                assert row[figure[0]] == pytest.approx(figure[1](of_case[row["case"], row["shape"]], row))
+    out, err = capsys.readouterr()
+    assert "toy, driver 1, torch 2, triton 3" in out and f"{len(rows)} rows in" in out and "gate" in err
+    assert ("FAILED the gate" in out) == ("wrong" in people) and all(each.label in out for each in people.values())
