@@ -49,7 +49,7 @@ def counted(rows, sequences):
 
 @pytest.mark.parametrize(
     ("sequences", "rows", "tiles"),
-    # Of packed rows one more for each sequence, and one for the rows that belong to none.
+    # Packed rows need one more for each sequence, and one for the rows after the last.
     [(None, (0, 1, 8, 9, 27), [0, 1, 1, 2, 4]), (3, (0, 7, 8, 27), [4, 4, 5, 7]), (2, (20,), [5])],
 )
 def test_counts_of_tiles(sequences, rows, tiles):
@@ -137,7 +137,7 @@ def test_more_sequences_than_are_looked_at_at_once():
         tile = ends[sequence] // BLOCK + sequence
         ((found, first_row, _, index),) = tiles_of(ends, ends[-1], tile, tile + 1)
         assert (found, first_row, index) == (sequence, ends[sequence], 0)
-    for count in (1023, 1024, 1025):  # the number of the rows behind all sequences is looked at with them
+    for count in (1023, 1024, 1025):  # the rows after all sequences
         tile = count // BLOCK + count
         assert tiles_of(range(count + 1), count + 9, tile, tile + 1) == [[count, count, 9, 0]]
 

@@ -1,4 +1,4 @@
-"""How many programs of the sm_90 backward divide a group of query heads."""
+"""The number of programs of the sm_90 backward that divide a group of query heads."""
 
 import pytest
 

@@ -119,7 +119,7 @@ def words_of_dq(rows, accumulator, head_dim):
     Case(1, 2, 1, 5, 70, 56, causal=False, sinks=True),
 )
 def test_the_backward_around_its_main_kernel(case):
-    """What the main kernel computes is computed here, head by head; dQ is added as it adds it."""
+    """This test computes the gradients in its place, head by head, and adds dQ in its layout."""
     from fused_rope_attn.attention.hopper.backward import BackwardCall
 
     inputs = make_inputs(case)
