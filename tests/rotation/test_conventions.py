@@ -129,28 +129,20 @@ def test_oneflow(mode, sections, x_layout, layout):
 
 
 @pytest.mark.parametrize("input_pos", [None, torch.tensor([[0, 1, 2, 10, 11], [7, 6, 5, 4, 3]])])
-def test_torchtune(input_pos):
-    """`RotaryPositionalEmbeddings.forward(x (B, S, H, D), input_pos (B, S))`: interleaved, computed in float32."""
+def test_torchtune_and_metal(input_pos):
+    """`RotaryPositionalEmbeddings.forward(x (B, S, H, D), input_pos (B, S))`: interleaved, computed in float32. Metal's
+    kernels do the same on (S, B, H, D) with tables (S, D/2)."""
     cache = torch.stack((angles(12, 16).cos(), angles(12, 16).sin()), -1)
 
-    def oracle(x):
+    def torchtune(x):
         pairs = x.reshape(*x.shape[:-1], -1, 2)
         rope = (cache[: x.shape[1]][None] if input_pos is None else cache[input_pos]).unsqueeze(2)
         first = pairs[..., 0] * rope[..., 0] - pairs[..., 1] * rope[..., 1]
         second = pairs[..., 1] * rope[..., 0] + pairs[..., 0] * rope[..., 1]
         return torch.stack((first, second), -1).flatten(3)
 
-    module = RotaryEmbedding(16, max_seq_len=12, interleaved=True)
-    hold(lambda x: module(x, layout="bshd", position_ids=input_pos), oracle, normal(2, 5, 3, 16))
-
-
-def test_metal():
-    """Interleaved on (S, B, H, D) with tables (S, D/2)."""
-    c, s = angles(6, 16).cos()[:, None, None], angles(6, 16).sin()[:, None, None]
-
-    def oracle(x):
-        first, second = x[..., ::2], x[..., 1::2]
-        return torch.stack((first * c - second * s, first * s + second * c), -1).reshape(x.shape)
-
-    tables = rope_tables(6, 16)
-    hold(lambda x: apply_rope(x, *tables, layout="sbhd", interleaved=True), oracle, normal(6, 2, 3, 16))
+    module, x = RotaryEmbedding(16, max_seq_len=12, interleaved=True), normal(2, 5, 3, 16)
+    hold(lambda x: module(x, layout="bshd", position_ids=input_pos), torchtune, x)
+    options = {"layout": "sbhd", "interleaved": True, "position_ids": input_pos}
+    metal = lambda x: torchtune(x.transpose(0, 1)).transpose(0, 1)  # noqa: E731
+    hold(lambda x: apply_rope(x, *rope_tables(12, 16), **options), metal, x.transpose(0, 1).contiguous())
