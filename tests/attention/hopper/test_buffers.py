@@ -9,8 +9,7 @@ from dataclasses import replace
 import torch
 
 from fused_rope_attn.attention import configs
-from tests.support.attention import sequences_of
-from tests.support.cases import TWO_BATCHES, packed
+from tests.support.attention import TWO_BATCHES, packed, sequences_of
 from tests.support.dtypes import F32
 from tests.support.internals import described_for_launch
 from tests.support.marks import cases, ignore_overflow, interpreted

@@ -101,10 +101,11 @@ def test_with_everything_of_liger(name, suffix, norms, replaced, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
-def test_a_decoding_step_does_not_wait(name):
-    """With a dynamic cache; a step with a static one is captured below, which fails where it would wait."""
-    model, past = patch_model(make_model(name, **WHOLE).to(DEVICE)), transformers.DynamicCache()
+@pytest.mark.parametrize("static", [False, True])
+def test_a_decoding_step_does_not_wait(static, name):
+    model = patch_model(make_model(name, **WHOLE).to(DEVICE))
     ids, mask = make_ids(2, 20).to(DEVICE), left_padded(2, 20, 5)
+    past = transformers.StaticCache(config=model.config, max_cache_len=32) if static else transformers.DynamicCache()
     with torch.no_grad():
         for start, end in ((0, 18), (18, 19), (19, 20)):
             part, step_mask = ids[:, start:end].contiguous(), mask[:, :end].contiguous()
