@@ -52,8 +52,11 @@ class AttentionCheck(Call):
         return tuple(max((pair[i] for pair in self.seqlens or ()), default=0) for i in range(2))
 
     def make(self, device: str) -> Made:
-        inputs = testing.make_inputs(self if self.memory is None else replace(self, layout="bhnd"), device)
-        tensors = {name: getattr(inputs, name) for name in TENSORS}
+        return self.made(testing.make_inputs(self if self.memory is None else replace(self, layout="bhnd"), device))
+
+    def made(self, inputs: testing.Inputs) -> Made:
+        """Return the data of the call for these inputs."""
+        device, tensors = inputs.q.device, {name: getattr(inputs, name) for name in TENSORS}
         if self.hides_nan and not set(self.memory or ()) & {*SHARED}:
             for name, rows in self._unseen(device).items():
                 tensors[name] = tensors[name].masked_fill(rows[:, None, :, None], math.nan)
@@ -70,17 +73,17 @@ class AttentionCheck(Call):
         upstream = {"o": do} if inputs.dlse is None else {"o": do, "lse": inputs.dlse}
         return Made(tensors | tables | masks | self.norms_of(device), upstream)
 
-    def _ends(self, device: str) -> dict[str, Any]:
+    def _ends(self, device: torch.device) -> dict[str, Any]:
         ends = torch.tensor(((0, 0), *self.seqlens), dtype=torch.int32).cumsum(0, dtype=torch.int32).to(device)
         found = {f"cu_seqlens_{name}": ends[:, i].contiguous() for i, name in enumerate("qk")}
         return found | {f"max_seqlen_{name}": self.longest[i] for i, name in enumerate("qk")}
 
-    def _intervals(self, device: str) -> dict[str, Tensor]:
+    def _intervals(self, device: torch.device) -> dict[str, Tensor]:
         """Return those of query_starts and query_ends that the case has."""
         found = testing.masks_of(self, device)
         return {name: found[name] for name in _INTERVALS if found[name] is not None}
 
-    def _unseen(self, device: str) -> dict[str, Tensor]:
+    def _unseen(self, device: torch.device) -> dict[str, Tensor]:
         """Return the rows (1|B, N) of each tensor that no query or no key sees, as True."""
         if self.seqlens is not None:
             end_q, end_k = (sum(lengths) for lengths in zip((0, 0), *self.seqlens))
@@ -88,7 +91,7 @@ class AttentionCheck(Call):
             past_k = torch.arange(self.len_k, device=device)[None] >= end_k
             return {"q": past_q, "do": past_q, "k": past_k, "v": past_k}
         bounds = {name: x for name, x in testing.masks_of(self, device).items() if name in _BOUNDS}
-        positions = reference.positions(self.len_q, self.len_k, bounds.get("kv_lens"), torch.device(device))
+        positions = reference.positions(self.len_q, self.len_k, bounds.get("kv_lens"), device)
         masks = bounds | self._intervals(device)
         visible = reference.visible_pairs(*positions, self.causal, window=self.window, **masks)
         dead, absent = ~visible.any(-1), ~visible.any(-2)

@@ -169,8 +169,10 @@ def test_levels_of_work():
 
 
 def test_plans_are_remembered_and_ignore_the_exact_length(arch):
+    """And norms, because whatever rotates the queries norms them."""
     chosen = [plan_of(call(n)) for n in (3000, 3000, 3001, 4096)]
     assert chosen[0] is chosen[1] and chosen[0] == chosen[2] == chosen[3]
+    assert plan_of(call(3000, norm_eps=1e-6, norm_offset=0.0)) == chosen[0]
     with pytest.raises(dataclasses.FrozenInstanceError):
         chosen[0].reason = ""
 
