@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 import torch
 import transformers
-from transformers.generation.continuous_batching import cache as paged_cache, continuous_api
+from transformers.generation.continuous_batching import continuous_api
 
 from fused_rope_attn.integrations.transformers import attention, obstacles, patch_model, patch_report, unpatch_model
 from fused_rope_attn.integrations.transformers.families import RELEASE
@@ -44,48 +44,34 @@ def logits_of(model, *given, **options):
     return found, torch.cat(seen)
 
 
-# GQA, windows, both with norms of heads, norms of heads, sinks; and all others where there is time.
-CHOSEN = [("llama", 16), ("mistral", 16), ("gemma3", 32), ("qwen3", 8), ("gpt_oss", 16)]
-EVERY = [pytest.param(name, 16, marks=pytest.mark.gpu) for name in MODELS if (name, 16) not in CHOSEN]
+# GQA, windows, both with norms of heads, norms of heads, sinks, a prefix that two requests share if the first of them
+# was read in fewer passes; and all others where there is time.
+CHOSEN = [(name, page, 24) for name, page in (("mistral", 16), ("gemma3", 32), ("qwen3", 8), ("gpt_oss", 16))]
+CHOSEN += [("llama", 16, 24), ("llama", 16, 40)]
+EVERY = [pytest.param(name, 16, 64, marks=pytest.mark.gpu) for name in MODELS]
 
 
 @pytest.mark.filterwarnings("ignore:patch_model")
-@pytest.mark.parametrize(("name", "page"), CHOSEN + EVERY)
-def test_tokens_and_logits(name, page, calls):
+@pytest.mark.parametrize(("name", "page", "most_tokens"), CHOSEN + EVERY)
+def test_tokens_and_logits(name, page, most_tokens, calls):
     """Chunks of prompts, whole ones and single tokens in one pass."""
     model, given = make_model(name), prompts()
     try:
-        expected, logits = logits_of(model, given, page=page, most_tokens=24)
+        expected, logits = logits_of(model, given, page=page, most_tokens=most_tokens)
     except (AssertionError, ValueError) as error:
         pytest.skip(f"not served unpatched: {str(error)[:60]}")
-    got, others = logits_of(patch_model(model), given, page=page, most_tokens=24)
+    got, others = logits_of(patch_model(model), given, page=page, most_tokens=most_tokens)
     assert got == expected
     if logits.shape == others.shape:  # with other budgets passes can hold other requests
         assert_close(others, logits, 1e-5)
     # Capped scores, and the latent attention that transformers 5.17 serves. Managers do not know recurrences.
     own = name in ("gemma2", "vaultgemma", "mistral4")
     assert all(bool(row.own) is own and bool(row.served) is not own for row in patch_report(model))
-    if (name, page) in CHOSEN:
+    if (name, page, most_tokens) in CHOSEN:
         rings = TOLD and name in ("mistral", "gemma3", "gpt_oss")
         steps = page >= 16 and (TOLD or name != "mistral")
         operators = {"rope_attention_varlen": True, "rope_attention_with_kvcache": steps, "write_kvcache": rings}
         assert set(calls) == {operator for operator, runs in operators.items() if runs}
-
-
-@pytest.mark.skipif(not hasattr(paged_cache.PagedAttentionCache, "search_prefix_match"), reason="no prefix is shared")
-def test_a_prefix_that_two_requests_share(monkeypatch):
-    model, given, shared = make_model("llama"), prompts(), []
-    own = paged_cache.PagedAttentionCache.search_prefix_match
-
-    def search(*args):
-        shared.append(own(*args))
-        return shared[-1]
-
-    monkeypatch.setattr(paged_cache.PagedAttentionCache, "search_prefix_match", search)
-    expected = answers(model, given, most_tokens=40)
-    assert answers(patch_model(model), given, most_tokens=40) == expected
-    half = len(shared) // 2
-    assert max(shared[:half]) == max(shared[half:]) == 16
 
 
 @needs_tables
