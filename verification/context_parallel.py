@@ -17,11 +17,12 @@ from fused_rope_attn.distributed.layout import owners_of
 from verification import testing
 from verification.calls import Finding, Machine, References
 from verification.ranks import GROUPS, Ranks, group_of
-from verification.strategies import Draw, chance, pick
+from verification.strategies import Draw, chance, draw, pick
 from verification.testing import LAYOUTS, TABLES, Case, Comparison
 
 # Gradients that have no rows.
 OF_WEIGHTS = ("dsinks", "dq_norm", "dk_norm")
+DRAWN = 126  # calls of a run
 
 
 def attend(case: Case, ranks: tuple[int, ...], device: str, options: dict[str, Any]) -> dict[str, torch.Tensor]:
@@ -105,36 +106,6 @@ def compared(
     return [references.compare(name, x[None] if name in OF_WEIGHTS else x) for name, x in found.items()]
 
 
-def _cases(dtype: torch.dtype, scale: int) -> list[tuple[Case, dict[str, Any]]]:
-    """Every feature, of sequences of 48 * scale tokens. The sharding "dealt" is ``dealt(size)`` of a group."""
-    length = 48 * scale
-    width = 64 if scale > 1 else 16
-    plain = Case(1, 4, 2, length, length, width, dtype=dtype)
-    lengths = tuple(n * scale for n in (1, 17, 0, 6, 12, 3, 9))
-    packed = replace(plain, seqlens=tuple((n, n) for n in lengths))
-    contiguous = {"sharding": "contiguous"}
-    return [
-        (plain, {}),
-        (plain, contiguous),
-        (plain, {"local_tables": True}),
-        (plain, {"total_len": length - 7}),
-        (plain, {"deterministic": True}),
-        (replace(plain, batch=2, rotary_dim=width // 2, interleaved=True, layout="odd", extra_rows=5), {}),
-        (replace(plain, tables="random", table_batch=True), {"local_tables": True}),
-        (replace(plain, window=(length // 5, 0), sinks=True), {}),
-        (replace(plain, softcap=5.0, sinks=True), contiguous),
-        (replace(plain, norms=1.0), {}),
-        (replace(plain, causal=False), {}),
-        (replace(plain, causal=False), {"total_len": length // 2 + 3, **contiguous}),
-        (replace(plain, causal=False, window=(length // 5, length // 9)), {}),
-        (packed, {}),
-        (replace(packed, window=(9, 0), sinks=True), contiguous),
-        (replace(packed, causal=False), {}),
-        (packed, {"sharding": "dealt"}),
-        (replace(packed, norms=0.0), {}),
-    ]
-
-
 def dealt(size: int) -> str:
     """A sharding of four chunks for each of P = ``size`` ranks, some of them adjacent."""
     return "dealt:" + ",".join(str((rank + turn) % size) for turn in range(4) for rank in range(size))
@@ -168,13 +139,14 @@ class CpCheck:
 
 
 @st.composite
-def cp_calls(draw: Draw, size: int = 4) -> CpCheck:
-    """Draw a call that some of ``size`` ranks share on CPUs: one sequence, or documents that chunks cut anywhere."""
+def cp_calls(draw: Draw, size: int = 4, scale: int = 1) -> CpCheck:
+    """Draw a call that some of ``size`` ranks share: one sequence, or documents that chunks cut anywhere. scale: of
+    lengths and heads, for GPUs."""
     members = draw(st.sampled_from([group for group in GROUPS if 1 < len(group) and max(group) < size]))
     count = len(members)
     ranks = draw(st.permutations([*range(count)] * draw(st.integers(1, 4))))
     given = {"sharding": pick(draw, {"zigzag": 4, "contiguous": 3, f"dealt:{','.join(map(str, ranks))}": 4})}
-    rows = len(owners_of(count, given["sharding"])) * draw(st.integers(1, 12))
+    rows = len(owners_of(count, given["sharding"])) * draw(st.integers(1, 12)) * scale
     heads_kv = pick(draw, {1: 1, 2: 1, count: 2})
     fields = {"batch": pick(draw, {1: 2, 2: 1}), "sinks": chance(draw, 0.3), "lse_gradient": chance(draw, 0.3)}
     fields |= {name: pick(draw, weights) for name, weights in (
@@ -197,9 +169,9 @@ def cp_calls(draw: Draw, size: int = 4) -> CpCheck:
     given |= {"method": pick(draw, {"auto": 1, "all_gather": 3} | ({} if heads_kv % count else {"all_to_all": 4}))}
     given |= {"deterministic": chance(draw, 0.2)}
     heads_q = heads_kv * draw(st.integers(1, 3))
-    return CpCheck(
-        Case(heads_q=heads_q, heads_kv=heads_kv, len_q=rows, len_k=rows, head_dim=16, **fields), members, given
-    )
+    head_dim = 16 if scale == 1 else 64
+    case = Case(heads_q=heads_q, heads_kv=heads_kv, len_q=rows, len_k=rows, head_dim=head_dim, **fields)
+    return CpCheck(case, members, given)
 
 
 @functools.cache
@@ -213,16 +185,10 @@ def count_ranks(device: str) -> int:
 
 
 def make_checks(options: argparse.Namespace) -> list[CpCheck]:
-    """Return every case by each group of ranks that can share it, by each method that the group has for it."""
-    size, found = count_ranks(options.device), []
-    for name in options.dtype:
-        for case, given in _cases(getattr(torch, name), 16 if options.device.startswith("cuda") else 1):
-            for members in GROUPS:
-                if len(members) < 2 or max(members) >= size or case.len_q % (2 * len(members)):
-                    continue
-                for method in ["all_gather"] + ["all_to_all"] * (case.heads_kv % len(members) == 0):
-                    check = CpCheck(case, members, {**given, "method": method})
-                    if given.get("sharding") == "dealt":
-                        check.given["sharding"] = dealt(len(members))
-                    found += [check] if options.filter.lower() in check.name.lower() else []
-    return found
+    """Return drawn calls, the same in each run, in every dtype."""
+    calls = cp_calls(count_ranks(options.device), 16 if options.device.startswith("cuda") else 1)
+    drawn = [draw(calls, "cp", index) for index in range(DRAWN)]
+    found = [
+        replace(one, case=replace(one.case, dtype=getattr(torch, name))) for name in options.dtype for one in drawn
+    ]
+    return [check for check in found if options.filter.lower() in check.name.lower()]

@@ -57,8 +57,3 @@ def test_nothing_is_said_where_it_is_meant(heard):
     torch.compile(rope_attention, fullgraph=True, backend="eager")(q, k, v, cos, sin, True)
     run_op(inputs, CASE, backend="reference")  # how verification and the benchmark's gate call
     assert [x for x in heard if "positions and k" in str(x.message)] == []
-
-
-def test_without_a_diagonal_it_is_refused_with_the_hint():
-    with pytest.raises(ValueError, match="at most k's 2 positions where causal is False, .*did you mean layout='bshd'"):
-        rope_attention(*make_inputs(CASE)[:5])

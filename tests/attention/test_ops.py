@@ -27,8 +27,7 @@ from tests.support.internals import (
     OPERATORS,
     go_through_the_dispatcher,
     operator_arguments,
-    replace_portable_launchers,
-    replace_sm_90_launchers,
+    replace_launchers,
     run_operators,
     saved_by_portable_forward,
 )
@@ -186,8 +185,7 @@ def test_the_operators_take_the_planned_kernels(arch, monkeypatch, backend, thro
         seen.append((type(config), is_rotated))
         return tuple(x.clone() for x in tensors[:3])
 
-    replace_portable_launchers(monkeypatch, forward, backward)
-    replace_sm_90_launchers(monkeypatch, forward, backward)
+    replace_launchers(monkeypatch, forward, backward)
     if through_the_dispatcher:
         go_through_the_dispatcher(monkeypatch)
     q, k, v = leaves(inputs)
@@ -229,8 +227,7 @@ def test_packed_queries_are_read_by_the_kernels_that_they_were_saved_for(
         seen.append((type(config), all(has_descriptor(x) for x in tensors[:3])))
         return tensors.q[:, :, :tokens].clone(), tensors.k.clone(), tensors.v.clone()
 
-    replace_portable_launchers(monkeypatch, forward, backward)
-    replace_sm_90_launchers(monkeypatch, forward, backward)
+    replace_launchers(monkeypatch, forward, backward)
     q, k, v = (torch.ones(tokens, heads, 256, dtype=torch.bfloat16) for heads in (2, 1, 1))
     given = [x.requires_grad_() for x in (q, k, moved(v))]
     table = torch.ones(tokens, 128)
@@ -255,8 +252,7 @@ def test_compile_asks_nothing_that_a_graph_does_not_know(arch, monkeypatch, back
         seen.add(type(config))
         return tensors.q.clone(), tensors.q.new_zeros(tensors.q.shape[:3], dtype=torch.float32)
 
-    replace_portable_launchers(monkeypatch, launch)
-    replace_sm_90_launchers(monkeypatch, launch)
+    replace_launchers(monkeypatch, launch)
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
 

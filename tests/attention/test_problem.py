@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from fused_rope_attn.attention.problem import flatten, rebuild
-from tests.support.cases import TWO_BATCHES, packed
+from tests.support.attention import TWO_BATCHES, packed
 from tests.support.internals import described
 from verification.testing import make_inputs
 

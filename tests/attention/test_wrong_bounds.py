@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fused_rope_attn import apply_rope, apply_rope_qk, rope_attention, rope_attention_varlen, write_kvcache
-from tests.support.cases import packed
+from tests.support.attention import packed
 from tests.support.dtypes import F32
 from tests.support.internals import ARGUMENT_OF_MAX_LOGIT, OPERATORS, operator_arguments
 from tests.support.marks import both_strategies, ignore_overflow, interpreted

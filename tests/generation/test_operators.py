@@ -29,14 +29,10 @@ def tokens_first(given):
 
 
 @interpreted
-def test_inputs_stay_and_autograd_sees_the_caches_change():
+def test_autograd_sees_the_caches_change():
     given = arguments()
-    kept, versions = (
-        {name: x.clone() for name, x in given.items() if x is not None},
-        [given[n]._version for n in CACHES],
-    )
+    versions = [given[name]._version for name in CACHES]
     with_kvcache(**given, backend="triton")
-    assert all(torch.equal(x, given[name]) for name, x in kept.items() if name not in CACHES)
     assert all(given[name]._version > version for name, version in zip(CACHES, versions))
     versions = [given[name]._version for name in CACHES]
     with_kvcache(**given | {"k": None, "v": None}, backend="triton")

@@ -1,4 +1,4 @@
-"""What a generation step runs: `plan_with_kvcache`, which writes nothing, configurations, and versions of kernels."""
+"""What a generation step runs: `plan_with_kvcache`, which writes nothing, and configurations."""
 
 import itertools
 
@@ -14,7 +14,6 @@ from fused_rope_attn.generation.planning import configured, reads_cache_once
 from fused_rope_attn.generation.problem import StepTensors
 from fused_rope_attn.runtime import device
 from tests.support.dtypes import BF16, F32
-from tests.support.versions import versions_of
 
 
 @pytest.fixture
@@ -127,10 +126,3 @@ def test_few_queries():
     """A single token, or no more rows of queries that share their keys than a program holds; none are a few."""
     few, many = [(2, 32), (2, 3), (0, 128), (1, 128), (16, 4), (64, 1)], [(17, 4), (2, 33)]
     assert all(reads_cache_once(*given) for given in few) and not any(reads_cache_once(*given) for given in many)
-
-
-def test_windows_share_one_version():
-    """A window's size is a number that the kernels read. Triton specialises multiples of 16, such as 768, and 1 where
-    it may. No window is another version."""
-    assert versions_of("decode", 777, 768, 1) == {"decode_kernel": 1, "combine_kernel": 1}
-    assert versions_of("decode", 777, -1)["decode_kernel"] == 2

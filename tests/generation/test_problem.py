@@ -1,10 +1,8 @@
 """Refusals of the generation step and of writes: what their messages say, and that nothing is written before."""
 
-import math
 from itertools import product
 from operator import mul
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given as drawn, settings, strategies as st
@@ -60,39 +58,22 @@ HALF_A_PAGE_LATER = POOL.as_strided((9, 2, 16, 16), POOL.stride(), 256)
 ONE_OF_TWO = zeros(1, 2, 40, 16).expand(2, 2, 40, 16)
 # fmt: off
 TYPES = [  # the call, what changes, the message of its TypeError
-    (PLAIN, {"q": None}, "q must be a torch.Tensor, but is NoneType"),
     (PLAIN, {"k_cache": None}, "k_cache must be a torch.Tensor, but is NoneType"),
-    (PLAIN, {"cos": None}, "cos must be a torch.Tensor, but is NoneType"),
-    (PLAIN, {"k": 1.0}, "k must be a torch.Tensor, but is float 1.0"),
-    (PLAIN, {"v": [0.0]}, "v must be a torch.Tensor, but is list"),
-    (PLAIN, {"cache_seqlens": 3}, "cache_seqlens must be a torch.Tensor, but is int 3"),
     (PLAIN, {"cache_seqlens": (2,)}, "cache_seqlens must be int32, but is float32"),
-    (PLAIN, {"kv_starts": (2,)}, "kv_starts must be int32, but is float32"),
     (PLAIN, {"k_cache": zeros(2, 2, 40, 16).half()}, "k_cache must have q's dtype float32 or float8_e4m3fn, but is fl"),
     (PLAIN, {"k": zeros(2, 2, 2, 16).half()}, "k must have q's dtype float32, but is float16"),
-    (PLAIN, {"v": zeros(2, 2, 2, 16).half()}, "v must have q's dtype float32, but is float16"),
     (PLAIN, {"cache_is_rotated": 1}, "cache_is_rotated must be a bool, but is int 1"),
-    (PLAIN, {"causal": np.bool_(True)}, "causal must be a bool, but is numpy.bool"),
-    (PLAIN, {"interleaved": 0}, "interleaved must be a bool, but is int 0"),
     (PLAIN, {"return_lse": 0}, "return_lse must be a bool, but is int 0"),
-    (PAGED, {"block_table": [[0]]}, "block_table must be a torch.Tensor, but is list"),
     (PAGED, {"block_table": (2, 3)}, "block_table must be int32, but is float32"),
-    (PAGED, {"k_cache": zeros(9, 2, 16, 16).half()}, "k_cache must have q's dtype float32 or"),
     (FLOAT8, {"v_cache": (2, 2, 40, 16)}, "v_cache must have k_cache's dtype float8_e4m3fn"),
-    (FLOAT8, {"k_scale": 0.5}, "k_scale must be a torch.Tensor, but is float 0.5"),
     (FLOAT8, {"v_scale": torch.ones(2, dtype=F16)}, "v_scale must be float32, but is float16"),
-    (FLOAT8, {"k": zeros(2, 2, 2, 16, dtype=F16)}, "k must have q's dtype float32, but is float16"),
 ]
 VALUES = [  # the same of ValueErrors
     (PLAIN, {"cache_seqlens": ints(3)}, "cache_seqlens must have shape (B,) with B = 2, but has (3,)"),
     (PLAIN, {"k": None}, "k must be given where v is"),
     (PLAIN, {"v": None}, "v must be given where k is"),
-    (PLAIN, {"k": (2, 2, 2, 16, 1)}, "k must have shape (B, HKV, NQ, D), but has 5 dimensions: (2, 2, 2, 16, 1)"),
     (PLAIN, {"k": (2, 2, 3, 16)}, "k must have shape (B, HKV, NQ, D) with NQ = 2 of q, but has (2, 2, 3, 16)"),
     (PLAIN, {"v": (2, 4, 2, 16)}, "v must have shape (B, HKV, NQ, D) with HKV = 2 of k_cache, but has (2, 4,"),
-    (PLAIN, {"k": zeros(2, 2, 2, 16, device="meta")}, "k must be on q's device cpu, but is on meta"),
-    (PLAIN, {"v": zeros(2, 2, 2, 16, device="meta")}, "v must be on q's device cpu, but is on meta"),
-    (PLAIN, {"k_cache": (2, 40, 16)}, "k_cache must have shape (B, HKV, S_max, D), but has 3 dimensions"),
     (PLAIN, {"k_cache": (1, 2, 40, 16)}, "k_cache must have shape (B, HKV, S_max, D) with B = 2 of q, but has (1, 2"),
     (PLAIN, {"v_cache": (2, 2, 41, 16)}, "v_cache must have shape (B, HKV, S_max, D) with S_max = 40 of k_cache, but"),
     (PLAIN, {"k_cache v_cache": (2, 3, 40, 16), "k v": None}, "k_cache has 3 heads, but q's 4 heads must be a multipl"),
@@ -100,53 +81,39 @@ VALUES = [  # the same of ValueErrors
     (PLAIN, {"v_cache": ONE_OF_TWO}, "v_cache must not be expanded"),
     (PLAIN, {"q": (2, 4, 41, 16), "k v": (2, 2, 41, 16)}, "k must have at most k_cache's S_max = 40 positions, but"),
     (PLAIN, {"cos sin": (39, 8)}, "cos must"),
-    (PLAIN, {"rotary_dim": 3}, "rotary_dim must be even"),
     (PLAIN, {"q_norm": (16,)}, "k_norm must be given where q_norm is"),
     (PLAIN, {"q_norm": (16,), "k_norm": (8,)}, "k_norm must have shape (D,) with D = 16, but has (8,)"),
     (PLAIN, {"q_norm": (16,), "k_norm": leaf(16)}, "k_norm must not require a gradient"),
     (PLAIN, {"q": leaf(2, 4, 2, 16)}, "q must not require a gradient"),
-    (PLAIN, {"k": leaf(2, 2, 2, 16)}, "k must not require a gradient"),
-    (PLAIN, {"v_cache": leaf(2, 2, 40, 16)}, "v_cache must not require a gradient"),
-    (PLAIN, {"sinks": leaf(4)}, "sinks must not require a gradient"),
     (PLAIN, {"sinks": (3,)}, "sinks must have shape (HQ,) with HQ = 4, but has (3,)"),
-    (PLAIN, {"softmax_scale": math.inf}, "softmax_scale must be finite"),
     (PLAIN, {"softcap": -1.0}, "softcap must be finite and positive"),
-    (PLAIN, {"window": (1,)}, "window must have two elements"),
     (PAGED, {"block_table": ints(3, 3)}, "block_table must have shape (B, pages) with B = 2, but has (3, 3)"),
-    (PAGED, {"block_table": ints(6)}, "block_table must have shape (B, pages)"),
     (PAGED, {"block_table": ints(2, 3, device="meta")}, "block_table must be on q's"),
     (PAGED, {"block_table": ints(2, 4)}, "cos must have a row for each of block_table's 64 positions, but has 48 rows"),
     (PAGED, {"k_cache v_cache": (9, 2, 15, 16)}, "k_cache must have pages of at least 16 rows, but has 15"),
     (PAGED, {"k_cache v_cache": (0, 2, 16, 16)}, "k_cache must have at least one page, but has 0"),
     (PAGED, {"k_cache": (9, 2, 16)}, "k_cache must have shape (num_pages, HKV, page_size, D)"),
     (PAGED, {"v_cache": (9, 2, 32, 16)}, "with page_size = 16 of k_cache, but has (9, 2, 32, 16)"),
-    (PAGED, {"k_cache v_cache": (9, 3, 16, 16), "k v": None}, "k_cache has 3 heads"),
     (PAGED, {"k_cache v_cache": (9, 2, 16, 24)}, "(num_pages, HKV, page_size, D) with D = 16 of q, but has (9, 2, 16"),
-    (PAGED, {"k_cache v_cache": POOL}, "v_cache must not overlap k_cache in memory, but is"),
     (PAGED, {"k_cache": POOL[:9], "v_cache": HALF_A_PAGE_LATER}, "but begins 256 elements after it in"),
     (PAGED, {"k_scale": torch.ones(1)}, "k_scale must be None unless the caches are float8"),
     (FLOAT8, {"v_scale": (3,)}, "v_scale must have shape (1,) or (HKV,) with HKV = 2, but has (3,)"),
-    (FLOAT8, {"k_scale": leaf(2)}, "k_scale must not require a gradient"),
     (FLOAT8, {"k_cache": ONE_OF_TWO[:1].to(torch.float8_e4m3fn).expand(2, -1, -1, -1)}, "k_cache must not be expanded"),
     (FLOAT8, {"k_cache v_cache": zeros(3, 2, 40, 16).to(torch.float8_e4m3fn)}, "B = 2 of q, but has (3,"),
 ]
 TOKENS_FIRST = [  # messages show what the caller has
     ({"q": (2, 2, 4)}, "q must have shape (B, NQ, HQ, D), but has 3 dimensions: (2, 2, 4)"),
-    ({"k_cache": (2, 40, 2)}, "k_cache must have shape (B, S_max, HKV, D), but has 3 dimensions: (2, 40, 2)"),
     ({"v_cache": (2, 41, 2, 16)}, "(B, S_max, HKV, D) with S_max = 40 of k_cache, but has (2, 41, 2, 16)"),
-    ({"k": (2, 2, 16)}, "k must have shape (B, NQ, HKV, D), but has 3 dimensions: (2, 2, 16)"),
     ({"v": (2, 3, 2, 16)}, "v must have shape (B, NQ, HKV, D) with NQ = 2 of q, but has (2, 3, 2, 16)"),
     ({"k_cache": zeros(1, 40, 2, 16).expand(2, -1, -1, -1)}, "memory, strides (0, 32, 16, 1)"),
 ]
 WRITES = [
     ({"v": zeros(2, 2, 2, 16).half()}, TypeError, "v must have k's dtype float32, but is float16"),
     ({"k": ints(2, 2, 2, 16)}, TypeError, "k must be float16, bfloat16 or float32, but"),
-    ({"v_cache": None}, TypeError, "v_cache must be a torch.Tensor, but is NoneType"),
     ({"cache_is_rotated": 1}, TypeError, "cache_is_rotated must be a bool, but is int 1"),
     ({"interleaved": None}, TypeError, "interleaved must be a bool, but is NoneType"),
     ({"new_lens": (2,)}, TypeError, "new_lens must be int32, but is float32"),
     ({"cu_seqlens": (3,), "k v": (2, 2, 16)}, TypeError, "cu_seqlens must be int32"),
-    ({"k": (2, 2, 3)}, ValueError, "k must have shape (B, HKV, N, D), but has 3 dimensions: (2, 2, 3)"),
     ({"v": (2, 2, 3, 16)}, ValueError, "v must have shape (B, HKV, N, D) with N = 2 of k, but has (2, 2, 3, 16)"),
     ({"cache_seqlens": ints(3)}, ValueError, "cache_seqlens must have shape (B,) with B = 2"),
     ({"cu_seqlens": ints(3)}, ValueError, "k must have shape (T, HKV, D), but has 4"),
@@ -155,7 +122,6 @@ WRITES = [
     ({"k v": (2, 4, 2, 16)}, ValueError, "HKV = 4 of k, but has (9, 2, 16, 16)"),
     ({"block_table": None}, ValueError, "k_cache must have one entry for each of 2 sequences, but has 9"),
     ({"k": leaf(2, 2, 2, 16)}, ValueError, "k must not require a gradient"),
-    ({"k_cache v_cache": POOL}, ValueError, "v_cache must not overlap k_cache in memory, but is k_cache"),
     ({"k_cache": HALF_A_PAGE_LATER, "v_cache": POOL[:9]}, ValueError, "but begins -256 elements after it in one"),
     ({"layout": "sbhd"}, ValueError, "layout must be 'bhsd' or 'bshd', but is 'sbhd'"),
 ]
@@ -201,31 +167,20 @@ def test_axes_of_one_entry_may_be_expanded():
     assert rope_attention_with_kvcache(none, *caches, cos, sin, none, none, cache_seqlens=ends[:0]).numel() == 0
 
 
-def transposed(x):
-    return x.transpose(1, 2)
-
-
 def views(length, strides, offsets):
     """Return two caches (2, 2, 40, 16) in one allocation, which begin at these offsets."""
     x = zeros(length)
     return tuple(x.as_strided((2, 2, 40, 16), strides, offset) for offset in offsets)
 
 
-BOTH, ONE_MORE, WHOLE = zeros(2, 2560), zeros(16 + 2560), zeros(2, 2, 40, 16)
+ONE_MORE, WHOLE = zeros(16 + 2560), zeros(2, 2, 40, 16)
 APART = {
-    "pages": zeros(2, 2, 2, 40, 16).unbind(1),
-    "columns": zeros(2, 2, 40, 16, 2).unbind(-1),
-    "halves of rows": zeros(2, 2, 40, 32).chunk(2, -1),
-    "tokens": tuple(map(transposed, zeros(2, 40, 2, 2, 16).unbind(2))),
-    "two orders": (BOTH[0].view(2, 2, 40, 16), transposed(BOTH[1].view(2, 40, 2, 16))),
+    "tokens": zeros(2, 2, 2, 40, 16).unbind(2),
     "one expanded": (ONE_MORE[:16].expand(2, 2, 40, 16), ONE_MORE[16:].view(2, 2, 40, 16)),
 }
 OVERLAPPING = {
     "two views": (WHOLE, WHOLE.view(WHOLE.shape)),
-    "two orders": (WHOLE, transposed(WHOLE.view(2, 40, 2, 16))),
     "one row": views(2 * 2560 - 16, (1280, 640, 16, 1), (0, 2560 - 16)),
-    "one column": views(4 * 40 * 31, (2480, 1240, 31, 1), (0, 15)),
-    "k_cache begins later": views(3 * 1280, (1280, 640, 16, 1), (1280, 0)),
 }
 
 
@@ -266,16 +221,15 @@ def test_shared_elements_are_found(layout):
     assert share_elements(*layout) == (not places[0].isdisjoint({place + distance for place in places[1]}))
 
 
-def test_parameters_are_welcome_without_gradients():
-    given = arguments() | {"sinks": torch.nn.Parameter(zeros(4))}
-    with torch.no_grad():
-        assert not rope_attention_with_kvcache(**given).requires_grad
-
-
 @pytest.mark.parametrize("name", ["q", "k_cache", "v", "sinks"])
-def test_tangents_are_refused(name):
+def test_tangents_and_gradients_are_refused(name):
     given = arguments() | {"sinks": zeros(4)}
-    with torch.no_grad(), torch.autograd.forward_ad.dual_level():
+    with torch.autograd.forward_ad.dual_level():
         given[name] = torch.autograd.forward_ad.make_dual(given[name], given[name])
         with pytest.raises(NotImplementedError, match="^rope_attention_with_kvcache: forward-mode differentiation"):
             rope_attention_with_kvcache(**given)
+    given[name] = torch.nn.Parameter(given[name].detach())
+    with pytest.raises(ValueError, match=f"^{name} must not require a gradient"):
+        rope_attention_with_kvcache(**given)
+    with torch.no_grad():
+        assert not rope_attention_with_kvcache(**given).requires_grad

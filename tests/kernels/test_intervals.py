@@ -129,11 +129,8 @@ def test_the_blocks_that_tiles_visit(seed, blocks):
                 low, high = i * block_m, min((i + 1) * block_m, case.num_rows)
                 some, last, every, every_end = bounds[1, :, j].tolist()
                 assert some < high and last > low
-                shown = [
-                    case.first[k] <= low and case.end[k] >= high
-                    for k in range(j * block_n, (j + 1) * block_n)
-                    if k < case.num_keys
-                ]
+                keys = range(j * block_n, min((j + 1) * block_n, case.num_keys))
+                shown = [case.first[k] <= low and case.end[k] >= high for k in keys]
                 assert (every <= low and every_end >= high) == all(shown)
     for j in range(count):
         keys = expected[:, j * block_n : (j + 1) * block_n]
@@ -160,20 +157,6 @@ def test_bounds_of_blocks():
     assert bounds[0].T.tolist() == [[3, 9, 5, 6], [none, 0, none, 0], [1, 10, none, 2], [0, 6, 2, 4]]
 
 
-@pytest.mark.parametrize("blocks", [300])
-def test_runs_longer_than_a_chunk(blocks):
-    """Every block is found once, in order, across chunks of blocks that are skipped, mixed and whole."""
-    keys = 4 * blocks
-    kind = [random.Random(block // 70).choice([0, 1, 2]) for block in range(blocks)]
-    first = torch.tensor([[{0: 9, 1: j % 2, 2: 0}[kind[j // 4]] for j in range(keys)]], dtype=torch.int32)
-    end = torch.full((1, keys), 16, dtype=torch.int32)
-    bounds = torch.zeros((1, 4, blocks), dtype=torch.int32)
-    write_bounds(bounds, first, end, 16, 4)
-    out = torch.zeros(blocks, dtype=torch.int32)
-    write_kinds[(1,)](out, bounds, first, end, 16, keys, BLOCK_M=8, BLOCK_N=4)
-    assert out.tolist() == kind
-
-
 @triton.jit
 def write_kinds(out_ptr, blocks_ptr, starts_ptr, ends_ptr, NQ, NK, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """Add to out (blocks,) int32 the kind of each block for the first tile of queries."""
@@ -186,3 +169,15 @@ def write_kinds(out_ptr, blocks_ptr, starts_ptr, ends_ptr, NQ, NK, BLOCK_M: tl.c
             tl.store(out_ptr + i, tl.load(out_ptr + i) + 1)
         for i in range(middle, block):
             tl.store(out_ptr + i, tl.load(out_ptr + i) + 2)
+
+
+def test_runs_longer_than_a_chunk():
+    """Every block is found once, in order, across chunks of blocks that are skipped, mixed and whole."""
+    blocks, keys = 300, 1200
+    kind = [random.Random(block // 70).choice([0, 1, 2]) for block in range(blocks)]
+    first = torch.tensor([[{0: 9, 1: j % 2, 2: 0}[kind[j // 4]] for j in range(keys)]], dtype=torch.int32)
+    end, bounds = torch.full((1, keys), 16, dtype=torch.int32), torch.zeros((1, 4, blocks), dtype=torch.int32)
+    write_bounds(bounds, first, end, 16, 4)
+    out = torch.zeros(blocks, dtype=torch.int32)
+    write_kinds[(1,)](out, bounds, first, end, 16, keys, BLOCK_M=8, BLOCK_N=4)
+    assert out.tolist() == kind

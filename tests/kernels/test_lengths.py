@@ -9,13 +9,7 @@ import triton.language as tl
 
 from fused_rope_attn.attention.prepass_kernel import describe_tiles
 from fused_rope_attn.kernels.schedule import count_tiles
-from fused_rope_attn.kernels.sequences import (
-    existing_keys,
-    packed_partner,
-    packed_rows,
-    packed_tile,
-    padded_row,
-)
+from fused_rope_attn.kernels.sequences import existing_keys, packed_partner, packed_rows, packed_tile, padded_row
 from tests.support.marks import interpreted
 
 # NumPy divides truth values without an error, and with the result of `and` where it does not warn.
@@ -53,13 +47,13 @@ def counted(rows, sequences):
     return int(out)
 
 
-def test_tiles_of_rows_that_are_not_packed():
-    assert [counted(rows, None) for rows in (0, 1, 8, 9, 27)] == [0, 1, 1, 2, 4]
-
-
-def test_tiles_of_packed_rows():
-    """One more for each sequence, and one for the rows that belong to none."""
-    assert [counted(rows, 3) for rows in (0, 7, 8, 27)] == [4, 4, 5, 7] and counted(20, 2) == 5
+@pytest.mark.parametrize(
+    ("sequences", "rows", "tiles"),
+    # Packed rows need one more for each sequence, and one for the rows after the last.
+    [(None, (0, 1, 8, 9, 27), [0, 1, 1, 2, 4]), (3, (0, 7, 8, 27), [4, 4, 5, 7]), (2, (20,), [5])],
+)
+def test_counts_of_tiles(sequences, rows, tiles):
+    assert [counted(n, sequences) for n in rows] == tiles
 
 
 @triton.jit
@@ -68,12 +62,9 @@ def write_rows(out_ptr, cu_ptr, num_sequences, N, BLOCK: tl.constexpr):
     for sequence in range(num_sequences + 1):
         first, rows = packed_rows(cu_ptr, sequence, num_sequences, N)
         first_key, keys = packed_partner(cu_ptr, sequence, num_sequences, N)
-        entry = out_ptr + 5 * sequence
-        tl.store(entry, first)
-        tl.store(entry + 1, rows)
-        tl.store(entry + 2, first_key)
-        tl.store(entry + 3, keys)
-        tl.store(entry + 4, padded_row(first, sequence, BLOCK))
+        found = first, rows, first_key, keys, padded_row(first, sequence, BLOCK)
+        for i in tl.static_range(5):
+            tl.store(out_ptr + 5 * sequence + i, found[i])
 
 
 ENDS = ([0, 5, 5, 13, 20], [0, 20], [0], [0, 8, 16], [0, 0, 0, 17])
@@ -110,7 +101,7 @@ def tiles_of(ends, total, first=0, last=None, partner=None):
     count = (counted(total, len(ends) - 1) if last is None else last) - first
     out = torch.full((count, 4), -1, dtype=torch.int32)
     partner = None if partner is None else int32(partner)
-    write_tiles[(count,)](out, int32(ends), partner, len(ends) - 1, total, 20, first, BLOCK)
+    write_tiles[(count,)](out, int32([*ends]), partner, len(ends) - 1, total, 20, first, BLOCK)
     return out.tolist()
 
 
@@ -146,14 +137,9 @@ def test_more_sequences_than_are_looked_at_at_once():
         tile = ends[sequence] // BLOCK + sequence
         ((found, first_row, _, index),) = tiles_of(ends, ends[-1], tile, tile + 1)
         assert (found, first_row, index) == (sequence, ends[sequence], 0)
-
-
-@pytest.mark.parametrize("count", [1023, 1024, 1025])
-def test_rows_behind_about_a_thousand_sequences(count):
-    """Their number is that of the sequences, and looked at with them."""
-    ends = list(range(count + 1))
-    tile = count // BLOCK + count
-    assert tiles_of(ends, count + 9, tile, tile + 1) == [[count, count, 9, 0]]
+    for count in (1023, 1024, 1025):  # the rows after all sequences
+        tile = count // BLOCK + count
+        assert tiles_of(range(count + 1), count + 9, tile, tile + 1) == [[count, count, 9, 0]]
 
 
 # Lengths, a first end that is not 0, ends that fall, one past the last row, one of many.
@@ -174,8 +160,7 @@ def test_wrong_ends_leave_all_rows_without_a_sequence(ends, of):
 def test_one_wrong_end_of_thousands(place):
     ends = [i // 110 for i in range(2100)]
     ends[place + 1 if place else 0] = ends[place + 1] + 1 if place == 0 else ends[place] - 1
-    ((sequence, first_row, rows, index),) = tiles_of(ends, 20, 3, 4)
-    assert (sequence, first_row, rows, index) == (2099, 0, 20, 3)
+    assert tiles_of(ends, 20, 3, 4) == [[2099, 0, 20, 3]]
 
 
 @pytest.mark.parametrize("programs", [1, 3])

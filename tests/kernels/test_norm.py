@@ -25,27 +25,12 @@ def rows_of(ptr, num_rows, D: tl.constexpr, BLOCK_D: tl.constexpr):
 
 @triton.jit
 def norm_kernel(
-    x_ptr,
-    dy_ptr,
-    y_ptr,
-    dx_ptr,
-    dweight_ptr,
-    weight_ptr,
-    table_ptr,
-    table_strides,
-    eps,
-    offset,
-    num_rows,
-    BLOCK: tl.constexpr,
-    D: tl.constexpr,
-    R: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-):
+    x_ptr, dy_ptr, y_ptr, dx_ptr, dweight_ptr, weight_ptr, table_ptr, table_strides, eps, offset, num_rows,
+    BLOCK: tl.constexpr, D: tl.constexpr, R: tl.constexpr, BLOCK_D: tl.constexpr, INTERLEAVED: tl.constexpr,
+):  # fmt: skip
     """One tile: y of x, and dx and each row's part of dweight of dy."""
-    rotation = head_rotation(
-        RotaryTables(table_ptr, table_ptr, table_strides, table_strides, R, INTERLEAVED), 0, num_rows
-    )
+    tables = RotaryTables(table_ptr, table_ptr, table_strides, table_strides, R, INTERLEAVED)
+    rotation = head_rotation(tables, 0, num_rows)
     norm = Norm(weight_ptr=weight_ptr, eps=eps, offset=offset, D=D)
     offs = tl.arange(0, BLOCK)
     first, second = load_pairs(rows_of(x_ptr, num_rows, D, BLOCK_D), offs, rotation, CHECK_ROWS=True)
@@ -65,23 +50,9 @@ def run(x, dy, weight, rotary_dim, interleaved, eps=1e-5, offset=1.0):
     y, dx, dweight = torch.empty_like(x), torch.empty_like(x), torch.empty(BLOCK, head_dim)
     table = torch.zeros(1, ROWS, rotary_dim // 2)
     norm_kernel[(1,)](
-        x,
-        dy,
-        y,
-        dx,
-        dweight,
-        weight,
-        table,
-        table.stride(),
-        eps,
-        offset,
-        ROWS,
-        BLOCK,
-        head_dim,
-        rotary_dim,
-        32,
+        x, dy, y, dx, dweight, weight, table, table.stride(), eps, offset, ROWS, BLOCK, head_dim, rotary_dim, 32,
         interleaved,
-    )
+    )  # fmt: skip
     return y, dx, dweight
 
 

@@ -12,9 +12,10 @@ from fused_rope_attn.kernels.sequences import (
     scheduled_queries,
     sequence_of_keys,
     sequence_of_queries,
-)
+)  # fmt: skip
 from tests.support.marks import interpreted
 
+pytestmark = interpreted
 BLOCK, BATCH, HEADS, SECTION = 8, 2, 3, 2
 NAMES = (
     "number index num_rows sequence batch head row batch_head of_batch first_q num_queries first_k num_keys q_offset "
@@ -24,35 +25,15 @@ NAMES = (
 
 @triton.jit
 def write_programs(
-    out_ptr,
-    starts_ptr,
-    lens_ptr,
-    cu_q_ptr,
-    cu_k_ptr,
-    num_sequences,
-    window,
-    NQ,
-    NK,
-    HEADS,
-    num_heads,
-    section,
-    OF_QUERIES: tl.constexpr,
-    READS_LENGTHS: tl.constexpr,
-    FROM_START: tl.constexpr,
-    BLOCK: tl.constexpr,
+    out_ptr, starts_ptr, lens_ptr, cu_q_ptr, cu_k_ptr, num_sequences, window, NQ, NK, HEADS, num_heads, section,
+    OF_QUERIES: tl.constexpr, READS_LENGTHS: tl.constexpr, FROM_START: tl.constexpr, BLOCK: tl.constexpr,
     WORDS: tl.constexpr,
-):
+):  # fmt: skip
     """Write the values of NAMES of each program, at its place in (programs, WORDS)."""
     masks = MaskArguments(
-        starts_ptr=starts_ptr,
-        lens_ptr=lens_ptr,
-        cu_q_ptr=cu_q_ptr,
-        cu_k_ptr=cu_k_ptr,
-        num_sequences=num_sequences,
-        window=window_of(window),
-        READS_LENGTHS=READS_LENGTHS,
-        FROM_START=FROM_START,
-    )
+        starts_ptr=starts_ptr, lens_ptr=lens_ptr, cu_q_ptr=cu_q_ptr, cu_k_ptr=cu_k_ptr, num_sequences=num_sequences,
+        window=window_of(window), READS_LENGTHS=READS_LENGTHS, FROM_START=FROM_START,
+    )  # fmt: skip
     if OF_QUERIES:
         tile = scheduled_queries(tl.program_id(0), NQ, NK, HEADS, num_heads, section, masks, BLOCK)
         sequence = sequence_of_queries(tile, NK, masks)
@@ -60,60 +41,29 @@ def write_programs(
         tile = scheduled_keys(tl.program_id(0), NK, NQ, HEADS, num_heads, section, masks, BLOCK)
         sequence = sequence_of_keys(tile, NQ, NK, masks)
     out = out_ptr + tl.program_id(0) * WORDS
-    tl.store(out, tile.number)
-    tl.store(out + 1, tile.index)
-    tl.store(out + 2, tile.num_rows)
-    if tile.sequence is not None:
-        tl.store(out + 3, tile.sequence)
-    tl.store(out + 4, tile.origin.batch)
-    tl.store(out + 5, tile.origin.head)
-    tl.store(out + 6, tile.origin.row)
-    tl.store(out + 7, tile.batch_head)
-    tl.store(out + 8, sequence.batch)
-    tl.store(out + 9, sequence.first_q)
-    tl.store(out + 10, sequence.num_queries)
-    tl.store(out + 11, sequence.first_k)
-    tl.store(out + 12, sequence.num_keys)
-    tl.store(out + 13, sequence.q_offset)
-    if sequence.mask.first_key is not None:
-        tl.store(out + 14, sequence.mask.first_key)
+    found = (
+        tile.number, tile.index, tile.num_rows, tile.sequence, tile.origin.batch, tile.origin.head, tile.origin.row,
+        tile.batch_head, sequence.batch, sequence.first_q, sequence.num_queries, sequence.first_k, sequence.num_keys,
+        sequence.q_offset, sequence.mask.first_key,
+    )  # fmt: skip
+    for i in tl.static_range(WORDS):
+        if found[i] is not None:
+            tl.store(out + i, found[i])
 
 
 def programs(
-    count,
-    len_q,
-    len_k,
-    *,
-    of_queries,
-    causal,
-    batch=1,
-    starts=None,
-    lens=None,
-    ends=None,
-    ends_k=None,
-    left=None,
+    count, len_q, len_k, *, of_queries, causal, batch=1, starts=None, lens=None, ends=None, ends_k=None, left=None,
     from_start=False,
-):
+):  # fmt: skip
     """A dict of NAMES for each of ``count`` programs; -1 where there is none."""
     given = [None if x is None else torch.tensor(x, dtype=torch.int32) for x in (starts, lens, ends, ends_k)]
     right = tl.constexpr(0) if causal else None
     out = torch.full((count, len(NAMES)), -1, dtype=torch.int64)
+    num_sequences = None if ends is None else len(ends) - 1
     write_programs[(count,)](
-        out,
-        *given,
-        None if ends is None else len(ends) - 1,
-        (left, right),
-        len_q,
-        len_k,
-        HEADS,
-        batch * HEADS,
-        SECTION,
-        OF_QUERIES=of_queries,
-        READS_LENGTHS=any(x is not None for x in given),
-        FROM_START=from_start,
-        BLOCK=BLOCK,
-        WORDS=len(NAMES),
-    )
+        out, *given, num_sequences, (left, right), len_q, len_k, HEADS, batch * HEADS, SECTION, OF_QUERIES=of_queries,
+        READS_LENGTHS=any(x is not None for x in given), FROM_START=from_start, BLOCK=BLOCK, WORDS=len(NAMES),
+    )  # fmt: skip
     return [dict(zip(NAMES, row)) for row in out.tolist()]
 
 
@@ -124,24 +74,14 @@ def order(tiles, heads, last_first):
     return [(number, head) for section in sections for number in numbers for head in section]
 
 
-@interpreted
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("of_queries", [True, False])
 def test_tiles_of_batch_entries(of_queries, causal):
     """Each of every head once: of queries the last ones first under a causal mask, of keys the first ones."""
     len_q, len_k, lens, starts = 19, 21, [21, 9], [0, 4]
     tiles = 3
-    found = programs(
-        tiles * BATCH * HEADS,
-        len_q,
-        len_k,
-        of_queries=of_queries,
-        causal=causal,
-        batch=BATCH,
-        starts=starts,
-        lens=lens,
-        left=11,
-    )
+    given = {"causal": causal, "batch": BATCH, "starts": starts, "lens": lens, "left": 11}
+    found = programs(tiles * BATCH * HEADS, len_q, len_k, of_queries=of_queries, **given)
     expected = order(tiles, BATCH * HEADS, of_queries and causal)
     assert [(x["number"], x["batch_head"]) for x in found] == expected
     for x in found:
@@ -155,7 +95,6 @@ def test_tiles_of_batch_entries(of_queries, causal):
         assert x["first_key"] == min(keys, max(starts[batch], keys - len_q - 11, 0))
 
 
-@interpreted
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("of_queries", [True, False])
 def test_tiles_of_packed_sequences(of_queries, causal):
@@ -177,7 +116,6 @@ def test_tiles_of_packed_sequences(of_queries, causal):
     assert held == {(head, row) for head in range(HEADS) for row in range(own[-1])}
 
 
-@interpreted
 def test_sequences_that_begin_at_their_start():
     """FROM_START: keys, and for tiles of keys queries too, count from ``kv_starts``; 20 keys and queries."""
     given = {"causal": True, "batch": 2, "starts": [5, 30], "lens": [18, 20], "from_start": True}

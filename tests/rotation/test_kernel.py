@@ -37,14 +37,6 @@ def test_out_of_any_strides(norms, memory, dtype):
         assert_close(z, y.double(), 1e-6)
 
 
-def test_out_into_a_cache():
-    cache, x, tables = torch.zeros(2, 3, 20, 16), normal(2, 3, 4, 16).float(), rope_tables(20, 16)
-    ids = torch.arange(7, 11)
-    apply_rope(x, *tables, position_ids=ids, out=cache[:, :, 7:11])
-    assert torch.equal(cache[:, :, 7:11], apply_rope(x, *(t[7:11] for t in tables)))
-    assert not cache[:, :, :7].any() and not cache[:, :, 11:].any()
-
-
 @either_dtype
 def test_positions_without_a_row_give_nan(dtype):
     """Also if the tables are empty, and within packed sequences, which may all be empty."""

@@ -6,9 +6,7 @@ import torch
 from fused_rope_attn import apply_rope, apply_rope_qk, rope_tables
 from fused_rope_attn.rotation import reference
 from tests.support.dtypes import F16, F32, F64
-from tests.support.internals import rotate_without_the_kernel
-from tests.support.marks import interpreted
-from tests.support.rotation import assert_close, normal
+from tests.support.rotation import normal
 
 
 def rotate_by_matrix(x, cos, sin, rotary_dim, interleaved, inverse):
@@ -114,33 +112,3 @@ def test_gradients(interleaved, inverse):
 
     assert torch.autograd.gradcheck(run, leaves)
     assert torch.autograd.gradgradcheck(lambda x: apply_rope(x, cos, sin, **options), leaves[0])
-
-
-def model_of(name):
-    """(a norm over 16 columns with eps 1e-3, the rotation) of a model of transformers."""
-    pytest.importorskip("transformers")
-    if name == "qwen3":
-        from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm as Norm, apply_rotary_pos_emb
-    else:
-        from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm as Norm, apply_rotary_pos_emb
-    return [Norm(16, eps=1e-3) for _ in range(2)], apply_rotary_pos_emb
-
-
-@pytest.mark.parametrize("kernel", [pytest.param(True, marks=interpreted), False], ids=["kernel", "reference"])
-@pytest.mark.parametrize(("name", "offset"), [("qwen3", 0.0), ("gemma3", 1.0)])
-def test_transformers(name, offset, kernel, monkeypatch):
-    """The model's own norms and rotation of (B, N, H, D), outputs and all gradients, in float32."""
-    if not kernel:
-        rotate_without_the_kernel(monkeypatch)
-    norms, rotate = model_of(name)
-    q, k = (normal(2, 7, heads, 16, seed=heads).float().requires_grad_() for heads in (2, 1))
-    for i, norm in enumerate(norms):
-        norm.weight.data.copy_(normal(16, seed=4 + i))
-    weights = {name: norm.weight for name, norm in zip(("q_norm", "k_norm"), norms)}
-    cos, sin = (torch.cat((t, t), -1)[None] for t in rope_tables(7, 16))
-    expected = rotate(*(norm(x).transpose(1, 2) for norm, x in zip(norms, (q, k))), cos, sin)
-    outs = apply_rope_qk(q.transpose(1, 2), k.transpose(1, 2), cos, sin, **weights, norm_eps=1e-3, norm_offset=offset)
-    leaves, dos = (q, k, *weights.values()), [normal(*out.shape, seed=7).float() for out in outs]
-    found = (*outs, *torch.autograd.grad(outs, leaves, dos))
-    for x, y in zip(found, (*expected, *torch.autograd.grad(expected, leaves, dos)), strict=True):
-        assert_close(x.detach(), y.detach().to(F64), 1e-5)

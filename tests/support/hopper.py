@@ -1,15 +1,17 @@
-"""Marks, cases and checks of the tests that run attention on a GPU, by both backends or by the sm_90 kernels."""
+"""Places where tests of attention run: in the interpreter, and on a GPU by both backends or by the sm_90 kernels alone."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import pytest
+import torch
 
 from tests.support.attention import assert_equal, assert_matches_float64, packed_case
 from tests.support.calls import check_calls
 from tests.support.gpu import ODD_LENGTHS, assert_same_but_dq, is_sm_90
+from tests.support.marks import ignore_overflow, interpreted
 from verification.calls import Machine
-from verification.testing import make_inputs, run_op
+from verification.testing import Case, make_inputs, run_op
 
 needs_sm_90 = [pytest.mark.gpu, pytest.mark.skipif(not is_sm_90(), reason="needs an sm_90 GPU")]
 INLINE, PREPASS = ({"backend": "triton", "strategy": strategy} for strategy in ("inline", "prepass"))
@@ -17,15 +19,56 @@ ON_SM_90 = {"backend": "hopper"}
 
 
 def each_of(**options):
-    """Repeat a test, as its ``chosen``, for these options of a call; "sm_90" needs its GPU."""
-    marks = {"sm_90": needs_sm_90}
-    params = [pytest.param(chosen, id=name, marks=marks.get(name, ())) for name, chosen in options.items()]
+    """Repeat a test on a GPU, as its ``chosen``, for these options of a call; "sm_90" needs its GPU."""
+    marks = {name: needs_sm_90 if name == "sm_90" else [pytest.mark.gpu] for name in options}
+    params = [pytest.param(chosen, id=name, marks=marks[name]) for name, chosen in options.items()]
     return pytest.mark.parametrize("chosen", params)
 
 
 each_backend = each_of(inline=INLINE, prepass=PREPASS, sm_90=ON_SM_90)
 both_backends = each_of(prepass=PREPASS, sm_90=ON_SM_90)
 only_sm_90 = each_of(sm_90=ON_SM_90)
+
+
+@dataclass(frozen=True)
+class Place:
+    """A device, the options of a call there, and a case of odd lengths. In the interpreter lengths are an eighth of
+    those on a GPU, and head dims a quarter."""
+
+    device: str
+    options: dict
+    case: Case = ODD_LENGTHS
+
+    def smaller(self, length):
+        """Return a length, or each one of a tuple, as it is here."""
+        if isinstance(length, tuple):
+            return tuple(map(self.smaller, length))
+        return -(-length // 8) if self.device == "cpu" else length
+
+    def sized(self, **fields):
+        """Return the case with these fields, which are given as on a GPU."""
+        for name in {"len_q", "len_k", "window", "kv_starts", "kv_lens"} & set(fields):
+            fields[name] = self.smaller(fields[name])
+        if self.device == "cpu" and "head_dim" in fields:
+            fields["head_dim"] //= 4
+        return replace(self.case, **fields)
+
+    def packed(self, seqlens, behind=(0, 0), **fields):
+        """The same of ``packed_case``."""
+        return packed_case(self.sized(**fields), self.smaller(seqlens), self.smaller(behind))
+
+
+_SMALL = Case(2, 2, 1, 42, 88, 32, dtype=torch.float32)
+_ON_GPU = {"inline": INLINE, "prepass": PREPASS}
+each_place = pytest.mark.parametrize(
+    "place",
+    [
+        *(pytest.param(Place("cpu", x, _SMALL), id=f"interpreted, {name}", marks=[interpreted, ignore_overflow])
+          for name, x in _ON_GPU.items()),
+        *(pytest.param(Place("cuda", x), id=name, marks=pytest.mark.gpu) for name, x in _ON_GPU.items()),
+        pytest.param(Place("cuda", ON_SM_90), id="sm_90", marks=needs_sm_90),
+    ],
+)  # fmt: skip
 
 
 def assert_same(out, expected, chosen):

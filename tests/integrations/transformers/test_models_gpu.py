@@ -31,6 +31,11 @@ def left_padded(rows, length, padding):
     return (torch.arange(length) >= torch.tensor([[0]] * (rows - 1) + [[padding]])).long().to(DEVICE)
 
 
+def at(positions):
+    """Positions by another name, which transformers 4 wants too."""
+    return {"cache_position": positions[0]} if transformers.__version__ < "5" else {}
+
+
 # Sinks, caps, windows, chunks, pairs, norms and latent attention. Other classes differ in what they ask the kernels
 # for, which a CPU shows.
 @pytest.mark.parametrize("name", ["cohere", "deepseek_v3", "gemma2", "glm4", "gpt_oss", "llama4", "qwen3", "smollm3"])
@@ -102,15 +107,13 @@ def test_a_decoding_step_does_not_wait(static, name):
     ids, mask = make_ids(2, 20).to(DEVICE), left_padded(2, 20, 5)
     past = transformers.StaticCache(config=model.config, max_cache_len=32) if static else transformers.DynamicCache()
     with torch.no_grad():
-        for end in (18, 19, 20):
-            start = 0 if end == 18 else end - 1
+        for start, end in ((0, 18), (18, 19), (19, 20)):
             part, step_mask = ids[:, start:end].contiguous(), mask[:, :end].contiguous()
             positions = torch.arange(start, end, device=DEVICE)[None]
-            options = {"cache_position": positions[0]} if transformers.__version__ < "5" else {}
             torch.cuda.synchronize()
             torch.cuda.set_sync_debug_mode("error" if end == 20 else "default")
             try:
-                model(part, attention_mask=step_mask, position_ids=positions, past_key_values=past, **options)
+                model(part, attention_mask=step_mask, position_ids=positions, past_key_values=past, **at(positions))
             finally:
                 torch.cuda.set_sync_debug_mode("default")
 
@@ -135,10 +138,9 @@ def test_a_captured_step(name):
     model, ids = patch_model(make_model(name, **WHOLE).to(DEVICE)), make_ids(2, 21).to(DEVICE)
     past = transformers.StaticCache(config=model.config, max_cache_len=32)
     token, position = ids[:, 18:19].clone(), torch.full((1, 1), 18, device=DEVICE)
-    options = {"cache_position": position[0]} if transformers.__version__ < "5" else {}
 
     def step():
-        return model(token, position_ids=position, past_key_values=past, **options).logits
+        return model(token, position_ids=position, past_key_values=past, **at(position)).logits
 
     with torch.no_grad():
         expected = model(ids, use_cache=False).logits

@@ -9,7 +9,7 @@ from tests.support.hf_caches import make_cache, parts, steps
 from tests.support.hf_models import WINDOW, make_ids, make_model
 from tests.support.hf_runs import assert_close, assert_same
 from tests.support.hf_vision_models import make_inputs, make_vision_model
-from tests.support.internals import count_prepared_steps, forget_prepared_steps
+from tests.support.internals import count_prepared_steps, forget_calls
 from tests.support.marks import ignore_overflow
 
 pytestmark = [pytest.mark.filterwarnings("ignore::DeprecationWarning"), ignore_overflow]
@@ -56,7 +56,7 @@ def test_steps_are_prepared_once(interpreted_steps):
     model, ids = patch_model(make_model("llama")), make_ids(1, 15)
     past = make_cache(model, "dynamic")
     model(ids[:, :9], past_key_values=past)
-    forget_prepared_steps()
+    forget_calls()
     steps(model, past, ids, 9)
     assert count_prepared_steps() == 1
 

@@ -22,7 +22,10 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
 
 class OddAttention(nn.Module):
-    """Attention of nobody's model."""
+    """Attention of an unknown model."""
+
+    def __init__(self, _):
+        super().__init__()
 
 
 class Subclass(modeling_llama.LlamaAttention):
@@ -85,77 +88,69 @@ def model_of(name, **options):
     return lambda: getattr(transformers, f"{name}Model")(config())
 
 
-def with_subclass():
-    model = make_model("llama")
-    model.model.layers[1].self_attn.__class__ = Subclass
-    return model
-
-
-def with_odd_attention():
+def with_attention(cls):
+    """A decoder with one layer of another class; it is a module by itself and has no path."""
     decoder = make_model("llama").model
-    decoder.layers[1].self_attn = OddAttention()
+    decoder.layers[1].self_attn.__class__ = cls
     return decoder
 
 
-def odd(count):
-    return lambda: nn.Sequential(*(OddAttention() for _ in range(count)))
-
-
-ONLY = "model must have an attention module that patch_model can replace, but has only "
 NO_KEYWORDS = "its decoder layer passes no additional keyword"
-REFUSALS = [
-    (lambda: nn.Linear(2, 2), "model must have attention modules of transformers, but Linear has none$"),
-    (model_of("GPT2"), rf"{ONLY}h.0.attn \(GPT2Attention: its model has no rotary"),
-    (model_of("Bert"), rf"{ONLY}\S+ \(BertSelfAttention: its model has no rotary embedding"),
-    (model_of("StableLm"), rf"{ONLY}\S+ \(StableLmAttention: {NO_KEYWORDS}"),
-    (model_of("Nemotron"), rf"{ONLY}\S+ \(NemotronAttention: {NO_KEYWORDS}"),
-    (
-        model_of("Esm", position_embedding_type="rotary"),
-        rf"{ONLY}\S+ \(EsmSelfAttention: it is not in the table of",
-    ),
-    (
-        lambda: type("LlamaAttention", (nn.Module,), {"__module__": "transformers_modules.llama"})(),
-        rf"{ONLY}\(model\) \(LlamaAttention: it is none of transformers' own classes",
-    ),
+REMOTE = type("LlamaAttention", (nn.Module,), {"__module__": "transformers_modules.llama"})
+NOTHING_SUPPORTED = [
+    (model_of("GPT2"), r"h.0.attn \(GPT2Attention: its model has no rotary"),
+    (model_of("Bert"), r"\S+ \(BertSelfAttention: its model has no rotary"),
+    (model_of("StableLm"), rf"\S+ \(StableLmAttention: {NO_KEYWORDS}"),
+    (model_of("Nemotron"), rf"\S+ \(NemotronAttention: {NO_KEYWORDS}"),
+    (model_of("Esm", position_embedding_type="rotary"), r"\S+ \(EsmSelfAttention: it is not in the table of supported"),
+    (REMOTE, r"\(model\) \(LlamaAttention: it is none of transformers' own classes"),
     # Three modules of each class are named, with one reason for all of them.
-    *(
-        (odd(count), rf"{ONLY}{named} \(OddAttention: it is none of [^(]*\)$")
-        for count, named in ((1, "0"), (3, "0, 1, 2"), (4, "0, 1, 2 and 1 more"), (7, "0, 1, 2 and 4 more"))
-    ),
+    (lambda: nn.Sequential(*map(OddAttention, range(3))), r"0, 1, 2 \(OddAttention: it is none of [^(]*\)$"),
+    (lambda: nn.Sequential(*map(OddAttention, range(4))), r"0, 1, 2 and 1 more \(OddAttention: it is none of [^(]*\)$"),
 ]
-PARTLY = [
-    (with_subclass, r"but has model.layers.1.self_attn \(Subclass: its forward was replaced by .*Subclass.f"),
-    (with_odd_attention, "patches the 1 supported modules$"),  # a decoder by itself has no path
+PARTLY_SUPPORTED = [
+    (lambda: with_attention(Subclass), r"layers.1.self_attn \(Subclass: its forward was replaced by .*Subclass.f"),
+    (lambda: with_attention(OddAttention), "layers.1.self_attn .* patches the 1 supported modules$"),
     (
         lambda: nn.ModuleDict({"one": make_model("llama"), "two": nn.MultiheadAttention(8, 2)}),
-        r"has two \(MultiheadAttention: it is none of .*'skip'\) leaves .* 2 supported modules of one.model$",
+        r"two \(MultiheadAttention: it is none of .*'skip'\) leaves .* 2 supported modules of one.model$",
     ),
 ]
 
 
-@pytest.mark.parametrize("unsupported", ["raise", "skip"])
-@pytest.mark.parametrize(("make", "message"), [*REFUSALS, *PARTLY])
-def test_what_is_not_supported_is_named(make, message, unsupported):
-    model = make()
-    if unsupported == "skip" and any(make is row[0] for row in PARTLY):
-        assert is_patched(patch_model(model, unsupported="skip"))
-        return
-    with pytest.raises(NotImplementedError, match=message):
-        patch_model(model, unsupported=unsupported)
-    assert not is_patched(model) and not any("forward" in module.__dict__ for module in model.modules())
+@pytest.mark.parametrize("supported", [0, 1])
+def test_what_is_not_supported_is_named(supported):
+    """Also with unsupported="skip", if nothing else is left to patch."""
+    for make, message in (NOTHING_SUPPORTED, PARTLY_SUPPORTED)[supported]:
+        model = make()
+        text = (
+            "no attention but what patch_model can replace, but has " if supported else "an attention .* but has only "
+        )
+        for options in ({},) if supported else ({}, {"unsupported": "skip"}):
+            with pytest.raises(NotImplementedError, match=f"^model must have {text}{message}"):
+                patch_model(model, **options)
+            assert not is_patched(model) and not any("forward" in module.__dict__ for module in model.modules())
+        assert not supported or is_patched(patch_model(model, unsupported="skip"))
 
 
-def test_arguments_are_checked():
+@pytest.mark.parametrize(
+    ("given", "error", "message"),
+    [
+        ({"model": "llama"}, TypeError, "model must be a torch.nn.Module, but is str"),
+        ({"model": nn.Linear(2, 2)}, NotImplementedError, "model must have attention modules .* but Linear has none$"),
+        ({"unsupported": "ignore"}, ValueError, "unsupported must be 'raise' or 'skip', but is 'ignore'"),
+        ({"deterministic": 1}, TypeError, "deterministic must be a bool or None, but is int"),
+        ({"cp_group": 3}, TypeError, "cp_group must be a ProcessGroup"),
+        ({"cp_sharding": "ring"}, ValueError, "cp_sharding must be"),
+    ],
+)
+def test_arguments_are_checked(given, error, message):
     model = make_model("llama")
-    with pytest.raises(TypeError, match="model must be a torch.nn.Module, but is str"):
-        patch_model("llama")
-    with pytest.raises(TypeError, match="model"):
-        unpatch_model(None)
-    with pytest.raises(ValueError, match="unsupported must be 'raise' or 'skip', but is 'ignore'"):
-        patch_model(model, unsupported="ignore")
-    with pytest.raises(TypeError, match="deterministic must be a bool or None, but is int"):
-        patch_model(model, deterministic=1)
+    with pytest.raises(error, match=message):
+        patch_model(**{"model": model} | given)
     assert not is_patched(model)
+    with pytest.raises(TypeError, match="model must be a torch.nn.Module, but is NoneType"):
+        unpatch_model(None)
 
 
 @pytest.mark.parametrize("padded", [False, True])
@@ -193,20 +188,13 @@ def test_deterministic_reaches_every_call(monkeypatch):
         seen.clear()
 
 
-@pytest.mark.parametrize(
-    ("layer_types", "read"),
-    [
-        (None, False),
-        (["sliding_attention", "full_attention", "chunked_attention"], False),
-        (["linear_attention", "full_attention"], True),
-    ],
-    ids=str,
-)
-def test_who_reads_the_masks_of_a_decoder(layer_types, read):
+def test_who_reads_the_masks_of_a_decoder():
     """Layers of other kinds than attention do."""
-    model = make_model("llama")
-    model.config.__dict__["layer_types"] = layer_types
-    assert state_of(patch_model(model).model, DECODER).reads_masks is read
+    full, sliding, chunked, linear = (f"{kind}_attention" for kind in ("full", "sliding", "chunked", "linear"))
+    for layer_types, read in ((None, False), ([full, sliding, chunked], False), ([linear, full], True)):
+        model = make_model("llama")
+        model.config.__dict__["layer_types"] = layer_types
+        assert state_of(patch_model(model).model, DECODER).reads_masks is read
 
 
 def test_more_layers_than_python_keeps_numbers_of():
@@ -264,13 +252,6 @@ def test_saved_and_loaded(tmp_path, calls):
     assert_close(run(loaded, ids)[0], expected, 1e-5)
     assert calls == {"rope_attention": 2}  # a loaded model is unpatched
     assert torch.equal(run(patch_model(loaded), ids)[0], expected)
-
-
-def test_bare_decoder(calls):
-    model, ids = make_model("llama").model, make_ids(2, 9)
-    expected = model(ids).last_hidden_state
-    assert_close(patch_model(model)(ids).last_hidden_state, expected, 1e-5)
-    assert calls == {"rope_attention": 2}
 
 
 def test_a_release_with_another_name_for_caches_is_refused(monkeypatch):

@@ -11,7 +11,7 @@ import torch
 import transformers
 from packaging.version import Version
 
-from fused_rope_attn.integrations.transformers import is_patched, patch_model, patch_report, unpatch_model
+from fused_rope_attn.integrations.transformers import is_patched, obstacles, patch_model, patch_report, unpatch_model
 from tests.support.hf_models import attentions_of, make_ids
 from tests.support.hf_runs import assert_close, assert_same, run
 from tests.support.hf_vision_models import MODELS, language_model, make_inputs, make_vision_model
@@ -128,3 +128,91 @@ def test_modules_with_sections_of_their_own(calls):
     setattr(owner, name, getattr(owner, name) | {"mrope_section": [2, 3, 3]})
     assert_same(model, inputs.pop("input_ids"), unsupported="skip", **inputs)
     assert calls == {"rope_attention": 2}
+
+
+# Gemma 3 makes the masks of its decoder itself, in which the tokens of an image see each other both ways.
+IMPLEMENTATIONS = pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+
+
+def gemma(implementation="eager", **text):
+    model = make_vision_model("gemma3", **text)
+    model.model.vision_tower.requires_grad_(False)
+    model.set_attn_implementation(implementation)
+    return model
+
+
+@IMPLEMENTATIONS
+@pytest.mark.parametrize("content", ["image", "text", "text without types"])
+def test_masks_of_the_model(implementation, content, calls):
+    model = gemma(implementation).train(content != "text without types")  # before 5.17 training needs types
+    for padding in ((), LEFT, RIGHT):
+        inputs = make_inputs("gemma3", image=content == "image", padding=padding)
+        mask, ids = inputs["attention_mask"].bool(), inputs.pop("input_ids")
+        if content == "image":
+            expected = run(unpatch_model(model), ids, **inputs)[0]
+            causal = run(model, ids, **inputs | {"token_type_ids": torch.zeros_like(ids)})[0]
+            assert (causal - expected)[mask].abs().max() > 0.1  # so that causal attention would be seen
+        elif content == "text without types":
+            del inputs["token_type_ids"]
+        assert_same(model, ids, mask, grad=True, unsupported="skip", use_cache=False, **inputs)
+    assert calls == {"rope_attention": 6}
+
+
+def test_images_in_a_graph_take_the_own_forward(calls, monkeypatch):
+    model, inputs = gemma(), make_inputs("gemma3")
+    expected = model(**inputs).logits
+    patch_model(model, unsupported="skip")
+    monkeypatch.setattr(obstacles, "is_blind", lambda x: True)
+    with pytest.warns(UserWarning, match="made outside of the patched model"):
+        assert_close(model(**inputs).logits, expected, 1e-6)
+    assert not calls
+
+
+@IMPLEMENTATIONS
+def test_modules_that_are_bidirectional_under_causal_masks(implementation):
+    """The masks that the model makes do not heed ``use_bidirectional_attention``, but sdpa without a mask does."""
+    model = gemma(implementation, use_bidirectional_attention=True)
+    told = pytest.warns(UserWarning, match="made outside of the decoder")
+    for padding in ((), LEFT):
+        images, inputs = make_inputs("gemma3", padding=padding), make_inputs("gemma3", image=False, padding=padding)
+        del inputs["token_type_ids"]
+        expected = unpatch_model(model)(**inputs).logits
+        with told:
+            assert torch.equal(patch_model(model, unsupported="skip")(**inputs).logits, expected)
+        mask = images["attention_mask"].bool()
+        assert_same(model, images.pop("input_ids"), mask, unsupported="skip", **images)  # an image's masks are read
+        for cache in (None, "static"):
+            options = {"max_new_tokens": 4, "do_sample": False, "cache_implementation": cache}
+            tokens = unpatch_model(model).generate(**inputs, **options)
+            model.__dict__.pop("_cache", None)
+            with told:
+                assert torch.equal(patch_model(model, unsupported="skip").generate(**inputs, **options), tokens)
+            model.__dict__.pop("_cache", None)
+
+
+def test_attention_weights_that_only_the_config_asks_for():
+    model, inputs = gemma(), make_inputs("gemma3", image=False)
+    model.config.output_attentions = True
+    expected = model(**inputs)
+    with pytest.warns(UserWarning, match="output_attentions=True"):
+        out = patch_model(model, unsupported="skip")(**inputs)
+    assert torch.equal(out.logits, expected.logits) and len(out.attentions or ()) == len(expected.attentions or ())
+
+
+def test_hooks_before_the_masks():
+    """One in the model and one in its decoder; a subclass that makes its masks in another way is left alone."""
+
+    class Other(transformers.Gemma3Model):
+        def forward(self, *args, **kwargs):
+            return super().forward(*args, **kwargs)
+
+    model = gemma()
+    for cls, hooked in ((type(model.model), ["model", "model.language_model"]), (Other, ["model.language_model"])):
+        model.model.__class__ = cls
+        patch_model(patch_model(model, unsupported="skip"), unsupported="skip")
+        counts = {path: len(m._forward_pre_hooks) for path, m in model.named_modules() if m._forward_pre_hooks}
+        assert counts == dict.fromkeys(hooked, 1)
+        unpatch_model(model)
+        for module in model.modules():
+            assert not module._forward_pre_hooks and not module._forward_pre_hooks_with_kwargs
+            assert not any("fused_rope" in name for name in vars(module))

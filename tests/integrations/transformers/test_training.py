@@ -33,20 +33,12 @@ def test_left_padding_predicts_the_first_real_token():
     """Its label must be -100, because outputs of padding are unspecified: the loss depends on them otherwise."""
     model, ids = make_model("llama"), make_ids(2, LENGTH)
     labels = ids.masked_fill(MASK == 0, -100)
-    losses = []
-    for first_token in (True, False):
-        if not first_token:
-            labels[:, 1:][MASK[:, :-1] == 0] = -100
-        for patch in (unpatch_model, patch_model):
-            model.zero_grad()
-            loss = patch(model)(input_ids=ids, attention_mask=MASK, labels=labels, use_cache=False).loss
-            loss.backward()
-            losses.append((loss.detach(), model.model.embed_tokens.weight.grad.clone()))
-    (plain, plain_grad), (patched, patched_grad), *pairs = losses
-    assert abs(patched - plain) > 1e-3 * plain and (patched_grad - plain_grad).norm() > 1e-2 * plain_grad.norm()
-    (plain, plain_grad), (patched, patched_grad) = pairs
-    assert_close(patched, plain, 1e-5)
-    assert_close(patched_grad, plain_grad, 1e-4)
+    right = labels.clone()
+    right[:, 1:][MASK[:, :-1] == 0] = -100
+    inputs = {"input_ids": ids, "attention_mask": MASK, "use_cache": False}
+    for given, same in ((labels, False), (right, True)):
+        plain, patched = (patch(model)(**inputs, labels=given).loss for patch in (unpatch_model, patch_model))
+        assert (abs(patched - plain) <= 1e-5 * plain) if same else (abs(patched - plain) > 1e-3 * plain)
 
 
 @pytest.mark.unpoisoned
@@ -129,18 +121,9 @@ def test_trainer(tmp_path):
 
     def losses(patched):
         model = make_model("llama", use_cache=False)
-        options = transformers.TrainingArguments(
-            tmp_path / str(patched),
-            max_steps=4,
-            per_device_train_batch_size=2,
-            learning_rate=1e-3,
-            logging_steps=1,
-            report_to="none",
-            use_cpu=True,
-            save_strategy="no",
-            disable_tqdm=True,
-            seed=1,
-        )
+        sizes = {"max_steps": 4, "per_device_train_batch_size": 2, "learning_rate": 1e-3, "use_cpu": True, "seed": 1}
+        quiet = {"logging_steps": 1, "report_to": "none", "save_strategy": "no", "disable_tqdm": True}
+        options = transformers.TrainingArguments(tmp_path / str(patched), **sizes, **quiet)
         trainer = transformers.Trainer(patch_model(model) if patched else model, options, train_dataset=data)
         trainer.train()
         return torch.tensor([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
