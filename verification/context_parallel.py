@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from fused_rope_attn.distributed import cp_shard, plan_varlen_cp, rope_attention_cp, rope_attention_varlen_cp
 from fused_rope_attn.distributed.layout import owners_of
 from verification import testing
-from verification.calls import Finding, Machine, References
+from verification.attention import AttentionCheck
+from verification.calls import Finding, Machine
 from verification.ranks import GROUPS, Ranks, group_of
 from verification.strategies import Draw, chance, draw, pick
 from verification.testing import LAYOUTS, TABLES, Case, Comparison
@@ -84,26 +85,19 @@ def compared(
 
     total: the rows after the first ``total`` are padding, and must be zero.
     """
+    tokens = case.len_q if total is None else total
     inputs = testing.make_inputs(case, device)
-    padding = 0 if total is None else case.len_q - total
-    tokens = slice(0, case.len_q - padding)
-    short = replace(case, len_q=tokens.stop, len_k=tokens.stop) if padding else case
-    some = {name: getattr(inputs, name)[:, :, tokens] for name in ("q", "k", "v", "do")}
-
-    def run(dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
-        dlse = None if inputs.dlse is None else inputs.dlse[:, :, tokens]
-        results = testing.run_reference(inputs._replace(**some).with_dlse(dlse), short, dtype)
-        rows = {name: getattr(results, name) for name in found}
-        for name, x in rows.items() if padding else ():
-            if name not in OF_WEIGHTS:
-                value, edges = (float("-inf"), (0, padding)) if name == "lse" else (0.0, (0, 0, 0, padding))
-                rows[name] = torch.nn.functional.pad(x, edges, value=value)
-        return {name: (x[None] if name in OF_WEIGHTS else x).cpu() for name, x in rows.items()}
-
-    judged = {"dsinks": case.sinks_dtype, "dq_norm": case.norm_dtype, "dk_norm": case.norm_dtype}
-    zero = functools.partial(testing.noise_of_zero, case=case, inputs=inputs)
-    references = References(run, device, lambda name: judged.get(name, case.dtype), zero)
-    return [references.compare(name, x[None] if name in OF_WEIGHTS else x) for name, x in found.items()]
+    some = {name: getattr(inputs, name)[:, :, :tokens] for name in ("q", "k", "v", "do")}
+    dlse = None if inputs.dlse is None else inputs.dlse[:, :, :tokens]
+    short = AttentionCheck.of(replace(case, len_q=tokens, len_k=tokens))
+    references = short.references(short.made(inputs._replace(**some).with_dlse(dlse)), device)
+    results = []
+    for name, x in found.items():
+        rows, padding = (x[None], x[:0]) if name in OF_WEIGHTS else (x[:, :, :tokens], x[:, :, tokens:])
+        result = references.compare(name, rows.to(device))
+        is_left = bool((padding == (float("-inf") if name == "lse" else 0.0)).all())
+        results.append(result if is_left else replace(result, ok=False, detail="padding was written"))
+    return results
 
 
 def dealt(size: int) -> str:

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from fused_rope_attn import rope_attention_varlen
 from fused_rope_attn.attention import reference
 from tests.support.attention import packed_case, sequences_of
 from tests.support.dtypes import F16, F32, F64
@@ -110,17 +109,6 @@ def test_gradcheck(options):
     assert torch.autograd.gradgradcheck(run, leaves, fast_mode=True)  # along one random direction
 
 
-def test_gradcheck_of_packed_sequences():
-    """Its products are autograd functions of its own."""
-    q, k, v = (x[0].transpose(0, 1).requires_grad_() for x in qkv(1, 4, 2, 9, 11))
-    ends = int32([[0, 2, 5, 5, 8], [0, 3, 4, 6, 10]])
-
-    def run(q, k, v):
-        return rope_attention_varlen(q, k, v, *tables(11, 8), *ends, 3, 4, True, backend="reference")
-
-    assert torch.autograd.gradcheck(run, (q, k, v), fast_mode=True)
-
-
 def test_what_overflows_where_nothing_is_visible_stays_there():
     """float16: do v^T is infinite for the last key, which the first query does not see; its gradients are finite."""
     q, k, v = (x.requires_grad_() for x in qkv(1, 1, 1, 3, 3, dtype=F16))
@@ -181,8 +169,7 @@ UNEVEN = ((10, 20), (7, 3), (0, 5), (4, 0), (1, 9), (12, 12))
     packed_case(Case(1, 2, 1, 0, 0, 16, window=(3, 0), softcap=4.0, sinks=True), (9, 1, 6)),
 )
 def test_packed_sequences_keep_bad_values_where_they_are(case, bad):
-    """In each sequence in turn, and after the last: o and every gradient of the others keep their bits, as do rows of
-    the same sequence with a window that does not reach a bad key."""
+    """In each sequence in turn, and after the last: o and every gradient of the others keep their bits."""
     inputs = make_inputs(case)
     expected = run_op(inputs, case, backend="reference")
     for first_q, len_q, first_k, len_k in sequences_of(case):
@@ -199,13 +186,3 @@ def test_packed_sequences_keep_bad_values_where_they_are(case, bad):
             rows = rows_k if name in ("dk", "dv") else rows_q
             x[:, :, rows] = y[:, :, rows]
             assert torch.equal(x, y), (name, rows)
-    if case.window is not None:
-        first = case.len_k - case.seqlens[-1][1]
-        k, v = inputs.k.clone(), inputs.v.clone()
-        k[:, :, first], v[:, :, first] = bad, bad
-        out = run_op(inputs._replace(k=k, v=v), case, backend="reference")
-        past = first + 1 + case.window[0]
-        assert not bool(torch.isfinite(out.o[:, :, first:past]).any())
-        assert all(
-            torch.equal(x[:, :, past:], y[:, :, past:]) for x, y in zip((out.o, out.dq), (expected.o, expected.dq))
-        )

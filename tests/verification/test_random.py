@@ -17,11 +17,12 @@ import fused_rope_attn
 from tests.support.calls import INTERPRETER
 from tests.support.paths import ROOT
 from verification import __main__ as command, search, strategies
-from verification.attention import AttentionCheck, CoRopeCheck
+from verification.attention import CoRopeCheck
 from verification.calls import Finding, Machine, literal, parse
 from verification.decode import DecodeCheck
 from verification.refusals import KINDS, MUTATIONS, IllegalCheck, nothing_comes_of
-from verification.strategies import FAMILIES, draw, drawn_call, shrunk_call
+from verification.rotation import RopeCheck
+from verification.strategies import FAMILIES, draw, drawn_call
 from verification.workers import Outcome, Worker, run_check, run_checks
 
 REFERENCE = replace(INTERPRETER, backends=("reference",))
@@ -76,22 +77,21 @@ def test_what_kernels_branch_on_comes_together():
         assert sum(("triton", strategy) in p.variants for p in together) >= 5
 
 
-def test_families_are_chosen(capsys):
-    assert tuple(FAMILIES) == command.FAMILIES
-    machine = replace(GPU, families=("pairs", "rope"))
-    assert {drawn_call(1, index, machine).function for index in range(0, 900, 31)} == {"batch_invariant", "apply_rope"}
-    # The reference cannot keep the promise and says so, for both calls of a pair.
-    assert command.main(["--random", "3", "--family", "pairs", *ARGUMENTS]) == 0
-    assert "3 calls (0 of them refusals) with seed 0, 0 failed" in capsys.readouterr().out
-
-
-def test_the_reference_is_right_and_refuses(capsys):
-    """In addition every family's own code, on shapes that do not pay for the interpreter."""
+def test_a_run_of_the_reference(capsys):
+    """Each family's own code, on shapes that do not pay for the interpreter; what is chosen, and what is told."""
     assert command.main(["--random", "90", "--seed", "1", *ARGUMENTS]) == 0
     out = capsys.readouterr().out
     assert "of them refusals) with seed 1, 0 failed, 0 skipped" in out
     for function in ("rope_attention", "rope_attention_varlen", "apply_rope_qk", "rope_attention_with_kvcache"):
         assert f"\n{function} " in out
+    # The reference cannot keep this promise and says so, for both calls of a pair.
+    assert tuple(FAMILIES) == command.FAMILIES
+    assert command.main(["--random", "3", "--family", "pairs", *ARGUMENTS]) == 0
+    assert "3 calls (0 of them refusals) with seed 0, 0 failed" in capsys.readouterr().out
+    assert command.main(["--random", "200", "--minutes", "0.001", *ARGUMENTS]) in (0, 2)
+    assert "of 200, stopped by --minutes 0.001" in capsys.readouterr().out
+    assert command.main(["--random", "24", "--seed", "12", "--only", "7", *ARGUMENTS]) == 0
+    assert shlex.quote(literal(drawn_call(12, 7, REFERENCE))) in capsys.readouterr().out
 
 
 @pytest.fixture(scope="module")
@@ -199,21 +199,14 @@ def test_calls_that_failed_once(call):
     assert not run_check(parse(call, KINDS), INTERPRETER).failures
 
 
-def test_only_repeats_a_call_of_a_seed(capsys):
-    assert command.main(["--random", "24", "--seed", "12", "--only", "7", *ARGUMENTS]) == 0
-    assert shlex.quote(literal(drawn_call(12, 7, REFERENCE))) in capsys.readouterr().out
-
-
-def test_a_call_that_raises_or_writes_fails(monkeypatch):
+def test_a_call_that_writes_or_raises_fails(monkeypatch):
     def writes(x, cos, sin, **options):
         with torch.no_grad():
             x.zero_()
         raise ValueError("x is wrong")
 
+    legal = RopeCheck(1, 1, 1, 5, 5, 16, names=("x",), dtype=torch.float32)
     monkeypatch.setattr(fused_rope_attn, "apply_rope", writes)
-    call = draw(FAMILIES["rope"].prototypes(REFERENCE), 3)
-    legal = draw(FAMILIES["rope"].calls_of(call, REFERENCE), 4)
-    assert not isinstance(legal, IllegalCheck)
     outcome = run_check(IllegalCheck(legal, "inverse=1"), REFERENCE)
     assert any("x changed" in finding.found.detail for finding in outcome.failures)
     (failure,) = run_check(legal, REFERENCE).failures
@@ -262,21 +255,3 @@ def test_a_crash_is_shrunk_by_new_processes_and_in_time(monkeypatch):
     monkeypatch.setattr(search, "SHRINK_SECONDS", -1.0)
     monkeypatch.setattr(strategies, "shrunk_call", lambda *_: None if _[-1](Fatal(-1)) is False else Fatal(-1))
     assert search.shrink(0, 0, Outcome(Fatal(9), (Finding.that("?", "size", False, ""),)), REFERENCE, jobs=0) is None
-
-
-def test_the_plainest_call_is_found():
-    def crashes(call):
-        legal = call.legal if isinstance(call, IllegalCheck) else call
-        return isinstance(legal, AttentionCheck) and legal.len_k >= 5 and legal.interleaved
-
-    index = next(i for i in range(300) if crashes(drawn_call(3, i, INTERPRETER)))
-    small = shrunk_call(3, index, INTERPRETER, crashes)
-    assert crashes(small) and small.len_k == 5 and small.batch == small.heads_q == 1
-    assert small.softcap == 0.0 and small.rotary_dim == small.head_dim == 16 and not small.full_width
-    never = shrunk_call(3, index, INTERPRETER, lambda call: False)
-    assert never is None
-
-
-def test_the_time_limit_is_told(capsys):
-    assert command.main(["--random", "200", "--minutes", "0.001", *ARGUMENTS]) in (0, 2)
-    assert "of 200, stopped by --minutes 0.001" in capsys.readouterr().out

@@ -4,7 +4,6 @@ import functools
 import math
 import warnings
 from collections.abc import Iterator
-from dataclasses import fields, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -187,9 +186,8 @@ def run_op(
     and its largest logits if `max_logit` is True."""
     from verification.attention import AttentionCheck  # here, so that inputs and references need the reference only
 
-    own = {field.name: getattr(case, field.name) for field in fields(Case)}
-    check = AttentionCheck(**own, deterministic=deterministic, return_max_logit=max_logit)
-    check = check if grads else replace(check, wanted=())
+    options = {"deterministic": deterministic, "return_max_logit": max_logit} | ({} if grads else {"wanted": ()})
+    check = AttentionCheck.of(case, **options)
     made = check.made(inputs)
     with warnings.catch_warnings():
         # A case that has more queries than keys has them on purpose.
