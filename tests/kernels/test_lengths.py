@@ -8,9 +8,8 @@ import torch
 import triton
 import triton.language as tl
 
-from fused_rope_attn.attention.prepass_kernel import describe_tiles
 from fused_rope_attn.kernels.schedule import count_tiles
-from fused_rope_attn.kernels.sequences import existing_keys, packed_partner, packed_rows, packed_tile, padded_row
+from fused_rope_attn.kernels.sequences import packed_partner, packed_rows, packed_tile, padded_row
 from tests.support.marks import interpreted
 
 # NumPy divides truth values without an error, and with the result of `and` where it does not warn.
@@ -20,20 +19,6 @@ BLOCK = 8
 
 def int32(values):
     return torch.tensor(values, dtype=torch.int32)
-
-
-@triton.jit
-def write_existing(out_ptr, lens_ptr, NK):
-    batch = tl.program_id(0)
-    tl.store(out_ptr + batch, existing_keys(lens_ptr, batch, NK))
-
-
-def test_keys_that_exist():
-    lens, out = int32([-5, 0, 1, 7, 9]), int32([-1] * 5)
-    write_existing[(5,)](out, lens, 7)
-    assert out.tolist() == [0, 0, 1, 7, 7]
-    write_existing[(5,)](out, None, 7)
-    assert out.tolist() == [7] * 5
 
 
 @triton.jit
@@ -157,18 +142,3 @@ def test_one_wrong_end_of_thousands(place):
     ends = [i // 110 for i in range(2100)]
     ends[place + 1 if place else 0] = ends[place + 1] + 1 if place == 0 else ends[place] - 1
     assert tiles_of(ends, 20, 3, 4) == [[2099, 0, 20, 3]]
-
-
-@pytest.mark.parametrize("programs", [1, 3])
-@pytest.mark.parametrize("seed", range(3))
-def test_the_table_of_tiles(seed, programs):
-    """Write attention's entry for each tile of queries; the rows of the output are wider."""
-    (ends, total), draw = drawn(seed), random.Random(seed)
-    ends_k = [0, *itertools.accumulate(draw.randint(0, 12) for _ in ends[1:])]
-    table = torch.full((counted(total, len(ends) - 1) + 1, 7), -1, dtype=torch.int32)
-    describe_tiles[(programs,)](table, int32(ends), int32(ends_k), len(ends) - 1, total, ends_k[-1] + 5, BLOCK, 7)
-    expected = []
-    for sequence, first_row, rows, index in tiles_of(ends, total):
-        keys = ends_k[sequence + 1] - ends_k[sequence] if sequence < len(ends) - 1 else 0
-        expected.append([first_row + index * BLOCK, first_row + rows, ends_k[sequence], keys, rows, sequence, -1])
-    assert table.tolist() == [*expected, [-1] * 7]
