@@ -86,14 +86,6 @@ def test_packed_lengths_change_under_a_graph(head_dim, chosen):
         )
 
 
-@each_backend
-def test_no_synchronisation(chosen):
-    inputs = make_inputs(ODD_LENGTHS, "cuda")
-    run_op(inputs, ODD_LENGTHS, **chosen)
-    with no_synchronisation():
-        run_op(inputs, ODD_LENGTHS, **chosen)
-
-
 def test_position_ids_need_no_synchronisation():
     lengths = (16, 333, 0, 1, 700, 64, 129)
     position_ids = torch.cat([torch.arange(n) for n in lengths]).cuda()

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from fused_rope_attn.kernels.schedule import count_tiles
-from fused_rope_attn.kernels.sequences import packed_partner, packed_rows, packed_tile, padded_row
+from fused_rope_attn.kernels.sequences import packed_tile
 from tests.support.marks import interpreted
 
 # NumPy divides truth values without an error, and with the result of `and` where it does not warn.
@@ -40,37 +40,6 @@ def counted(rows, sequences):
 )
 def test_counts_of_tiles(sequences, rows, tiles):
     assert [counted(n, sequences) for n in rows] == tiles
-
-
-@triton.jit
-def write_rows(out_ptr, cu_ptr, num_sequences, N, BLOCK: tl.constexpr):
-    """Write the first row and the number of rows of each sequence, and of the rest; as keys; padded."""
-    for sequence in range(num_sequences + 1):
-        first, rows = packed_rows(cu_ptr, sequence, num_sequences, N)
-        first_key, keys = packed_partner(cu_ptr, sequence, num_sequences, N)
-        found = first, rows, first_key, keys, padded_row(first, sequence, BLOCK)
-        for i in tl.static_range(5):
-            tl.store(out_ptr + 5 * sequence + i, found[i])
-
-
-ENDS = ([0, 5, 5, 13, 20], [0, 20], [0], [0, 8, 16], [0, 0, 0, 17])
-WRONG_ENDS = ([-3, 4, 30, 6], [9, 2, 25, -1, 20])  # unchecked, because their memory is the device's
-
-
-@pytest.mark.parametrize("ends", ENDS + WRONG_ENDS, ids=str)
-def test_rows_of_packed_sequences(ends):
-    """All rows are in the tensor for any cu_seqlens."""
-    total, count = 20, len(ends) - 1
-    out = torch.full((count + 1, 5), -1, dtype=torch.int32)
-    # The last end has a neighbour in memory that is none.
-    write_rows[(1,)](out, int32([*ends, 3]), count, total, BLOCK)
-    expected = []
-    for s, begin in enumerate(ends):
-        begin = min(max(begin, 0), total)
-        end = ends[s + 1] if s < count else total
-        rows = min(max(end, begin), total) - begin
-        expected.append([begin, rows, begin, rows if s < count else 0, (begin // BLOCK + s) * BLOCK])
-    assert out.tolist() == expected
 
 
 @triton.jit
@@ -123,12 +92,21 @@ def test_more_sequences_than_are_looked_at_at_once():
         assert tiles_of(range(count + 1), count + 9, tile, tile + 1) == [[count, count, 9, 0]]
 
 
-# Lengths, a first end that is not 0, ends that fall, one past the last row, one of many.
-WRONG = ([12, 8], [1, 20], [0, 9, 8, 20], [0, 20, 21], [0, -1, 20], [*range(15), 13, *range(14, 19)])
+# Ends out of bounds, lengths, a first end that is not 0, ends that fall, one past the last row, one of many.
+WRONG = (
+    [-3, 4, 30, 6],
+    [9, 2, 25, -1, 20],
+    [12, 8],
+    [1, 20],
+    [0, 9, 8, 20],
+    [0, 20, 21],
+    [0, -1, 20],
+    [*range(15), 13, *range(14, 19)],
+)
 
 
 @pytest.mark.parametrize("of", ["own", "partner"])
-@pytest.mark.parametrize("ends", WRONG_ENDS + WRONG, ids=str)
+@pytest.mark.parametrize("ends", WRONG, ids=str)
 def test_wrong_ends_leave_all_rows_without_a_sequence(ends, of):
     """Each row is then written once, as one that sees nothing."""
     good = [min(i, 20) for i in range(len(ends))]

@@ -1,11 +1,11 @@
-"""Records in device code: compile-time and run-time fields, None, tuples, records in records, and refusals."""
+"""Records in device code that are refused; every kernel uses the others."""
 
 import pytest
 import torch
 import triton
 import triton.language as tl
 
-from fused_rope_attn.kernels.records import record, replace, unpack
+from fused_rope_attn.kernels.records import record
 from tests.support.marks import interpreted
 
 pytestmark = interpreted
@@ -28,32 +28,6 @@ class Out:
     ptr: tl.tensor
     strides: tl.tuple
     BLOCK: tl.constexpr = 1
-
-
-@triton.jit
-def load_row(rows, i):
-    columns = tl.arange(0, rows.D)
-    x = tl.load(rows.ptr + i * rows.strides[0] + columns * rows.strides[1])
-    if rows.first is not None:
-        x = tl.where(columns >= rows.first, x, 0.0)
-    return x
-
-
-@triton.jit
-def copies_kernel(rows, out):
-    rows, out = unpack((rows, out))
-    half = replace(rows, first=2, D=rows.D // 2)
-    tl.store(out.ptr + tl.arange(0, rows.D), load_row(rows, 0))
-    tl.store(out.ptr + rows.D * out.BLOCK + tl.arange(0, half.D), load_row(half, 1))
-
-
-def test_copies_with_other_fields():
-    """The host passes records whole, with a default. A copy has another compile-time field, and one that was None."""
-    x, out = torch.randn(16, 2).T, torch.empty(24)
-    copies_kernel[(1,)](Rows.host(x, x.stride(), None, D=16), Out.host(ptr=out, strides=out.stride()))
-    expected = torch.cat((x[0], x[1, :8]))
-    expected[16:18] = 0
-    assert torch.equal(out, expected)
 
 
 @triton.jit
