@@ -1,4 +1,4 @@
-"""Plans of generation steps by `plan_with_kvcache`, which writes nothing; configurations; versions of kernels."""
+"""Plans of generation steps by `plan_with_kvcache`, which writes nothing; configurations."""
 
 import itertools
 
