@@ -35,18 +35,14 @@ def int32(values):
 
 
 def drawn(seed, longest, dtype=F16):
-    """Return q (B, HQ, N, 32), k and v of whole causal sequences, tables, options of a call, and the generator."""
+    """Return q (2, 4, N, 32), k and v of whole causal sequences, tables, options of a call, and a generator."""
     draw = random.Random(seed)
     torch.manual_seed(seed)
-    group, heads_kv, batch = draw.choice([1, 2, 4]), draw.choice([1, 2]), draw.choice([1, 2, 3])
-    length, rotary_dim = draw.randrange(2, longest), draw.choice([32, 16])
-    tensors = [torch.randn(batch, heads, length, 32).to(dtype) for heads in (group * heads_kv, heads_kv, heads_kv)]
-    options = {"backend": "triton", "interleaved": draw.random() < 0.5, "rotary_dim": rotary_dim}
-    if draw.random() < 0.5:
-        options |= {"window": (draw.randrange(1, length), draw.choice([0, -1])), "softcap": 20.0}
-    if draw.random() < 0.5:
-        options |= {"sinks": torch.randn(group * heads_kv), "q_norm": torch.randn(32), "k_norm": torch.randn(32)}
-    angles = torch.rand(length, rotary_dim // 2) * 6.3
+    length = draw.randrange(longest // 2, longest)
+    tensors = [torch.randn(2, heads, length, 32).to(dtype) for heads in (4, 2, 2)]
+    options = {"backend": "triton", "rotary_dim": 16, "interleaved": True, "sinks": torch.randn(4)}
+    options |= {"window": (length // 2, 0), "softcap": 20.0, "q_norm": torch.randn(32), "k_norm": torch.randn(32)}
+    angles = torch.rand(length, 8) * 6.3
     return tensors, (angles.cos(), angles.sin()), options, draw
 
 
@@ -81,7 +77,7 @@ def random_intervals(draw, length):
 def test_tokens_past_the_end_of_a_cache(before):
     """They give 0 and -inf, and the rows before them the bits that they have in a cache with rows for all."""
     (q, k, v), tables, _, _ = drawn(5, 150)
-    options = {"backend": "triton", "rotary_dim": 2 * tables[0].shape[1]}
+    options = {"backend": "triton", "rotary_dim": 16}
     o, lse = attend((q, k, v), tables, **options)
     batch, heads, length, columns = k.shape
     first, room = max(0, length - 9), 4  # new tokens from the first one on; the cache has rows for some of them
@@ -98,7 +94,7 @@ def test_tokens_past_the_end_of_a_cache(before):
 
 @interpreted
 @pytest.mark.usefixtures("exact_products")
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_intervals_keep_the_bits(seed):
     """Which blocks of keys a tile skips, and which it compares, changes no bit of a row."""
     tensors, tables, options, draw = drawn(seed, 220)
@@ -125,7 +121,7 @@ def test_intervals_keep_the_bits(seed):
 def test_gradients_with_intervals_and_left_padding(seed, first):
     """Rows count from the first row of q, also where blocks of queries count from the first key."""
     (q, k, v), tables, _, draw = drawn(seed, 150, F32)
-    options = {"rotary_dim": 2 * tables[0].shape[1], "kv_starts": int32([30] * len(q))}
+    options = {"rotary_dim": 16, "kv_starts": int32([30] * len(q))}
     options |= {name: x - first for name, x in random_intervals(draw, k.shape[2]).items()}
     found = []
     for chosen in ({"backend": "triton", "batch_invariant": True}, {"backend": "reference"}):
@@ -141,7 +137,7 @@ def test_gradients_with_intervals_and_left_padding(seed, first):
 @pytest.mark.parametrize("packed", [False, True])
 def test_gradients_do_not_depend_on_the_rest_of_the_batch(packed):
     tensors, tables, _, draw = drawn(3, 150)
-    options, do = {"backend": "triton", "rotary_dim": 2 * tables[0].shape[1]}, torch.randn_like(tensors[0][:1])
+    options, do = {"backend": "triton", "rotary_dim": 16}, torch.randn_like(tensors[0][:1])
     alone = [x[:1].clone().requires_grad_() for x in tensors]
     attend(alone, tables, **options)[0].backward(do)
     before, length = draw.randrange(1, 99), do.shape[2]

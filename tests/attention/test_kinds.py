@@ -14,7 +14,7 @@ from fused_rope_attn import (
     rope_attention_with_kvcache,
 )
 from fused_rope_attn.experimental import corope_attention
-from tests.support.operators import MASKS, SMALL
+from tests.support.operators import SMALL
 from verification.testing import make_inputs
 
 HEADS = (2, 1, 1)
@@ -65,17 +65,11 @@ def test_tensors_without_data_give_shapes(name, autocast):
         assert dq.device.type == "meta" and dq.shape == inputs[0].shape
 
 
-def test_every_mask_is_served_without_data():
-    masks = {name: x.to("meta") if isinstance(x, torch.Tensor) else x for name, x in MASKS.items()}
+def test_tensors_without_data_take_the_reference():
     inputs = [x.to("meta") for x in make_inputs(SMALL)[:5]]
-    o, lse = rope_attention(*inputs, True, return_lse=True, **masks)
-    assert o.shape == (2, 2, 7, 16) and lse.shape == (2, 2, 7) and lse.dtype is torch.float32
     assert plan(*inputs, True).backend == "reference"
     with pytest.raises(RuntimeError, match="need a GPU.* but q is on meta"):
         rope_attention(*inputs, True, backend="triton")
-
-
-def test_operations_are_counted_without_data():
     for device in ("cpu", "meta"):
         with FlopCounterMode(display=False) as counter:
             rope_attention(*(x.to(device) for x in make_inputs(SMALL)[:5]), True, backend="reference")

@@ -3,11 +3,15 @@
 import numpy as np
 import pytest
 import torch
+from torch.autograd import forward_ad
 
 from fused_rope_attn import rope_attention
 from fused_rope_attn.attention import api, ops
 from tests.support.attention import assert_equal
 from tests.support.marks import interpreted
+from verification.attention import AttentionCheck
+from verification.calls import refusal
+from verification.refusals import MUTATIONS
 from verification.testing import Case, make_inputs
 
 pytestmark = interpreted
@@ -81,30 +85,22 @@ def test_another_call_is_examined(examined, options):
     assert len(examined) == 2 and torch.equal(call(**options), first) and len(examined) == 2
 
 
-WRONG = {
-    "an int for a bool": ({"causal": 1}, TypeError, "causal"),
-    "a bool of NumPy's": ({"causal": np.True_}, TypeError, "causal"),
-    "a bool for a number": ({"softcap": False}, TypeError, "softcap"),
-    "a window of bools": ({"window": (True, False)}, TypeError, "window"),
-    "a list for a string": ({"strategy": ["auto"]}, TypeError, "strategy"),
-    "tables with a gradient": ({"inputs": INPUTS._replace(cos=INPUTS.cos.clone().requires_grad_())}, ValueError, "cos"),
-    "another device": ({"inputs": INPUTS._replace(sin=INPUTS.sin.to("meta"))}, ValueError, "sin"),
-    "a table too short": ({"inputs": INPUTS._replace(cos=INPUTS.cos[:9], sin=INPUTS.sin[:9])}, ValueError, "cos"),
-    "one norm": ({"q_norm": torch.ones(16)}, ValueError, "k_norm"),
-    "a sparse norm": (NORMS | {"k_norm": torch.ones(16).to_sparse()}, TypeError, "k_norm"),
-    "a bool for eps": ({"norm_eps": True}, TypeError, "norm_eps"),
-    "a missing table": ({"inputs": INPUTS._replace(sin=None)}, TypeError, "sin"),
-    "a sparse tensor": ({"inputs": INPUTS._replace(v=INPUTS.v.to_sparse())}, TypeError, "v must be a dense"),
-}
-
-
-@pytest.mark.parametrize(("options", "error", "match"), WRONG.values(), ids=WRONG)
-def test_a_wrong_call_is_refused_next_to_a_known_one(examined, options, error, match):
+def test_a_wrong_call_is_refused_next_to_a_known_one(examined):
     """The right calls that these are mistaken for, by equality of Python values, are known."""
-    for right in ({}, {"window": (1, 0)}, NORMS):
-        call(**right)
-    for _ in range(2):
-        with pytest.raises(error, match=match):
+    right = AttentionCheck(1, 2, 1, 16, 16, 16, window=(1, 0), sinks=True, norms=0.0)
+    function, given = right.arguments("cpu")
+    given |= {"backend": "triton"}
+    function(**given)
+    with forward_ad.dual_level():
+        for mutation in MUTATIONS:
+            if mutation.applies(given):
+                illegal = given | mutation.change(given)
+                finding = refusal("triton", mutation.name, function, illegal, mutation.error, mutation.words)
+                assert finding.found.ok, finding.found
+    call()
+    for options, match in (({"causal": np.True_}, "causal"), ({"window": (True, False)}, "window"),
+                           ({"strategy": ["auto"]}, "strategy"), ({"softcap": False}, "softcap")):  # fmt: skip
+        with pytest.raises(TypeError, match=match):
             call(**options)
 
 

@@ -2,7 +2,6 @@
 
 import inspect
 import pickle
-from typing import Annotated, TypedDict
 
 import pytest
 import torch
@@ -13,7 +12,6 @@ from fused_rope_attn.attention import api
 from fused_rope_attn.attention.problem import DESCRIBED, ROWS, SCHEMA, Options, Tensors
 from fused_rope_attn.distributed import api as distributed_api
 from fused_rope_attn.generation import api as generation_api
-from fused_rope_attn.runtime.options import Option, rows_of
 from tests.support.operators import SMALL
 from verification.testing import make_inputs
 
@@ -84,14 +82,6 @@ def test_a_problem_holds_every_option():
     assert all(f" {name}" in SCHEMA and f"None {name}" not in SCHEMA for name in DESCRIBED)
 
 
-def test_keywords_without_a_row_are_left_out():
-    class Table(TypedDict):
-        one: int
-        two: Annotated[int, Option(3)]
-
-    assert rows_of(Table) == {"two": Option(3)}
-
-
 @pytest.mark.parametrize("name", EXPLAINED)
 def test_unknown_keywords_are_explained(name):
     function = getattr(package, name)
@@ -136,15 +126,12 @@ def test_close_keywords_are_recognised(keywords, message):
     ):
         with pytest.raises(TypeError, match=message):
             call(*given, **keywords)
+    with pytest.raises(TypeError, match="missing 2 required positional arguments: 'cos' and 'sin'"):
+        rope_attention(*given[:3])
     if "is_causal" in keywords:
         torch._dynamo.reset()
         with pytest.raises(Exception, match="is_causal"):
             torch.compile(rope_attention, fullgraph=True, backend="eager")(*given, **keywords)
-
-
-def test_missing_arguments_are_pythons_own_error():
-    with pytest.raises(TypeError, match="missing 2 required positional arguments: 'cos' and 'sin'"):
-        rope_attention(*make_inputs(SMALL)[:3])
 
 
 def test_the_order_of_arguments():

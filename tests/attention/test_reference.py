@@ -1,15 +1,11 @@
 """The eager reference: against loops in float64, its gradients, and what NaN and infinity may reach."""
 
-import importlib
 import math
 import random
 
 import pytest
 import torch
-from torch.nn.functional import scaled_dot_product_attention
 
-from fused_rope_attn import rope_attention_varlen
-from fused_rope_attn.attention import reference
 from tests.support.attention import packed_case, sequences_of
 from tests.support.dtypes import F16, F32, F64
 from tests.support.loop_attention import check_reference, normal, qkv, tables
@@ -66,22 +62,6 @@ def test_empty(batch, len_q, len_k, rows):
         assert gradient.shape == x.shape and not gradient.any()
 
 
-def test_agrees_with_hugging_face():
-    llama = importlib.import_module("transformers.models.llama.modeling_llama")
-    glm = importlib.import_module("transformers.models.glm.modeling_glm")
-    q, k, v = qkv(2, 4, 2, 9, 9, 16)
-    cos, sin = (torch.cat((x, x), -1)[None] for x in tables(9, 16))
-    q_rot, k_rot = llama.apply_rotary_pos_emb(q, k, cos, sin)
-    expected = scaled_dot_product_attention(q_rot, k_rot, v, is_causal=True, enable_gqa=True)
-    o, _ = reference_attention(q, k, v, cos, sin, True, softmax_scale=0.25, rotary_dim=16)
-    torch.testing.assert_close(o, expected)
-    # GLM: interleaved pairs, the first half of the columns only, and tables of full width for that half.
-    half = tables(9, 8)
-    turned = glm.apply_rotary_pos_emb(q, k, *(torch.cat((x, x), -1)[None] for x in half))
-    for x, expected in zip((q, k), turned):
-        torch.testing.assert_close(reference.rotate(x, *half, interleaved=True), expected)
-
-
 @pytest.mark.parametrize(
     "options",
     [
@@ -108,17 +88,6 @@ def test_gradcheck(options):
     leaves = [x.requires_grad_() for x in leaves]
     assert torch.autograd.gradcheck(run, leaves)
     assert torch.autograd.gradgradcheck(run, leaves, fast_mode=True)  # along one random direction
-
-
-def test_gradcheck_of_packed_sequences():
-    """Its products are autograd functions of its own."""
-    q, k, v = (x[0].transpose(0, 1).requires_grad_() for x in qkv(1, 4, 2, 9, 11))
-    ends = int32([[0, 2, 5, 5, 8], [0, 3, 4, 6, 10]])
-
-    def run(q, k, v):
-        return rope_attention_varlen(q, k, v, *tables(11, 8), *ends, 3, 4, True, backend="reference")
-
-    assert torch.autograd.gradcheck(run, (q, k, v), fast_mode=True)
 
 
 def test_what_overflows_where_nothing_is_visible_stays_there():
@@ -181,8 +150,7 @@ UNEVEN = ((10, 20), (7, 3), (0, 5), (4, 0), (1, 9), (12, 12))
     packed_case(Case(1, 2, 1, 0, 0, 16, window=(3, 0), softcap=4.0, sinks=True), (9, 1, 6)),
 )
 def test_packed_sequences_keep_bad_values_where_they_are(case, bad):
-    """In each sequence in turn, and after the last: o and every gradient of the others keep their bits, as do rows of
-    the same sequence with a window that does not reach a bad key."""
+    """In each sequence in turn, and after the last: o and every gradient of the others keep their bits."""
     inputs = make_inputs(case)
     expected = run_op(inputs, case, backend="reference")
     for first_q, len_q, first_k, len_k in sequences_of(case):
@@ -199,13 +167,3 @@ def test_packed_sequences_keep_bad_values_where_they_are(case, bad):
             rows = rows_k if name in ("dk", "dv") else rows_q
             x[:, :, rows] = y[:, :, rows]
             assert torch.equal(x, y), (name, rows)
-    if case.window is not None:
-        first = case.len_k - case.seqlens[-1][1]
-        k, v = inputs.k.clone(), inputs.v.clone()
-        k[:, :, first], v[:, :, first] = bad, bad
-        out = run_op(inputs._replace(k=k, v=v), case, backend="reference")
-        past = first + 1 + case.window[0]
-        assert not bool(torch.isfinite(out.o[:, :, first:past]).any())
-        assert all(
-            torch.equal(x[:, :, past:], y[:, :, past:]) for x, y in zip((out.o, out.dq), (expected.o, expected.dq))
-        )

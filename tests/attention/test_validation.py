@@ -1,6 +1,7 @@
 """Every refusal of the public functions: the documented type, the argument, what was expected and what came."""
 
 import re
+import warnings
 
 import numpy as np
 import pytest
@@ -8,8 +9,9 @@ import torch
 
 import fused_rope_attn as package
 from fused_rope_attn import cu_seqlens_from_position_ids
-from tests.support.internals import check_call
+from tests.support.internals import check_call, forget_warnings
 from tests.support.operators import Record
+from verification.testing import Case, make_inputs, run_op
 
 B, HQ, HKV, N, D = 2, 4, 2, 6, 16
 F16, F32, F64, I32, I64 = torch.float16, torch.float32, torch.float64, torch.int32, torch.int64
@@ -51,134 +53,110 @@ CALLS = {
 }  # fmt: skip
 FUNCTIONS = {"bshd": "rope_attention"}
 
-# By function: the argument at fault, what is changed, and the rest of the message.
+# By function: the argument at fault, what is changed, and the rest of the message. A row for each wording and for each
+# limit: tests/verification/test_random.py makes every argument wrong in every way, and checks that it is named.
 TYPE_ERRORS = {
     "rope_attention": [
-        *((name, {name: None}, "Tensor.*NoneType") for name in ("q", "k", "v", "cos", "sin")),
-        ("q", {"q": [[1.0]]}, "Tensor.*list"),
+        ("q", {"q": [[1.0]]}, "must be a torch.Tensor, but is list"),
+        ("sin", {"sin": None}, "must be a torch.Tensor, but is NoneType"),
         ("cos", {"cos": np.zeros((6, 8), dtype=np.float32)}, "Tensor.*numpy.ndarray"),
-        *((name, {name: 1}, "bool.*int 1") for name in ("causal", "interleaved", "return_lse", "deterministic",
-                                                        "batch_invariant", "return_max_logit")),
+        ("v", {"v": DENSE["v"].to_sparse()}, "must be a dense tensor, but has the layout sparse_coo"),
+        ("causal", {"causal": 1}, "must be a bool, but is int 1"),
         ("causal", {"causal": torch.tensor(True)}, "bool.*Tensor"),
-        ("q", to(torch.int32, "q", "k", "v"), "float16, bfloat16 or float32.*int32"),
-        ("q", to(torch.complex64, "q", "k", "v"), "complex64"),
-        *((name, to(F16, name), "q's dtype float32, but is float16") for name in "kv"),
-        ("cos", tables(N, 8, dtype=F16), "float32.*float16"),
-        ("cos", to(F16, "q", "k", "v") | tables(N, 8, dtype=torch.bfloat16), "float32 or .*float16.*bfloat16"),
-        ("cos", tables(N, 8, dtype=F64), "float32.*float64"),
-        ("sin", {"sin": zeros(N, 8, dtype=F16)}, "cos's dtype float32.*float16"),
-        ("rotary_dim", {"rotary_dim": 16.0}, "int or None.*float 16.0"),
-        ("rotary_dim", {"rotary_dim": True}, "int.*bool"),
-        *((name, {name: x}, "float.*" + what) for name in ("softmax_scale", "softcap", "norm_eps", "norm_offset")
-          for x, what in (("1", "str '1'"), (False, "bool"), (torch.tensor(0.0), "Tensor"))
-          if not name.startswith("norm")),
-        ("softcap", {"softcap": None}, "float.*NoneType"),
-        ("window", {"window": 128}, "tuple.*int 128"),
-        ("window", {"window": (128.0, 0)}, "two ints.*float 128.0"),
-        ("window", {"window": (True, 0)}, "two ints.*bool"),
-        ("sinks", {"sinks": [0.0] * HQ}, "Tensor.*list"),
-        ("sinks", {"sinks": zeros(HQ, dtype=F16)}, "float32.*float16"),
-        *((name, {name: [0, 0]}, "Tensor.*list") for name in ("kv_starts", "kv_lens", "query_starts", "query_ends")),
-        *((name, {name: zeros(B, dtype=I64)}, "int32.*int64") for name in ("kv_starts", "kv_lens")),
-        *((name, {name: zeros(B, N, dtype=dtype)}, "must be int32, but is") for name in ("query_starts", "query_ends")
-          for dtype in (F32, I64)),
-        *((name, {name: 0}, "str.*int 0") for name in ("backend", "strategy", "layout")),
-        ("q_norm", {"q_norm": zeros(D, dtype=F16), "k_norm": zeros(D)}, "float32.*float16"),
-        *((name, {name: zeros(B, HKV, N, D).to_sparse()}, "must be a dense tensor, .*sparse_coo") for name in "kv"),
-        ("q", {"q": DENSE["q"].to_sparse()}, "must be a dense tensor, but has the layout sparse_coo"),
+        *((name, {name: 1}, "must be a bool") for name in ("batch_invariant", "return_max_logit")),
+        ("q", to(torch.int32, "q", "k", "v"), "must be float16, bfloat16 or float32, but is int32"),
+        *((name, to(F16, name), "must have q's dtype float32, but is float16") for name in "kv"),
+        ("cos", to(F16, "q", "k", "v") | tables(N, 8, dtype=F64), "float32 or have q's dtype float16, but is float64"),
+        ("sin", {"sin": zeros(N, 8, dtype=F16)}, "must have cos's dtype float32, but is float16"),
+        ("rotary_dim", {"rotary_dim": 16.0}, "must be an int or None, but is float 16.0"),
+        ("softmax_scale", {"softmax_scale": "1"}, "must be a float or None, but is str '1'"),
+        *(("softcap", {"softcap": x}, f"must be a float, but is {what}") for x, what in (
+            (None, "NoneType"), (False, "bool False"), (torch.tensor(0.0), "torch.Tensor"))),
+        ("window", {"window": 128}, "must be a tuple .* or None, but is int 128"),
+        *(("window", {"window": (0, x)}, f"must hold two ints, but holds {what}") for x, what in (
+            (128.0, "float 128.0"), (True, "bool True"))),
+        ("sinks", {"sinks": zeros(HQ, dtype=F16)}, "must be float32, but is float16"),
+        ("sinks", {"sinks": zeros(HQ, dtype=I64)} | to(F16, "q", "k", "v"), "must be float32 or float16, but is int64"),
+        ("query_ends", {"query_ends": zeros(B, N, dtype=I64)}, "must be int32, but is int64"),
+        ("strategy", {"strategy": 0}, "must be a str, 'auto', 'inline' or 'prepass', but is int 0"),
     ],
-    "bshd": [("layout", {"layout": None}, "must be a str, 'bhsd' or 'bshd', but is NoneType")],
     "rope_attention_varlen": [
-        ("k", {"k": None}, "Tensor.*NoneType"),
         ("cu_seqlens_q", {"cu_seqlens_q": [0, 6]}, "Tensor.*list"),
-        *((name, {name: ENDS.long()}, "int32.*int64") for name in ("cu_seqlens_q", "cu_seqlens_k")),
-        ("max_seqlen_q", {"max_seqlen_q": 4.0}, "int.*float 4.0"),
-        ("max_seqlen_q", {"max_seqlen_q": True}, "int.*bool True"),
-        ("max_seqlen_k", {"max_seqlen_k": None}, "int.*NoneType"),
+        *(("max_seqlen_q", {"max_seqlen_q": x}, f"must be an int, but is {what}") for x, what in (
+            (4.0, "float 4.0"), (True, "bool True"))),
         ("token_tables", {"token_tables": 1}, "must be a bool, but is int 1"),
-        ("softmax_scale", {"softmax_scale": "1"}, "float.*str"),
-        *((r"rope_attention_varlen\(\)", {name: None}, f"does not take '{name}'")
-          for name in ("kv_lens", "query_ends")),
+        (r"rope_attention_varlen\(\)", {"kv_lens": None}, "does not take 'kv_lens'"),
     ],
     "rope_attention_mla": [
         ("q_nope", {"q_nope": None}, "must be a torch.Tensor, but is NoneType"),
         ("v", {"v": LATENT["v"].half()}, "must have q_rope's dtype float32, but is float16"),
-        ("q_rope", {"q_rope": LATENT["q_rope"].int()}, "must be float16, bfloat16 or float32, but is int32"),
-        ("kv_lens", {"kv_lens": torch.tensor([3, 4])}, "must be int32"),
         *((r"rope_attention_mla\(\)", {name: None}, f"does not take '{name}'")
           for name in ("sinks", "strategy", "return_max_logit")),
     ],
 }  # fmt: skip
-OTHER_DEVICE = {name: DENSE[name].to("meta") for name in ("k", "v", "cos", "sin")} | {"sinks": zeros(HQ, device="meta")}
-OTHER_DEVICE |= {name: zeros(B, dtype=I32, device="meta") for name in ("kv_starts", "kv_lens")}
 NAN, INF = float("nan"), float("inf")
 VALUE_ERRORS = {
     "rope_attention": [
-        *((name, {name: DENSE[name][0]}, "3 dimensions") for name in "qkv"),
-        *((name, {name: DENSE[name][..., None]}, "5 dimensions") for name in "qkv"),
+        ("q", {"q": zeros(HQ, N, D)}, r"must have shape \(B, HQ, NQ, D\), but has 3 dimensions: \(4, 6, 16\)"),
         *(("k", {x: zeros(n, HKV, N, D) for x in "kv"}, rf"B = 2 of q.*\({n}, 2, 6, 16\)") for n in (1, 3)),
         *(("k", {x: zeros(B, HKV, N, n) for x in "kv"}, rf"D = 16 of q.*, {n}\)") for n in (8, 24)),
-        ("v", {"v": zeros(1, HKV, N, D)}, "B = 2 of q"),
-        ("v", {"v": zeros(B, HKV, N, 8)}, r"D = 16 of q.*\(2, 2, 6, 8\)"),
         ("v", {"v": zeros(B, HKV, N + 1, D)}, r"NK = 6 of k.*\(2, 2, 7, 16\)"),
         ("v", {"v": zeros(B, HQ, N, D)}, r"HKV = 2 of k.*\(2, 4, 6, 16\)"),
-        ("k", heads(32, 6), "has 6 heads, but q's 32 heads must be a multiple of it"),
-        ("k", heads(4, 8), "has 8 heads, but q's 4 heads"),
-        ("k", heads(4, 0), "has 0 heads"),
-        ("q", heads(0, 2), "at least one head"),
-        ("q", heads(columns=17), "even head dim.*17"),
-        ("q", heads(columns=0) | tables(N, 0), "head dim.*0"),
+        *(("k", heads(q, kv), f"has {kv} heads, but q's {q} heads must be a multiple of it")
+          for q, kv in ((32, 6), (4, 8), (4, 0))),
+        *(("q", heads(q, 2, n), f"at least one head and an even head dim .* 2, but has {q} heads of {n} columns")
+          for q, n in ((0, 16), (4, 17), (4, 0))),
         ("q", {"q": zeros(B, HQ, N + 1, D), "causal": False},
          "at most k's 6 positions where causal is False, but has 7.*did you mean layout='bshd'"),
-        *((name, {name: x}, "q's device cpu.*meta") for name, x in OTHER_DEVICE.items()),
-        *(("cos", tables(*shape), re.escape(str(shape))) for shape in ((8,), (1, 1, N, 8), (3, N, 8))),
-        ("sin", {"sin": zeros(N, D)}, r"\(6, 8\).*\(6, 16\)"),
-        ("sin", {"sin": zeros(1, N, 8)}, r"\(1, 6, 8\)"),
-        *(("cos", tables(*lead, N - 1, 8), "6 positions.*5 rows") for lead in ((), (1,))),
-        *(("cos", tables(N, n), f"between 1 and D = 16 columns, but has {n}") for n in (0, 17, 32)),
-        ("cos", tables(N, 11), "11 columns.*even"),
-        *(("rotary_dim", {"rotary_dim": n}, f"even and between 2 and D = 16, but is {n}") for n in (0, -2, 7, 18)),
-        *(("cos", {"rotary_dim": 8} | tables(N, n), f"rotary_dim = 8.*4 columns.*{n}") for n in (3, 6)),
-        *((name, {name: leaf(N, 8)}, "must not require a gradient") for name in ("cos", "sin")),
-        *(("softmax_scale", {"softmax_scale": x}, "finite") for x in (NAN, INF, -INF)),
-        *(("softcap", {"softcap": x}, "finite and positive") for x in (NAN, INF, -0.5)),
-        *(("window", {"window": x}, f"two elements.*{len(x)}") for x in ((), (1, 2, 3))),
-        ("window", {"window": (-2, 0)}, "-1 for unbounded.*-2"),
+        *((name, {name: x.to("meta")}, "must be on q's device cpu, but is on meta") for name, x in (
+            ("k", DENSE["k"]), ("sin", DENSE["sin"]), ("sinks", zeros(HQ)))),
+        *(("cos", tables(*n), rf"\(S, R/2\) or \(S, R\), .* 1 or B = 2, but has {re.escape(str(n))}")
+          for n in ((8,), (1, 1, N, 8), (3, N, 8))),
+        *(("sin", {"sin": zeros(*n)}, r"must have cos's shape \(6, 8\)") for n in ((N, D), (1, N, D // 2))),
+        *(("cos", tables(*lead, N - 1, 8), "a row for each of k's 6 positions, but has 5") for lead in ((), (1,))),
+        *(("cos", tables(N, n), f"between 1 and D = 16 columns, but has {n}") for n in (0, 17)),
+        ("cos", tables(N, 11), "with 11 columns is full-width for D = 16, and .* even"),
+        *(("rotary_dim", {"rotary_dim": n}, f"even and between 2 and D = 16, but is {n}") for n in (0, 7, 18)),
+        *(("cos", {"rotary_dim": 8} | tables(N, n), f"= 8 or rotary_dim / 2 = 4 columns, but has {n}") for n in (3, 6)),
+        *((name, {name: leaf(N, 8)}, f"must not require a gradient: .* {name}.detach") for name in ("cos", "sin")),
+        *((name, {name: x}, words) for name, words in (("softmax_scale", "finite"), ("softcap", "finite and positive"))
+          for x in (NAN, INF, -INF)),
+        ("softcap", {"softcap": -0.5}, "must be finite and positive, .* but is -0.5"),
+        ("norm_eps", {"q_norm": zeros(D), "k_norm": zeros(D), "norm_eps": -1.0}, "must be at least 0 and finite"),
+        *(("window", {"window": x}, rf"two elements \(left, right\), but has {len(x)}") for x in ((), (1, 2, 3))),
+        ("window", {"window": (0, -2)}, r"-1 for unbounded, but is \(0, -2\)"),
         *(("sinks", {"sinks": zeros(*n)}, rf"\(HQ,\) with HQ = 4, but has {re.escape(str(n))}")
-          for n in ((), (HKV,), (HQ + 1,), (1, HQ))),
-        *((name, {name: zeros(*shape, dtype=I32)}, r"\(B,\) with B = 2") for name in ("kv_starts", "kv_lens")
-          for shape in ((), (1,), (3,), (2, 1))),
-        *((name, {name: zeros(*n, dtype=I32)}, rf"\(1, NK\) with B = 2, NK = 6, but has {re.escape(str(n))}")
+          for n in ((), (HQ + 1,), (1, HQ))),
+        *((name, {name: zeros(1, dtype=I32)}, r"\(B,\) with B = 2, but has") for name in ("kv_starts", "kv_lens")),
+        *((name, {name: zeros(*n, dtype=I32)}, rf"or \(1, NK\) with B = 2, NK = 6, but has {re.escape(str(n))}")
           for name in ("query_starts", "query_ends") for n in ((6,), (2, 5), (1, 7), (3, 6))),
-        ("query_ends", {"query_ends": zeros(B, N, dtype=I32, device="meta")}, "q's device cpu.*meta"),
-        ("backend", {"backend": "cuda"}, "'auto', 'reference', 'triton' or 'hopper'.*'cuda'"),
-        ("strategy", {"strategy": "fused"}, "'auto', 'inline' or 'prepass'.*'fused'"),
-        ("strategy", {"backend": "reference", "strategy": "inline"}, "reference"),
+        ("backend", {"backend": "cuda"}, "must be 'auto', 'reference', 'triton' or 'hopper', but is 'cuda'"),
+        ("strategy", {"backend": "reference", "strategy": "inline"}, "selects among kernels, but backend='reference'"),
         ("layout", {"layout": "sbhd"}, "must be 'bhsd' or 'bshd', but is 'sbhd'"),
-        ("k_norm", {"q_norm": zeros(D)}, "must be given where q_norm is"),
+        ("k_norm", {"q_norm": zeros(D)}, "must be given where q_norm is, or neither, but is None"),
         ("q_norm", {"q_norm": zeros(8), "k_norm": zeros(D)}, r"must have shape \(D,\)"),
-        ("norm_eps", {"q_norm": zeros(D), "k_norm": zeros(D), "norm_eps": -1.0}, "at least 0"),
     ],
     "bshd": [  # in the caller's axes
         ("q", {"q": zeros(2, 9, 64)}, r"must have shape \(B, NQ, HQ, D\), but has 3 dimensions: \(2, 9, 64\)"),
-        ("k", {"k": zeros(2, 12, 2, 16, 1)}, r"\(B, NK, HKV, D\), but has 5 dimensions: \(2, 12, 2, 16, 1\)"),
         ("v", {"v": zeros(2, 11, 2, D)}, r"\(B, NK, HKV, D\) with NK = 12 of k, but has \(2, 11, 2, 16\)"),
         ("k", {name: zeros(2, 12, 3, D) for name in "kv"}, "has 3 heads, but q's 4 heads must be a multiple"),
-        ("q", {"q": zeros(2, 9, 4, 15), "k": zeros(2, 12, 2, 15), "v": zeros(2, 12, 2, 15)}, "4 heads of 15 columns"),
         ("cos", tables(11, 8), "a row for each of k's 12 positions, but has 11"),
     ],
     "rope_attention_varlen": [
         ("q", {"q": zeros(1, N, HQ, D)}, "T_q, HQ, D.*4 dimensions"),
         ("v", {"v": zeros(N, D)}, "T_k, HKV, D.*2 dimensions"),
-        *((name, {name: ENDS.to("meta")}, "device cpu.*meta") for name in ("cu_seqlens_q", "cu_seqlens_k")),
         *(("cu_seqlens_q", {"cu_seqlens_q": x}, rf"\(sequences\+1,\).*{re.escape(str(tuple(x.shape)))}")
-          for x in (ENDS[None], ENDS[:0], ENDS[0])),
-        ("cu_seqlens_q", {"cu_seqlens_q": ENDS.repeat_interleave(2)[::2]}, "contiguous.*2"),
-        ("cu_seqlens_k", {"cu_seqlens_q": ENDS[:2]}, r"\(2,\).*\(3,\)"),
-        *((name, {name: -1}, "0 or more.*-1") for name in ("max_seqlen_q", "max_seqlen_k")),
-        ("max_seqlen_k", {"max_seqlen_k": 3}, "at least the longest sequence of k, 4, but is 3"),
-        ("cos", tables(3, 8), "4 positions.*3 rows"),
-        ("q_norm", {"q_norm": zeros(8), "k_norm": zeros(D)}, r"must have shape \(D,\)"),
+          for x in (ENDS[None], ENDS[:0])),
+        ("cu_seqlens_q", {"cu_seqlens_q": ENDS.repeat_interleave(2)[::2]}, "must be contiguous, but has stride 2"),
+        ("cu_seqlens_k", {"cu_seqlens_q": ENDS[:2]}, r"must have cu_seqlens_q's shape \(2,\), but has \(3,\)"),
+        *((name, {name: -1}, "must be 0 or more, but is -1") for name in ("max_seqlen_q", "max_seqlen_k")),
+        *((name, {name: torch.tensor(ends, dtype=I32)}, words) for name in ("cu_seqlens_q", "cu_seqlens_k")
+          for ends, words in (([3, 3, 6], "must begin with 0, but begins with 3"),
+                              ([0, 5, 2], "must never fall, but 2 follows 5"),
+                              ([0, -4, 6], "must never fall, but -4 follows 0"),
+                              ([0, 2, 7], "must end at or before .*'s 6 tokens, but ends at 7"))),
+        ("max_seqlen_k", {"max_seqlen_k": 3, "max_seqlen_q": 1}, "at least the longest sequence of k, 4, but is 3"),
+        ("cos", tables(3, 8), "k's 4 positions, but has 3 rows"),
         *(("cos", {"token_tables": True} | tables(n, 8), f"each of 6 tokens .*, but has {n}") for n in (5, 7)),
         ("k", {"token_tables": True, "q": zeros(N - 1, HQ, D), "cu_seqlens_q": 0 * ENDS}, "q's 5 tokens .*, but has 6"),
         ("cu_seqlens_k", {"token_tables": True, "cu_seqlens_k": 0 * ENDS}, "must equal cu_seqlens_q"),
@@ -188,21 +166,16 @@ VALUE_ERRORS = {
         ("k_rope", {"k_rope": zeros(2, 3, 12, 16)}, r"\(B, 1, NK, R\), but has \(2, 3, 12, 16\)"),
         ("k_nope", {"k_nope": zeros(2, 2, 12, 32)}, "must have shape .* with H = 3 of q_rope, but has"),
         ("k_nope", {"k_nope": zeros(2, 3, 12, 31)}, "must have shape .* with DN = 32 of q_nope"),
-        ("v", {"v": zeros(2, 3, 11, 32)}, "must have shape .* with NK = 12 of k_rope"),
-        ("v", {"v": zeros(2, 3, 12, 0)}, "at least one column, but has 0"),
-        ("k_rope", {"q_rope": zeros(2, 3, 9, 15)}, "must have shape .* with R = 15 of q_rope"),
-        ("sin", {"cos": zeros(12, 5)}, "must have cos's shape"),
-        ("cos", tables(9, 8), "a row for each of k_rope's 12 positions"),
+        *((name, {x: zeros(2, 3, 9 if x == "q_nope" else 12, 0) for x in names}, "at least one column, but has 0")
+          for name, names in (("v", ["v"]), ("q_nope", ["q_nope", "k_nope"]))),
         ("q_rope", {"q_rope": zeros(2, 3, 13, 16), "q_nope": zeros(2, 3, 13, 32), "causal": False},
          "must have at most k_rope's 12 positions"),
-        ("window", {"window": (1,)}, "must have two elements"),
+        ("cos", tables(9, 8), "a row for each of k_rope's 12 positions"),
     ],
     "rope_attention_mla_varlen": [
         ("k_rope", {"k_rope": zeros(1, 12, 1, 16)}, r"must have shape \(T_k, 1, R\), but has 4"),
-        ("cu_seqlens_q", {"cu_seqlens_q": ENDS + 1}, "must begin with 0"),
         ("cu_seqlens_k", {"cu_seqlens_k": 3 * ENDS}, "end at or before k_rope's 12 tokens"),
         ("max_seqlen_k", {"max_seqlen_k": 7}, "at least the longest sequence of k_rope, 8"),
-        ("cos", {"max_seqlen_k": 13}, "must have a row for each of k_rope's 13 positions"),
     ],
 }  # fmt: skip
 REFUSALS = [
@@ -285,26 +258,71 @@ def test_no_operator_runs():
 
 
 def test_cu_seqlens_from_position_ids():
-    ids = torch.tensor([[0, 1, 2, 0, 1, 0], [0, 1, 0, 0, 1, 2]])
-    for given, options, expected, longest in (
-        (ids, {}, [0, 3, 5, 6, 8, 9, 12], 3),
-        (ids[0], {}, [0, 3, 5, 6], 3),
-        (ids, {"max_sequences": 8}, [0, 3, 5, 6, 8, 9, 12, 12, 12], 6),
-        (ids, {"max_sequences": 2}, [0, 3, 5], 6),  # the rest belongs to none
-        (torch.tensor([5, 6, 7, 3, 4]), {}, [0, 3, 5], 3),
-        (torch.zeros(1, dtype=I32), {"max_sequences": 1}, [0, 1], 1),
-        (torch.zeros(2, 0, dtype=I64), {}, [0], 0),
+    ids, without_data = torch.tensor([[0, 1, 2, 0, 1, 0], [0, 1, 0, 0, 1, 2]]), zeros(2, 6, dtype=I64, device="meta")
+    for given, most, expected, longest in (
+        (ids, None, [0, 3, 5, 6, 8, 9, 12], 3),
+        (ids[0], None, [0, 3, 5, 6], 3),
+        (ids, 8, [0, 3, 5, 6, 8, 9, 12, 12, 12], 6),
+        (ids, 2, [0, 3, 5], 6),  # the rest belongs to none
+        (torch.tensor([5, 6, 7, 3, 4]), None, [0, 3, 5], 3),
+        (zeros(1, dtype=I32), 1, [0, 1], 1),
+        (zeros(2, 0, dtype=I64), None, [0], 0),
     ):
-        cu, found = cu_seqlens_from_position_ids(given, **options)
+        cu, found = cu_seqlens_from_position_ids(given, most)
         assert cu.tolist() == expected and found == longest and cu.dtype == I32
-    for wrong, error in ((ids.float(), TypeError), (ids[None], ValueError), (ids[0, 0], ValueError), ([0], TypeError)):
-        with pytest.raises(error, match="^position_ids "):
-            cu_seqlens_from_position_ids(wrong)
-    for wrong, error in ((0, ValueError), (True, TypeError), (2.0, TypeError)):
-        with pytest.raises(error, match="^max_sequences "):
-            cu_seqlens_from_position_ids(ids, max_sequences=wrong)
-    without_data = torch.zeros(2, 6, dtype=I64, device="meta")
-    with pytest.raises(NotImplementedError, match="max_sequences must be given for position_ids on the device meta"):
-        cu_seqlens_from_position_ids(without_data)
     cu, longest = cu_seqlens_from_position_ids(without_data, 4)
     assert cu.shape == (5,) and longest == 6
+    for given, error, message in (
+        *(((x,), TypeError, "position_ids must be") for x in (ids.float(), [0])),
+        *(((x,), ValueError, r"position_ids must have shape \(N,\) or \(B, N\)") for x in (ids[None], ids[0, 0])),
+        *(((ids, x), TypeError, "max_sequences must be an int or None") for x in (True, 2.0)),
+        ((ids, 0), ValueError, "max_sequences must be 1 or more, but is 0"),
+        ((without_data,), NotImplementedError, "max_sequences must be given for position_ids on the device meta"),
+    ):
+        with pytest.raises(error, match=f"^{message}"):
+            cu_seqlens_from_position_ids(*given)
+
+
+# What (B, N, H, D) of 5 tokens, 8 heads and 2 key heads looks like.
+MORE_QUERIES = Case(2, 5, 5, 8, 2, 16, dtype=torch.float32)
+
+
+@pytest.fixture
+def heard():
+    """The warnings of a test, in a process that has given none."""
+    forget_warnings()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield caught
+    forget_warnings()
+
+
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+def test_more_queries_than_keys_are_said_once(heard, layout):
+    """With the caller's shapes and line, since tensors in a mistaken layout look like it."""
+    q, k, v, cos, sin, _ = make_inputs(MORE_QUERIES)
+    q, k, v = (x if layout == "bhsd" else x.transpose(1, 2) for x in (q, k, v))
+    for _ in range(3):
+        package.plan(q, k, v, cos, sin, True, layout=layout)
+    (warning,) = heard
+    assert warning.category is UserWarning and warning.filename == __file__
+    assert str(warning.message) == (
+        f"q {tuple(q.shape)} has 8 positions and k {tuple(k.shape)} has 2 in layout '{layout}': queries are aligned "
+        "with the end of the keys, so that the first 6 rows see no key and give zeros; did you mean layout="
+        f"'{'bshd' if layout == 'bhsd' else 'bhsd'}'?"
+    )
+
+
+@pytest.mark.unpoisoned
+def test_nothing_is_said_of_more_queries_that_are_meant(heard):
+    """With lengths on the device, of packed sequences, in a compiled function, and of as many keys as queries."""
+    torch._dynamo.reset()
+    q, k, v, cos, sin, _ = inputs = make_inputs(MORE_QUERIES)
+    package.rope_attention(q, k, v, cos, sin, True, kv_lens=torch.tensor([2, 1], dtype=torch.int32))
+    packed = (x[0].transpose(0, 1) for x in (q, k, v))
+    ends = (torch.tensor([0, n], dtype=torch.int32) for n in (8, 2))
+    package.rope_attention_varlen(*packed, cos, sin, *ends, 8, 2, True)
+    package.rope_attention(q[:, :, :2], k, v, cos, sin, True)
+    torch.compile(package.rope_attention, fullgraph=True, backend="eager")(q, k, v, cos, sin, True)
+    run_op(inputs, MORE_QUERIES, backend="reference")  # how verification and the benchmark's gate call
+    assert [x for x in heard if "positions and k" in str(x.message)] == []

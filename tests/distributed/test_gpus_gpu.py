@@ -59,8 +59,8 @@ def checks_of(members):
         yield programs.has_bits_of_one_gpu, case, members, sharding, False
         yield programs.has_bits_of_one_gpu, replace(case, len_q=1840, len_k=1840), members, sharding, True
     yield (numbers,)
-    yield programs.repeats, LONG, members, 20
-    yield programs.delays, SHORT, members, 1000, 30.0
+    yield programs.repeats, LONG, members, 20, 60.0, False
+    yield programs.repeats, SHORT, members, 1000, 30.0, True
     yield programs.late_inputs, LONG, members
     yield (memory,)
     yield programs.graph, LONG, members

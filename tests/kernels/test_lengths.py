@@ -1,5 +1,6 @@
 """Lengths that only the device knows: keys that exist, rows of packed sequences, and which tile belongs to which."""
 
+import itertools
 import random
 
 import pytest
@@ -108,10 +109,8 @@ def tiles_of(ends, total, first=0, last=None, partner=None):
 def drawn(seed):
     """cu_seqlens of up to nine sequences of 0 to 30 rows, and the rows of their tensor."""
     draw = random.Random(seed)
-    ends = [0]
-    for _ in range(draw.randint(0, 9)):
-        ends.append(ends[-1] + draw.choice([0, 1, 7, 8, 9, draw.randint(0, 30)]))
-    return ends, ends[-1] + draw.choice([0, 0, 11])
+    lengths = [draw.choice([0, 1, 7, 8, 9, draw.randint(0, 30)]) for _ in range(draw.randint(0, 9))]
+    return [0, *itertools.accumulate(lengths)], sum(lengths) + draw.choice([0, 0, 11])
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -121,18 +120,15 @@ def test_tiles_of_packed_sequences_hold_every_row_once(seed):
     held = []
     for tile, (sequence, first_row, rows, index) in enumerate(tiles_of(ends, total)):
         begin, end = ends[sequence], ([*ends, total])[sequence + 1]
-        assert (first_row, rows) == (begin, end - begin)
         # A sequence's tiles begin at a number that its own entry gives.
-        assert index == tile - (begin // BLOCK + sequence) >= 0
+        assert (first_row, rows) == (begin, end - begin) and index == tile - (begin // BLOCK + sequence) >= 0
         held += range(min(begin + index * BLOCK, end), min(begin + (index + 1) * BLOCK, end))
     assert held == list(range(total))
 
 
 def test_more_sequences_than_are_looked_at_at_once():
     """1024 at a time: the tiles at the ends of each thousand, with many empty sequences."""
-    ends = [0]
-    for s in range(2100):
-        ends.append(ends[-1] + (s % 5) * (s % 3))
+    ends = [0, *itertools.accumulate((s % 5) * (s % 3) for s in range(2100))]
     for sequence in (0, 1, 1021, 1022, 1023, 1024, 1025, 1026, 2046, 2047, 2048, 2049, 2099, 2100):
         tile = ends[sequence] // BLOCK + sequence
         ((found, first_row, _, index),) = tiles_of(ends, ends[-1], tile, tile + 1)
@@ -167,9 +163,8 @@ def test_one_wrong_end_of_thousands(place):
 @pytest.mark.parametrize("seed", range(3))
 def test_the_table_of_tiles(seed, programs):
     """Write attention's entry for each tile of queries; the rows of the output are wider."""
-    (ends, total), (draw, ends_k) = drawn(seed), (random.Random(seed), [0])
-    for _ in ends[1:]:
-        ends_k.append(ends_k[-1] + draw.randint(0, 12))
+    (ends, total), draw = drawn(seed), random.Random(seed)
+    ends_k = [0, *itertools.accumulate(draw.randint(0, 12) for _ in ends[1:])]
     table = torch.full((counted(total, len(ends) - 1) + 1, 7), -1, dtype=torch.int32)
     describe_tiles[(programs,)](table, int32(ends), int32(ends_k), len(ends) - 1, total, ends_k[-1] + 5, BLOCK, 7)
     expected = []

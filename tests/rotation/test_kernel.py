@@ -64,11 +64,11 @@ def test_empty(norms, shape, dtype):
 
 
 @either_dtype
+@pytest.mark.parametrize("value", [0.0, math.nan, math.inf])
 @pytest.mark.parametrize("eps", [0.0, 1e-6])
-def test_rows_of_zeros_and_rows_that_are_not_finite(eps, dtype):
+def test_rows_of_zeros_and_rows_that_are_not_finite(eps, value, dtype):
     """Zeros stay zeros with finite gradients; a row that is not finite stays in its row, but for the weight's sum."""
-    x = normal(1, 2, 9, 16).to(dtype)
-    weight = normal(16, seed=1).to(dtype).requires_grad_()
+    x, weight = normal(1, 2, 9, 16).to(dtype), normal(16, seed=1).to(dtype).requires_grad_()
     cos, sin = rope_tables(9, 16)
 
     def run(x):
@@ -76,20 +76,16 @@ def test_rows_of_zeros_and_rows_that_are_not_finite(eps, dtype):
         out, _ = apply_rope_qk(x, x.detach(), cos, sin, q_norm=weight, k_norm=weight, norm_eps=eps)
         return out.detach(), *torch.autograd.grad(out.sum(), (x, weight))
 
-    out, dx, _ = run(x)
-    silent = x.clone()
-    silent[0, 1, 3] = 0.0
-    out_silent, dx_silent, dweight = run(silent)
-    assert not out_silent[0, 1, 3].any() and dx_silent.isfinite().all() and dweight.isfinite().all()
-    assert torch.equal(out_silent[0, 0], out[0, 0]) and torch.equal(dx_silent[0, 0], dx[0, 0])
-    others = torch.arange(9) != 3
-    for value in (math.nan, math.inf):
-        bad = x.clone()
-        bad[0, 1, 3, 5] = value
-        found, dx_bad, _ = run(bad)
-        assert found[0, 1, 3].isnan().any() and dx_bad[0, 1, 3].isnan().any()
-        assert torch.equal(found[0, 0], out[0, 0]) and torch.equal(found[0, 1, others], out[0, 1, others])
-        assert torch.equal(dx_bad[0, 1, others], dx[0, 1, others])
+    expected, changed = run(x), x.clone()
+    changed[0, 1, 3, slice(None) if value == 0.0 else 5] = value
+    out, dx, dweight = run(changed)
+    others = torch.ones(1, 2, 9, dtype=torch.bool)
+    others[0, 1, 3] = False
+    assert torch.equal(out[others], expected[0][others]) and torch.equal(dx[others], expected[1][others])
+    if value == 0.0:
+        assert not out[0, 1, 3].any() and dx.isfinite().all() and dweight.isfinite().all()
+    else:
+        assert out[0, 1, 3].isnan().any() and dx[0, 1, 3].isnan().any()
 
 
 @interpreted
@@ -130,31 +126,27 @@ def test_offsets_pass_two_to_the_31(axis):
 
 GUARD = """
 import torch
-from fused_rope_attn import apply_rope, apply_rope_qk
+from fused_rope_attn import apply_rope_qk
 from tests.support.guard_pages import abut
 
-ends = torch.tensor([0, 4, 11, 19], dtype=torch.int32)
+norms = {"q_norm": torch.randn(24), "k_norm": torch.randn(24)}
 for shape, layout, width, options in (
     ((1, 3, 37, 24), "bhsd", 5, {"rotary_dim": 10}),
     ((1, 37, 3, 24), "bshd", 24, {"interleaved": True}),
     ((2, 5, 9, 12), "bhsd", 6, {"interleaved": True, "position_ids": torch.randint(0, 40, (2, 9))}),
     ((2, 5, 9, 12), "bhsd", 3, {"rotary_dim": 12, "position_ids": torch.randint(0, 40, (2, 2, 9))}),
-    ((19, 3, 10), "thd", 5, {"cu_seqlens": ends}),
-    ((1, 3, 9, 24), "bhsd", 12, {"q_norm": torch.randn(24)}),
-    ((1, 3, 9, 24), "bhsd", 5, {"q_norm": torch.randn(24), "interleaved": True}),
+    ((19, 3, 10), "thd", 5, {"cu_seqlens": torch.tensor([0, 4, 11, 19], dtype=torch.int32)}),
+    ((1, 3, 9, 24), "bhsd", 12, norms),
+    ((1, 3, 9, 24), "bhsd", 5, {"interleaved": True, **norms}),
 ):
-    given = {"x": torch.randn(shape), "cos": torch.randn(40, width), "sin": torch.randn(40, width)} | options
+    tables = {name: torch.randn(40, width) for name in ("cos", "sin")}
+    given = {"q": torch.randn(shape), "k": torch.randn(shape), **tables, **options}
     found = []
-    for place in (lambda t: t, lambda t: abut(t, True), lambda t: abut(t, False)):
+    for place in (lambda t: t.clone(), lambda t: abut(t, True), lambda t: abut(t, False)):
         tensors = {name: place(t) if isinstance(t, torch.Tensor) else t for name, t in given.items()}
-        tensors["out"] = place(torch.zeros(shape))
-        if "q_norm" not in options:
-            found.append((apply_rope(**tensors, layout=layout),))
-            continue
-        x, do, _ = (tensors.pop("x").requires_grad_(), place(torch.ones(shape)), tensors.pop("out"))
-        weight = tensors.pop("q_norm").requires_grad_()
-        out, _ = apply_rope_qk(x, x.detach(), q_norm=weight, k_norm=weight, **tensors)
-        found.append((out, *torch.autograd.grad(out, (x, weight), do)))
+        leaves = [tensors[name].requires_grad_() for name in ("q", "k", *norms) if name in tensors]
+        outs = apply_rope_qk(**tensors, layout=layout)
+        found.append((*outs, *torch.autograd.grad(outs, leaves, [place(torch.ones(shape)) for _ in outs])))
     assert all(torch.equal(x, y) for more in found[1:] for x, y in zip(found[0], more)), (shape, layout)
 """
 

@@ -14,7 +14,6 @@ from torch.utils.checkpoint import checkpoint
 
 from fused_rope_attn import rope_attention
 from fused_rope_attn.distributed import (
-    cp_positions,
     cp_shard,
     cp_unshard,
     methods,
@@ -179,17 +178,6 @@ def planned(ranks: Members, heads_kv: int, length: int, options: dict[str, Any])
     return plan.method, plan.reason
 
 
-def balanced(ranks: Members, cu_seqlens: list[int]) -> tuple[str, float]:
-    """(the sharding that a balanced plan finds, this rank's work over half of all, by its own positions)."""
-    group = group_of(ranks)
-    plan = plan_varlen_cp(cu_seqlens, group=group, sharding="balanced")
-    limits, every = torch.tensor(cu_seqlens), torch.arange(cu_seqlens[-1])
-    seen = every - limits[torch.searchsorted(limits, every, right=True) - 1] + 1
-    own = seen[cp_positions(plan.total, group=group, sharding=plan.sharding)]
-    assert torch.equal(own, cp_shard(seen, 0, group=group, sharding=plan.sharding))
-    return plan.sharding, float(own.sum() / seen.sum() * len(ranks))
-
-
 def refused(ranks: Members, wrong: dict[str, Any]) -> None:
     """Make a call in which rank 1, or with "all" every rank, passes something wrong."""
     group, wrong = group_of(ranks), dict(wrong)
@@ -232,33 +220,28 @@ def has_bits_of_one_gpu(case: Case, ranks: Members, sharding: str, batch_invaria
     return [torch.equal(x, shard.cut(y)) for x, y in zip(found, whole)]
 
 
-def repeats(case: Case, ranks: Members, count: int) -> bool:
-    """Return whether ``count`` deterministic runs of both passes have the same bits."""
-    shard = Shard(case, ranks, "cuda")
-    first = shard.both(deterministic=True)
-    found = [same(first, shard.both(deterministic=True)) for _ in range(count)]  # every rank makes all calls
-    return all(found)
-
-
-def delays(case: Case, ranks: Members, count: int, seconds: float) -> tuple[bool, int]:
-    """Return whether calls with one rank late at random, on the host and on the GPU, all gave o and dv of the first;
-    and the number of calls, ``count`` at most; no more begin after so many seconds."""
+def repeats(case: Case, ranks: Members, most: int, seconds: float, late: bool) -> tuple[bool, int]:
+    """Return whether runs of both passes have the same bits, and the number of runs: ``most``, or fewer if so many
+    seconds end before. late: one rank is late at random, on the host and on the GPU, and dq and dk, which are not
+    asked to be deterministic, may differ."""
     shard, generator, start = Shard(case, ranks, "cuda"), random.Random(3), time.monotonic()
     first, wrong = None, torch.zeros((), device="cuda")
-    for done in range(count):
+    for done in range(most):
         if done % 50 == 0:
             over = torch.tensor(float(time.monotonic() - start > seconds), device="cuda")
             dist.all_reduce(over, dist.ReduceOp.MAX, group=shard.group)
             if over.item():
                 return bool(wrong == 0), done
-        late, microseconds = generator.randrange(len(ranks)), generator.choice((0, 0, 0, 50, 500, 2000))
-        if late == shard.group.rank():
+        chosen, microseconds = generator.randrange(len(ranks)), generator.choice((0, 0, 0, 50, 500, 2000))
+        if late and chosen == shard.group.rank():
             time.sleep(microseconds * 1e-6)
             torch.cuda._sleep(1000 * microseconds)
-        o, _, _, dv = shard.both()
-        first = first or (o, dv)
-        wrong += (o != first[0]).any() | (dv != first[1]).any()
-    return bool(wrong == 0), count
+        found = shard.both(deterministic=not late)
+        found = found[::3] if late else found
+        first = first or found
+        for x, y in zip(first, found):
+            wrong += (x != y).any()
+    return bool(wrong == 0), most
 
 
 def graph(case: Case, ranks: Members) -> bool:

@@ -7,6 +7,7 @@ the reason, and the results are the same bits.
 import functools
 import itertools
 from collections import Counter
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -39,6 +40,10 @@ def row(model, what, reason="", skip=False, **given):
     return pytest.param(model, reason, given, marks=mark, id=f"{model}, {what}")
 
 
+def said(reason):
+    return pytest.warns(UserWarning, match=reason) if reason else nullcontext()
+
+
 def own_reasons(model):
     return {reason for part in patch_report(model) for reason in part.own}
 
@@ -51,14 +56,6 @@ def present_of(mask):
     return mask.bool() if mask.ndim == 2 else sees.any(3)[:, 0].expand(2, -1)
 
 
-def assert_own(model, ids, reason, **inputs):
-    torch.manual_seed(5)  # of dropout
-    expected = run(unpatch_model(model), ids, **inputs)[0]
-    torch.manual_seed(5)
-    with pytest.warns(UserWarning, match=reason):
-        assert torch.equal(run(patch_model(model), ids, **inputs)[0], expected)
-
-
 def compare(name, reason, calls, *, options=None, change=None, implementation="eager", size=(2, LENGTH), grad=False,
             operator="rope_attention", **inputs):  # fmt: skip
     model, ids = make_model(name, **options or {}), make_ids(*size)
@@ -66,16 +63,25 @@ def compare(name, reason, calls, *, options=None, change=None, implementation="e
     if change is not None:
         change(model)
     if reason:
-        assert_own(model, ids, reason, **inputs)
+        torch.manual_seed(5)  # of dropout
+        expected = run(model, ids, **inputs)[0]
+        patch_model(model)
+        torch.manual_seed(5)
+        with said(reason):
+            assert torch.equal(run(model, ids, **inputs)[0], expected)
         assert not calls
     else:
-        assert_same(model, ids, present_of(inputs.get("attention_mask")), grad, **inputs)
-        assert not own_reasons(model) and set(calls) == set(operator.split())
-        assert sum(calls.values()) == len(attentions_of(model))
+        with said(reason):
+            assert_same(model, ids, present_of(inputs.get("attention_mask")), grad, **inputs)
+        assert set(calls) == set(operator.split()) and sum(calls.values()) == len(attentions_of(model))
 
 
 def changed(**values):
     return lambda model: model.config.update(values)
+
+
+def turned_round(model):
+    model.config.layer_types = model.config.layer_types[::-1]
 
 
 def of_modules(model, count=None, config=None):
@@ -250,7 +256,16 @@ OTHERS = [
     # Masks of these follow the config, and so do their modules.
     *(row(name, "another window", change=changed(sliding_window=3)) for name in ("mistral", "phi3")),
     row("mistral", "no window", change=changed(sliding_window=None)),
-]
+    # Masks follow the config as it is now, modules of these have a window of their own. Before transformers 5 layers
+    # remember their type, and all those of Qwen 3 MoE are alike.
+    *(
+        row(name, f"other {what}", "a layer that was made with the window .* is not served", use_cache=False,
+            change=changed(sliding_window=3) if what == "window" else turned_round)
+        for name in "qwen2 qwen3_moe gemma2 gemma3 cohere2 gpt_oss olmo3 exaone4 smollm3".split()
+        for what in ("window", "types")
+        if name in MODELS and (what == "window" or RELEASE >= (5,) and name != "qwen3_moe")
+    ),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -300,6 +315,14 @@ def test_what_is_not_served_is_said_once(calls):
     assert all(map(torch.equal, found, expected)) and len(found) == 2 and len(said) == 1 and not calls
     model(ids)
     assert calls == {"rope_attention": 2}
+
+
+@torch.no_grad()
+def test_arguments_without_names(calls):
+    decoder, ids = patch_model(make_model("llama")).model, make_ids(3, LENGTH)
+    expected = decoder(input_ids=ids, attention_mask=LEFT).last_hidden_state
+    assert torch.equal(decoder(ids, LEFT).last_hidden_state, expected)
+    assert calls == {"rope_attention": 4}
 
 
 @pytest.mark.parametrize("text", [{}, {"model_type": "gemma2", "sliding_window": 8, "query_pre_attn_scalar": 10}])
@@ -353,10 +376,7 @@ def test_parts_of_a_sequence(name, reason, given, calls):
 
     expected = logits()
     patch_model(model)
-    if reason:
-        with pytest.warns(UserWarning, match=reason):
-            got = logits()
-    else:
+    with said(reason):
         got = logits()
     assert_close(got[present_of(mask)], expected[present_of(mask)], 1e-5)
     prompt = {given.get("operator", "rope_attention"): 2} if given["prompt"] else {}
@@ -383,51 +403,21 @@ def test_dense_masks_and_caches(calls):
     patch_model(model)
     assert_close(next(got), expected[0], 1e-5)
     assert calls == {"rope_attention": 2, "rope_attention_with_kvcache": 2} and not own_reasons(model)
-    with pytest.warns(UserWarning, match="four dimensions with a cache that may hold tokens, is not served"):
+    with said("four dimensions with a cache that may hold tokens, is not served"):
         assert_close(next(got), expected[1], 1e-5)
-
-
-# Windows that are changed in the config of a loaded model: masks follow the config, flash-attention the modules.
-NAMES = "qwen2 qwen3_moe gemma2 gemma3 cohere2 gpt_oss olmo3 exaone4 smollm3".split()
-# Before transformers 5 each decoder layer remembers its type, and all layers of Qwen 3 MoE are alike.
-BY_TYPE = [] if RELEASE < (5,) else [name for name in NAMES if name != "qwen3_moe"]
-
-
-@pytest.mark.parametrize(
-    ("name", "attribute"), [(name, "sliding_window") for name in NAMES] + [(name, "layer_types") for name in BY_TYPE]
-)
-def test_windows_that_are_changed(name, attribute, calls):
-    """Before the model is patched and after; what is set back is served again."""
-    if name not in MODELS:
-        pytest.skip("another release of transformers")
-    model, ids = make_model(name), make_ids(2, LENGTH)
-    before = getattr(model.config, attribute)
-    change = changed(**{attribute: 3 if attribute == "sliding_window" else before[::-1]})
-    change(model)
-    reason = "a layer that was made with the window .* is not served"
-    assert_own(model, ids, reason, use_cache=False)
-    changed(**{attribute: before})(model)
-    assert_same(model, ids, use_cache=False)
-    assert calls == {"rope_attention": 2}
-    change(model)
-    with pytest.warns(UserWarning, match=reason):
-        got = model.generate(ids, max_new_tokens=3, do_sample=False)
-    assert torch.equal(got, unpatch_model(model).generate(ids, max_new_tokens=3, do_sample=False))
-    assert calls == {"rope_attention": 2}
 
 
 def test_flash_attention_goes_by_the_modules():
     model = patch_model(make_model("gemma3"))
-    modules, config = attentions_of(model), model.config
-    config.sliding_window = 3
-    for implementation, served in (("eager", False), ("sdpa", False), ("flash_attention_2", True)):
-        config._attn_implementation = implementation
-        assert (obstacle(Pass(modules, config, {}), True) == "") is served
-    config._attn_implementation = "sdpa"
-    config.sliding_window = modules[0].sliding_window
-    assert obstacle(Pass(modules, config, {}), True) == ""
-    config.sliding_window = None
-    assert "made with the window 8, for which" in obstacle(Pass(modules, config, {}), True)
+    for implementation, window, said in (
+        ("eager", 3, "made with the window 8, for which"),
+        ("sdpa", None, "made with the window 8, for which"),
+        ("sdpa", WINDOW, ""),
+        ("flash_attention_2", 3, ""),
+    ):
+        model.config._attn_implementation, model.config.sliding_window = implementation, window
+        found = obstacle(Pass(attentions_of(model), model.config, {}), True)
+        assert said in found and bool(found) is bool(said)
 
 
 # Attention functions that are not transformers' own.
@@ -468,14 +458,11 @@ def test_functions_that_are_registered(what, calls, monkeypatch):
     monkeypatch.setitem(transformers.AttentionMaskInterface._global_mapping, name, mask)
     model.config._attn_implementation = name
     calls.clear()
-    if not reason:
-        assert_close(run(model, ids)[0], plain, 1e-5)
-        assert calls == {"rope_attention": 2}
-        return
-    with pytest.warns(UserWarning, match=reason):
+    with said(reason):
         found = run(model, ids)[0]
-    assert torch.equal(found, run(unpatch_model(model), ids)[0]) and not torch.allclose(found, plain, atol=0.01)
-    assert not calls
+    assert calls == ({} if reason else {"rope_attention": 2})
+    assert_close(found, run(unpatch_model(model), ids)[0] if reason else plain, 0 if reason else 1e-5)
+    assert torch.allclose(found, plain, atol=0.01) is (reason == "")
 
 
 def test_a_function_below_flash_attention(monkeypatch, calls):
@@ -514,12 +501,14 @@ def test_block_masks():
 
 # Layers that are called without their model: (model, implementation, further arguments, reason).
 CAUSAL_MASK = torch.full((LENGTH, LENGTH), float("-inf")).triu(1)[None, None]
+UNKNOWN = "called with masks or caches and without its model"  # nobody knows what padding a cache holds
 LAYERS = {
-    "alone": ("llama", "sdpa", {}, ""),
-    "a mask": ("llama", "sdpa", {"attention_mask": CAUSAL_MASK}, "called with masks or caches and without its model"),
-    "eager": ("llama", "eager", {}, "hides no key from eager attention"),
-    "a window": ("mistral", "sdpa", {}, "a layer with a window or chunks called without a mask"),
-    "chunks": ("llama4", "sdpa", {}, "a layer with a window or chunks called without a mask"),
+    "alone": ("llama", "sdpa", dict, ""),
+    "a mask": ("llama", "sdpa", lambda: {"attention_mask": CAUSAL_MASK}, UNKNOWN),
+    "a cache": ("llama", "sdpa", lambda: {"past_key_values": transformers.DynamicCache()}, UNKNOWN),
+    "eager": ("llama", "eager", dict, "hides no key from eager attention"),
+    "a window": ("mistral", "sdpa", dict, "a layer with a window or chunks called without a mask"),
+    "chunks": ("llama4", "sdpa", dict, "a layer with a window or chunks called without a mask"),
 }
 
 
@@ -531,13 +520,10 @@ def test_a_layer_without_its_model(what, monkeypatch, calls):
     model, x = make_model(name), torch.randn(2, LENGTH, 64)
     model.config._attn_implementation = implementation
     layer, tables = model.model.layers[0].self_attn, model.model.rotary_emb(x, PLACES[None])
-    inputs = {"position_embeddings": tables, "attention_mask": None} | given
-    expected = layer(x, **inputs)[0]
+    inputs = {"position_embeddings": tables, "attention_mask": None}
+    expected = layer(x, **inputs | given())[0]
     patch_model(model)
-    if not reason:
-        assert_close(layer(x, **inputs)[0], expected, 1e-5)
-        assert calls == {"rope_attention": 1}
-        return
-    with pytest.warns(UserWarning, match=reason):
-        assert torch.equal(layer(x, **inputs)[0], expected)
-    assert not calls
+    with said(reason):
+        found = layer(x, **inputs | given())[0]
+    assert_close(found, expected, 0 if reason else 1e-5)
+    assert calls == ({} if reason else {"rope_attention": 1})
