@@ -27,8 +27,8 @@ def at(positions):
     return {"cache_position": positions[0]} if transformers.__version__ < "5" else {}
 
 
-# Sinks, caps, windows, chunks, pairs, norms and latent attention. Other classes differ in what they ask the kernels
-# for, which a CPU shows.
+# Sinks, caps, windows, chunks, pairs, norms and latent attention. Other classes use these in other combinations,
+# which tests on a CPU compare.
 @pytest.mark.parametrize("name", ["cohere", "deepseek_v3", "gemma2", "glm4", "gpt_oss", "llama4", "qwen3", "smollm3"])
 def test_models(name):
     """float32: logits and gradients with padding, and greedy tokens with both kinds of caches."""
