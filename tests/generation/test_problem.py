@@ -30,7 +30,7 @@ def leaf(*shape):
 
 
 def changed(given, changes):
-    """Return arguments with changes; a shape stands for zeros, and two names with a space for both arguments."""
+    """Return arguments with changes; a shape means zeros, and two names with a space mean both arguments."""
     for names, value in changes.items():
         for name in names.split():
             given[name] = zeros(*value) if isinstance(value, tuple) and name != "window" else value
