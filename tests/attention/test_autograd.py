@@ -161,7 +161,7 @@ def plain(backend):
 
 
 @both_backends
-def test_other_forms_of_forward_mode_are_refused(backend):
+def test_torch_func_refuses_forward_mode_and_second_derivatives(backend):
     """The tangent of a gradient too: only dO has one, for example when the loss depends on a dual tensor."""
     run, q = plain(backend)
     leaf = q.clone().requires_grad_()
@@ -180,6 +180,10 @@ def test_other_forms_of_forward_mode_are_refused(backend):
     ):
         with pytest.raises(NotImplementedError, match=FORWARD_MODE):
             refused()
+    gradient = torch.func.grad(lambda q, weights: (run(q) * weights).square().sum())
+    for through in range(2):  # q, and the operation after attention
+        with pytest.raises(NotImplementedError, match="^rope_attention: double backward"):
+            torch.func.grad(lambda *given: gradient(*given).sum(), argnums=through)(q, torch.ones_like(q))
 
 
 @both_backends
@@ -212,15 +216,6 @@ def test_torch_func(name, backend):
     found = torch.func.vmap(function, in_dims=axes)(*several, *others)
     for i in range(2):
         assert_close([x[i] for x in found], function(several[0][:, :, i], several[1][i], *others))
-
-
-@both_backends
-def test_second_derivatives_by_torch_func_are_refused(backend):
-    run, q = plain(backend)
-    gradient = torch.func.grad(lambda q, weights: (run(q) * weights).square().sum())
-    for through in range(2):  # q, and the operation after attention
-        with pytest.raises(NotImplementedError, match="^rope_attention: double backward"):
-            torch.func.grad(lambda *given: gradient(*given).sum(), argnums=through)(q, torch.ones_like(q))
 
 
 @both_backends

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fused_rope_attn import plan, rope_attention
+from fused_rope_attn import rope_attention
 from tests.support.attention import (
     assert_equal,
     assert_matches_float64,
@@ -15,14 +15,13 @@ from tests.support.attention import (
     sequences_of,
 )
 from tests.support.dtypes import F16, F32
-from tests.support.gpu import MANY_TILES, ODD_LENGTHS, assert_alike, assert_same_but_dq
+from tests.support.gpu import MANY_TILES, ODD_LENGTHS, assert_alike
 from tests.support.hopper import ON_SM_90, PREPASS, UNEVEN, assert_same, each_backend, each_place, only_sm_90
 from tests.support.marks import both_strategies, ignore_overflow, interpreted
 from tests.support.packed_tables import SEQUENCES, assert_nothing_reads_behind_the_tables
 from tests.support.same_rotation import one_visible_key
 from verification.testing import (
     Case,
-    Inputs,
     compare,
     make_inputs,
     masks_of,
@@ -63,22 +62,6 @@ def test_extreme_sinks(sink, strategy):
         results.append((o, lse, *torch.autograd.grad(o, tensors, do)))
     for x, y in zip(*results):
         torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-5)
-
-
-@interpreted
-@ignore_overflow
-@both_strategies
-def test_hot_future_keys_are_invisible(strategy):
-    """Keys that a row may not see carry scores that a finite mask value would lose against."""
-    case = Case(1, 1, 1, 40, 40, 16, dtype=F32)
-    inputs = make_inputs(case)
-    q, k = inputs.q.clone(), inputs.k.clone()
-    q[..., 0] = q[..., 0].abs() + 1
-    k[:, :, 20:] *= 1e5
-    out = run_op(inputs._replace(q=q, k=k), case, backend="triton", strategy=strategy)
-    first = Inputs(*(x[:, :, :20] for x in (q, k, inputs.v)), inputs.cos, inputs.sin, inputs.do[:, :, :20])
-    expected = run_op(first, replace(case, len_q=20, len_k=20), backend="triton", strategy=strategy)
-    assert torch.equal(out.o[:, :, :20], expected.o) and torch.equal(out.dq[:, :, :20], expected.dq)
 
 
 @each_place
@@ -181,10 +164,12 @@ def test_rows_behind_the_last_sequence_read_no_table_rows(name, head_dim, causal
 
 
 @each_place
-def test_a_row_that_is_not_finite_stays_in_its_row(place):
-    case = replace(place.case, norms=0.0)
+def test_normed_rows_that_are_zero_or_not_finite_stay_by_themselves(place):
+    case = replace(place.case, norms=0.0, norm_eps=0.0)
     inputs = make_inputs(case, place.device)
+    inputs.q[0, 0, 10] = 0.0
     clean = run_op(inputs, case, **place.options)
+    assert all(bool(x.isfinite().all()) for x in clean)
     q = inputs.q.clone()
     q[0, 1, 20, 7] = math.inf
     out = run_op(inputs._replace(q=q), case, **place.options)
@@ -221,30 +206,11 @@ def test_one_visible_key_has_weight_one(seqlens, fields, place):
     assert_matches_float64(replace(case, seed=seed), inputs, out)
 
 
-SOME_ROWS = Case(1, 2, 2, 70, 70, 32, causal=False, softmax_scale=1.0, window=(0, 0), dtype=F32)
-
-
-@interpreted
-@ignore_overflow
-@both_strategies
-@pytest.mark.parametrize(("factor", "logit"), [(3.0, 100.0), (16.0, 5000.0)])
-def test_large_scores(strategy, factor, logit):
-    """The rounding of lse to float32 makes a weight wrong by up to 2**-22 times lse, in every dtype."""
-    out, inputs = one_visible_key(SOME_ROWS, factor=factor, backend="triton", strategy=strategy)
-    scores = out.lse.abs().unsqueeze(-1).double()
-    assert float(scores.max()) > logit
-    for found, exact in ((out.o, inputs.v), (out.dv, inputs.do)):
-        error = (found.double() - exact.double()).abs()
-        assert bool((error <= (2.0**-22 * scores + 2.0**-22) * exact.double().abs()).all())
-    exact = run_reference(inputs, SOME_ROWS, torch.float64).lse
-    assert bool(((out.lse.double() - exact).abs() <= 2.0**-21 * exact.abs() + 1e-5 * factor**2).all())
-
-
 # Random verification refused such calls, because eager's own errors were 3e-6 there by luck, or took p for do.
 SINKS = Case(3, 8, 2, 65, 65, 64, dtype=F16, interleaved=True, full_width=True, sinks=True, seed=1640,
              kv_starts=(1, 29, 11), kv_lens=(8, 52, 59))  # fmt: skip
-SQUARE = replace(SOME_ROWS, heads_q=8, heads_kv=8, len_q=64, len_k=64, head_dim=64, dtype=F16, softmax_scale=None,
-                 causal=True, rotary_dim=48, softcap=15.0, sinks=True, norms=1.0, seed=41)  # fmt: skip
+SQUARE = Case(1, 8, 8, 64, 64, 64, dtype=F16, rotary_dim=48, window=(0, 0), softcap=15.0, sinks=True, norms=1.0,
+              seed=41)  # fmt: skip
 
 
 @interpreted
@@ -316,27 +282,6 @@ def test_true_float32_unless_tf32_is_allowed():
         torch.testing.assert_close(x, y, rtol=2e-2, atol=2e-2)
     assert not torch.equal(exact.o, rounded.o)
     assert_equal(run_op(inputs, case, **PREPASS), exact)
-
-
-@only_sm_90
-@pytest.mark.parametrize("head_dim", [128, 256])
-def test_auto_takes_the_sm_90_kernels(chosen, head_dim):
-    """The same bits as when they are asked for, which the portable kernels' are not."""
-    case = packed_case(ODD_LENGTHS, (1500, 40, 0, 2000, 1, 900, 127), heads_q=16, heads_kv=4, head_dim=head_dim)
-    inputs = make_inputs(case, "cuda")
-    auto, asked, portable = (run_op(inputs, case, backend=name) for name in ("auto", "hopper", "triton"))
-    assert_same_but_dq(auto, asked)
-    assert not torch.equal(auto.dk, portable.dk) and not torch.equal(auto.o, portable.o)
-
-
-@pytest.mark.gpu
-def test_auto_takes_kernels():
-    inputs = make_inputs(ODD_LENGTHS, "cuda")
-    chosen = plan(*inputs[:5], True)
-    assert chosen.backend != "reference" and chosen.reason and chosen.forward is not None
-    same = {"backend": chosen.backend, "strategy": chosen.strategy}
-    results = [run_op(inputs, ODD_LENGTHS, grads=False, **options).o for options in ({"backend": "auto"}, same)]
-    assert_equal(results[:1], results[1:])
 
 
 @pytest.mark.gpu

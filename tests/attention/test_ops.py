@@ -16,15 +16,16 @@ from fused_rope_attn.attention.arguments import padded_rows
 from fused_rope_attn.attention.configs import BUCKETS
 from fused_rope_attn.attention.hopper import backward as hopper_backward, forward as hopper_forward
 from fused_rope_attn.attention.portable import backward as portable_backward, forward as portable_forward
-from fused_rope_attn.attention.problem import Saving
+from fused_rope_attn.attention.problem import Saving, flatten, rebuild
 from fused_rope_attn.runtime import device
 from fused_rope_attn.runtime.launch import Launch, Recording
 from fused_rope_attn.runtime.layouts import has_descriptor
-from tests.support.attention import assert_equal, leaves, packed_case, sequences_of
+from tests.support.attention import TWO_BATCHES, assert_equal, leaves, packed, packed_case, sequences_of
 from tests.support.dtypes import F16, F32
 from tests.support.internals import (
     ARGUMENT_OF_MAX_LOGIT,
     OPERATORS,
+    described,
     go_through_the_dispatcher,
     operator_arguments,
     replace_launchers,
@@ -32,7 +33,7 @@ from tests.support.internals import (
     saved_by_portable_forward,
 )
 from tests.support.marks import both_strategies, cases, ignore_overflow, interpreted
-from tests.support.operators import MASKS, SMALL, Record, small_call
+from tests.support.operators import MASKS, SMALL, Record, differentiated, kernel_or_reference, small_call
 from tests.support.planning import HOPPER, PORTABLE, call
 from tools.compile_kernels import Job, find_jobs
 from verification.testing import Case, make_inputs, run_op
@@ -80,6 +81,55 @@ def test_fake_tensors_match_the_real_ones(case, strategy):
         fake = run_op(given, case, backend="triton", strategy=strategy)
     for x, y in zip(run_op(inputs, case, backend="triton", strategy=strategy), fake, strict=True):
         assert (x.shape, x.dtype, x.stride()) == (y.shape, y.dtype, y.stride())
+
+
+@kernel_or_reference("reference", "triton")
+@pytest.mark.parametrize("name", ["bshd", "latent"])
+def test_results_of_bshd_are_contiguous(backend, name):
+    run, tensors = small_call(name, layout="bshd", backend=backend)
+    tensors = {x: (y.transpose(1, 2) if name == "latent" else y).contiguous() for x, y in tensors.items()}
+    o, _, *gradients = differentiated(run, tensors)
+    assert o.is_contiguous()
+    assert all(x.is_contiguous() if backend == "triton" else x.stride(3) == 1 for x in gradients)
+
+
+@interpreted
+@pytest.mark.unpoisoned
+def test_nothing_of_bshd_is_copied():
+    """Only views and the two operators reach the dispatcher, in either direction."""
+    run, tensors = small_call("bshd", backend="triton", return_lse=False)
+    leaves = [x.contiguous().requires_grad_() for x in tensors.values()]
+    with Record() as record:
+        o = run(*leaves)
+        o.backward(torch.ones_like(o))
+    work = {name for name in record.operators if "transpose" not in name and "detach" not in name}
+    operators = {f"fused_rope_attn.attention_{name}.default" for name in ("forward", "backward")}
+    assert work == operators | {"aten.ones_like.default"}
+
+
+def test_heads_share_a_section_by_the_longest_sequence():
+    """Not by all tokens; as a power of two, so that batches of about the same lengths share their launches."""
+    case = packed((300, 300))
+    problem, _ = described(make_inputs(case), case)
+    launched = problem.for_launch()
+    assert launched.longest(10**6) == 512 and launched.longest(400) == 400
+    assert launched == problem._replace(max_seqlen=511).for_launch() != problem._replace(max_seqlen=513).for_launch()
+    case = replace(TWO_BATCHES, window=(5, 0))
+    assert described(make_inputs(case), case)[0].longest(10**6) == 10**6
+
+
+def test_records_survive_the_schema():
+    masked = replace(TWO_BATCHES, window=(5, 3), softcap=2.0, sinks=True, kv_starts=(0, 3), kv_lens=(9, 70))
+    for case in (TWO_BATCHES, masked, packed((30, 0, 7))):
+        problem, tensors = described(make_inputs(case), case, strategy="prepass", backend="triton")
+        again, same = rebuild(*flatten(problem, tensors))
+        assert again == problem and all(x is y for x, y in zip(same, tensors))
+
+
+def test_a_window_that_hides_nothing_is_none():
+    case = replace(TWO_BATCHES, window=(-1, -1))
+    problem, _ = described(make_inputs(case), case)
+    assert problem.window is None and not problem.has_masks
 
 
 @interpreted

@@ -89,7 +89,8 @@ def test_other_functions_have_no_plan():
 def test_explicit_choices_never_fall_back(changes, choice):
     case = Case(**{"batch": 1, "heads_q": 1, "heads_kv": 1, "len_q": 3, "len_k": 3, "head_dim": 16} | changes)
     given = *make_inputs(case)[:5], True
-    pattern = "^q .*float64" if case.dtype is F64 else f"^q .*multiple of 8 from 16 to 256.*{case.head_dim}"
+    pattern = "^q must be float16, bfloat16 or float32 for the Triton kernels, but is torch.float64"
+    pattern = pattern if case.dtype is F64 else f"^q .*multiple of 8 from 16 to 256.*{case.head_dim}"
     for function in (rope_attention, plan):
         with pytest.raises(NotImplementedError, match=pattern):
             function(*given, **choice)

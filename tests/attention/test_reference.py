@@ -1,14 +1,11 @@
 """The eager reference: against loops in float64, its gradients, and what NaN and infinity may reach."""
 
-import importlib
 import math
 import random
 
 import pytest
 import torch
-from torch.nn.functional import scaled_dot_product_attention
 
-from fused_rope_attn.attention import reference
 from tests.support.attention import packed_case, sequences_of
 from tests.support.dtypes import F16, F32, F64
 from tests.support.loop_attention import check_reference, normal, qkv, tables
@@ -63,22 +60,6 @@ def test_empty(batch, len_q, len_k, rows):
     assert o.shape == q.shape and not o.any() and lse.shape == q.shape[:3] and (lse == -math.inf).all()
     for x, gradient in zip((q, k, v), torch.autograd.grad(o.sum(), (q, k, v))):
         assert gradient.shape == x.shape and not gradient.any()
-
-
-def test_agrees_with_hugging_face():
-    llama = importlib.import_module("transformers.models.llama.modeling_llama")
-    glm = importlib.import_module("transformers.models.glm.modeling_glm")
-    q, k, v = qkv(2, 4, 2, 9, 9, 16)
-    cos, sin = (torch.cat((x, x), -1)[None] for x in tables(9, 16))
-    q_rot, k_rot = llama.apply_rotary_pos_emb(q, k, cos, sin)
-    expected = scaled_dot_product_attention(q_rot, k_rot, v, is_causal=True, enable_gqa=True)
-    o, _ = reference_attention(q, k, v, cos, sin, True, softmax_scale=0.25, rotary_dim=16)
-    torch.testing.assert_close(o, expected)
-    # GLM: interleaved pairs, the first half of the columns only, and tables of full width for that half.
-    half = tables(9, 8)
-    turned = glm.apply_rotary_pos_emb(q, k, *(torch.cat((x, x), -1)[None] for x in half))
-    for x, expected in zip((q, k), turned):
-        torch.testing.assert_close(reference.rotate(x, *half, interleaved=True), expected)
 
 
 @pytest.mark.parametrize(

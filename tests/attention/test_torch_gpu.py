@@ -1,17 +1,16 @@
-"""The kernels on a GPU under torch.compile, autocast, checkpointing and double backward, and next to FlexAttention."""
+"""The kernels on a GPU under torch.compile, autocast, checkpointing and double backward."""
 
 from dataclasses import replace
 
 import pytest
 import torch
 
-from fused_rope_attn import apply_rope_qk, plan, rope_attention, rope_attention_varlen
-from tests.support.attention import gradients
+from fused_rope_attn import plan, rope_attention
 from tests.support.dtypes import BF16, F32
 from tests.support.gpu import ODD_LENGTHS, assert_alike
 from tests.support.hopper import ON_SM_90, PREPASS, both_backends, each_of
 from tests.support.marks import cases
-from verification.testing import Case, make_inputs, norms_of, run_op
+from verification.testing import make_inputs, norms_of, run_op
 
 pytestmark = pytest.mark.gpu
 NORMED = replace(ODD_LENGTHS, norms=0.0)
@@ -87,20 +86,6 @@ def test_autocast(chosen):
 
 
 @both_backends
-@pytest.mark.parametrize("use_reentrant", [False, True])
-def test_activation_checkpointing(use_reentrant, chosen):
-    from torch.utils.checkpoint import checkpoint
-
-    inputs = make_inputs(ODD_LENGTHS, "cuda")
-
-    def run(q, k, v):
-        return rope_attention(q, k, v, inputs.cos, inputs.sin, True, **chosen)
-
-    saved = gradients(lambda q, k, v: checkpoint(run, q, k, v, use_reentrant=use_reentrant), inputs)
-    assert_alike(saved, gradients(run, inputs))
-
-
-@both_backends
 def test_double_backward_raises(chosen):
     inputs = make_inputs(ODD_LENGTHS, "cuda")
     q = inputs.q.detach().requires_grad_()
@@ -109,37 +94,3 @@ def test_double_backward_raises(chosen):
     with pytest.raises(NotImplementedError, match="double backward"):
         dq.sum().backward()
     assert_alike([dq.detach()], [run_op(inputs, ODD_LENGTHS, **chosen).dq])
-
-
-@pytest.mark.unpoisoned
-@pytest.mark.parametrize("kind", ["window + softcap", "documents"])
-def test_flex_attention_says_the_same(kind):
-    """Another author's masks and scores, on queries and keys that were rotated before, in float32, which the sm_90
-    kernels do not have."""
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-
-    q, k, v, cos, sin, do = make_inputs(Case(1, 8, 2, 1000, 1000, 64, dtype=F32), "cuda")
-    q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
-    cu = torch.tensor([0, 100, 101, 640, 1000], dtype=torch.int32, device="cuda")
-    document = torch.searchsorted(cu, torch.arange(1000, device="cuda"), right=True)
-
-    def mask(b, h, i, j):
-        return (j <= i) & ((document[i] == document[j]) if kind == "documents" else (i - j <= 150))
-
-    def score(s, b, h, i, j):
-        return s if kind == "documents" else 3.0 * torch.tanh(s / 3.0)
-
-    if kind == "documents":
-        packed = (x[0].transpose(0, 1) for x in (q, k, v))
-        o = rope_attention_varlen(*packed, cos, sin, cu, cu, 539, 539, True, backend="triton").transpose(0, 1)[None]
-        position = torch.arange(1000, device="cuda") - cu[document - 1]
-        cos, sin = cos[position], sin[position]
-    else:
-        o = rope_attention(q, k, v, cos, sin, True, window=(150, 0), softcap=3.0, backend="triton")
-    found = torch.autograd.grad(o, (q, k, v), do)
-    block_mask = create_block_mask(mask, None, None, 1000, 1000, device="cuda")
-    torch._dynamo.reset()
-    rotated = apply_rope_qk(q, k, cos, sin)
-    other = flex_attention(*rotated, v, score_mod=score, block_mask=block_mask, enable_gqa=True)
-    for x, y in zip((o, *found), (other, *torch.autograd.grad(other, (q, k, v), do))):
-        torch.testing.assert_close(x, y, rtol=2e-4, atol=2e-4)

@@ -1,6 +1,7 @@
 """Every refusal of the public functions: the documented type, the argument, what was expected and what came."""
 
 import re
+import warnings
 
 import numpy as np
 import pytest
@@ -8,8 +9,9 @@ import torch
 
 import fused_rope_attn as package
 from fused_rope_attn import cu_seqlens_from_position_ids
-from tests.support.internals import check_call
+from tests.support.internals import check_call, forget_warnings
 from tests.support.operators import Record
+from verification.testing import Case, make_inputs, run_op
 
 B, HQ, HKV, N, D = 2, 4, 2, 6, 16
 F16, F32, F64, I32, I64 = torch.float16, torch.float32, torch.float64, torch.int32, torch.int64
@@ -148,7 +150,12 @@ VALUE_ERRORS = {
         ("cu_seqlens_q", {"cu_seqlens_q": ENDS.repeat_interleave(2)[::2]}, "must be contiguous, but has stride 2"),
         ("cu_seqlens_k", {"cu_seqlens_q": ENDS[:2]}, r"must have cu_seqlens_q's shape \(2,\), but has \(3,\)"),
         *((name, {name: -1}, "must be 0 or more, but is -1") for name in ("max_seqlen_q", "max_seqlen_k")),
-        ("max_seqlen_k", {"max_seqlen_k": 3}, "at least the longest sequence of k, 4, but is 3"),
+        *((name, {name: torch.tensor(ends, dtype=I32)}, words) for name in ("cu_seqlens_q", "cu_seqlens_k")
+          for ends, words in (([3, 3, 6], "must begin with 0, but begins with 3"),
+                              ([0, 5, 2], "must never fall, but 2 follows 5"),
+                              ([0, -4, 6], "must never fall, but -4 follows 0"),
+                              ([0, 2, 7], "must end at or before .*'s 6 tokens, but ends at 7"))),
+        ("max_seqlen_k", {"max_seqlen_k": 3, "max_seqlen_q": 1}, "at least the longest sequence of k, 4, but is 3"),
         ("cos", tables(3, 8), "k's 4 positions, but has 3 rows"),
         *(("cos", {"token_tables": True} | tables(n, 8), f"each of 6 tokens .*, but has {n}") for n in (5, 7)),
         ("k", {"token_tables": True, "q": zeros(N - 1, HQ, D), "cu_seqlens_q": 0 * ENDS}, "q's 5 tokens .*, but has 6"),
@@ -274,3 +281,48 @@ def test_cu_seqlens_from_position_ids():
     ):
         with pytest.raises(error, match=f"^{message}"):
             cu_seqlens_from_position_ids(*given)
+
+
+# What (B, N, H, D) of 5 tokens, 8 heads and 2 key heads looks like.
+MORE_QUERIES = Case(2, 5, 5, 8, 2, 16, dtype=torch.float32)
+
+
+@pytest.fixture
+def heard():
+    """The warnings of a test, in a process that has given none."""
+    forget_warnings()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield caught
+    forget_warnings()
+
+
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+def test_more_queries_than_keys_are_said_once(heard, layout):
+    """With the caller's shapes and line, since tensors in a mistaken layout look like it."""
+    q, k, v, cos, sin, _ = make_inputs(MORE_QUERIES)
+    q, k, v = (x if layout == "bhsd" else x.transpose(1, 2) for x in (q, k, v))
+    for _ in range(3):
+        package.plan(q, k, v, cos, sin, True, layout=layout)
+    (warning,) = heard
+    assert warning.category is UserWarning and warning.filename == __file__
+    assert str(warning.message) == (
+        f"q {tuple(q.shape)} has 8 positions and k {tuple(k.shape)} has 2 in layout '{layout}': queries are aligned "
+        "with the end of the keys, so that the first 6 rows see no key and give zeros; did you mean layout="
+        f"'{'bshd' if layout == 'bhsd' else 'bhsd'}'?"
+    )
+
+
+@pytest.mark.unpoisoned
+def test_nothing_is_said_of_more_queries_that_are_meant(heard):
+    """With lengths on the device, of packed sequences, in a compiled function, and of as many keys as queries."""
+    torch._dynamo.reset()
+    q, k, v, cos, sin, _ = inputs = make_inputs(MORE_QUERIES)
+    package.rope_attention(q, k, v, cos, sin, True, kv_lens=torch.tensor([2, 1], dtype=torch.int32))
+    packed = (x[0].transpose(0, 1) for x in (q, k, v))
+    ends = (torch.tensor([0, n], dtype=torch.int32) for n in (8, 2))
+    package.rope_attention_varlen(*packed, cos, sin, *ends, 8, 2, True)
+    package.rope_attention(q[:, :, :2], k, v, cos, sin, True)
+    torch.compile(package.rope_attention, fullgraph=True, backend="eager")(q, k, v, cos, sin, True)
+    run_op(inputs, MORE_QUERIES, backend="reference")  # how verification and the benchmark's gate call
+    assert [x for x in heard if "positions and k" in str(x.message)] == []

@@ -8,6 +8,7 @@ import torch
 from fused_rope_attn import plan_with_kvcache, rope_attention_with_kvcache
 from tests.support.calls import assert_right
 from tests.support.dtypes import BF16
+from tests.support.gpu import capture
 from verification.calls import Machine
 from verification.matrix import step
 
@@ -45,14 +46,7 @@ def test_a_graph_of_a_chunk_is_replayed_while_lengths_change():
     _, given = replace(CHUNK, page_size=16, lengths=(900, 40)).arguments("cuda")
     run = lambda: rope_attention_with_kvcache(**given)  # noqa: E731
     expected = run().clone()
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        out = run()
+    graph, out = capture(run)
     graph.replay()
     assert torch.equal(out, expected)
     given["cache_seqlens"].copy_(torch.tensor((880, 40), dtype=torch.int32))

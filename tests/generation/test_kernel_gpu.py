@@ -11,7 +11,7 @@ from fused_rope_attn.generation.reference import stored
 from tests.support.calls import assert_right
 from tests.support.dtypes import BF16
 from tests.support.generation import CACHES, arguments
-from tests.support.gpu import no_synchronisation
+from tests.support.gpu import capture
 from tests.support.internals import with_kvcache
 from tests.support.paths import ROOT
 from verification.calls import Machine, same_bits
@@ -23,7 +23,6 @@ LARGE = [check for check in DECODE if check.batch > 40 or check.len_q > 40 or ch
          or (check.page_size or 0) > 64]  # fmt: skip
 KINDS = {"contiguous": {}, "raw": {"rotated": False}, "pages": {"page_size": 16},
          "float8": {"page_size": 16, "float8": "head"}}  # fmt: skip
-every_kind = pytest.mark.parametrize("kind", KINDS)
 
 
 @pytest.mark.parametrize("check", LARGE, ids=lambda check: check.name)
@@ -60,21 +59,15 @@ class Step:
 
 
 def captured(step):
-    """Return a graph of one step, and its outputs, after a warm-up whose changes are taken back."""
-    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    """Return a graph of one step, and its outputs; the changes of calls before are taken back."""
     kept = [x.clone() for x in step.changing()]
-    stream.wait_stream(torch.cuda.current_stream())  # the step counts up what is being copied
-    with torch.cuda.stream(stream):
-        step()
-    torch.cuda.synchronize()
+    graph, out = capture(step)
     for x, y in zip(step.changing(), kept):
         x.copy_(y)
-    with torch.cuda.graph(graph, stream=stream):
-        out = step()
     return graph, out
 
 
-@every_kind
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_graph_is_replayed_while_lengths_and_tables_change(kind):
     eager, replayed = Step(kind), Step(kind)
     graph, out = captured(replayed)
@@ -107,15 +100,6 @@ def test_two_graphs_and_eager_calls_at_once():
     torch.cuda.synchronize()
     for results in kept:
         assert all(torch.equal(x, y) for result, wanted in zip(results, expected) for x, y in zip(result, wanted))
-
-
-@every_kind
-def test_no_sync(kind):
-    step = Step(kind)
-    step()
-    with no_synchronisation():
-        for _ in range(3):
-            step()
 
 
 def test_reruns_are_equal():

@@ -1,4 +1,4 @@
-"""What a generation step runs: `plan_with_kvcache`, which writes nothing, and configurations."""
+"""Plans of generation steps by `plan_with_kvcache`, which writes nothing; configurations."""
 
 import itertools
 

@@ -30,7 +30,7 @@ def leaf(*shape):
 
 
 def changed(given, changes):
-    """Return arguments with changes; a shape stands for zeros, and two names with a space for both arguments."""
+    """Return arguments with changes; a shape means zeros, and two names with a space mean both arguments."""
     for names, value in changes.items():
         for name in names.split():
             given[name] = zeros(*value) if isinstance(value, tuple) and name != "window" else value
@@ -66,6 +66,7 @@ TYPES = [  # the call, what changes, the message of its TypeError
     (PLAIN, {"return_lse": 0}, "return_lse must be a bool, but is int 0"),
     (PAGED, {"block_table": (2, 3)}, "block_table must be int32, but is float32"),
     (FLOAT8, {"v_cache": (2, 2, 40, 16)}, "v_cache must have k_cache's dtype float8_e4m3fn"),
+    (FLOAT8, {"k_scale": 0.5}, "k_scale must be a torch.Tensor, but is float 0.5"),
     (FLOAT8, {"v_scale": torch.ones(2, dtype=F16)}, "v_scale must be float32, but is float16"),
 ]
 VALUES = [  # the same of ValueErrors
@@ -95,6 +96,7 @@ VALUES = [  # the same of ValueErrors
     (PAGED, {"k_cache": (9, 2, 16)}, "k_cache must have shape (num_pages, HKV, page_size, D)"),
     (PAGED, {"v_cache": (9, 2, 32, 16)}, "with page_size = 16 of k_cache, but has (9, 2, 32, 16)"),
     (PAGED, {"k_cache v_cache": (9, 2, 16, 24)}, "(num_pages, HKV, page_size, D) with D = 16 of q, but has (9, 2, 16"),
+    (PAGED, {"k_cache v_cache": POOL}, "v_cache must not overlap k_cache in memory, but is k_cache"),
     (PAGED, {"k_cache": POOL[:9], "v_cache": HALF_A_PAGE_LATER}, "but begins 256 elements after it in"),
     (PAGED, {"k_scale": torch.ones(1)}, "k_scale must be None unless the caches are float8"),
     (FLOAT8, {"v_scale": (3,)}, "v_scale must have shape (1,) or (HKV,) with HKV = 2, but has (3,)"),

@@ -17,9 +17,9 @@ MASKS = {"window": (8, 1), "softcap": 3.0, "sinks": torch.tensor([0.3, -1.0, 2.0
 @pytest.mark.parametrize("interleaved", [True, False])
 @pytest.mark.parametrize("rotated", [True, False])
 def test_steps_are_attention_to_the_keys_so_far(rotated, interleaved, causal, masks):
-    """A prompt, chunks and single tokens, of two sequences of which the second has three tokens less before them.
+    """A prompt, then chunks and single tokens of two sequences. The second sequence is three tokens shorter.
 
-    The same without new tokens, once they are written: the queries stand at the end.
+    Each step is repeated without new tokens after they are written: then the queries are the last positions.
     """
     torch.manual_seed(0)
     q = torch.randn(2, 4, 20, 16, dtype=F64)

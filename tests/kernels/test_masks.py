@@ -113,9 +113,11 @@ def drawn(count, seed):
 ROWS, KEYS = 64, 64
 # In the last two a block begins one position before the keys.
 MASKS = (*drawn(80, 0), Bounds(21, 16, reads_lengths=True), Bounds(21, 16, right=14, reads_lengths=True))
+each_mask = pytest.mark.parametrize("bounds", MASKS, ids=str)
+both_sizes = pytest.mark.parametrize("blocks", [(4, 8), (8, 4)], ids=str)
 
 
-@pytest.mark.parametrize("bounds", MASKS, ids=str)
+@each_mask
 def test_the_pairs_that_see_each_other(bounds):
     out = torch.full((ROWS * KEYS + 2,), -1, dtype=torch.int32)
     *pairs, first_key, row = run(write_visible, out, bounds, ROWS=ROWS, KEYS=KEYS)
@@ -129,8 +131,8 @@ def test_the_pairs_that_see_each_other(bounds):
         assert row == 2**30
 
 
-@pytest.mark.parametrize("blocks", [(4, 8), (8, 4)], ids=str)
-@pytest.mark.parametrize("bounds", MASKS, ids=str)
+@both_sizes
+@each_mask
 def test_the_keys_that_a_block_of_queries_visits(bounds, blocks):
     """All that any of its rows sees and no block more; and without a mask, every block that all of them see."""
     block_m, block_n = blocks
@@ -150,8 +152,8 @@ def test_the_keys_that_a_block_of_queries_visits(bounds, blocks):
         assert list(range(int(full_first), int(full_last), block_n)) == whole
 
 
-@pytest.mark.parametrize("blocks", [(4, 8), (8, 4)], ids=str)
-@pytest.mark.parametrize("bounds", MASKS, ids=str)
+@both_sizes
+@each_mask
 def test_the_blocks_of_queries_that_a_block_of_keys_visits(bounds, blocks):
     """All that would see any of its keys and no more; and without a mask, the whole ones that would see each of them.
 

@@ -67,32 +67,29 @@ def programs(
     return [dict(zip(NAMES, row)) for row in out.tolist()]
 
 
-def order(tiles, heads, last_first):
-    """(tile, head) of each program: heads in sections, and the longest tiles of a section first."""
+def assert_in_order(found, tiles, heads, last_first):
+    """Each tile of every head has a program: heads in sections, and the longest tiles of a section first."""
     numbers = range(tiles - 1, -1, -1) if last_first else range(tiles)
     sections = [range(i, min(i + SECTION, heads)) for i in range(0, heads, SECTION)]
-    return [(number, head) for section in sections for number in numbers for head in section]
+    expected = [(number, head) for section in sections for number in numbers for head in section]
+    assert [(x["number"], x["batch_head"]) for x in found] == expected
 
 
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("of_queries", [True, False])
 def test_tiles_of_batch_entries(of_queries, causal):
-    """Each of every head once: of queries the last ones first under a causal mask, of keys the first ones."""
-    len_q, len_k, lens, starts = 19, 21, [21, 9], [0, 4]
-    tiles = 3
-    given = {"causal": causal, "batch": BATCH, "starts": starts, "lens": lens, "left": 11}
-    found = programs(tiles * BATCH * HEADS, len_q, len_k, of_queries=of_queries, **given)
-    expected = order(tiles, BATCH * HEADS, of_queries and causal)
-    assert [(x["number"], x["batch_head"]) for x in found] == expected
+    """Of queries the last ones come first under a causal mask, of keys the first ones."""
+    lens, starts = [21, 9], [0, 4]
+    given = {"of_queries": of_queries, "causal": causal, "batch": BATCH, "starts": starts, "lens": lens, "left": 11}
+    found = programs(3 * BATCH * HEADS, 19, 21, **given)
+    assert_in_order(found, 3, BATCH * HEADS, of_queries and causal)
     for x in found:
-        batch = x["batch_head"] // HEADS
+        batch, head = divmod(x["batch_head"], HEADS)
         keys = lens[batch]
-        assert (x["batch"], x["head"], x["of_batch"]) == (batch, x["batch_head"] % HEADS, batch)
-        assert (x["index"], x["row"], x["sequence"]) == (x["number"], 0, -1)
-        assert x["num_rows"] == (len_q if of_queries else len_k)
-        assert (x["first_q"], x["num_queries"], x["first_k"]) == (0, len_q, 0)
-        assert (x["num_keys"], x["q_offset"]) == (keys, keys - len_q)
-        assert x["first_key"] == min(keys, max(starts[batch], keys - len_q - 11, 0))
+        expected = {"batch": batch, "head": head, "of_batch": batch, "index": x["number"], "row": 0, "sequence": -1}
+        expected |= {"num_rows": 19 if of_queries else 21, "first_q": 0, "num_queries": 19, "first_k": 0}
+        expected |= {"num_keys": keys, "q_offset": keys - 19, "first_key": min(keys, max(starts[batch], keys - 30, 0))}
+        assert expected.items() <= x.items()
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -102,16 +99,15 @@ def test_tiles_of_packed_sequences(of_queries, causal):
     ends, ends_k = [0, 9, 9, 20], [0, 5, 12, 33]
     tiles = (20 if of_queries else 33) // BLOCK + 3 + 1
     found = programs(tiles * HEADS, 20, 33, of_queries=of_queries, causal=causal, ends=ends, ends_k=ends_k)
-    assert [(x["number"], x["batch_head"]) for x in found] == order(tiles, HEADS, of_queries and causal)
+    assert_in_order(found, tiles, HEADS, of_queries and causal)
     own, held = (ends if of_queries else ends_k), set()
     for x in found:
         s = x["sequence"]
-        assert (x["batch"], x["head"], x["of_batch"], x["first_key"]) == (0, x["batch_head"], 0, -1)
-        assert x["index"] == x["number"] - (own[s] // BLOCK + s)
         queries, keys = (([*of, of[-1]])[s + 1] - of[s] for of in (ends, ends_k))
-        assert (x["row"], x["num_rows"]) == (own[s], queries if of_queries else keys)
-        assert (x["first_q"], x["num_queries"], x["first_k"]) == (ends[s], queries, ends_k[s])
-        assert (x["num_keys"], x["q_offset"]) == (keys, keys - queries)
+        expected = {"batch": 0, "head": x["batch_head"], "of_batch": 0, "first_key": -1, "row": own[s]}
+        expected |= {"index": x["number"] - (own[s] // BLOCK + s), "num_rows": queries if of_queries else keys}
+        expected |= {"first_q": ends[s], "num_queries": queries, "first_k": ends_k[s], "num_keys": keys}
+        assert (expected | {"q_offset": keys - queries}).items() <= x.items()
         held |= {(x["head"], x["row"] + i) for i in range(x["index"] * BLOCK, x["num_rows"])}
     assert held == {(head, row) for head in range(HEADS) for row in range(own[-1])}
 
@@ -119,11 +115,10 @@ def test_tiles_of_packed_sequences(of_queries, causal):
 def test_sequences_that_begin_at_their_start():
     """FROM_START: keys, and for tiles of keys queries too, count from ``kv_starts``; 20 keys and queries."""
     given = {"causal": True, "batch": 2, "starts": [5, 30], "lens": [18, 20], "from_start": True}
-    first, *_ = programs(3 * 2 * HEADS, 20, 20, of_queries=False, **given)
     keys = {row["batch"]: row for row in programs(3 * 2 * HEADS, 20, 20, of_queries=False, **given)}
     queries = {row["batch"]: row for row in programs(3 * 2 * HEADS, 20, 20, of_queries=True, **given)}
     expected = {"row": 5, "num_rows": 15, "first_k": 5, "num_keys": 13, "first_q": 7, "num_queries": 13, "q_offset": 0}
-    assert expected.items() <= keys[0].items() and first["first_key"] == -1
+    assert expected.items() <= keys[0].items() and keys[0]["first_key"] == -1
     # A start at or after the end: no keys, and no query has a position.
     empty = {"row": 20, "num_rows": 0, "first_k": 20, "num_keys": 0, "first_q": 20, "num_queries": 0, "q_offset": 0}
     assert empty.items() <= keys[1].items()

@@ -37,7 +37,7 @@ def twice(angle):
 
 
 def oracle(x, angle, ids, partner):
-    """x (B, N, H, D), of which the columns of each of the ids (B, N) turn by those rows of angle (ROWS, columns)."""
+    """Rotate x (B, N, H, D): each of the ids (B, N) names rows of angle (ROWS, columns) for the next columns of x."""
     parts, first = [], 0
     for rows in ids:
         part, turn = x[..., first : first + angle.shape[1]], angle[rows][:, :, None]

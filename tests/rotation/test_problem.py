@@ -126,7 +126,7 @@ LARGE = [  # layout, and shapes
     [(apply_rope, *row) for row in OF_ONE] + [(apply_rope_qk, *row) for row in OF_SEVERAL],
 )
 def test_refusals(function, error, name, changes, pattern):
-    """Two names with a space stand for both arguments."""
+    """Two names with a space mean both arguments."""
     tensors = {"x": zeros(2, 3, 4, 8)} if function is apply_rope else {"q": OUTS[0], "k": OUTS[1]}
     given = tensors | {"cos": zeros(4, 4), "sin": zeros(4, 4)}
     given |= {name: x for names, x in changes.items() for name in names.split()}

@@ -1,4 +1,4 @@
-"""Places where tests of attention run: in the interpreter, and on a GPU by both backends or by the sm_90 kernels alone."""
+"""Places where tests of attention run: the interpreter, and a GPU, by both backends or by the sm_90 kernels alone."""
 
 from dataclasses import dataclass, replace
 from functools import partial

@@ -6,13 +6,13 @@ import pytest
 
 from fused_rope_attn.attention.configs import HopperForwardConfig
 from fused_rope_attn.attention.hopper import backward, configs as hopper_configs
+from tests.support.calls import NO_MASKS
 from tests.support.hopper import ON_SM_90, check_on_gpu, needs_sm_90
 from tests.support.internals import forget_calls, forget_plans
 
 pytestmark = needs_sm_90
 
 # A family of calls, and fields of its prototype. Bounds of () and the sizes of a window are drawn for each call.
-NO_MASKS = dict.fromkeys(("window", "kv_starts", "kv_lens", "intervals", "norms")) | {"softcap": 0.0, "sinks": False}
 MASKS = NO_MASKS | {"window": (7, 7), "softcap": 15.0, "sinks": True, "kv_starts": (), "kv_lens": ()}
 KINDS = {
     "causal": ("attention", NO_MASKS | {"causal": True}),

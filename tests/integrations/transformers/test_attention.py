@@ -8,7 +8,7 @@ import transformers
 from transformers.cache_utils import DynamicLayer
 
 from fused_rope_attn.integrations.transformers import attention, caches, patch_model, rotations
-from fused_rope_attn.integrations.transformers.batch import PLAIN, describe
+from fused_rope_attn.integrations.transformers.batch import describe
 from fused_rope_attn.integrations.transformers.obstacles import Pass
 from tests.support.hf_caches import make_cache, parts
 from tests.support.hf_models import SIZES, attentions_of, make_ids, make_model
@@ -52,14 +52,6 @@ def kept_tables(module, batch, hidden, embeddings):
     return next(iter(batch.kept.tables.values()))[0]
 
 
-def test_a_row_for_all_places(llama):
-    """Layers with caches of other lengths share the row."""
-    tables = kept_tables(attentions_of(llama)[0], batch_of(llama), states(1), angles(1))
-    for rows in (1, 300):
-        for found, row in zip(tables.long(rows), tables.arrays):
-            assert found.shape == (1, rows, 8) and torch.equal(found, row.repeat(1, rows, 1))
-
-
 @pytest.mark.parametrize(("given", "kept"), [("float16", "float32"), ("bfloat16", "bfloat16"), ("float32", "float32")])
 def test_dtypes_of_tables(given, kept):
     """Attention in bfloat16 takes it and float32; autocast may have given q another dtype than the model's."""
@@ -77,28 +69,6 @@ def test_tables_of_three_kinds_of_positions(llama):
     chosen = torch.tensor([0.0, 0.1, 0.2, 0.3, 1.4, 1.5, 2.6, 2.7]).expand(1, 5, 8)
     for table, expected in zip(tables.arrays, (chosen.cos(), chosen.sin())):
         assert_close(table, expected, 1e-6)
-
-
-@pytest.mark.parametrize(
-    ("causal", "inclusive", "window"), [(True, False, (7, 0)), (False, False, (7, 7)), (False, True, (8, 8))]
-)
-def test_windows(causal, inclusive, window, monkeypatch):
-    """Mistral's of 8 keys, the query's own among them."""
-    module, calls = (
-        attentions_of(patch_model(make_model("mistral")))[0],
-        noted(monkeypatch, attention, "rope_attention"),
-    )
-    batch = PLAIN._replace(causal=causal, inclusive_window=inclusive)
-    module(states(), position_embeddings=angles(5), **{attention.BATCH: batch})
-    assert [call["window"] for _, call in calls] == [window]
-
-
-def test_a_layer_with_a_cache_and_without_its_model(llama, calls):
-    """Nobody knows what padding the cache holds."""
-    past, module = transformers.DynamicCache(), attentions_of(llama)[0]
-    with pytest.warns(UserWarning, match="called with masks or caches and without its model"):
-        module(states(), position_embeddings=angles(5), attention_mask=None, past_key_values=past)
-    assert past.get_seq_length() == 5 and not calls
 
 
 @pytest.mark.parametrize("gradients", [True, False])  # they are switched on, but no tensor wants one

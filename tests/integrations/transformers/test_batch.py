@@ -11,6 +11,7 @@ from fused_rope_attn.integrations.transformers.families import RELEASE
 from fused_rope_attn.integrations.transformers.obstacles import Pass
 from fused_rope_attn.integrations.transformers.patch import Preparation
 from tests.support.hf_models import attentions_of, make_ids, make_model
+from tests.support.hf_runs import noted
 
 CAPACITY = 8
 needs_is_causal = pytest.mark.skipif(RELEASE < (5, 6), reason="bidirectional attention is served from there on")
@@ -171,7 +172,7 @@ def test_cu_seqlens_and_caches(llama, size, given, past, expected):
 
 @needs_is_causal
 def test_bidirectional_attention_and_caches(llama):
-    # The rows of a static cache exist, also where they hold no token, and an unpatched model sees them.
+    """The rows of a static cache exist, also where they hold no token, and an unpatched model sees them."""
     emptied = static(llama, 3)
     emptied.reset()
     for past in (dynamic(llama, 3), static(llama, 3), emptied, static(llama, 0)):
@@ -231,9 +232,9 @@ def test_sliding_layers(layers):
 def test_the_first_attention_module_says_what_its_cache_has_seen():
     """In Gemma 3 a sliding layer, which counts on the host, where those that follow count on the device."""
     model = patch_model(make_model("gemma3"))
-    past = static(model, 3)
-    assert described(model, 2, 1, past_key_values=past, attention_mask=torch.ones(2, 5)) == WRONG
-    assert "original" not in described(model, 2, 1, past_key_values=past, attention_mask=torch.ones(2, 4))
+    for columns, expected in ((4, False), (5, True)):
+        batch = described(model, 2, 1, past_key_values=static(model, 3), attention_mask=torch.ones(2, columns))
+        assert (batch == WRONG) is expected
 
 
 def test_tokens_that_a_cache_has_seen(llama):
@@ -242,50 +243,33 @@ def test_tokens_that_a_cache_has_seen(llama):
     assert [tokens_seen(dynamic(llama, 3), layer) for layer in (1, 2)] == [3, 0]
 
 
-class Looks:
-    """Count the host's looks at a tensor of the device."""
-
-    def __init__(self, model, monkeypatch):
-        self.model, self.count, own = model, 0, torch.Tensor.tolist
-
-        def tolist(x):
-            self.count += 1
-            return own(x)
-
-        monkeypatch.setattr(torch.Tensor, "tolist", tolist)
-
-    def describe(self, past, rows, length=1):
-        before = self.count
-        given = {"input_ids": torch.zeros(2, length), "attention_mask": rows, "past_key_values": past}
-        starts = describe(Pass(attentions_of(self.model), self.model.config, given)).kv_starts
-        looks = self.count - before
-        return looks, None if starts is None else starts.tolist()
-
-
 @pytest.mark.parametrize(("row", "starts"), [([0, 0, 1, 1], [2, 0]), ([1, 1, 1, 1], None)], ids=str)
 def test_a_mask_is_looked_at_once(llama, monkeypatch, row, starts):
     """Generation extends a mask without holes without holes: its steps do not wait for the device."""
-    past, looks, rows = dynamic(llama, 3), Looks(llama, monkeypatch), mask(row, [1, 1, 1, 1])
-    assert looks.describe(past, rows) == (1, starts)
-    # Longer by one, not longer by one, by one again.
-    for more, seen in ((1, 0), (0, 1), (1, 0)):
+    looks = noted(monkeypatch, torch.Tensor, "tolist")
+
+    def look(past, rows, length=1):
+        """(The host's looks at a tensor of the device, the padding)."""
+        looks.clear()
+        given = {"input_ids": torch.zeros(2, length), "attention_mask": rows, "past_key_values": past}
+        found = describe(Pass(attentions_of(llama), llama.config, given)).kv_starts
+        return len(looks), None if found is None else found.tolist()
+
+    past, rows = dynamic(llama, 3), mask(row, [1, 1, 1, 1])
+    assert look(past, rows) == (1, starts)
+    # Longer by one, not longer by one, by one again, and by two, which may be padding.
+    for more, seen in ((1, 0), (0, 1), (1, 0), (2, 1)):
         rows = torch.cat((rows, rows[:, :more] | 1), 1)
         filled(llama, past, more)
-        assert looks.describe(past, rows) == (seen, starts)
-    # Longer by two, and longer by one for two tokens in the place of one: what is new may be padding.
-    filled(llama, past, 2)
-    rows = torch.cat((rows, rows[:, -2:]), 1)
-    assert looks.describe(past, rows) == (1, starts)
-    assert looks.describe(past, torch.cat((rows, rows[:, -1:]), 1), length=2) == (1, starts)
-
-
-def test_a_mask_that_ends_in_padding_is_looked_at_again(llama, monkeypatch):
-    past, looks, rows = dynamic(llama, 3), Looks(llama, monkeypatch), mask([1, 1, 1, 0], [0, 1, 1, 1])
-    assert looks.describe(past, rows) == (1, [0, 1])
-    filled(llama, past, 1)
+        assert look(past, rows) == (seen, starts)
+    # Longer by one for two tokens in the place of one: what is new may be padding too.
+    assert look(past, torch.cat((rows, rows[:, -1:]), 1), length=2) == (1, starts)
+    # A mask that ends in padding is looked at again, and one of another cache.
+    past, rows = dynamic(llama, 3), mask([1, 1, 1, 0], [0, 1, 1, 1])
+    assert look(past, rows) == (1, [0, 1])
     grown = torch.cat((rows, rows[:, -1:]), 1)
-    assert looks.describe(past, grown) == (1, [0, 1])
-    assert looks.describe(dynamic(llama, 4), grown) == (1, [0, 1])
+    for longer in (filled(llama, past, 1), dynamic(llama, 4)):
+        assert look(longer, grown) == (1, [0, 1])
 
 
 def test_every_pass_keeps_tables_of_its_own(llama):
@@ -335,11 +319,3 @@ def test_masks_that_say_what_they_are_made_of(llama, given, mask, more, describe
     # A model with two decoders, or without one.
     for several in ([llama, patch_model(make_model("llama"))], [torch.nn.Linear(2, 2)]):
         assert not prepared(Several(several))
-
-
-@torch.no_grad()
-def test_arguments_without_names(llama):
-    """A decoder may be given them by their places."""
-    ids, padding = make_ids(2, 9), (torch.arange(9) >= torch.tensor([[0], [3]])).long()
-    expected = llama.model(input_ids=ids, attention_mask=padding).last_hidden_state
-    assert torch.equal(llama.model(ids, padding).last_hidden_state, expected)

@@ -13,7 +13,7 @@ import transformers
 from transformers.cache_utils import DynamicLayer, StaticLayer
 from transformers.generation.continuous_batching.cache import PagedAttentionCache
 
-from fused_rope_attn.integrations.transformers import caches, families, patch_model, patch_report, unpatch_model
+from fused_rope_attn.integrations.transformers import caches, families, patch_model, patch_report
 from tests.support.hf_caches import CAPACITY, make_cache, parts, steps
 from tests.support.hf_models import make_ids, make_model
 from tests.support.hf_runs import assert_close
@@ -81,20 +81,6 @@ def test_names_mean_what_they_mean_unpatched(name, names, used, kind, calls):
     assert ("rope_attention_with_kvcache" in calls) is used
 
 
-@torch.no_grad()
-def test_generation_onto_a_cache_of_the_callers():
-    """`generate` continues from it by either name."""
-    model, ids = make_model("llama"), make_ids(2, 14)
-    tokens = []
-    for patched in (unpatch_model, patch_model):
-        for name in {OWN_NAME, "past_key_values"}:
-            past = make_cache(patched(model), "dynamic")
-            model(ids[:, :9], **{name: past})
-            tokens.append(model.generate(ids, **{name: past}, max_new_tokens=6, do_sample=False))
-            assert past.get_seq_length() == 14 + 5
-    assert all(torch.equal(some, tokens[0]) for some in tokens)
-
-
 # Dynamic caches grow in place, and no two of them share what they must not.
 @torch.no_grad()
 def test_a_dynamic_cache_grows_in_place():
@@ -137,13 +123,7 @@ def cropped(past, model):
     return other
 
 
-def reordered(past, model):
-    other = shared(past, model)
-    other.reorder_cache(torch.tensor([0, 1]))
-    return other
-
-
-@pytest.mark.parametrize("fork", [shared, cropped, reordered, lambda past, model: copy.deepcopy(past)])
+@pytest.mark.parametrize("fork", [shared, cropped, lambda past, model: copy.deepcopy(past)])
 @torch.no_grad()
 def test_two_caches_of_the_same_tokens(fork):
     """Each goes its own way, turn by turn, and finds nothing of the other's."""
@@ -189,31 +169,23 @@ def test_inference_mode_and_back():
 @torch.no_grad()
 def test_nothing_outlives_its_pass(monkeypatch):
     """Tables die with their pass, buffers with the tensors in them."""
-    model, ids = patch_model(make_model("gemma3")), make_ids(2, 14)
-    tables, own = [], families.Convention.half_widths
+    model, tables, own = patch_model(make_model("gemma3")), [], families.Convention.half_widths
 
     def half_widths(*args):
         made = own(*args)
-        tables.append([weakref.ref(x) for x in made])
+        tables.extend(map(weakref.ref, made))
         return made
 
     monkeypatch.setattr(families.Convention, "half_widths", half_widths)
     past = make_cache(model, "dynamic")
-    parts(model, past, ids, ends=range(9, 15))
-    assert len(tables) == 6 * 2  # for each pass those of layers with a window, and those of layers without
-    gc.collect()
-    assert all(x() is None for pair in tables for x in pair)
-    layer = past.layers[1]
+    parts(model, past, make_ids(2, 14), ends=range(9, 15))
+    assert len(tables) == 6 * 2 * 2  # for each pass those of layers with a window, and those of layers without
+    keys, known = weakref.ref(past.layers[1].keys), len(caches._known)
     # Only the layer has tensors in the buffers, so dropping them frees the memory.
-    assert not any(isinstance(x, torch.Tensor) for x in caches._known[layer])
-    keys = weakref.ref(layer.keys)
-    layer.keys = layer.values = None
+    assert not any(isinstance(x, torch.Tensor) for x in caches._known[past.layers[1]])
+    del past
     gc.collect()
-    assert keys() is None
-    known = len(caches._known)
-    del past, layer
-    gc.collect()
-    assert len(caches._known) < known
+    assert not any(x() is not None for x in (*tables, keys)) and len(caches._known) < known
 
 
 def test_buffers_grow_by_a_fraction_of_their_rows():
@@ -247,23 +219,24 @@ def test_other_memory_under_the_same_tensor(part):
     """After `keys.data = view` the tensor is still the layer's, but the rows after it belong to another buffer."""
     model, ids = make_model("llama", num_hidden_layers=1), make_ids(2, 14)
 
+    def other_view(x):
+        """(the buffer, a view of it in place of keys or values)."""
+        if part in ("shorter", "fewer"):
+            return x.data, x.data[:, :, :7] if part == "shorter" else x.data[:1]
+        buffer = torch.full((2, 2, 40, 16) if part == "other" else (2, 40, 2, 16), 3.0)
+        view = (buffer if part == "other" else buffer.transpose(1, 2))[:, :, :10]
+        return buffer, view.copy_(x)
+
     def run():
-        past = make_cache(model, "dynamic")
+        past, before = make_cache(model, "dynamic"), []
         parts(model, past, ids, ends=(9, 10))
-        layer, buffers = past.layers[0], []
+        layer = past.layers[0]
         for x in (layer.keys, layer.values):
-            if part in ("shorter", "fewer"):
-                buffer = x.data
-                x.data = x.data[:, :, :7] if part == "shorter" else x.data[:1]
-            else:
-                shape = (2, 2, 40, 16) if part == "other" else (2, 40, 2, 16)
-                buffer = torch.full(shape, 3.0)
-                view = (buffer if part == "other" else buffer.transpose(1, 2))[:, :, :10]
-                x.data = view.copy_(x)
-            buffers.append((buffer, buffer.clone()))
-        start = layer.keys.shape[2]
-        logits = steps(model, past, ids[: layer.keys.shape[0], : start + 3], start)
-        assert all(torch.equal(buffer, before) for buffer, before in buffers)
+            buffer, x.data = other_view(x)
+            before.append((buffer, buffer.clone()))
+        rows, _, start, _ = layer.keys.shape
+        logits = steps(model, past, ids[:rows, : start + 3], start)
+        assert all(torch.equal(buffer, then) for buffer, then in before)
         return logits
 
     expected = run()
@@ -272,24 +245,17 @@ def test_other_memory_under_the_same_tensor(part):
 
 
 # Caches of a user's own: attention reads the keys and values that they return.
-class Halving:
-    """Gives back half of the values, of those of the prompt too."""
-
-    def update(self, *args, **kwargs):
-        return halved(super().update, *args, **kwargs)
-
-
 def halved(update, *args, **kwargs):
+    """Half of the values, of those of the prompt too."""
     keys, values = update(*args, **kwargs)
     return keys, values / 2
 
 
-HalvingCache = type("HalvingCache", (Halving, transformers.DynamicCache), {})
-HalvingStaticCache = type("HalvingStaticCache", (Halving, transformers.StaticCache), {})
-HalvingLayer = type("HalvingLayer", (Halving, DynamicLayer), {})
-HalvingStaticLayer = type("HalvingStaticLayer", (Halving, StaticLayer), {})
-# Overrides nothing. It is not served either, because only exact types are.
-RenamedCache = type("RenamedCache", (transformers.DynamicCache,), {})
+def halving(cls):
+    def update(self, *args, **kwargs):
+        return halved(functools.partial(cls.update, self), *args, **kwargs)
+
+    return type(f"Halving{cls.__name__}", (cls,), {"update": update})
 
 
 def with_layers(past, *layers):
@@ -302,22 +268,29 @@ def with_update(past):
     return past
 
 
-STATIC = {"max_cache_len": CAPACITY}
+def dynamic(config):
+    return transformers.DynamicCache(config=config)
+
+
+HalvingLayer, StaticCache = (
+    halving(DynamicLayer),
+    functools.partial(halving(transformers.StaticCache), max_cache_len=56),
+)
 FOREIGN = {  # by the reason of the module's own forward
-    "of type HalvingCache": lambda config: HalvingCache(config=config),
-    "of type HalvingStaticCache": lambda config: HalvingStaticCache(config=config, **STATIC),
-    "with layers of type HalvingLayer": lambda config: with_layers(
-        transformers.DynamicCache(config=config), HalvingLayer(), HalvingLayer()
+    "of type HalvingStaticCache": lambda config: StaticCache(config=config),
+    "with layers of type HalvingDynamicLayer": lambda config: with_layers(
+        dynamic(config), HalvingLayer(), HalvingLayer()
     ),
     "with layers of type HalvingStaticLayer": lambda config: with_layers(
-        transformers.StaticCache(config=config, **STATIC), HalvingStaticLayer(CAPACITY), HalvingStaticLayer(CAPACITY)
+        dynamic(config), *[halving(StaticLayer)(CAPACITY) for _ in range(2)]
     ),
-    "of type DynamicCache": lambda config: with_update(transformers.DynamicCache(config=config)),
-    "with all layers of type HalvingLayer": lambda config: transformers.Cache(layer_class_to_replicate=HalvingLayer),
-    "whose last layer is of type HalvingLayer": lambda config: with_layers(
-        transformers.DynamicCache(config=config), HalvingLayer()
+    "of type DynamicCache": lambda config: with_update(dynamic(config)),
+    "with all layers of type HalvingDynamicLayer": lambda config: transformers.Cache(
+        layer_class_to_replicate=HalvingLayer
     ),
-    "of type RenamedCache": lambda config: RenamedCache(config=config),
+    "whose last layer is of type HalvingDynamicLayer": lambda config: with_layers(dynamic(config), HalvingLayer()),
+    # Overrides nothing. It is not served either, because only exact types are.
+    "of type Renamed": lambda config: type("Renamed", (transformers.DynamicCache,), {})(config=config),
 }
 
 
@@ -349,22 +322,20 @@ def test_an_update_that_somebody_replaces_for_all(of, given, calls, monkeypatch)
     with pytest.warns(UserWarning, match=r"\.update was replaced by .* is not served"):
         assert torch.equal(run(), expected)
     assert not calls
-    monkeypatch.undo()
-    assert not torch.allclose(run(), expected, atol=0.01)
 
 
 class HybridCache:
     """Hybrid models of older releases make such a cache. It does not inherit from ``Cache``."""
 
 
+class Making(transformers.LlamaModel):
+    def forward(self, *args, **kwargs):
+        self.made = HybridCache()
+        return super().forward(*args, **kwargs)
+
+
 def test_a_cache_that_only_the_decoder_makes():
     """The hook that describes the batch does not see this cache, and the kernels cannot read its layers."""
-
-    class Making(transformers.LlamaModel):
-        def forward(self, *args, **kwargs):
-            self.made = HybridCache()
-            return super().forward(*args, **kwargs)
-
     model, ids = make_model("llama"), make_ids(2, 12)
     expected = model(ids, use_cache=True).logits
     model.model.__class__ = Making
@@ -372,6 +343,6 @@ def test_a_cache_that_only_the_decoder_makes():
     reason = "a cache of type HybridCache, which the decoder makes,"
     with pytest.warns(UserWarning, match=f"{reason} is not served"):
         assert torch.equal(model(ids, use_cache=True).logits, expected)
-    assert_close(model(ids, use_cache=False).logits, expected, 1e-5)
-    assert_close(model(ids, past_key_values=make_cache(model, "dynamic")).logits, expected, 1e-5)
+    for given in ({"use_cache": False}, {"past_key_values": make_cache(model, "dynamic")}):
+        assert_close(model(ids, **given).logits, expected, 1e-5)
     assert all(row.own == {reason: 1} for row in patch_report(model))

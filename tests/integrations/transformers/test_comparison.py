@@ -5,8 +5,8 @@ the reason, and the results are the same bits.
 """
 
 import functools
-import itertools
 from collections import Counter
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -39,6 +39,10 @@ def row(model, what, reason="", skip=False, **given):
     return pytest.param(model, reason, given, marks=mark, id=f"{model}, {what}")
 
 
+def said(reason):
+    return pytest.warns(UserWarning, match=reason) if reason else nullcontext()
+
+
 def own_reasons(model):
     return {reason for part in patch_report(model) for reason in part.own}
 
@@ -51,14 +55,6 @@ def present_of(mask):
     return mask.bool() if mask.ndim == 2 else sees.any(3)[:, 0].expand(2, -1)
 
 
-def assert_own(model, ids, reason, **inputs):
-    torch.manual_seed(5)  # of dropout
-    expected = run(unpatch_model(model), ids, **inputs)[0]
-    torch.manual_seed(5)
-    with pytest.warns(UserWarning, match=reason):
-        assert torch.equal(run(patch_model(model), ids, **inputs)[0], expected)
-
-
 def compare(name, reason, calls, *, options=None, change=None, implementation="eager", size=(2, LENGTH), grad=False,
             operator="rope_attention", **inputs):  # fmt: skip
     model, ids = make_model(name, **options or {}), make_ids(*size)
@@ -66,16 +62,25 @@ def compare(name, reason, calls, *, options=None, change=None, implementation="e
     if change is not None:
         change(model)
     if reason:
-        assert_own(model, ids, reason, **inputs)
+        torch.manual_seed(5)  # of dropout
+        expected = run(model, ids, **inputs)[0]
+        patch_model(model)
+        torch.manual_seed(5)
+        with said(reason):
+            assert torch.equal(run(model, ids, **inputs)[0], expected)
         assert not calls
     else:
-        assert_same(model, ids, present_of(inputs.get("attention_mask")), grad, **inputs)
-        assert not own_reasons(model) and set(calls) == set(operator.split())
-        assert sum(calls.values()) == len(attentions_of(model))
+        with said(reason):
+            assert_same(model, ids, present_of(inputs.get("attention_mask")), grad, **inputs)
+        assert set(calls) == set(operator.split()) and sum(calls.values()) == len(attentions_of(model))
 
 
 def changed(**values):
     return lambda model: model.config.update(values)
+
+
+def turned_round(model):
+    model.config.layer_types = model.config.layer_types[::-1]
 
 
 def of_modules(model, count=None, config=None):
@@ -127,6 +132,7 @@ CAUSALITY = [
         for name in ("mistral", "gemma3")
     ),
 ]
+TWO = documents(22, 3).expand(2, -1)
 SWITCHED = {"options": {"use_bidirectional_attention": True}, "skip": not HAS_SWITCH}
 LATER = {"change": changed(use_bidirectional_attention=True), "skip": not HAS_SWITCH}
 # Gemma 3's own switch changes its masks, also after loading; its windows end one key before those of is_causal=False.
@@ -140,35 +146,30 @@ SWITCH = [
         for what, given in {
             "nothing": {},
             "padding": {"attention_mask": LEFT[:2], "operator": VARLEN},
-            "packed": {"position_ids": documents(22, 3).expand(2, -1), "use_cache": False, "operator": VARLEN},
+            "packed": {"position_ids": TWO, "use_cache": False, "operator": VARLEN},
         }.items()
     ),
 ]
 
 
-def modules_alone():
-    """The recipe of embedding models: a causal mask stays one, and SDPA without a mask becomes bidirectional. Before
-    version 5 transformers makes a mask wherever no cache is made."""
-    for name, length in itertools.product(("llama", "mistral"), (WINDOW - 1, WINDOW, LENGTH)):
-        packed = documents(length - 3, 3).expand(2, -1)
-        for what, inputs in {
-            "nothing": {},
-            "no cache": {"use_cache": False},
-            "a full mask": {"attention_mask": columns(*[(0, length)] * 2, length=length)},
-            "padding on the left": {"attention_mask": columns((0, length), (3, length), length=length)},
-            "padding on the right": {"attention_mask": columns((0, length), (0, length - 3), length=length)},
-            "packed": {"position_ids": packed, "use_cache": False},
-            "packed with a cache": {"position_ids": packed},
-        }.items():
-            for implementation, first in itertools.product(("eager", "sdpa"), (None, 1)):
-                without_windows = name == "llama" or length < WINDOW
-                bidirectional = not first and (what == "a full mask" or what[:2] == "no" and RELEASE >= (5,))
-                served = implementation == "eager" or without_windows and ("padding" in what or bidirectional)
-                reason = "" if served else "attention that is causal in some" if first else OWN_IS_CAUSAL
-                given = {"implementation": implementation, "size": (2, length)} | inputs
-                given |= {"change": functools.partial(of_modules, count=first)}
-                given |= {"operator": VARLEN} if what == "packed" else {}
-                yield row(name, f"{first or 'all'}, {implementation}, {what} of {length}", reason, **given)
+ALONE, FIRST = ({"change": functools.partial(of_modules, count=count)} for count in (None, 1))
+SHORT = {"implementation": "sdpa", "size": (2, WINDOW - 1), "use_cache": False}
+FULL, PADDED_LEFT = columns(*[(0, WINDOW - 1)] * 2, length=WINDOW - 1), columns((0, 7), (3, 7), length=WINDOW - 1)
+SOME = "attention that is causal in some"
+# The recipe of embedding models: a causal mask stays one, and SDPA without a mask becomes bidirectional. `is_causal` in
+# test_obstacles.py has all cases.
+MODULES_ALONE = [
+    *(row(name, "alone, eager", **by) for name in ("llama", "mistral") for by in (ALONE, FIRST)),
+    row("mistral", "alone, no mask", "" if RELEASE >= (5,) else OWN_IS_CAUSAL, **ALONE, **SHORT),
+    row("mistral", "alone, a full mask", **ALONE, **SHORT, attention_mask=FULL),
+    row("mistral", "alone, padding", **ALONE, **SHORT, attention_mask=PADDED_LEFT),
+    row("mistral", "alone, the window", OWN_IS_CAUSAL, **ALONE, **SHORT | {"size": (2, WINDOW)}),
+    row("mistral", "alone, packed", OWN_IS_CAUSAL, **ALONE, **SHORT, position_ids=documents(4, 3)),
+    row("llama", "alone, packed with a cache", OWN_IS_CAUSAL, **ALONE, implementation="sdpa", position_ids=TWO),
+    row("mistral", "the first, padding", **FIRST, **SHORT, attention_mask=PADDED_LEFT),
+    row("mistral", "the first, a full mask", SOME, **FIRST, **SHORT, attention_mask=FULL),
+    row("mistral", "the first, no mask", SOME, **FIRST, **SHORT),
+]
 
 
 def dense(starts, ends):
@@ -250,12 +251,21 @@ OTHERS = [
     # Masks of these follow the config, and so do their modules.
     *(row(name, "another window", change=changed(sliding_window=3)) for name in ("mistral", "phi3")),
     row("mistral", "no window", change=changed(sliding_window=None)),
-]
+    # Masks follow the config as it is now, modules of these have a window of their own. Before transformers 5 layers
+    # remember their type, and all those of Qwen 3 MoE are alike.
+    *(
+        row(name, f"other {what}", "a layer that was made with the window .* is not served", use_cache=False,
+            change=changed(sliding_window=3) if what == "window" else turned_round)
+        for name in "qwen2 qwen3_moe gemma2 gemma3 cohere2 gpt_oss olmo3 exaone4 smollm3".split()
+        for what in ("window", "types")
+        if name in MODELS and (what == "window" or RELEASE >= (5,) and name != "qwen3_moe")
+    ),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("name", "reason", "given"),
-    [*CAUSALITY, *SWITCH, *modules_alone(), *DENSE_MASKS, *CHUNKS, *OTHERS],
+    [*CAUSALITY, *SWITCH, *MODULES_ALONE, *DENSE_MASKS, *CHUNKS, *OTHERS],
 )
 def test_one_pass(name, reason, given, calls):
     compare(name, reason, calls, **given)
@@ -289,17 +299,12 @@ def test_compiled_without_causality():
     assert_close(got[BOTH.bool()], expected[BOTH.bool()], 1e-5)
 
 
-def test_what_is_not_served_is_said_once(calls):
-    """The module's own attention returns what was asked for."""
-    model, ids = make_model("llama"), make_ids(2, LENGTH)
-    expected = model(ids, output_attentions=True).attentions
-    patch_model(model)
-    with pytest.warns(UserWarning, match="output_attentions") as said:
-        for _ in range(2):
-            found = model(ids, output_attentions=True).attentions
-    assert all(map(torch.equal, found, expected)) and len(found) == 2 and len(said) == 1 and not calls
-    model(ids)
-    assert calls == {"rope_attention": 2}
+@torch.no_grad()
+def test_arguments_without_names(calls):
+    decoder, ids = patch_model(make_model("llama")).model, make_ids(3, LENGTH)
+    expected = decoder(input_ids=ids, attention_mask=LEFT).last_hidden_state
+    assert torch.equal(decoder(ids, LEFT).last_hidden_state, expected)
+    assert calls == {"rope_attention": 4}
 
 
 @pytest.mark.parametrize("text", [{}, {"model_type": "gemma2", "sliding_window": 8, "query_pre_attn_scalar": 10}])
@@ -353,10 +358,7 @@ def test_parts_of_a_sequence(name, reason, given, calls):
 
     expected = logits()
     patch_model(model)
-    if reason:
-        with pytest.warns(UserWarning, match=reason):
-            got = logits()
-    else:
+    with said(reason):
         got = logits()
     assert_close(got[present_of(mask)], expected[present_of(mask)], 1e-5)
     prompt = {given.get("operator", "rope_attention"): 2} if given["prompt"] else {}
@@ -383,51 +385,31 @@ def test_dense_masks_and_caches(calls):
     patch_model(model)
     assert_close(next(got), expected[0], 1e-5)
     assert calls == {"rope_attention": 2, "rope_attention_with_kvcache": 2} and not own_reasons(model)
-    with pytest.warns(UserWarning, match="four dimensions with a cache that may hold tokens, is not served"):
+    with said("four dimensions with a cache that may hold tokens, is not served"):
         assert_close(next(got), expected[1], 1e-5)
 
 
-# Windows that are changed in the config of a loaded model: masks follow the config, flash-attention the modules.
-NAMES = "qwen2 qwen3_moe gemma2 gemma3 cohere2 gpt_oss olmo3 exaone4 smollm3".split()
-# Before transformers 5 each decoder layer remembers its type, and all layers of Qwen 3 MoE are alike.
-BY_TYPE = [] if RELEASE < (5,) else [name for name in NAMES if name != "qwen3_moe"]
+CHANGED = "made with the window 8, for which config"
 
 
 @pytest.mark.parametrize(
-    ("name", "attribute"), [(name, "sliding_window") for name in NAMES] + [(name, "layer_types") for name in BY_TYPE]
+    ("implementation", "window", "reason"),
+    [
+        ("eager", 3, CHANGED),
+        ("sdpa", None, CHANGED),
+        ("sdpa", WINDOW, ""),
+        ("flash_attention_2", 3, ""),  # which gets the windows of modules
+        ("paged|eager", WINDOW, "'paged|eager' without the paged cache that it takes"),
+        ("flex_attention", WINDOW, "a BlockMask"),
+    ],
 )
-def test_windows_that_are_changed(name, attribute, calls):
-    """Before the model is patched and after; what is set back is served again."""
-    if name not in MODELS:
-        pytest.skip("another release of transformers")
-    model, ids = make_model(name), make_ids(2, LENGTH)
-    before = getattr(model.config, attribute)
-    change = changed(**{attribute: 3 if attribute == "sliding_window" else before[::-1]})
-    change(model)
-    reason = "a layer that was made with the window .* is not served"
-    assert_own(model, ids, reason, use_cache=False)
-    changed(**{attribute: before})(model)
-    assert_same(model, ids, use_cache=False)
-    assert calls == {"rope_attention": 2}
-    change(model)
-    with pytest.warns(UserWarning, match=reason):
-        got = model.generate(ids, max_new_tokens=3, do_sample=False)
-    assert torch.equal(got, unpatch_model(model).generate(ids, max_new_tokens=3, do_sample=False))
-    assert calls == {"rope_attention": 2}
-
-
-def test_flash_attention_goes_by_the_modules():
-    model = patch_model(make_model("gemma3"))
-    modules, config = attentions_of(model), model.config
-    config.sliding_window = 3
-    for implementation, served in (("eager", False), ("sdpa", False), ("flash_attention_2", True)):
-        config._attn_implementation = implementation
-        assert (obstacle(Pass(modules, config, {}), True) == "") is served
-    config._attn_implementation = "sdpa"
-    config.sliding_window = modules[0].sliding_window
-    assert obstacle(Pass(modules, config, {}), True) == ""
-    config.sliding_window = None
-    assert "made with the window 8, for which" in obstacle(Pass(modules, config, {}), True)
+def test_obstacles_by_implementation(implementation, window, reason):
+    model, given = patch_model(make_model("gemma3")), {}
+    model.config._attn_implementation, model.config.sliding_window = implementation, window
+    if reason == "a BlockMask":
+        given["attention_mask"] = create_block_mask(lambda b, h, q, k: q >= k, 1, None, 16, 16, device="cpu")
+    found = obstacle(Pass(attentions_of(model), model.config, given), True)
+    assert reason in found and bool(found) is bool(reason)
 
 
 # Attention functions that are not transformers' own.
@@ -468,14 +450,11 @@ def test_functions_that_are_registered(what, calls, monkeypatch):
     monkeypatch.setitem(transformers.AttentionMaskInterface._global_mapping, name, mask)
     model.config._attn_implementation = name
     calls.clear()
-    if not reason:
-        assert_close(run(model, ids)[0], plain, 1e-5)
-        assert calls == {"rope_attention": 2}
-        return
-    with pytest.warns(UserWarning, match=reason):
+    with said(reason):
         found = run(model, ids)[0]
-    assert torch.equal(found, run(unpatch_model(model), ids)[0]) and not torch.allclose(found, plain, atol=0.01)
-    assert not calls
+    assert calls == ({} if reason else {"rope_attention": 2})
+    assert_close(found, run(unpatch_model(model), ids)[0] if reason else plain, 0 if reason else 1e-5)
+    assert torch.allclose(found, plain, atol=0.01) is (reason == "")
 
 
 def test_a_function_below_flash_attention(monkeypatch, calls):
@@ -489,37 +468,16 @@ def test_a_function_below_flash_attention(monkeypatch, calls):
     compare("llama", reason, calls, implementation="flash_attention_2")
 
 
-def test_paged_implementations_without_their_cache(calls):
-    """Continuous batching hands over a cache, and calls the implementation paged."""
-    model, ids = patch_model(make_model("llama")), make_ids(2, LENGTH)
-    model.config._attn_implementation = "paged|eager"
-    with pytest.warns(UserWarning, match="'paged.eager' without the paged cache that it takes"):
-        try:
-            model(ids)
-        except Exception:
-            pass
-    assert not calls
-
-
-def test_block_masks():
-    model, ids = patch_model(make_model("llama")).requires_grad_(False), make_ids(1, 16)
-    blocks = create_block_mask(lambda b, h, q, k: q >= k, 1, None, 16, 16, device="cpu")
-    with pytest.raises(ValueError, match="attention_mask is a BlockMask.*model's is 'eager'.*set_attn_implementation"):
-        model(ids, attention_mask=blocks)
-    model.config._attn_implementation = "flex_attention"
-    with pytest.warns(UserWarning, match="a BlockMask is not served"):
-        masked = model(ids, attention_mask=blocks).logits
-    assert_close(masked, model(ids).logits, 1e-4)
-
-
 # Layers that are called without their model: (model, implementation, further arguments, reason).
 CAUSAL_MASK = torch.full((LENGTH, LENGTH), float("-inf")).triu(1)[None, None]
+UNKNOWN = "called with masks or caches and without its model"  # nobody knows what padding a cache holds
 LAYERS = {
-    "alone": ("llama", "sdpa", {}, ""),
-    "a mask": ("llama", "sdpa", {"attention_mask": CAUSAL_MASK}, "called with masks or caches and without its model"),
-    "eager": ("llama", "eager", {}, "hides no key from eager attention"),
-    "a window": ("mistral", "sdpa", {}, "a layer with a window or chunks called without a mask"),
-    "chunks": ("llama4", "sdpa", {}, "a layer with a window or chunks called without a mask"),
+    "alone": ("llama", "sdpa", dict, ""),
+    "a mask": ("llama", "sdpa", lambda: {"attention_mask": CAUSAL_MASK}, UNKNOWN),
+    "a cache": ("llama", "sdpa", lambda: {"past_key_values": transformers.DynamicCache()}, UNKNOWN),
+    "eager": ("llama", "eager", dict, "hides no key from eager attention"),
+    "a window": ("mistral", "sdpa", dict, "a layer with a window or chunks called without a mask"),
+    "chunks": ("llama4", "sdpa", dict, "a layer with a window or chunks called without a mask"),
 }
 
 
@@ -531,13 +489,10 @@ def test_a_layer_without_its_model(what, monkeypatch, calls):
     model, x = make_model(name), torch.randn(2, LENGTH, 64)
     model.config._attn_implementation = implementation
     layer, tables = model.model.layers[0].self_attn, model.model.rotary_emb(x, PLACES[None])
-    inputs = {"position_embeddings": tables, "attention_mask": None} | given
-    expected = layer(x, **inputs)[0]
+    inputs = {"position_embeddings": tables, "attention_mask": None}
+    expected = layer(x, **inputs | given())[0]
     patch_model(model)
-    if not reason:
-        assert_close(layer(x, **inputs)[0], expected, 1e-5)
-        assert calls == {"rope_attention": 1}
-        return
-    with pytest.warns(UserWarning, match=reason):
-        assert torch.equal(layer(x, **inputs)[0], expected)
-    assert not calls
+    with said(reason):
+        found = layer(x, **inputs | given())[0]
+    assert_close(found, expected, 0 if reason else 1e-5)
+    assert calls == ({} if reason else {"rope_attention": 1})

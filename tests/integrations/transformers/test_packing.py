@@ -1,4 +1,4 @@
-"""Packed sequences in a patched model, by positions and by cu_seqlens. test_documents_sweep.py has every class."""
+"""Packed sequences in a patched model, by positions and by cu_seqlens. test_families.py has every class."""
 
 import pytest
 import torch

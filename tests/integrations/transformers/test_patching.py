@@ -189,19 +189,13 @@ def test_deterministic_reaches_every_call(monkeypatch):
 
 
 def test_who_reads_the_masks_of_a_decoder():
-    """Layers of other kinds than attention do."""
+    """Layers of other kinds than attention do. Numbers of layers above 256 are equal, but not the same object."""
     full, sliding, chunked, linear = (f"{kind}_attention" for kind in ("full", "sliding", "chunked", "linear"))
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 1, "num_key_value_heads": 1}
     for layer_types, read in ((None, False), ([full, sliding, chunked], False), ([linear, full], True)):
-        model = make_model("llama")
+        model = make_model("llama", num_hidden_layers=257 if layer_types is None else 2, **sizes)
         model.config.__dict__["layer_types"] = layer_types
         assert state_of(patch_model(model).model, DECODER).reads_masks is read
-
-
-def test_more_layers_than_python_keeps_numbers_of():
-    """Integers above 256 are equal, but not the same object."""
-    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 1, "num_key_value_heads": 1}
-    model = patch_model(make_model("llama", num_hidden_layers=257, **sizes))
-    assert not state_of(model.model, DECODER).reads_masks
 
 
 def saved_whole(model):
@@ -232,14 +226,7 @@ def test_copies_are_patched(duplicate, calls):
     assert calls == {"rope_attention": 2}
 
 
-def test_an_attention_module_is_pickled_alone():
-    module = attentions_of(patch_model(make_model("llama")))[0]
-    loaded = pickle.loads(pickle.dumps(module))
-    x, angles = torch.randn(2, 5, 64), torch.randn(1, 5, 8)
-    tables = torch.cat((angles, angles), -1).cos(), torch.cat((angles, angles), -1).sin()
-    for one in (module, loaded):
-        one.config._attn_implementation = "sdpa"
-    assert torch.equal(loaded(x, position_embeddings=tables)[0], module(x, position_embeddings=tables)[0])
+def test_conventions_are_pickled():
     for convention in families.SUPPORTED.values():
         assert pickle.loads(pickle.dumps(convention)) == convention
 

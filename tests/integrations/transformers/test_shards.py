@@ -32,13 +32,8 @@ def test_same_as_the_whole(ranks, members, family, documents, options):
     model = make_model(family)
     ids = make_ids(options.get("rows", 1), sum(documents))
     positions = cp_models.positions_of(documents).expand(ids.shape[0], -1)
-    found = model(
-        input_ids=ids,
-        position_ids=positions,
-        labels=ids,
-        shift_labels=cp_models.labels_of(ids, documents),
-        use_cache=False,
-    )
+    inputs = {"input_ids": ids, "position_ids": positions, "labels": ids, "use_cache": False}
+    found = model(**inputs, shift_labels=cp_models.labels_of(ids, documents))
     found.loss.backward()
     shards = [{"logits": logits[:, None]} for logits, _, _ in parts]
     logits = joined(shards, options.get("planned", options.get("sharding", "zigzag")))["logits"][:, 0]

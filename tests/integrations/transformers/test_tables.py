@@ -49,26 +49,14 @@ REFUSED = {
 
 def configs() -> Iterator[PretrainedConfig]:
     """Yield a config of default values of each class with rotary parameters."""
-    for folder in pkgutil.iter_modules(transformers.models.__path__):
-        package = importlib.import_module(f"transformers.models.{folder.name}")
-        for file in pkgutil.iter_modules(getattr(package, "__path__", [])):
-            if not file.name.startswith("configuration_"):
-                continue
-            module = importlib.import_module(f"{package.__name__}.{file.name}")
-            for cls in vars(module).values():
+    for file in pkgutil.walk_packages(transformers.models.__path__, "transformers.models."):
+        if ".configuration_" in file.name:
+            for cls in vars(importlib.import_module(file.name)).values():
                 # EdgeTAM asks the hub for the config of its backbone, and does not rotate text.
-                if inspect.isclass(cls) and cls.__module__ == module.__name__ and "EdgeTam" not in cls.__name__:
-                    yield from with_default_values(cls)
-
-
-def with_default_values(cls: type) -> Iterator[PretrainedConfig]:
-    if issubclass(cls, PretrainedConfig):
-        try:
-            config = cls()
-        except Exception:  # some classes refuse their own default values
-            return
-        if hasattr(config, FIELD) and (TRANSFORMERS_4 or config.rope_parameters):
-            yield config
+                own = inspect.isclass(cls) and cls.__module__ == file.name and "EdgeTam" not in cls.__name__
+                with contextlib.suppress(Exception):  # some classes refuse their own default values
+                    if own and issubclass(cls, PretrainedConfig) and hasattr(config := cls(), FIELD):
+                        yield from [config] if TRANSFORMERS_4 or config.rope_parameters else []
 
 
 def own_classes(config: PretrainedConfig) -> list[type]:

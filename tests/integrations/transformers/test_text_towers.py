@@ -1,6 +1,6 @@
 """`patch_model(model, unsupported="skip")` on tiny multimodal models: decoders are served, vision towers left alone.
 
-Sequences of text alone, packed or not, are compared in every model by test_documents_sweep.py.
+Sequences of text alone, packed or not, are compared in every model by test_families.py.
 """
 
 import copy
