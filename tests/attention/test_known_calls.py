@@ -72,6 +72,8 @@ DIFFERENT = {
     "norms with an offset": NORMS | {"norm_offset": 1.0},
     "norms with an eps": NORMS | {"norm_eps": 0.5},
     "lens": {"kv_lens": torch.tensor([7], dtype=torch.int32)},
+    "query_starts": {"query_starts": torch.zeros((1, 16), dtype=torch.int32)},
+    "query_ends": {"query_ends": torch.full((1, 16), 9, dtype=torch.int32)},
     "tables": {"inputs": make_inputs(Case(1, 2, 1, 16, 16, 16, rotary_dim=8))},
     "dtype": {"inputs": make_inputs(Case(1, 2, 1, 16, 16, 16, dtype=torch.float32))},
     "length": {"inputs": make_inputs(Case(1, 2, 1, 15, 16, 16))},

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from fused_rope_attn import plan, rope_attention
-from tests.support.attention import gradients
 from tests.support.dtypes import BF16, F32
 from tests.support.gpu import ODD_LENGTHS, assert_alike
 from tests.support.hopper import ON_SM_90, PREPASS, both_backends, each_of
@@ -84,20 +83,6 @@ def test_autocast(chosen):
     low, low_leaves = run(BF16)
     assert torch.equal(o, low)
     assert_alike(found, torch.autograd.grad(low, low_leaves, inputs.do.to(BF16)))
-
-
-@both_backends
-@pytest.mark.parametrize("use_reentrant", [False, True])
-def test_activation_checkpointing(use_reentrant, chosen):
-    from torch.utils.checkpoint import checkpoint
-
-    inputs = make_inputs(ODD_LENGTHS, "cuda")
-
-    def run(q, k, v):
-        return rope_attention(q, k, v, inputs.cos, inputs.sin, True, **chosen)
-
-    saved = gradients(lambda q, k, v: checkpoint(run, q, k, v, use_reentrant=use_reentrant), inputs)
-    assert_alike(saved, gradients(run, inputs))
 
 
 @both_backends

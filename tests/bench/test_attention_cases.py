@@ -1,11 +1,27 @@
 """The shapes that are measured, and the groups that select them."""
 
+import importlib
+
+from bench import results
+from bench.__main__ import COMMANDS
 from bench.attention import cases, suite
 from bench.attention.suite import ATTENTION
 from bench.models import suite as models
 
 
-def test_names_are_unique():
+def suite_of(name):
+    home, entry = COMMANDS[name]
+    return getattr(importlib.import_module(f"bench.{home}"), entry)
+
+
+EVERY = [case for name, (_, entry) in COMMANDS.items() if entry != "main" for case in suite_of(name).cases]
+
+
+def test_shapes_are_those_of_committed_rows():
+    """Rows of a run replace committed ones of the same case and shape, so that a new name would leave both."""
+    measured = {(case.name, case.shape) for case in EVERY}
+    for name in "attention decode energy fa3 groups host intervals mla norm same-bits".split():
+        assert {(row["case"], row["shape"]) for row in results.read(f"{name}-h200")} <= measured, name
     for every in ((*cases.CASES, *cases.NORMED), models.CASES):
         assert len({(case.name, case.shape) for case in every}) == len(every)
 
@@ -31,7 +47,6 @@ def test_lengths_of_packed_sequences_and_documents():
     packed = next(case for case in cases.MASKED if case.kind == "packed")
     lengths = [n for n, _ in packed.case.seqlens]
     assert len(lengths) == 64 and min(lengths) == 16 and max(lengths) == 4096 and sum(lengths) == packed.case.len_q
-    assert "packed=64x16..4096" in packed.shape
     assert sum(cases._DOCUMENTS) == 32768 and len(cases._DOCUMENTS) == 64
 
 

@@ -1,16 +1,21 @@
-"""``python -m bench``: its command line, exit statuses, and the table of its commands."""
+"""``python -m bench``: its command line, exit statuses, and what becomes of providers and cases that fail."""
 
-import re
+import contextlib
+from dataclasses import replace
 
 import pytest
 import torch
 
 from baselines import BASELINES
-from bench import __main__ as command
+from bench import __main__ as command, decode, report
 from bench.attention import cases, providers
+from bench.attention.providers import OURS, fused
 from bench.attention.suite import ATTENTION, LOAD_USUAL
 from bench.environment import RESULTS, ROOT, commit, environment
-from tests.support.bench import TINY, WallClock, scripted
+from bench.report import case_report
+from bench.rope import PROVIDERS as ROTATIONS, ROPE, RopeCase, RopeProvider
+from bench.suite import forward_or_backward
+from tests.support.bench import SHORT, TINY, WallClock, run, scripted, status
 
 
 @pytest.mark.parametrize(
@@ -68,11 +73,6 @@ def test_cases_and_providers_are_chosen(arguments, listed, left_out, capsys):
         assert (baseline.missing() or "here") in text
 
 
-def test_providers_keep_the_order_of_the_table():
-    found = ATTENTION.providers(cases.PLAIN[0], ["hf_sdpa", "fused", "nobody"])
-    assert [provider.name for provider in found] == ["fused", "hf_sdpa"]
-
-
 @pytest.mark.parametrize("name", ["", *command.COMMANDS])
 def test_help(name, capsys):
     with pytest.raises(SystemExit) as stopped:
@@ -83,20 +83,9 @@ def test_help(name, capsys):
         assert len(text.splitlines()) <= 24 and max(map(len, text.splitlines())) <= 80, "it fits on one screen"
 
 
-def test_suites_never_import_one_another():
-    """Shared code is in files directly in ``bench``."""
-    suites = {"attention", "mla", "rope", "decode", "models", "cp"}
-    offenders = []
-    for file in (ROOT / "bench").rglob("*.py"):
-        imported = set(re.findall(r"(?:from|import) bench\.(\w+)", file.read_text(encoding="utf-8")))
-        own = {file.parent.name, file.stem} if file.name != "docs.py" else suites
-        offenders += [f"{file}: {name}" for name in (imported & suites) - own]
-    assert not offenders
-
-
 def test_of_several_ranks_the_first_writes_the_rows(measure, monkeypatch, capsys):
     monkeypatch.setenv("RANK", "1")
-    assert measure("attention", [TINY], [providers.OURS], "--mode", "eager") == (0, [])
+    assert measure("attention", [TINY], [OURS], "--mode", "eager") == (0, [])
     assert not capsys.readouterr().err
 
 
@@ -114,10 +103,10 @@ class Lost(WallClock):
 @pytest.mark.parametrize(
     ("run", "clock", "status", "message"),
     [
-        (lambda *given: 1.1 * providers.fused(*given), WallClock(), 1, "FAILED the gate"),
+        (lambda *given: 1.1 * fused(*given), WallClock(), 1, "FAILED the gate"),
         (raises(RuntimeError("broken")), WallClock(), 1, "broken"),
         (raises(KeyboardInterrupt), WallClock(), 130, "0 rows in"),
-        (providers.fused, Lost(), 3, "illegal memory access"),
+        (fused, Lost(), 3, "illegal memory access"),
     ],
 )
 def test_exit_statuses(measure, capsys, run, clock, status, message):
@@ -135,3 +124,131 @@ def test_facts_of_the_machine_and_the_tree(monkeypatch, tmp_path):
     assert commit() != "0123abcd"
     monkeypatch.setattr("bench.environment.ROOT", tmp_path)
     assert commit() == "unknown"
+
+
+# The run
+
+
+def test_who_does_not_run_is_named_and_the_others_are_timed():
+    """A provider without a backward is judged and timed forward: no gradients are asked for."""
+
+    def forward_only(*given):
+        assert not torch.is_grad_enabled()
+        return fused(*given)
+
+    people = [
+        OURS,
+        scripted("broken", raises(RuntimeError("kernel exploded\nwith a long trace"))),
+        scripted("hungry", raises(torch.OutOfMemoryError("out of memory"))),
+        scripted("limited", raises(NotImplementedError("no such mask"))),
+        scripted("absent", lacks="pip install absent"),
+        scripted("forward", forward_only, backward=False),
+    ]
+    rows, measurement = run(ATTENTION, TINY, providers=people, modes=("eager",), passes=("fwd", "bwd", "both"))
+    found = {(row["provider"], row["pass"]): (row["status"], row["detail"]) for row in rows}
+    lacks = "unsupported", "forward has a forward pass only"
+    assert found == {
+        ("broken", None): ("error", "RuntimeError: kernel exploded"),
+        ("hungry", None): ("oom", "OutOfMemoryError: out of memory"),
+        ("limited", None): ("unsupported", "NotImplementedError: no such mask"),
+        ("absent", None): ("missing", "pip install absent"),
+        **{("fused", part): ("ok", "") for part in ("fwd", "bwd", "both")},
+        ("forward", "fwd"): ("ok", ""),
+        ("forward", "bwd"): lacks,
+        ("forward", "both"): lacks,
+    }
+    assert len(report.timed(rows)) == 4 and not report.red(rows) and not measurement.not_run
+    text = case_report(rows)
+    assert "! forward (bwd eager): unsupported: forward has a forward pass only" in text and "! broken: error" in text
+
+
+def test_a_failed_capture_is_tried_once_and_reported():
+    class NoCapture(WallClock):
+        attempts = 0
+
+        def capture(self, make):
+            self.attempts += 1
+            raise RuntimeError("operation not permitted when stream is capturing")
+
+    clock = NoCapture()
+    rows, _ = run(ATTENTION, TINY, providers=[OURS], clock=clock, modes=("eager", "graph"), passes=("fwd", "bwd"))
+    assert clock.attempts == 1
+    assert [row["status"] for row in rows if row["mode"] == "graph"] == ["no-graph", "no-graph"]
+    assert all("not permitted" in row["detail"] for row in rows if row["mode"] == "graph")
+
+
+def test_a_case_whose_inputs_do_not_fit_is_named():
+    full = replace(decode.DECODE, trial=raises(torch.OutOfMemoryError("out of memory")))
+    rows, measurement = run(full, decode.DecodeCase(2, 32, 4, 2, 16, torch.float32), providers=[])
+    assert rows == [] and measurement.not_run == ["B2-32 B2 H4/2 S32 D16 fp32 (memory)"]
+
+
+def test_each_case_takes_the_modes_that_are_for_it():
+    rows, _ = run(ATTENTION, TINY, SHORT, providers=[OURS], modes=("eager", "host"), passes=("fwd",))
+    assert [(row["case"], row["mode"]) for row in rows] == [("Tiny-64", "eager"), ("Host", "host")]
+    rows, _ = run(ATTENTION, TINY, providers=[OURS], modes=("host",), passes=("fwd",))
+    assert [row["mode"] for row in rows] == ["host"]
+
+
+def test_the_option_for_the_same_bits_is_passed():
+    """A step in float8 cannot keep that promise and is refused; no other provider's call can raise this."""
+    step = decode.in_float8(decode.DecodeCase(1, 32, 2, 1, 32, torch.float16).step(torch.device("cpu")))
+    with pytest.raises(NotImplementedError, match="batch_invariant=True does not serve float8"):
+        decode.PROVIDERS["fused_same_bits"].make(step._replace(k_scale=None, v_scale=None))()
+
+
+def test_providers_in_place_get_copies_and_leave_the_inputs_alone():
+    def overwriting(q, k, v, given):
+        o = fused(q, k, v, given)
+        q.data.zero_()
+        k.data.zero_()
+        return o
+
+    seen = []
+
+    def spy(q, k, v, given):
+        seen.append(q.detach().clone())
+        return fused(q, k, v, given)
+
+    people = [scripted("in_place", overwriting, in_place=True), scripted("spy", spy)]
+    rows, _ = run(ATTENTION, TINY, providers=people, passes=("fwd",), modes=("eager",))
+    assert status(rows) == {"in_place": "ok", "spy": "ok"}
+    assert len(seen) > 2 and all(torch.equal(q, seen[0]) for q in seen)
+
+
+def test_rotations_in_place_work_on_their_own_memory():
+    def in_place(xs, tables, weights):
+        outs = ROTATIONS["apply_rope"].run(xs, tables, weights)
+        for x, out in zip(xs, outs):
+            x.data.copy_(out)
+        return outs
+
+    people = [RopeProvider("greedy", "greedy", run=in_place, in_place=True), ROTATIONS["apply_rope"]]
+    found = status(run(ROPE, RopeCase("Tiny", 2, (4, 2), 16, 8, (), torch.float32), providers=people)[0])
+    assert found == {"greedy": "ok", "apply_rope": "ok"}
+
+
+def test_the_context_of_a_provider_is_entered_around_its_calls_alone():
+    """cuDNN's attention is chosen by such a context, once for many calls, because choosing costs host time."""
+    entered, seen = [], {"inside": set(), "outside": set()}
+
+    @contextlib.contextmanager
+    def active():
+        entered.append(True)
+        yield
+        entered.pop()
+
+    def watching(place):
+        return lambda *given: (seen[place].add(bool(entered)), fused(*given))[1]
+
+    people = [scripted("inside", watching("inside"), active=active), scripted("outside", watching("outside"))]
+    run(ATTENTION, TINY, providers=people, modes=("eager",), passes=("fwd",))
+    assert seen == {"inside": {True}, "outside": {False}} and not entered
+
+
+def test_the_functions_of_passes():
+    x = torch.randn(3, requires_grad=True)
+    assert forward_or_backward(lambda x: 2 * x, [x], None, "fwd_grad")().requires_grad
+    assert not forward_or_backward(lambda x: 2 * x, [x], None, "fwd")().requires_grad
+    with pytest.raises(ValueError, match="a pass must be fwd, fwd_grad, bwd or both, not 'up'"):
+        forward_or_backward(lambda x: 2 * x, [x], None, "up")

@@ -78,23 +78,3 @@ def test_missing_packages(monkeypatch, tmp_path):
     assert "libdew_flash_attn3.so" in jax_fa3._missing()
     (tmp_path / "libdew_flash_attn3.so").touch()
     assert jax_fa3._missing() is None
-
-
-def test_times_of_blocks(monkeypatch):
-    """A sample waits for PyTorch and for the other framework, and divides by all calls."""
-    now, events = [0.0], []
-    clock = jax_fa3.BackToBackClock.__new__(jax_fa3.BackToBackClock)
-    monkeypatch.setattr(jax_fa3.BackToBackClock, "synchronize", lambda self: events.append("torch"))
-    monkeypatch.setattr(jax_fa3.time, "perf_counter", lambda: now[0])
-
-    def passes(event, seconds):
-        events.append(event)
-        now[0] += seconds
-
-    def fn():
-        passes("call", 0.016)
-        return SimpleNamespace(block_until_ready=lambda: passes("other", 0.032))
-
-    assert clock.sample(fn, 2) == [pytest.approx(1.0)]
-    assert events == ["torch", "call", "call", "other", "torch"]
-    assert clock.calls_for(fn, 200.0) == 4

@@ -1,4 +1,4 @@
-"""One run of each ``python -m bench SUITE`` at tiny cases on a CPU: who is right is timed, who is wrong is not.
+"""One run of each ``python -m bench SUITE`` at tiny cases on a CPU, and the errors that the gate sees.
 
 ``cp`` and ``fa3`` have files of their own.
 """
@@ -13,14 +13,16 @@ import torch.nn.functional as F
 from baselines import attentions, latent, masked
 from baselines.latent import LATENT, LatentBaseline
 from baselines.rotations import LIGER
-from bench import decode, mla, rope
-from bench.attention import cases, providers
+from bench import decode, gate, mla, rope
+from bench.attention import cases, providers, suite
+from bench.attention.suite import ATTENTION
+from bench.gate import Gate
 from bench.models import shapes, suite as models
 from bench.models.providers import PROVIDERS as OF_MODELS, ModelProvider
 from bench.suite import Provider
 from fused_rope_attn import apply_rope_qk, masks
-from tests.support.bench import FACTS, SHORT, TINY
-from verification.testing import Case
+from tests.support.bench import FACTS, SHORT, TINY, run, scripted
+from verification.testing import Case, make_inputs
 
 MASKED = Case(1, 4, 2, 24, 24, 16, dtype=torch.float32)
 LENGTHS = (5, 12, 1, 7)
@@ -28,6 +30,7 @@ DOCUMENTS = cases.packed(replace(MASKED, causal=False), LENGTHS)
 NORMED = Case(2, 4, 2, 24, 24, 16, causal=True, dtype=torch.float32)
 LATENTS = [mla.MlaCase(1, 3, 33, 33, 32, 16, 48, dtype=torch.float32, interleaved=True)]
 LATENTS.append(mla.MlaCase(2, 2, 16, 16, 16, 16, 16, dtype=torch.float32, interleaved=True))
+ROTATED = rope.RopeCase("Normed", 1, (2, 1), 16, 8, (), torch.float32, norms=True)
 STEP = decode.DecodeCase(2, 32, 4, 2, 16, torch.float32)
 MODEL = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
 MODEL = shapes.Model("Tiny", "Llama", MODEL | {"num_attention_heads": 2, "rope_theta": 5000.0})
@@ -193,7 +196,7 @@ RUNS = {
         [
             rope.RopeCase("Tiny", 2, (4, 2), 16, 8, (), torch.float32),
             rope.RopeCase("Wide", 1, (2, 2), 256, 8, (), torch.float32),
-            rope.RopeCase("Normed", 1, (2, 1), 16, 8, (), torch.float32, norms=True),
+            ROTATED,
         ],
         [*select(rope.PROVIDERS, "apply_rope", "copy"), wrong(rope.PROVIDERS["apply_rope"])],
         figure=("gb_s", rate),
@@ -251,3 +254,123 @@ def test_who_is_right_is_timed_and_who_is_wrong_is_not(name, measure, monkeypatc
     out, err = capsys.readouterr()
     assert "toy, driver 1, torch 2, triton 3" in out and f"{len(rows)} rows in" in out and "gate" in err
     assert ("FAILED the gate" in out) == ("wrong" in people) and all(each.label in out for each in people.values())
+
+
+# The gate
+
+
+def verdict(suite, case, provider, **options):
+    """Return the status and the detail of the only provider."""
+    rows, _ = run(suite, case, providers=[provider], **options)
+    return rows[0]["status"], rows[0]["detail"]
+
+
+def shifted_angles(q, k, v, given):
+    cos, sin = (torch.roll(table, 1, 0) for table in given.tables)
+    return providers.fused(q, k, v, given._replace(tables=(cos, sin.neg())))
+
+
+def last_head(q, k, v, given):
+    keep = torch.ones_like(q)
+    keep[-1, -1] = 0.5
+    return providers.fused(q, k, v, given) * keep
+
+
+def not_finite(*given):
+    return providers.fused(*given) * float("nan")
+
+
+def coarse(q, k, v, given):
+    bump = torch.zeros_like(q)
+    bump[:, :, 5] = 2e-3  # one row, a few roundings off
+    return providers.fused(q, k, v, given) + bump
+
+
+@pytest.mark.parametrize(
+    ("run", "role", "status", "detail"),
+    [
+        (providers.fused, "ours", "ok", ""),
+        (shifted_angles, "ours", "failed", "rows too far off"),
+        (shifted_angles, "rival", "failed", "rows too far off"),
+        (last_head, "rival", "failed", "o: "),
+        (not_finite, "rival", "failed", "not finite"),
+        (coarse, "rival", "loose", "o: "),
+        (coarse, "ours", "failed", "o: "),
+    ],
+)
+def test_outputs_of_attention(run, role, status, detail):
+    found = verdict(ATTENTION, TINY, scripted("x", run, role=role), modes=("eager",))
+    assert found[0] == status and detail in found[1]
+
+
+def steep(x):
+    """Return x with a gradient that is 1 % too large."""
+    return 1.01 * x - 0.01 * x.detach()
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "q_norm", "k_norm"])
+def test_gradients_of_attention(name):
+    def steeper(q, k, v, given):
+        found = {"q": q, "k": k, "v": v} | given.weights
+        found[name] = steep(found[name])
+        weights = {weight: found[weight] for weight in given.weights}
+        return providers.fused(found["q"], found["k"], found["v"], given._replace(weights=weights))
+
+    status, detail = verdict(suite.NORM, of_kind("norm", NORMED, norms=0.0), replace(NORM["fused"], run=steeper))
+    assert status == "failed" and detail.startswith(f"d{name}: ")
+
+
+@pytest.mark.parametrize("broken", range(5))
+def test_gradients_of_latent_attention(broken, monkeypatch):
+    own = mla.rope_attention_mla
+
+    def steeper(*rows, **options):
+        return own(*(steep(x) if i == broken else x for i, x in enumerate(rows)), **options)
+
+    monkeypatch.setattr(mla, "rope_attention_mla", steeper)
+    status, detail = verdict(mla.MLA, LATENTS[0], mla.PROVIDERS["fused"])
+    assert status == "failed" and f"{('dq_nope', 'dq_rope', 'dk_nope', 'dk_rope', 'dv')[broken]}:" in detail
+
+
+@pytest.mark.parametrize("name", ["o", "dx", "dweight"])
+def test_results_of_the_rotation(name):
+    def wrong(xs, tables, weights):
+        xs = [steep(x) for x in xs] if name == "dx" else xs
+        weights = {"o": [1.01 * w for w in weights], "dweight": [steep(w) for w in weights]}.get(name, weights)
+        return rope.PROVIDERS["apply_rope"].run(xs, tables, weights)
+
+    status, detail = verdict(rope.ROPE, ROTATED, rope.RopeProvider("wrong", "wrong", run=wrong))
+    assert status == "failed" and detail.startswith(f"{name}: ")
+
+
+@pytest.mark.parametrize("name", ["fused", "fused_page16", "fused_float8"])
+def test_angles_of_a_step(name):
+    def wrong(step):
+        return decode.PROVIDERS[name].make(step._replace(cos=step.cos.roll(1, 0)))
+
+    assert verdict(decode.DECODE, STEP, replace(decode.PROVIDERS[name], make=wrong))[0] == "failed"
+
+
+def test_ceilings():
+    doubles = replace(HOST["nothing"], run=lambda q, k, v, given: 2 * q + 0 * (k + v))
+    assert verdict(ATTENTION, SHORT, doubles) == ("failed", "must return q, and do as every gradient")
+    copy = rope.RopeProvider("copy", "copy", "ceiling", run=lambda xs, tables, weights: [2 * x for x in xs])
+    assert verdict(rope.ROPE, ROTATED, copy) == ("failed", "is no copy")
+
+
+def test_rows_of_another_sequence(monkeypatch):
+    """The gate sees one sequence's rows in another's place, where each sequence is a padded batch entry."""
+    right = suite.Problem.as_case
+    monkeypatch.setattr(suite.Problem, "as_case", lambda self, x, form: right(self, x, form).roll(1, 2))
+    packed = of_kind("packed", cases.packed(MASKED, LENGTHS))
+    assert verdict(ATTENTION, packed, providers.table("packed")["padded"])[0] == "failed"
+
+
+def test_long_cases_compare_fewer_heads(monkeypatch):
+    case = replace(NORMED, heads_q=6, heads_kv=3, norms=0.0)
+    ends = Gate(case, make_inputs(case)).do
+    assert ends[0, :2].any() and ends[1, 4:].any() and not ends[0, 2:].any() and not ends[1, :4].any()
+    monkeypatch.setattr(gate, "_LONG", case.len_k)
+    last = Gate(case, make_inputs(case)).do
+    assert last[1, 4:].any() and not last[0].any() and not last[1, :4].any()
+    assert verdict(suite.NORM, of_kind("norm", case), NORM["fused"])[0] == "ok"

@@ -1,12 +1,17 @@
-"""Clocks at a machine of arithmetic, the arithmetic of times, and interleaving."""
+"""Clocks at a machine of arithmetic, the arithmetic of times, interleaving, and ``--mode load``."""
 
 import gc
+import sys
+import types
 
 import pytest
 import torch
 
 from bench import load, timing
+from bench.attention import providers
+from bench.load import CALLS, Load, LoadClock, Loads, Nvml
 from bench.timing import Measurement, interleave, ratio
+from tests.support.bench import TINY, WallClock, scripted, status
 from tests.support.machine import Machine
 
 
@@ -23,20 +28,13 @@ def gpu_clock(**options):
 
 
 def load_clock():
-    return load.LoadClock(torch.device("cpu"))
+    return LoadClock(torch.device("cpu"))
 
 
 def test_device_time_and_the_calls_of_a_round(machine):
     clock = gpu_clock()
     assert clock.sample(machine.work, 3) == pytest.approx([0.1] * 3)
     assert [clock.calls_for(machine.work, round_ms) for round_ms in (0.05, 1.0, 100.0)] == [1, 10, 100]
-
-
-def test_memory_of_a_call(machine, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
-    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 1 << 20)
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 3 << 20)
-    assert gpu_clock().peak_mib(machine.work) == 2.0
 
 
 @pytest.mark.parametrize("reads", [True, False])
@@ -69,7 +67,7 @@ def test_host_time_is_taken_in_bursts_that_wait_for_nothing(machine, monkeypatch
     assert collected == [collects, *[False] * 7] and machine.now == machine.end
 
 
-@pytest.mark.parametrize(("clock", "calls"), [(gpu_clock, 1), (load_clock, load.CALLS)])
+@pytest.mark.parametrize(("clock", "calls"), [(gpu_clock, 1), (load_clock, CALLS)])
 def test_a_graph_that_leaves_its_outputs_unwritten_is_refused(machine, clock, calls):
     """Two graphs' calls warm up, and one graph's are captured; of these the last one's outputs count."""
     out, made = torch.zeros(4), []
@@ -139,3 +137,131 @@ def test_who_fails_drops_out():
     order, measured, failed = interleaved(["a", "bad", "c"], 3, fails_after=3)
     assert order.count("bad") == 2 and list(failed) == ["bad"] and list(measured) == ["a", "c"]
     assert measured["c"].rounds == [[1.0, 1.0]] * 3
+
+
+# Energy
+
+
+def _clock(monkeypatch, **machine):
+    machine = Machine(**machine)
+    machine.install(monkeypatch, load)
+    return machine, LoadClock(torch.device("cpu"), machine)
+
+
+@pytest.mark.parametrize("call_ms", [0.02, 12.0])
+@pytest.mark.parametrize("step", [0.02, 0.1])
+def test_energy_is_power_times_time_whatever_the_steps_of_the_counter(monkeypatch, call_ms, step):
+    """650 W for every call, while a reading at the ends of the sample would be late by up to a step."""
+    machine, clock = _clock(monkeypatch, call_ms=call_ms, step=step)
+    out = torch.zeros(1)
+    graph = clock.capture(lambda: lambda: machine.work(out))
+    replays = clock.calls_for(graph, 700.0)
+    assert replays * CALLS * call_ms == pytest.approx(700.0, rel=0.1)
+    machine.synchronize()
+    machine.sleep(0.5 * step + 3e-3)
+    machine.gaps.clear()
+    found = clock.sample(graph, replays)
+    assert found.calls == replays * CALLS
+    assert found.ms == pytest.approx(call_ms)
+    assert found.mj == pytest.approx(650.0 * call_ms, rel=0.01)
+    assert machine.gaps[0] > 0 and not any(machine.gaps[1:]), "nothing waits between the calls of a sample"
+
+
+def test_calls_that_are_not_measured_come_first(monkeypatch):
+    """The card draws less during the first 45 of 345 replays; what it draws afterwards is what counts."""
+    machine, clock = _clock(monkeypatch)
+    warm = 45 * CALLS * 1e-4  # seconds
+
+    class Counter:
+        def millijoules(self):
+            at = 0.02 * int(machine.now / 0.02)
+            return round(1e3 * (400 * min(at, warm) + 650 * max(0, at - warm)))
+
+    def replay():
+        for _ in range(CALLS):
+            machine.work()
+
+    clock.counter = Counter()
+    found = clock.sample(replay, 300)
+    assert len(machine.gaps) == (45 + 300) * CALLS and found.calls == 300 * CALLS
+    assert found.ms == pytest.approx(0.1) and found.mj == pytest.approx(65, rel=0.005)
+
+
+def test_a_counter_that_does_not_move_is_an_error_and_no_figure(monkeypatch):
+    machine, clock = _clock(monkeypatch, call_ms=1.0, step=10.0)
+    with pytest.raises(RuntimeError, match="must move twice a sample, not 0 times: give more --round-ms"):
+        clock.sample(machine.work, 100)
+
+
+class NVMLError(Exception):
+    pass
+
+
+def refusing(*given):
+    raise NVMLError("Not Supported")
+
+
+def pynvml(**functions):
+    """Return a pynvml with a card that has used 5 J; ``functions`` replace its own."""
+    found = {
+        "nvmlInit": lambda: None,
+        "nvmlDeviceGetHandleByUUID": lambda uuid: {"GPU-1234": "card"}[uuid],
+        "nvmlDeviceGetTotalEnergyConsumption": lambda card: {"card": 5000}[card],
+    }
+    return types.SimpleNamespace(NVMLError=NVMLError, **found | functions)
+
+
+LACKS = "Toy 9000 must have an energy counter that NVML reads, but NVML says: Not Supported"
+
+
+@pytest.mark.parametrize(
+    ("module", "message"),
+    [
+        (pynvml(), None),
+        (None, "pip install nvidia-ml-py"),
+        (pynvml(nvmlInit=refusing), LACKS),
+        (pynvml(nvmlDeviceGetTotalEnergyConsumption=refusing), LACKS),
+    ],
+)
+def test_the_counter_of_the_card_is_found_or_said_to_be_missing(monkeypatch, module, message):
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: types.SimpleNamespace(uuid="1234"))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Toy 9000")
+    monkeypatch.setitem(sys.modules, "pynvml", module)
+    if message is None:
+        assert Nvml(torch.device("cuda", 0)).millijoules() == 5000
+    else:
+        with pytest.raises(RuntimeError, match=message):
+            Nvml(torch.device("cuda", 0))
+
+
+class Steady(WallClock):
+    """Every provider takes 1, 2 and 1.5 ms at 700, 650 and 600 W."""
+
+    measurement = Loads
+
+    def __init__(self):
+        super().__init__()
+        self.rounds = {}
+
+    def sample(self, fn, calls):
+        index = self.rounds[fn] = self.rounds.get(fn, -1) + 1
+        ms = (1.0, 2.0, 1.5)[index]
+        return Load(10, ms, ms * (700.0, 650.0, 600.0)[index])
+
+
+OPTIONS = "--mode load --rounds 3 --providers fused,rival,wrong"
+
+
+def test_rows_of_energy(measure, capsys):
+    """Times and energies are medians over rounds, of providers that have passed the gate."""
+    people = [providers.OURS, scripted("rival"), scripted("wrong", lambda *given: 2 * providers.fused(*given))]
+    exit_status, rows = measure("attention", [TINY], people, *OPTIONS.split(), clock=Steady())
+    assert exit_status == 0 and status(rows) == {"fused": "ok", "rival": "ok", "wrong": "failed"}
+    assert {(row["provider"], row["pass"]) for row in rows if row["status"] == "ok"} == {
+        (name, part) for name in ("fused", "rival") for part in ("fwd", "bwd")
+    }
+    for row in rows[1:]:
+        assert (row["mode"], row["ms"], row["rounds"], row["calls"]) == ("load", 1.5, [1.0, 2.0, 1.5], 30)
+        assert row["mj_rounds"] == [700.0, 1300.0, 900.0] and row["mj"] == 900.0 and row["p20"] < 1.5 < row["p80"]
+        assert row["tflops"] == pytest.approx(TINY.flops(row["pass"]) / 1.5 * 1e-9)
+    assert "under load" in (text := capsys.readouterr().out) and "900.0" in text and "1.00x" in text

@@ -8,9 +8,8 @@ import torch
 import triton
 import triton.language as tl
 
-from fused_rope_attn.attention.prepass_kernel import describe_tiles
 from fused_rope_attn.kernels.schedule import count_tiles
-from fused_rope_attn.kernels.sequences import existing_keys, packed_partner, packed_rows, packed_tile, padded_row
+from fused_rope_attn.kernels.sequences import packed_tile
 from tests.support.marks import interpreted
 
 # NumPy divides truth values without an error, and with the result of `and` where it does not warn.
@@ -20,20 +19,6 @@ BLOCK = 8
 
 def int32(values):
     return torch.tensor(values, dtype=torch.int32)
-
-
-@triton.jit
-def write_existing(out_ptr, lens_ptr, NK):
-    batch = tl.program_id(0)
-    tl.store(out_ptr + batch, existing_keys(lens_ptr, batch, NK))
-
-
-def test_keys_that_exist():
-    lens, out = int32([-5, 0, 1, 7, 9]), int32([-1] * 5)
-    write_existing[(5,)](out, lens, 7)
-    assert out.tolist() == [0, 0, 1, 7, 7]
-    write_existing[(5,)](out, None, 7)
-    assert out.tolist() == [7] * 5
 
 
 @triton.jit
@@ -55,37 +40,6 @@ def counted(rows, sequences):
 )
 def test_counts_of_tiles(sequences, rows, tiles):
     assert [counted(n, sequences) for n in rows] == tiles
-
-
-@triton.jit
-def write_rows(out_ptr, cu_ptr, num_sequences, N, BLOCK: tl.constexpr):
-    """Write the first row and the number of rows of each sequence, and of the rest; as keys; padded."""
-    for sequence in range(num_sequences + 1):
-        first, rows = packed_rows(cu_ptr, sequence, num_sequences, N)
-        first_key, keys = packed_partner(cu_ptr, sequence, num_sequences, N)
-        found = first, rows, first_key, keys, padded_row(first, sequence, BLOCK)
-        for i in tl.static_range(5):
-            tl.store(out_ptr + 5 * sequence + i, found[i])
-
-
-ENDS = ([0, 5, 5, 13, 20], [0, 20], [0], [0, 8, 16], [0, 0, 0, 17])
-WRONG_ENDS = ([-3, 4, 30, 6], [9, 2, 25, -1, 20])  # unchecked, because their memory is the device's
-
-
-@pytest.mark.parametrize("ends", ENDS + WRONG_ENDS, ids=str)
-def test_rows_of_packed_sequences(ends):
-    """All rows are in the tensor for any cu_seqlens."""
-    total, count = 20, len(ends) - 1
-    out = torch.full((count + 1, 5), -1, dtype=torch.int32)
-    # The last end has a neighbour in memory that is none.
-    write_rows[(1,)](out, int32([*ends, 3]), count, total, BLOCK)
-    expected = []
-    for s, begin in enumerate(ends):
-        begin = min(max(begin, 0), total)
-        end = ends[s + 1] if s < count else total
-        rows = min(max(end, begin), total) - begin
-        expected.append([begin, rows, begin, rows if s < count else 0, (begin // BLOCK + s) * BLOCK])
-    assert out.tolist() == expected
 
 
 @triton.jit
@@ -138,12 +92,21 @@ def test_more_sequences_than_are_looked_at_at_once():
         assert tiles_of(range(count + 1), count + 9, tile, tile + 1) == [[count, count, 9, 0]]
 
 
-# Lengths, a first end that is not 0, ends that fall, one past the last row, one of many.
-WRONG = ([12, 8], [1, 20], [0, 9, 8, 20], [0, 20, 21], [0, -1, 20], [*range(15), 13, *range(14, 19)])
+# Ends out of bounds, lengths, a first end that is not 0, ends that fall, one past the last row, one of many.
+WRONG = (
+    [-3, 4, 30, 6],
+    [9, 2, 25, -1, 20],
+    [12, 8],
+    [1, 20],
+    [0, 9, 8, 20],
+    [0, 20, 21],
+    [0, -1, 20],
+    [*range(15), 13, *range(14, 19)],
+)
 
 
 @pytest.mark.parametrize("of", ["own", "partner"])
-@pytest.mark.parametrize("ends", WRONG_ENDS + WRONG, ids=str)
+@pytest.mark.parametrize("ends", WRONG, ids=str)
 def test_wrong_ends_leave_all_rows_without_a_sequence(ends, of):
     """Each row is then written once, as one that sees nothing."""
     good = [min(i, 20) for i in range(len(ends))]
@@ -157,18 +120,3 @@ def test_one_wrong_end_of_thousands(place):
     ends = [i // 110 for i in range(2100)]
     ends[place + 1 if place else 0] = ends[place + 1] + 1 if place == 0 else ends[place] - 1
     assert tiles_of(ends, 20, 3, 4) == [[2099, 0, 20, 3]]
-
-
-@pytest.mark.parametrize("programs", [1, 3])
-@pytest.mark.parametrize("seed", range(3))
-def test_the_table_of_tiles(seed, programs):
-    """Write attention's entry for each tile of queries; the rows of the output are wider."""
-    (ends, total), draw = drawn(seed), random.Random(seed)
-    ends_k = [0, *itertools.accumulate(draw.randint(0, 12) for _ in ends[1:])]
-    table = torch.full((counted(total, len(ends) - 1) + 1, 7), -1, dtype=torch.int32)
-    describe_tiles[(programs,)](table, int32(ends), int32(ends_k), len(ends) - 1, total, ends_k[-1] + 5, BLOCK, 7)
-    expected = []
-    for sequence, first_row, rows, index in tiles_of(ends, total):
-        keys = ends_k[sequence + 1] - ends_k[sequence] if sequence < len(ends) - 1 else 0
-        expected.append([first_row + index * BLOCK, first_row + rows, ends_k[sequence], keys, rows, sequence, -1])
-    assert table.tolist() == [*expected, [-1] * 7]

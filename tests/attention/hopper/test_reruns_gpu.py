@@ -7,8 +7,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fused_rope_attn import plan
-from fused_rope_attn.attention import configs
 from tests.support.attention import assert_equal, assert_matches_float64
 from tests.support.dtypes import BF16, F16
 from tests.support.gpu import FEW_HEADS, FEW_KEY_HEADS, MANY_TILES, SOME_TILES, assert_alike, assert_same_but_dq
@@ -66,23 +64,6 @@ def test_nothing_hangs():
         pytest.fail(f"not finished after {late.timeout} s; the last lines: {(late.stdout or b'')[-500:]!r}")
     assert result.returncode == 0, result.stdout[-1000:] + result.stderr[-3000:]
     assert "all agree" in result.stdout
-
-
-def test_the_setting_of_the_process_gives_the_same_bits():
-    """`torch.use_deterministic_algorithms(True)` makes the sm_90 backward add dQ in a fixed order."""
-    inputs = make_inputs(MANY_TILES, "cuda")
-    try:
-        torch.use_deterministic_algorithms(True)
-        runs = [run_op(inputs, MANY_TILES, backend="auto") for _ in range(3)]
-    finally:
-        torch.use_deterministic_algorithms(False)
-    runs.append(run_op(inputs, MANY_TILES, backend="auto", deterministic=True))
-    for run in runs[1:]:
-        assert_equal(runs[0], run)
-    for option in ("deterministic", "batch_invariant"):
-        chosen = plan(*inputs[:5], True, **{option: True})
-        assert type(chosen.backward) is configs.HopperBackwardConfig, option
-        assert "in the order of the key blocks" in chosen.reason
 
 
 @cases(

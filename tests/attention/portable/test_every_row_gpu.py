@@ -7,7 +7,6 @@ tests/attention/hopper/test_latent_gpu.py, because other calls cannot take them.
 """
 
 import itertools
-from dataclasses import dataclass
 
 import pytest
 import torch
@@ -21,25 +20,8 @@ from verification.calls import Machine
 pytestmark = [pytest.mark.every_row, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
 
-@dataclass(frozen=True)
-class Forced:
-    """A row of a table, by its index, and the call that is made to take it."""
-
-    table: str  # "forward" or "backward"
-    index: int
-    strategy: str
-    head_dim: int
-    norms: bool
-
-    def __str__(self):
-        return f"{self.table}{self.index}-{self.strategy}-D{self.head_dim}{'-norms' * self.norms}"
-
-    @property
-    def row(self):
-        return getattr(portable_configs, self.table.upper())[self.index]
-
-
 def forced_rows():
+    """Yield (table, row, strategy, head dim, whether it has norms) of the calls that are made to take a row."""
     major, minor = torch.cuda.get_device_capability() if torch.cuda.is_available() else (9, 0)
     family = configs.family(f"sm_{major}{minor}")
     for table in ("forward", "backward"):
@@ -48,22 +30,22 @@ def forced_rows():
                 for strategy in row.strategy if table == "forward" else ("prepass",):
                     calls = itertools.product((row.head_dim, row.head_dim - 24, 32), (False, True))
                     for number, (head_dim, norms) in enumerate(calls):
-                        forced = Forced(table, index, strategy, head_dim, norms)
-                        is_sample = number == index % 6
-                        yield pytest.param(forced, id=str(forced), marks=[pytest.mark.gpu] * is_sample)
+                        name = f"{table}{index}-{strategy}-D{head_dim}{'-norms' * norms}"
+                        marks = [pytest.mark.gpu] * (number == index % 6)
+                        yield pytest.param(table, row, strategy, head_dim, norms, id=name, marks=marks)
 
 
-@pytest.mark.parametrize("forced", forced_rows())
-def test_row(forced, monkeypatch):
+@pytest.mark.parametrize(("table", "row", "strategy", "head_dim", "norms"), forced_rows())
+def test_row(table, row, strategy, head_dim, norms, monkeypatch, request):
     def planned(arch, *shape):
-        return forced.row.config(arch, forced.strategy)
+        return row.config(arch, strategy)
 
-    monkeypatch.setattr(portable_configs, f"{forced.table}_config", planned)
+    monkeypatch.setattr(portable_configs, f"{table}_config", planned)
     forget_plans()
-    fixed = NO_MASKS if forced.row.masked is False else {}
-    fixed = fixed | {"norms": 0.0 if forced.norms else None, "head_dim": forced.head_dim}
-    dtypes = ("float32",) if forced.row.element_size == 4 else ("bfloat16", "float16")
+    fixed = NO_MASKS if row.masked is False else {}
+    fixed = fixed | {"norms": 0.0 if norms else None, "head_dim": head_dim}
+    dtypes = ("float32",) if row.element_size == 4 else ("bfloat16", "float16")
     machine = Machine.of("cuda", dtypes, ("reference", "triton"))
-    check_calls(machine, "attention", 5, str(forced), variants=(("triton", forced.strategy),), **fixed)
+    check_calls(machine, "attention", 5, request.node.name, variants=(("triton", strategy),), **fixed)
     monkeypatch.undo()
     forget_plans()

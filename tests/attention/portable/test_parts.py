@@ -1,4 +1,4 @@
-"""Sizes at which the portable kernels divide work that is whole elsewhere, in the interpreter, and their versions."""
+"""Sizes at which the portable kernels divide work that is whole elsewhere, in the interpreter."""
 
 import math
 from dataclasses import replace
@@ -11,8 +11,7 @@ from fused_rope_attn.attention import prepass
 from tests.support.attention import run_and_compare
 from tests.support.dtypes import F32
 from tests.support.marks import both_strategies, ignore_overflow, interpreted
-from tests.support.versions import versions_of
-from verification.testing import Case, make_inputs, masks_of
+from verification.testing import Case, make_inputs
 
 BASE = Case(1, 4, 2, 70, 150, 16, dtype=F32)
 
@@ -62,8 +61,8 @@ def test_the_largest_logit_of_one_pair(strategy, largest):
 
 @interpreted
 def test_more_maxima_than_the_programs_that_fill_them():
-    """The pre-pass of one key head has one program, which fills the maxima of 136 query heads in two parts. A pack of
-    39 sequences of which one has rows has few programs, too."""
+    """The pre-pass of one key head has one program, which fills the maxima of 136 query heads in two parts. In a pack
+    of 39 sequences only one has rows, which makes few programs, too."""
     options = {"return_max_logit": True, "backend": "triton", "strategy": "prepass"}
     *given, _ = make_inputs(replace(BASE, heads_q=136, heads_kv=1, len_q=3, len_k=3))
     _, max_logit = rope_attention(*given, True, **options)
@@ -75,53 +74,3 @@ def test_more_maxima_than_the_programs_that_fill_them():
     _, max_logit = rope_attention_varlen(*packed, **options)
     assert torch.equal(max_logit[19:20], rope_attention(*given, True, **options)[1])
     assert (max_logit.roll(-19, 0)[1:] == -math.inf).all() and max_logit.shape == (39, 4)
-
-
-@interpreted
-@both_strategies
-def test_calls_are_told_apart_by_their_tensors_and_these_tensors_values(strategy):
-    """A known call is replayed with other intervals; a call with other tensors is another call."""
-    tensors = make_inputs(Case(2, 1, 1, 40, 40, 16, dtype=F32))[:5]
-    token = torch.arange(40, dtype=torch.int32)[None]
-    shared = {"backend": "triton", "strategy": strategy}
-    causal, banded, reversed_band, full = (
-        rope_attention(*tensors, **masks, **shared)
-        for masks in ({"causal": True}, {"window": (7, 0)}, {"window": (-1, 0)}, {})
-    )
-    for batch in (1, 2):
-        for _ in range(3):
-            rows = token.expand(batch, -1)
-            for options, expected in (
-                ({"query_starts": rows}, causal),
-                ({"query_starts": rows, "query_ends": rows + 8}, banded),
-                ({"query_starts": rows, "query_ends": rows + 40}, reversed_band),
-                ({"query_ends": 0 * rows + 40}, full),
-                ({"query_ends": 0 * rows}, torch.zeros_like(full)),
-            ):
-                torch.testing.assert_close(rope_attention(*tensors, **options, **shared), expected)
-
-
-@interpreted
-@pytest.mark.unpoisoned
-def test_packed_sequences_compile():
-    torch._dynamo.reset()
-    case = replace(BASE, len_q=17, len_k=17, sinks=True)
-    inputs, sinks = make_inputs(case), masks_of(case)["sinks"].requires_grad_()
-    ends = torch.tensor([0, 5, 14, 17], dtype=torch.int32)
-
-    def run(q, k, v, sinks):
-        packed = q, k, v, *inputs[3:5], ends, ends, 9, 9, True
-        return rope_attention_varlen(*packed, window=(4, 0), sinks=sinks, backend="triton")
-
-    results = []
-    for function in (run, torch.compile(run, fullgraph=True, backend="aot_eager")):
-        tensors = [*(x[0].transpose(0, 1).detach().requires_grad_() for x in inputs[:3]), sinks]
-        o = function(*tensors)
-        results.append((o, *torch.autograd.grad(o, tensors, inputs.do[0].transpose(0, 1))))
-    assert all(torch.equal(x, y) for x, y in zip(*results))
-
-
-def test_windows_share_one_version():
-    """768 is a multiple of 16, and 1 is 1: Triton specialises such numbers where it may. No window is another call."""
-    assert versions_of("attend", 777, 768, 1) == {"prepass_kernel": 1, "forward_kernel": 1}
-    assert versions_of("attend", 777, -1)["forward_kernel"] == 2

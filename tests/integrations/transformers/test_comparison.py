@@ -5,7 +5,6 @@ the reason, and the results are the same bits.
 """
 
 import functools
-import itertools
 from collections import Counter
 from contextlib import nullcontext
 
@@ -133,6 +132,7 @@ CAUSALITY = [
         for name in ("mistral", "gemma3")
     ),
 ]
+TWO = documents(22, 3).expand(2, -1)
 SWITCHED = {"options": {"use_bidirectional_attention": True}, "skip": not HAS_SWITCH}
 LATER = {"change": changed(use_bidirectional_attention=True), "skip": not HAS_SWITCH}
 # Gemma 3's own switch changes its masks, also after loading; its windows end one key before those of is_causal=False.
@@ -146,35 +146,30 @@ SWITCH = [
         for what, given in {
             "nothing": {},
             "padding": {"attention_mask": LEFT[:2], "operator": VARLEN},
-            "packed": {"position_ids": documents(22, 3).expand(2, -1), "use_cache": False, "operator": VARLEN},
+            "packed": {"position_ids": TWO, "use_cache": False, "operator": VARLEN},
         }.items()
     ),
 ]
 
 
-def modules_alone():
-    """The recipe of embedding models: a causal mask stays one, and SDPA without a mask becomes bidirectional. Before
-    version 5 transformers makes a mask wherever no cache is made."""
-    for name, length in itertools.product(("llama", "mistral"), (WINDOW - 1, WINDOW, LENGTH)):
-        packed = documents(length - 3, 3).expand(2, -1)
-        for what, inputs in {
-            "nothing": {},
-            "no cache": {"use_cache": False},
-            "a full mask": {"attention_mask": columns(*[(0, length)] * 2, length=length)},
-            "padding on the left": {"attention_mask": columns((0, length), (3, length), length=length)},
-            "padding on the right": {"attention_mask": columns((0, length), (0, length - 3), length=length)},
-            "packed": {"position_ids": packed, "use_cache": False},
-            "packed with a cache": {"position_ids": packed},
-        }.items():
-            for implementation, first in itertools.product(("eager", "sdpa"), (None, 1)):
-                without_windows = name == "llama" or length < WINDOW
-                bidirectional = not first and (what == "a full mask" or what[:2] == "no" and RELEASE >= (5,))
-                served = implementation == "eager" or without_windows and ("padding" in what or bidirectional)
-                reason = "" if served else "attention that is causal in some" if first else OWN_IS_CAUSAL
-                given = {"implementation": implementation, "size": (2, length)} | inputs
-                given |= {"change": functools.partial(of_modules, count=first)}
-                given |= {"operator": VARLEN} if what == "packed" else {}
-                yield row(name, f"{first or 'all'}, {implementation}, {what} of {length}", reason, **given)
+ALONE, FIRST = ({"change": functools.partial(of_modules, count=count)} for count in (None, 1))
+SHORT = {"implementation": "sdpa", "size": (2, WINDOW - 1), "use_cache": False}
+FULL, PADDED_LEFT = columns(*[(0, WINDOW - 1)] * 2, length=WINDOW - 1), columns((0, 7), (3, 7), length=WINDOW - 1)
+SOME = "attention that is causal in some"
+# The recipe of embedding models: a causal mask stays one, and SDPA without a mask becomes bidirectional. `is_causal` in
+# test_obstacles.py has all cases.
+MODULES_ALONE = [
+    *(row(name, "alone, eager", **by) for name in ("llama", "mistral") for by in (ALONE, FIRST)),
+    row("mistral", "alone, no mask", "" if RELEASE >= (5,) else OWN_IS_CAUSAL, **ALONE, **SHORT),
+    row("mistral", "alone, a full mask", **ALONE, **SHORT, attention_mask=FULL),
+    row("mistral", "alone, padding", **ALONE, **SHORT, attention_mask=PADDED_LEFT),
+    row("mistral", "alone, the window", OWN_IS_CAUSAL, **ALONE, **SHORT | {"size": (2, WINDOW)}),
+    row("mistral", "alone, packed", OWN_IS_CAUSAL, **ALONE, **SHORT, position_ids=documents(4, 3)),
+    row("llama", "alone, packed with a cache", OWN_IS_CAUSAL, **ALONE, implementation="sdpa", position_ids=TWO),
+    row("mistral", "the first, padding", **FIRST, **SHORT, attention_mask=PADDED_LEFT),
+    row("mistral", "the first, a full mask", SOME, **FIRST, **SHORT, attention_mask=FULL),
+    row("mistral", "the first, no mask", SOME, **FIRST, **SHORT),
+]
 
 
 def dense(starts, ends):
@@ -270,7 +265,7 @@ OTHERS = [
 
 @pytest.mark.parametrize(
     ("name", "reason", "given"),
-    [*CAUSALITY, *SWITCH, *modules_alone(), *DENSE_MASKS, *CHUNKS, *OTHERS],
+    [*CAUSALITY, *SWITCH, *MODULES_ALONE, *DENSE_MASKS, *CHUNKS, *OTHERS],
 )
 def test_one_pass(name, reason, given, calls):
     compare(name, reason, calls, **given)
@@ -302,19 +297,6 @@ def test_compiled_without_causality():
     compiled = torch.compile(patch_model(model), backend="eager", fullgraph=True)
     got = run(compiled, ids, attention_mask=BOTH, use_cache=False)[0]
     assert_close(got[BOTH.bool()], expected[BOTH.bool()], 1e-5)
-
-
-def test_what_is_not_served_is_said_once(calls):
-    """The module's own attention returns what was asked for."""
-    model, ids = make_model("llama"), make_ids(2, LENGTH)
-    expected = model(ids, output_attentions=True).attentions
-    patch_model(model)
-    with pytest.warns(UserWarning, match="output_attentions") as said:
-        for _ in range(2):
-            found = model(ids, output_attentions=True).attentions
-    assert all(map(torch.equal, found, expected)) and len(found) == 2 and len(said) == 1 and not calls
-    model(ids)
-    assert calls == {"rope_attention": 2}
 
 
 @torch.no_grad()
@@ -407,17 +389,27 @@ def test_dense_masks_and_caches(calls):
         assert_close(next(got), expected[1], 1e-5)
 
 
-def test_flash_attention_goes_by_the_modules():
-    model = patch_model(make_model("gemma3"))
-    for implementation, window, said in (
-        ("eager", 3, "made with the window 8, for which"),
-        ("sdpa", None, "made with the window 8, for which"),
+CHANGED = "made with the window 8, for which config"
+
+
+@pytest.mark.parametrize(
+    ("implementation", "window", "reason"),
+    [
+        ("eager", 3, CHANGED),
+        ("sdpa", None, CHANGED),
         ("sdpa", WINDOW, ""),
-        ("flash_attention_2", 3, ""),
-    ):
-        model.config._attn_implementation, model.config.sliding_window = implementation, window
-        found = obstacle(Pass(attentions_of(model), model.config, {}), True)
-        assert said in found and bool(found) is bool(said)
+        ("flash_attention_2", 3, ""),  # which gets the windows of modules
+        ("paged|eager", WINDOW, "'paged|eager' without the paged cache that it takes"),
+        ("flex_attention", WINDOW, "a BlockMask"),
+    ],
+)
+def test_obstacles_by_implementation(implementation, window, reason):
+    model, given = patch_model(make_model("gemma3")), {}
+    model.config._attn_implementation, model.config.sliding_window = implementation, window
+    if reason == "a BlockMask":
+        given["attention_mask"] = create_block_mask(lambda b, h, q, k: q >= k, 1, None, 16, 16, device="cpu")
+    found = obstacle(Pass(attentions_of(model), model.config, given), True)
+    assert reason in found and bool(found) is bool(reason)
 
 
 # Attention functions that are not transformers' own.
@@ -474,29 +466,6 @@ def test_a_function_below_flash_attention(monkeypatch, calls):
     monkeypatch.setattr(flash_attention, "_flash_attention_forward", exchanging)
     reason = "_flash_attention_forward of transformers.* was replaced by .*exchanging"
     compare("llama", reason, calls, implementation="flash_attention_2")
-
-
-def test_paged_implementations_without_their_cache(calls):
-    """Continuous batching hands over a cache, and calls the implementation paged."""
-    model, ids = patch_model(make_model("llama")), make_ids(2, LENGTH)
-    model.config._attn_implementation = "paged|eager"
-    with pytest.warns(UserWarning, match="'paged.eager' without the paged cache that it takes"):
-        try:
-            model(ids)
-        except Exception:
-            pass
-    assert not calls
-
-
-def test_block_masks():
-    model, ids = patch_model(make_model("llama")).requires_grad_(False), make_ids(1, 16)
-    blocks = create_block_mask(lambda b, h, q, k: q >= k, 1, None, 16, 16, device="cpu")
-    with pytest.raises(ValueError, match="attention_mask is a BlockMask.*model's is 'eager'.*set_attn_implementation"):
-        model(ids, attention_mask=blocks)
-    model.config._attn_implementation = "flex_attention"
-    with pytest.warns(UserWarning, match="a BlockMask is not served"):
-        masked = model(ids, attention_mask=blocks).logits
-    assert_close(masked, model(ids).logits, 1e-4)
 
 
 # Layers that are called without their model: (model, implementation, further arguments, reason).

@@ -230,11 +230,10 @@ class Runner:
 
 def test_models_that_graphs_cannot_capture():
     """The pass has been computed before it is captured; nothing is captured from then on."""
-    runner, seen = Runner(), []
+    runner, other, seen = Runner(), Runner(), []
     with pytest.warns(UserWarning, match="cannot be captured .a copy during capture.; it runs without"):
         capture(runner, runner._capture_graph, seen.append, None, 1)
     assert seen == [1] and not runner.use_cuda_graph_varlen and not runner.use_cuda_graph_decode
-    runner = Runner()
     with pytest.raises(ZeroDivisionError):
-        capture(runner, runner._capture_graph, lambda x: 1 // x, None, 0)
-    assert runner.use_cuda_graph_decode
+        capture(other, other._capture_graph, lambda x: 1 // x, None, 0)
+    assert other.use_cuda_graph_decode

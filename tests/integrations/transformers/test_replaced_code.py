@@ -95,7 +95,7 @@ def liger_forward():
 
 
 def liger(norms="fused", casting_mode="gemma", change=None):
-    """Liger has patched the first module's norms, and somebody has changed them again."""
+    """Liger has patched the norms of the first module, and a user has changed them again."""
 
     def make(module, _):
         bound = liger_forward()
