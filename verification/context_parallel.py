@@ -141,7 +141,7 @@ def cp_calls(draw: Draw, size: int = 4, scale: int = 1) -> CpCheck:
     ranks = draw(st.permutations([*range(count)] * draw(st.integers(1, 4))))
     given = {"sharding": pick(draw, {"zigzag": 4, "contiguous": 3, f"dealt:{','.join(map(str, ranks))}": 4})}
     rows = len(owners_of(count, given["sharding"])) * draw(st.integers(1, 12)) * scale
-    heads_kv = pick(draw, {1: 1, 2: 1, count: 2})
+    heads_kv = pick(draw, {1: 1, 2: 1, count: 2, 8: 1})
     fields = {"batch": pick(draw, {1: 2, 2: 1}), "sinks": chance(draw, 0.3), "lse_gradient": chance(draw, 0.3)}
     fields |= {name: pick(draw, weights) for name, weights in (
         ("softcap", {0.0: 4, 5.0: 1}), ("norms", {None: 4, 0.0: 1, 1.0: 1}), ("rotary_dim", {None: 4, 8: 1}),

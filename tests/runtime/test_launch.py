@@ -278,13 +278,17 @@ def test_an_error_of_the_driver_names_the_kernels_and_ends_the_launches(toy):
     assert len(toy.driver.launches) == 1
 
 
-def test_few_maps_are_kept(toy, monkeypatch):
+def test_tensor_maps(toy, monkeypatch):
     monkeypatch.setattr(driver, "_MAX_MAPS", 2)
     descriptor = toy.source(inputs()[Y])
     tensor_map = driver.TensorMap("y_desc", descriptor, METADATA["tensordesc_meta"][0])
     for address in (64, 128, 192):
         assert tensor_map.at(address) == map_at(address)
     assert list(tensor_map.maps) == [192]
+    for dtype, number in ((torch.float16, 6), (torch.float32, 7)):
+        descriptor.base = torch.zeros(1, dtype=dtype)
+        driver.TensorMap("y_desc", descriptor, METADATA["tensordesc_meta"][0]).at(64)
+        assert toy.driver.encoded[-1][1] == number
     toy.driver.code_of_encode = 1
     with pytest.raises(RuntimeError, match="no tensor map of y_desc could be made: CUDA error 1"):
         tensor_map.at(256)

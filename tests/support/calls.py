@@ -12,7 +12,7 @@ from verification.workers import run_check
 
 INTERPRETER = Machine("cpu", "interpreter", ("float16", "float32"), ("reference", "triton"))
 SHRINKING = settings(SETTINGS, phases=[Phase.generate, Phase.shrink], verbosity=Verbosity.normal)
-# Fields of a prototype whose calls have neither masks nor norms.
+# Fields of a prototype: its calls have neither masks nor norms.
 NO_MASKS = dict.fromkeys(("window", "kv_starts", "kv_lens", "intervals", "norms")) | {"softcap": 0.0, "sinks": False}
 
 

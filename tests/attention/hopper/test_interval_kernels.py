@@ -8,7 +8,7 @@ import triton.language as tl
 
 from fused_rope_attn.attention import reference
 from fused_rope_attn.attention.hopper import intervals
-from fused_rope_attn.attention.hopper.intervals import BLOCKS, backward_rows_kernel, key_rows_kernel, visits_kernel
+from fused_rope_attn.attention.hopper.intervals import BLOCKS, key_rows_kernel, visits_kernel
 from fused_rope_attn.kernels.masks import NO_ROW, Intervals
 from fused_rope_attn.kernels.sequences import MaskArguments
 from tests.support.marks import interpreted
@@ -107,17 +107,3 @@ def test_rows_and_visits(seed, block_m, tiles_of_program, blocks_at_once, monkey
                 assert (word & 2 != 0) == bool((key_rows[b, 1, of_keys] < min(num_rows, (i + 1) * block_m)).any())
                 assert (word & 3 != 0) == (not tile[:, j].all())
                 assert (word & 4 != 0) == any(hidden[of_keys])
-
-
-def test_rows_that_see_no_key():
-    lse = torch.randn((2, 3, 70))
-    dead = torch.rand((2, 70)) < 0.4
-    dead[1, 32:64] = True
-    lse[:, 0].masked_fill_(dead, -torch.inf)
-    blind = torch.full((2, 4), -9, dtype=torch.int32)
-    names = "HKV batch_stride num_blocks num_tiles num_shares least_share heads_per_section heads_per_multiprocessor"
-    unused = dict.fromkeys(names.split())
-    given = {"NQ": 70, "HQ": 3, "num_words": 4, "BLOCK": 2, "HALVES": 1}
-    backward_rows_kernel[(2 * 2,)](blind, lse, None, None, None, **given, **unused)
-    found = torch.tensor([[(int(blind[b, i // 32]) >> (i % 32)) & 1 for i in range(128)] for b in range(2)])
-    assert torch.equal(found.bool(), torch.nn.functional.pad(dead, (0, 58)))

@@ -61,8 +61,8 @@ def test_the_largest_logit_of_one_pair(strategy, largest):
 
 @interpreted
 def test_more_maxima_than_the_programs_that_fill_them():
-    """The pre-pass of one key head has one program, which fills the maxima of 136 query heads in two parts. A pack of
-    39 sequences of which one has rows has few programs, too."""
+    """The pre-pass of one key head has one program, which fills the maxima of 136 query heads in two parts. In a pack
+    of 39 sequences only one has rows, which makes few programs, too."""
     options = {"return_max_logit": True, "backend": "triton", "strategy": "prepass"}
     *given, _ = make_inputs(replace(BASE, heads_q=136, heads_kv=1, len_q=3, len_k=3))
     _, max_logit = rope_attention(*given, True, **options)
