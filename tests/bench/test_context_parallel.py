@@ -30,12 +30,6 @@ def test_a_process_for_each_gpu_is_asked_for():
         CP.clock(torch.device("cpu"), Options())
 
 
-def test_documents_fill_the_sequence():
-    limits = CpCase("packed", 131072, 2).documents
-    lengths = [b - a for a, b in zip(limits, limits[1:])]
-    assert limits[0] == 0 and limits[-1] == 131072 and max(lengths) <= 32768 and min(lengths) > 0
-
-
 class _RanksOfCpus(RanksClock):
     """The clock of ranks, by wall time."""
 

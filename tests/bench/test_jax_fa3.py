@@ -66,15 +66,3 @@ def test_a_wrong_gradient_is_not_timed(library, measure):
     library.append("wrong")
     _, rows = measure("fa3", [CASE], PEOPLE[1:])
     assert status(rows) == {FA3: "failed"} and rows[0]["pass"] is None and "dk" in rows[0]["detail"]
-
-
-def test_missing_packages(monkeypatch, tmp_path):
-    found = {"jax": None, "dew_flash_attn": None}
-    monkeypatch.setattr(jax_fa3.importlib.util, "find_spec", found.get)
-    assert jax_fa3._missing() == "pip install jax[cuda13]"
-    found["jax"] = SimpleNamespace()
-    assert "libdew_flash_attn3.so" in jax_fa3._missing()
-    found["dew_flash_attn"] = SimpleNamespace(submodule_search_locations=[str(tmp_path)])
-    assert "libdew_flash_attn3.so" in jax_fa3._missing()
-    (tmp_path / "libdew_flash_attn3.so").touch()
-    assert jax_fa3._missing() is None

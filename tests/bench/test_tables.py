@@ -102,12 +102,6 @@ def test_text_marks_losses_and_reservations():
     assert "compiled rope + FA4 (fwd graph): FAILED the gate: dq: 7 rows" in text
 
 
-def test_to_take_longer_than_a_ceiling_is_no_loss():
-    times = (("fused", 1.0), ("nothing", 0.1))
-    text = case_report([attention_row("Host", name, ms, "fwd", "host", kind="host") for name, ms in times])
-    assert "0.10x" in text and "LOSS" not in text
-
-
 # Tables of documents
 
 
@@ -128,19 +122,6 @@ def test_passes_with_different_rivals_name_both_and_loose_ones_are_marked(files)
     results.write("attention-h200", rows)
     text = tables.render(tables.Table("attention", "Small-1K"))
     assert cells(text, "Small-1K")[1] == "**0.80** FA4 / **1.10** ~ cuDNN" and "\n~: outside" in text
-
-
-@pytest.mark.parametrize(
-    ("changed", "error", "message"),
-    [
-        ({"cases": "Small-1K No-1K"}, ValueError, "no times of fused at No-1K"),
-        ({"within": "D96"}, ValueError, "hold no times"),
-        ({"suite": "other"}, FileNotFoundError, "no rows of other"),
-    ],
-)
-def test_a_table_without_its_rows_is_refused(files, changed, error, message):
-    with pytest.raises(error, match=message):
-        tables.render(tables.Table("attention")._replace(**changed))
 
 
 def test_readme_has_the_sums_of_one_provider(files):

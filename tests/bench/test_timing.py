@@ -201,31 +201,25 @@ def refusing(*given):
     raise NVMLError("Not Supported")
 
 
-def pynvml(**functions):
-    """Return a pynvml with a card that has used 5 J; ``functions`` replace its own."""
-    found = {
-        "nvmlInit": lambda: None,
-        "nvmlDeviceGetHandleByUUID": lambda uuid: {"GPU-1234": "card"}[uuid],
-        "nvmlDeviceGetTotalEnergyConsumption": lambda card: {"card": 5000}[card],
-    }
-    return types.SimpleNamespace(NVMLError=NVMLError, **found | functions)
-
-
 LACKS = "Toy 9000 must have an energy counter that NVML reads, but NVML says: Not Supported"
 
 
 @pytest.mark.parametrize(
-    ("module", "message"),
+    ("changed", "message"),
     [
-        (pynvml(), None),
+        ({}, None),
         (None, "pip install nvidia-ml-py"),
-        (pynvml(nvmlInit=refusing), LACKS),
-        (pynvml(nvmlDeviceGetTotalEnergyConsumption=refusing), LACKS),
+        ({"nvmlInit": refusing}, LACKS),
+        ({"nvmlDeviceGetTotalEnergyConsumption": refusing}, LACKS),
     ],
 )
-def test_the_counter_of_the_card_is_found_or_said_to_be_missing(monkeypatch, module, message):
+def test_the_counter_of_the_card_is_found_or_said_to_be_missing(monkeypatch, changed, message):
+    """The card has used 5 J."""
+    nvml = {"NVMLError": NVMLError, "nvmlInit": lambda: None, "nvmlDeviceGetHandleByUUID": {"GPU-1234": "card"}.get}
+    nvml["nvmlDeviceGetTotalEnergyConsumption"] = {"card": 5000}.get
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: types.SimpleNamespace(uuid="1234"))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Toy 9000")
+    module = None if changed is None else types.SimpleNamespace(**nvml | changed)
     monkeypatch.setitem(sys.modules, "pynvml", module)
     if message is None:
         assert Nvml(torch.device("cuda", 0)).millijoules() == 5000
