@@ -58,6 +58,7 @@ FUNCTIONS = {"bshd": "rope_attention"}
 TYPE_ERRORS = {
     "rope_attention": [
         ("q", {"q": [[1.0]]}, "must be a torch.Tensor, but is list"),
+        ("q", {"q": None}, "must be a torch.Tensor, but is NoneType"),
         ("sin", {"sin": None}, "must be a torch.Tensor, but is NoneType"),
         ("cos", {"cos": np.zeros((6, 8), dtype=np.float32)}, "Tensor.*numpy.ndarray"),
         ("v", {"v": DENSE["v"].to_sparse()}, "must be a dense tensor, but has the layout sparse_coo"),
