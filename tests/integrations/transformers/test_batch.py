@@ -162,7 +162,6 @@ HELD = {"original": "cu_seq_lens with a cache that holds tokens"}
         ((2, 1), {"cache_position": torch.arange(4, 5)}, (static, 3), {"kv_lens": [5, 5], "cached": [4, 4]}),
         ((2, 1), {"cache_position": torch.arange(7, 8)}, (static, 7), {"kv_lens": [8, 8], "cached": [7, 7]}),
     ],
-    ids=str,
 )  # fmt: skip
 def test_cu_seqlens_and_caches(llama, size, given, past, expected):
     if past is not None:
