@@ -52,7 +52,6 @@ FOREIGN_CACHE = "a cache of type DynamicCache"
         *(({"layers": layers, "past_key_values": cache_of_two_kinds()}, "") for layers in ((0,), (2,), (0, 3))),
         *(({"layers": layers, "past_key_values": cache_of_two_kinds()}, FOREIGN_CACHE) for layers in ((1,), (0, 1))),
     ],
-    ids=str,
 )
 def test_reasons(given, reason):
     modules = [attention(layer=layer) for layer in given.get("layers", (0,))]
