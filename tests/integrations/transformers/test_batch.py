@@ -120,7 +120,7 @@ def test_sequences_that_positions_tell_apart(llama, size, ids, ends, longest, mo
 
 
 def test_sequences_in_a_graph(llama, monkeypatch):
-    """Nobody can count them there: there is room for as many as there are tokens, of all rows."""
+    """The host cannot count them there: bounds for as many as there are tokens, of all rows."""
     monkeypatch.setattr(obstacles, "is_blind", lambda x: True)
     batch = described(llama, 3, position_ids=mask([0, 1, 0, 1, 2], [0, 1, 2, 3, 4], [0, 0, 0, 0, 0]))
     assert batch["cu_seqlens"] == [0, 2, 5, 10, 11, 12, 13, 14, *[15] * 8]
@@ -196,8 +196,8 @@ def test_positions_of_bidirectional_attention(llama, monkeypatch):
 
 
 def test_what_the_host_does_not_know(llama, monkeypatch):
-    """A static cache that is reset is asked on the device. One that is offloaded moves layers between devices, so that
-    nobody else may write it. Graphs, which are replayed with other numbers, keep neither tables nor lengths."""
+    """A static cache that is reset is asked on the device. One that is offloaded moves layers between devices, so only
+    its own update writes it. Graphs are replayed with other numbers, so they keep neither tables nor lengths."""
     past = static(llama, 3)
     past.reset()
     expected = {"kv_lens": [5, 5], "cached": [0, 0]}

@@ -48,7 +48,7 @@ def own_reasons(model):
 
 
 def present_of(mask):
-    """The tokens (2, N) whose results are compared: those that are no padding, or that see something."""
+    """The tokens (2, N) to be compared: those that are no padding, or that see something."""
     if not isinstance(mask, torch.Tensor):
         return slice(None)
     sees = mask if mask.dtype == torch.bool else mask == 0
@@ -91,7 +91,7 @@ def of_modules(model, count=None, config=None):
 
 
 def columns(*rows, length=LENGTH):
-    """A padding mask whose rows have tokens from the first column to the last."""
+    """A padding mask: in each row the first column with a token, and the one after the last."""
     return torch.stack([(first <= torch.arange(length)) & (torch.arange(length) < last) for first, last in rows]).long()
 
 
@@ -441,7 +441,7 @@ REGISTERED = {  # name, attention, mask, reason
 
 @pytest.mark.parametrize("what", REGISTERED)
 def test_functions_that_are_registered(what, calls, monkeypatch):
-    """What other people register, also after a model is patched, is never passed over."""
+    """Functions that users register, also after a model is patched, run."""
     name, function, mask, reason = REGISTERED[what]
     model, ids = make_model("llama"), make_ids(2, LENGTH)
     model.config._attn_implementation = "sdpa"
@@ -470,7 +470,7 @@ def test_a_function_below_flash_attention(monkeypatch, calls):
 
 # Layers that are called without their model: (model, implementation, further arguments, reason).
 CAUSAL_MASK = torch.full((LENGTH, LENGTH), float("-inf")).triu(1)[None, None]
-UNKNOWN = "called with masks or caches and without its model"  # nobody knows what padding a cache holds
+UNKNOWN = "called with masks or caches and without its model"  # a cache may hold padding
 LAYERS = {
     "alone": ("llama", "sdpa", dict, ""),
     "a mask": ("llama", "sdpa", lambda: {"attention_mask": CAUSAL_MASK}, UNKNOWN),
