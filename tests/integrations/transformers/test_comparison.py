@@ -329,7 +329,7 @@ ONTO_CACHES = [
         for kind in ("dynamic", "bare", "static")
         for what, mask in (("whole", None), ("padded", PADDING))
     ),
-    row("llama4", "a long part", "several tokens in chunks with a cache that holds others", ends=(11, LENGTH)),
+    row("llama4", "a long part", "several tokens in chunks with a cache that holds others", ends=(11, 13)),
     row("llama", "holes that appear", "holes", ends=(11, 12), mask=RIGHT_THEN_MORE),
     # A sliding layer drops nothing, then one token, then another, of those that padding is counted by.
     row("mistral", "a window moves on", ends=(6, 7, 8, 9, 10, 12), mask=columns((0, 12), (4, 12), length=12), steps=5),
