@@ -16,7 +16,7 @@ from tests.support.paths import ROOT
 
 @pytest.mark.parametrize("interpreter", [False, True])
 def test_json_names_versions_and_the_plan(interpreter):
-    """Of a process without a GPU, outside Triton's interpreter and in it."""
+    """Run a process without a GPU, with Triton's interpreter and without it."""
     surroundings = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     surroundings |= {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""} | (
         {"TRITON_INTERPRET": "1"} if interpreter else {}

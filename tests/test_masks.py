@@ -162,7 +162,7 @@ by_values = pytest.mark.parametrize(("call", "right", "wrong", "message"), VALUE
 @pytest.mark.unpoisoned
 @by_values
 def test_wrong_values_without_data(call, right, wrong, message):
-    """The host cannot read values while it traces: the graph asserts on the device. meta and fake tensors have none."""
+    """A traced graph asserts on the device, because the host cannot read values. Meta and fake tensors hold none."""
     function, right, wrong = eval(f"lambda x: masks.{call}", {"masks": masks}), torch.tensor(right), torch.tensor(wrong)
     expected = function(right)
     torch._dynamo.reset()

@@ -96,7 +96,7 @@ def test_tokens_past_the_end_of_a_cache(before):
 @pytest.mark.usefixtures("exact_products")
 @pytest.mark.parametrize("seed", range(2))
 def test_intervals_keep_the_bits(seed):
-    """Which blocks of keys a tile skips, and which it compares, changes no bit of a row."""
+    """Tiles skip or compare other blocks of keys, and every row keeps its bits."""
     tensors, tables, options, draw = drawn(seed, 220)
     length = tensors[0].shape[2]
     bounds = random_intervals(draw, length)

@@ -9,8 +9,8 @@ import torch
 from fused_rope_attn import rope_attention, rope_attention_with_kvcache, rope_tables
 from fused_rope_attn.generation import planning as generation_planning
 from tests.support.dtypes import BF16, F16, F32
-from tests.support.hopper import needs_sm_90
 from tests.support.internals import forget_calls, write
+from tests.support.places import needs_sm_90
 from verification.calls import Machine, dtype_name
 from verification.search import command_of
 from verification.strategies import FAMILIES, draw

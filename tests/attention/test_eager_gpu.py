@@ -10,7 +10,7 @@ from fused_rope_attn.attention import ops
 from fused_rope_attn.runtime.launch import Launch
 from tests.support.attention import assert_equal
 from tests.support.gpu import ODD_LENGTHS, assert_alike, is_sm_90, misaligned
-from tests.support.hopper import INLINE, ON_SM_90, PREPASS
+from tests.support.places import INLINE, ON_SM_90, PREPASS
 from verification.testing import Case, make_inputs, masks_of, norms_of
 
 pytestmark = pytest.mark.gpu

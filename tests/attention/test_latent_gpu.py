@@ -7,7 +7,7 @@ from fused_rope_attn import rope_attention_mla
 from tests.support.attention import assert_equal
 from tests.support.dtypes import BF16
 from tests.support.gpu import assert_alike, capture
-from tests.support.hopper import both_backends
+from tests.support.places import both_backends
 from verification.testing import LatentCase, make_latent_inputs
 
 pytestmark = pytest.mark.gpu

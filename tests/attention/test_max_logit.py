@@ -12,7 +12,7 @@ from tests.support.planning import call, kinds, packed_call
 @kernel_or_reference("reference", "triton")
 @pytest.mark.parametrize("name", ["plain", "bshd", "masks", "packed"])
 def test_the_results_and_their_order(backend, name):
-    """It comes last, alone or after lse, and changes no other result and no gradient."""
+    """max_logit is the last result, with lse or without, and changes no other result and no gradient."""
     run, tensors = small_call(name, return_max_logit=True, backend=backend)
     o, lse, max_logit, *gradients = differentiated(run, tensors)
     assert max_logit.shape == (2, 2) and max_logit.dtype == torch.float32

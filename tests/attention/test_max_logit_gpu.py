@@ -9,8 +9,8 @@ from fused_rope_attn import rope_attention, rope_attention_varlen, rope_tables
 from tests.support.attention import assert_equal
 from tests.support.dtypes import BF16
 from tests.support.gpu import ODD_LENGTHS
-from tests.support.hopper import UNEVEN, check_on_gpu, each_backend, packed
 from tests.support.marks import cases
+from tests.support.places import UNEVEN, check_on_gpu, each_backend, packed
 from verification.testing import make_inputs, run_op
 
 pytestmark = pytest.mark.gpu

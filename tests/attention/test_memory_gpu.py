@@ -9,8 +9,8 @@ from fused_rope_attn import rope_attention, rope_attention_mla
 from tests.support.attention import assert_matches_float64
 from tests.support.dtypes import BF16
 from tests.support.gpu import ODD_LENGTHS, bytes_of, misaligned, peaks_of_both_passes, skip_below_free_memory
-from tests.support.hopper import INLINE, ON_SM_90, PREPASS, assert_same, both_backends, each_backend, needs_sm_90
 from tests.support.marks import both_strategies
+from tests.support.places import INLINE, ON_SM_90, PREPASS, assert_same, both_backends, each_backend, needs_sm_90
 from verification.testing import Case, Inputs, LatentCase, Results, make_inputs, make_latent_inputs, run_op
 
 pytestmark = pytest.mark.gpu

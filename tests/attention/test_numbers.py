@@ -16,9 +16,9 @@ from tests.support.attention import (
 )
 from tests.support.dtypes import F16, F32
 from tests.support.gpu import MANY_TILES, ODD_LENGTHS, assert_alike
-from tests.support.hopper import ON_SM_90, PREPASS, UNEVEN, assert_same, each_backend, each_place, only_sm_90
 from tests.support.marks import both_strategies, ignore_overflow, interpreted
 from tests.support.packed_tables import SEQUENCES, assert_nothing_reads_behind_the_tables
+from tests.support.places import ON_SM_90, PREPASS, UNEVEN, assert_same, each_backend, each_place, only_sm_90
 from tests.support.same_rotation import one_visible_key
 from verification.testing import (
     Case,

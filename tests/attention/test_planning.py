@@ -163,7 +163,7 @@ def test_plans_are_remembered_and_ignore_the_exact_length(arch):
         chosen[0].reason = ""
 
 
-# What is changed, what "auto" takes instead, the error of an explicit backend="hopper".
+# (change, the backend that "auto" takes, the error of backend="hopper").
 LIMITS = [
     ({"dtype": F32}, "triton", "^q must be float16 or bfloat16 for backend='hopper', but is .*float32"),
     ({"dtype": F64}, "reference", "^q must be float16 or bfloat16 for backend='hopper', but is .*float64"),

@@ -8,8 +8,9 @@ import torch
 
 from tests.support.attention import packed_case, sequences_of
 from tests.support.dtypes import F16, F32, F64
-from tests.support.loop_attention import check_reference, normal, qkv, tables
+from tests.support.loop_attention import check_reference, qkv, tables
 from tests.support.marks import cases
+from tests.support.rotation import normal
 from verification.testing import Case, make_inputs, reference_attention, run_op
 
 

@@ -16,8 +16,8 @@ from tests.support.gpu import (
     replayed,
     run_with_late_inputs,
 )
-from tests.support.hopper import PADDED, assert_same, both_backends, each_backend
 from tests.support.marks import cases
+from tests.support.places import PADDED, assert_same, both_backends, each_backend
 from verification.testing import Inputs, Results, make_inputs, masks_of, norms_of, run_op
 
 pytestmark = pytest.mark.gpu

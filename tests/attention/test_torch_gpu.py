@@ -8,8 +8,8 @@ import torch
 from fused_rope_attn import plan, rope_attention
 from tests.support.dtypes import BF16, F32
 from tests.support.gpu import ODD_LENGTHS, assert_alike
-from tests.support.hopper import ON_SM_90, PREPASS, both_backends, each_of
 from tests.support.marks import cases
+from tests.support.places import ON_SM_90, PREPASS, both_backends, each_of
 from verification.testing import make_inputs, norms_of, run_op
 
 pytestmark = pytest.mark.gpu

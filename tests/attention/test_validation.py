@@ -284,7 +284,7 @@ def test_cu_seqlens_from_position_ids():
             cu_seqlens_from_position_ids(*given)
 
 
-# What (B, N, H, D) of 5 tokens, 8 heads and 2 key heads looks like.
+# A caller who passes (B, N, H, D) with 5 tokens, 8 heads and 2 key heads appears to have these sizes.
 MORE_QUERIES = Case(2, 5, 5, 8, 2, 16, dtype=torch.float32)
 
 

@@ -10,8 +10,8 @@ import torch
 
 from fused_rope_attn import rope_attention_varlen
 from tests.support.dtypes import BF16
-from tests.support.hopper import both_backends
 from tests.support.paths import ROOT
+from tests.support.places import both_backends
 
 pytestmark = pytest.mark.gpu
 TOKENS = 700

@@ -115,7 +115,7 @@ def test_exit_statuses(measure, capsys, run, clock, status, message):
 
 
 def test_facts_of_the_machine_and_the_tree(monkeypatch, tmp_path):
-    """The commit comes from the environment where it is said: a copied tree may bring an older repository along."""
+    """FUSED_ROPE_COMMIT names the commit, because a copied tree may contain an older repository."""
     monkeypatch.setenv("FUSED_ROPE_COMMIT", "0123abcd")
     facts = environment()
     assert {"gpu", "driver", "torch", "cuda", "cudnn", "triton", "packages", "commit", "date"} == set(facts)

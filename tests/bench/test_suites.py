@@ -41,7 +41,7 @@ def of_kind(kind, case, name="Tiny", **changed):
 
 
 def wrong(provider):
-    """Return a provider whose results are 10 % too large."""
+    """Return a provider with results that are 10 % too large."""
 
     def run(*given):
         out = provider.run(*given)

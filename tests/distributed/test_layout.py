@@ -71,7 +71,7 @@ def test_narrow_windows_need_few_keys():
         assert {run.chunk: (run.first, run.rows) for run in work.buffer} == expected
         local = [every.is_local(rank, segment) for segment in work.segments]
         assert local == {0: [True, False], 3: [False, True]}.get(rank, [False, False])
-    # Chunk 1 begins with query 512, whose window of 257 keys begins in the first block.
+    # Chunk 1 begins with query 512. The window of this query, 257 keys, begins in the first block.
     assert work_of(4, "zigzag", 2 * 512, 8 * 512, True, (257, 0)).ranks[1].buffer[0][:3] == (0, 0, 512)
 
 

@@ -78,7 +78,7 @@ def assert_in_order(found, tiles, heads, last_first):
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("of_queries", [True, False])
 def test_tiles_of_batch_entries(of_queries, causal):
-    """Of queries the last ones come first under a causal mask, of keys the first ones."""
+    """Programs begin with the last queries under a causal mask, and with the first keys."""
     lens, starts = [21, 9], [0, 4]
     given = {"of_queries": of_queries, "causal": causal, "batch": BATCH, "starts": starts, "lens": lens, "left": 11}
     found = programs(3 * BATCH * HEADS, 19, 21, **given)

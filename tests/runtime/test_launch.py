@@ -46,7 +46,7 @@ class View(NamedTuple):
 
 
 class Kernel:
-    """In the place of a ``triton.jit`` function and of what it compiles to; ``runs``: Triton's launches."""
+    """Stand in for a ``triton.jit`` function and for its compiled kernel; ``runs`` holds Triton's launches."""
 
     arg_names = list(SIGNATURE)
     fn = SimpleNamespace(__name__="toy_kernel")
@@ -300,7 +300,7 @@ def another_operator(x, y):
 
 
 OTHER, INTEGERS = inputs()[Y], torch.zeros(1, dtype=torch.int32)
-# What is otherwise of the toy, by the refusal; of the compiled kernels, of the arguments, and of the driver.
+# (refusal, the change of the toy that causes it): changes of compiled kernels, of arguments and of the driver.
 REFUSED = [
     ("it runs aten.add_", {"extra": another_operator}),
     ("it runs aten.clone", {"extra": lambda x, y: y.clone()}),

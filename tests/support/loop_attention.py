@@ -4,6 +4,7 @@ import math
 
 import torch
 
+from tests.support.rotation import normal
 from verification.testing import reference_attention
 
 
@@ -13,10 +14,6 @@ def tables(rows, rotary_dim, *, batch=None, unit=True, seed=7, dtype=torch.float
     angle = 3.0 * torch.randn(shape, generator=generator, dtype=torch.float64)
     radius = 1.0 if unit else 0.5 + torch.rand(shape, generator=generator, dtype=torch.float64)
     return (radius * angle.cos()).to(dtype), (radius * angle.sin()).to(dtype)
-
-
-def normal(*shape, seed=0, dtype=torch.float64):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
 
 
 def qkv(batch=2, heads_q=4, heads_kv=2, len_q=5, len_k=7, head_dim=8, dtype=torch.float64):
@@ -45,7 +42,7 @@ def loop_attention(q, k, v, cos, sin, causal, *, softmax_scale, interleaved=Fals
     left, right = [math.inf if side == -1 else side for side in window or (-1, -1)]
 
     def bound(name, default, *index):
-        """An element of a tensor of bounds, whose batch may be 1."""
+        """Return an element of a tensor of bounds. One batch entry serves all."""
         x = bounds.get(name)
         return default if x is None else int(x[index[0] % len(x)][index[1:]])
 

@@ -32,6 +32,6 @@ def packed_call(sequences, tokens, longest, tokens_k=None, heads=(32, 8), **chan
 
 
 def kinds(chosen):
-    """Which kernels run in forward and backward: "H" of sm_90, "P" portable ones, "-" none."""
+    """Return a letter for each pass of a plan: "H" for sm_90 kernels, "P" for portable ones, "-" for none."""
     passes = zip((chosen.forward, chosen.backward), HOPPER, PORTABLE)
     return "".join("H" if type(x) is hopper else "P" if type(x) is portable else "-" for x, hopper, portable in passes)

@@ -1,12 +1,12 @@
-"""Helpers of the rotation's tests."""
+"""Normal numbers from a seed, and a comparison by the expected tensor's rms."""
 
 import torch
 
 from tests.support.dtypes import F64
 
 
-def normal(*shape, seed=0):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=F64)
+def normal(*shape, seed=0, dtype=F64):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=F64).to(dtype)
 
 
 def assert_close(actual, expected, tolerance):

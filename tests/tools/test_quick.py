@@ -1,4 +1,4 @@
-"""``make quick`` runs the tests of what changed."""
+"""``make quick`` runs the tests of the changed files."""
 
 import subprocess
 

@@ -7,8 +7,8 @@ import pytest
 from fused_rope_attn.attention.configs import HopperForwardConfig
 from fused_rope_attn.attention.hopper import backward, configs as hopper_configs
 from tests.support.calls import NO_MASKS
-from tests.support.hopper import ON_SM_90, check_on_gpu, needs_sm_90
 from tests.support.internals import forget_calls, forget_plans
+from tests.support.places import ON_SM_90, check_on_gpu, needs_sm_90
 
 pytestmark = needs_sm_90
 

@@ -9,9 +9,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fused_rope_attn import plan_mla, rope_attention_mla
 from tests.support.dtypes import BF16
 from tests.support.gpu import assert_alike
-from tests.support.hopper import both_backends, check_on_gpu, only_sm_90
 from tests.support.internals import go_through_the_dispatcher
 from tests.support.marks import cases
+from tests.support.places import both_backends, check_on_gpu, only_sm_90
 from verification.testing import LatentCase, make_latent_inputs, run_latent_op
 
 DEEPSEEK = LatentCase(2, 6, 333, 700, 128, 64, 128, interleaved=True, dtype=BF16)

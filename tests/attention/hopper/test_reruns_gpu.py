@@ -10,9 +10,9 @@ import torch
 from tests.support.attention import assert_equal, assert_matches_float64
 from tests.support.dtypes import BF16, F16
 from tests.support.gpu import FEW_HEADS, FEW_KEY_HEADS, MANY_TILES, SOME_TILES, assert_alike, assert_same_but_dq
-from tests.support.hopper import EMPTY, ON_SM_90, UNEVEN, check_reruns, needs_sm_90, packed
 from tests.support.marks import cases
 from tests.support.paths import ROOT
+from tests.support.places import EMPTY, ON_SM_90, UNEVEN, check_reruns, needs_sm_90, packed
 from verification.testing import Case, make_inputs, run_op
 
 pytestmark = needs_sm_90

@@ -10,9 +10,9 @@ from fused_rope_attn import rope_attention
 from tests.support.attention import assert_equal, assert_matches_float64
 from tests.support.dtypes import BF16, F16
 from tests.support.gpu import MANY_TILES, ODD_LENGTHS, assert_same_but_dq
-from tests.support.hopper import EMPTY, ON_SM_90, PADDED, UNEVEN, needs_sm_90, packed
 from tests.support.internals import run_operators
 from tests.support.marks import cases
+from tests.support.places import EMPTY, ON_SM_90, PADDED, UNEVEN, needs_sm_90, packed
 from verification.testing import Case, make_inputs, run_op
 
 pytestmark = needs_sm_90

@@ -13,7 +13,7 @@ from tests.support.hf_models import make_ids, make_model
 from tests.support.hf_runs import assert_close
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
-# Models whose static caches are cropped, from 5.24 on.
+# Models with static caches that can be cropped: transformers 5.24 and later.
 CROPPED = ("llama", "gemma3") if getattr(StaticLayer, "is_croppable", False) else ()
 
 
@@ -86,7 +86,7 @@ def test_who_writes_a_static_cache(monkeypatch):
     ("name", "make"),
     [
         ("llama", transformers.DynamicCache),
-        # As long as the window.
+        # The cache is as long as the window.
         *((name, functools.partial(transformers.StaticCache, max_cache_len=8)) for name in CROPPED),
     ],
 )

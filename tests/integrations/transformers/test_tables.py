@@ -60,7 +60,7 @@ def configs() -> Iterator[PretrainedConfig]:
 
 
 def own_classes(config: PretrainedConfig) -> list[type]:
-    """Return the rotary classes whose annotation names a config's class, or else all that do not rotate pictures."""
+    """Return the rotary classes that are annotated with a config's class, or else all that do not rotate pictures."""
     try:
         file = importlib.import_module(type(config).__module__.replace(".configuration_", ".modeling_"))
     except ImportError:
@@ -77,7 +77,7 @@ def factors(columns: int) -> dict[str, list[float]]:
 
 
 def scaled(config: PretrainedConfig, layer_type: str | None, rope_type: str) -> PretrainedConfig:
-    """Return a copy of a config whose layers, or those of one type, have another rope type."""
+    """Return a copy of a config with another rope type, for all layers or for those of one type."""
     config = copy.deepcopy(config)
     for name, value in (("max_position_embeddings", MADE_FOR), ("original_max_position_embeddings", TRAINED)):
         if hasattr(config, name):
@@ -137,7 +137,7 @@ def test_every_config_class_and_rope_type():
     for config in configs():
         layers = [name for name, value in (getattr(config, FIELD) or {}).items() if isinstance(value, dict)]
         for layer_type, rope_type in itertools.product(layers or [None], sorted(TYPES)):
-            if getattr(config, "default_rope_type", "default") != "default":  # pictures, whose positions have two axes
+            if getattr(config, "default_rope_type", "default") != "default":  # positions of pictures have two axes
                 continue
             other = scaled(config, layer_type, rope_type)
             for seq_len in LENGTHS:
