@@ -45,11 +45,15 @@ def results(function, tensors):
         (128, {"norms": 0.0}),
         (256, {"norms": 1.0, "form": "bshd"}),
         (96, {"norms": 0.0, "rotary_dim": 32, "interleaved": True, "norm_eps": 1e-5}),
+        # Two sections of one pair each, and 124 columns that pass through, which a tile holds as well.
+        (128, {"heads_q": 12, "heads_kv": 12, "dtype": F32, "rotary_dim": 4, "positions": "two ids", "form": "bshd",
+               "interleaved": True, "tables": "random", "memory": ("bnhd", "bnhd", "wide", "wide")}),
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_head_dims_of_models(head_dim, changes):
-    assert_right(RopeCheck(2, 6, 2, 333, 400, head_dim, dtype=BF16, **changes), Machine.of("cuda"))
+    sizes = {"batch": 2, "heads_q": 6, "heads_kv": 2, "len_q": 333, "len_k": 400, "dtype": BF16}
+    assert_right(RopeCheck(head_dim=head_dim, **sizes | changes), Machine.of("cuda"))
 
 
 @with_and_without_norms
@@ -122,10 +126,3 @@ def test_more_than_two_to_the_31_elements(layout):
         far = storage.as_strided(size, strides)
         far.copy_(normal(*size))
         assert torch.equal(apply_rope(far, cos, sin), apply_rope(far.contiguous(), cos, sin))
-
-
-def test_a_short_rotation_with_a_long_tail():
-    """Two sections of one pair each, and 124 columns that pass through, which a tile holds as well."""
-    check = RopeCheck(2, 12, 12, 310, 408, 128, dtype=F32, rotary_dim=4, positions="two ids", interleaved=True,
-                      tables="random", form="bshd", memory=("bnhd", "bnhd", "wide", "wide"))  # fmt: skip
-    assert_right(check, Machine.of("cuda"))
