@@ -16,7 +16,7 @@ from verification.testing import LatentCase, make_latent_inputs, run_latent_op
 @pytest.mark.parametrize("window", [None, (4, 0)])
 def test_the_reference_is_what_models_compute(interleaved, window):
     """Concatenate, expand and attend, as DeepSeek's code does: values and gradients."""
-    case = LatentCase(2, 3, 9, 12, interleaved=interleaved, window=window, dtype=F64)
+    case = LatentCase(2, 3, 3, 9, 12, 16, interleaved=interleaved, window=window, tables="random", dtype=F64)
     inputs = make_latent_inputs(case)
     out = run_latent_op(inputs, case, backend="reference")
     distance = torch.arange(9)[:, None] + 3 - torch.arange(12)
@@ -27,7 +27,7 @@ def test_the_reference_is_what_models_compute(interleaved, window):
         rotate(x, *(t[-x.shape[2] :].to(F64) for t in (inputs.cos, inputs.sin)), interleaved=interleaved)
         for x in (q_rope, k_rope)
     )
-    q, k = torch.cat((q_nope, q_rot), -1), torch.cat((k_nope, k_rot.expand(-1, case.heads, -1, -1)), -1)
+    q, k = torch.cat((q_nope, q_rot), -1), torch.cat((k_nope, k_rot.expand(-1, case.heads_q, -1, -1)), -1)
     o = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=case.scale)
     for x, y in zip((out.o, *out[2:]), [o, *torch.autograd.grad(o, leaves, inputs.do)], strict=True):
         torch.testing.assert_close(x, y, rtol=1e-10, atol=1e-10)
@@ -65,10 +65,10 @@ def test_auto_takes_the_sm_90_kernels_at_the_widths_of_deepseek(arch):
 
 @interpreted
 @pytest.mark.parametrize(
-    ("name", "changes"), [("q_rope", {"rope": 80}), ("q_nope", {"nope": 40}), ("v", {"value": 144})]
+    ("name", "changes"), [("q_rope", {"head_dim": 80}), ("q_nope", {"nope": 40}), ("v", {"value": 144})]
 )
 def test_an_explicit_backend_says_which_widths_it_serves(name, changes):
-    inputs = make_latent_inputs(LatentCase(1, 2, 5, 5, **changes))[:7]
+    inputs = make_latent_inputs(LatentCase(1, 2, 2, 5, 5, **({"head_dim": 16} | changes)))[:7]
     with pytest.raises(NotImplementedError, match=f"{name} must have a number of columns that is a multiple of 16"):
         rope_attention_mla(*inputs, backend="triton")
     assert plan_mla(*inputs).backend == "reference" and rope_attention_mla(*inputs).isfinite().all()

@@ -11,7 +11,7 @@ from tests.support.places import both_backends
 from verification.testing import LatentCase, make_latent_inputs
 
 pytestmark = pytest.mark.gpu
-DEEPSEEK = LatentCase(2, 6, 333, 700, 128, 64, 128, interleaved=True, dtype=BF16)
+DEEPSEEK = LatentCase(2, 6, 6, 333, 700, 64, nope=128, value=128, interleaved=True, tables="random", dtype=BF16)
 
 
 @both_backends

@@ -70,7 +70,7 @@ def described(case: Case) -> str:
     """Name a case, or a call that has more fields, without its dtype."""
     heads = f"{case.heads_q}/{case.heads_kv}" if case.heads_q != case.heads_kv else f"{case.heads_q}"
     length = f"{case.len_q}x{case.len_k}" if case.len_q != case.len_k else f"{case.len_q}"
-    kind = type(case).__name__.removesuffix("Check").removeprefix("Case").removeprefix("Attention").lower()
+    kind = type(case).__name__.removesuffix("Check").removesuffix("Case").removeprefix("Attention").lower()
     words = [kind, f"B{case.batch} H{heads} N{length} D{case.head_dim}"]
     for field in fields(case)[6:]:
         value = getattr(case, field.name)
@@ -101,6 +101,12 @@ def masks_of(case: Case, device: torch.device | str = "cpu") -> dict[str, Any]:
         "kv_starts": bounds(case.kv_starts),
         "kv_lens": bounds(case.kv_lens),
     }
+
+
+def ends_of(case: Case, device: torch.device | str) -> dict[str, Tensor]:
+    """Return cu_seqlens_q and cu_seqlens_k of a packed case."""
+    ends = torch.tensor(((0, 0), *case.seqlens), dtype=torch.int32).cumsum(0, dtype=torch.int32).to(device)
+    return {f"cu_seqlens_{name}": ends[:, i].contiguous() for i, name in enumerate("qk")}
 
 
 def intervals_of(case: Case) -> tuple[Tensor | None, Tensor | None]:

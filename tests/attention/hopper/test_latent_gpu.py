@@ -14,7 +14,7 @@ from tests.support.marks import cases
 from tests.support.places import both_backends, check_on_gpu, only_sm_90
 from verification.testing import LatentCase, make_latent_inputs, run_latent_op
 
-DEEPSEEK = LatentCase(2, 6, 333, 700, 128, 64, 128, interleaved=True, dtype=BF16)
+DEEPSEEK = LatentCase(2, 6, 6, 333, 700, 64, nope=128, value=128, interleaved=True, tables="random", dtype=BF16)
 PACKED = replace(
     DEEPSEEK, batch=1, len_q=650, len_k=710, lse_gradient=True,
     seqlens=((300, 300), (0, 0), (1, 1), (20, 0), (129, 129), (0, 30), (200, 250)),
@@ -36,7 +36,7 @@ def test_random_calls(kind, chosen):
 
 
 @both_backends
-@cases(DEEPSEEK, PADDED, PACKED, replace(DEEPSEEK, len_q=2048, len_k=2048, heads=16))
+@cases(DEEPSEEK, PADDED, PACKED, replace(DEEPSEEK, len_q=2048, len_k=2048, heads_q=16, heads_kv=16))
 def test_a_hundred_reruns_are_bitwise_equal(case, chosen):
     inputs, others = make_latent_inputs(case, "cuda"), make_latent_inputs(replace(case, seed=1), "cuda")
     backend = chosen["backend"]
@@ -98,7 +98,7 @@ def test_the_operator_of_saved_queries(chosen):
 def test_plans_and_refusals(chosen):
     """The backend "auto" takes these kernels where there is enough work."""
     large, small = (
-        make_latent_inputs(replace(DEEPSEEK, batch=1, heads=heads, len_q=512, len_k=512), "cuda")[:7]
+        make_latent_inputs(replace(DEEPSEEK, batch=1, heads_q=heads, heads_kv=heads, len_q=512, len_k=512), "cuda")[:7]
         for heads in (2, 1)
     )
     assert plan_mla(*large, True).backend == "hopper"
