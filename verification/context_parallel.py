@@ -114,6 +114,7 @@ class CpCheck:
     given: dict[str, Any]
     size: ClassVar[str] = "small"
     backend: ClassVar[str] = "cp"
+    function: ClassVar[str] = "rope_attention_cp"
 
     @property
     def name(self) -> str:

@@ -12,7 +12,7 @@ from tests.support.dtypes import BF16, F16, F32
 from tests.support.internals import forget_calls, write
 from tests.support.places import needs_sm_90
 from verification.calls import Machine, dtype_name
-from verification.search import command_of
+from verification.run import command_of
 from verification.strategies import FAMILIES, draw
 from verification.workers import run_check
 
