@@ -1,4 +1,4 @@
-"""The runs of ``python -m verification``: cases, or drawn calls, and what they print. Drawn calls that fail are shrunk."""
+"""Runs of ``python -m verification``: cases, or drawn calls, which are shrunk if they fail, and what is printed."""
 
 from __future__ import annotations
 
