@@ -231,7 +231,7 @@ def test_the_matrix_names_every_feature_once():
     names = [check.name for check in CHECKS]
     assert len(set(names)) == len(names) and {check.size for check in CHECKS} == set(SIZES)
     features = ("interleaved", "table_batch", "full_width", "tables=yarn", "tables=random", "layout=odd", "H5/1",
-                "layout=expanded", "table_dtype=float16", "deterministic", "causal=False", "H6/2", "rotary_dim=2",
+                "layout=onebatch", "table_dtype=float16", "deterministic", "causal=False", "H6/2", "rotary_dim=2",
                 "N100x33", "N33x100", "page_size", "float8", "positions=ids", "seqlens", "softmax_scale=")  # fmt: skip
     for feature in features:
         assert any(feature in name for name in names), feature

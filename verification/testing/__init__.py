@@ -21,7 +21,6 @@ from verification.testing.latent import (
     run_latent_reference,
 )
 from verification.testing.poison import poison_empty
-from verification.testing.rotation import RotationResults, run_rotation_reference
 from verification.testing.rounding import RandomRounding
-from verification.testing.runs import Results, reference_attention, run_op, run_reference
+from verification.testing.runs import Results, reference_attention, run_op, run_reference, run_rotation_reference
 from verification.testing.tolerance import DRAWS, Comparison, compare, noise_of_zero
