@@ -58,15 +58,13 @@ def test_there_are_no_figures_beside_the_generated_ones(page):
 
 
 def test_the_command_writes_checks_and_complains(toy, capsys):
-    assert main(["docs", "--check"]) == 1
-    assert "page.md does not match the rows in toy" in capsys.readouterr().err
+    assert main(["docs", "--check"]) == 1 and "page.md does not match the rows in toy" in capsys.readouterr().err
     assert "Llama7B-4K" not in toy.read_text(encoding="utf-8")
-    assert main(["docs"]) == 0 and "rewrote toy" in capsys.readouterr().out
+    assert main(["docs"]) == 0
     text = toy.read_text(encoding="utf-8")
     assert text.startswith("# before\n<!-- table:toy: written by `python -m bench docs`")
     assert text.endswith(f"{_END}after\n") and "(bench/results/rows-h200.csv)" in text
     assert main(["docs", "--check"]) == 0
-    assert main(["docs"]) == 0 and "matches the rows" in capsys.readouterr().out
     toy.write_text(text.replace("Llama7B-4K | 0.598", "Llama7B-4K | 0.498"), encoding="utf-8")
     assert main(["docs", "--check"]) == 1
     (results.RESULTS / "rows-h200.csv").unlink()

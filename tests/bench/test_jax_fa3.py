@@ -57,7 +57,6 @@ def test_it_is_judged_and_timed_next_to_ours(library, measure):
     assert exit_status == 0 and {row["status"] for row in rows} <= {"ok", "loose"}, rows
     found = [(row["pass"], row["provider"], row["mode"]) for row in rows]
     assert found == [(part, name, "load") for part in ("fwd", "bwd") for name in ("fused", FA3)]
-    assert "peak_mib" not in rows[1] and rows[1]["role"] == "bare"
     # An execution of the other framework is CALLS calls of one target.
     assert library.count(jax_fa3._BACKWARD) == 2 + 4 * CALLS  # the gate, and two rounds of two executions
 
@@ -65,4 +64,4 @@ def test_it_is_judged_and_timed_next_to_ours(library, measure):
 def test_a_wrong_gradient_is_not_timed(library, measure):
     library.append("wrong")
     _, rows = measure("fa3", [CASE], PEOPLE[1:])
-    assert status(rows) == {FA3: "failed"} and rows[0]["pass"] is None and "dk" in rows[0]["detail"]
+    assert status(rows) == {FA3: "failed"} and "dk" in rows[0]["detail"]

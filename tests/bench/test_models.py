@@ -43,10 +43,7 @@ class LigerRMSNorm(torch.nn.Module):
         y = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.variance_epsilon)
         return y * (self.offset + self.weight)
 """,
-    "liger_kernel.transformers.rope": """
-def liger_rotary_pos_emb(*given):
-    return apply_rotary_pos_emb(*given)
-""",
+    "liger_kernel.transformers.rope": "def liger_rotary_pos_emb(*given): return apply_rotary_pos_emb(*given)",
 }
 
 
@@ -75,23 +72,22 @@ def liger(monkeypatch):
 def test_norms_of_heads_are_computed_by_whom_the_label_names(liger):
     """A layer has two norms of heads. A provider's switches are undone after it."""
     model = shapes.make(NORMED, torch.device("cpu"))
-    rotation = sys.modules[type(model).__module__].apply_rotary_pos_emb
-    before = {path: set(module.__dict__) for path, module in model.named_modules()}
-    counts = {}
+    home, counts = sys.modules[type(model).__module__], {}
+
+    def state():
+        return home.apply_rotary_pos_emb, model.config._attn_implementation, [set(vars(x)) for x in model.modules()]
+
+    before = state()
     for name in ("sdpa", "liger_norm", "own_norms", "fused", "fused_liger"):
         liger.clear()
         with providers.PROVIDERS[name].on(model):
             model(IDS)
             counts[name] = len(liger), next((row.norms for row in patch_report(model)), "")
-        assert {path: set(module.__dict__) for path, module in model.named_modules()} == before, name
-        assert sys.modules[type(model).__module__].apply_rotary_pos_emb is rotation
-        assert model.config._attn_implementation == "sdpa" and not model.model.layers[0].self_attn.q_norm._forward_hooks
+        assert state() == before and not model.model.layers[0].self_attn.q_norm._forward_hooks, name
     # Liger's last norm stays Liger's, and its norms of heads go to our kernels.
     own = "its own: q_norm has hooks"
-    assert counts == {"sdpa": (0, ""), "liger_norm": (2, ""), "own_norms": (0, own)} | {
-        "fused": (0, "fused"),
-        "fused_liger": (1, "fused"),
-    }
+    assert counts == {"sdpa": (0, ""), "liger_norm": (2, ""), "own_norms": (0, own), "fused": (0, "fused"),
+                      "fused_liger": (1, "fused")}  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", ["train", "step"])

@@ -98,8 +98,8 @@ def test_text_marks_losses_and_reservations():
     rows.append(attention_row("Llama7B-4K", "hf_flash_attn", 2.5, status="loose", detail="o: 3 rows too far off"))
     rows.append(attention_row("Llama7B-4K", "compiled_fa4", 0.1, status="failed", detail="dq: 7 rows beyond 2.5x"))
     text = case_report(rows)
-    assert "~ HF rope + FA2" in text and "tolerance: o: 3 rows" in text and "0.80x LOSS" in text
-    assert "compiled rope + FA4 (fwd graph): FAILED the gate: dq: 7 rows" in text
+    for words in ("~ HF rope + FA2", "tolerance: o: 3 rows", "0.80x LOSS", "FA4 (fwd graph): FAILED the gate: dq: 7"):
+        assert words in text
 
 
 # Tables of documents

@@ -1,20 +1,44 @@
-"""Random calls on 2, 3 and 4 ranks against float64, the bits of one call, and PyTorch's features."""
+"""Random calls on 2, 3 and 4 ranks against float64, the bits of one call, and PyTorch's features.
+
+A program is what every rank runs; it raises where something is wrong.
+"""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 from hypothesis import given, seed, settings
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.checkpoint import checkpoint
 
-from tests.support import context_parallel as programs
+from fused_rope_attn.distributed import methods, plan_cp, plan_varlen_cp
 from tests.support.calls import SHRINKING
-from tests.support.context_parallel import attend_in_sections, attend_invariantly, judge
-from tests.support.dtypes import F16
+from tests.support.context_parallel import Shard, judge
+from tests.support.dtypes import BF16, F16, F32
 from tests.support.marks import ignore_overflow, interpreted
 from verification.attention import AttentionCheck
 from verification.context_parallel import attend, cp_calls, joined
 from verification.interpreter import products_in_float64
+from verification.ranks import group_of
 from verification.testing import Case
+
+SMALL = Case(1, 4, 2, 24, 24, 16, dtype=F32, window=(9, 0))
+
+
+def attend_in_sections(*given):
+    """Return what ``attend`` does where heads travel one after the other."""
+    usual, methods.SECTION_BYTES = methods.SECTION_BYTES, 1
+    try:
+        return attend(*given)
+    finally:
+        methods.SECTION_BYTES = usual
+
+
+def attend_invariantly(case, ranks, options):
+    """Return what ``attend`` does of kernels with the same bits, in the interpreter."""
+    with products_in_float64():
+        return attend(case, ranks, "cpu", {"backend": "triton", "batch_invariant": True} | options)
 
 
 @pytest.mark.parametrize("part", range(12))
@@ -55,49 +79,97 @@ def test_rows_have_the_bits_of_one_call(ranks, members, case, options):
     assert all(torch.equal(found[name][:, :, exists], expected[name][:, :, exists]) for name in ("o", "lse"))
 
 
-MEMBERS = (0, 1, 2)
+def assert_close(found, expected):
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
-def run(ranks, program, *given, members=MEMBERS):
-    return ranks.results(program, members, *given, ranks=members)
+FEATURES = {
+    "checkpoint": lambda shard: partial(checkpoint, shard, use_reentrant=False),
+    "compile": lambda shard: torch.compile(lambda *qkv: shard(*qkv), fullgraph=True, backend="aot_eager"),
+    "interpreter": lambda shard: partial(shard, backend="triton"),
+    "layout": lambda shard: lambda *qkv: shard(*(x.transpose(1, 2) for x in qkv), layout="bshd").transpose(1, 2),
+    "mesh": lambda shard: partial(shard, group=DeviceMesh.from_group(shard.group, "cpu", mesh_dim_names=("cp",))),
+    "two calls in flight": lambda shard: lambda *qkv: (shard(*qkv) + shard(*qkv)) / 2,
+}
 
 
-def assert_pairs_close(found):
-    for pair in found:
-        torch.testing.assert_close(*pair, rtol=1e-5, atol=1e-5)
+def under(ranks, feature):
+    """o and gradients under a feature of PyTorch are those of an ordinary call."""
+    shard = Shard(SMALL, ranks)
+    found = shard.both(FEATURES[feature](shard))  # first, because the eager call adds plans to the cache
+    assert_close(found, shard.both())
 
 
-FEATURES = ["checkpoint", "layout", "mesh", "two calls in flight", "compile", "compile varlen"]
+def compiled_documents(ranks):
+    shard = Shard(SMALL, ranks)
+    usual = partial(shard.packed, plan_varlen_cp([0, 7, 24], group=shard.group))
+    found = shard.both(torch.compile(lambda *qkv: usual(*qkv), fullgraph=True, backend="aot_eager"))
+    assert_close(found, shard.both(usual))
 
 
-@pytest.mark.parametrize("feature", [*FEATURES, pytest.param("interpreter", marks=interpreted)])
-def test_features_of_pytorch(ranks, feature):
-    assert_pairs_close(run(ranks, programs.under, feature))
+def autocast(ranks):
+    """Autocast has bfloat16 and the inputs are float32."""
+    shard = Shard(SMALL, ranks)
+    with torch.autocast("cpu", dtype=BF16):
+        o = shard(*shard.qkv)
+    o.sum().backward()
+    assert (o.dtype, shard.qkv[1].grad.dtype) == (BF16, F32)
 
 
-def test_autocast(ranks):
-    assert run(ranks, programs.autocast) == [(torch.bfloat16, torch.float32)] * 3
+def used_by_some(ranks, method):
+    """Gradients are those of losses in which unused outputs are times zero. Rank 0 uses no o, the others no lse."""
+    shard, found = Shard(SMALL, ranks), []
+    for times_zero in (True, False):
+        outputs = shard(*shard.qkv, method=method, return_lse=True)
+        unused, used = outputs if shard.group.rank() == 0 else reversed(outputs)
+        loss = used.square().sum() + (0 * unused).sum() if times_zero else used.square().sum()
+        found.append(torch.autograd.grad(loss, shard.qkv))
+    assert_close(*found)
 
 
-@pytest.mark.parametrize("method", ["all_gather", "all_to_all"])
-def test_outputs_that_some_ranks_do_not_use(ranks, method):
-    assert_pairs_close(run(ranks, programs.used_by_some, method, members=(0, 1)))
+def only_values_need_gradients(ranks):
+    shard = Shard(SMALL, ranks)
+    q, k, v = (x.detach() for x in shard.qkv)
+    (dv,) = torch.autograd.grad(shard(q, k, v.requires_grad_()).sum(), v)
+    assert dv.isfinite().all() and dv.abs().sum() > 0
 
 
-def test_only_values_need_gradients(ranks):
-    for dv in run(ranks, programs.only_values_need_gradients):
-        assert dv.isfinite().all() and dv.abs().sum() > 0
+def poisoned(ranks, total):
+    """NaN in q, k, v and do from row ``total`` on reaches nothing."""
+    shard, poison = Shard(SMALL, ranks), torch.zeros(1, 1, 24, 1)
+    poison[:, :, total:] = float("nan")
+    shard.qkv = [(x.detach() + shard.cut(poison)).requires_grad_() for x in shard.qkv]
+    shard.do += shard.cut(poison)
+    assert all(x.isfinite().all() for x in shard.both(total_len=total))
 
 
-@pytest.mark.parametrize("total", [23, 13, 8, 0])
-def test_rows_that_do_not_exist_hold_anything(ranks, total):
-    for found in run(ranks, programs.poisoned, total):
-        assert all(x.isfinite().all() for x in found)
+PROGRAMS = [
+    *((under, (0, 1, 2), name) for name in FEATURES if name != "interpreter"),
+    pytest.param((under, (0, 1, 2), "interpreter"), marks=interpreted),
+    *((program, (0, 1, 2)) for program in (compiled_documents, autocast, only_values_need_gradients)),
+    *((used_by_some, (0, 1), method) for method in ("all_gather", "all_to_all")),
+    *((poisoned, (0, 1, 2), total) for total in (23, 13, 8, 0)),
+]
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda row: " ".join([row[0].__name__, *map(str, row[2:])]))
+def test_features(ranks, program):
+    ranks.results(*program, ranks=program[1])
+
+
+def planned(ranks, heads_kv, length, options):
+    """Return the method and the reason of ``plan_cp``, on tensors without data."""
+    q, k = (torch.empty(1, heads, length, 128, dtype=BF16, device="meta") for heads in (32, heads_kv))
+    table = torch.empty(length * len(ranks), 64, device="meta")
+    plan = plan_cp(q, k, k, table, table, group=group_of(ranks), **options)
+    return plan.method, plan.reason
 
 
 def test_plans(ranks):
+    """One rank alone may ask."""
+
     def plan(*arguments):
-        return ranks.results(programs.planned, (0, 1), *arguments, ranks=(1,))[0]
+        return ranks.results(planned, (0, 1), *arguments, ranks=(1,))[0]
 
     method, reason = plan(8, 65536, {})
     assert method == "all_gather" and "TFLOP" in reason

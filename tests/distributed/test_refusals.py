@@ -1,9 +1,49 @@
 """A wrong call raises on every rank and names the argument, also where only one rank is wrong."""
 
 import pytest
+import torch
 
-from fused_rope_attn.distributed import cp_positions, plan_varlen_cp
-from tests.support import context_parallel as programs
+from fused_rope_attn.distributed import cp_positions, plan_varlen_cp, rope_attention_cp, rope_attention_varlen_cp
+from tests.support.context_parallel import Shard, with_group
+from verification.ranks import group_of
+from verification.testing import Case
+
+SMALL = Case(1, 4, 2, 24, 24, 16, dtype=torch.float32)
+
+
+def refused(ranks, wrong):
+    """Make a call in which rank 1, or with "all" every rank, passes something wrong."""
+    group, wrong = group_of(ranks), dict(wrong)
+    if not wrong.pop("all", False) and group.rank() != 1:
+        wrong = {}
+    length, heads_kv, rows = wrong.pop("length", 12), wrong.pop("heads_kv", 2), wrong.pop("rows", 36)
+    length_k, grad = wrong.pop("length_k", length), wrong.pop("grad", True)
+    q, k = torch.zeros(1, 4, length, 16, requires_grad=grad), torch.zeros(1, heads_kv, length_k, 16)
+    rope_attention_cp(q, k, k, torch.ones(rows, 8), torch.zeros(rows, 8), **{"group": group, **wrong})
+
+
+def refused_documents(ranks, ends, options):
+    """Make a packed call for which each rank's first document has its entry of ends as its length."""
+    group = group_of(ranks)
+    plan = plan_varlen_cp([0, ends[group.rank()], 12], group=group)
+    x = torch.zeros(plan.local, 2, 16)
+    rope_attention_varlen_cp(x, x, x, torch.ones(12, 8), torch.zeros(12, 8), plan, **options)
+
+
+def double_backward(ranks):
+    shard = Shard(SMALL, ranks)
+    torch.autograd.grad(shard(*shard.qkv).sum(), shard.qkv[:1], create_graph=True)[0].sum().backward()
+
+
+def forward_mode(ranks):
+    """Only the first rank passes a tangent."""
+    shard = Shard(SMALL, ranks)
+    q, k, v = (x.detach() for x in shard.qkv)
+    with torch.autograd.forward_ad.dual_level():
+        if shard.group.rank() == 0:
+            k = torch.autograd.forward_ad.make_dual(k, torch.ones_like(k))
+        shard(q, k, v)
+
 
 # (what rank 1 of three passes otherwise, or all with "all", the error, what every rank's message says)
 ROWS = [
@@ -39,18 +79,17 @@ PLANS = [
     ([0, 8], {"sharding": "ring"}, "sharding must be"),
     ([0, 8], {"sharding": "dealt:0,0,0,1"}, "each rank equally often"),
 ]
-REFUSED = [(programs.refused, (0, 1, 2), (wrong,), kind, message) for wrong, kind, message in ROWS]
+REFUSED = [(refused, (0, 1, 2), (wrong,), kind, message) for wrong, kind, message in ROWS]
 REFUSED += [
-    (programs.with_group, (0, 1), (plan_varlen_cp, (ends,), options), ValueError, message)
-    for ends, options, message in PLANS
+    (with_group, (0, 1), (plan_varlen_cp, (ends,), options), ValueError, message) for ends, options, message in PLANS
 ]
 PACKED = "rope_attention_varlen_cp() does not take"
 REFUSED += [
-    (programs.refused_documents, (0, 1), ([5, 6], {}), ValueError, "the documents of plan must be the same on all"),
-    (programs.refused_documents, (0, 1), ([5, 5], {"return_max_logit": True}), TypeError, f"{PACKED} 'return_max_"),
-    (programs.refused_documents, (0, 1), ([5, 5], {"max_seqlen": 7}), TypeError, f"{PACKED} 'max_seqlen'"),
-    (programs.double_backward, (0, 1, 2), (), NotImplementedError, "double backward"),
-    (programs.forward_mode, (0, 1, 2), (), Exception, "rope_attention_cp: forward-mode differentiation"),
+    (refused_documents, (0, 1), ([5, 6], {}), ValueError, "the documents of plan must be the same on all"),
+    (refused_documents, (0, 1), ([5, 5], {"return_max_logit": True}), TypeError, f"{PACKED} 'return_max_"),
+    (refused_documents, (0, 1), ([5, 5], {"max_seqlen": 7}), TypeError, f"{PACKED} 'max_seqlen'"),
+    (double_backward, (0, 1, 2), (), NotImplementedError, "double backward"),
+    (forward_mode, (0, 1, 2), (), Exception, "rope_attention_cp: forward-mode differentiation"),
 ]
 
 

@@ -1,7 +1,10 @@
-"""Arguments of all examples, and what those compute that test_training.py does not run."""
+"""Arguments of all examples, what they compute, and the training examples, small, each as a script."""
 
+import json
+import os
 import re
 import runpy
+import subprocess
 import sys
 
 import pytest
@@ -30,12 +33,14 @@ def run(monkeypatch, capsys):
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
 def test_help_needs_no_extra(run, capsys, path):
+    """An example asks to install extras of the checkout, because the package is on no index."""
     with pytest.raises(SystemExit) as ended:
         run(path, "--help", missing=("matplotlib", "transformers"))
     text = capsys.readouterr().out
     assert ended.value.code == 0 and text.startswith(f"usage: {path.name}")
     described = dict(re.findall(r"^  (--\w+)(?: [A-Z]+)?\s+([a-z].*)$", text, re.MULTILINE))
     assert set(described) == set(re.findall(r"--\w+", text.partition("\n\n")[0])), text
+    assert not re.search(r"index-url|pip install (?!'\.\[)", path.read_text(encoding="utf-8"))
 
 
 @pytest.mark.parametrize("missing", [(), ("matplotlib",)], ids=["with matplotlib", "without"])
@@ -48,15 +53,6 @@ def test_results_are_printed_with_and_without_the_plot(run, tmp_path, missing):
         assert lines[2] == "no plot was written, since matplotlib is not installed" and not out.exists()
     else:
         assert lines[2] == f"plot written to {out}" and out.stat().st_size > 5000
-
-
-@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
-def test_no_package_index_is_named(path):
-    """An example asks to install extras of the checkout, because the package is on no index."""
-    text = path.read_text(encoding="utf-8")
-    assert not re.search(r"index-url|pip install ['\"]?fused", text)
-    for command in re.findall(r"pip install ([^`\n]+)", text):
-        assert command.startswith("'.[")
 
 
 @pytest.mark.parametrize(
@@ -132,3 +128,50 @@ def test_same_bits(capsys):
 def test_same_bits_on_a_gpu(capsys):
     without, with_option = differing(capsys, "")
     assert without[0] > 0 and with_option == (0, 5 * 64, 0.0)
+
+
+# Training
+
+# A process of PyTorch 2.13 with FSDP2 over gloo ends with this message in about 3 of 100 runs, after its last statement
+# and without this package too. All files have been written then.
+ABORTED = "terminate called without an active exception"
+
+
+def train(name, *arguments, launcher=(), **variables):
+    """Return what a script prints."""
+    command = [sys.executable, *launcher, str(ROOT / "examples" / name), "--small", *map(str, arguments)]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)} | variables
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+    assert done.returncode == 0 or (launcher and ABORTED in done.stderr), done.stderr
+    return done.stdout
+
+
+def test_train_gpt():
+    out = train("train_gpt.py", "--steps", 10, TRITON_INTERPRET="0")
+    assert float(re.search(r"differ by (\S+) at most", out)[1]) < 1e-4
+    first, last = re.search(r"^fused_attention .* first loss (\S+), last (\S+)$", out, re.MULTILINE).groups()
+    assert float(last) < float(first) - 0.1
+
+
+@pytest.mark.gpu
+def test_train_gpt_on_a_gpu():
+    """Losses of 50 steps with kernels in bfloat16 are those of separate steps."""
+    assert float(re.search(r"differ by (\S+) at most", train("train_gpt.py", "--steps", 50))[1]) < 1e-2
+
+
+def test_train_llama(tmp_path):
+    out = train("train_llama.py", "--steps", 4, "--out", tmp_path / "curves.png", TRITON_INTERPRET="0")
+    assert (tmp_path / "curves.png").stat().st_size > 5000
+    assert float(re.search(r"(\S+) at most", out)[1]) < 1e-5
+    patched, plain = (line.split(": ", 1)[1] for line in re.findall(r"^(?:un)?patch_model: .*$", out, re.MULTILINE))
+    assert patched == plain and patched.startswith("## 2026")
+
+
+def test_train_long(tmp_path):
+    """The losses of two processes are those of one."""
+    for launcher in ((), ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")):
+        arguments = ("--steps", 3, "--length", 96, "--out", tmp_path, "--packed")
+        train("train_long.py", *arguments, launcher=launcher, OMP_NUM_THREADS="1")
+    one, two = (json.loads((tmp_path / f"train_long-packed-{n}.json").read_text())["losses"] for n in (1, 2))
+    assert len(one) == 3 and one[0] > one[-1] and one == pytest.approx(two, abs=1e-5)
+    assert (tmp_path / "train_long-packed.png").stat().st_size > 5000

@@ -8,7 +8,6 @@ import torch
 from hypothesis import given as drawn, settings, strategies as st
 
 from fused_rope_attn import rope_attention_with_kvcache, write_kvcache
-from tests.support.dtypes import F16
 from tests.support.generation import CACHES, PAGED, PLAIN, arguments
 from tests.support.internals import check_step, share_elements
 from verification.matrix import step
@@ -58,24 +57,14 @@ HALF_A_PAGE_LATER = POOL.as_strided((9, 2, 16, 16), POOL.stride(), 256)
 ONE_OF_TWO = zeros(1, 2, 40, 16).expand(2, 2, 40, 16)
 # fmt: off
 TYPES = [  # the call, what changes, the message of its TypeError
-    (PLAIN, {"k_cache": None}, "k_cache must be a torch.Tensor, but is NoneType"),
-    (PLAIN, {"cache_seqlens": (2,)}, "cache_seqlens must be int32, but is float32"),
     (PLAIN, {"k_cache": zeros(2, 2, 40, 16).half()}, "k_cache must have q's dtype float32 or float8_e4m3fn, but is fl"),
-    (PLAIN, {"k": zeros(2, 2, 2, 16).half()}, "k must have q's dtype float32, but is float16"),
     (PLAIN, {"cache_is_rotated": 1}, "cache_is_rotated must be a bool, but is int 1"),
     (PLAIN, {"return_lse": 0}, "return_lse must be a bool, but is int 0"),
-    (PAGED, {"block_table": (2, 3)}, "block_table must be int32, but is float32"),
     (FLOAT8, {"v_cache": (2, 2, 40, 16)}, "v_cache must have k_cache's dtype float8_e4m3fn"),
-    (FLOAT8, {"k_scale": 0.5}, "k_scale must be a torch.Tensor, but is float 0.5"),
-    (FLOAT8, {"v_scale": torch.ones(2, dtype=F16)}, "v_scale must be float32, but is float16"),
 ]
 VALUES = [  # the same of ValueErrors
-    (PLAIN, {"cache_seqlens": ints(3)}, "cache_seqlens must have shape (B,) with B = 2, but has (3,)"),
     (PLAIN, {"k": None}, "k must be given where v is"),
     (PLAIN, {"v": None}, "v must be given where k is"),
-    (PLAIN, {"k": (2, 2, 3, 16)}, "k must have shape (B, HKV, NQ, D) with NQ = 2 of q, but has (2, 2, 3, 16)"),
-    (PLAIN, {"v": (2, 4, 2, 16)}, "v must have shape (B, HKV, NQ, D) with HKV = 2 of k_cache, but has (2, 4,"),
-    (PLAIN, {"k_cache": (1, 2, 40, 16)}, "k_cache must have shape (B, HKV, S_max, D) with B = 2 of q, but has (1, 2"),
     (PLAIN, {"v_cache": (2, 2, 41, 16)}, "v_cache must have shape (B, HKV, S_max, D) with S_max = 40 of k_cache, but"),
     (PLAIN, {"k_cache v_cache": (2, 3, 40, 16), "k v": None}, "k_cache has 3 heads, but q's 4 heads must be a multipl"),
     (PLAIN, {"k_cache": ONE_OF_TWO}, "k_cache must not be expanded"),
@@ -83,17 +72,12 @@ VALUES = [  # the same of ValueErrors
     (PLAIN, {"q": (2, 4, 41, 16), "k v": (2, 2, 41, 16)}, "k must have at most k_cache's S_max = 40 positions, but"),
     (PLAIN, {"cos sin": (39, 8)}, "cos must"),
     (PLAIN, {"q_norm": (16,)}, "k_norm must be given where q_norm is"),
-    (PLAIN, {"q_norm": (16,), "k_norm": (8,)}, "k_norm must have shape (D,) with D = 16, but has (8,)"),
     (PLAIN, {"q_norm": (16,), "k_norm": leaf(16)}, "k_norm must not require a gradient"),
     (PLAIN, {"q": leaf(2, 4, 2, 16)}, "q must not require a gradient"),
-    (PLAIN, {"sinks": (3,)}, "sinks must have shape (HQ,) with HQ = 4, but has (3,)"),
     (PLAIN, {"softcap": -1.0}, "softcap must be finite and positive"),
-    (PAGED, {"block_table": ints(3, 3)}, "block_table must have shape (B, pages) with B = 2, but has (3, 3)"),
-    (PAGED, {"block_table": ints(2, 3, device="meta")}, "block_table must be on q's"),
     (PAGED, {"block_table": ints(2, 4)}, "cos must have a row for each of block_table's 64 positions, but has 48 rows"),
     (PAGED, {"k_cache v_cache": (9, 2, 15, 16)}, "k_cache must have pages of at least 16 rows, but has 15"),
     (PAGED, {"k_cache v_cache": (0, 2, 16, 16)}, "k_cache must have at least one page, but has 0"),
-    (PAGED, {"k_cache": (9, 2, 16)}, "k_cache must have shape (num_pages, HKV, page_size, D)"),
     (PAGED, {"v_cache": (9, 2, 32, 16)}, "with page_size = 16 of k_cache, but has (9, 2, 32, 16)"),
     (PAGED, {"k_cache v_cache": (9, 2, 16, 24)}, "(num_pages, HKV, page_size, D) with D = 16 of q, but has (9, 2, 16"),
     (PAGED, {"k_cache v_cache": POOL}, "v_cache must not overlap k_cache in memory, but is k_cache"),
@@ -105,19 +89,12 @@ VALUES = [  # the same of ValueErrors
 ]
 TOKENS_FIRST = [  # messages show what the caller has
     ({"q": (2, 2, 4)}, "q must have shape (B, NQ, HQ, D), but has 3 dimensions: (2, 2, 4)"),
-    ({"v_cache": (2, 41, 2, 16)}, "(B, S_max, HKV, D) with S_max = 40 of k_cache, but has (2, 41, 2, 16)"),
     ({"v": (2, 3, 2, 16)}, "v must have shape (B, NQ, HKV, D) with NQ = 2 of q, but has (2, 3, 2, 16)"),
     ({"k_cache": zeros(1, 40, 2, 16).expand(2, -1, -1, -1)}, "memory, strides (0, 32, 16, 1)"),
 ]
 WRITES = [
-    ({"v": zeros(2, 2, 2, 16).half()}, TypeError, "v must have k's dtype float32, but is float16"),
-    ({"k": ints(2, 2, 2, 16)}, TypeError, "k must be float16, bfloat16 or float32, but"),
     ({"cache_is_rotated": 1}, TypeError, "cache_is_rotated must be a bool, but is int 1"),
     ({"interleaved": None}, TypeError, "interleaved must be a bool, but is NoneType"),
-    ({"new_lens": (2,)}, TypeError, "new_lens must be int32, but is float32"),
-    ({"cu_seqlens": (3,), "k v": (2, 2, 16)}, TypeError, "cu_seqlens must be int32"),
-    ({"v": (2, 2, 3, 16)}, ValueError, "v must have shape (B, HKV, N, D) with N = 2 of k, but has (2, 2, 3, 16)"),
-    ({"cache_seqlens": ints(3)}, ValueError, "cache_seqlens must have shape (B,) with B = 2"),
     ({"cu_seqlens": ints(3)}, ValueError, "k must have shape (T, HKV, D), but has 4"),
     ({"cu_seqlens": ints(1), "k v": (2, 2, 16)}, ValueError, "cu_seqlens must have shape (B+1,) with B >= 1, but has"),
     ({"cu_seqlens": ints(3), "new_lens": ints(2)}, ValueError, "new_lens must be None where cu_seqlens is given"),

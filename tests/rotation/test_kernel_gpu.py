@@ -1,14 +1,12 @@
 """The rotation on a GPU: head dims of models against float64, and what only a device has."""
 
-import math
-
 import pytest
 import torch
 
 from fused_rope_attn import RotaryEmbedding, apply_rope, apply_rope_qk, rope_tables
 from tests.support.calls import assert_right
 from tests.support.dtypes import BF16, F32
-from tests.support.gpu import capture, skip_below_free_memory
+from tests.support.gpu import skip_below_free_memory
 from verification.calls import Machine
 from verification.rotation import RopeCheck
 
@@ -45,29 +43,15 @@ def results(function, tensors):
         (128, {"norms": 0.0}),
         (256, {"norms": 1.0, "form": "bshd"}),
         (96, {"norms": 0.0, "rotary_dim": 32, "interleaved": True, "norm_eps": 1e-5}),
+        # Two sections of one pair each, and 124 columns that pass through, which a tile holds as well.
+        (128, {"heads_q": 12, "heads_kv": 12, "dtype": F32, "rotary_dim": 4, "positions": "two ids", "form": "bshd",
+               "interleaved": True, "tables": "random", "memory": ("bnhd", "bnhd", "wide", "wide")}),
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_head_dims_of_models(head_dim, changes):
-    assert_right(RopeCheck(2, 6, 2, 333, 400, head_dim, dtype=BF16, **changes), Machine.of("cuda"))
-
-
-@with_and_without_norms
-def test_in_a_graph(norms):
-    tensors, other, module = given(norms), given(norms), RotaryEmbedding(128)
-    if not norms:
-        tensors["position_ids"] = other["position_ids"] = torch.arange(333, device="cuda").flip(0)
-
-    def run(tensors):
-        return *results(apply_rope_qk, tensors), *module(tensors["q"], tensors["k"])
-
-    graph, found = capture(lambda: run(tensors))
-    for x in found:
-        x.detach().fill_(math.nan)
-    with torch.no_grad():
-        tensors["q"].copy_(other["q"].mul_(2))
-    graph.replay()
-    assert all(torch.equal(x, y) for x, y in zip(found, run(other)))
+    sizes = {"batch": 2, "heads_q": 6, "heads_kv": 2, "len_q": 333, "len_k": 400, "dtype": BF16}
+    assert_right(RopeCheck(head_dim=head_dim, **sizes | changes), Machine.of("cuda"))
 
 
 @with_and_without_norms
@@ -122,10 +106,3 @@ def test_more_than_two_to_the_31_elements(layout):
         far = storage.as_strided(size, strides)
         far.copy_(normal(*size))
         assert torch.equal(apply_rope(far, cos, sin), apply_rope(far.contiguous(), cos, sin))
-
-
-def test_a_short_rotation_with_a_long_tail():
-    """Two sections of one pair each, and 124 columns that pass through, which a tile holds as well."""
-    check = RopeCheck(2, 12, 12, 310, 408, 128, dtype=F32, rotary_dim=4, positions="two ids", interleaved=True,
-                      tables="random", form="bshd", memory=("bnhd", "bnhd", "wide", "wide"))  # fmt: skip
-    assert_right(check, Machine.of("cuda"))

@@ -68,15 +68,22 @@ def test_normalise_tables_gives_views(interleaved):
         assert torch.equal(reference.normalise_tables(cos, sin, 6, interleaved)[0], cos)
 
 
+@pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("batch, batch_of_tables", [(0, 0), (0, 1), (2, 2)])
-def test_positions_of_a_batch_with_tables_of_its_own(batch, batch_of_tables):
-    """An empty batch has tables without an entry."""
-    x, ids = normal(batch, 3, 5, 8), torch.randint(0, 7, (batch, 5))
+def test_positions_of_a_batch_with_tables_of_its_own(batch, batch_of_tables, interleaved):
+    """An empty batch has tables without an entry. Of two ids each turns a half of the columns."""
+    x, ids = normal(batch, 3, 5, 16), torch.randint(0, 7, (2, batch, 5))
     cos, sin = normal(2, batch_of_tables, 7, 4)
-    rotated = apply_rope(x, cos, sin, position_ids=ids)
-    assert rotated.shape == x.shape
+    options = {"interleaved": interleaved, "rotary_dim": 8}
+    rotated = apply_rope(x, cos, sin, position_ids=ids[0], **options)
+    by_two = apply_rope(x, cos, sin, position_ids=ids.transpose(0, 1), rotary_dim=16, interleaved=interleaved)
+    assert rotated.shape == by_two.shape == x.shape
     for b in range(batch):
-        assert torch.equal(rotated[b], apply_rope(x[b : b + 1], cos[b][ids[b]], sin[b][ids[b]])[0])
+        one, two = (cos[b][rows[b]] for rows in ids), (sin[b][rows[b]] for rows in ids)
+        first, second = zip(one, two)
+        assert torch.equal(rotated[b], apply_rope(x[b : b + 1], *first, **options)[0])
+        parts = zip(x[b : b + 1].chunk(2, -1), (first, second))
+        assert torch.equal(by_two[b], torch.cat([apply_rope(y, *t, **options)[0] for y, t in parts], -1))
 
 
 def test_packed_sequences_are_rotated_one_by_one():

@@ -44,13 +44,21 @@ def generation(seed):
     return step
 
 
-def rotation(seed):
-    q, k, _, cos, sin, _ = make_inputs(replace(ODD_LENGTHS, seed=seed), "cuda")
-    return lambda: apply_rope_qk(q, k[:, :, :333], cos, sin)
+def rotation(seed, norms=True):
+    q, k, _, cos, sin, do = make_inputs(replace(ODD_LENGTHS, seed=seed), "cuda")
+    leaves = [q.requires_grad_(), k[:, :, :333].detach().requires_grad_()]
+    weights = [torch.linspace(0.5, 1.5, 128, device="cuda", requires_grad=True) for _ in range(2 * norms)]
+
+    def step():
+        outs = apply_rope_qk(*leaves, cos, sin, **dict(zip(("q_norm", "k_norm"), weights)))
+        return *outs, *torch.autograd.grad(outs, leaves + weights, (do, do[:, :2]))
+
+    return step
 
 
 sm_90 = functools.partial(attention, backend="hopper")
-CALLS = {"portable": attention, "sm_90": sm_90, "generation": generation, "rotation": rotation}
+CALLS = {"portable": attention, "sm_90": sm_90, "generation": generation, "rotation with norms": rotation}
+CALLS["rotation"] = functools.partial(rotation, norms=False)
 
 
 @pytest.fixture(autouse=True)
@@ -97,7 +105,7 @@ def test_in_a_graph(calls):
     make, compare, expected = calls
     graph, captured = capture(make(2))
     for x in captured:
-        x.zero_()
+        x.detach().zero_()
     graph.replay()
     torch.cuda.synchronize()
     compare(captured, expected[2])
