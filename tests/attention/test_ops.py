@@ -94,6 +94,13 @@ def test_results_of_bshd_are_contiguous(backend, name):
 
 
 @interpreted
+def test_norms_without_unit_strides():
+    run, tensors = small_call("norms and intervals", backend="triton")
+    apart = [x.repeat_interleave(2)[::2] if x.ndim == 1 else x for x in tensors.values()]
+    assert torch.equal(run(*apart)[0], run(*tensors.values())[0])
+
+
+@interpreted
 @pytest.mark.unpoisoned
 def test_nothing_of_bshd_is_copied():
     """Only views and the two operators reach the dispatcher, in either direction."""

@@ -80,12 +80,13 @@ def kernel_or_reference(*names):
 
 
 class Record(TorchDispatchMode):
-    """Notes every operator that reaches the dispatcher, in ``operators``."""
+    """Notes every operator that reaches the dispatcher, with its arguments in ``calls``, by name in ``operators``."""
 
     def __init__(self):
         super().__init__()
-        self.operators = []
+        self.operators, self.calls = [], []
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         self.operators.append(str(function))
+        self.calls.append((function, args))
         return function(*args, **(kwargs or {}))
