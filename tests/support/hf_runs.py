@@ -1,13 +1,18 @@
-"""Runs of a tiny model of hf_models.py, patched and not, and how their results are compared."""
+"""Runs of a tiny model of hf_models.py, patched and not, whole or in parts, and how their results are compared."""
 
 import functools
 
 import torch
+import transformers
 
 from fused_rope_attn.integrations.transformers import patch_model, unpatch_model
 from tests.support.hf_models import WINDOW
 
 LENGTH = 3 * WINDOW + 1
+# Ends of the parts of a sequence: one token and several, before, across and after the window's end. The last part is
+# longer than the generation step takes.
+ENDS = (5, 7, 10, 11, 13, 53)
+CAPACITY = 56
 
 
 def assert_close(got, expected, tolerance, what=""):
@@ -44,13 +49,34 @@ def run(model, ids, grad=False, **inputs):
     return logits.detach(), grads
 
 
-def assert_same(model, ids, present=None, grad=False, unsupported="raise", **inputs):
-    """The model, unpatched, gives what it gives patched: logits to 1e-5, gradients to 1e-4. Leaves it patched."""
+def assert_same(model, ids, present=None, grad=False, unsupported="raise", tolerance=1e-5, **inputs):
+    """The model, unpatched, gives what it gives patched; gradients to ten times the tolerance. Leaves it patched."""
     logits, grads = run(unpatch_model(model), ids, grad, **inputs)
     patched, patched_grads = run(patch_model(model, unsupported=unsupported), ids, grad, **inputs)
     if present is not None:
         logits, patched = logits[present], patched[present]
-    assert_close(patched, logits, 1e-5, "logits")
+    assert_close(patched, logits, tolerance, "logits")
     assert grads.keys() == patched_grads.keys() and bool(grads) is grad
     for parameter, expected in grads.items():
-        assert_close(patched_grads[parameter], expected, 1e-4, parameter)
+        assert_close(patched_grads[parameter], expected, 10 * tolerance, parameter)
+
+
+def make_cache(model, kind, capacity=CAPACITY):
+    """A cache of a kind, "dynamic" or "static", or of a class of static ones."""
+    if kind == "dynamic":
+        return transformers.DynamicCache(config=model.config)
+    return (transformers.StaticCache if kind == "static" else kind)(config=model.config, max_cache_len=capacity)
+
+
+def parts(model, past, ids, mask=None, ends=ENDS):
+    """Logits of a sequence that the model is given in parts, with the cache between them."""
+    logits = []
+    for start, end in zip((0, *ends), ends):
+        part = None if mask is None else mask[:, :end]
+        logits.append(model(ids[:, start:end], attention_mask=part, past_key_values=past).logits)
+    return torch.cat(logits, dim=1)
+
+
+def steps(model, past, ids, start):
+    """Logits of the tokens from ``start`` on, one by one."""
+    return torch.cat([model(ids[:, i : i + 1], past_key_values=past).logits for i in range(start, ids.shape[1])], dim=1)

@@ -10,6 +10,13 @@ from tests.support.generation import interpreted_step
 from tests.support.internals import OPERATORS_OF_A_PATCHED_MODEL, rotate_without_the_kernel
 
 
+def pytest_collection_modifyitems(items):
+    """Leave out transformers' own warnings, which each release has others of."""
+    for item in items:
+        if "integrations/transformers" in item.path.as_posix():
+            item.add_marker(pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning"))
+
+
 @pytest.fixture(autouse=True)
 def eager_rotation(request, monkeypatch):
     """`apply_rope` takes its reference: hundreds of steps of generation would take the interpreter an hour."""

@@ -10,9 +10,8 @@ from transformers.cache_utils import DynamicLayer
 from fused_rope_attn.integrations.transformers import attention, caches, patch_model, rotations
 from fused_rope_attn.integrations.transformers.batch import describe
 from fused_rope_attn.integrations.transformers.obstacles import Pass
-from tests.support.hf_caches import make_cache, parts
 from tests.support.hf_models import SIZES, attentions_of, make_ids, make_model
-from tests.support.hf_runs import assert_close, noted
+from tests.support.hf_runs import assert_close, make_cache, noted, parts
 from tests.support.hf_vision_models import make_vision_model
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")

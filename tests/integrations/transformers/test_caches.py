@@ -1,4 +1,5 @@
-"""Caches of a patched model: which argument of a call is one, how dynamic ones grow, and those of a user's own."""
+"""Caches of a patched model: which argument is one, which steps onto it take the generation step and what they leave,
+how dynamic ones grow, and those of a user's own."""
 
 import copy
 import functools
@@ -13,52 +14,37 @@ import transformers
 from transformers.cache_utils import DynamicLayer, StaticLayer
 from transformers.generation.continuous_batching.cache import PagedAttentionCache
 
-from fused_rope_attn.integrations.transformers import caches, families, patch_model, patch_report
-from tests.support.hf_caches import CAPACITY, make_cache, parts, steps
+from fused_rope_attn.integrations.transformers import caches, families, patch_model, patch_report, unpatch_model
 from tests.support.hf_models import make_ids, make_model
-from tests.support.hf_runs import assert_close
-
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:.*past_key_values:FutureWarning")
+from tests.support.hf_runs import CAPACITY, ENDS, assert_close, make_cache, parts, steps
 
 IS_RENAMED = "cache" in inspect.signature(transformers.LlamaModel.forward).parameters
 OWN_NAME = "cache" if IS_RENAMED else "past_key_values"
 OLD, NEW, PAGED = transformers.DynamicCache(), transformers.DynamicCache(), object.__new__(PagedAttentionCache)
 
 
-@pytest.mark.parametrize(
-    ("given", "before", "since"),
-    [
-        ({}, None, None),
-        ({"past_key_values": OLD}, OLD, OLD),
-        ({"layer_past": OLD}, OLD, OLD),
-        ({"past_key_value": OLD, "past_key_values": None}, OLD, OLD),
-        ({"cache": NEW}, None, NEW),
-        ({"cache": NEW, "past_key_values": OLD}, OLD, NEW),
-        ({"cache": None, "past_key_values": OLD}, OLD, None),
-        ({"cache": PAGED}, PAGED, PAGED),
-        ({"cache": PAGED, "past_key_values": None}, PAGED, PAGED),
-        ({"layer_past": PAGED}, PAGED, PAGED),
-    ],
-)
+CACHES = [  # the arguments of a call, and its cache before 5.24 and since
+    ({}, None, None),
+    ({"past_key_values": OLD}, OLD, OLD),
+    ({"layer_past": OLD}, OLD, OLD),
+    ({"past_key_value": OLD, "past_key_values": None}, OLD, OLD),
+    ({"cache": NEW}, None, NEW),
+    ({"cache": NEW, "past_key_values": OLD}, OLD, NEW),
+    ({"cache": None, "past_key_values": OLD}, OLD, None),
+    ({"cache": PAGED, "past_key_values": None}, PAGED, PAGED),
+    ({"layer_past": PAGED}, PAGED, PAGED),
+]
+
+
 @pytest.mark.parametrize("is_renamed", [False, True], ids=["before 5.24", "since 5.24"])
-def test_the_cache_of_a_call(given, before, since, is_renamed, monkeypatch):
+def test_the_cache_of_a_call(is_renamed, monkeypatch):
     assert caches._IS_RENAMED is IS_RENAMED and OWN_NAME in caches.CACHE_NAMES
     monkeypatch.setattr(caches, "_IS_RENAMED", is_renamed)
-    assert caches.cache_of(given) is (since if is_renamed else before)
+    for given, before, since in CACHES:
+        assert caches.cache_of(given) is (since if is_renamed else before), given
     assert caches.is_paged(PAGED) and not any(map(caches.is_paged, (None, OLD, object())))
 
 
-def outputs(decoder, ids, kind, names):
-    """Hidden states of a prompt, of a step of one token and of a part that is longer than a step, and the cache."""
-    past, states = make_cache(decoder, kind), []
-    for start, end in ((0, 9), (9, 10), (10, 53)):
-        given = {name: past if wanted else None for name, wanted in names.items()}
-        with pytest.warns(FutureWarning) if IS_RENAMED and "past_key_values" in names else nullcontext():
-            states.append(decoder(ids[:, start:end], use_cache=True, **given).last_hidden_state)
-    return torch.cat(states, 1), past
-
-
-@pytest.mark.parametrize("kind", ["dynamic", "static"])
 @pytest.mark.parametrize(
     ("names", "used"),
     [
@@ -69,16 +55,123 @@ def outputs(decoder, ids, kind, names):
     ],
     ids=["own", "old", "new", "old beside new"],
 )
-@pytest.mark.parametrize("name", ["llama", "gpt_neox", "mistral"])
+@pytest.mark.parametrize(("name", "kind"), [("llama", "static"), ("gpt_neox", "dynamic")])
 @torch.no_grad()
 def test_names_mean_what_they_mean_unpatched(name, names, used, kind, calls):
     """5.24 still takes the old name, but not next to the new one, which older releases ignore."""
-    decoder, ids = make_model(name).base_model, make_ids(2, 53)
-    expected, plain = outputs(decoder, ids, kind, names)
-    got, past = outputs(patch_model(decoder), ids, kind, names)
-    assert_close(got, expected, 1e-5)
-    assert int(past.get_seq_length()) == int(plain.get_seq_length()) == (53 if used else 0)
+    decoder, ids, found = make_model(name).base_model, make_ids(2, 12), []
+    for patch in (unpatch_model, patch_model):
+        past = make_cache(patch(decoder), kind)
+        given = {name: past if wanted else None for name, wanted in names.items()}
+        for part in ids.split([9, 1, 2], 1):
+            with pytest.warns(FutureWarning) if IS_RENAMED and "past_key_values" in names else nullcontext():
+                found.append(decoder(part, use_cache=True, **given).last_hidden_state)
+        assert int(past.get_seq_length()) == (12 if used else 0)
+    assert_close(torch.cat(found[3:], 1), torch.cat(found[:3], 1), 1e-5)
     assert ("rope_attention_with_kvcache" in calls) is used
+
+
+# Steps.
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("kind", ["dynamic", "static"])
+@pytest.mark.parametrize("name", ["llama", "gemma3", "smollm3"])
+@torch.no_grad()
+def test_steps_of_every_length(name, kind, padded, calls):
+    """Logits and the cache are the unpatched model's."""
+    model, ids = make_model(name), make_ids(2, ENDS[-1])
+    mask = (torch.arange(ENDS[-1]) >= torch.tensor([[0], [3]])).long() if padded else None
+    plain, patched = make_cache(model, kind), make_cache(model, kind)
+    expected = parts(model, plain, ids, mask)
+    got = parts(patch_model(model), patched, ids, mask)
+    present = torch.ones_like(ids).bool() if mask is None else mask.bool()
+    assert_close(got[present], expected[present], 1e-5)
+    assert calls == {"rope_attention": 2 * 2, "rope_attention_with_kvcache": 2 * (len(ENDS) - 2)}
+    for layer, other in zip(patched.layers, plain.layers):
+        assert layer.get_seq_length() == other.get_seq_length()
+        if not padded:  # the values of padding tokens in later layers do not matter
+            assert_close(layer.keys, other.keys, 1e-5)
+            assert_close(layer.values, other.values, 1e-5)
+
+
+@torch.no_grad()
+def test_a_cache_that_is_used_again(calls):
+    """A reset leaves layers that count on the device as they are; the first one of gemma3 counts on the host."""
+    model, ids = patch_model(make_model("gemma3")), make_ids(2, ENDS[-1])
+    past = make_cache(model, "static")
+    first = parts(model, past, ids)
+    past.reset()
+    assert_close(parts(model, past, ids), first, 1e-6)  # the first part of it is a step, this time
+    assert calls == {"rope_attention": 4 + 3, "rope_attention_with_kvcache": 8 + 9}
+
+
+def test_gradients_go_without_the_step(calls):
+    model, ids = patch_model(make_model("gpt_oss")), make_ids(1, 7)
+    parts(model, make_cache(model, "dynamic"), ids, ends=(6, 7))[:, -1].sum().backward()
+    assert all(p.grad is not None for p in model.model.layers[0].self_attn.parameters())
+    assert calls == {"rope_attention": 4}
+    # No parameter wants a gradient, though gradients are on; then the sinks alone do.
+    model.requires_grad_(False)
+    parts(model, make_cache(model, "dynamic"), ids, ends=(6, 7))
+    assert calls == {"rope_attention": 6, "rope_attention_with_kvcache": 2}
+    model.model.layers[1].self_attn.sinks.requires_grad_(True)
+    parts(model, make_cache(model, "dynamic"), ids, ends=(6, 7))
+    assert calls == {"rope_attention": 9, "rope_attention_with_kvcache": 3}
+
+
+@torch.no_grad()
+def test_who_writes_a_static_cache(monkeypatch):
+    """Prompts are written by the cache, steps by attention. With windows a layer that is full moves what it holds."""
+    own, written, count = StaticLayer.update, [], caches.count_written
+
+    @functools.wraps(own)  # under its own name, by which it is known
+    def update(self, key_states, *args, **kwargs):
+        written.append(key_states.shape[2])
+        return own(self, key_states, *args, **kwargs)
+
+    monkeypatch.setattr(StaticLayer, "update", update)
+    monkeypatch.setattr(caches, "count_written", lambda layer, n: (written.append(type(layer)), count(layer, n)))
+    for name, expected in (("llama", [9, 9, *[StaticLayer] * 4]), ("gemma3", [9, StaticLayer, StaticLayer])):
+        model = patch_model(make_model(name))
+        parts(model, make_cache(model, "static"), make_ids(2, 12), ends=(9, 10, 12))
+        assert written == expected
+        written.clear()
+
+
+@pytest.mark.parametrize(("name", "kind"), [("llama", "dynamic"), ("llama", "static"), ("gemma3", "static")])
+@torch.no_grad()
+def test_tokens_that_are_taken_back(name, kind):
+    """Assisted decoding drops refused tokens. Their rows of a static cache, which is as long as the window, stay as
+    they were, and must not be seen."""
+    if kind == "static" and not getattr(StaticLayer, "is_croppable", False):
+        pytest.skip("another release of transformers")
+    model, ids, others = make_model(name), make_ids(2, 7), make_ids(2, 4, seed=2)
+    results = []
+    for patched in (unpatch_model, patch_model):
+        past = make_cache(patched(model), kind, 8)
+        logits = [model(part, past_key_values=past).logits for part in (ids[:, :4], others)]
+        past.crop(-4)
+        logits += [model(part, past_key_values=past).logits for part in (ids[:, 4:6], ids[:, 6:])]
+        results.append(torch.cat(logits, 1))
+        assert int(past.get_seq_length()) == 7
+    assert_close(results[1], results[0], 1e-5)
+    assert_close(results[1][:, 8:], model(ids, use_cache=False).logits[:, 4:], 1e-5)
+
+
+@pytest.mark.unpoisoned
+def test_compiled_generation():
+    """A step with a static cache is one graph without a break, made as often as the unpatched model's: twice."""
+    model, ids = make_model("gemma3"), make_ids(2, 12)
+    mask = (torch.arange(12) >= torch.tensor([[0], [5]])).long()
+    options = {"attention_mask": mask, "max_new_tokens": 8, "do_sample": False}
+    expected = model.generate(ids, **options)
+    compilation = transformers.CompileConfig(backend="eager", fullgraph=True, mode=None)
+    compilation._compile_all_devices = True
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    options |= {"cache_implementation": "static", "compile_config": compilation}
+    assert torch.equal(patch_model(model).generate(ids, **options), expected)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
+    torch._dynamo.reset()
 
 
 # Dynamic caches grow in place, and no two of them share what they must not.
@@ -107,23 +200,7 @@ def test_a_dynamic_cache_grows_in_place():
         assert_close(layer.values, other.values, 1e-5)
 
 
-def shared(past, model):
-    """Another cache of the very same tensors."""
-    other = make_cache(model, "dynamic")
-    for layer, mine in zip(other.layers, past.layers):
-        layer.update(mine.keys, mine.values)
-        layer.keys, layer.values = mine.keys, mine.values
-    return other
-
-
-def cropped(past, model):
-    other = shared(past, model)
-    model(make_ids(2, 1, seed=9), past_key_values=other)
-    other.crop(-1)
-    return other
-
-
-@pytest.mark.parametrize("fork", [shared, cropped, lambda past, model: copy.deepcopy(past)])
+@pytest.mark.parametrize("fork", ["copied", "shared", "cropped"])
 @torch.no_grad()
 def test_two_caches_of_the_same_tokens(fork):
     """Each goes its own way, turn by turn, and finds nothing of the other's."""
@@ -131,7 +208,14 @@ def test_two_caches_of_the_same_tokens(fork):
     others = torch.cat((ids[:, :10], make_ids(2, 6, seed=5)), dim=1)
     past = make_cache(model, "dynamic")
     parts(model, past, ids, ends=(9, 10))
-    turns = [(past, ids, model(ids).logits), (fork(past, model), others, model(others).logits)]
+    other = copy.deepcopy(past)
+    if fork != "copied":  # the very same tensors
+        for layer, mine in zip(other.layers, past.layers):
+            layer.keys, layer.values = mine.keys, mine.values
+    if fork == "cropped":
+        model(make_ids(2, 1, seed=9), past_key_values=other)
+        other.crop(-1)
+    turns = [(past, ids, model(ids).logits), (other, others, model(others).logits)]
     for i in range(10, 16):
         for cache, tokens, expected in turns:
             got = model(tokens[:, i : i + 1], past_key_values=cache).logits
@@ -190,13 +274,10 @@ def test_nothing_outlives_its_pass(monkeypatch):
 
 def test_buffers_grow_by_a_fraction_of_their_rows():
     """By 16 rows at first, by an eighth at most twice over, and never by more than 256."""
-    x = torch.zeros(2, 3, 1, 4, dtype=torch.float16)
-    lengths = (0, 15, 16, 127, 128, 255, 256, 400, 1000, 1024, 3000, 5000)
-    buffers = [caches.new_buffer(x, length) for length in lengths]
-    assert [b.shape[2] for b in buffers] == [16, 16, 32, 128, 160, 256, 320, 448, 1024, 1280, 3072, 5120]
-    for buffer in buffers:
-        assert (*buffer.shape[:2], buffer.shape[3]) == (2, 3, 4)
-        assert buffer.dtype is torch.float16 and buffer.is_contiguous()
+    rows = {0: 16, 15: 16, 16: 32, 127: 128, 128: 160, 255: 256, 256: 320, 400: 448, 1000: 1024, 1024: 1280, 5000: 5120}
+    for length, expected in rows.items():
+        buffer = caches.new_buffer(torch.zeros(2, 3, 1, 4, dtype=torch.float16), length)
+        assert buffer.shape == (2, 3, expected, 4) and buffer.dtype is torch.float16 and buffer.is_contiguous()
 
 
 def test_a_buffer_is_used_to_its_last_row():
@@ -252,14 +333,14 @@ def halved(update, *args, **kwargs):
 
 
 def halving(cls):
-    def update(self, *args, **kwargs):
-        return halved(functools.partial(cls.update, self), *args, **kwargs)
-
-    return type(f"Halving{cls.__name__}", (cls,), {"update": update})
+    own = {"update": lambda self, *args, **kwargs: halved(cls.update, self, *args, **kwargs)}
+    return type(f"Halving{cls.__name__}", (cls,), own)
 
 
-def with_layers(past, *layers):
-    past.layers[-len(layers) :] = layers
+def dynamic(model, *layers):
+    """A dynamic cache whose last layers are these."""
+    past = make_cache(model, "dynamic")
+    past.layers[len(past.layers) - len(layers) :] = layers
     return past
 
 
@@ -268,29 +349,16 @@ def with_update(past):
     return past
 
 
-def dynamic(config):
-    return transformers.DynamicCache(config=config)
-
-
-HalvingLayer, StaticCache = (
-    halving(DynamicLayer),
-    functools.partial(halving(transformers.StaticCache), max_cache_len=56),
-)
+Halving, HalvingStatic, Renamed = halving(DynamicLayer), halving(StaticLayer), type("Renamed", (DynamicLayer,), {})
 FOREIGN = {  # by the reason of the module's own forward
-    "of type HalvingStaticCache": lambda config: StaticCache(config=config),
-    "with layers of type HalvingDynamicLayer": lambda config: with_layers(
-        dynamic(config), HalvingLayer(), HalvingLayer()
-    ),
-    "with layers of type HalvingStaticLayer": lambda config: with_layers(
-        dynamic(config), *[halving(StaticLayer)(CAPACITY) for _ in range(2)]
-    ),
-    "of type DynamicCache": lambda config: with_update(dynamic(config)),
-    "with all layers of type HalvingDynamicLayer": lambda config: transformers.Cache(
-        layer_class_to_replicate=HalvingLayer
-    ),
-    "whose last layer is of type HalvingDynamicLayer": lambda config: with_layers(dynamic(config), HalvingLayer()),
-    # Overrides nothing. It is not served either, because only exact types are.
-    "of type Renamed": lambda config: type("Renamed", (transformers.DynamicCache,), {})(config=config),
+    "of type HalvingStaticCache": lambda model: make_cache(model, halving(transformers.StaticCache)),
+    "with layers of type HalvingDynamicLayer": lambda model: dynamic(model, Halving(), Halving()),
+    "with layers of type HalvingStaticLayer": lambda model: dynamic(model, *(HalvingStatic(CAPACITY) for _ in "12")),
+    "of type DynamicCache": lambda model: with_update(dynamic(model)),
+    "with all layers of type HalvingDynamicLayer": lambda _: transformers.Cache(layer_class_to_replicate=Halving),
+    "whose last layer is of type HalvingDynamicLayer": lambda model: dynamic(model, Halving()),
+    "with layers of type Renamed": lambda model: dynamic(model, Renamed(), Renamed()),  # only exact types are served
+    "of type RenamedCache": lambda _: type("RenamedCache", (transformers.DynamicCache,), {})(),
 }
 
 
@@ -299,10 +367,10 @@ FOREIGN = {  # by the reason of the module's own forward
 def test_a_cache_with_an_update_of_its_own(kind, calls):
     """In the prompt, in a step of one token, in one of several, and in a part that is longer than a step."""
     model, ids = make_model("llama"), make_ids(2, 53)
-    expected = parts(model, FOREIGN[kind](model.config), ids)
+    expected = parts(model, FOREIGN[kind](model), ids)
     patch_model(model)
     with pytest.warns(UserWarning, match="a cache (of|with layers of) type .* is not served"):
-        assert torch.equal(parts(model, FOREIGN[kind](model.config), ids), expected)
+        assert torch.equal(parts(model, FOREIGN[kind](model), ids), expected)
     assert not calls and all(kind.split()[-1] in str(row.own) for row in patch_report(model))
 
 

@@ -5,14 +5,16 @@ the reason, and the results are the same bits.
 """
 
 import functools
+import sys
 from collections import Counter
 from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
 import transformers
 from torch.nn.attention.flex_attention import create_block_mask
-from transformers import masking_utils
+from transformers import masking_utils, modeling_flash_attention_utils
 from transformers.integrations import flash_attention
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -20,18 +22,50 @@ from fused_rope_attn import masks
 from fused_rope_attn.integrations.transformers import attention, patch_model, patch_report, unpatch_model
 from fused_rope_attn.integrations.transformers.families import RELEASE
 from fused_rope_attn.integrations.transformers.obstacles import Pass, obstacle
-from tests.support.hf_caches import make_cache, parts
 from tests.support.hf_models import MODELS, WINDOW, attentions_of, make_ids, make_model
-from tests.support.hf_runs import LENGTH, assert_close, assert_same, run
+from tests.support.hf_runs import LENGTH, assert_close, assert_same, make_cache, parts, run
 from tests.support.hf_vision_models import make_inputs, make_vision_model
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 IGNORES_IS_CAUSAL = RELEASE < (5, 6)  # here or there
 COUNTS_BY_DOCUMENT = RELEASE >= (5, 23)  # chunks
 HAS_SWITCH = hasattr(transformers.Gemma3TextConfig(), "use_bidirectional_attention")
 LATENT = [name for name in ("deepseek_v2", "deepseek_v3", "minicpm3", "longcat_flash") if name in MODELS]
 OWN_IS_CAUSAL = "is_causal = False of the att"
 PLACES = torch.arange(LENGTH)
+FLASH = "flash_attention_3"  # transformers imports its functions without a look at the GPU
+
+
+@pytest.fixture(autouse=True)
+def flash(monkeypatch):
+    """flash-attention on the CPU: transformers' functions, which decide which tokens belong together, call these."""
+    names = ("flash_attn_func", "flash_attn_with_kvcache"), ("flash_attn_varlen_func",)
+    module = SimpleNamespace(**dict.fromkeys(names[0], attend), **dict.fromkeys(names[1], attend_packed))
+    monkeypatch.setitem(sys.modules, "flash_attn_interface", module)
+    monkeypatch.setattr(modeling_flash_attention_utils, "is_flash_attn_3_available", lambda: True, raising=False)
+    for name in ("_loaded_implementation", "_flash_fn", "_flash_varlen_fn"):
+        monkeypatch.setattr(modeling_flash_attention_utils, name, None, raising=False)
+
+
+def attend(q, k, v, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, s_aux=None):
+    """Attend within rows (B, N, H, D), aligned at the bottom right."""
+    k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], 2) for x in (k, v))
+    scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * softmax_scale
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    distance = torch.arange(k.shape[1] - q.shape[1], k.shape[1])[:, None] - torch.arange(k.shape[1])
+    left, right = window_size[0], 0 if causal else window_size[1]
+    hidden = (distance > left) & (left >= 0) | (distance < -right) & (right >= 0)
+    scores = scores.masked_fill(hidden, -torch.inf)
+    if s_aux is not None:
+        scores = torch.cat((scores, s_aux[:, None, None].expand(len(q), -1, q.shape[1], 1)), 3)
+    return torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1)[..., : k.shape[1]], v)
+
+
+def attend_packed(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale=None, causal=False,
+                  window_size=(-1, -1), softcap=0.0, s_aux=None):  # fmt: skip
+    parts = (x.split(ends.diff().tolist()) for x, ends in ((q, cu_seqlens_q), (k, cu_seqlens_k), (v, cu_seqlens_k)))
+    options = softmax_scale, causal, window_size, softcap, s_aux
+    return torch.cat([attend(*(x[None] for x in rows), *options)[0] for rows in zip(*parts)])
 
 
 def row(model, what, reason="", skip=False, **given):
@@ -56,7 +90,7 @@ def present_of(mask):
 
 
 def compare(name, reason, calls, *, options=None, change=None, implementation="eager", size=(2, LENGTH), grad=False,
-            operator="rope_attention", **inputs):  # fmt: skip
+            operator="rope_attention", passes=1, **inputs):  # fmt: skip
     model, ids = make_model(name, **options or {}), make_ids(*size)
     model.config._attn_implementation = implementation
     if change is not None:
@@ -72,7 +106,7 @@ def compare(name, reason, calls, *, options=None, change=None, implementation="e
     else:
         with said(reason):
             assert_same(model, ids, present_of(inputs.get("attention_mask")), grad, **inputs)
-        assert set(calls) == set(operator.split()) and sum(calls.values()) == len(attentions_of(model))
+        assert set(calls) == set(operator.split()) and sum(calls.values()) == passes * len(attentions_of(model))
 
 
 def changed(**values):
@@ -159,16 +193,12 @@ SOME = "attention that is causal in some"
 # The recipe of embedding models: a causal mask stays one, and SDPA without a mask becomes bidirectional. `is_causal` in
 # test_obstacles.py has all cases.
 MODULES_ALONE = [
-    *(row(name, "alone, eager", **by) for name in ("llama", "mistral") for by in (ALONE, FIRST)),
+    *(row(name, "alone, eager", **by) for name, by in (("llama", ALONE), ("mistral", FIRST))),
     row("mistral", "alone, no mask", "" if RELEASE >= (5,) else OWN_IS_CAUSAL, **ALONE, **SHORT),
-    row("mistral", "alone, a full mask", **ALONE, **SHORT, attention_mask=FULL),
     row("mistral", "alone, padding", **ALONE, **SHORT, attention_mask=PADDED_LEFT),
     row("mistral", "alone, the window", OWN_IS_CAUSAL, **ALONE, **SHORT | {"size": (2, WINDOW)}),
     row("mistral", "alone, packed", OWN_IS_CAUSAL, **ALONE, **SHORT, position_ids=documents(4, 3)),
-    row("llama", "alone, packed with a cache", OWN_IS_CAUSAL, **ALONE, implementation="sdpa", position_ids=TWO),
-    row("mistral", "the first, padding", **FIRST, **SHORT, attention_mask=PADDED_LEFT),
     row("mistral", "the first, a full mask", SOME, **FIRST, **SHORT, attention_mask=FULL),
-    row("mistral", "the first, no mask", SOME, **FIRST, **SHORT),
 ]
 
 
@@ -240,9 +270,19 @@ CHUNKS = [
     ),
     row("llama4", "a cache hides documents", skip=not COUNTS_BY_DOCUMENT, **COUNTED),
 ]  # fmt: skip
-PACKED = {"size": (1, LENGTH), "position_ids": documents(9, 1, 15), "use_cache": False, "grad": True}
+DOCUMENTS = {"size": (1, LENGTH), "position_ids": documents(9, 1, 15)}
+PACKED = DOCUMENTS | {"use_cache": False, "grad": True}
 OTHERS = [
     *(row(name, "packed", **PACKED, operator="rope_attention_mla_varlen") for name in LATENT),
+    *(row(name, "packed", **PACKED, operator=VARLEN) for name in ("llama", "gemma3", "qwen3")),
+    row("gpt_oss", "packed", **PACKED),  # its decoder makes masks without position ids, which show every document
+    row("gemma3", "one packed row", **PACKED | {"position_ids": torch.cat((documents(9, 1, 15), documents(LENGTH)))}
+        | {"size": (2, LENGTH)}, operator=VARLEN),
+    # With gradient checkpointing layers get no cache, and neither do the masks: documents are separated.
+    row("llama", "checkpointing", **DOCUMENTS, grad=True, operator=VARLEN, passes=2,
+        change=lambda model: model.train().gradient_checkpointing_enable()),
+    row("llama", "packed, with a cache", **DOCUMENTS, use_cache=True),  # transformers does not look for sequences
+    row("llama", "one sequence from 5", position_ids=PLACES[None] + 5, use_cache=False),
     row("deepseek_v3", "widths", "heads of 24, 16 and 48 columns", options={"qk_nope_head_dim": 24}),
     row("gemma2", "its softcap switched off", options={"attn_logit_softcapping": None}),
     row("llama", "holes", "holes", attention_mask=HOLES),
@@ -271,7 +311,7 @@ def test_one_pass(name, reason, given, calls):
     compare(name, reason, calls, **given)
 
 
-@pytest.mark.parametrize("name", [*LATENT, "mistral"])
+@pytest.mark.parametrize("name", [*LATENT, "mistral", "llama", "gemma3", "gpt_oss"])
 def test_sequences_that_are_declared(name, calls):
     """By cu_seqlens each sequence sees itself, and no other; Mistral is bidirectional here."""
     if name == "mistral" and IGNORES_IS_CAUSAL:
@@ -281,10 +321,41 @@ def test_sequences_that_are_declared(name, calls):
     pieces = make_ids(1, LENGTH).split(lengths, dim=1)
     expected = torch.cat([run(model, piece, use_cache=False)[0] for piece in pieces], 1)
     ends = torch.tensor([0, 5, 6, 18, 25], dtype=torch.int32)
-    packed = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": 12, "max_length_k": 12}
-    inputs = {"position_ids": documents(*lengths), "use_cache": False} | packed
-    assert_close(run(patch_model(model), torch.cat(pieces, 1), **inputs)[0], expected, 1e-5)
-    assert calls == {VARLEN if name == "mistral" else "rope_attention_mla_varlen": len(attentions_of(model))}
+    declared = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": 12, "max_length_k": 12}
+    patch_model(model)
+    for given in ({"position_ids": documents(*lengths)}, {"use_cache": False}):  # positions need not restart
+        assert_close(run(model, torch.cat(pieces, 1), **given, **declared)[0], expected, 1e-5)
+    assert calls == {"rope_attention_mla_varlen" if name in LATENT else VARLEN: 2 * len(attentions_of(model))}
+
+
+# Positions (1, LENGTH) that masks and flash-attention understand in different ways.
+POSITIONS = {
+    "restarts": documents(9, 1, 15),
+    "a gap": torch.cat((PLACES[:9], PLACES[:16] + 14))[None],
+    "a gap in a document": torch.cat((PLACES[:4], PLACES[:6] + 9, PLACES[:15]))[None],
+    "one document": PLACES[None] + 3,
+    "one token each": torch.zeros(1, LENGTH, dtype=torch.int64),
+    "restarts, float": documents(9, 1, 15).float(),
+    "halves": PLACES[None] / 2,
+}
+FLASH_MODELS = [(name, FLASH) for name in ("llama", "gemma3", "gpt_oss", "granitemoehybrid", "persimmon")]
+
+
+@pytest.mark.parametrize(("name", "implementation"), [("gemma3", "eager"), ("gemma3", "sdpa"), *FLASH_MODELS])
+def test_positions(name, implementation):
+    """flash-attention reads the positions of one row, with a cache and a mask of ones too; other attention does where
+    there is no cache. Granite's and Persimmon's layers hand flash-attention none."""
+    if name in ("granitemoehybrid", "persimmon") and RELEASE < (5,):
+        pytest.skip("the unpatched models fail with this release")
+    model, ids = make_model(name), make_ids(1, LENGTH)
+    model.config._attn_implementation = implementation
+    for position_ids in POSITIONS.values():
+        for inputs in ({}, {"use_cache": True}, {"use_cache": False}, {"attention_mask": torch.ones_like(ids)}):
+            assert_same(model, ids, position_ids=position_ids, **inputs)
+    assert_same(model, make_ids(2, LENGTH), position_ids=documents(9, 1, 15).expand(2, -1), use_cache=False)
+    assert not own_reasons(model)
+    mask = (PLACES < LENGTH - 4)[None].long()  # flash-attention removes padding, and then reads no positions
+    assert_same(model, ids, mask.bool(), position_ids=documents(9, 1, 15), attention_mask=mask)
 
 
 @pytest.mark.unpoisoned
@@ -389,16 +460,12 @@ def test_dense_masks_and_caches(calls):
         assert_close(next(got), expected[1], 1e-5)
 
 
-CHANGED = "made with the window 8, for which config"
-
-
 @pytest.mark.parametrize(
     ("implementation", "window", "reason"),
     [
-        ("eager", 3, CHANGED),
-        ("sdpa", None, CHANGED),
+        ("sdpa", None, "made with the window 8, for which config"),
         ("sdpa", WINDOW, ""),
-        ("flash_attention_2", 3, ""),  # which gets the windows of modules
+        (FLASH, 3, ""),  # which gets the windows of modules
         ("paged|eager", WINDOW, "'paged|eager' without the paged cache that it takes"),
         ("flex_attention", WINDOW, "a BlockMask"),
     ],
@@ -418,6 +485,14 @@ def halved(module, query, key, value, attention_mask, **kwargs):
     return sdpa_attention_forward(module, query, key, value / 2, attention_mask, **kwargs)
 
 
+def sage(*args, **kwargs):
+    return halved(*args, **kwargs)
+
+
+halved.__name__ = sdpa_attention_forward.__name__  # by both its name and its module transformers' own is known
+sage.__module__ = sdpa_attention_forward.__module__
+
+
 class Wrapper:
     """Ulysses puts such an object in the place of a known function: the name in the config stays."""
 
@@ -433,6 +508,7 @@ HUB = functools.partial(flash_attention.flash_attention_forward, implementation=
 REGISTERED = {  # name, attention, mask, reason
     "a user's": ("mine", halved, masking_utils.sdpa_mask, r"test_comparison.halved, registered as 'mine', is not ser"),
     "partial": ("mine", functools.partial(halved), masking_utils.sdpa_mask, r"test_comparison.halved, registered as"),
+    "another name": ("mine", sage, masking_utils.sdpa_mask, "the attention function .*sage, registered as 'mine'"),
     "wrapped": ("sdpa", Wrapper(), masking_utils.sdpa_mask, "Wrapper, registered as 'sdpa'"),
     "a mask": ("mine", sdpa_attention_forward, nothing_hidden, "the mask function .*nothing_hidden, registered as 'mi"),
     "kernels of transformers' hub have names of their own": ("hub/kernel", HUB, masking_utils.sdpa_mask, ""),
@@ -478,6 +554,7 @@ LAYERS = {
     "eager": ("llama", "eager", dict, "hides no key from eager attention"),
     "a window": ("mistral", "sdpa", dict, "a layer with a window or chunks called without a mask"),
     "chunks": ("llama4", "sdpa", dict, "a layer with a window or chunks called without a mask"),
+    "positions": ("llama", FLASH, lambda: {"position_ids": documents(9, 1, 15)}, "positions from which flash"),
 }
 
 

@@ -1,7 +1,9 @@
 """`patch_model` on a tiny model of every supported class, float32 on the CPU: the unpatched model is the reference."""
 
+import copy
+import itertools
 import warnings
-from collections import Counter
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -9,12 +11,11 @@ import transformers
 
 from fused_rope_attn.integrations.transformers import families, patch_model, patch_report, unpatch_model
 from fused_rope_attn.integrations.transformers.families import RELEASE
-from tests.support import hf_sweep, hf_vision_models
 from tests.support.hf_models import MODELS, THOROUGH, attentions_of, make_ids, make_model
 from tests.support.hf_runs import LENGTH, assert_close, assert_same
 from tests.support.hf_syntax import exists
+from tests.support.hf_vision_models import MODELS as VISION_MODELS, language_model, make_vision_model
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 STATIC = {"cache_implementation": "static"}
 
 
@@ -134,35 +135,94 @@ def test_every_supported_class_is_tested():
     multimodal models are tested as text towers."""
     folders = [name.split(".")[0] for name in families.SUPPORTED if exists(name)]
     towers = set()
-    for name in hf_vision_models.MODELS:
-        decoder = hf_vision_models.language_model(hf_vision_models.make_vision_model(name))
-        towers |= {families.name_of(type(module)).split(".")[0] for module in attentions_of(decoder)}
+    for name in VISION_MODELS:
+        modules = attentions_of(language_model(make_vision_model(name)))
+        towers |= {families.name_of(type(module)).split(".")[0] for module in modules}
     assert sorted(folders) == sorted(towers | {name.split("-")[0] for name in MODELS})
 
 
-# Position ids that restart, jump, begin late or stay 0. Those that run their modules' own attention there, and why.
+# (rows, N) position ids that restart, jump, begin late or stay 0.
+POSITIONS = {
+    "restart": torch.cat((torch.arange(9), torch.arange(12)))[None],
+    "gap": torch.cat((torch.arange(9), torch.arange(14, 26)))[None],
+    "from 3": torch.arange(3, 24)[None],
+    "one token each": torch.zeros(1, 21, dtype=torch.int64),
+    "two rows": torch.stack((torch.arange(21), torch.cat((torch.arange(4), torch.arange(17))))),
+}
+
+
+class Setting(NamedTuple):
+    """use_cache: None leaves it to the model. mask: a padding mask of ones is given."""
+
+    implementation: str
+    positions: str
+    use_cache: bool | None = None
+    training: bool = False
+    mask: bool = False
+
+
+SETTINGS = itertools.product(("eager", "sdpa"), POSITIONS, (None, True, False), (False, True), (False, True))
+# A quick choice: all positions with a cache and without one, and all else in turn.
+CHOSEN = [Setting("sdpa", "restart", True, mask=True), Setting("eager", "restart", training=True)]
+CHOSEN += [Setting("eager", positions) for positions in POSITIONS]
+CHOSEN += [Setting("sdpa", positions, False) for positions in POSITIONS]
+CHOSEN += [Setting("eager", "restart", False, training=True)]
+# Those that run their modules' own attention, and why.
 OWN_ATTENTION = {
     "vision paligemma": "is_causal = False of the attention modules, which SDPA reads only without a mask,",
 }
 
 
+def outcome(model, setting):
+    """Return logits, and in training the gradient of the embedding, or the error that the model raised."""
+    positions = POSITIONS[setting.positions]
+    # Token ids below 82, because the multimodal models use larger ones for images and videos.
+    inputs = {"input_ids": make_ids(*positions.shape) % 80 + 2, "position_ids": positions}
+    inputs |= {"attention_mask": torch.ones_like(positions)} if setting.mask else {}
+    inputs |= {} if setting.use_cache is None else {"use_cache": setting.use_cache}
+    torch.manual_seed(5)  # of dropout
+    try:
+        if model.config._attn_implementation != setting.implementation:
+            model.set_attn_implementation(setting.implementation)
+        with torch.set_grad_enabled(setting.training):
+            logits = model.train(setting.training)(**inputs).logits
+        if not setting.training:
+            return [logits]
+        weight = torch.randn(logits.shape, generator=torch.Generator().manual_seed(3))
+        return [logits.detach(), *torch.autograd.grad((logits * weight).sum(), model.get_input_embeddings().weight)]
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
 @pytest.mark.parametrize(
     "settings",
     [
-        pytest.param(hf_sweep.CHOSEN, id="chosen"),
-        pytest.param(hf_sweep.SETTINGS, id="every setting", marks=pytest.mark.sweep),
+        pytest.param(CHOSEN, id="chosen"),
+        pytest.param([Setting(*x) for x in SETTINGS], id="every setting", marks=pytest.mark.sweep),
     ],
 )
-@pytest.mark.parametrize("name", hf_sweep.CLASSES)
+@pytest.mark.parametrize("name", [*MODELS, *(f"vision {name}" for name in VISION_MODELS)])
 def test_documents(name, settings):
     """A model decides by its positions, its mask and its cache which tokens are documents of their own."""
-    pair = hf_sweep.make_pair(name)
-    # Releases before 5.23 run SDPA without the softcap that the config asks for.
-    if any(families.convention_of(module).softcap for module in attentions_of(pair[0])) and RELEASE < (5, 23):
-        settings = [setting for setting in settings if setting.implementation == "eager"]
-    outcomes = hf_sweep.compare(pair, settings)
-    for setting, outcome in outcomes.items():
-        refused = setting.implementation == "sdpa" and not pair[0]._supports_sdpa
-        assert outcome.verdict == ("refused" if refused else "same"), setting
-        assert not outcome.told or OWN_ATTENTION.get(name, "no fallback is expected") in outcome.told
-    print(f"{name}: {dict(Counter(outcome.verdict for outcome in outcomes.values()))}")
+    _, is_vision, vision = name.rpartition("vision ")
+    model = make_vision_model(vision) if is_vision else make_model(name)
+    patched = patch_model(copy.deepcopy(model), unsupported="skip" if is_vision else "raise")
+    capped = any(families.convention_of(module).softcap for module in attentions_of(model))
+    for setting in settings:
+        # Releases before 5.23 run SDPA without the softcap that the config asks for.
+        if setting.implementation == "sdpa" and capped and RELEASE < (5, 23):
+            continue
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            got, expected = outcome(patched, setting), outcome(model, setting)
+        for warning in caught:
+            reason = OWN_ATTENTION.get(name, "no fallback is expected")
+            assert "patch_model" not in str(warning.message) or reason in str(warning.message), setting
+        if setting.implementation == "sdpa" and not model._supports_sdpa:
+            assert isinstance(got, str) and got == expected, setting
+            continue
+        for x, y in zip(got, expected, strict=True):
+            assert not isinstance(x, str) and not isinstance(y, str), (setting, got, expected)
+            # A square root of less than this is rounding: nothing else is left of a gradient of 0.
+            error = ((x - y).abs().max() / y.square().mean().sqrt().clamp(min=1e-6)).item()
+            assert error <= 2e-4, (setting, error)

@@ -1,34 +1,29 @@
-"""Conventions, number by number, and `convention_of`: the classes of the table, and subclasses that change nothing."""
+"""Conventions, number by number; `convention_of`: the classes of the table, and subclasses that change nothing; and the
+table against the installed transformers, its attention classes as syntax trees.
+"""
 
 from types import SimpleNamespace
 
 import pytest
 import torch
-import transformers
 from torch.nn.utils import parametrize
 from transformers.models.llama.modeling_llama import LlamaAttention
 
-from fused_rope_attn.integrations.transformers import families as on, patch_model, patch_report
+from fused_rope_attn.integrations.transformers import families as on, patch_model
+from fused_rope_attn.integrations.transformers.families import NEWEST, RELEASE, SUPPORTED, UNSUPPORTED
+from fused_rope_attn.integrations.transformers.obstacles import EAGER, ROTATIONS
 from tests.support.hf_models import attentions_of, make_ids, make_model
 from tests.support.hf_runs import assert_same
-
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
-
-
-@pytest.mark.parametrize(
-    ("window", "told", "rotates"), [(None, False, False), (None, True, True), (8, False, True), (8, True, True)]
-)
-def test_layers_that_rotate_where_they_are_told_to(window, told, rotates):
-    module = SimpleNamespace(sliding_window=window, force_rope=told)
-    assert on.Convention(rotates="windowed or told").rotates_in(module, None) is rotates
+from tests.support.hf_syntax import attention_classes, exists, fingerprint, functions_called, recorded
 
 
-@pytest.mark.parametrize(
-    ("attributes", "rate"),
-    [({}, 0.0), ({"attention_dropout": 0.25}, 0.25), ({"attention_dropout": torch.nn.Dropout(0.5)}, 0.5)],
-)
-def test_dropout_of_modules(attributes, rate):
-    assert on.attention_dropout(SimpleNamespace(**attributes)) == rate
+def test_what_single_modules_say():
+    for window, told in ((None, False), (None, True), (8, False), (8, True)):
+        module = SimpleNamespace(sliding_window=window, force_rope=told)
+        assert on.Convention(rotates="windowed or told").rotates_in(module, None) is (window == 8 or told)
+    for dropout, rate in ((0.25, 0.25), (torch.nn.Dropout(0.5), 0.5)):
+        assert on.attention_dropout(SimpleNamespace(attention_dropout=dropout)) == rate
+    assert on.attention_dropout(SimpleNamespace()) == 0
 
 
 def test_columns_are_chosen_by_section():
@@ -39,25 +34,21 @@ def test_columns_are_chosen_by_section():
     assert chosen[1, 4].tolist() == [0, 1, 102, 103, 104, 205, 6, 7, 8, 9]
 
 
-@pytest.mark.parametrize(
-    ("shape", "text", "of_four", "row"),
-    [
-        ((2, 5), "all", "none", "all"),
+def test_positions_of_the_text():
+    """(B, N), or (kinds, B, N), in which the text's own are the first of four."""
+    for shape, text, of_four, row in (
         ((4, 5), "all", "none", "all"),  # a batch of four rows
         ((4, 2, 5), "first", "first", "first"),
         ((3, 2, 5), "none", "none", "first"),
         ((5, 2, 5), "none", "none", "first"),
         ((4,), "none", "none", "first"),
         ((4, 1, 2, 5), "none", "none", "first"),
-    ],
-    ids=str,
-)
-def test_positions_of_the_text(shape, text, of_four, row):
-    ids = torch.arange(torch.Size(shape).numel()).view(shape)
-    expected = {"all": ids, "first": ids[0], "none": None}
-    for function, kind in ((on.text_positions, text), (on.first_of_four, of_four), (on.first_row, row)):
-        found = function(ids)
-        assert found is None if kind == "none" else torch.equal(found, expected[kind]), function.__name__
+    ):
+        ids = torch.arange(torch.Size(shape).numel()).view(shape)
+        expected = {"all": ids, "first": ids[0], "none": None}
+        for function, kind in ((on.text_positions, text), (on.first_of_four, of_four), (on.first_row, row)):
+            found = function(ids)
+            assert found is None if kind == "none" else torch.equal(found, expected[kind]), (function, shape)
 
 
 def test_gates_of_columns_and_of_heads():
@@ -84,13 +75,6 @@ def test_queries_scaled_by_position(release, monkeypatch):
     assert scaled.shape == q.shape and torch.equal(scaled[:, 2, :, 7], torch.stack((factors, second)))
 
 
-class Mixin:
-    """The base that FSDP2 puts in front of a module's own class."""
-
-    def unshard(self):
-        raise AssertionError
-
-
 class Double(torch.nn.Module):
     def forward(self, weight):
         return 2 * weight
@@ -106,16 +90,17 @@ def parametrized(module):
     return type(module)
 
 
-@pytest.mark.parametrize(
-    ("name", "make"),
-    [
-        ("llama", lambda module: type("Plain", (LlamaAttention,), {})),
-        ("llama", lambda module: type("FSDPLlamaAttention", (Mixin, LlamaAttention), {"__deepcopy__": None})),
-        ("gpt_oss", parametrized),
-    ],
-    ids=["plain", "mixin", "parametrized"],
-)
-def test_a_subclass_that_changes_nothing(name, make, calls):
+FSDP = type("Mixin", (), {"unshard": None})  # the base that FSDP2 puts in front of a module's own class
+SUBCLASSES = {
+    "plain": ("llama", lambda module: type("Plain", (LlamaAttention,), {})),
+    "mixin": ("llama", lambda module: type("FSDPLlamaAttention", (FSDP, LlamaAttention), {"__deepcopy__": None})),
+    "parametrized": ("gpt_oss", parametrized),
+}
+
+
+@pytest.mark.parametrize("kind", SUBCLASSES)
+def test_a_subclass_that_changes_nothing(kind, calls):
+    name, make = SUBCLASSES[kind]
     model = make_model(name)
     module = attentions_of(model)[0]
     convention = on.convention_of(module)
@@ -128,12 +113,8 @@ def test_a_subclass_that_changes_nothing(name, make, calls):
 def test_what_changes_something_is_another_class(monkeypatch):
     model = make_model("llama")
     module = attentions_of(model)[0]
-    for name, bases, own in (
-        ("Overriding", (LlamaAttention,), {"forward": forward}),
-        ("Mixed", (type("Other", (), {"forward": forward}), LlamaAttention), {}),
-    ):
-        module.__class__ = type(name, bases, own)
-        assert on.convention_of(module) is None
+    module.__class__ = type("Mixed", (type("Other", (), {"forward": forward}), LlamaAttention), {})
+    assert on.convention_of(module) is None
     module.__class__ = LlamaAttention
     for library in (__name__, "unsloth.models.llama"):  # before and after transformers' own name
         assert on.convention_of(module) is not None
@@ -145,17 +126,6 @@ def test_what_changes_something_is_another_class(monkeypatch):
                 patch_model(model)
 
 
-def test_a_refusal_says_why():
-    sizes = {"vocab_size": 16, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
-    config = transformers.NemotronConfig(**sizes, num_attention_heads=2, num_key_value_heads=2)
-    config._attn_implementation = "eager"  # before transformers 5 others have classes of their own
-    model = transformers.NemotronForCausalLM(config)
-    with pytest.raises(NotImplementedError, match=r"self_attn \(NemotronAttention: its decoder layer passes no addit"):
-        patch_model(model)
-    (row,), name = patch_report(model), on.name_of(type(model.model.layers[0].self_attn))
-    assert not row.patched and row.reason == on.UNSUPPORTED[name]
-
-
 def test_recurrences_are_no_attention():
     """MiniMax calls one attention; blocks around attention and recurrences have to read the padding mask."""
     minimax = make_model("minimax")
@@ -165,4 +135,58 @@ def test_recurrences_are_no_attention():
 
 def test_classes_that_are_supported_since_transformers_5():
     for path in map(on.path_of, on.SINCE_5):
-        assert (path in on.SUPPORTED) is (path not in on.UNSUPPORTED) is (on.RELEASE >= (5,)), path
+        assert (path in SUPPORTED) is (path not in UNSUPPORTED) is (RELEASE >= (5,)), path
+
+
+# Syntax.
+HOW = "compare `python -m tests.support.hf_syntax FOLDER.CLASS` with that of another release, see docs/howto"
+READ = tuple(map(int, NEWEST.split(".")))[:2]
+newest = pytest.mark.skipif(RELEASE < READ, reason="the tables name classes of later releases")
+
+
+def test_supported_classes_compute_what_was_read():
+    """Every form is on record, under a class of the same convention: a release that changes a forward shows here."""
+    known, changed = recorded(), []
+    for name in filter(exists, SUPPORTED):
+        exemplar = known.get(fingerprint(name))
+        if exemplar is None or SUPPORTED.get(exemplar) != SUPPORTED[name]:
+            changed.append(f"{name} ({'a form never read' if exemplar is None else 'the form of ' + exemplar})")
+    assert not changed, f"transformers {RELEASE}: {', '.join(changed)}: {HOW}"
+
+
+@newest
+def test_classes_of_a_supported_form_are_supported():
+    """A class that computes what a supported one does is in one of the two tables."""
+    forms = {fingerprint(name): name for name in filter(exists, SUPPORTED)}
+    others = [name for name in attention_classes() if name not in SUPPORTED and name not in UNSUPPORTED]
+    found = {name: forms[digits] for name in others if (digits := fingerprint(name)) in forms}
+    assert not found, f"supported but for a row in `families` and one in tests/support/hf_models.py: {found}"
+
+
+def test_functions_of_modeling_files_are_looked_at():
+    """A function that a supported class calls in a pass, also through others, is among those that are looked at."""
+    known = {*ROTATIONS, *EAGER}
+    missed = {path: names for path in filter(exists, SUPPORTED) if (names := functions_called(path) - known)}
+    assert not missed, f"functions that somebody may replace unseen, which `obstacles` has to name: {missed}"
+
+
+@newest
+def test_every_class_of_the_tables_exists():
+    assert not SUPPORTED.keys() & UNSUPPORTED.keys()
+    assert not [name for name in (*SUPPORTED, *UNSUPPORTED) if not exists(name)]
+    assert all(reason[0].islower() and reason[-1] != "." for reason in UNSUPPORTED.values())
+
+
+def test_forms_see_what_matters():
+    """Names and the order of classes are no part of a form; norms, masks, rotation and windows are."""
+    llama = fingerprint("llama.modeling_llama.LlamaAttention")
+    same = "gemma.modeling_gemma.GemmaAttention"
+    others = (
+        "qwen3.modeling_qwen3.Qwen3Attention",  # norms
+        "phimoe.modeling_phimoe.PhimoeAttention",  # masks, in another class of the file
+        "helium.modeling_helium.HeliumAttention",  # rotation, in another function
+        "gemma2.modeling_gemma2.Gemma2Attention",  # softcap, in eager attention
+        "qwen2.modeling_qwen2.Qwen2Attention",  # a window
+    )
+    assert fingerprint(same) == llama
+    assert llama not in map(fingerprint, others)

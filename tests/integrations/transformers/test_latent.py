@@ -9,7 +9,6 @@ from fused_rope_attn.integrations.transformers import attention, is_patched, pat
 from tests.support.hf_models import MODELS, attentions_of, make_ids, make_model
 from tests.support.hf_runs import LENGTH, assert_close, noted, run
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 # Complex tables, pairs sorted by the module or kept, halves, factors of the latent vectors, a gate.
 KINDS = [
     name for name in ("deepseek_v2", "deepseek_v3", "minicpm3", "longcat_flash", "bailing_hybrid") if name in MODELS

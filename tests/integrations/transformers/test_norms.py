@@ -14,10 +14,6 @@ from tests.support.hf_models import MODELS, attentions_of, make_ids, make_model
 from tests.support.hf_runs import LENGTH, assert_close, assert_same, run
 from tests.support.internals import count_tables_that_turn_nothing
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
-
-NAMES = ("q_norm", "k_norm")
-
 
 def make_norm(name, head_dim=24, seed=0):
     """A norm of RMS_NORMS with random weights, skipped where its package is not installed."""
@@ -54,17 +50,15 @@ def test_every_class_computes_what_the_kernels_do(name):
     assert (unfit_for(found, x.bfloat16(), cached=False) == "") is found.keeps_dtype
 
 
-def test_families_whose_norms_are_fused(calls):
+def test_families_whose_norms_are_fused():
     """All that norm heads by a root mean square, and no others; OLMo's norms are of whole rows."""
     own = {"cohere-norm": "its own: q_norm is CohereLayerNorm", "phi": "its own: q_norm is LayerNorm"}
     normed = 0
     for name in (name for name in MODELS if name.startswith(("qwen3", "gemma3", "olmo", "phi", "cohere", "lfm2"))):
         model = patch_model(make_model(name))
         for module, said in zip(attentions_of(model), fused_of(model)):
-            if name in own:
-                assert said.startswith(own[name])
-            else:
-                assert said == ("fused" if type(module).__name__.startswith(("Qwen3", "Gemma3", "Lfm2")) else "")
+            fused = "fused" if type(module).__name__.startswith(("Qwen3", "Gemma3", "Lfm2")) else ""
+            assert said.startswith(own[name]) if name in own else said == fused
             normed += said == "fused"
     assert normed >= 6
 
@@ -87,7 +81,7 @@ def test_norms_of_another_dtype():
     for layer, other in zip(past.layers, expected.layers):
         assert layer.keys.dtype is other.keys.dtype is torch.float32
         assert_close(layer.keys, other.keys, 0.05)
-    half = head_norms(*(nn.RMSNorm(8, eps=1e-6, dtype=torch.float16) for _ in NAMES))
+    half = head_norms(*(nn.RMSNorm(8, eps=1e-6, dtype=torch.float16) for _ in "qk"))
     q = torch.empty(1, 2, 3, 8, dtype=torch.bfloat16)
     assert unfit_for(half, q, False) == "weights in float16 for heads in bfloat16"
     assert unfit_for(half, q.half()[..., :4], False) == "weights of shape (8,) for heads of 4 columns"

@@ -6,7 +6,6 @@ import pytest
 import torch
 import transformers
 from torch.nn.attention.flex_attention import create_block_mask
-from transformers import masking_utils
 from transformers.cache_utils import DynamicLayer
 from transformers.generation.continuous_batching.cache import PagedAttentionCache
 
@@ -144,24 +143,3 @@ def test_nobody_looks_at_what_is_being_captured(monkeypatch):
     assert not is_blind(torch.ones(2)) and is_blind(torch.ones(2, device="meta"))
     monkeypatch.setattr(obstacles, "is_capturing", lambda device: True)
     assert is_blind(torch.ones(2))
-
-
-@pytest.mark.parametrize(
-    ("name", "known"),
-    [
-        ("transformers.somewhere.sdpa_attention_forward", True),
-        ("transformers.somewhere.sage_attention_forward", False),
-        ("somebody.somewhere.sdpa_attention_forward", False),
-    ],
-)
-def test_whose_function_it_is(name, known, monkeypatch):
-    """Functions of transformers are known by their module and by their names; test_comparison.py has users' own."""
-
-    def mine(*args, **kwargs):
-        raise AssertionError
-
-    mine.__module__, _, mine.__name__ = name.rpartition(".")
-    monkeypatch.setitem(transformers.AttentionInterface._global_mapping, "mine", mine)
-    monkeypatch.setitem(transformers.AttentionMaskInterface._global_mapping, "mine", masking_utils.sdpa_mask)
-    found = obstacle(Pass([attention("mine")], SimpleNamespace(), {}), True)
-    assert found.startswith("" if known else "the attention function") and bool(found) is not known

@@ -1,15 +1,20 @@
-"""Patched models in training and in wrappers: checkpointing, compilation, traces, adapters, the Trainer, autocast."""
+"""Patched models in training and in wrappers: checkpointing, compilation, traces, exports, adapters, the Trainer,
+autocast, FSDP2, and torch's parallelism that is refused.
+"""
 
 import peft
 import pytest
 import torch
+import torch.distributed as dist
 import transformers
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.experimental import context_parallel
 
 from fused_rope_attn.integrations.transformers import patch_model, patch_report, unpatch_model
+from tests.support.export import dimension, exported
 from tests.support.hf_models import make_ids, make_model
 from tests.support.hf_runs import LENGTH, assert_close, assert_same, run
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 MASK = (torch.arange(LENGTH) >= torch.tensor([[0], [6]])).long()
 
 
@@ -19,13 +24,8 @@ def test_gradient_checkpointing(name, reentrant, calls):
     model, ids = make_model(name).train(), make_ids(2, LENGTH)
     if reentrant:
         model.enable_input_require_grads()
-    plain = run(model, ids, grad=True, attention_mask=MASK)
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-    patch_model(model)
-    logits, grads = run(model, ids, grad=True, attention_mask=MASK)
-    assert_close(logits[MASK.bool()], plain[0][MASK.bool()], 1e-5)
-    for parameter, expected in plain[1].items():
-        assert_close(grads[parameter], expected, 1e-4, parameter)
+    assert_same(model, ids, MASK.bool(), grad=True, attention_mask=MASK)
     assert calls == {"rope_attention": 4}  # forward, and again in backward
 
 
@@ -42,26 +42,25 @@ def test_left_padding_predicts_the_first_real_token():
 
 
 @pytest.mark.unpoisoned
-@pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("name", ["llama", "qwen3"])
+@pytest.mark.parametrize(("name", "padded"), [("llama", True), ("qwen3", False)])
 def test_compiled(name, padded):
     model, ids = make_model(name, num_hidden_layers=1), make_ids(2, LENGTH)
-    inputs = {"attention_mask": MASK} if padded else {}
-    expected = run(model, ids, grad=True, use_cache=False, **inputs)
+    mask = MASK if padded else torch.ones_like(MASK)
+    inputs = {"use_cache": False} | ({"attention_mask": MASK} if padded else {})
+    expected, expected_grads = run(model, ids, grad=True, **inputs)
     torch._dynamo.reset()
     compiled = torch.compile(patch_model(model), backend="aot_eager", fullgraph=not padded)
-    logits, grads = run(compiled, ids, grad=True, use_cache=False, **inputs)
-    present = inputs.get("attention_mask", torch.ones_like(ids)).bool()
-    assert_close(logits[present], expected[0][present], 1e-5)
-    for parameter, gradient in expected[1].items():
+    logits, grads = run(compiled, ids, grad=True, **inputs)
+    assert_close(logits[mask != 0], expected[mask != 0], 1e-5)
+    for parameter, gradient in expected_grads.items():
         assert_close(grads[f"_orig_mod.{parameter}"], gradient, 1e-4, parameter)
     torch._dynamo.reset()
     unpatch_model(compiled)
-    assert torch.equal(run(model, ids, use_cache=False, **inputs)[0], expected[0])
+    assert torch.equal(run(model, ids, **inputs)[0], expected)
 
 
 class Logits(torch.nn.Module):
-    """Return a model's logits alone, because ``torch.jit.trace`` takes no other result."""
+    """A model's logits alone, because ``torch.jit.trace`` takes no other result."""
 
     def __init__(self, model):
         super().__init__()
@@ -74,8 +73,7 @@ class Logits(torch.nn.Module):
 @pytest.mark.skipif(transformers.__version__ < "5", reason="its models cannot be traced, patched or not")
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
 @pytest.mark.unpoisoned
-@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
-@pytest.mark.parametrize("name", ["llama", "mistral", "gemma3"])
+@pytest.mark.parametrize(("name", "implementation"), [("llama", "eager"), ("mistral", "sdpa"), ("gemma3", "sdpa")])
 def test_traced(name, implementation, calls):
     """A trace holds the model's own attention: TorchScript knows none of these kernels."""
     model, ids = make_model(name).requires_grad_(False), make_ids(2, LENGTH)
@@ -89,6 +87,36 @@ def test_traced(name, implementation, calls):
     calls.clear()
     assert_close(model(ids, attention_mask=MASK).logits[MASK != 0], expected[MASK != 0], 1e-5)
     assert sum(calls.values()) == 2
+
+
+@pytest.mark.unpoisoned
+@pytest.mark.parametrize(
+    ("name", "implementation", "is_padded", "kind"),
+    [
+        ("llama", "eager", False, "named"),
+        ("llama", "sdpa", True, "named"),
+        ("gpt_oss", "eager", True, "named"),
+        ("deepseek_v3", "sdpa", False, "named"),
+        ("llama4", "sdpa", True, "named"),
+        ("mistral", "sdpa", True, "AUTO"),
+        ("gemma3", "sdpa", True, "DYNAMIC"),
+    ],
+)
+def test_export(name, implementation, is_padded, kind):
+    """A program gives what the model gives without a patch, for batches and lengths other than those of the export."""
+    model, batches = make_model(name), []
+    model.config._attn_implementation = implementation
+    for batch, length in ((3, 17), (2, 9), (4, 33)):
+        mask = torch.ones(batch, length, dtype=torch.int64)
+        mask[0, :5] = 0
+        ids, inputs = make_ids(batch, length), {"use_cache": False, "attention_mask": mask if is_padded else None}
+        batches.append((ids, inputs, mask != 0 if is_padded else slice(None), model(ids, **inputs).logits))
+    axes = {0: dimension(kind, "b"), 1: dimension(kind, "n")}
+    shapes = {"input_ids": axes, "use_cache": None, "attention_mask": axes if is_padded else None}
+    ids, inputs, *_ = batches[0]
+    program = exported(patch_model(model), (ids,), shapes, **inputs)
+    for ids, inputs, present, logits in batches:
+        assert_close(program(ids, **inputs).logits[present], logits[present], 1e-5)
 
 
 @pytest.mark.parametrize("first", ["adapters", "patch"])
@@ -148,3 +176,45 @@ def test_autocast(calls):
             assert grads[norm].dtype is torch.float32 and (grads[norm] - exact_grads[norm]).norm() <= 1.5 * spread, norm
     assert {row.norms for row in patch_report(model)} == {"fused"}
     assert calls == {"rope_attention": 6}
+
+
+@pytest.fixture
+def mesh():
+    """A mesh of this process alone: what FSDP2 does to classes and hooks does not depend on how many there are."""
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    yield dist.init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("first", ["patch", "shard"])
+@pytest.mark.parametrize("wraps", ["attention", "layer"])
+def test_fully_sharded(first, wraps, mesh, calls):
+    model, ids = make_model("qwen3"), make_ids(2, LENGTH)
+    expected, expected_grads = run(model, ids, grad=True)
+    if first == "patch":
+        patch_model(model)
+    for layer in model.model.layers:
+        fully_shard(layer.self_attn if wraps == "attention" else layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    if first == "shard":
+        patch_model(model)
+    logits, grads = run(model, ids, grad=True)
+    assert_close(logits, expected, 1e-5)
+    assert grads.keys() == expected_grads.keys()
+    for name, grad in grads.items():
+        assert_close(grad.full_tensor(), expected_grads[name], 1e-4, name)
+    assert calls == {"rope_attention": 2}
+    assert all(row.patched and row.norms == "fused" for row in patch_report(model))
+
+
+def test_parallelism_that_is_refused(mesh):
+    model, ids = patch_model(make_model("llama")), make_ids(2, 16)
+    with context_parallel(mesh, buffers=[ids], buffer_seq_dims=[1]):
+        with pytest.raises(NotImplementedError, match="under torch's context_parallel.*unpatch_model"):
+            model(ids)
+        with pytest.raises(NotImplementedError, match="context_parallel"):
+            model.model.layers[0](torch.randn(2, 16, 64), position_embeddings=(torch.ones(1, 16, 16),) * 2)
+    replica = model.model._replicate_for_data_parallel()  # what DataParallel makes one of for every device
+    with pytest.raises(NotImplementedError, match="DistributedDataParallel"):
+        replica(ids)
+    assert model(ids).logits.shape[:2] == (2, 16)

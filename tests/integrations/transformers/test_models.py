@@ -1,4 +1,4 @@
-"""`patch_model` on a GPU: the kernels in whole models, compiled, with Liger, without waiting for the device."""
+"""`patch_model` on the kernels, in Triton's interpreter and on a GPU: whole models, compiled, captured, with Liger."""
 
 import importlib
 
@@ -9,45 +9,95 @@ import transformers
 from bench.models import shapes
 from fused_rope_attn.integrations.transformers import patch_model, patch_report, unpatch_model
 from tests.support.dtypes import BF16
-from tests.support.hf_models import make_ids, make_model
-from tests.support.hf_runs import LENGTH, assert_close, run
+from tests.support.hf_models import WINDOW, make_ids, make_model
+from tests.support.hf_runs import LENGTH, assert_close, assert_same, make_cache, parts, run, steps
+from tests.support.hf_vision_models import make_inputs, make_vision_model
+from tests.support.internals import count_prepared_steps, forget_calls
+from tests.support.marks import ignore_overflow
 
-pytestmark = pytest.mark.gpu
+pytestmark = ignore_overflow
 DEVICE = torch.device("cuda")
+# Sinks, caps, windows, chunks, pairs, norms, latent attention, layers that do not rotate. Other classes use these in
+# other combinations, which tests of the reference compare.
+NAMES = ("cohere", "deepseek_v3", "gemma2", "glm4", "gpt_oss", "llama4", "qwen3", "smollm3")
 # Qwen 3 without its windows: its static layers count on the host.
 WHOLE = {"use_sliding_window": False, "sliding_window": None}
 
 
-def left_padded(rows, length, padding):
-    return (torch.arange(length) >= torch.tensor([[0]] * (rows - 1) + [[padding]])).long().to(DEVICE)
+def left_padded(length, padding, device="cpu"):
+    return (torch.arange(length) >= torch.tensor([[0], [padding]])).long().to(device)
 
 
 def at(positions):
-    """Positions by another name, which transformers 4 wants too."""
+    """Positions by another name: 4.57 would look for the cache's length in its rows, which no graph can."""
     return {"cache_position": positions[0]} if transformers.__version__ < "5" else {}
 
 
-# Sinks, caps, windows, chunks, pairs, norms and latent attention. Other classes use these in other combinations,
-# which tests on a CPU compare.
-@pytest.mark.parametrize("name", ["cohere", "deepseek_v3", "gemma2", "glm4", "gpt_oss", "llama4", "qwen3", "smollm3"])
-def test_models(name):
-    """float32: logits and gradients with padding, and greedy tokens with both kinds of caches."""
-    model, ids, mask = make_model(name).to(DEVICE), make_ids(2, LENGTH).to(DEVICE), left_padded(2, LENGTH, 7)
-    present = mask.bool()
-    logits, grads = run(model, ids, grad=True, attention_mask=mask, use_cache=False)
+@pytest.mark.parametrize("name", NAMES)
+def test_in_the_interpreter(name, interpreted_attention):
+    """float32: logits and gradients with padding, and parts of one token and of several onto both kinds of caches."""
+    ends = (WINDOW - 1, WINDOW + 2, WINDOW + 3)
+    model, ids, mask = make_model(name), make_ids(2, ends[-1]), left_padded(ends[-1], 3)
+    assert_same(model, ids, mask.bool(), grad=True, attention_mask=mask, use_cache=False)
+    with torch.no_grad():
+        for kind in ("dynamic", "static"):
+            got = parts(patch_model(model), make_cache(model, kind), ids, mask, ends)
+            expected = parts(unpatch_model(model), make_cache(model, kind), ids, mask, ends)
+            assert_close(got[mask.bool()], expected[mask.bool()], 1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", NAMES)
+def test_on_a_gpu(name):
+    """The same, and greedy tokens with both kinds of caches."""
+    model, ids, mask = make_model(name).to(DEVICE), make_ids(2, LENGTH).to(DEVICE), left_padded(LENGTH, 7, DEVICE)
     options = {"attention_mask": mask, "max_new_tokens": 12, "do_sample": False}
     expected = model.generate(ids, **options)
-    got, got_grads = run(patch_model(model), ids, grad=True, attention_mask=mask, use_cache=False)
-    assert_close(got[present], logits[present], 1e-4, "logits")
-    assert got_grads.keys() == grads.keys()
-    for key, gradient in grads.items():
-        assert_close(got_grads[key], gradient, 1e-3, key)
+    assert_same(model, ids, mask.bool(), True, tolerance=1e-4, attention_mask=mask, use_cache=False)
     assert torch.equal(model.generate(ids, **options), expected)
     if name != "llama4":  # with static caches 5.17 gives one of its mask functions an argument that it lacks
         static = model.generate(ids, **options, cache_implementation="static", disable_compile=True)
         assert torch.equal(static, expected)
 
 
+@pytest.mark.parametrize("name", ["qwen2_vl", "gemma3"])  # positions of three kinds; images that see both ways
+def test_images(name, interpreted_attention):
+    model, inputs = make_vision_model(name), make_inputs(name, padding=(3, 0))
+    getattr(model.model, "vision_tower", torch.nn.Module()).requires_grad_(False)
+    present, ids = inputs["attention_mask"].bool(), inputs.pop("input_ids")
+    assert_same(model, ids, present, name == "gemma3", unsupported="skip", use_cache=False, **inputs)
+
+
+@torch.no_grad()
+def test_steps_are_prepared_once(interpreted_steps):
+    """The length of a dynamic cache is no part of the signature of a step's launches."""
+    model, ids = patch_model(make_model("llama")), make_ids(1, 15)
+    past = make_cache(model, "dynamic")
+    model(ids[:, :9], past_key_values=past)
+    forget_calls()
+    steps(model, past, ids, 9)
+    assert count_prepared_steps() == 1
+
+
+@pytest.mark.unpoisoned
+@torch.no_grad()
+def test_compiled_by_the_user(interpreted_steps):
+    """Without ``generate``: the batch is described, and the cache counted, inside the graph, which has no break."""
+    model, ids = make_model("llama"), make_ids(2, 9)
+    expected = parts(model, make_cache(model, "static"), ids, ends=(6, 7, 8, 9))
+    past = make_cache(patch_model(model), "static")
+    first = parts(model, past, ids, ends=(6,))
+    torch._dynamo.reset()
+    step = torch.compile(model, fullgraph=True, backend="aot_eager")
+    logits = []
+    for i in range(6, 9):
+        logits.append(step(ids[:, i : i + 1], past_key_values=past, **at(torch.tensor([[i]]))).logits)
+    assert_close(torch.cat((first, *logits), dim=1), expected, 1e-5)
+    assert [int(layer.get_seq_length()) for layer in past.layers] == [9, 9]
+    torch._dynamo.reset()
+
+
+@pytest.mark.gpu
 @pytest.mark.unpoisoned
 @pytest.mark.parametrize("name", ["Llama-3.2-1B", "Qwen3-0.6B"])
 def test_bfloat16_is_as_close_to_float32(name):
@@ -62,6 +112,7 @@ def test_bfloat16_is_as_close_to_float32(name):
     assert distance["fused"] <= 1.05 * distance["plain"], distance
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize(
     ("name", "suffix", "norms", "replaced"),
     [
@@ -91,11 +142,12 @@ def test_with_everything_of_liger(name, suffix, norms, replaced, monkeypatch):
     assert_close(run(unpatch_model(model), ids, use_cache=False)[0], liger, 1e-6)  # Liger's patches are left
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
 @pytest.mark.parametrize("static", [False, True])
 def test_a_decoding_step_does_not_wait(static, name):
     model = patch_model(make_model(name, **WHOLE).to(DEVICE))
-    ids, mask = make_ids(2, 20).to(DEVICE), left_padded(2, 20, 5)
+    ids, mask = make_ids(2, 20).to(DEVICE), left_padded(20, 5, DEVICE)
     past = transformers.StaticCache(config=model.config, max_cache_len=32) if static else transformers.DynamicCache()
     with torch.no_grad():
         for start, end in ((0, 18), (18, 19), (19, 20)):
@@ -109,6 +161,7 @@ def test_a_decoding_step_does_not_wait(static, name):
                 torch.cuda.set_sync_debug_mode("default")
 
 
+@pytest.mark.gpu
 @pytest.mark.unpoisoned
 def test_compiled_training():
     model, ids = make_model("qwen3").to(DEVICE, BF16), make_ids(2, 64).to(DEVICE)
@@ -122,6 +175,7 @@ def test_compiled_training():
     torch._dynamo.reset()
 
 
+@pytest.mark.gpu
 @pytest.mark.unpoisoned
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
 def test_a_captured_step(name):
@@ -151,11 +205,12 @@ def test_a_captured_step(name):
             assert_close(logits, expected[:, i : i + 1], 1e-4)
 
 
+@pytest.mark.gpu
 @pytest.mark.unpoisoned
 def test_compiled_generation():
     """transformers compiles the decoding step of a static cache by itself."""
-    model, ids, mask = patch_model(make_model("gemma3").to(DEVICE)), make_ids(2, 12).to(DEVICE), left_padded(2, 12, 5)
-    options = {"attention_mask": mask, "max_new_tokens": 10, "do_sample": False}
+    model, ids = patch_model(make_model("gemma3").to(DEVICE)), make_ids(2, 12).to(DEVICE)
+    options = {"attention_mask": left_padded(12, 5, DEVICE), "max_new_tokens": 10, "do_sample": False}
     expected = model.generate(ids, **options)
     torch._dynamo.reset()
     assert torch.equal(model.generate(ids, **options, cache_implementation="static"), expected)
