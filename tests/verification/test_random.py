@@ -16,7 +16,7 @@ import torch
 import fused_rope_attn
 from tests.support.calls import INTERPRETER
 from tests.support.paths import ROOT
-from verification import __main__ as command, search, strategies
+from verification import __main__ as command, run, strategies
 from verification.attention import CoRopeCheck
 from verification.calls import Finding, Machine, literal, parse
 from verification.decode import DecodeCheck
@@ -155,7 +155,7 @@ def wrong_tables(monkeypatch):
 
 def test_a_wrong_result_is_found_shrunk_and_repeated(wrong_tables, capsys, tmp_path, monkeypatch):
     monkeypatch.setattr("verification.testing.DRAWS", 2)  # for time
-    monkeypatch.setattr(search, "MOST_SHRUNK", 1)
+    monkeypatch.setattr(run, "MOST_SHRUNK", 1)
     file = tmp_path / "out" / "random.json"
     assert command.main(["--random", "24", "--seed", "12", *ARGUMENTS[:-1], str(file)]) == 1
     failures = json.loads(file.read_text())["failures"]
@@ -250,8 +250,8 @@ def test_a_crash_is_shrunk_by_new_processes_and_in_time(monkeypatch):
 
     monkeypatch.setattr(strategies, "shrunk_call", ask)
     lost = Outcome(Fatal(9), (Finding.that("?", "process", False, "died"),))
-    small = search.shrink(0, 0, lost, REFERENCE, jobs=1)
+    small = run.shrink(0, 0, lost, REFERENCE, jobs=1)
     assert small.check == Fatal(4) and small.failures[0].found.tensor == "process"
-    monkeypatch.setattr(search, "SHRINK_SECONDS", -1.0)
+    monkeypatch.setattr(run, "SHRINK_SECONDS", -1.0)
     monkeypatch.setattr(strategies, "shrunk_call", lambda *_: None if _[-1](Fatal(-1)) is False else Fatal(-1))
-    assert search.shrink(0, 0, Outcome(Fatal(9), (Finding.that("?", "size", False, ""),)), REFERENCE, jobs=0) is None
+    assert run.shrink(0, 0, Outcome(Fatal(9), (Finding.that("?", "size", False, ""),)), REFERENCE, jobs=0) is None

@@ -276,7 +276,7 @@ def test_layouts():
     q = {layout: make_inputs(Case(2, 4, 2, 5, 7, 16, layout=layout)).q for layout in testing.LAYOUTS}
     assert all(x.shape == (2, 4, 5, 16) and x.stride(-1) == 1 for x in q.values())
     assert q["odd"].data_ptr() % 16 and q["odd"].stride(1) % 2 and q["odd"].stride(2) % 2
-    assert q["expanded"].stride(0) == 0 and q["bhnd"].is_contiguous() and q["bnhd"].transpose(1, 2).is_contiguous()
+    assert q["one batch"].stride(0) == 0 and q["bhnd"].is_contiguous() and q["bnhd"].transpose(1, 2).is_contiguous()
 
 
 @pytest.mark.parametrize("tables", testing.TABLES)
