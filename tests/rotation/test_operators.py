@@ -54,7 +54,8 @@ def test_what_is_saved_and_an_output_that_is_not_used(norms):
     for used in range(2):
         for i, (x, y) in enumerate(zip(gradients(apply_rope_qk(**tensors)[used : used + 1], tensors), whole)):
             assert (x is None) == (i % 2 != used)
-            assert x is None or torch.equal(x, y)
+            if x is not None:
+                assert_close(x, y.double(), 1e-6)
 
 
 def rotations():
