@@ -1,5 +1,5 @@
-"""``python -m verification``: cases, drawn calls and context parallelism tell right from wrong, and say so in the table,
-the JSON and the exit status. A call that fails is shrunk and repeated."""
+"""``python -m verification``: cases, drawn calls and context parallelism tell right from wrong, and say so in the
+table, the JSON and the exit status. A call that fails is shrunk and repeated."""
 
 import json
 import math
