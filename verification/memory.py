@@ -55,9 +55,14 @@ def lay(x: Tensor, layout: str) -> Tensor:
 
 
 def lay_table(x: Tensor, layout: str) -> Tensor:
-    """Return the values of a table (..., S, W) in memory that is "plain", or as ``lay`` has it."""
+    """Return the values of a table (..., S, W) in memory that is "plain", or as ``lay`` has it.
+
+    NaN follows the last row of a plain table (S, W).
+    """
     more = 4 - x.ndim
-    return x.contiguous() if layout == "plain" else lay(x[(None,) * more], layout)[(0,) * more]
+    if layout == "plain":
+        return x.contiguous() if x.ndim == 3 else torch.cat((x, x.new_full((64, x.shape[1]), math.nan)))[: len(x)]
+    return lay(x[(None,) * more], layout)[(0,) * more]
 
 
 def in_pages(

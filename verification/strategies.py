@@ -375,7 +375,8 @@ def _packed_sizes(draw: Draw, p: AttentionCheck, machine: Machine, group: int, m
             len_q = max(0, len_k - _near_border(draw, len_k))
         len_q = len_k if own_tables else len_q
         seqlens.append(pick(draw, {(len_q, len_k): 12, (0, len_k): 0.5, (len_q, 0): 0.5, (0, 0): 0.5}))
-    tails = [pick(draw, {0: 5, 1: 1, st.integers(1, 20): 1}) for _ in range(2)]
+    # A tail may have more rows than the tables.
+    tails = [pick(draw, {0: 5, 1: 1, st.integers(1, 20): 1, 40: 0.3}) for _ in range(2)]
     if own_tables:
         seqlens, tails = [(n, n) for n, _ in seqlens], [tails[0]] * 2
 
