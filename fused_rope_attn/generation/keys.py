@@ -255,13 +255,15 @@ def attend_tile(sums, queries, k, v, positions_k, num_keys, first_key):
 @triton.jit
 def load_cached(rows, offs, of_keys, start, float8, CHECK_ROWS: tl.constexpr):
     """Load a tile of rows of a cache for products, counted from position ``start``. of_keys: ``Rotation`` or None."""
-    if of_keys is not None:
-        x = rotation.load_rotated(rows, offs, of_keys, start, DTYPE=tl.float32)
-        return eight_bits.operand(x, float8, rows.ptr.dtype.element_ty)
-    elif float8.DTYPE is None:
+    if of_keys is None and float8.DTYPE is None:
         return tiles.load_tile(rows, offs, CHECK_ROWS)
-    else:
+    elif of_keys is None:
         return eight_bits.load_halves(rows, offs, float8, CHECK_ROWS)
+    elif float8.DTYPE is None:
+        return rotation.load_rotated(rows, offs, of_keys, start)
+    else:  # Joined and split again, 16 columns would be wrong: Triton 3.6 lays them out for 32.
+        first, second = rotation.load_rotated_pairs(rows, offs, of_keys, start)
+        return eight_bits.Halves(first.to(float8.DTYPE), second.to(float8.DTYPE))
 
 
 @triton.jit
