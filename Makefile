@@ -61,7 +61,7 @@ test-hf-4: $(VENV_HF4)/.installed
 test-places: $(VENV_PLACES)/.installed
 	TRITON_INTERPRET=1 $(VENV_PLACES)/bin/python -m pytest $(ARGS) tests/integrations/places
 
-# A real model, patched and unpatched: five minutes on a CPU, and on a GPU the same with the kernels.
+# A real model, patched and unpatched: minutes on a CPU, and on a GPU the same with the kernels.
 .PHONY: test-real
 test-real: $(ENVIRONMENT) $(REAL_MODEL)
 	$(PY) -m pytest -m real -rP $(ARGS) tests/integrations/transformers/test_real_model.py

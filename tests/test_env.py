@@ -14,55 +14,39 @@ from fused_rope_attn import env
 from tests.support.paths import ROOT
 
 
-def run(*arguments: str, **variables: str) -> str:
-    """Return the output of a process without a GPU, outside Triton's interpreter unless `variables` say otherwise."""
+@pytest.mark.parametrize("interpreter", [False, True])
+def test_json_names_versions_and_the_plan(interpreter):
+    """Run a process without a GPU, with Triton's interpreter and without it."""
     surroundings = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    surroundings |= {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""} | variables
-    result = subprocess.run(
-        [sys.executable, *arguments], cwd=ROOT, env=surroundings, capture_output=True, text=True, timeout=120
+    surroundings |= {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""} | (
+        {"TRITON_INTERPRET": "1"} if interpreter else {}
     )
+    program = "import runpy, torch; runpy.run_module('fused_rope_attn.env', run_name='__main__')"
+    command = [sys.executable, "-c", f"{program}; assert not torch.cuda.is_initialized()"]
+    result = subprocess.run(command, cwd=ROOT, env=surroundings, capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stderr
-    return result.stdout
+    facts = json.loads(result.stdout)
+    assert facts["fused_rope_attn"] == fused_rope_attn.__version__ and facts["torch"] == torch.__version__
+    assert facts["python"] == platform.python_version() and facts["triton"] == env.package_version("triton")
+    assert facts["interpreter"] is interpreter and facts["switches"].get("TRITON_INTERPRET") == (
+        "1" if interpreter else None
+    )
+    assert facts["gpus"] == [] and facts["plan"]["backend"] == "reference" and "cpu" in facts["plan"]["call"]
 
 
-def test_json_names_versions_and_the_plan():
-    facts = json.loads(run("-m", "fused_rope_attn.env"))
-    assert facts["fused_rope_attn"] == fused_rope_attn.__version__
-    assert facts["python"] == platform.python_version()
-    assert facts["torch"] == torch.__version__
-    assert facts["triton"] == env.package_version("triton")
-    assert facts["interpreter"] is False
-    assert facts["gpus"] == []
-    assert facts["plan"]["backend"] == "reference" and "cpu" in facts["plan"]["call"]
-
-
-def test_json_sees_the_interpreter():
-    facts = json.loads(run("-m", "fused_rope_attn.env", TRITON_INTERPRET="1"))
-    assert facts["interpreter"] is True
-    assert facts["switches"]["TRITON_INTERPRET"] == "1"
-
-
-def test_importing_starts_no_cuda():
-    run("-c", "import torch, fused_rope_attn.env; assert not torch.cuda.is_initialized()")
-
-
-def test_a_missing_triton_is_said(monkeypatch):
+def test_a_missing_triton_is_said_and_cards_are_listed(monkeypatch):
     def version(name):
         if name == "triton":
             raise env.metadata.PackageNotFoundError(name)
         return "1.0"
 
-    monkeypatch.setattr(env.metadata, "version", version)
-    facts = env.environment()
-    assert facts["triton"] is None
-    assert facts["packages"] == dict.fromkeys(env.PACKAGES, "1.0")
-
-
-def test_cards_are_listed_with_their_facts(monkeypatch):
     card = {"index": 0, "name": "NVIDIA H200", "arch": "sm_90", "multiprocessors": 132, "memory_gib": 139.8}
+    monkeypatch.setattr(env.metadata, "version", version)
     monkeypatch.setattr(env.device, "cards", lambda: [card])
     monkeypatch.setattr(env, "typical_plan", lambda: {"backend": "hopper"})
-    assert env.environment()["gpus"] == [card]
+    facts = env.environment()
+    assert facts["triton"] is None and facts["packages"] == dict.fromkeys(env.PACKAGES, "1.0")
+    assert facts["gpus"] == [card] and facts["plan"] == {"backend": "hopper"}
 
 
 def test_the_report_survives_a_question_that_fails(monkeypatch):
@@ -75,16 +59,10 @@ def test_the_report_survives_a_question_that_fails(monkeypatch):
     json.dumps(facts)
 
 
-@pytest.mark.parametrize(
-    ("command", "expected"),
-    [
-        ((sys.executable, "-c", "print('580.1')"), "580.1"),
-        ((sys.executable, "-c", "raise SystemExit(3)"), ""),
-        (("no-such-command-anywhere",), ""),
-    ],
-)
-def test_a_command_that_fails_says_nothing(command, expected):
-    assert env.run_quietly(*command) == expected
+def test_a_command_that_fails_says_nothing():
+    assert env.run_quietly(sys.executable, "-c", "print('580.1')") == "580.1"
+    assert env.run_quietly(sys.executable, "-c", "raise SystemExit(3)") == ""
+    assert env.run_quietly("no-such-command-anywhere") == ""
 
 
 @pytest.mark.gpu

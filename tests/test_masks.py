@@ -1,5 +1,8 @@
 """``fused_rope_attn.masks``: every function against a dense mask that is written down pair by pair."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
@@ -7,8 +10,6 @@ from torch._subclasses import FakeTensorMode
 
 from fused_rope_attn import masks
 from tests.support.export import Module
-
-LENGTHS = st.lists(st.integers(0, 5), min_size=1, max_size=6)
 
 
 def dense(starts, ends, rows):
@@ -18,23 +19,22 @@ def dense(starts, ends, rows):
     return (row >= starts[:, None]) & (row < ends[:, None])
 
 
-def pairs(length, sees):
-    """Return the mask (1, length, length) of ``sees(i, j)``."""
-    rows = [[bool(sees(i, j)) for j in range(length)] for i in range(length)]
-    return torch.tensor(rows, dtype=torch.bool).reshape(1, length, length)
+def assert_sees(intervals, length, *sees):
+    """Compare intervals of each batch entry with the mask (length, length) of its ``sees(i, j)``."""
+    rows = [[[bool(one(i, j)) for j in range(length)] for i in range(length)] for one in sees]
+    expected = torch.tensor(rows, dtype=torch.bool).reshape(len(sees), length, length)
+    assert torch.equal(dense(*intervals, length), expected)
+    return expected
 
 
-@given(LENGTHS, st.integers(0, 3), st.booleans())
-def test_documents(lengths, padding, wide):
-    total = sum(lengths)
-    cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).to(torch.int64 if wide else torch.int32)
+@given(
+    st.lists(st.integers(0, 5), min_size=1, max_size=6), st.integers(0, 3), st.sampled_from((torch.int32, torch.int64))
+)
+def test_documents(lengths, padding, dtype):
+    cu_seqlens, total = torch.tensor([0, *lengths]).cumsum(0).to(dtype), sum(lengths)
     owner = [document for document, length in enumerate(lengths) for _ in range(length)] + [None] * padding
-
-    def sees(i, j):
-        return owner[i] is not None and owner[i] == owner[j] and j <= i
-
     found = masks.documents(cu_seqlens, total + padding)
-    assert torch.equal(dense(*found, total + padding), pairs(total + padding, sees))
+    assert_sees(found, total + padding, lambda i, j: owner[i] is not None and owner[i] == owner[j] and j <= i)
     assert all(torch.equal(x, y[:, :total]) for x, y in zip(masks.documents(cu_seqlens), found))
 
 
@@ -43,8 +43,7 @@ def trees(draw):
     """Draw (parents, lengths) in depth-first order: each node follows a node of the last node's path, or is a root."""
     parents, path = [], []
     for node in range(draw(st.integers(1, 8))):
-        kept = draw(st.integers(0, len(path)))
-        path = path[:kept]
+        path = path[: draw(st.integers(0, len(path)))]
         parents.append(path[-1] if path else -1)
         path.append(node)
     return parents, [draw(st.integers(0, 3)) for _ in parents]
@@ -58,12 +57,8 @@ def test_prefix_tree(tree, as_tensors):
     def above(node):
         return [] if node == -1 else [node, *above(parents[node])]
 
-    def sees(i, j):
-        return nodes[j] in above(nodes[i]) and j <= i
-
-    starts, ends, positions = masks.prefix_tree(*(map(torch.tensor, tree) if as_tensors else tree))
-    expected = pairs(len(nodes), sees)
-    assert torch.equal(dense(starts, ends, len(nodes)), expected)
+    *found, positions = masks.prefix_tree(*(map(torch.tensor, tree) if as_tensors else tree))
+    expected = assert_sees(found, len(nodes), lambda i, j: nodes[j] in above(nodes[i]) and j <= i)
     # A token's position is the number of tokens that it sees in addition to itself.
     assert positions.dtype == torch.int64 and torch.equal(positions, expected.sum(-1) - 1)
 
@@ -71,25 +66,21 @@ def test_prefix_tree(tree, as_tensors):
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=3), st.integers(0, 8))
 def test_prefix_lm(prefix_lens, length):
     prefix_lens = [min(prefix, length) for prefix in prefix_lens]
-    found = dense(*masks.prefix_lm(torch.tensor(prefix_lens), length), length)
-    for b, prefix in enumerate(prefix_lens):
-        expected = pairs(length, lambda i, j: j <= i or j < prefix)  # noqa: B023
-        assert torch.equal(found[b : b + 1], expected)
+    sees = [lambda i, j, prefix=prefix: j <= i or j < prefix for prefix in prefix_lens]
+    assert_sees(masks.prefix_lm(torch.tensor(prefix_lens), length), length, *sees)
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(1, 4)), max_size=6))
 def test_bidirectional_blocks(runs):
     ids = [number if is_block else -1 for number, (is_block, length) in enumerate(runs) for _ in range(length)]
     block_ids = torch.tensor([ids, [-1] * len(ids)], dtype=torch.int32).reshape(2, len(ids))
-    found = dense(*masks.bidirectional_blocks(block_ids), len(ids))
-    assert torch.equal(found[:1], pairs(len(ids), lambda i, j: j <= i or (ids[i] == ids[j] >= 0)))
-    assert torch.equal(found[1:], pairs(len(ids), lambda i, j: j <= i))
+    sees = (lambda i, j: j <= i or (ids[i] == ids[j] >= 0)), (lambda i, j: j <= i)
+    assert_sees(masks.bidirectional_blocks(block_ids), len(ids), *sees)
 
 
-@given(st.integers(1, 6), st.integers(0, 12))
+@given(st.integers(1, 6) | st.just(2**40), st.integers(0, 12))
 def test_chunks(chunk, length):
-    found = dense(*masks.chunks(chunk, length), length)
-    assert torch.equal(found, pairs(length, lambda i, j: j <= i and i // chunk == j // chunk))
+    assert_sees(masks.chunks(chunk, length), length, lambda i, j: j <= i and i // chunk == j // chunk)
 
 
 @settings(deadline=None)
@@ -118,93 +109,94 @@ def test_from_dense_of_nothing():
     assert starts.shape == ends.shape == (2, 3) and not starts.any() and not ends.any()
 
 
+def ids(*values):
+    return torch.tensor(values)
+
+
 WHOLE = torch.zeros(3, dtype=torch.int32)
-BLOCKS = torch.tensor([[0, 0, -1, 1, -1], [-1, 2, 7, 7, 2]])
-
-
-@pytest.mark.parametrize(
-    ("call", "error", "message"),
-    [
-        (lambda: masks.documents(WHOLE.float(), 3), TypeError, "cu_seqlens must be int32 or int64, but is float32"),
-        (lambda: masks.documents(WHOLE[None], 3), ValueError, "cu_seqlens must have shape"),
-        (lambda: masks.documents(WHOLE[:0], 3), ValueError, "cu_seqlens must have shape"),
-        (lambda: masks.documents(WHOLE, -1), ValueError, "length must be 0 or more, but is -1"),
-        (lambda: masks.documents([0, 3], 3), TypeError, "cu_seqlens must be a torch.Tensor"),
-        (lambda: masks.prefix_tree([-1, 0], [3]), ValueError, "lengths must have one number for each of 2 parents"),
-        (lambda: masks.prefix_tree([-1, 0, 0, 1], [1] * 4), ValueError, r"depth-first order, but parents\[3\] is 1"),
-        (lambda: masks.prefix_tree([0], [1]), ValueError, r"depth-first order, but parents\[0\] is 0"),
-        (lambda: masks.prefix_tree([-1], [-1]), ValueError, r"lengths\[0\] is -1"),
-        (lambda: masks.prefix_tree([-1.0], [1]), TypeError, r"parents\[0\] must be an int, but is float -1.0"),
-        (lambda: masks.prefix_lm(3, 3), TypeError, "prefix_lens must be a torch.Tensor"),
-        (lambda: masks.prefix_lm(WHOLE, 3.0), TypeError, "length must be an int, but is float 3.0"),
-        (lambda: masks.bidirectional_blocks(WHOLE), ValueError, r"block_ids must have shape \(B, N\)"),
-        (lambda: masks.bidirectional_blocks(torch.tensor([[0, 1, 0]])), ValueError, "next to one another, but row 0"),
-        (lambda: masks.bidirectional_blocks(BLOCKS), ValueError, "next to one another, but row 1"),
-        (
-            lambda: masks.documents(torch.tensor([5, 4, 3])),
-            ValueError,
-            "cu_seqlens must begin with 0, but begins with 5",
-        ),
-        (
-            lambda: masks.documents(torch.tensor([1, 3]), 3),
-            ValueError,
-            "cu_seqlens must begin with 0, but begins with 1",
-        ),
-        (
-            lambda: masks.documents(torch.tensor([0, 4, 2]), 9),
-            ValueError,
-            "cu_seqlens must never fall, but 2 follows 4",
-        ),
-        (lambda: masks.documents(torch.tensor([0, -2])), ValueError, "cu_seqlens must never fall, but -2 follows 0"),
-        (lambda: masks.documents(torch.tensor([0, 4]), 3), ValueError, "cu_seqlens must end at or before the row's 3"),
-        (lambda: masks.prefix_tree([-1, -2], [1, 1]), ValueError, r"depth-first order, but parents\[1\] is -2"),
-        (lambda: masks.prefix_lm(torch.tensor([3, -1]), 3), ValueError, r"between 0 and length = 3, but .*\[1\] is -1"),
-        (lambda: masks.prefix_lm(torch.tensor([4, 1]), 3), ValueError, r"between 0 and length = 3, but .*\[0\] is 4"),
-        (lambda: masks.chunks(0, 3), ValueError, "chunk must be 1 or more, but is 0"),
-        (lambda: masks.from_dense(WHOLE), TypeError, "mask must be bool"),
-        (lambda: masks.from_dense(WHOLE.bool()), ValueError, "mask must have shape"),
-    ],
-)
-def test_errors(call, error, message):
-    with pytest.raises(error, match=message):
-        call()
-
-
-# A function, values that it takes, values that it does not, and the message.
-VALUES = [
-    (lambda x: masks.documents(x, 9), [0, 4, 9], [0, 4, 3], "cu_seqlens must begin with 0, never fall, and end"),
-    (lambda x: masks.prefix_lm(x, 9), [0, 4, 9], [0, -4, 9], "prefix_lens must be between 0 and length"),
-    (lambda x: masks.bidirectional_blocks(x[None]), [0, 0, -1], [0, 3, 0], "block_ids must have equal ids"),
+ERRORS = [
+    (masks.documents, (WHOLE.float(), 3), TypeError, "cu_seqlens must be int32 or int64, but is float32"),
+    (masks.documents, (WHOLE[None], 3), ValueError, "cu_seqlens must have shape"),
+    (masks.documents, (WHOLE[:0], 3), ValueError, "cu_seqlens must have shape"),
+    (masks.documents, (WHOLE, -1), ValueError, "length must be 0 or more, but is -1"),
+    (masks.documents, ([0, 3], 3), TypeError, "cu_seqlens must be a torch.Tensor"),
+    (masks.documents, (ids(5, 4, 3),), ValueError, "cu_seqlens must begin with 0, but begins with 5"),
+    (masks.documents, (ids(1, 3), 3), ValueError, "cu_seqlens must begin with 0, but begins with 1"),
+    (masks.documents, (ids(0, 4, 2), 9), ValueError, "cu_seqlens must never fall, but 2 follows 4"),
+    (masks.documents, (ids(0, -2),), ValueError, "cu_seqlens must never fall, but -2 follows 0"),
+    (masks.documents, (ids(0, 4), 3), ValueError, "cu_seqlens must end at or before the row's 3"),
+    (masks.prefix_tree, ([-1, 0], [3]), ValueError, "lengths must have one number for each of 2 parents"),
+    (masks.prefix_tree, ([-1, 0, 0, 1], [1] * 4), ValueError, r"depth-first order, but parents\[3\] is 1"),
+    (masks.prefix_tree, ([0], [1]), ValueError, r"depth-first order, but parents\[0\] is 0"),
+    (masks.prefix_tree, ([-1, -2], [1, 1]), ValueError, r"depth-first order, but parents\[1\] is -2"),
+    (masks.prefix_tree, ([-1], [-1]), ValueError, r"lengths\[0\] is -1"),
+    (masks.prefix_tree, ([-1.0], [1]), TypeError, r"parents\[0\] must be an int, but is float -1.0"),
+    (masks.prefix_lm, (3, 3), TypeError, "prefix_lens must be a torch.Tensor"),
+    (masks.prefix_lm, (WHOLE, 3.0), TypeError, "length must be an int, but is float 3.0"),
+    (masks.prefix_lm, (ids(3, -1), 3), ValueError, r"between 0 and length = 3, but .*\[1\] is -1"),
+    (masks.prefix_lm, (ids(4, 1), 3), ValueError, r"between 0 and length = 3, but .*\[0\] is 4"),
+    (masks.bidirectional_blocks, (WHOLE,), ValueError, r"block_ids must have shape \(B, N\)"),
+    (masks.bidirectional_blocks, (ids([0, 1, 0]),), ValueError, "next to one another, but row 0"),
+    (masks.bidirectional_blocks, (ids([0, -1, 1], [2, 7, 2]),), ValueError, "next to one another, but row 1"),
+    (masks.chunks, (0, 3), ValueError, "chunk must be 1 or more, but is 0"),
+    (masks.from_dense, (WHOLE,), TypeError, "mask must be bool"),
+    (masks.from_dense, (WHOLE.bool(),), ValueError, "mask must have shape"),
 ]
-by_values = pytest.mark.parametrize(("function", "right", "wrong", "message"), VALUES)
+
+
+@pytest.mark.parametrize(("function", "arguments", "error", "message"), ERRORS)
+def test_errors(function, arguments, error, message):
+    with pytest.raises(error, match=message):
+        function(*arguments)
+
+
+# A call, values that it takes, values that it does not, and the message.
+VALUES = [
+    ("documents(x, 9)", [0, 4, 9], [0, 4, 3], "cu_seqlens must begin with 0, never fall, and end"),
+    ("prefix_lm(x, 9)", [0, 4, 9], [0, -4, 9], "prefix_lens must be between 0 and length"),
+    ("bidirectional_blocks(x[None])", [0, 0, -1], [0, 3, 0], "block_ids must have equal ids"),
+]
+by_values = pytest.mark.parametrize(("call", "right", "wrong", "message"), VALUES)
 
 
 @pytest.mark.unpoisoned
 @by_values
-def test_wrong_values_in_graphs(function, right, wrong, message):
-    """The host cannot read values while it traces: the graph asserts, on the device."""
+def test_wrong_values_without_data(call, right, wrong, message):
+    """A traced graph asserts on the device, because the host cannot read values. Meta and fake tensors hold none."""
+    function, right, wrong = eval(f"lambda x: masks.{call}", {"masks": masks}), torch.tensor(right), torch.tensor(wrong)
+    expected = function(right)
     torch._dynamo.reset()
     compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
-    right, wrong = torch.tensor(right), torch.tensor(wrong)
-    assert all(map(torch.equal, compiled(right), function(right)))
-    with pytest.raises(RuntimeError, match=message):
-        compiled(wrong)
-    program = torch.export.export(Module(function), (right,)).module()
-    assert all(map(torch.equal, program(right), function(right)))
-    with pytest.raises(RuntimeError, match=message):
-        program(wrong)
-
-
-@by_values
-def test_wrong_values_without_data(function, right, wrong, message):
-    """Tensors on meta and fake tensors have no values to check."""
-    expected = function(torch.tensor(right))
-    found = function(torch.tensor(wrong, device="meta"))
+    for graph in (compiled, torch.export.export(Module(function), (right,)).module()):
+        assert all(map(torch.equal, graph(right), expected))
+        with pytest.raises(RuntimeError, match=message):
+            graph(wrong)
     with FakeTensorMode():
         fake = function(torch.empty(len(wrong), dtype=torch.int64))
-    for x, *others in zip(expected, found, fake, strict=True):
+    for x, *others in zip(expected, function(wrong.to("meta")), fake, strict=True):
         assert all(y.shape == x.shape and y.dtype == x.dtype for y in others)
 
 
-def test_chunks_larger_than_int32():
-    assert all(map(torch.equal, masks.chunks(2**40, 3), masks.chunks(3, 3)))
+PROGRAM = """
+import torch
+from fused_rope_attn import masks
+
+x = torch.tensor({right}, device="cuda")
+torch.cuda.set_sync_debug_mode("error")
+masks.{call}
+print("did not wait")
+torch.cuda.set_sync_debug_mode(0)
+x = torch.tensor({wrong}, device="cuda")
+masks.{call}
+torch.cuda.synchronize()
+"""
+
+
+@pytest.mark.gpu
+@by_values
+def test_wrong_values_on_a_gpu(call, right, wrong, message):
+    """They trip an assertion on the device, which ends the process's CUDA context."""
+    command = [sys.executable, "-c", PROGRAM.format(call=call, right=right, wrong=wrong)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert "did not wait" in done.stdout and done.returncode != 0
+    assert "device-side assert" in done.stderr

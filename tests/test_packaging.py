@@ -1,4 +1,4 @@
-"""`pip install .` gives a pure-Python wheel of the package alone, with its metadata."""
+"""`pip install .` gives a pure-Python wheel of the package with its metadata; CI runs what a contributor runs."""
 
 import re
 import shutil
@@ -14,59 +14,40 @@ import fused_rope_attn
 from tests.support.paths import ROOT
 from tools import release_check
 
+WORKFLOWS = ROOT / ".github" / "workflows"
+NAME = r"[A-Za-z0-9_-]+"
 
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory) -> zipfile.ZipFile:
+
+def test_wheel(tmp_path):
     """Build from a copy, so that the checkout stays clean, and without isolation, which would need a network."""
-    source = tmp_path_factory.mktemp("source") / "project"
-    copied = ("fused_rope_attn", "bench", "baselines", "verification", "tools", "tests")
-    for name in copied:
-        if (ROOT / name).is_dir():
-            shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__", "results"))
+    source, out = tmp_path / "project", tmp_path / "wheel"
+    for name in ("fused_rope_attn", "bench", "baselines", "verification", "tools", "tests"):
+        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__", "results"))
     for name in ("pyproject.toml", "README.md", "LICENSE"):
-        if (ROOT / name).exists():
-            shutil.copy(ROOT / name, source / name)
-    out = tmp_path_factory.mktemp("wheel")
+        shutil.copy(ROOT / name, source / name)
     command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(out), str(source)]
     result = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stdout + result.stderr
-    (file,) = out.glob("*.whl")
-    return zipfile.ZipFile(file)
-
-
-@pytest.fixture(scope="module")
-def metadata(wheel):
-    (name,) = (name for name in wheel.namelist() if name.endswith(".dist-info/METADATA"))
-    return message_from_string(wheel.read(name).decode())
-
-
-def test_wheel_is_pure_python(wheel):
-    assert wheel.filename.endswith("-py3-none-any.whl")
-    (name,) = (name for name in wheel.namelist() if name.endswith(".dist-info/WHEEL"))
-    assert "Root-Is-Purelib: true" in wheel.read(name).decode()
-
-
-def test_wheel_holds_the_package_alone(wheel):
-    files = set(wheel.namelist())
-    tops = {name.split("/")[0] for name in files}
+    (file,) = out.glob("*-py3-none-any.whl")
+    wheel = zipfile.ZipFile(file)
+    texts = {name.split(".dist-info/")[-1]: wheel.read(name).decode() for name in wheel.namelist()}
+    assert "Root-Is-Purelib: true" in texts["WHEEL"]
+    tops = {name.split("/")[0] for name in wheel.namelist()}
     assert {top for top in tops if not top.endswith(".dist-info")} == {"fused_rope_attn"}
-    assert "fused_rope_attn/py.typed" in files
+    assert "fused_rope_attn/py.typed" in texts
     sources = {str(path.relative_to(ROOT)) for path in (ROOT / "fused_rope_attn").rglob("*.py")}
-    assert {name for name in files if name.endswith(".py")} == sources
+    assert {name for name in wheel.namelist() if name.endswith(".py")} == sources
 
-
-def test_metadata(metadata):
-    assert metadata["Name"] == "fused-rope-attn"
-    assert metadata["Version"] == fused_rope_attn.__version__
-    assert metadata["License-Expression"] == "MIT"
-    assert metadata["Requires-Python"] == ">=3.10"
-    extras = set(metadata.get_all("Provides-Extra"))
-    assert {"hf", "baselines", "bench", "test"} <= extras
-
-
-def test_core_dependencies_are_four(metadata):
-    core = [line for line in metadata.get_all("Requires-Dist") if "extra ==" not in line]
-    assert {re.match(r"[A-Za-z0-9_-]+", line).group() for line in core} == {"torch", "triton", "einops", "numpy"}
+    metadata = message_from_string(texts["METADATA"])
+    assert metadata["Name"] == "fused-rope-attn" and metadata["Version"] == fused_rope_attn.__version__
+    assert metadata["License-Expression"] == "MIT" and metadata["Requires-Python"] == ">=3.10"
+    required = {}  # by extra
+    for line in metadata.get_all("Requires-Dist"):
+        extra = re.search(rf"extra == ['\"]({NAME})['\"]", line)
+        required.setdefault(extra and extra[1], set()).add(re.match(NAME, line).group())
+    assert required[None] == {"torch", "triton", "einops", "numpy"}
+    assert {"transformers"} <= required["hf"] and {"matplotlib"} <= required["bench"] and required["test"]
+    assert {"flash-attn", "fused-rope-attn"} <= required["baselines"]
 
 
 def test_citation_names_the_version():
@@ -75,20 +56,12 @@ def test_citation_names_the_version():
     assert citation["title"] == "fused_rope_attn" and citation["license"] == "MIT"
 
 
-@pytest.mark.parametrize(
-    ("tag", "changelog", "message"),
-    [
-        ("v1.2.3", "## 1.2.3 - 2026-11-26", None),
-        ("v1.2.4", "## 1.2.3 - 2026-11-26", "the tag is v1.2.4, but the version is 1.2.3"),
-        ("v1.2.3", "## Unreleased\n## 1.2.30", "CHANGELOG.md has no section of 1.2.3"),
-    ],
-)
-def test_a_tag_names_a_version_that_the_changelog_has(tag, changelog, message):
-    if message is None:
-        release_check.check_tag(tag, "1.2.3", changelog)
-        return
-    with pytest.raises(SystemExit, match=re.escape(message)):
-        release_check.check_tag(tag, "1.2.3", changelog)
+def test_a_tag_names_a_version_that_the_changelog_has():
+    release_check.check_tag("v1.2.3", "1.2.3", "## 1.2.3 - 2026-11-26")
+    with pytest.raises(SystemExit, match="the tag is v1.2.4, but the version is 1.2.3"):
+        release_check.check_tag("v1.2.4", "1.2.3", "## 1.2.3 - 2026-11-26")
+    with pytest.raises(SystemExit, match="CHANGELOG.md has no section of 1.2.3"):
+        release_check.check_tag("v1.2.3", "1.2.3", "## Unreleased\n## 1.2.30")
 
 
 def test_the_quickstart_of_a_release_check_is_all_of_its_code():
@@ -96,10 +69,24 @@ def test_the_quickstart_of_a_release_check_is_all_of_its_code():
     assert code.count("import torch\n") == (ROOT / "docs" / "quickstart.md").read_text().count("\nimport torch\n") > 1
 
 
-@pytest.mark.parametrize(
-    ("extra", "names"),
-    [("hf", {"transformers"}), ("baselines", {"flash-attn", "fused-rope-attn"}), ("bench", {"matplotlib"})],
-)
-def test_extras(metadata, extra, names):
-    lines = [line for line in metadata.get_all("Requires-Dist") if re.search(rf"extra == ['\"]{extra}['\"]", line)]
-    assert names <= {re.match(r"[A-Za-z0-9_-]+", line).group() for line in lines}
+def test_workflows_run_what_a_contributor_runs():
+    """Every step is a make target that the Makefile has, and the checks of a commit are among them."""
+    targets = set(re.findall(r"^([a-z][a-z0-9-]*):(?!=)", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    jobs = {file.stem: yaml.safe_load(file.read_text())["jobs"] for file in WORKFLOWS.glob("*.yml")}
+    steps = [step["run"] for each in jobs.values() for job in each.values() for step in job["steps"] if "run" in step]
+    called = {step: re.fullmatch(r"make ([a-z0-9-]+) PYTHON=python", step) for step in steps}
+    assert all(match and match[1] in targets for match in called.values()), f"some of {steps} are no make targets"
+    assert {"lint", "test", "docs", "wheel", "test-latest"} <= {match[1] for match in called.values()}
+    classifiers = re.findall(r"Python :: (3\.\d+)", (ROOT / "pyproject.toml").read_text())
+    assert jobs["ci"]["test"]["strategy"]["matrix"]["python-version"] == classifiers
+
+
+def test_hooks_call_the_tools_of_make_lint():
+    """They are tools of the environment, because a hook that downloads does not run without a network."""
+    (repository,) = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
+    assert repository["repo"] == "local"
+    lint = (ROOT / "Makefile").read_text().partition("\nlint:")[2].partition("\n\n")[0]
+    for hook in repository["hooks"]:
+        python, flag, tool = hook["entry"].split()[:3]
+        assert (python, flag, hook["language"]) == (".venv/bin/python", "-m", "system")
+        assert f"$(PY) -m {tool}" in lint, f"{hook['id']} is not part of make lint"

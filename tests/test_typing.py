@@ -6,7 +6,6 @@ import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -54,73 +53,62 @@ MAX_LOGIT = """
 """
 
 
-def calls() -> str:
-    """Write user code that calls every public function with return_lse."""
-    code = []
-    for module in (fused_rope_attn, distributed):
-        for name in module.__all__:
-            function = getattr(module, name)
-            parameters = inspect.signature(function).parameters if inspect.isfunction(function) else {}
-            if "return_lse" not in parameters or name.startswith("plan"):
-                continue
-            typed = ", ".join(f"{parameter}: {parameters[parameter].annotation}" for parameter in parameters)
-            asked = ("return_lse", "return_max_logit")
-            arguments = ", ".join(f"{parameter}={parameter}" for parameter in parameters if parameter not in asked)
-            word = next(word for word in ("layout", "backend", "method") if word in parameters)
-            mistaken = arguments.replace(f"{word}={word}", f'{word}="bnhd"')
-            call = f"{module.__name__}.{name}"
-            lines = CALLS + MAX_LOGIT if "return_max_logit" in parameters else CALLS
-            code.append(lines.format(name=name, call=call, parameters=typed, arguments=arguments, mistaken=mistaken))
-    assert len(code) >= 5
-    return "".join(code)
+def calls():
+    """Yield user code that calls a public function, for every one with return_lse."""
+    modules = fused_rope_attn, distributed
+    for call, function in {f"{m.__name__}.{name}": getattr(m, name) for m in modules for name in m.__all__}.items():
+        name = call.rpartition(".")[2]
+        parameters = inspect.signature(function).parameters if inspect.isfunction(function) else {}
+        if "return_lse" not in parameters or name.startswith("plan"):
+            continue
+        typed = ", ".join(f"{parameter}: {parameters[parameter].annotation}" for parameter in parameters)
+        arguments = ", ".join(f"{x}={x}" for x in parameters if x not in ("return_lse", "return_max_logit"))
+        word = next(word for word in ("layout", "backend", "method") if word in parameters)
+        yield (CALLS + MAX_LOGIT * ("return_max_logit" in parameters)).format(
+            name=name,
+            call=call,
+            parameters=typed,
+            arguments=arguments,
+            mistaken=arguments.replace(f"{word}={word}", f'{word}="bnhd"'),
+        )
 
 
-def check(folder: Path, *command: str, **variables: str) -> str:
-    """Return the standard output of a type checker that ran in a folder."""
-    environment = os.environ | variables
-    command = (sys.executable, "-m", *command)
-    result = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=500)
-    assert result.returncode in (0, 1), result.stdout + result.stderr
-    return result.stdout
-
-
-def errors_of_mypy(folder: Path, cache: Path) -> dict[tuple[str, int], str]:
+def mypy(folder, cache):
+    """Return the errors (file, line) in a folder's files."""
     options = ["--config-file=", f"--cache-dir={cache}", "--follow-imports=silent", "--no-error-summary"]
-    files = sorted(path.name for path in folder.glob("*.py"))
-    output = check(folder, "mypy", *options, "--hide-error-context", *files, MYPYPATH=str(ROOT))
-    found = re.findall(r"^(\w+\.py):(\d+): error: (.*)$", output, re.MULTILINE)
+    command = [sys.executable, "-m", "mypy", *options, "--hide-error-context", *os.listdir(folder)]
+    environment = os.environ | {"MYPYPATH": str(ROOT)}
+    result = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=500)
+    assert result.returncode == 1, result.stdout + result.stderr
+    found = re.findall(r"^(\w+\.py):(\d+): error: (.*)$", result.stdout, re.MULTILINE)
     return {(file, int(line)): message for file, line, message in found}
 
 
-def errors_of_pyright(folder: Path, cache: Path) -> dict[tuple[str, int], str]:
+def pyright(folder, cache):
     """Run basedpyright with pyright's rules, because the package `pyright` downloads its checker when it first runs."""
     pytest.importorskip("basedpyright", reason="basedpyright is not installed: pip install '.[test]'")
+    files = os.listdir(folder)
     settings = {"typeCheckingMode": "standard", "extraPaths": [str(ROOT)]}
     (folder / "pyrightconfig.json").write_text(json.dumps(settings))
-    output = check(folder, "basedpyright", "--outputjson", "--pythonpath", sys.executable, "-p", str(folder))
-    report = json.loads(output)
-    assert report["summary"]["filesAnalyzed"] == len(list(folder.glob("*.py")))
-    return {
-        (Path(found["file"]).name, found["range"]["start"]["line"] + 1): found["message"]
-        for found in report["generalDiagnostics"]
-        if found["severity"] == "error"
-    }
+    command = ["basedpyright", "--outputjson", "--pythonpath", sys.executable, "-p", str(folder)]
+    result = subprocess.run([sys.executable, "-m", *command], cwd=folder, capture_output=True, text=True, timeout=500)
+    report = json.loads(result.stdout)
+    assert report["summary"]["filesAnalyzed"] == len(files)
+    errors = [found for found in report["generalDiagnostics"] if found["severity"] == "error"]
+    return {(os.path.basename(x["file"]), x["range"]["start"]["line"] + 1): x["message"] for x in errors}
 
 
-@pytest.mark.parametrize("errors_of", [errors_of_mypy, errors_of_pyright])
+@pytest.mark.parametrize("errors_of", [mypy, pyright])
 def test_types_that_users_see(errors_of, tmp_path, pytestconfig):
     """README's examples have no error; the other program has those that it should: a wrong word, an unknown name."""
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    examples = re.findall(r"^```python\n(.*?)^```$", readme, re.MULTILINE | re.DOTALL)
-    assert examples
-    files = {f"readme{number}.py": example for number, example in enumerate(examples)}
-    files["calls.py"] = PROGRAM + calls()
+    files = {f"readme{i}.py": code for i, code in enumerate(re.findall(r"^```python\n(.*?)^```$", readme, re.M | re.S))}
+    written = [*calls()]
+    assert files and len(written) >= 5
+    files["calls.py"] = PROGRAM + "".join(written)
     expected = set()
     for name, code in files.items():
         (tmp_path / name).write_text(code)
-        lines = enumerate(code.split("\n"), 1)
-        expected |= {(name, number) for number, line in lines if line.endswith("  # error")}
+        expected |= {(name, i) for i, line in enumerate(code.split("\n"), 1) if line.endswith("  # error")}
     found = errors_of(tmp_path, pytestconfig.cache.mkdir("mypy"))
-    wrong = [f"{file}:{line}: {message}" for (file, line), message in found.items() if (file, line) not in expected]
-    assert not wrong, "\n".join(wrong)
-    assert set(found) == expected
+    assert set(found) == expected, {where: found.get(where, "no error") for where in expected ^ set(found)}

@@ -2,10 +2,12 @@
 
     python -m tools.mutation kernels/masks.py rotation/problem.py
     python -m tools.mutation attention/planning.py --tests tests/attention/test_plan.py --session plan.sqlite
+    python -m tools.mutation --sample 200 --seed 1           200 changes of the whole package, the same for equal seeds
 
 cosmic-ray makes the changes (``<`` for ``<=``, 2 for 1, ``and`` for ``or``) in a copy of the checkout, and keeps their
 results in a session file, which ``cr-report`` and ``cr-html`` read. Its own ``exec`` starts Python for each change and
-imports torch and Triton again; here each test run is a fork of a process that has imported them.
+imports torch and Triton again; here each test run is a fork of a process that has imported them. The tests of a change
+are those that mirror its module, and ten random calls of each family of tests/test_calls.py that can see the module.
 
 Exits with 1 if a change survives that equivalent_mutants.txt does not list, or if a listed one is killed. Needs
 ``pip install '.[test]'`` and no GPU: device code runs in Triton's interpreter.
@@ -19,6 +21,7 @@ import difflib
 import functools
 import multiprocessing
 import os
+import random
 import re
 import resource
 import shutil
@@ -34,10 +37,18 @@ PACKAGE = "fused_rope_attn"
 EQUIVALENTS = Path(__file__).with_name("equivalent_mutants.txt")
 # The tests that failed last run first. pyproject.toml sets an option of pytest_timeout; other plugins load slowly.
 PYTEST = ("-x", "-q", "--ff", "--tb=no", "--assert=plain", "-p", "no:logging", "-p", "pytest_timeout")
+PYTEST += ("-p", "_hypothesis_pytestplugin")
 PRELOADED = ["torch._dynamo.trace_rules", "triton.experimental.gluon.nvidia.hopper"]
 PRELOADED += ["pytest", "pytest_timeout", "hypothesis", "transformers"]
 MEMORY = 8 << 30  # bytes of data that a test run may allocate
 LEAST_LIMIT = 20.0  # seconds before a run is stopped; slow tests get ten times what they take without a change
+# A sample of the whole package leaves out what pyproject.toml leaves out of coverage.
+OUTSIDE = ("attention/hopper/*", "integrations/litgpt.py", "integrations/torchtitan.py")
+# Folder -> families of tests/test_calls.py that can see its modules.
+CALLS = "tests/test_calls.py"
+SEEN_BY = {"rotation": ("rope", "rope of several"), "generation": ("decode", "write"), "experimental": ("corope",)}
+_ALL = ("attention", "packed", "mla", "pairs", *sum(SEEN_BY.values(), ()))
+SEEN_BY |= dict.fromkeys(("attention", "kernels", "runtime"), _ALL)
 # No code compares numbers by identity, and dtypes, classes and functions are equal where they are identical.
 SPARED_OPERATORS = r"ComparisonOperator_((?!Is)\w+_Is|Is_Eq$|IsNot_NotEq$)"
 
@@ -47,6 +58,16 @@ def mirrors_of(module: str) -> list[str]:
     folder = ROOT / "tests" / Path(module).parent
     found = sorted(folder.glob(f"test_{Path(module).stem}*.py"))
     return [str(path.relative_to(ROOT)) for path in found or [folder]]
+
+
+def calls_for(module: str) -> list[str]:
+    """Return the random calls that can see a module, ten of each family."""
+    return [f"{CALLS}::test_calls[{family}-0]" for family in SEEN_BY.get(Path(module).parts[0], ())]
+
+
+def every_module() -> list[str]:
+    found = sorted(path.relative_to(ROOT / PACKAGE) for path in (ROOT / PACKAGE).rglob("*.py"))
+    return [str(path) for path in found if not any(path.match(pattern) for pattern in OUTSIDE)]
 
 
 def equivalents() -> set[tuple[str, str, str]]:
@@ -95,6 +116,18 @@ def is_spared(source: str, operator: str, start: tuple[int, int], end: tuple[int
     )
 
 
+def _is_spared(item) -> bool:
+    (x,) = item.mutations
+    return is_spared(x.module_path.read_text("utf-8"), x.operator_name, x.start_pos, x.end_pos)
+
+
+def keep_sample(db, count: int, seed: int) -> None:
+    """Keep ``count`` changes of a session that ask for a test, chosen at random."""
+    found = [item for item in sorted(db.work_items, key=lambda item: str(item.mutations)) if not _is_spared(item)]
+    db.clear()
+    db.add_work_items(random.Random(seed).sample(found, min(count, len(found))))
+
+
 def _run_pytest(tests: list[str], log: Path) -> None:
     """Run in a process of its own, and end it with pytest's exit code."""
     os.setsid()
@@ -118,14 +151,15 @@ class Runner:
         first.start()
         first.join()
 
-    def passes(self, tests: list[str], limit: float) -> bool:
-        """Return whether all tests pass within ``limit`` seconds."""
+    def passes(self, tests: list[str], limit: float) -> bool | None:
+        """Return whether all tests pass; None if they do not end within ``limit`` seconds."""
         process = self.context.Process(target=_run_pytest, args=(tests, self.log))
         process.start()
         process.join(limit)
         if process.exitcode is None:
             os.killpg(process.pid, signal.SIGKILL)
             process.join()
+            return None
         return process.exitcode == 0
 
 
@@ -140,19 +174,21 @@ def run_session(db, runner: Runner, tests_by_module: dict[Path, list[str]]) -> N
     for number, item in enumerate(tqdm(list(db.pending_work_items), disable=None)):
         (change,) = item.mutations
         module, tests = change.module_path, tests_by_module[change.module_path]
-        if is_spared(module.read_text("utf-8"), change.operator_name, change.start_pos, change.end_pos):
+        if _is_spared(item):
             db.set_result(item.job_id, WorkResult(WorkerOutcome.SKIPPED))
             continue
         if module not in limits:
             start = time.monotonic()
-            if not runner.passes(tests, 600.0):
+            if not runner.passes(tests, 1800.0):
                 raise RuntimeError(f"{' '.join(tests)} must pass without a change:\n{runner.log.read_text()[-3000:]}")
             limits[module] = max(LEAST_LIMIT, 10 * (time.monotonic() - start))
         with use_mutation(module, get_operator(change.operator_name)(), change.occurrence) as (source, changed):
             os.utime(module, (number, number))  # Python knows a .pyc by the second and the size of its source
-            outcome = TestOutcome.SURVIVED if runner.passes(tests, limits[module]) else TestOutcome.KILLED
+            passes = runner.passes(tests, limits[module])
+        outcome = TestOutcome.SURVIVED if passes else TestOutcome.KILLED
+        ended = WorkerOutcome.NORMAL if passes is not None else WorkerOutcome.ABNORMAL
         diff = "\n".join(difflib.unified_diff(source.splitlines(), changed.splitlines(), lineterm="", n=0))
-        db.set_result(item.job_id, WorkResult(WorkerOutcome.NORMAL, runner.log.read_text()[-3000:], outcome, diff))
+        db.set_result(item.job_id, WorkResult(ended, runner.log.read_text()[-3000:], outcome, diff))
 
 
 def report(db) -> int:
@@ -167,7 +203,8 @@ def report(db) -> int:
         lines = result.diff.splitlines()[3:]
         before, after = (" ".join(line[1:].strip() for line in lines if line[0] == sign) for sign in "-+")
         is_listed = (module, before, after) in listed
-        outcome = "killed" if result.is_killed else "equivalent" if is_listed else "survived"
+        killed = "killed" if result.worker_outcome == "normal" else "timed out"
+        outcome = killed if result.is_killed else "equivalent" if is_listed else "survived"
         counts[module, outcome] += 1
         if is_listed == result.is_killed:
             note = ", but listed as equivalent" if is_listed else ""
@@ -175,6 +212,8 @@ def report(db) -> int:
             asks += 1
     for (module, outcome), count in sorted(counts.items()):
         print(f"{module}: {count} {outcome}")
+    total = Counter(outcome for (_, outcome), count in sorted(counts.items()) for _ in range(count))
+    print(f"all: {', '.join(f'{count} {outcome}' for outcome, count in sorted(total.items()))}")
     return asks
 
 
@@ -182,11 +221,14 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m tools.mutation", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("modules", nargs="+", help=f"files of {PACKAGE}, such as kernels/masks.py")
-    parser.add_argument("--tests", nargs="+", help="as pytest takes them (default: those that mirror the module)")
+    parser.add_argument("modules", nargs="*", help=f"files of {PACKAGE}, such as kernels/masks.py")
+    parser.add_argument("--tests", nargs="+", help="as pytest takes them (default: see above)")
+    parser.add_argument("--sample", type=int, help="only so many changes, of all modules if none is named")
+    parser.add_argument("--seed", type=int, default=0, help="of the sample (default: %(default)s)")
     parser.add_argument("--session", type=Path, help="file of results to keep; one of the same source is continued")
     options = parser.parse_args(arguments)
-    modules = {Path(PACKAGE, name): options.tests or mirrors_of(name) for name in options.modules}
+    names = options.modules or (every_module() if options.sample else parser.error("name a module, or give --sample"))
+    modules = {Path(PACKAGE, name): options.tests or mirrors_of(name) + calls_for(name) for name in names}
     for module in modules:
         if not (ROOT / module).is_file():
             parser.error(f"a module must be a file of {PACKAGE}, such as kernels/masks.py, but is {str(module)!r}")
@@ -204,6 +246,8 @@ def main(arguments: list[str] | None = None) -> int:
         with use_db(session) as db:
             if not db.num_work_items:
                 init(modules, db, {})
+                if options.sample:
+                    keep_sample(db, options.sample, options.seed)
             try:
                 run_session(db, runner, modules)
             finally:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar
 
 import torch
@@ -36,6 +36,11 @@ class AttentionCheck(Call):
     wanted: tuple[str, ...] = (*TENSORS[:3], *WEIGHTS)
     variants: tuple[tuple[str, str], ...] = (("reference", "auto"),)
 
+    @classmethod
+    def of(cls, case: testing.Case, **more: Any) -> AttentionCheck:
+        """Return the call of a case."""
+        return cls(**{field.name: getattr(case, field.name) for field in fields(testing.Case)}, **more)
+
     @property
     def function(self) -> str:
         return "rope_attention" if self.seqlens is None else "rope_attention_varlen"
@@ -52,8 +57,11 @@ class AttentionCheck(Call):
         return tuple(max((pair[i] for pair in self.seqlens or ()), default=0) for i in range(2))
 
     def make(self, device: str) -> Made:
-        inputs = testing.make_inputs(self if self.memory is None else replace(self, layout="bhnd"), device)
-        tensors = {name: getattr(inputs, name) for name in TENSORS}
+        return self.made(testing.make_inputs(self if self.memory is None else replace(self, layout="bhnd"), device))
+
+    def made(self, inputs: testing.Inputs) -> Made:
+        """Return the data of the call for these inputs."""
+        device, tensors = inputs.q.device, {name: getattr(inputs, name) for name in TENSORS}
         if self.hides_nan and not set(self.memory or ()) & {*SHARED}:
             for name, rows in self._unseen(device).items():
                 tensors[name] = tensors[name].masked_fill(rows[:, None, :, None], math.nan)
@@ -61,8 +69,6 @@ class AttentionCheck(Call):
         tables = self.tables_of(inputs)
         do = tensors.pop("do")
         masks = {name: x for name, x in testing.masks_of(self, device).items() if name in (*WEIGHTS, *_BOUNDS)}
-        if self.intervals is not None:
-            masks |= self._intervals(device)
         if self.seqlens is not None:
             rows = self.len_k if self.token_tables else self.longest[1] + self.extra_rows
             tables = {name: x[..., :rows, :] for name, x in tables.items()}
@@ -70,17 +76,12 @@ class AttentionCheck(Call):
         upstream = {"o": do} if inputs.dlse is None else {"o": do, "lse": inputs.dlse}
         return Made(tensors | tables | masks | self.norms_of(device), upstream)
 
-    def _ends(self, device: str) -> dict[str, Any]:
+    def _ends(self, device: torch.device) -> dict[str, Any]:
         ends = torch.tensor(((0, 0), *self.seqlens), dtype=torch.int32).cumsum(0, dtype=torch.int32).to(device)
         found = {f"cu_seqlens_{name}": ends[:, i].contiguous() for i, name in enumerate("qk")}
         return found | {f"max_seqlen_{name}": self.longest[i] for i, name in enumerate("qk")}
 
-    def _intervals(self, device: str) -> dict[str, Tensor]:
-        """Return those of query_starts and query_ends that the case has."""
-        found = testing.masks_of(self, device)
-        return {name: found[name] for name in _INTERVALS if found[name] is not None}
-
-    def _unseen(self, device: str) -> dict[str, Tensor]:
+    def _unseen(self, device: torch.device) -> dict[str, Tensor]:
         """Return the rows (1|B, N) of each tensor that no query or no key sees, as True."""
         if self.seqlens is not None:
             end_q, end_k = (sum(lengths) for lengths in zip((0, 0), *self.seqlens))
@@ -88,9 +89,8 @@ class AttentionCheck(Call):
             past_k = torch.arange(self.len_k, device=device)[None] >= end_k
             return {"q": past_q, "do": past_q, "k": past_k, "v": past_k}
         bounds = {name: x for name, x in testing.masks_of(self, device).items() if name in _BOUNDS}
-        positions = reference.positions(self.len_q, self.len_k, bounds.get("kv_lens"), torch.device(device))
-        masks = bounds | self._intervals(device)
-        visible = reference.visible_pairs(*positions, self.causal, window=self.window, **masks)
+        positions = reference.positions(self.len_q, self.len_k, bounds["kv_lens"], device)
+        visible = reference.visible_pairs(*positions, self.causal, window=self.window, **bounds)
         dead, absent = ~visible.any(-1), ~visible.any(-2)
         return {"q": dead, "do": dead} | ({"k": absent, "v": absent} if self.len_q else {})
 
@@ -118,7 +118,8 @@ class AttentionCheck(Call):
         tables = {name: given[name] for name in ("cos", "sin")}
         if heads is not None:
             batches = [b for b, _ in heads]
-            bounds = {name: tuple(x[b] for b in batches) for name in _BOUNDS if (x := getattr(self, name)) is not None}
+            bounds = {name: getattr(self, name) for name in _BOUNDS[:2]}
+            bounds = {name: x and tuple(x[b] for b in batches) for name, x in bounds.items()}
             case = replace(self, batch=len(heads), heads_q=group, heads_kv=1, **bounds)
             tables = {name: x[batches] if self.table_batch else x for name, x in tables.items()}
         dlse = some.pop("dlse", None)
@@ -158,8 +159,7 @@ class AttentionCheck(Call):
         yield Finding(ran.label, testing.Comparison("rerun", float(changed), 0.0, 0.0, 0.0, not changed, detail))
 
 
-_BOUNDS = ("kv_starts", "kv_lens")
-_INTERVALS = ("query_starts", "query_ends")
+_BOUNDS = ("kv_starts", "kv_lens", "query_starts", "query_ends")
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,6 @@ import inspect
 import json
 import re
 import traceback
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from typing import Any, ClassVar, NamedTuple
@@ -355,9 +354,7 @@ class Call(testing.Case):
         """Call the function; return outputs and gradients (B, H, N, D), by the names of the references."""
         leaves = {name: given[name].detach() for name in self.wanted if given.get(name) is not None}
         leaves = {name: x.requires_grad_() for name, x in leaves.items()}
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "q.* positions and k", UserWarning)  # more queries than keys
-            returned = function(**(given | leaves))
+        returned = function(**(given | leaves))
         found = dict(zip(self.outputs, returned if isinstance(returned, tuple) else (returned,)))
         of = [name for name in made.upstream if found[name].requires_grad]
         if of and not leaves:

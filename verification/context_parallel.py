@@ -10,15 +10,20 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
+from hypothesis import strategies as st
 
 from fused_rope_attn.distributed import cp_shard, plan_varlen_cp, rope_attention_cp, rope_attention_varlen_cp
+from fused_rope_attn.distributed.layout import owners_of
 from verification import testing
-from verification.calls import Finding, Machine, References
+from verification.attention import AttentionCheck
+from verification.calls import Finding, Machine
 from verification.ranks import GROUPS, Ranks, group_of
-from verification.testing import Case, Comparison
+from verification.strategies import Draw, chance, draw, pick
+from verification.testing import LAYOUTS, TABLES, Case, Comparison
 
 # Gradients that have no rows.
 OF_WEIGHTS = ("dsinks", "dq_norm", "dk_norm")
+DRAWN = 126  # calls of a run
 
 
 def attend(case: Case, ranks: tuple[int, ...], device: str, options: dict[str, Any]) -> dict[str, torch.Tensor]:
@@ -80,56 +85,19 @@ def compared(
 
     total: the rows after the first ``total`` are padding, and must be zero.
     """
+    tokens = case.len_q if total is None else total
     inputs = testing.make_inputs(case, device)
-    padding = 0 if total is None else case.len_q - total
-    tokens = slice(0, case.len_q - padding)
-    short = replace(case, len_q=tokens.stop, len_k=tokens.stop) if padding else case
-    some = {name: getattr(inputs, name)[:, :, tokens] for name in ("q", "k", "v", "do")}
-
-    def run(dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
-        dlse = None if inputs.dlse is None else inputs.dlse[:, :, tokens]
-        results = testing.run_reference(inputs._replace(**some).with_dlse(dlse), short, dtype)
-        rows = {name: getattr(results, name) for name in found}
-        for name, x in rows.items() if padding else ():
-            if name not in OF_WEIGHTS:
-                value, edges = (float("-inf"), (0, padding)) if name == "lse" else (0.0, (0, 0, 0, padding))
-                rows[name] = torch.nn.functional.pad(x, edges, value=value)
-        return {name: (x[None] if name in OF_WEIGHTS else x).cpu() for name, x in rows.items()}
-
-    judged = {"dsinks": case.sinks_dtype, "dq_norm": case.norm_dtype, "dk_norm": case.norm_dtype}
-    zero = functools.partial(testing.noise_of_zero, case=case, inputs=inputs)
-    references = References(run, device, lambda name: judged.get(name, case.dtype), zero)
-    return [references.compare(name, x[None] if name in OF_WEIGHTS else x) for name, x in found.items()]
-
-
-def _cases(dtype: torch.dtype, scale: int) -> list[tuple[Case, dict[str, Any]]]:
-    """Every feature, of sequences of 48 * scale tokens. The sharding "dealt" is ``dealt(size)`` of a group."""
-    length = 48 * scale
-    width = 64 if scale > 1 else 16
-    plain = Case(1, 4, 2, length, length, width, dtype=dtype)
-    lengths = tuple(n * scale for n in (1, 17, 0, 6, 12, 3, 9))
-    packed = replace(plain, seqlens=tuple((n, n) for n in lengths))
-    contiguous = {"sharding": "contiguous"}
-    return [
-        (plain, {}),
-        (plain, contiguous),
-        (plain, {"local_tables": True}),
-        (plain, {"total_len": length - 7}),
-        (plain, {"deterministic": True}),
-        (replace(plain, batch=2, rotary_dim=width // 2, interleaved=True, layout="odd", extra_rows=5), {}),
-        (replace(plain, tables="random", table_batch=True), {"local_tables": True}),
-        (replace(plain, window=(length // 5, 0), sinks=True), {}),
-        (replace(plain, softcap=5.0, sinks=True), contiguous),
-        (replace(plain, norms=1.0), {}),
-        (replace(plain, causal=False), {}),
-        (replace(plain, causal=False), {"total_len": length // 2 + 3, **contiguous}),
-        (replace(plain, causal=False, window=(length // 5, length // 9)), {}),
-        (packed, {}),
-        (replace(packed, window=(9, 0), sinks=True), contiguous),
-        (replace(packed, causal=False), {}),
-        (packed, {"sharding": "dealt"}),
-        (replace(packed, norms=0.0), {}),
-    ]
+    some = {name: getattr(inputs, name)[:, :, :tokens] for name in ("q", "k", "v", "do")}
+    dlse = None if inputs.dlse is None else inputs.dlse[:, :, :tokens]
+    short = AttentionCheck.of(replace(case, len_q=tokens, len_k=tokens))
+    references = short.references(short.made(inputs._replace(**some).with_dlse(dlse)), device)
+    results = []
+    for name, x in found.items():
+        rows, padding = (x[None], x[:0]) if name in OF_WEIGHTS else (x[:, :, :tokens], x[:, :, tokens:])
+        result = references.compare(name, rows.to(device))
+        is_left = bool((padding == (float("-inf") if name == "lse" else 0.0)).all())
+        results.append(result if is_left else replace(result, ok=False, detail="padding was written"))
+    return results
 
 
 def dealt(size: int) -> str:
@@ -164,6 +132,42 @@ class CpCheck:
             yield Finding("cp", comparison)
 
 
+@st.composite
+def cp_calls(draw: Draw, size: int = 4, scale: int = 1) -> CpCheck:
+    """Draw a call that some of ``size`` ranks share: one sequence, or documents that chunks cut anywhere. scale: of
+    lengths and heads, for GPUs."""
+    members = draw(st.sampled_from([group for group in GROUPS if 1 < len(group) and max(group) < size]))
+    count = len(members)
+    ranks = draw(st.permutations([*range(count)] * draw(st.integers(1, 4))))
+    given = {"sharding": pick(draw, {"zigzag": 4, "contiguous": 3, f"dealt:{','.join(map(str, ranks))}": 4})}
+    rows = len(owners_of(count, given["sharding"])) * draw(st.integers(1, 12)) * scale
+    heads_kv = pick(draw, {1: 1, 2: 1, count: 2, 8: 1})
+    fields = {"batch": pick(draw, {1: 2, 2: 1}), "sinks": chance(draw, 0.3), "lse_gradient": chance(draw, 0.3)}
+    fields |= {name: pick(draw, weights) for name, weights in (
+        ("softcap", {0.0: 4, 5.0: 1}), ("norms", {None: 4, 0.0: 1, 1.0: 1}), ("rotary_dim", {None: 4, 8: 1}),
+        ("interleaved", {False: 3, True: 1}), ("extra_rows", {0: 3, 5: 1}), ("tables", dict.fromkeys(TABLES, 1)),
+        ("layout", dict.fromkeys(LAYOUTS, 1)), ("causal", {True: 3, False: 2}), ("table_batch", {False: 4, True: 1}),
+        ("dtype", {torch.float32: 3, torch.float16: 1}))}  # fmt: skip
+    side = {-1: 2, 0: 1, st.integers(1, rows): 4, st.integers(1, 9): 2}
+    right = 0 if fields["causal"] else pick(draw, side)
+    fields["window"] = (pick(draw, side), right) if chance(draw, 0.5) else None
+    if chance(draw, 0.4):
+        ends = sorted(draw(st.lists(st.integers(0, rows), min_size=1, max_size=7)) + [rows] * chance(draw, 0.5))
+        lengths = [end - begin for begin, end in itertools.pairwise([0, *ends])]
+        fields |= {"seqlens": tuple((n, n) for n in lengths), "batch": 1, "table_batch": False}
+    else:
+        if chance(draw, 0.4):
+            given["total_len"] = draw(st.integers(1, rows))
+        if chance(draw, 0.3):
+            given["local_tables"], fields["extra_rows"] = True, 0
+    given |= {"method": pick(draw, {"auto": 1, "all_gather": 3} | ({} if heads_kv % count else {"all_to_all": 4}))}
+    given |= {"deterministic": chance(draw, 0.2)}
+    heads_q = heads_kv * draw(st.integers(1, 3))
+    head_dim = 16 if scale == 1 else 64
+    case = Case(heads_q=heads_q, heads_kv=heads_kv, len_q=rows, len_k=rows, head_dim=head_dim, **fields)
+    return CpCheck(case, members, given)
+
+
 @functools.cache
 def pool_of(device: str) -> Ranks:
     """Return this process's ranks, which compile the kernels of all its calls."""
@@ -175,16 +179,10 @@ def count_ranks(device: str) -> int:
 
 
 def make_checks(options: argparse.Namespace) -> list[CpCheck]:
-    """Return every case by each group of ranks that can share it, by each method that the group has for it."""
-    size, found = count_ranks(options.device), []
-    for name in options.dtype:
-        for case, given in _cases(getattr(torch, name), 16 if options.device.startswith("cuda") else 1):
-            for members in GROUPS:
-                if len(members) < 2 or max(members) >= size or case.len_q % (2 * len(members)):
-                    continue
-                for method in ["all_gather"] + ["all_to_all"] * (case.heads_kv % len(members) == 0):
-                    check = CpCheck(case, members, {**given, "method": method})
-                    if given.get("sharding") == "dealt":
-                        check.given["sharding"] = dealt(len(members))
-                    found += [check] if options.filter.lower() in check.name.lower() else []
-    return found
+    """Return drawn calls, the same in each run, in every dtype."""
+    calls = cp_calls(count_ranks(options.device), 16 if options.device.startswith("cuda") else 1)
+    drawn = [draw(calls, "cp", index) for index in range(DRAWN)]
+    found = [
+        replace(one, case=replace(one.case, dtype=getattr(torch, name))) for name in options.dtype for one in drawn
+    ]
+    return [check for check in found if options.filter.lower() in check.name.lower()]

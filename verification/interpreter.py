@@ -15,49 +15,23 @@ from triton.runtime import interpreter
 
 from verification.testing.poison import wrap_empty
 
-# The packages that Triton (3.6 to 3.9) searches.
-PACKAGES = (tl, tl.core, tl.math, tl.tensor, tl.core.tensor_descriptor_base)
 _WIDE_OPERATIONS = {"add": np.add, "sub": np.subtract, "mul": np.multiply}
 
 
 def make_faster() -> None:
     """Make the interpreter of this process two times as fast, and let it find overflow. Not within a kernel.
 
-    At every call of a device function Triton searches ``triton.language`` for its builtins and replaces them, and for
-    every tensor it searches for NumPy's dtype. From now on it searches once, and replaces once for each launch.
+    At every call of a device function Triton searches ``triton.language`` for its builtins and replaces them. From now
+    on it does so once for each launch.
 
     For every sum of integers Triton computes whether it overflows, in ten operations, and ignores the answer. From now
-    on three calls of NumPy compute it, and an overflow raises. A part that a release of Triton lacks is left out here.
+    on three calls of NumPy compute it, and an overflow raises.
     """
-    for name, replace in (
-        ("_patch_builtin", _known_builtins),
-        ("_patch_lang", _replaced_once),
-        ("_get_np_dtype", _known_dtypes),
-    ):
-        original = getattr(interpreter, name, None)
-        if original is not None and original.__module__ != __name__:
-            setattr(interpreter, name, replace(original))
+    if interpreter._patch_lang.__module__ != __name__:
+        interpreter._patch_lang = _replaced_once(interpreter._patch_lang)
     check = getattr(TritonSemantic, "binary_op_sanitize_overflow_impl", None)
     if check is not None and check.__module__ != __name__:
         TritonSemantic.binary_op_sanitize_overflow_impl = _checked_by_numpy(check)
-
-
-def _known_builtins(search: Callable) -> Callable:
-    """Return a replacement of builtins that looks the known names up, and does not search a package for them."""
-    builtins = {
-        package: [name for name, member in inspect.getmembers(package) if tl.core.is_builtin(member)]
-        for package in PACKAGES
-    }
-
-    def look_up(package, builder, scope):
-        if package not in builtins:
-            return search(package, builder, scope)
-        for name in builtins[package]:
-            member = getattr(package, name)
-            if tl.core.is_builtin(member):  # not in a nested call: the outermost has replaced them
-                interpreter._patch_attr(package, name, member, builder, scope)
-
-    return look_up
 
 
 def _replaced_once(replace: Callable) -> Callable:
@@ -83,20 +57,6 @@ def _replaced_once(replace: Callable) -> Callable:
         return scope
 
     return replace_once
-
-
-def _known_dtypes(search: Callable) -> Callable:
-    """Return a search for NumPy's dtype that remembers the answers."""
-    known: dict[str, np.dtype] = {}
-
-    def look_up(dtype):
-        element = dtype.scalar
-        found = known.get(element.name)
-        if found is None:
-            found = known[element.name] = search(element)
-        return found
-
-    return look_up
 
 
 def _checked_by_numpy(check: Callable) -> Callable:

@@ -8,12 +8,15 @@ import itertools
 import math
 import multiprocessing
 import os
+import queue
 import tempfile
+import threading
 import time
 import warnings
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
@@ -87,60 +90,37 @@ class Worker:
         self.log = tempfile.NamedTemporaryFile("r", prefix="verification-", errors="replace")
 
     def run(self, check: Any, longest: float = LONGEST_SECONDS) -> Outcome:
-        self.begin(check)
-        return self.outcome(longest, wait=longest)
-
-    def begin(self, check: Any) -> None:
         if self.process is None:
             context = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
             self.connection, theirs = context.Pipe()
             self.process = context.Process(target=_serve, args=(theirs, self.machine, self.log.name))
             self.process.start()
             theirs.close()
-        self.check, self.start = check, time.monotonic()
-        with contextlib.suppress(ConnectionError):  # ``outcome`` tells that it has died
-            self.connection.send(check)
-
-    def outcome(self, longest: float = LONGEST_SECONDS, wait: float = 0.0) -> Outcome | None:
-        """Return the outcome of the check that has begun, or None while it runs, for ``longest`` seconds at most."""
         try:
-            if not self.connection.poll(wait):
-                late = time.monotonic() - self.start >= longest
-                return self._lost(f"hung for {longest:.0f} s") if late else None
-            outcome = self.connection.recv()
+            self.connection.send(check)
+            if self.connection.poll(longest):
+                outcome = self.connection.recv()
+                if outcome.is_fatal:
+                    self.stop()
+                return outcome
+            why = f"hung for {longest:.0f} s"
         except (EOFError, ConnectionError):
             self.process.join(timeout=30)
-            return self._lost(f"died, exit status {self.process.exitcode}")
-        if outcome.is_fatal:
-            self._end()
-        return outcome
+            why = f"died, exit status {self.process.exitcode}"
+        self.log.seek(0)
+        said = self.log.read().strip() or "it said nothing"
+        self.stop()
+        detail = f"the process {why}: {said.splitlines()[-1][:300]}"
+        return Outcome(check, (Finding.that("?", "process", False, detail),))
 
-    def close(self) -> None:
-        """Let the process end after its check, so that it can end processes of its own."""
+    def stop(self, patience: float = 0.0) -> None:
+        """End the process: in good order, so that it can end processes of its own, if it takes no longer than this."""
         if self.process is not None:
             self.connection.close()
-
-    def stop(self, deadline: float = 0.0) -> None:
-        """End the process, until ``deadline`` of ``time.monotonic()`` in good order."""
-        self.close()
-        self._end(max(0.0, deadline - time.monotonic()))
-        self.log.close()
-
-    def _end(self, patience: float = 0.0) -> None:
-        if self.process is not None:
             self.process.join(patience)
             self.process.kill()
             self.process.join()
-            self.connection.close()
             self.process = None
-
-    def _lost(self, why: str) -> Outcome:
-        self.log.seek(0)
-        said = self.log.read().strip() or "it said nothing"
-        self._end()
-        return Outcome(
-            self.check, (Finding.that("?", "process", False, f"the process {why}: {said.splitlines()[-1][:300]}"),)
-        )
 
 
 def _serve(connection: Connection, machine: Machine, log: str) -> None:
@@ -174,25 +154,34 @@ def run_checks(
                 return
             yield number, run_check(check, machine)
         return
-    workers, waiting = [Worker(machine) for _ in range(jobs)], iter(batches)
-    rest: dict[Worker, list[tuple[int, Any]]] = {worker: [] for worker in workers}  # of its batch
-    running: dict[Worker, int] = {}
-    try:
-        while time.monotonic() <= deadline:
-            for worker in rest.keys() - running.keys():
-                rest[worker] = rest[worker] or list(next(waiting, ()))
-                if rest[worker]:
-                    running[worker], check = rest[worker].pop(0)
-                    worker.begin(check)
-            if not running:
-                return
-            wait([worker.connection for worker in running], timeout=0.5)
-            for worker in [*running]:
-                outcome = worker.outcome()
-                if outcome is not None:
-                    yield running.pop(worker), outcome
-    finally:
-        for worker in workers:
-            worker.close()
-        for worker in workers:
-            worker.stop(time.monotonic() + 5.0 / jobs)
+    waiting, lock, ended, outcomes = iter(batches), threading.Lock(), threading.Event(), queue.SimpleQueue()
+
+    def next_batch() -> list[tuple[int, Any]]:
+        with lock:
+            return list(next(waiting, ()))
+
+    def drive() -> None:
+        """Hand batches to one process, until there are no more."""
+        worker = Worker(machine)
+        try:
+            while batch := next_batch():
+                for number, check in batch:
+                    left = deadline - time.monotonic()
+                    if left <= 0 or ended.is_set():
+                        return
+                    outcome = worker.run(check, min(LONGEST_SECONDS, left))
+                    if time.monotonic() < deadline:  # else it did not hang
+                        outcomes.put((number, outcome))
+        finally:
+            worker.stop(patience=5.0)
+            outcomes.put(None)
+
+    with ThreadPoolExecutor(jobs) as pool:
+        drivers = [pool.submit(drive) for _ in range(jobs)]
+        try:
+            for _ in drivers:
+                yield from iter(outcomes.get, None)
+            for driver in drivers:
+                driver.result()  # raises its error
+        finally:
+            ended.set()

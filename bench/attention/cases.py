@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from bench.suite import length_name
+from bench.suite import SHORT_DTYPES, length_name
 from fused_rope_attn import masks
 from verification.testing import Case
 
@@ -34,14 +34,24 @@ class BenchCase:
 
     @property
     def shape(self) -> str:
-        """Return ``B2 H32/8 N4096 D128 causal bf16``; of packed sequences the number and the extremes of lengths."""
-        if self.case.intervals is not None:
-            return replace(self.case, seqlens=None, intervals=self.name).name
-        if self.case.seqlens is None:
-            return self.case.name
-        lengths = [n for n, _ in self.case.seqlens]
-        extremes = f"packed={len(lengths)}x{min(lengths)}..{max(lengths)}"
-        return f"{replace(self.case, seqlens=None).name} {extremes}"
+        """Return ``B2 H32/8 N4096 D128 causal bf16``, then the mask or the norms, as the committed rows have it."""
+        c = self.case
+        heads = f"{c.heads_q}/{c.heads_kv}" if c.heads_q != c.heads_kv else str(c.heads_q)
+        words = [
+            f"B{c.batch} H{heads} N{c.len_q} D{c.head_dim}",
+            "causal" if c.causal else "full",
+            SHORT_DTYPES[c.dtype],
+        ]
+        if c.window is not None:
+            words.append("window={},{}".format(*c.window))
+        if c.norms is not None:
+            words += [f"norms={c.norms:g}", f"{SHORT_DTYPES[c.norm_dtype]}-norms"]
+        if c.intervals is not None:
+            words.append(f"intervals={self.name}")
+        elif c.seqlens is not None:
+            lengths = [n for n, _ in c.seqlens]
+            words.append(f"packed={len(lengths)}x{min(lengths)}..{max(lengths)}")
+        return " ".join(words)
 
     def flops(self, part: str) -> float:
         """Return the matrix-product FLOPs of a pass: 4 B HQ NQ NK D forward, 2.5 times that backward.

@@ -1,152 +1,246 @@
-"""Attention and autograd: checkpointing, double backward, sinks alone, changed inputs, inference mode."""
-
-from dataclasses import replace
+"""Attention and differentiation: checkpointing, autocast, torch.func; higher derivatives and forward mode raise."""
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
-from fused_rope_attn import rope_attention
-from tests.support.attention import gradients, leaves, packed_case, run_and_compare
+from fused_rope_attn import plan, rope_attention
 from tests.support.internals import go_through_the_dispatcher
-from tests.support.marks import STRATEGIES, both_strategies, cases, interpreted
-from tests.support.operators import MASKS, SMALL, assert_close, kernel_or_reference
+from tests.support.marks import STRATEGIES, ignore_overflow, interpreted
+from tests.support.operators import (
+    SMALL,
+    assert_close,
+    differentiated,
+    kernel_or_reference,
+    small_call,
+    small_calls,
+    upstream_of,
+)
 from verification.testing import make_inputs
 
+pytestmark = ignore_overflow
+both_backends = kernel_or_reference("triton", "reference")
+FORWARD_MODE = "^rope_attention(_varlen|_mla)?: forward-mode differentiation"
 
-@kernel_or_reference("triton", "reference")
+
+@small_calls
+@both_backends
 @pytest.mark.parametrize("use_reentrant", [False, True])
-def test_activation_checkpointing(backend, use_reentrant):
-    inputs = make_inputs(SMALL)
+def test_activation_checkpointing(name, backend, use_reentrant):
+    run, tensors = small_call(name, backend=backend)
+    leaves = [x.detach().clone().requires_grad_() for x in tensors.values()]
+    outputs = checkpoint(lambda *given: run(*given)[:2], *leaves, use_reentrant=use_reentrant)
+    torch.autograd.backward(outputs, upstream_of(*outputs))
+    expected = differentiated(lambda *given: run(*given)[:2], tensors)
+    assert_close([*(x.detach() for x in outputs), *(x.grad for x in leaves)], expected, 0.0)
 
-    def plain(q, k, v):
-        return rope_attention(q, k, v, inputs.cos, inputs.sin, True, backend=backend)
 
-    saved = gradients(lambda q, k, v: checkpoint(plain, q, k, v, use_reentrant=use_reentrant), inputs)
-    assert_close(saved, gradients(plain, inputs), 0.0)
-
-
+@small_calls
 @pytest.mark.parametrize(
-    ("backend", "strategy"),
-    [pytest.param("triton", s, marks=interpreted) for s in STRATEGIES] + [("reference", "auto")],
+    "options",
+    [pytest.param({"backend": "triton", "strategy": s}, marks=interpreted) for s in STRATEGIES]
+    + [{"backend": "reference"}],
+    ids=lambda x: "-".join(x.values()),
 )
-@pytest.mark.parametrize("through", ["q", "k", "v", "do"])
-def test_double_backward_raises(through, backend, strategy):
-    inputs = make_inputs(SMALL)
-    q, k, v = leaves(inputs)
-    do = inputs.do.detach().clone().requires_grad_()
-    o = rope_attention(q, k, v, inputs.cos, inputs.sin, True, backend=backend, strategy=strategy)
-    dq, dk, dv = torch.autograd.grad(o, (q, k, v), do, create_graph=True)
-    assert dq.requires_grad and dk.requires_grad and dv.requires_grad
-    with pytest.raises(NotImplementedError, match="^rope_attention: double backward"):
-        torch.autograd.grad(dq.sum() + dk.sum() + dv.sum(), {"q": q, "k": k, "v": v, "do": do}[through])
-
-
-@pytest.mark.parametrize("backend", ["auto", "reference", "triton"])
-@pytest.mark.parametrize("name", ["cos", "sin"])
-def test_tables_have_no_gradient(name, backend):
-    inputs = make_inputs(SMALL)
-    table = {name: getattr(inputs, name).clone().requires_grad_()}
-    q, k, v, cos, sin, _ = inputs._replace(**table)
-    with pytest.raises(ValueError, match=f"^{name} must not require a gradient"):
-        rope_attention(q, k, v, cos, sin, True, backend=backend)
+def test_double_backward_raises(name, options):
+    """Through each tensor and through the gradients of the results."""
+    if name == "latent":
+        options = {"backend": options["backend"]}
+    run, tensors = small_call(name, **options)
+    leaves = [x.detach().clone().requires_grad_() for x in tensors.values()]
+    outputs = run(*leaves)[:2]
+    upstream = [x.requires_grad_() for x in upstream_of(*outputs)]
+    gradients = torch.autograd.grad(outputs, leaves, upstream, create_graph=True)
+    assert all(x.requires_grad for x in gradients)
+    for x in (*leaves, *upstream):
+        with pytest.raises(NotImplementedError, match="double backward"):
+            torch.autograd.grad(sum(x.sum() for x in gradients), x, retain_graph=True)
 
 
 @interpreted
+@small_calls
 @pytest.mark.parametrize("plain", [True, False])
-def test_only_sinks_require_a_gradient(plain, monkeypatch):
+def test_whatever_takes_a_gradient_gets_the_same_one(name, plain, monkeypatch):
+    """Each tensor alone, and all through the dispatcher, by kernels of either strategy; as the reference has them."""
+    expected = differentiated(*small_call(name, backend="reference"))
     if not plain:
         go_through_the_dispatcher(monkeypatch)
-    q, k, v, cos, sin, do = make_inputs(SMALL)
-    gradients = []
-    for backend in ("reference", "triton"):
-        sinks = MASKS["sinks"].clone().requires_grad_()
-        o = rope_attention(q, k, v, cos, sin, True, sinks=sinks, backend=backend)
-        gradients += torch.autograd.grad(o, sinks, do)
-    assert_close(gradients[:1], gradients[1:])
+    for strategy in ("auto",) if name == "latent" else STRATEGIES if plain else ("prepass",):
+        run, tensors = small_call(name, backend="triton", **({} if name == "latent" else {"strategy": strategy}))
+        whole = differentiated(run, tensors)
+        assert_close(whole, expected, 2e-5)
+        count = len(whole) - len(tensors)
+        for i, wanted in enumerate(tensors):
+            assert_close(differentiated(run, tensors, wanted=(wanted,)), (*whole[:count], whole[count + i]), 0.0)
 
 
-@kernel_or_reference("triton", "reference")
-def test_double_backward_through_sinks_raises(backend):
-    inputs = make_inputs(SMALL)
-    q, k, v = leaves(inputs)
-    sinks = MASKS["sinks"].clone().requires_grad_()
-    o = rope_attention(q, k, v, inputs.cos, inputs.sin, True, sinks=sinks, backend=backend)
-    (dsinks,) = torch.autograd.grad(o, sinks, inputs.do, create_graph=True)
-    with pytest.raises(NotImplementedError, match="^rope_attention: double backward"):
-        torch.autograd.grad(dsinks.sum(), q)
-
-
-def test_sinks_are_differentiable():
-    q, k, v, cos, sin, do = make_inputs(SMALL)
-    sinks = MASKS["sinks"].clone().requires_grad_()
-    o, lse = rope_attention(q, k, v, cos, sin, True, sinks=sinks, return_lse=True)
-    o.backward(do)
-    # A sink has the weight exp(sink - lse) and the value 0.
-    weights = torch.exp(sinks.detach()[:, None] - lse)
-    expected = -(weights * (o.detach() * do).sum(-1)).sum((0, 2))
-    torch.testing.assert_close(sinks.grad, expected, rtol=1e-4, atol=1e-5)
-
-
-DLSE = [
-    replace(SMALL, lse_gradient=True),
-    replace(SMALL, lse_gradient=True, causal=False, softcap=4.0, sinks=True, window=(20, 9)),
-    replace(SMALL, lse_gradient=True, norms=1.0, interleaved=True, kv_lens=(5,) * SMALL.batch),
-    packed_case(replace(SMALL, lse_gradient=True, sinks=True), (40, 3, 0, 20)),
-]
-
-
-@interpreted
-@both_strategies
-@pytest.mark.parametrize("plain", [True, False])
-@cases(*DLSE)
-def test_gradients_of_o_and_lse(case, plain, strategy, monkeypatch):
-    """dS = P * (dP - delta + dlse), in the kernels as in float64, in every pass that makes delta."""
-    if not plain:
-        go_through_the_dispatcher(monkeypatch)
-    run_and_compare(case, strategy=strategy)
-
-
-@kernel_or_reference("triton", "reference")
+@both_backends
 def test_a_loss_of_lse_alone(backend):
-    """v has the gradient 0; a row that sees nothing takes any gradient of lse, and gives none."""
-    case = replace(SMALL, kv_lens=(5,) * SMALL.batch)
-    inputs = make_inputs(case)
-    lens = torch.full((case.batch,), 5, dtype=torch.int32)
+    """v has the gradient 0."""
+    run, tensors = small_call("masks", backend=backend)
     for _ in range(2):  # the second call is a known one
-        q, k, v = leaves(inputs)
-        _, lse = rope_attention(q, k, v, inputs.cos, inputs.sin, True, kv_lens=lens, return_lse=True, backend=backend)
-        dlse = torch.where(lse == -torch.inf, torch.nan, 1.0)
-        assert bool(dlse.isnan().any())
-        dq, dk, dv = torch.autograd.grad(lse, (q, k, v), dlse, materialize_grads=True)
-        assert bool(torch.isfinite(dq).all()) and bool(dk.any()) and not bool(dv.any())
+        leaves = [x.detach().clone().requires_grad_() for x in tensors.values()]
+        _, lse, max_logit = run(*leaves)
+        assert not max_logit.requires_grad
+        found = torch.autograd.grad(lse, leaves, upstream_of(lse, lse)[1], materialize_grads=True)
+        assert [bool(x.any()) for x in found] == [True, True, False, True] and all(x.isfinite().all() for x in found)
 
 
-@kernel_or_reference("triton", "reference")
-def test_double_backward_through_lse_raises(backend):
-    inputs = make_inputs(SMALL)
-    q, k, v = leaves(inputs)
-    _, lse = rope_attention(q, k, v, inputs.cos, inputs.sin, True, return_lse=True, backend=backend)
-    (dq,) = torch.autograd.grad(lse.sum(), q, create_graph=True)
-    with pytest.raises(NotImplementedError, match="^rope_attention: double backward"):
-        torch.autograd.grad(dq.sum(), k)
-
-
-@kernel_or_reference("triton", "reference")
+@both_backends
 def test_inference_mode(backend):
-    q, k, v, cos, sin, _ = make_inputs(SMALL)
-    expected = rope_attention(q, k, v, cos, sin, True, backend=backend)
+    run, tensors = small_call("plain", backend=backend)
     with torch.inference_mode():
-        q, k, v, cos, sin, _ = make_inputs(SMALL)
-        assert torch.equal(rope_attention(q, k, v, cos, sin, True, backend=backend), expected)
+        assert_close(run(*(x.clone() for x in tensors.values())), run(*tensors.values()), 0.0)
+
+
+def test_a_tensor_that_is_given_twice_gets_the_sum():
+    """The reference works on views of its inputs."""
+    run, tensors = small_call("plain", backend="reference")
+    *_, dk, dv = differentiated(run, tensors | {"v": tensors["k"]})
+    twice = differentiated(lambda q, k: run(q, k, k), {name: tensors[name] for name in "qk"})
+    assert_close([twice[-1]], [dk + dv])
+
+
+@both_backends
+@small_calls
+@pytest.mark.parametrize("mixed", [False, True])
+def test_autocast(name, backend, mixed):
+    """Inputs are cast to autocast's dtype, tables and weights are not; gradients have the inputs' dtypes."""
+    run, tensors = small_call(name, backend=backend)
+    weights = ("sinks", "q_norm", "k_norm")
+    halves = {name: x if name in weights else x.half() for name, x in tensors.items()}
+    given = {
+        x: y if x in weights else halves[x] if mixed and x[0] == "k" else halves[x].float() for x, y in tensors.items()
+    }
+    leaves = [x.detach().clone().requires_grad_() for x in given.values()]
+    with torch.autocast("cpu", torch.float16):
+        outputs = run(*leaves)
+    assert outputs[0].dtype == torch.float16
+    found = torch.autograd.grad(outputs[:2], leaves, upstream_of(*outputs[:2]))
+    assert [x.dtype for x in found] == [x.dtype for x in leaves]
+    expected = differentiated(run, halves)
+    assert_close([x.detach().to(y.dtype) for x, y in zip((*outputs, *found), expected)], expected, 1e-3)
+
+
+def test_autocast_and_the_reference():
+    """bfloat16 takes it, as the plan says, and so does float64, which stays as it is."""
+    q, k, v, cos, sin, _ = make_inputs(SMALL)
+    wide = [x.double() for x in (q, k, v)]
+    with torch.autocast("cpu", torch.bfloat16):
+        assert plan(q, k.bfloat16(), v, cos, sin, True).backend == "reference"
+        assert rope_attention(q, k, v, cos, sin, True).dtype == torch.bfloat16
+        assert torch.equal(rope_attention(*wide, cos, sin, True), small_call("plain")[0](*wide)[0])
+
+
+def with_tangent(function, tensors, i):
+    """Call ``function`` with the tensors; number ``i`` has a tangent."""
+    with forward_ad.dual_level():
+        given = [forward_ad.make_dual(x, torch.ones_like(x)) if i == j else x for j, x in enumerate(tensors)]
+        return function(*given)
+
+
+@both_backends
+@small_calls
+def test_a_tangent_is_refused(name, backend):
+    run, tensors = small_call(name, backend=backend)
+    tensors = list(tensors.values())
+    run(*tensors)  # a known call from here on
+    for i, tensor in enumerate(tensors):
+        with pytest.raises(NotImplementedError, match=FORWARD_MODE):
+            with_tangent(run, tensors, i)
+        with pytest.raises(NotImplementedError, match=FORWARD_MODE):
+            torch.func.jvp(lambda x: run(*tensors[:i], x, *tensors[i + 1 :]), (tensor,), (tensor,))  # noqa: B023
+
+
+def plain(backend):
+    """Return a function of q that returns o, and q."""
+    run, tensors = small_call("plain", backend=backend)
+    q, k, v = tensors.values()
+    return lambda q: run(q, k, v)[0], q
+
+
+@both_backends
+def test_torch_func_refuses_forward_mode_and_second_derivatives(backend):
+    """The tangent of a gradient too: only dO has one, for example when the loss depends on a dual tensor."""
+    run, q = plain(backend)
+    leaf = q.clone().requires_grad_()
+    o = run(leaf)
+
+    def weighted(weights):
+        return torch.func.grad(lambda q: (run(q) * weights).sum())(q)
+
+    for refused in (
+        lambda: torch.func.jacfwd(lambda q: run(q).sum((1, 3)))(q),
+        lambda: torch.func.hessian(lambda q: run(q).sum())(q),
+        lambda: torch.func.grad(lambda q: torch.func.jvp(run, (q,), (q,))[1].sum())(q),
+        lambda: torch.func.vmap(lambda q: torch.func.jvp(run, (q,), (q,)))(torch.stack((q, q))),
+        lambda: with_tangent(lambda do: torch.autograd.grad(o, leaf, do), (torch.ones_like(o),), 0),
+        lambda: torch.func.jvp(weighted, (o.detach(),), (o.detach(),)),
+    ):
+        with pytest.raises(NotImplementedError, match=FORWARD_MODE):
+            refused()
+    gradient = torch.func.grad(lambda q, weights: (run(q) * weights).square().sum())
+    for through in range(2):  # q, and the operation after attention
+        with pytest.raises(NotImplementedError, match="^rope_attention: double backward"):
+            torch.func.grad(lambda *given: gradient(*given).sum(), argnums=through)(q, torch.ones_like(q))
+
+
+@both_backends
+def test_tangents_that_do_not_reach_attention_are_served(backend):
+    run, q = plain(backend)
+    o = run(q)
+    assert_close(torch.func.jvp(lambda x: x * run(q), (o,), (o,)), (o * o, o * o), 1e-6)
+    with forward_ad.dual_level():
+        assert torch.equal(run(q), o)
+
+
+@both_backends
+@pytest.mark.parametrize("name", ["masks", "packed", "latent"])
+def test_torch_func(name, backend):
+    """Gradients, and vmap over calls and over gradients, along any axis, with tensors that all entries share."""
+    run, tensors = small_call(name, backend=backend)
+    given, every = list(tensors.values()), tuple(range(len(tensors)))
+    leaves = [x.detach().clone().requires_grad_() for x in given]
+    expected = torch.autograd.grad(run(*leaves)[0].square().sum(), leaves)
+
+    def gradient(*tensors):
+        return torch.func.grad(lambda *tensors: run(*tensors)[0].square().sum(), argnums=every)(*tensors)
+
+    assert_close(gradient(*given), expected)
+    assert_close(torch.func.vjp(lambda *x: run(*x)[0], *given)[1](2 * run(*given)[0]), expected)
+    first, second, *others = given
+    axes = (2, 0, *[None] * len(others))
+    several = torch.stack((first, first + 1), 2), torch.stack((second, 2 * second))
+    function = run if name == "masks" else gradient
+    found = torch.func.vmap(function, in_dims=axes)(*several, *others)
+    for i in range(2):
+        assert_close([x[i] for x in found], function(several[0][:, :, i], several[1][i], *others))
+
+
+@both_backends
+@pytest.mark.unpoisoned
+@pytest.mark.parametrize("where", ["inside", "around", "dual"])
+def test_compiled_calls_refuse_forward_mode(where, backend):
+    run, q = plain(backend)
+    torch._dynamo.reset()
+    function = (lambda q: torch.func.jvp(run, (q,), (q,))) if where == "inside" else run
+    compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
+    if where != "inside":
+        compiled(q)
+    with pytest.raises((NotImplementedError, RuntimeError)):
+        if where == "dual":
+            with_tangent(compiled, (q,), 0)
+        elif where == "around":
+            torch.func.jvp(compiled, (q,), (q,))
+        else:
+            compiled(q)
 
 
 @interpreted
-def test_in_place_changes_of_inputs_are_noticed():
-    q, k, v = leaves(make_inputs(SMALL))
-    inputs = make_inputs(SMALL)
-    o = rope_attention(q, k, v, inputs.cos, inputs.sin, True, backend="triton")
-    with torch.no_grad():
-        k.add_(1)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        o.sum().backward()
+@pytest.mark.unpoisoned
+def test_compiled_gradients_by_torch_func():
+    run, q = plain("triton")
+    gradient = torch.func.grad(lambda q: run(q).square().sum())
+    torch._dynamo.reset()
+    assert_close([torch.compile(gradient, backend="aot_eager", fullgraph=True)(q)], [gradient(q)])

@@ -1,7 +1,10 @@
-"""The same bits of a row in any batch, pack, chunk and cache, by the portable kernels in Triton's interpreter."""
+"""``batch_invariant=True`` by the portable kernels: what the pairs of ``tests/test_calls.py`` do not draw.
+
+These are gradients, intervals, rows past the end of a cache, and refusals.
+"""
 
 import math
-from dataclasses import replace
+import random
 
 import pytest
 import torch
@@ -13,14 +16,12 @@ from fused_rope_attn import (
     rope_attention_with_kvcache,
     rope_tables,
 )
-from tests.support.calls import INTERPRETER, assert_right
+from tests.support.attention import assert_equal
 from tests.support.dtypes import F16, F32
 from tests.support.marks import ignore_overflow, interpreted
-from tests.support.same_bits import drawn, later_tables, padded, starts as kv_starts
-from verification.calls import FUNCTIONS
 from verification.interpreter import products_in_float64
-from verification.pairs import PairCheck, Way
-from verification.workers import run_check
+
+pytestmark = ignore_overflow
 
 
 @pytest.fixture
@@ -29,75 +30,34 @@ def exact_products():
         yield
 
 
-PLAIN = PairCheck(1, 4, 2, 90, 90, 32, rotary_dim=32, seed=1, variants=(("triton", "auto"),), page_size=48)
-WAYS = {
-    "a batch": Way("batch", 0, 90, batch=3, place=1),
-    "a prefix": Way("batch", 0, 61),
-    "the last rows": Way("batch", 37, 90, after=9),
-    "left padding": Way("batch", 0, 90, before=45),
-    "a pack": Way("pack", 0, 90, before=33, after=5, batch=3, place=1),
-    "a chunk of a packed sequence": Way("pack", 40, 77, before=7, batch=2, place=1),
-    "a cache": Way("cache", 59, 60, after=30, batch=2),
-    "a cache with left padding": Way("cache", 59, 64, before=13),
-    "pages": Way("pages", 50, 90, batch=2, place=1),
-    "keys of the cache alone": Way("pages", 59, 60, appends=False),
-}
+def int32(values):
+    return torch.tensor(values, dtype=torch.int32)
 
 
-@interpreted
-@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
-def test_each_way(way):
-    assert_right(replace(PLAIN, ways=(Way("batch", 0, 90), way)))
+def drawn(seed, longest, dtype=F16):
+    """Return q (2, 4, N, 32), k and v of whole causal sequences, tables, options of a call, and a generator."""
+    draw = random.Random(seed)
+    torch.manual_seed(seed)
+    length = draw.randrange(longest // 2, longest)
+    tensors = [torch.randn(2, heads, length, 32).to(dtype) for heads in (4, 2, 2)]
+    options = {"backend": "triton", "rotary_dim": 16, "interleaved": True, "sinks": torch.randn(4)}
+    options |= {"window": (length // 2, 0), "softcap": 20.0, "q_norm": torch.randn(32), "k_norm": torch.randn(32)}
+    angles = torch.rand(length, 8) * 6.3
+    return tensors, (angles.cos(), angles.sin()), options, draw
 
 
-@interpreted
-def test_raw_caches():
-    assert_right(replace(PLAIN, ways=(WAYS["pages"], WAYS["a cache"]), rotated=False))
+def attend(tensors, tables, **options):
+    return rope_attention(*tensors, *tables, True, return_lse=True, batch_invariant=True, **options)
 
 
-@interpreted
-@pytest.mark.parametrize("way", ["left padding", "a cache", "pages"])
-def test_without_the_option_they_differ(way, monkeypatch):
-    """The comparison can fail: without the option blocks begin elsewhere, and a step has other tiles."""
-    for name in ("rope_attention", "rope_attention_with_kvcache"):
-        public = FUNCTIONS[name]
-
-        def without(*given, public=public, **options):
-            return public(*given, **options | {"batch_invariant": False})
-
-        monkeypatch.setitem(FUNCTIONS, name, without)
-    outcome = run_check(replace(PLAIN, ways=(Way("batch", 0, 90), WAYS[way])), INTERPRETER)
-    assert "bits of o" in {finding.found.tensor for finding in outcome.failures}
+def padded(x, before):
+    """Put NaN before the rows of x (B, H, N, D)."""
+    return torch.cat((torch.full_like(x[:, :, :1], math.nan).expand(-1, -1, before, -1), x), 2)
 
 
-@interpreted
-@ignore_overflow
-@pytest.mark.usefixtures("exact_products")
-@pytest.mark.parametrize("before", [0, 13])
-def test_tokens_past_the_end_of_a_cache(before):
-    """They give 0 and -inf, and the rows before them the bits that they have in a cache with room for all."""
-    call, _ = drawn(5, F16, 32, 150)
-    call.options = {"backend": "triton"}
-    o, lse = call.whole()
-    first, room = max(0, call.length - 9), 4  # new tokens from the first one on; the cache has rows for some of them
-    batch, heads, _, head_dim = call.k.shape
-    rows = before + first + room
-    caches = [torch.full((batch, heads, rows, head_dim), torch.nan).half() for _ in range(2)]
-    tables = [x[:rows] for x in later_tables(call, before)]
-    step = {"batch_invariant": True, "return_lse": True, "kv_starts": kv_starts(call, before), **call.options}
-    for new in (slice(0, first), slice(first, None)):
-        found, found_lse = rope_attention_with_kvcache(
-            call.q[:, :, new],
-            *caches,
-            *tables,
-            call.k[:, :, new],
-            call.v[:, :, new],
-            cache_seqlens=kv_starts(call, before + new.start),
-            **step,
-        )
-    kept = slice(first, first + room)
-    assert torch.equal(found[:, :, :room], o[:, :, kept]) and torch.equal(found_lse[:, :, :room], lse[:, :, kept])
-    assert (found[:, :, room:] == 0).all() and (found_lse[:, :, room:] == -torch.inf).all()
+def later(tables, before):
+    """Tables with ``before`` other rows before their own."""
+    return [torch.cat((torch.rand(before, x.shape[1]), x)) for x in tables]
 
 
 def random_intervals(draw, length):
@@ -108,109 +68,114 @@ def random_intervals(draw, length):
         for _ in range(draw.choice([1, 3, 12, 40])):
             starts.append(draw.choice([low, low, low, 0]))
             ends.append(high)
-    return [torch.tensor([x[:length]], dtype=torch.int32) for x in (starts, ends)]
+    return {"query_starts": int32([starts[:length]]), "query_ends": int32([ends[:length]])}
 
 
 @interpreted
-@ignore_overflow
 @pytest.mark.usefixtures("exact_products")
-@pytest.mark.parametrize("seed", range(4))
-def test_intervals_keep_the_bits(seed):
-    """Which blocks of keys a tile skips, and which it compares, changes no bit of a row."""
-    call, draw = drawn(seed, F16, 32, 220)
-    length = call.length
-    starts, ends = random_intervals(draw, length)
-    tensors, tables = (call.q, call.k, call.v), (call.cos, call.sin)
-
-    def attend(tensors, starts, ends, tables=tables, **masks):
-        return call.attend(tensors, *tables, query_starts=starts.int(), query_ends=ends.int(), **masks)
-
-    whole = attend(tensors, starts, ends)
-    assert (whole[1] > -math.inf).any()
-    first = draw.randrange(length)
-    last = attend((call.q[:, :, first:], call.k, call.v), starts - first, ends - first)
-    assert all(torch.equal(x, y[:, :, first:]) for x, y in zip(last, whole))
-    before = draw.randrange(1, 200)
-    shifted = [torch.cat((torch.zeros(1, before), x + before), 1) for x in (starts, ends)]
-    found = attend(
-        [padded(x, before) for x in tensors], *shifted, later_tables(call, before), kv_starts=kv_starts(call, before)
-    )
-    assert all(torch.equal(x[:, :, before:], y) for x, y in zip(found, whole))
-    for row in [draw.randrange(length) for _ in range(3)]:
-        seen = (starts <= row) & (row < ends)
-        alone = attend(tensors, torch.where(seen, row, 0), torch.where(seen, row + 1, 0))
-        assert all(torch.equal(x[:, :, row], y[:, :, row]) for x, y in zip(alone, whole))
-    everything = attend(tensors, 0 * starts, 0 * ends + length)
-    assert all(torch.equal(x, y) for x, y in zip(everything, call.whole()))
+@pytest.mark.parametrize("before", [0, 13])
+def test_tokens_past_the_end_of_a_cache(before):
+    """They give 0 and -inf, and the rows before them the bits that they have in a cache with rows for all."""
+    (q, k, v), tables, _, _ = drawn(5, 150)
+    options = {"backend": "triton", "rotary_dim": 16}
+    o, lse = attend((q, k, v), tables, **options)
+    batch, heads, length, columns = k.shape
+    first, room = max(0, length - 9), 4  # new tokens from the first one on; the cache has rows for some of them
+    rows, starts = before + first + room, int32([before] * batch)
+    caches = [torch.full((batch, heads, rows, columns), math.nan).half() for _ in range(2)]
+    step = options | {"batch_invariant": True, "return_lse": True, "kv_starts": starts}
+    for new in (slice(0, first), slice(first, None)):
+        given = q[:, :, new], *caches, *(x[:rows] for x in later(tables, before)), k[:, :, new], v[:, :, new]
+        found, found_lse = rope_attention_with_kvcache(*given, cache_seqlens=starts + new.start, **step)
+    kept = slice(first, first + room)
+    assert torch.equal(found[:, :, :room], o[:, :, kept]) and torch.equal(found_lse[:, :, :room], lse[:, :, kept])
+    assert (found[:, :, room:] == 0).all() and (found_lse[:, :, room:] == -math.inf).all()
 
 
 @interpreted
-@ignore_overflow
-@pytest.mark.parametrize(("seed", "first"), [(3, 0), (4, 0), (3, 45)])
+@pytest.mark.usefixtures("exact_products")
+@pytest.mark.parametrize("seed", range(2))
+def test_intervals_keep_the_bits(seed):
+    """Tiles skip or compare other blocks of keys, and every row keeps its bits."""
+    tensors, tables, options, draw = drawn(seed, 220)
+    length = tensors[0].shape[2]
+    bounds = random_intervals(draw, length)
+    whole = attend(tensors, tables, **bounds, **options)
+    assert (whole[1] > -math.inf).any()
+    first, before = draw.randrange(length), draw.randrange(1, 200)
+    last = attend((tensors[0][:, :, first:], *tensors[1:]), tables,
+                  **{name: x - first for name, x in bounds.items()}, **options)  # fmt: skip
+    assert_equal(last, [x[:, :, first:] for x in whole])
+    shifted = {name: torch.nn.functional.pad(x + before, (before, 0)) for name, x in bounds.items()}
+    starts = int32([before] * len(tensors[0]))
+    found = attend([padded(x, before) for x in tensors], later(tables, before), kv_starts=starts, **shifted, **options)
+    assert_equal([x[:, :, before:] for x in found], whole)
+    for row in [draw.randrange(length) for _ in range(2)]:
+        seen = (bounds["query_starts"] <= row) & (row < bounds["query_ends"])
+        only = {name: torch.where(seen, row + i, 0).int() for i, name in enumerate(bounds)}
+        assert_equal([x[:, :, row] for x in attend(tensors, tables, **only, **options)], [x[:, :, row] for x in whole])
+
+
+@interpreted
+@pytest.mark.parametrize(("seed", "first"), [(4, 0), (3, 45)])
 def test_gradients_with_intervals_and_left_padding(seed, first):
     """Rows count from the first row of q, also where blocks of queries count from the first key."""
-    call, draw = drawn(seed, F32, 32, 150)
-    call.options = {}
-    starts, ends = random_intervals(draw, call.length)
-    bounds = {"query_starts": starts - first, "query_ends": ends - first, "kv_starts": kv_starts(call, 30)}
-    do = torch.randn_like(call.q[:, :, first:])
+    (q, k, v), tables, _, draw = drawn(seed, 150, F32)
+    options = {"rotary_dim": 16, "kv_starts": int32([30] * len(q))}
+    options |= {name: x - first for name, x in random_intervals(draw, k.shape[2]).items()}
     found = []
-    for options in ({"backend": "triton", "batch_invariant": True}, {"backend": "reference"}):
-        leaves = [x.detach().clone().requires_grad_() for x in (call.q[:, :, first:], call.k, call.v)]
-        o = rope_attention(*leaves, call.cos, call.sin, True, rotary_dim=2 * call.cos.shape[1], **bounds, **options)
-        found.append((o, *torch.autograd.grad(o, leaves, do)))
+    for chosen in ({"backend": "triton", "batch_invariant": True}, {"backend": "reference"}):
+        leaves = [x.detach().clone().requires_grad_() for x in (q[:, :, first:], k, v)]
+        o = rope_attention(*leaves, *tables, True, **options, **chosen)
+        found.append((o, *torch.autograd.grad(o, leaves, q[:, :, first:].sin())))
     for x, y in zip(*found):
         torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-4)
 
 
 @interpreted
-@ignore_overflow
 @pytest.mark.usefixtures("exact_products")
 @pytest.mark.parametrize("packed", [False, True])
 def test_gradients_do_not_depend_on_the_rest_of_the_batch(packed):
-    call, draw = drawn(3, F16, 32, 150)
-    call.options = {"backend": "triton"}
-    do = torch.randn_like(call.q)
-    alone = [x[:1].clone().requires_grad_() for x in (call.q, call.k, call.v)]
-    call.attend(alone, call.cos, call.sin)[0].backward(do[:1])
-    before = draw.randrange(1, 99)
+    tensors, tables, _, draw = drawn(3, 150)
+    options, do = {"backend": "triton", "rotary_dim": 16}, torch.randn_like(tensors[0][:1])
+    alone = [x[:1].clone().requires_grad_() for x in tensors]
+    attend(alone, tables, **options)[0].backward(do)
+    before, length = draw.randrange(1, 99), do.shape[2]
+    rows = slice(before, before + length)
     if packed:
-        rows = slice(before, before + call.length)
-        cu = torch.tensor([0, before, before + call.length, before + call.length + 40], dtype=torch.int32)
+        cu = int32([0, before, before + length, before + length + 40])
         given = [torch.randn(int(cu[-1]), x.shape[1], 32).half() for x in (*alone, do)]
         for stream, x in zip(given, (*alone, do)):
             stream[rows] = x[0].detach().transpose(0, 1)
         leaves = [x.requires_grad_() for x in given[:3]]
-        sizes = (cu, cu, call.length, call.length)
-        o = rope_attention_varlen(*leaves, call.cos, call.sin, *sizes, True, batch_invariant=True, backend="triton")
+        sizes = (cu, cu, length, length)
+        o = rope_attention_varlen(*leaves, *tables, *sizes, True, batch_invariant=True, **options)
         o.backward(given[3])
         grads = [x.grad[rows].transpose(0, 1)[None] for x in leaves]
     else:
-        leaves = [
-            torch.cat((x.new_full((1, x.shape[1], before, 32), torch.nan), x.detach()), 2).requires_grad_()
-            for x in alone
-        ]
-        tables = [torch.cat((torch.rand(before, 16), x)) for x in (call.cos, call.sin)]
-        o, _ = call.attend(leaves, *tables, kv_starts=torch.tensor([before], dtype=torch.int32))
-        o.backward(torch.cat((torch.ones_like(leaves[0][:, :, :before]), do[:1]), 2))
+        leaves = [padded(x.detach(), before).requires_grad_() for x in alone]
+        o, _ = attend(leaves, later(tables, before), kv_starts=int32([before]), **options)
+        o.backward(torch.nn.functional.pad(do, (0, 0, before, 0), value=1.0))
         assert all((x.grad[:, :, :before] == 0).all() for x in leaves)
-        grads = [x.grad[:, :, before:] for x in leaves]
-    assert all(torch.equal(found, x.grad) for found, x in zip(grads, alone))
+        grads = [x.grad[:, :, rows] for x in leaves]
+    assert_equal(grads, [x.grad for x in alone])
 
 
 def test_who_cannot_keep_the_promise_refuses():
     q, cache = torch.randn(1, 2, 8, 32), torch.zeros(1, 2, 16, 32)
-    cos, sin = rope_tables(16, 32)
-    with pytest.raises(ValueError, match="batch_invariant=True needs kernels"):
-        rope_attention(q, q, q, cos, sin, True, batch_invariant=True, backend="reference")
-    with pytest.raises(TypeError, match="batch_invariant must be a bool"):
-        rope_attention(q, q, q, cos, sin, True, batch_invariant=1)
-    with pytest.raises(NotImplementedError, match="strategy must be 'auto' or 'prepass' with batch_invariant=True"):
-        rope_attention(q, q, q, cos, sin, True, batch_invariant=True, backend="triton", strategy="inline")
-    step = {"cache_seqlens": torch.zeros(1, dtype=torch.int32), "batch_invariant": True, "backend": "triton"}
-    with pytest.raises(NotImplementedError, match="causal must be True with batch_invariant=True"):
-        rope_attention_with_kvcache(q, cache, cache.clone(), cos, sin, q, q, causal=False, **step)
+    tables, asked = rope_tables(16, 32), {"batch_invariant": True}
+    step = {"cache_seqlens": int32([0]), "backend": "triton"} | asked
     float8 = cache.to(torch.float8_e4m3fn)
-    with pytest.raises(NotImplementedError, match="float8_e4m3fn caches, but k_cache is one"):
-        rope_attention_with_kvcache(q, float8, float8.clone(), cos, sin, q, q, **step)
-    assert plan(q, q, q, cos, sin, True, batch_invariant=True).backend == "reference"
+    for error, message, call in (
+        (ValueError, "batch_invariant=True needs kernels",
+         lambda: rope_attention(q, q, q, *tables, True, backend="reference", **asked)),
+        (NotImplementedError, "strategy must be 'auto' or 'prepass' with batch_invariant=True",
+         lambda: rope_attention(q, q, q, *tables, True, backend="triton", strategy="inline", **asked)),
+        (NotImplementedError, "causal must be True with batch_invariant=True",
+         lambda: rope_attention_with_kvcache(q, cache, cache.clone(), *tables, q, q, causal=False, **step)),
+        (NotImplementedError, "float8_e4m3fn caches, but k_cache is one",
+         lambda: rope_attention_with_kvcache(q, float8, float8.clone(), *tables, q, q, **step)),
+    ):  # fmt: skip
+        with pytest.raises(error, match=message):
+            call()
+    assert plan(q, q, q, *tables, True, **asked).backend == "reference"

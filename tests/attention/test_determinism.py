@@ -3,13 +3,14 @@
 import pytest
 import torch
 
-from fused_rope_attn import apply_rope_qk, plan, plan_varlen, rope_attention, rope_attention_varlen
+from fused_rope_attn import plan, plan_varlen, rope_attention
 from fused_rope_attn.experimental.corope import CoRopeAttention
-from tests.support.attention import assert_equal, gradients
+from tests.support.attention import assert_equal
 from tests.support.internals import described_problems
 from tests.support.marks import interpreted
-from tests.support.operators import SMALL
-from verification.testing import Case, make_inputs
+from tests.support.operators import SMALL, differentiated, small_call, small_calls
+from tests.support.planning import call, packed_call
+from verification.testing import make_inputs
 
 
 @pytest.fixture
@@ -20,52 +21,23 @@ def setting():
     torch.use_deterministic_algorithms(before[0], warn_only=before[1])
 
 
-def sm_90_call():
-    """Return arguments of a call with a backward pass for the sm_90 kernels."""
-    q = torch.empty(2, 16, 4096, 128, dtype=torch.bfloat16, device="meta")
-    k = torch.empty(2, 4, 4096, 128, dtype=torch.bfloat16, device="meta")
-    return q, k, k, *(torch.empty(4096, 64, device="meta") for _ in range(2))
-
-
-def as_packed(q, k, v, cos, sin):
-    tokens = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
-    ends = torch.empty(3, dtype=torch.int32, device=q.device)
-    return *tokens, cos, sin, ends, ends, 4096, 4096
-
-
 @pytest.mark.parametrize("warn_only", [False, True])
-def test_plans_have_kernels_that_give_the_same_bits(arch, setting, monkeypatch, warn_only):
-    arch("sm_90")
-    call = sm_90_call()
-    for planned, arguments in ((plan, call), (plan_varlen, as_packed(*call))):
-        free = planned(*arguments, True)
-        asked = planned(*arguments, True, deterministic=True)
+def test_plans_have_kernels_that_give_the_same_bits(arch, setting, warn_only):
+    for planned, given in ((plan, call(heads=(16, 4))), (plan_varlen, packed_call(2, 8192, 4096, heads=(16, 4)))):
+        free, asked = planned(**given), planned(**given, deterministic=True)
         assert asked != free and type(asked.backward) is type(free.backward)
         setting(True, warn_only)
-        given = planned(*arguments, True)
+        found = planned(**given)
         setting(False)
-        assert given == asked and planned(*arguments, True) == free
-        assert "torch.use_deterministic_algorithms" in given.reason and "deterministic" not in free.reason
+        assert found == asked and planned(**given) == free
+        assert "torch.use_deterministic_algorithms" in found.reason and "deterministic" not in free.reason
 
 
 @interpreted
-def test_gradients_of_two_runs_are_the_same_bits(setting):
+@small_calls
+def test_gradients_of_two_runs_are_the_same_bits(setting, name):
     setting(True)
-    inputs = make_inputs(Case(2, 2, 1, 9, 9, 16, dtype=torch.float32))
-    tables = inputs.cos, inputs.sin
-    ends = torch.tensor([0, 9, 18], dtype=torch.int32)
-
-    def packed(q, k, v):
-        tokens = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
-        o = rope_attention_varlen(*tokens, *tables, ends, ends, 9, 9, True, backend="triton")
-        return o.unflatten(0, (2, 9)).transpose(1, 2)
-
-    for function in (
-        lambda q, k, v: rope_attention(q, k, v, *tables, True, backend="triton"),
-        packed,
-        lambda q, k, v: torch.cat(apply_rope_qk(q, k, *tables), 1)[:, :2] + v,
-    ):
-        assert_equal(gradients(function, inputs), gradients(function, inputs))
+    assert_equal(*(differentiated(*small_call(name, backend="triton")) for _ in range(2)))
 
 
 @pytest.mark.unpoisoned
@@ -73,11 +45,10 @@ def test_gradients_of_two_runs_are_the_same_bits(setting):
 def test_a_compiled_function_follows_the_setting(setting, monkeypatch):
     torch._dynamo.reset()
     seen = described_problems(monkeypatch)
-    inputs = make_inputs(SMALL)[:5]
     compiled = torch.compile(rope_attention, fullgraph=True, backend="eager")
     for on in (False, True, False):
         setting(on)
-        compiled(*inputs, True, backend="triton")
+        compiled(*make_inputs(SMALL)[:5], True, backend="triton")
         assert seen.pop().deterministic == on
 
 

@@ -3,15 +3,20 @@
 import numpy as np
 import pytest
 import torch
+from torch.autograd import forward_ad
 
 from fused_rope_attn import rope_attention
 from fused_rope_attn.attention import api, ops
+from tests.support.attention import assert_equal
 from tests.support.marks import interpreted
+from verification.attention import AttentionCheck
+from verification.calls import refusal
+from verification.refusals import MUTATIONS
 from verification.testing import Case, make_inputs
 
 pytestmark = interpreted
 INPUTS = make_inputs(Case(1, 2, 1, 16, 16, 16, seed=3))
-OTHERS = make_inputs(Case(1, 2, 1, 16, 16, 16, seed=4))
+NORMS = {"q_norm": torch.full((16,), 2.0), "k_norm": torch.ones(16)}
 
 
 @pytest.fixture
@@ -29,27 +34,20 @@ def call(inputs=INPUTS, causal=True, **options):
 
 
 def test_a_known_call_gives_what_an_examined_one_gives(examined):
-    expected = call(OTHERS)
-    assert not torch.equal(expected, call(INPUTS))
-    assert torch.equal(call(OTHERS), expected)
-    o, lse = call(OTHERS, return_lse=True)
-    again = call(OTHERS, return_lse=True)
-    assert len(examined) == 2 and torch.equal(o, expected) and torch.equal(again[0], o) and torch.equal(again[1], lse)
-
-
-def test_a_known_call_has_gradients(examined):
-    """A call is known with its gradients and without."""
-    expected = call()
-    gradients = []
+    """A call is known with its gradients and without, and for other tensors of the same signature."""
+    others = make_inputs(Case(1, 2, 1, 16, 16, 16, seed=4))
+    expected, found = call(others), []
+    assert not torch.equal(expected, call())
     for _ in range(3):
-        q, k, v = (x.detach().clone().requires_grad_() for x in INPUTS[:3])
-        o = rope_attention(q, k, v, INPUTS.cos, INPUTS.sin, True, backend="triton")
-        assert torch.equal(o, expected)
-        gradients.append(torch.autograd.grad(o, (q, k, v), INPUTS.do))
-    assert len(examined) == 1
-    assert all(
-        torch.equal(x, y) and x.abs().sum() > 0 for others in gradients[1:] for x, y in zip(gradients[0], others)
-    )
+        q, k, v = (x.detach().clone().requires_grad_() for x in others[:3])
+        o = call(others._replace(q=q, k=k, v=v))
+        assert torch.equal(o, expected) and torch.equal(call(others), expected)
+        found.append(torch.autograd.grad(o, (q, k, v), others.do))
+    assert len(examined) == 1 and all(bool(x.any()) for x in found[0])
+    assert_equal(found[0] + found[0], found[1] + found[2])
+    for _ in range(2):
+        assert_equal(call(others, return_lse=True)[:1], [expected])
+    assert len(examined) == 2
 
 
 def test_a_known_call_in_the_other_layout(examined):
@@ -69,52 +67,42 @@ DIFFERENT = {
     "window": {"window": (4, 0)},
     "sinks": {"sinks": torch.ones(2)},
     "strategy": {"strategy": "inline"},
-    "norms": {"q_norm": torch.full((16,), 2.0), "k_norm": torch.ones(16)},
-    "norms of another dtype": {"q_norm": torch.full((16,), 2.0).half(), "k_norm": torch.ones(16)},
-    "norms with an offset": {"q_norm": torch.full((16,), 2.0), "k_norm": torch.ones(16), "norm_offset": 1.0},
-    "norms with an eps": {"q_norm": torch.full((16,), 2.0), "k_norm": torch.ones(16), "norm_eps": 0.5},
+    "norms": NORMS,
+    "norms of another dtype": NORMS | {"q_norm": NORMS["q_norm"].half()},
+    "norms with an offset": NORMS | {"norm_offset": 1.0},
+    "norms with an eps": NORMS | {"norm_eps": 0.5},
     "lens": {"kv_lens": torch.tensor([7], dtype=torch.int32)},
+    "query_starts": {"query_starts": torch.zeros((1, 16), dtype=torch.int32)},
+    "query_ends": {"query_ends": torch.full((1, 16), 9, dtype=torch.int32)},
     "tables": {"inputs": make_inputs(Case(1, 2, 1, 16, 16, 16, rotary_dim=8))},
     "dtype": {"inputs": make_inputs(Case(1, 2, 1, 16, 16, 16, dtype=torch.float32))},
     "length": {"inputs": make_inputs(Case(1, 2, 1, 15, 16, 16))},
 }
 
 
-@pytest.mark.parametrize("case", DIFFERENT)
-def test_another_call_is_examined(examined, case):
+@pytest.mark.parametrize("options", DIFFERENT.values(), ids=DIFFERENT)
+def test_another_call_is_examined(examined, options):
     call()
-    options = DIFFERENT[case]
     first = call(**options)
-    assert len(examined) == 2
-    assert torch.equal(call(**options), first) and len(examined) == 2
+    assert len(examined) == 2 and torch.equal(call(**options), first) and len(examined) == 2
 
 
-WRONG = {
-    "an int for a bool": ({"causal": 1}, TypeError, "causal"),
-    "a bool of NumPy's": ({"causal": np.True_}, TypeError, "causal"),
-    "a bool for a number": ({"softcap": False}, TypeError, "softcap"),
-    "a window of bools": ({"window": (True, False)}, TypeError, "window"),
-    "a list for a string": ({"strategy": ["auto"]}, TypeError, "strategy"),
-    "tables with a gradient": ({"inputs": INPUTS._replace(cos=INPUTS.cos.clone().requires_grad_())}, ValueError, "cos"),
-    "another device": ({"inputs": INPUTS._replace(sin=INPUTS.sin.to("meta"))}, ValueError, "sin"),
-    "a table too short": ({"inputs": INPUTS._replace(cos=INPUTS.cos[:9], sin=INPUTS.sin[:9])}, ValueError, "cos"),
-    "one norm": ({"q_norm": torch.ones(16)}, ValueError, "k_norm"),
-    "a sparse norm": ({"q_norm": torch.ones(16), "k_norm": torch.ones(16).to_sparse()}, TypeError, "k_norm"),
-    "a bool for eps": ({"norm_eps": True}, TypeError, "norm_eps"),
-    "a missing table": ({"inputs": INPUTS._replace(sin=None)}, TypeError, "sin"),
-    "a sparse tensor": ({"inputs": INPUTS._replace(v=INPUTS.v.to_sparse())}, TypeError, "v must be a dense"),
-}
-
-
-@pytest.mark.parametrize("case", WRONG)
-def test_a_wrong_call_is_refused_beside_a_known_one(examined, case):
+def test_a_wrong_call_is_refused_next_to_a_known_one(examined):
     """The right calls that these are mistaken for, by equality of Python values, are known."""
-    options, error, match = WRONG[case]
+    right = AttentionCheck(1, 2, 1, 16, 16, 16, window=(1, 0), sinks=True, norms=0.0)
+    function, given = right.arguments("cpu")
+    given |= {"backend": "triton"}
+    function(**given)
+    with forward_ad.dual_level():
+        for mutation in MUTATIONS:
+            if mutation.applies(given):
+                illegal = given | mutation.change(given)
+                finding = refusal("triton", mutation.name, function, illegal, mutation.error, mutation.words)
+                assert finding.found.ok, finding.found
     call()
-    call(window=(1, 0))
-    call(q_norm=torch.ones(16), k_norm=torch.ones(16))
-    for _ in range(2):
-        with pytest.raises(error, match=match):
+    for options, match in (({"causal": np.True_}, "causal"), ({"window": (True, False)}, "window"),
+                           ({"strategy": ["auto"]}, "strategy"), ({"softcap": False}, "softcap")):  # fmt: skip
+        with pytest.raises(TypeError, match=match):
             call(**options)
 
 

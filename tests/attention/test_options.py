@@ -1,35 +1,34 @@
-"""The table of options, and that each function hands every option on by its own name."""
+"""The table of options: each function hands every option on by its own name, and explains those that it lacks."""
 
 import inspect
-from typing import Annotated, TypedDict
+import pickle
 
 import pytest
 import torch
 
 import fused_rope_attn as package
-from fused_rope_attn import distributed
+from fused_rope_attn import distributed, rope_attention
 from fused_rope_attn.attention import api
 from fused_rope_attn.attention.problem import DESCRIBED, ROWS, SCHEMA, Options, Tensors
 from fused_rope_attn.distributed import api as distributed_api
 from fused_rope_attn.generation import api as generation_api
-from fused_rope_attn.runtime.options import Option, rows_of
 from tests.support.operators import SMALL
 from verification.testing import make_inputs
 
 ENDS = torch.tensor([0, 7], dtype=torch.int32)
+LENGTHS = {"max_seqlen_q": 7, "max_seqlen_k": 7}
 # By public function: where its calls are described, and its arguments besides q, k, v, cos and sin.
 FUNCTIONS = {
     "rope_attention": (api, {}),
     "plan": (api, {}),
-    "rope_attention_varlen": (api, {"max_seqlen_q": 7, "max_seqlen_k": 7}),
-    "plan_varlen": (api, {"cu_seqlens_q": ENDS, "cu_seqlens_k": ENDS, "max_seqlen_q": 7, "max_seqlen_k": 7}),
+    "rope_attention_varlen": (api, LENGTHS),
+    "plan_varlen": (api, {"cu_seqlens_q": ENDS, "cu_seqlens_k": ENDS} | LENGTHS),
     "rope_attention_with_kvcache": (generation_api, {}),
     "plan_with_kvcache": (generation_api, {"cache_seqlens": ENDS}),
     "rope_attention_cp": (distributed_api, {"group": None}),
     "plan_cp": (distributed_api, {"group": None}),
 }
-# Whose arguments a function takes that passes them on.
-OF = {name: name.replace("plan", "rope_attention") for name in FUNCTIONS if name.startswith("plan")}
+EXPLAINED = ("rope_attention", "rope_attention_varlen", "rope_attention_with_kvcache", "apply_rope", "apply_rope_qk")
 
 
 class Described(Exception):
@@ -40,10 +39,6 @@ def public(name):
     return getattr(package, name, None) or getattr(distributed, name)
 
 
-def parameters(name):
-    return inspect.signature(public(OF.get(name, name))).parameters
-
-
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_every_option_arrives_under_its_own_name(name, monkeypatch):
     module, needed = FUNCTIONS[name]
@@ -51,30 +46,34 @@ def test_every_option_arrives_under_its_own_name(name, monkeypatch):
     def describe(*records, **_):
         raise Described(*records[:2])
 
+    def fail_together(group, error):
+        raise error
+
     monkeypatch.setattr(module, "describe_call" if module is api else "_describe", describe)
     monkeypatch.setattr(distributed_api, "group_of", lambda group: group)
-    monkeypatch.setattr(distributed_api, "fail_together", lambda group, error: (_ for _ in ()).throw(error))
-    q, k, v, cos, sin, _ = make_inputs(SMALL)
-    own = parameters(name)
+    monkeypatch.setattr(distributed_api, "fail_together", fail_together)
+    given = make_inputs(SMALL)[:5]
+    own = inspect.signature(public(name.replace("plan", "rope_attention"))).parameters
     options = [x for x in own if x in ROWS]
     assert len(options) > 10
     for option in options:
         marked = object()
-        given = {x: None for x in own if x.startswith(("cu_", "cache_seq"))} | needed | {option: marked}
+        others = {x: None for x in own if x.startswith(("cu_", "cache_seq"))} | needed | {option: marked}
         with pytest.raises(Described) as caught:
-            public(name)(q, k, v, cos, sin, **given)
-        tensors, record = caught.value.args
-        assert getattr(tensors if option in Tensors._fields else record, option) is marked
-        for other in set(options) - {option}:
-            found = getattr(tensors if other in Tensors._fields else record, other)
-            assert found == own[other].default
+            public(name)(*given, **others)
+        found = {x: getattr(caught.value.args[x not in Tensors._fields], x) for x in options}
+        assert found.pop(option) is marked and all(x == own[other].default for other, x in found.items())
 
 
 def test_defaults_are_those_of_the_signatures():
-    signature = inspect.signature(package.rope_attention).parameters
+    """And pass their own checks: ``check_options`` does not look at them in eager calls."""
+    signature = inspect.signature(rope_attention).parameters
     assert {name: signature[name].default for name in ROWS} == {name: row.default for name, row in ROWS.items()}
     assert set(signature) - set(ROWS) == {"q", "k", "v", "cos", "sin", "layout"}
     assert set(Options._fields) | set(Tensors._fields) >= set(ROWS)
+    for name in Options._fields:
+        if ROWS[name].check is not None:
+            ROWS[name].check(name, ROWS[name].default, Tensors(*make_inputs(SMALL)[:5]))
 
 
 def test_a_problem_holds_every_option():
@@ -83,17 +82,69 @@ def test_a_problem_holds_every_option():
     assert all(f" {name}" in SCHEMA and f"None {name}" not in SCHEMA for name in DESCRIBED)
 
 
-def test_defaults_pass_their_own_checks():
-    """``check_options`` does not look at them in eager calls."""
-    q, k, v, cos, sin, _ = make_inputs(SMALL)
-    for name in Options._fields:
-        if ROWS[name].check is not None:
-            ROWS[name].check(name, ROWS[name].default, Tensors(q, k, v, cos, sin))
+@pytest.mark.parametrize("name", EXPLAINED)
+def test_unknown_keywords_are_explained(name):
+    function = getattr(package, name)
+    parameters = inspect.signature(function).parameters
+    for keyword, hint in (
+        ("interleave", "did you mean interleaved?"),
+        ("rotary_dims", "did you mean rotary_dim?"),
+        ("zzz", f"the arguments are {', '.join(parameters)}"),
+    ):
+        with pytest.raises(TypeError) as caught:
+            function(**{keyword: None})
+        assert str(caught.value) == f"{name}() does not take {keyword!r} ({hint})"
+        assert caught.value.__cause__ is None and caught.value.__context__ is None
+    assert function.__name__ == name and function.__doc__ and pickle.loads(pickle.dumps(function)) is function
+    assert inspect.Parameter.VAR_KEYWORD not in {parameter.kind for parameter in parameters.values()}
 
 
-def test_keywords_without_a_row_are_left_out():
-    class Table(TypedDict):
-        one: int
-        two: Annotated[int, Option(3)]
+# Keywords of rope_attention, and what is said of them.
+KEYWORDS = [
+    *(({name: None}, rf"^rope_attention\(\) does not take '{name}' \(did you mean {near}") for name, near in (
+        ("kv_len", "kv_lens"), ("casual", "causal"), ("return_lsd", "return_lse or return_max_logit"),
+        # Words of other libraries.
+        ("is_causal", "causal"), ("scale", "softmax_scale"), ("sm_scale", "softmax_scale"), ("window_size", "window"),
+        ("sliding_window", "window"), ("logits_soft_cap", "softcap"), ("rotary_interleaved", "interleaved"),
+        ("return_softmax_lse", "return_lse or return_max_logit"))),
+    ({"is_causal": True, "scale": 1.0}, r"'is_causal' \(did you mean causal\?\) and 'scale' \(did you mean softmax_s"),
+    # Other errors stay what they are: Python's own, and ours of arguments of a wrong type.
+    ({"q": None}, "multiple values for argument 'q'"),
+    ({"causal": 1}, "causal must be a bool, but is int 1"),
+]  # fmt: skip
 
-    assert rows_of(Table) == {"two": Option(3)}
+
+@pytest.mark.unpoisoned
+@pytest.mark.parametrize(("keywords", "message"), KEYWORDS, ids=lambda x: ",".join(x) if isinstance(x, dict) else "")
+def test_close_keywords_are_recognised(keywords, message):
+    """By the function, and by its plan, which is told what the function is."""
+    given = make_inputs(SMALL)[:5]
+    for call in (
+        rope_attention,
+        package.plan,
+        lambda *given, **options: package.plan(rope_attention, *given, **options),
+    ):
+        with pytest.raises(TypeError, match=message):
+            call(*given, **keywords)
+    with pytest.raises(TypeError, match="missing 2 required positional arguments: 'cos' and 'sin'"):
+        rope_attention(*given[:3])
+    if "is_causal" in keywords:
+        torch._dynamo.reset()
+        with pytest.raises(Exception, match="is_causal"):
+            torch.compile(rope_attention, fullgraph=True, backend="eager")(*given, **keywords)
+
+
+def test_the_order_of_arguments():
+    names = (
+        "q k v cos sin causal softmax_scale rotary_dim interleaved window softcap sinks kv_starts kv_lens "
+        "q_norm k_norm norm_eps norm_offset query_starts query_ends layout return_lse deterministic "
+        "backend strategy batch_invariant return_max_logit"
+    )
+    assert list(inspect.signature(rope_attention).parameters) == names.split()
+
+
+@pytest.mark.parametrize("name", ["query_starts", "query_ends"])
+@pytest.mark.parametrize("function", ["rope_attention_varlen", "rope_attention_with_kvcache", "rope_attention_cp"])
+def test_functions_without_intervals_refuse_them(function, name):
+    with pytest.raises(TypeError, match=rf"^{function}\(\) does not take '{name}' \("):
+        public(function)(**{name: ENDS})

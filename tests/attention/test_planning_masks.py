@@ -5,118 +5,108 @@ import dataclasses
 import pytest
 import torch
 
-from fused_rope_attn import plan
+from fused_rope_attn import plan, plan_varlen
 from fused_rope_attn.attention import configs, planning
 from fused_rope_attn.attention.hopper import configs as hopper_configs
 from fused_rope_attn.attention.portable import configs as portable_configs
-from tests.support.internals import plan_of
-from tests.support.planning import HOPPER, PORTABLE, call, kinds
+from tests.support.planning import call, kinds, packed_call
 
 
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-@pytest.mark.parametrize("names", [("query_starts",), ("query_ends",), ("query_starts", "query_ends")])
-def test_intervals_take_the_sm_90_kernels(arch, head_dim, names):
-    bounds = torch.empty((1, 4096), dtype=torch.int32, device="meta")
-    chosen = plan(**call(4096, head_dim=head_dim, heads=(32, 8), causal=False), **dict.fromkeys(names, bounds))
-    assert kinds(chosen) == HOPPER and chosen.saves_rotated
+@pytest.fixture
+def least_work(tables, monkeypatch):
+    """Let the sm_90 forward ask for 2**33 multiply-adds in every bucket, the backward for none."""
+    tables(configs.BUCKETS, configs.BUCKETS)
+    row = dataclasses.replace(hopper_configs.FORWARD[0], least_work=dict.fromkeys(configs.BUCKETS, 2**33))
+    monkeypatch.setattr(hopper_configs, "FORWARD", (row,))
 
 
-@pytest.mark.parametrize("backend", ["auto", "hopper"])
-def test_wide_packed_sequences_take_the_sm_90_kernels(arch, backend):
-    chosen = packed_plan(8, 65536, 8192, heads=(8, 8), head_dim=256, backend=backend)
-    assert kinds(chosen) == HOPPER and chosen.saves_rotated
-
-
-def test_packed_calls_are_planned_by_their_longest_sequence(arch):
-    """Not by the tokens of the whole batch; whatever other masks there are."""
-    for masks in ({"window": None, "softcap": 0.0}, {"window": (100, 0), "softcap": 5.0}):
-        long, short = (
-            packed_plan(8, 1 << 16, longest, heads=(8, 8), head_dim=64, backend="triton", **masks)
-            for longest in (1 << 16, 300)
-        )
-        assert long.forward == portable_configs.forward_config("sm_90", 2, 64, "prepass", "long", True)
-        assert short.forward == portable_configs.forward_config("sm_90", 2, 64, "prepass", "tiny", True)
-        assert long.forward != short.forward
-    few = {"sequences": 8, "tokens": 4096, "heads": (8, 8), "head_dim": 64}
-    assert packed_plan(**few, longest=2).strategy == "inline"  # 2**21 * 2 at most
-    assert packed_plan(**few, longest=4096).strategy == "prepass"
-
-
-def packed_plan(sequences, tokens, longest, tokens_k=None, heads=(32, 8), backend="auto", strategy="auto", **changes):
-    """Return the operators' own plan for `rope_attention_varlen` with so many sequences and tokens."""
-    given = call(tokens, tokens_k, batch=1, heads=heads, backend=backend, strategy=strategy, **changes)
-    ends = torch.empty(sequences + 1, dtype=torch.int32, device="meta")
-    return plan_of(given, cu_seqlens_q=ends, cu_seqlens_k=ends, max_seqlen=longest)
-
-
-def test_packed_calls_take_the_sm_90_kernels(arch):
-    """Measured: 64 of 16 to 4096 tokens, 256 of 512, 32 of 4096 and 1 of 32768 are faster there in both passes."""
-    for sequences, tokens, longest in ((64, 145930, 4096), (256, 131072, 512), (32, 131072, 4096), (1, 32768, 32768)):
-        chosen = packed_plan(sequences, tokens, longest)
-        assert kinds(chosen) == HOPPER and chosen.backend == "hopper", (sequences, tokens, longest)
-        assert kinds(packed_plan(sequences, tokens, longest, backend="triton")) == PORTABLE
-        assert kinds(packed_plan(sequences, tokens, longest, deterministic=True)) == HOPPER
-        inline = packed_plan(sequences, tokens, longest, strategy="inline")
-        assert kinds(inline) == PORTABLE and inline.strategy == "inline"
+# Packed calls (sequences, tokens, the longest), the kernels of both passes, and whether rotated q and k are saved: up
+# to 128 columns the sm_90 forward stores tiles, which the portable backward of packed sequences cannot read.
+LEAST = 1024 * hopper_configs.LEAST_MEAN_LENGTH
+PACKED = [
+    # Measured: faster on the sm_90 kernels in both passes.
+    *((packed_call(*sizes, **options), expected, True)
+      for sizes in ((64, 145930, 4096), (256, 131072, 512), (32, 131072, 4096), (1, 32768, 32768))
+      for options, expected in (({}, "HH"), ({"backend": "triton"}, "PP"), ({"deterministic": True}, "HH"))),
+    (packed_call(64, 145930, 4096, strategy="inline"), "PP", False),
     # A short sequence alone is no work for them forward; many are.
-    assert kinds(packed_plan(2, 512, 256)) == (PORTABLE[0], HOPPER[1])
-    assert kinds(packed_plan(1, 200, 200, heads=(1, 1))) == PORTABLE
+    (packed_call(2, 512, 256), "PH", True),
+    (packed_call(1, 200, 200, heads=(1, 1)), "PP", False),
+    # Shorter than half a tile on average, empty ones included, are slower on the sm_90 kernels.
+    (packed_call(4096, 65536, 16), "PP", True),
+    (packed_call(4096, 65536, 16, backend="hopper"), "HH", True),
+    (packed_call(1024, LEAST, 4096), "HH", True),
+    (packed_call(1025, LEAST, 4096), "PP", True),
+    (packed_call(1025, 4000, 4000, tokens_k=LEAST + 64), "HH", True),  # the longer length counts
+    *((packed_call(32, 131072, 4096, head_dim=d, backend="hopper"), "HH", True) for d in (64, 136, 256)),
+    (packed_call(8, 65536, 8192, heads=(8, 8), head_dim=256), "HH", True),
+    *((packed_call(1, 2000, 2000, heads=(2, 1), head_dim=d, backend="hopper", deterministic=x), "HH", True)
+      for d in (128, 256) for x in (False, True)),
+]  # fmt: skip
 
 
-def test_short_packed_sequences_stay_portable(arch):
-    """Shorter than half a tile on average, empty ones included: 4096 of 16 are slower on the sm_90 kernels."""
-    chosen = packed_plan(4096, 65536, 16)
-    assert kinds(chosen) == PORTABLE and "less than 64 tokens on average" in chosen.reason
-    least = 1024 * hopper_configs.LEAST_MEAN_LENGTH
-    assert kinds(packed_plan(1024, least, 4096)) == HOPPER
-    assert kinds(packed_plan(1025, least, 4096)) == PORTABLE
-    assert kinds(packed_plan(1025, 4000, 4096, tokens_k=least + 64)) == HOPPER  # the longer length counts
-    assert kinds(packed_plan(4096, 65536, 16, backend="hopper")) == HOPPER
+@pytest.mark.parametrize(("given", "expected", "saves_rotated"), PACKED, ids=lambda x: x if type(x) is str else "")
+def test_packed_calls(arch, given, expected, saves_rotated):
+    chosen = plan_varlen(**given)
+    assert kinds(chosen) == expected and chosen.saves_rotated is saves_rotated
+    assert ("less than 64 tokens on average" in chosen.reason) is (len(given["cu_seqlens_q"]) > 1025
+                                                                   and expected == "PP")  # fmt: skip
+
+
+def test_packed_calls_are_planned_by_their_longest_sequence(arch, least_work):
+    """Not by the tokens of the whole batch; whatever other masks there are."""
+    few = {"heads": (8, 8), "head_dim": 64, "backend": "triton"}
+    for masks in ({}, {"window": (100, 0), "softcap": 5.0}):
+        for longest, bucket in ((1 << 16, "long"), (300, "tiny")):
+            chosen = plan_varlen(**packed_call(8, 1 << 16, longest, **few, **masks))
+            assert chosen.forward == portable_configs.forward_config("sm_90", 2, 64, "prepass", bucket, True)
+    for longest, strategy in ((2, "inline"), (4096, "prepass")):  # 2**21 * 2 at most
+        assert plan_varlen(**packed_call(8, 4096, longest, **few)).strategy == strategy
+    longest = 2**33 // (1 << 14) // 128
+    for length, expected in ((longest, "HH"), (longest // 2, "PH")):
+        assert kinds(plan_varlen(**packed_call(8, 1 << 14, length, heads=(1, 1)))) == expected
 
 
 def test_masked_calls_have_tiles_of_their_own(arch):
     plain, masked = (portable_configs.backward_config("sm_90", 2, 64, "long", m) for m in (False, True))
     given = call(8192, head_dim=64, backend="triton")
-    assert plan(**given, window=(9, 0)).backward == masked != plain
-    assert plan(**given).backward == plain
+    assert plan(**given, window=(9, 0)).backward == masked != plain == plan(**given).backward
 
 
-MASKS = {
-    "window": (4, 0),
-    "softcap": 5.0,
-    "sinks": torch.empty(8, device="meta"),
-    "kv_starts": torch.empty(2, dtype=torch.int32, device="meta"),
-    "kv_lens": torch.empty(2, dtype=torch.int32, device="meta"),
-}
+def meta(*shape, dtype=torch.int32):
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+MASKS = {"window": (4, 0), "softcap": 5.0, "sinks": meta(8, dtype=torch.float32), "kv_starts": meta(2),
+         "kv_lens": meta(2), "query_starts": meta(1, 8192), "query_ends": meta(2, 8192)}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", MASKS)
 def test_the_sm_90_kernels_serve_masks(arch, tables, name):
     """If the tables prefer them, and always if they are asked for."""
     tables(("long",), ("long",))
-    given = call(8192, batch=2, **{name: MASKS[name]})
-    assert kinds(plan(**given, backend="hopper")) == HOPPER
-    assert kinds(plan(**given)) == HOPPER
+    for backend in ("auto", "hopper"):
+        chosen = plan(**call(8192, causal=False, backend=backend, **{name: MASKS[name]}))
+        assert kinds(chosen) == "HH" and chosen.saves_rotated
 
 
-def test_a_window_is_less_work(arch, tables, monkeypatch):
+def test_a_window_is_less_work(arch, least_work):
     """Multiply-adds are counted for the keys that a query sees, at most."""
-    tables(("long",), ("long",))
-    row = dataclasses.replace(hopper_configs.FORWARD[0], least_work={"long": 2**33})
-    monkeypatch.setattr(hopper_configs, "FORWARD", (row,))
-    given = call(8192, heads=(1, 1), batch=1)
     keys = 2**33 // (8192 * 128)  # as many as make it much
     for window, causal, expected in (
-        (None, True, HOPPER[0]),
-        ((keys, 0), True, HOPPER[0]),
-        ((keys - 2, 0), True, PORTABLE[0]),
-        ((keys - 2, -1), True, PORTABLE[0]),
-        ((keys - 2, -1), False, HOPPER[0]),
-        ((keys // 2 - 1, keys // 2 - 1), False, PORTABLE[0]),
-        ((keys // 2, keys // 2), False, HOPPER[0]),
+        (None, True, "HH"),
+        ((keys, 0), True, "HH"),
+        ((keys - 2, 0), True, "PH"),
+        ((keys - 2, -1), True, "PH"),
+        ((keys - 2, -1), False, "HH"),
+        ((keys // 2 - 1, keys // 2 - 1), False, "PH"),
+        ((keys // 2, keys // 2), False, "HH"),
     ):
-        chosen = plan(**given | {"causal": causal}, window=window)
-        assert type(chosen.forward) is expected, (window, causal)
+        given = call(8192, heads=(1, 1), batch=1, causal=causal, window=window)
+        chosen = plan(**given)
+        assert kinds(chosen) == expected and kinds(plan(**given, backend="hopper")) == "HH", window
+        little = "too little work for the sm_90 ones, which need 2**33 multiply-adds"
+        assert (little in chosen.reason) is (expected == "PH")
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -126,25 +116,8 @@ def test_keys_that_a_query_sees(window, causal):
     left, right = (-1, -1) if window is None else window
 
     def sees(query, key):
-        before, behind = query - key, key - query
-        return (left < 0 or before <= left) and (behind <= 0 if causal else right < 0 or behind <= right)
+        past, later = query - key, key - query
+        return (left < 0 or past <= left) and (later <= 0 if causal else right < 0 or later <= right)
 
     expected = max(sum(sees(query, key) for key in range(9)) for query in range(9))
     assert planning.visited_keys(9, causal, window) == expected
-
-
-def test_packed_sequences_of_every_width(arch):
-    for head_dim in (64, 128, 136, 256):
-        assert kinds(packed_plan(32, 131072, 4096, head_dim=head_dim, backend="hopper")) == HOPPER, head_dim
-
-
-def test_how_much_a_window_leaves_of_packed_sequences(arch, tables, monkeypatch):
-    """Work is counted from the longest sequence on: two short ones are little, however many tokens there are."""
-    tables(configs.BUCKETS, ())
-    least_work = dict.fromkeys(configs.BUCKETS, 2**33)
-    row = dataclasses.replace(hopper_configs.FORWARD[0], least_work=least_work)
-    monkeypatch.setattr(hopper_configs, "FORWARD", (row,))
-    longest = 2**33 // (1 << 14) // 128
-    few = {"sequences": 8, "tokens": 1 << 14, "heads": (1, 1)}
-    assert type(packed_plan(**few, longest=longest).forward) is HOPPER[0]
-    assert type(packed_plan(**few, longest=longest // 2).forward) is PORTABLE[0]

@@ -1,332 +1,329 @@
-"""Every refusal: the documented type, and a message that names the argument, what was expected and what came."""
+"""Every refusal of the public functions: the documented type, the argument, what was expected and what came."""
 
 import re
+import warnings
 
 import numpy as np
 import pytest
 import torch
 
-from fused_rope_attn.attention.validation import check_position_ids
-from tests.support.internals import check_call
+import fused_rope_attn as package
+from fused_rope_attn import cu_seqlens_from_position_ids
+from tests.support.internals import check_call, forget_warnings
+from tests.support.operators import Record
+from verification.testing import Case, make_inputs, run_op
 
 B, HQ, HKV, N, D = 2, 4, 2, 6, 16
+F16, F32, F64, I32, I64 = torch.float16, torch.float32, torch.float64, torch.int32, torch.int64
 
 
-def arguments(**changes):
-    """A valid call, changed. q (2, 4, 6, 16) float32, k and v (2, 2, 6, 16), tables (6, 8)."""
-    valid = {
-        "q": torch.zeros(B, HQ, N, D),
-        "k": torch.zeros(B, HKV, N, D),
-        "v": torch.zeros(B, HKV, N, D),
-        "cos": torch.zeros(N, D // 2),
-        "sin": torch.zeros(N, D // 2),
-        "causal": True,
-        "softmax_scale": None,
-        "rotary_dim": None,
-        "interleaved": False,
-        "window": None,
-        "softcap": 0.0,
-        "sinks": None,
-        "kv_starts": None,
-        "kv_lens": None,
-        "return_lse": False,
-        "deterministic": False,
-        "backend": "auto",
-        "strategy": "auto",
-    }
-    assert set(changes) <= set(valid)
-    return valid | changes
+def zeros(*shape, dtype=F32, device="cpu"):
+    return torch.zeros(shape, dtype=dtype, device=device)
 
 
-def both(**shape_or_dtype):
-    """cos and sin alike."""
-    table = torch.zeros(shape_or_dtype.get("shape", (N, D // 2)), dtype=shape_or_dtype.get("dtype", torch.float32))
-    return {"cos": table, "sin": table.clone()}
+def tables(*shape, dtype=F32):
+    return {"cos": zeros(*shape, dtype=dtype), "sin": zeros(*shape, dtype=dtype)}
 
 
-def heads(q=HQ, kv=HKV, head_dim=D):
-    return {
-        "q": torch.zeros(B, q, N, head_dim),
-        "k": torch.zeros(B, kv, N, head_dim),
-        "v": torch.zeros(B, kv, N, head_dim),
-    }
+def heads(q=HQ, kv=HKV, columns=D):
+    return {"q": zeros(B, q, N, columns)} | {name: zeros(B, kv, N, columns) for name in "kv"}
 
 
-def halves(*names):
-    return {name: arguments()[name].half() for name in names}
+def to(dtype, *names):
+    return {name: DENSE[name].to(dtype) for name in names}
 
 
-meta = torch.device("meta")
-i32 = torch.int32
-TYPE_ERRORS = [
-    *((name, {name: None}, "Tensor.*NoneType") for name in ("q", "k", "v", "cos", "sin")),
-    ("q", {"q": [[1.0]]}, "Tensor.*list"),
-    ("cos", {"cos": np.zeros((6, 8), dtype=np.float32)}, "Tensor.*ndarray"),
-    *((name, {name: 1}, "bool.*int 1") for name in ("causal", "interleaved", "return_lse", "deterministic")),
-    ("causal", {"causal": None}, "bool.*NoneType"),
-    ("causal", {"causal": torch.tensor(True)}, "bool.*Tensor"),
-    ("q", {name: arguments()[name].int() for name in ("q", "k", "v")}, "float16, bfloat16 or float32.*int32"),
-    ("q", {name: arguments()[name].to(torch.complex64) for name in ("q", "k", "v")}, "complex64"),
-    ("k", halves("k"), "float32.*float16"),
-    ("v", halves("v"), "float32.*float16"),
-    ("k", halves("q"), "float16.*float32"),
-    ("cos", both(dtype=torch.float16), "float32.*float16"),
-    ("cos", halves("q", "k", "v") | both(dtype=torch.bfloat16), "float32 or .*float16.*bfloat16"),
-    ("cos", both(dtype=torch.float64), "float32.*float64"),
-    ("cos", both(dtype=torch.int64), "float32.*int64"),
-    ("sin", {"sin": torch.zeros(N, D // 2, dtype=torch.float16)}, "float32.*float16"),
-    ("rotary_dim", {"rotary_dim": 16.0}, "int.*float 16.0"),
-    ("rotary_dim", {"rotary_dim": True}, "int.*bool"),
-    ("rotary_dim", {"rotary_dim": "16"}, "int.*str '16'"),
-    ("softmax_scale", {"softmax_scale": "1"}, "float.*str"),
-    ("softmax_scale", {"softmax_scale": True}, "float.*bool"),
-    ("softmax_scale", {"softmax_scale": torch.tensor(1.0)}, "float.*Tensor"),
-    ("softmax_scale", {"softmax_scale": 1j}, "float.*complex"),
-    ("softcap", {"softcap": None}, "float.*NoneType"),
-    ("softcap", {"softcap": "30"}, "float.*str"),
-    ("softcap", {"softcap": False}, "float.*bool"),
-    ("softcap", {"softcap": torch.tensor(0.0)}, "float.*Tensor"),
-    ("window", {"window": 128}, "tuple.*int 128"),
-    ("window", {"window": (128.0, 0)}, "two ints.*float 128.0"),
-    ("window", {"window": (4, None)}, "two ints.*NoneType"),
-    ("window", {"window": (True, 0)}, "two ints.*bool"),
-    ("sinks", {"sinks": [0.0] * HQ}, "Tensor.*list"),
-    ("sinks", {"sinks": torch.zeros(HQ, dtype=torch.float16)}, "float32.*float16"),
-    ("sinks", {"sinks": torch.zeros(HQ, dtype=torch.int64)}, "float32.*int64"),
-    *((name, {name: [0, 0]}, "Tensor.*list") for name in ("kv_starts", "kv_lens")),
-    *((name, {name: torch.zeros(B, dtype=torch.int64)}, "int32.*int64") for name in ("kv_starts", "kv_lens")),
-    ("kv_lens", {"kv_lens": torch.zeros(B)}, "int32.*float32"),
-    ("backend", {"backend": None}, "str.*NoneType"),
-    ("strategy", {"strategy": 0}, "str.*int 0"),
+def leaf(*shape):
+    return zeros(*shape).requires_grad_()
+
+
+ENDS = torch.tensor([0, 2, N], dtype=I32)
+DENSE = heads() | tables(N, D // 2) | {"causal": True}
+LATENT = {"q_nope": zeros(2, 3, 9, 32), "q_rope": zeros(2, 3, 9, 16), "k_nope": zeros(2, 3, 12, 32)}
+LATENT |= {"k_rope": zeros(2, 1, 12, 16), "v": zeros(2, 3, 12, 32)} | tables(12, 8)
+PACK = {"cu_seqlens_q": ENDS, "cu_seqlens_k": ENDS, "max_seqlen_q": 4, "max_seqlen_k": 4}
+CALLS = {
+    "rope_attention": DENSE,
+    "bshd": dict.fromkeys("kv", zeros(2, 12, 2, D)) | {"q": zeros(2, 9, 4, D), "layout": "bshd"} | tables(12, 8),
+    "rope_attention_varlen": {"q": zeros(N, HQ, D), "k": zeros(N, HKV, D), "v": zeros(N, HKV, D)} | tables(N, 8) | PACK,
+    "rope_attention_mla": LATENT,
+    "rope_attention_mla_varlen": {name: x if name in ("cos", "sin") else x[0].transpose(0, 1)
+                                  for name, x in LATENT.items()}
+    | {"cu_seqlens_q": ENDS, "cu_seqlens_k": 2 * ENDS, "max_seqlen_q": 4, "max_seqlen_k": 8},
+}  # fmt: skip
+FUNCTIONS = {"bshd": "rope_attention"}
+
+# By function: the argument at fault, what is changed, and the rest of the message. A row for each wording and for each
+# limit: tests/verification/test_random.py makes every argument wrong in every way, and checks that it is named.
+TYPE_ERRORS = {
+    "rope_attention": [
+        ("q", {"q": [[1.0]]}, "must be a torch.Tensor, but is list"),
+        ("q", {"q": None}, "must be a torch.Tensor, but is NoneType"),
+        ("sin", {"sin": None}, "must be a torch.Tensor, but is NoneType"),
+        ("cos", {"cos": np.zeros((6, 8), dtype=np.float32)}, "Tensor.*numpy.ndarray"),
+        ("v", {"v": DENSE["v"].to_sparse()}, "must be a dense tensor, but has the layout sparse_coo"),
+        ("causal", {"causal": 1}, "must be a bool, but is int 1"),
+        ("causal", {"causal": torch.tensor(True)}, "bool.*Tensor"),
+        *((name, {name: 1}, "must be a bool") for name in ("batch_invariant", "return_max_logit")),
+        ("q", to(torch.int32, "q", "k", "v"), "must be float16, bfloat16 or float32, but is int32"),
+        *((name, to(F16, name), "must have q's dtype float32, but is float16") for name in "kv"),
+        ("cos", to(F16, "q", "k", "v") | tables(N, 8, dtype=F64), "float32 or have q's dtype float16, but is float64"),
+        ("sin", {"sin": zeros(N, 8, dtype=F16)}, "must have cos's dtype float32, but is float16"),
+        ("rotary_dim", {"rotary_dim": 16.0}, "must be an int or None, but is float 16.0"),
+        ("softmax_scale", {"softmax_scale": "1"}, "must be a float or None, but is str '1'"),
+        *(("softcap", {"softcap": x}, f"must be a float, but is {what}") for x, what in (
+            (None, "NoneType"), (False, "bool False"), (torch.tensor(0.0), "torch.Tensor"))),
+        ("window", {"window": 128}, "must be a tuple .* or None, but is int 128"),
+        *(("window", {"window": (0, x)}, f"must hold two ints, but holds {what}") for x, what in (
+            (128.0, "float 128.0"), (True, "bool True"))),
+        ("sinks", {"sinks": zeros(HQ, dtype=F16)}, "must be float32, but is float16"),
+        ("sinks", {"sinks": zeros(HQ, dtype=I64)} | to(F16, "q", "k", "v"), "must be float32 or float16, but is int64"),
+        ("query_ends", {"query_ends": zeros(B, N, dtype=I64)}, "must be int32, but is int64"),
+        ("strategy", {"strategy": 0}, "must be a str, 'auto', 'inline' or 'prepass', but is int 0"),
+    ],
+    "rope_attention_varlen": [
+        ("cu_seqlens_q", {"cu_seqlens_q": [0, 6]}, "Tensor.*list"),
+        *(("max_seqlen_q", {"max_seqlen_q": x}, f"must be an int, but is {what}") for x, what in (
+            (4.0, "float 4.0"), (True, "bool True"))),
+        ("token_tables", {"token_tables": 1}, "must be a bool, but is int 1"),
+        (r"rope_attention_varlen\(\)", {"kv_lens": None}, "does not take 'kv_lens'"),
+    ],
+    "rope_attention_mla": [
+        ("q_nope", {"q_nope": None}, "must be a torch.Tensor, but is NoneType"),
+        ("v", {"v": LATENT["v"].half()}, "must have q_rope's dtype float32, but is float16"),
+        *((r"rope_attention_mla\(\)", {name: None}, f"does not take '{name}'")
+          for name in ("sinks", "strategy", "return_max_logit")),
+    ],
+}  # fmt: skip
+NAN, INF = float("nan"), float("inf")
+VALUE_ERRORS = {
+    "rope_attention": [
+        ("q", {"q": zeros(HQ, N, D)}, r"must have shape \(B, HQ, NQ, D\), but has 3 dimensions: \(4, 6, 16\)"),
+        *(("k", {x: zeros(n, HKV, N, D) for x in "kv"}, rf"B = 2 of q.*\({n}, 2, 6, 16\)") for n in (1, 3)),
+        *(("k", {x: zeros(B, HKV, N, n) for x in "kv"}, rf"D = 16 of q.*, {n}\)") for n in (8, 24)),
+        ("v", {"v": zeros(B, HKV, N + 1, D)}, r"NK = 6 of k.*\(2, 2, 7, 16\)"),
+        ("v", {"v": zeros(B, HQ, N, D)}, r"HKV = 2 of k.*\(2, 4, 6, 16\)"),
+        *(("k", heads(q, kv), f"has {kv} heads, but q's {q} heads must be a multiple of it")
+          for q, kv in ((32, 6), (4, 8), (4, 0))),
+        *(("q", heads(q, 2, n), f"at least one head and an even head dim .* 2, but has {q} heads of {n} columns")
+          for q, n in ((0, 16), (4, 17), (4, 0))),
+        ("q", {"q": zeros(B, HQ, N + 1, D), "causal": False},
+         "at most k's 6 positions where causal is False, but has 7.*did you mean layout='bshd'"),
+        *((name, {name: x.to("meta")}, "must be on q's device cpu, but is on meta") for name, x in (
+            ("k", DENSE["k"]), ("sin", DENSE["sin"]), ("sinks", zeros(HQ)))),
+        *(("cos", tables(*n), rf"\(S, R/2\) or \(S, R\), .* 1 or B = 2, but has {re.escape(str(n))}")
+          for n in ((8,), (1, 1, N, 8), (3, N, 8))),
+        *(("sin", {"sin": zeros(*n)}, r"must have cos's shape \(6, 8\)") for n in ((N, D), (1, N, D // 2))),
+        *(("cos", tables(*lead, N - 1, 8), "a row for each of k's 6 positions, but has 5") for lead in ((), (1,))),
+        *(("cos", tables(N, n), f"between 1 and D = 16 columns, but has {n}") for n in (0, 17)),
+        ("cos", tables(N, 11), "with 11 columns is full-width for D = 16, and .* even"),
+        *(("rotary_dim", {"rotary_dim": n}, f"even and between 2 and D = 16, but is {n}") for n in (0, 7, 18)),
+        *(("cos", {"rotary_dim": 8} | tables(N, n), f"= 8 or rotary_dim / 2 = 4 columns, but has {n}") for n in (3, 6)),
+        *((name, {name: leaf(N, 8)}, f"must not require a gradient: .* {name}.detach") for name in ("cos", "sin")),
+        *((name, {name: x}, words) for name, words in (("softmax_scale", "finite"), ("softcap", "finite and positive"))
+          for x in (NAN, INF, -INF)),
+        ("softcap", {"softcap": -0.5}, "must be finite and positive, .* but is -0.5"),
+        ("norm_eps", {"q_norm": zeros(D), "k_norm": zeros(D), "norm_eps": -1.0}, "must be at least 0 and finite"),
+        *(("window", {"window": x}, rf"two elements \(left, right\), but has {len(x)}") for x in ((), (1, 2, 3))),
+        ("window", {"window": (0, -2)}, r"-1 for unbounded, but is \(0, -2\)"),
+        *(("sinks", {"sinks": zeros(*n)}, rf"\(HQ,\) with HQ = 4, but has {re.escape(str(n))}")
+          for n in ((), (HQ + 1,), (1, HQ))),
+        *((name, {name: zeros(1, dtype=I32)}, r"\(B,\) with B = 2, but has") for name in ("kv_starts", "kv_lens")),
+        *((name, {name: zeros(*n, dtype=I32)}, rf"or \(1, NK\) with B = 2, NK = 6, but has {re.escape(str(n))}")
+          for name in ("query_starts", "query_ends") for n in ((6,), (2, 5), (1, 7), (3, 6))),
+        ("backend", {"backend": "cuda"}, "must be 'auto', 'reference', 'triton' or 'hopper', but is 'cuda'"),
+        ("strategy", {"backend": "reference", "strategy": "inline"}, "selects among kernels, but backend='reference'"),
+        ("layout", {"layout": "sbhd"}, "must be 'bhsd' or 'bshd', but is 'sbhd'"),
+        ("k_norm", {"q_norm": zeros(D)}, "must be given where q_norm is, or neither, but is None"),
+        ("q_norm", {"q_norm": zeros(8), "k_norm": zeros(D)}, r"must have shape \(D,\)"),
+    ],
+    "bshd": [  # in the caller's axes
+        ("q", {"q": zeros(2, 9, 64)}, r"must have shape \(B, NQ, HQ, D\), but has 3 dimensions: \(2, 9, 64\)"),
+        ("v", {"v": zeros(2, 11, 2, D)}, r"\(B, NK, HKV, D\) with NK = 12 of k, but has \(2, 11, 2, 16\)"),
+        ("k", {name: zeros(2, 12, 3, D) for name in "kv"}, "has 3 heads, but q's 4 heads must be a multiple"),
+        ("cos", tables(11, 8), "a row for each of k's 12 positions, but has 11"),
+    ],
+    "rope_attention_varlen": [
+        ("q", {"q": zeros(1, N, HQ, D)}, "T_q, HQ, D.*4 dimensions"),
+        ("v", {"v": zeros(N, D)}, "T_k, HKV, D.*2 dimensions"),
+        *(("cu_seqlens_q", {"cu_seqlens_q": x}, rf"\(sequences\+1,\).*{re.escape(str(tuple(x.shape)))}")
+          for x in (ENDS[None], ENDS[:0])),
+        ("cu_seqlens_q", {"cu_seqlens_q": ENDS.repeat_interleave(2)[::2]}, "must be contiguous, but has stride 2"),
+        ("cu_seqlens_k", {"cu_seqlens_q": ENDS[:2]}, r"must have cu_seqlens_q's shape \(2,\), but has \(3,\)"),
+        *((name, {name: -1}, "must be 0 or more, but is -1") for name in ("max_seqlen_q", "max_seqlen_k")),
+        *((name, {name: torch.tensor(ends, dtype=I32)}, words) for name in ("cu_seqlens_q", "cu_seqlens_k")
+          for ends, words in (([3, 3, 6], "must begin with 0, but begins with 3"),
+                              ([0, 5, 2], "must never fall, but 2 follows 5"),
+                              ([0, -4, 6], "must never fall, but -4 follows 0"),
+                              ([0, 2, 7], "must end at or before .*'s 6 tokens, but ends at 7"))),
+        ("max_seqlen_k", {"max_seqlen_k": 3, "max_seqlen_q": 1}, "at least the longest sequence of k, 4, but is 3"),
+        ("cos", tables(3, 8), "k's 4 positions, but has 3 rows"),
+        *(("cos", {"token_tables": True} | tables(n, 8), f"each of 6 tokens .*, but has {n}") for n in (5, 7)),
+        ("k", {"token_tables": True, "q": zeros(N - 1, HQ, D), "cu_seqlens_q": 0 * ENDS}, "q's 5 tokens .*, but has 6"),
+        ("cu_seqlens_k", {"token_tables": True, "cu_seqlens_k": 0 * ENDS}, "must equal cu_seqlens_q"),
+    ],
+    "rope_attention_mla": [
+        ("k_rope", {"k_rope": zeros(2, 12, 16)}, r"must have shape \(B, 1, NK, R\), but has 3 dim"),
+        ("k_rope", {"k_rope": zeros(2, 3, 12, 16)}, r"\(B, 1, NK, R\), but has \(2, 3, 12, 16\)"),
+        ("k_nope", {"k_nope": zeros(2, 2, 12, 32)}, "must have shape .* with H = 3 of q_rope, but has"),
+        ("k_nope", {"k_nope": zeros(2, 3, 12, 31)}, "must have shape .* with DN = 32 of q_nope"),
+        *((name, {x: zeros(2, 3, 9 if x == "q_nope" else 12, 0) for x in names}, "at least one column, but has 0")
+          for name, names in (("v", ["v"]), ("q_nope", ["q_nope", "k_nope"]))),
+        ("q_rope", {"q_rope": zeros(2, 3, 13, 16), "q_nope": zeros(2, 3, 13, 32), "causal": False},
+         "must have at most k_rope's 12 positions"),
+        ("cos", tables(9, 8), "a row for each of k_rope's 12 positions"),
+    ],
+    "rope_attention_mla_varlen": [
+        ("k_rope", {"k_rope": zeros(1, 12, 1, 16)}, r"must have shape \(T_k, 1, R\), but has 4"),
+        ("cu_seqlens_k", {"cu_seqlens_k": 3 * ENDS}, "end at or before k_rope's 12 tokens"),
+        ("max_seqlen_k", {"max_seqlen_k": 7}, "at least the longest sequence of k_rope, 8"),
+    ],
+}  # fmt: skip
+REFUSALS = [
+    pytest.param(function, changes, error, rf"^{name}[ =].*{message}", id=f"{function}-{i}-{name}")
+    for error, table in ((TypeError, TYPE_ERRORS), (ValueError, VALUE_ERRORS))
+    for function, rows in table.items()
+    for i, (name, changes, message) in enumerate(rows)
 ]
 
-VALUE_ERRORS = [
-    *((name, {name: arguments()[name][0]}, "3 dimensions") for name in ("q", "k", "v")),
-    *((name, {name: arguments()[name][..., None]}, "5 dimensions") for name in ("q", "k", "v")),
-    ("k", {"k": torch.zeros(1, HKV, N, D)}, "B = 2 of q.*" + re.escape("(1, 2, 6, 16)")),
-    ("v", {"v": torch.zeros(1, HKV, N, D)}, "shape"),
-    ("k", {"k": torch.zeros(B, HKV, N, 8)}, "D = 16 of q.*" + re.escape("(2, 2, 6, 8)")),
-    *(("k", {x: torch.zeros(size, HKV, N, D) for x in "kv"}, rf"B = 2 of q.*\({size}, ") for size in (1, 3)),
-    *(("k", {x: torch.zeros(B, HKV, N, size) for x in "kv"}, rf"D = 16 of q.*, {size}\)") for size in (8, 24)),
-    ("v", {"v": torch.zeros(B, HKV, N, 8)}, "D = 16 of q.*" + re.escape("(2, 2, 6, 8)")),
-    ("v", {"v": torch.zeros(B, HKV, N + 1, D)}, "NK = 6 of k.*" + re.escape("(2, 2, 7, 16)")),
-    ("v", {"v": torch.zeros(B, HQ, N, D)}, "HKV = 2 of k.*" + re.escape("(2, 4, 6, 16)")),
-    ("k", heads(32, 6), "has 6 heads, but q's 32 heads must be a multiple of it"),
-    ("k", heads(4, 8), "has 8 heads, but q's 4 heads"),
-    ("k", heads(4, 0), "has 0 heads"),
-    ("q", heads(0, 2), "at least one head"),
-    ("q", heads(head_dim=17) | both(shape=(N, 8)), "even head dim.*17"),
-    ("q", heads(head_dim=0) | both(shape=(N, 0)), "head dim.*0"),
-    ("q", {"q": torch.zeros(B, HQ, N + 1, D), "causal": False}, "at most k's 6 positions.*7"),
-    *((name, {name: arguments()[name].to(meta)}, "device cpu.*meta") for name in ("k", "v", "cos", "sin")),
-    ("sinks", {"sinks": torch.zeros(HQ, device=meta)}, "device cpu.*meta"),
-    *((n, {n: torch.zeros(B, dtype=i32, device=meta)}, "device cpu.*meta") for n in ("kv_starts", "kv_lens")),
-    ("cos", both(shape=(8,)), re.escape("(8,)")),
-    ("cos", both(shape=(1, 1, N, 8)), re.escape("(1, 1, 6, 8)")),
-    ("cos", both(shape=(3, N, 8)), "B = 2.*" + re.escape("(3, 6, 8)")),
-    ("sin", {"sin": torch.zeros(N, D)}, re.escape("(6, 8)") + ".*" + re.escape("(6, 16)")),
-    ("sin", {"sin": torch.zeros(1, N, D // 2)}, re.escape("(1, 6, 8)")),
-    ("cos", both(shape=(N - 1, 8)), "6 positions.*5 rows"),
-    ("cos", both(shape=(1, N - 1, 8)), "6 positions.*5 rows"),
-    ("cos", both(shape=(N, 17)), "between 1 and D = 16.*17"),
-    ("cos", both(shape=(N, 32)), "between 1 and D = 16.*32"),
-    ("cos", both(shape=(N, 0)), "between 1 and D = 16.*0"),
-    ("cos", both(shape=(N, 11)), "11 columns.*even"),
-    ("rotary_dim", {"rotary_dim": 0}, "between 2 and D = 16.*0"),
-    ("rotary_dim", {"rotary_dim": -2}, "between 2 and D = 16.*-2"),
-    ("rotary_dim", {"rotary_dim": 7}, "even.*7"),
-    ("rotary_dim", {"rotary_dim": 18}, "D = 16.*18"),
-    ("cos", {"rotary_dim": 8} | both(shape=(N, 6)), "rotary_dim = 8.*4 columns.*6"),
-    ("cos", {"rotary_dim": 8} | both(shape=(N, 3)), "rotary_dim = 8.*4 columns.*3"),
-    ("cos", {"rotary_dim": 4}, "rotary_dim = 4.*8"),
-    ("cos", {"cos": torch.zeros(N, D // 2, requires_grad=True)}, "gradient"),
-    ("sin", {"sin": torch.zeros(N, D // 2, requires_grad=True)}, "gradient"),
-    *(("softmax_scale", {"softmax_scale": x}, "finite") for x in (float("nan"), float("inf"), -float("inf"))),
-    *(("softcap", {"softcap": x}, "finite and positive") for x in (float("nan"), float("inf"), -1.0, -0.5)),
-    ("window", {"window": (1, 2, 3)}, "two elements.*3"),
-    ("window", {"window": ()}, "two elements.*0"),
-    ("window", {"window": (-2, 0)}, "-1 for unbounded.*-2"),
-    ("sinks", {"sinks": torch.zeros(HKV)}, re.escape("(HQ,) with HQ = 4") + ".*" + re.escape("(2,)")),
-    *(("sinks", {"sinks": torch.zeros(shape)}, re.escape(str(shape))) for shape in ((), (HQ + 1,), (1, HQ), (HQ, 1))),
-    *(
-        (name, {name: torch.zeros(shape, dtype=i32)}, re.escape("(B,) with B = 2"))
-        for name in ("kv_starts", "kv_lens")
-        for shape in ((), (1,), (3,), (2, 1))
-    ),
-    ("backend", {"backend": "cuda"}, "'auto', 'reference', 'triton' or 'hopper'.*'cuda'"),
-    ("strategy", {"strategy": "fused"}, "'auto', 'inline' or 'prepass'.*'fused'"),
-]
+
+@pytest.mark.parametrize(("function", "changes", "error", "message"), REFUSALS)
+def test_refusals(function, changes, error, message):
+    """By the function and by its plan."""
+    given, name = CALLS[function] | changes, FUNCTIONS.get(function, function)
+    for call in (getattr(package, name), getattr(package, name.replace("rope_attention", "plan"))):
+        with pytest.raises(error, match=message):
+            call(**given)
 
 
-def refusals(rows):
-    return [pytest.param(*row, id=f"{i}-{row[0]}") for i, row in enumerate(rows)]
-
-
-@pytest.mark.parametrize(("name", "changes", "pattern"), refusals(TYPE_ERRORS))
-def test_type_errors(name, changes, pattern):
-    with pytest.raises(TypeError, match=rf"^{name} .*{pattern}"):
-        check_call(**arguments(**changes))
-
-
-@pytest.mark.parametrize(("name", "changes", "pattern"), refusals(VALUE_ERRORS))
-def test_value_errors(name, changes, pattern):
-    with pytest.raises(ValueError, match=rf"^{name} .*{pattern}"):
-        check_call(**arguments(**changes))
-
-
-@pytest.mark.parametrize(("name", "changes", "pattern"), refusals(TYPE_ERRORS + VALUE_ERRORS))
-def test_the_public_functions_refuse_the_same(name, changes, pattern):
-    import fused_rope_attn
-
-    given = arguments(**changes)
-    tensors = {key: value.clone() for key, value in given.items() if isinstance(value, torch.Tensor)}
-    for function in (fused_rope_attn.rope_attention, fused_rope_attn.plan):
-        with pytest.raises((TypeError, ValueError), match=rf"^{name} .*{pattern}"):
-            function(**given)
-    for key, value in tensors.items():
-        assert value.device == meta or torch.equal(given[key], value), f"{key} was modified"
-
-
-def table(width, *lead):
-    return both(shape=(*lead, N, width))
+@pytest.mark.parametrize("function", CALLS)
+def test_the_calls_that_refusals_change_are_legal(function):
+    name = FUNCTIONS.get(function, function)
+    assert not getattr(package, name)(**CALLS[function]).any()
 
 
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
         ({}, 16),  # half-width
-        (table(16), 16),  # full-width
-        (table(8, 1), 16),
-        (table(8, B), 16),
-        (table(16, B), 16),
-        (both(shape=(N + 5, 8)), 16),
-        (table(1), 2),
-        (table(4), 8),  # W <= D/2: half-width
-        (table(10), 10),  # D/2 < W < D: full-width
-        (table(1) | {"rotary_dim": 2}, 2),
-        (table(2) | {"rotary_dim": 2}, 2),
-        (table(4) | {"rotary_dim": 8}, 8),
-        (table(4) | {"rotary_dim": 4}, 4),  # full-width for R <= D/2: only when told so
-        (table(16) | {"rotary_dim": 16}, 16),
-        (table(8) | {"rotary_dim": 8}, 8),
-        (table(10) | {"rotary_dim": 10}, 10),
-        (heads(head_dim=24) | table(5), 10),
+        (tables(1, N, 8), 16),
+        (tables(B, N, 16), 16),  # full-width
+        (tables(N + 5, 8), 16),
+        (tables(N, 1), 2),
+        (tables(N, 4), 8),  # W <= D/2: half-width
+        (tables(N, 10), 10),  # D/2 < W < D: full-width
+        (tables(N, 1) | {"rotary_dim": 2}, 2),
+        (tables(N, 2) | {"rotary_dim": 2}, 2),
+        (tables(N, 4) | {"rotary_dim": 4}, 4),  # full-width for R <= D/2: only when told so
+        (tables(N, 16) | {"rotary_dim": 16}, 16),
+        (heads(columns=24) | tables(N, 5), 10),
+        # The smallest sizes, and numbers of other types.
+        (heads(1, 1, 2) | tables(N, 1), 2),
+        (heads(kv=HQ) | tables(N, 8) | {"softmax_scale": np.float32(0.5), "softcap": 50, "window": [4, 0]}, 16),
+        ({name: DENSE[name].double() for name in ("q", "k", "v", "cos", "sin")} | {"softmax_scale": 0}, 16),
+        ({"q": zeros(B, HQ, N + 1, D), "causal": False, "kv_lens": torch.full((B,), N, dtype=I32)}, 16),
     ],
-    ids=str,
+    ids=lambda x: str(x)[:40],
 )
 def test_the_rotary_dim_comes_from_the_tables(changes, expected):
-    assert check_call(**arguments(**changes)) == expected
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        halves("q", "k", "v"),
-        halves("q", "k", "v") | both(dtype=torch.float16),
-        {name: arguments()[name].double() for name in ("q", "k", "v", "cos", "sin")},
-        {name: arguments()[name].double() for name in ("q", "k", "v")},
-        {"q": torch.zeros(B, HQ, 1, D)},
-        {"causal": False},
-        {"q": torch.zeros(B, HQ, N + 3, D)},  # causal: rows before position 0 see nothing
-        {"q": torch.zeros(B, HQ, 0, D), "causal": False},
-        {"q": torch.zeros(B, HQ, N + 1, D), "causal": False, "kv_lens": torch.full((B,), N, dtype=i32)},
-        {"k": torch.zeros(B, HKV, 0, D), "v": torch.zeros(B, HKV, 0, D)} | both(shape=(0, 8)),
-        {name: arguments()[name][:0] for name in ("q", "k", "v")},
-        {name: arguments()[name][:0] for name in ("q", "k", "v")} | both(shape=(0, N, 8)),
-        {"q": torch.zeros(B, N, HQ, D).transpose(1, 2)},
-        {"q": torch.zeros(1, 1, 1, D).expand(B, HQ, N, D)},
-        {"q": torch.zeros(B, HQ, N, D, requires_grad=True)},
-        *({"softmax_scale": x} for x in (0, 0.0, -1.5, 1, np.float32(0.5), np.float64(2.0))),
-        *({"softcap": x} for x in (0, 0.5, 30.0, 50)),
-        *({"window": x} for x in ((0, 0), (-1, -1), [4, 0])),
-        {"sinks": torch.zeros(HQ)},
-        halves("q", "k", "v") | {"sinks": torch.zeros(HQ, dtype=torch.float16, requires_grad=True)},
-        {"kv_starts": torch.zeros(B, dtype=i32), "kv_lens": torch.zeros(B, dtype=i32)},
-        {"backend": "hopper", "strategy": "prepass", "deterministic": True, "return_lse": True, "interleaved": True},
-    ],
-)
-def test_valid_calls_pass(changes):
-    assert check_call(**arguments(**changes)) == 16
+    assert check_call(**DENSE | changes) == expected
 
 
 @pytest.mark.parametrize("lead", [(), (1,), (300,)])
-@pytest.mark.parametrize(("width", "rotary_dim"), [(256, None), (512, None), (512, 512), (300, 300), (150, 300)])
+@pytest.mark.parametrize(("width", "rotary_dim"), [(256, None), (512, 512), (150, 300)])
 def test_large_calls_pass(lead, width, rotary_dim):
     """Sizes are compared as numbers: none of these is an object that Python keeps only once."""
-    q, kv = (torch.empty(300, n, 900, 512, device=meta) for n in (600, 300))
-    table = torch.empty(*lead, 900, width, device=meta)
-    options = {name: torch.empty(300, dtype=i32, device=meta) for name in ("kv_starts", "kv_lens")}
-    options |= {"sinks": torch.empty(600, device=meta), "rotary_dim": rotary_dim, "causal": False}
-    given = arguments(q=q, k=kv, v=kv, cos=table, sin=table, **options)
-    assert check_call(**given) == (rotary_dim or 512)
-    ends = torch.empty(900, dtype=i32, device=meta)
-    assert check_call(**given | {"kv_lens": None}, rows=900) == (rotary_dim or 512)
-    packed = {name: x[0].transpose(0, 1) for name, x in (("q", q), ("k", kv), ("v", kv))}
-    packed |= {"cu_seqlens_q": ends, "cu_seqlens_k": ends[:], "kv_starts": None, "kv_lens": None}
+    q, kv = (zeros(300, n, 900, 512, device="meta") for n in (600, 300))
+    given = dict.fromkeys(("cos", "sin"), zeros(*lead, 900, width, device="meta"))
+    given |= {"q": q, "k": kv, "v": kv, "sinks": zeros(600, device="meta"), "rotary_dim": rotary_dim}
+    starts = zeros(300, dtype=I32, device="meta")
+    assert check_call(**given, kv_starts=starts, kv_lens=starts) == (rotary_dim or 512)
+    ends = zeros(900, dtype=I32, device="meta")
+    packed = {name: given[name][0].transpose(0, 1) for name in "qkv"} | {"cu_seqlens_q": ends, "cu_seqlens_k": ends[:]}
     if lead != (300,):
         assert check_call("thd", longest=(900, 900), **given | packed) == (rotary_dim or 512)
-
-
-def test_messages_of_large_calls():
-    q, k, v = (torch.empty(300, heads, 900, 512, device=meta) for heads in (600, 7, 7))
-    table = torch.empty(900, 256, device=meta)
     with pytest.raises(ValueError, match="^k has 7 heads, but q's 600 heads must be a multiple of it"):
-        check_call(**arguments(q=q, k=k, v=v, cos=table, sin=table))
+        check_call(**given | dict.fromkeys("kv", zeros(300, 7, 900, 512, device="meta")))
 
 
-def test_the_smallest_calls_pass():
-    """One sequence of no token, one position id, two columns."""
-    x, ends = torch.zeros(0, 1, 2), torch.zeros(1, dtype=i32)
-    tables = both(shape=(0, 1))
-    packed = arguments(q=x, k=x, v=x, **tables) | {"cu_seqlens_q": ends, "cu_seqlens_k": ends}
-    assert check_call("thd", longest=(0, 0), **packed) == 2
-    check_position_ids(torch.zeros(1, dtype=torch.int32), 1)
-    small = {name: torch.zeros(1, 1, 1, 2) for name in ("q", "k", "v")} | both(shape=(1, 1))
-    assert check_call(**arguments(**small)) == 2
-    # Packed sequences have their positions from max_seqlen_k; more queries than keys belong to several sequences.
-    longer = {"q": torch.zeros(B, HQ, N + 1, D), "causal": False}
-    assert check_call(**arguments(**longer, **both(shape=(3, 8))), rows=3) == 16
+def test_one_sequence_of_no_token_is_legal():
+    x, ends = zeros(0, 1, 2), zeros(1, dtype=I32)
+    given = dict.fromkeys("qkv", x) | tables(0, 1) | {"cu_seqlens_q": ends, "cu_seqlens_k": ends}
+    assert check_call("thd", longest=(0, 0), **given) == 2
+
+
+def test_no_operator_runs():
+    with Record() as record:
+        check_call(**DENSE, sinks=zeros(HQ), kv_starts=zeros(B, dtype=I32), window=(2, 0))
+    assert all("zeros" in name for name in record.operators)
+
+
+def test_cu_seqlens_from_position_ids():
+    ids, without_data = torch.tensor([[0, 1, 2, 0, 1, 0], [0, 1, 0, 0, 1, 2]]), zeros(2, 6, dtype=I64, device="meta")
+    for given, most, expected, longest in (
+        (ids, None, [0, 3, 5, 6, 8, 9, 12], 3),
+        (ids[0], None, [0, 3, 5, 6], 3),
+        (ids, 8, [0, 3, 5, 6, 8, 9, 12, 12, 12], 6),
+        (ids, 2, [0, 3, 5], 6),  # the rest belongs to none
+        (torch.tensor([5, 6, 7, 3, 4]), None, [0, 3, 5], 3),
+        (zeros(1, dtype=I32), 1, [0, 1], 1),
+        (zeros(2, 0, dtype=I64), None, [0], 0),
+    ):
+        cu, found = cu_seqlens_from_position_ids(given, most)
+        assert cu.tolist() == expected and found == longest and cu.dtype == I32
+    cu, longest = cu_seqlens_from_position_ids(without_data, 4)
+    assert cu.shape == (5,) and longest == 6
+    for given, error, message in (
+        *(((x,), TypeError, "position_ids must be") for x in (ids.float(), [0])),
+        *(((x,), ValueError, r"position_ids must have shape \(N,\) or \(B, N\)") for x in (ids[None], ids[0, 0])),
+        *(((ids, x), TypeError, "max_sequences must be an int or None") for x in (True, 2.0)),
+        ((ids, 0), ValueError, "max_sequences must be 1 or more, but is 0"),
+        ((without_data,), NotImplementedError, "max_sequences must be given for position_ids on the device meta"),
+    ):
+        with pytest.raises(error, match=f"^{message}"):
+            cu_seqlens_from_position_ids(*given)
+
+
+# A caller who passes (B, N, H, D) with 5 tokens, 8 heads and 2 key heads appears to have these sizes.
+MORE_QUERIES = Case(2, 5, 5, 8, 2, 16, dtype=torch.float32)
+
+
+@pytest.fixture
+def heard():
+    """The warnings of a test, in a process that has given none."""
+    forget_warnings()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield caught
+    forget_warnings()
+
+
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+def test_more_queries_than_keys_are_said_once(heard, layout):
+    """With the caller's shapes and line, since tensors in a mistaken layout look like it."""
+    q, k, v, cos, sin, _ = make_inputs(MORE_QUERIES)
+    q, k, v = (x if layout == "bhsd" else x.transpose(1, 2) for x in (q, k, v))
+    for _ in range(3):
+        package.plan(q, k, v, cos, sin, True, layout=layout)
+    (warning,) = heard
+    assert warning.category is UserWarning and warning.filename == __file__
+    assert str(warning.message) == (
+        f"q {tuple(q.shape)} has 8 positions and k {tuple(k.shape)} has 2 in layout '{layout}': queries are aligned "
+        "with the end of the keys, so that the first 6 rows see no key and give zeros; did you mean layout="
+        f"'{'bshd' if layout == 'bhsd' else 'bhsd'}'?"
+    )
 
 
 @pytest.mark.unpoisoned
-def test_traces_with_dynamic_shapes():
-    from torch._dynamo.testing import CompileCounter
-
-    counter = CompileCounter()
-
-    @torch.compile(fullgraph=True, backend=counter, dynamic=True)
-    def run(q, k, v, cos, sin, lens):
-        rotary_dim = check_call(
-            q=q,
-            k=k,
-            v=v,
-            cos=cos,
-            sin=sin,
-            causal=True,
-            softmax_scale=0.5,
-            window=(3, 0),
-            softcap=2.0,
-            kv_lens=lens,
-            return_lse=True,
-        )
-        return q * rotary_dim
-
-    for n in (5, 7, 12):
-        q, k = torch.ones(B, HQ, n, D), torch.ones(B, HKV, n, D)
-        cos = torch.ones(n + 2, D // 2)
-        assert bool((run(q, k, k.clone(), cos, cos.clone(), torch.full((B,), n, dtype=i32)) == 16).all())
-    assert counter.frame_count == 1
-
-
-def test_nothing_is_allocated_on_the_happy_path():
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    class NoOperator(TorchDispatchMode):
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            raise AssertionError(f"validation ran {function}")
-
-    given = arguments(
-        sinks=torch.zeros(HQ), kv_starts=torch.zeros(B, dtype=i32), kv_lens=torch.zeros(B, dtype=i32), window=(2, 0)
-    )
-    with NoOperator():
-        check_call(**given)
+def test_nothing_is_said_of_more_queries_that_are_meant(heard):
+    """With lengths on the device, of packed sequences, in a compiled function, and of as many keys as queries."""
+    torch._dynamo.reset()
+    q, k, v, cos, sin, _ = inputs = make_inputs(MORE_QUERIES)
+    package.rope_attention(q, k, v, cos, sin, True, kv_lens=torch.tensor([2, 1], dtype=torch.int32))
+    packed = (x[0].transpose(0, 1) for x in (q, k, v))
+    ends = (torch.tensor([0, n], dtype=torch.int32) for n in (8, 2))
+    package.rope_attention_varlen(*packed, cos, sin, *ends, 8, 2, True)
+    package.rope_attention(q[:, :, :2], k, v, cos, sin, True)
+    torch.compile(package.rope_attention, fullgraph=True, backend="eager")(q, k, v, cos, sin, True)
+    run_op(inputs, MORE_QUERIES, backend="reference")  # how verification and the benchmark's gate call
+    assert [x for x in heard if "positions and k" in str(x.message)] == []

@@ -1,112 +1,73 @@
-"""Bounds of keys and of packed sequences that cannot be: refused where the host can read them, harmless elsewhere."""
+"""Bounds of keys and of packed sequences that cannot be, and that the host cannot read, are harmless."""
 
 import math
 
 import pytest
 import torch
 
-from fused_rope_attn import apply_rope, apply_rope_qk, rope_attention, rope_attention_varlen, write_kvcache
-from tests.support.cases import packed
+import fused_rope_attn as package
+from fused_rope_attn import rope_attention, write_kvcache
+from tests.support.attention import packed
 from tests.support.dtypes import F32
 from tests.support.internals import ARGUMENT_OF_MAX_LOGIT, OPERATORS, operator_arguments
-from tests.support.marks import both_strategies, ignore_overflow, interpreted
+from tests.support.marks import STRATEGIES, ignore_overflow, interpreted
 from tests.support.operators import assert_close, kernel_or_reference
 from verification.testing import Case, make_inputs, reference_attention
 
 pytestmark = ignore_overflow
-
-# cu_seqlens of 20 tokens, and the refusal that they get.
-WRONG = (
-    ([12, 8], "must begin with 0, but begins with 12"),
-    ([3, 11, 20], "must begin with 0, but begins with 3"),
-    ([0, 12, 8], "must never fall, but 8 follows 12"),
-    ([0, -4, 20], "must never fall, but -4 follows 0"),
-    ([0, 11, 21], "must end at or before .*'s 20 tokens, but ends at 21"),
-)
 
 
 def int32(values):
     return torch.tensor(values, dtype=torch.int32)
 
 
-def all_of_packed(ends):
-    """Every public function that takes cu_seqlens, by that argument and the tensor that it divides."""
-    x, pool = torch.randn(20, 2, 16), torch.randn(len(ends) - 1, 2, 32, 16)
-    cos, sin = torch.randn(2, 32, 8)
-    good, bad = int32([0] * (len(ends) - 1) + [20]), int32(ends)
-    return {
-        "cu_seqlens_q": lambda: rope_attention_varlen(x, x, x, cos, sin, bad, good, 20, 20),
-        "cu_seqlens_k": lambda: rope_attention_varlen(x, x, x, cos, sin, good, bad, 20, 20),
-        "cu_seqlens": lambda: apply_rope(x, cos, sin, layout="thd", cu_seqlens=bad),
-        "cu_seqlens of two": lambda: apply_rope_qk(x, x, cos, sin, layout="thd", cu_seqlens=bad),
-        "cu_seqlens of a cache": lambda: write_kvcache(x, x, pool, pool.clone(), cos, sin, cu_seqlens=bad),
-    }
+@pytest.mark.parametrize("function", ["apply_rope", "apply_rope_qk", "write_kvcache"])
+def test_the_host_refuses_wrong_ends(function):
+    """Ends before the last token are legal; tests/attention/test_validation.py has attention's refusals."""
+    x, tables, pool = torch.randn(20, 2, 16), torch.randn(2, 32, 8), torch.randn(2, 2, 32, 16)
 
+    def call(ends):
+        if function == "write_kvcache":
+            write_kvcache(x, x, pool, pool.clone(), *tables, cu_seqlens=int32(ends))
+        else:
+            x_or_qk = (x,) if function == "apply_rope" else (x, x)
+            getattr(package, function)(*x_or_qk, *tables, layout="thd", cu_seqlens=int32(ends))
 
-@pytest.mark.parametrize("function", all_of_packed([0, 20]))
-@pytest.mark.parametrize(("ends", "message"), WRONG, ids=str)
-def test_the_host_refuses_wrong_ends(ends, message, function):
-    with pytest.raises(ValueError, match=f"^{function.partition(' ')[0]} {message}"):
-        all_of_packed(ends)[function]()
-
-
-def test_ends_before_the_last_token_are_legal():
-    for call in all_of_packed([0, 7, 13]).values():
-        call()
-
-
-def test_a_longest_sequence_that_is_not_the_longest():
-    x, cos = torch.randn(20, 2, 16), torch.randn(32, 8)
-    ends = int32([0, 12, 20])
-    rope_attention_varlen(x, x, x, cos, cos, ends, ends, 3, 12)  # max_seqlen_q only chooses a configuration
-    with pytest.raises(ValueError, match="^max_seqlen_k must be at least the longest sequence of k, 12, but is 11"):
-        rope_attention_varlen(x, x, x, cos, cos, ends, ends, 12, 11)
+    call([0, 7, 13])
+    with pytest.raises(ValueError, match="^cu_seqlens must end at or before .*'s 20 tokens, but ends at 21"):
+        call([0, 11, 21])
 
 
 PACKED = packed((9, 5, 6), dtype=F32, sinks=True)
 
 
-def assert_nothing_is_seen(found):
-    o, lse, *gradients = found
-    assert bool((lse == -math.inf).all())
-    for x in (o, *gradients):
-        assert not bool(x.any()), "every row is 0, and none is left as the memory was"
-
-
 @interpreted
-@both_strategies
-@pytest.mark.parametrize("wrong", ["q", "k", "both"])
+@pytest.mark.parametrize("strategy", [*STRATEGIES, "reference"])
+@pytest.mark.parametrize("wrong", [(8,), (9,), (8, 9)], ids=["q", "k", "both"])
 @pytest.mark.parametrize(
     "ends", [[3, 9, 14, 20], [9, 5, 6, 0], [0, 14, 9, 20], [0, 9, 14, 27], [0, -2, 14, 20]], ids=str
 )
-def test_kernels_take_no_row_for_one_of_a_sequence_where_ends_are_wrong(ends, wrong, strategy):
-    """Call the operators, because the public function refuses such CPU tensors. Fresh memory is NaN here."""
+def test_no_row_is_one_of_a_sequence_where_ends_are_wrong(ends, wrong, strategy):
+    """Call the operators and the reference, because the public function refuses such CPU tensors. Fresh memory is NaN
+    here: every row must be 0, and none as the memory was."""
     inputs = make_inputs(PACKED)
-    arguments = operator_arguments(inputs, PACKED, strategy=strategy)
-    for place, name in ((8, "q"), (9, "k")):
+    arguments = operator_arguments(inputs, PACKED, strategy="auto" if strategy == "reference" else strategy)
+    for place in wrong:
         assert arguments[place].tolist() == [0, 9, 14, 20]
-        if wrong in (name, "both"):
-            arguments[place] = int32(ends)
-    arguments[ARGUMENT_OF_MAX_LOGIT] = True
-    o, lse, max_logit = OPERATORS.attention_forward(*arguments)
-    assert max_logit.shape == (3, PACKED.heads_q) and (max_logit == -math.inf).all()
-    gradients = OPERATORS.attention_backward(inputs.do, o, lse, False, *arguments)
-    assert_nothing_is_seen((o, lse, *gradients[:4]))
-
-
-@pytest.mark.parametrize("wrong", [0, 1])
-@pytest.mark.parametrize("ends", [ends for ends, _ in WRONG], ids=str)
-def test_the_reference_does_so_too(ends, wrong):
-    case = packed((20,), dtype=F32)
-    q, k, v, cos, sin, do = make_inputs(case)
-    q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
-    both = [int32([0] * (len(ends) - 1) + [20])] * 2
-    both[wrong] = int32(ends)
-    given = {"softmax_scale": 0.3, "rotary_dim": case.rotary, "return_max_logit": True}
-    ends_q, ends_k = both
-    o, lse, max_logit = reference_attention(q, k, v, cos, sin, True, cu_seqlens_q=ends_q, cu_seqlens_k=ends_k, **given)
-    assert (max_logit == -math.inf).all()
-    assert_nothing_is_seen((o, lse, *torch.autograd.grad(o, (q, k, v), do)))
+        arguments[place] = int32(ends)
+    if strategy == "reference":
+        leaves = [x.detach().requires_grad_() for x in inputs[:3]]
+        options = dict(zip(("cu_seqlens_q", "cu_seqlens_k"), arguments[8:10])) | {"softmax_scale": 0.3}
+        options |= {"rotary_dim": 16, "return_max_logit": True}
+        o, lse, max_logit = reference_attention(*leaves, inputs.cos, inputs.sin, True, **options)
+        gradients = torch.autograd.grad(o, leaves, inputs.do)
+    else:
+        arguments[ARGUMENT_OF_MAX_LOGIT] = True
+        o, lse, max_logit = OPERATORS.attention_forward(*arguments)
+        gradients = OPERATORS.attention_backward(inputs.do, o, lse, False, *arguments)[:4]
+    assert max_logit.shape == (3, PACKED.heads_q)
+    assert bool((lse == -math.inf).all()) and bool((max_logit == -math.inf).all())
+    assert not any(bool(x.any()) for x in (o, *gradients))
 
 
 @kernel_or_reference("triton", "reference")
@@ -116,26 +77,13 @@ def test_lengths_of_keys_that_cannot_be_are_clamped(causal, backend):
     inputs = make_inputs(Case(4, 2, 1, 5, 9, 16, dtype=F32, causal=causal))
 
     def run(lens, starts):
-        q, k, v = (x.detach().clone().requires_grad_() for x in inputs[:3])
-        o, lse = rope_attention(
-            q,
-            k,
-            v,
-            inputs.cos,
-            inputs.sin,
-            causal,
-            kv_lens=int32(lens),
-            kv_starts=int32(starts),
-            backend=backend,
-            return_lse=True,
-        )
-        return o, lse, *torch.autograd.grad(o, (q, k, v), inputs.do)
+        given = [x.detach().clone().requires_grad_() for x in inputs[:3]]
+        bounds = {"kv_lens": int32(lens), "kv_starts": int32(starts)}
+        o, lse = rope_attention(*given, inputs.cos, inputs.sin, causal, **bounds, backend=backend, return_lse=True)
+        return lse, o, *torch.autograd.grad(o, given, inputs.do)
 
     found = run([-1, -(2**31), 10, 2**31 - 1], [-7, 0, -(2**31), 0])
     assert_close(found, run([0, 0, 9, 9], [0, 0, 0, 0]), 0.0)
     assert not any(bool(x.isnan().any()) for x in found)
-    for x in (found[0], *found[2:]):
-        assert not bool(x[:2].any())
-    assert bool((found[1][:2] == -math.inf).all())
-    hidden = run([9] * 4, [9, 2**31 - 1, 0, 0])  # keys begin after the last one
-    assert not any(bool(x[:2].any()) for x in (hidden[0], *hidden[2:])) and bool((hidden[1][:2] == -math.inf).all())
+    for lse, *others in (found, run([9] * 4, [9, 2**31 - 1, 0, 0])):  # or keys begin after the last one
+        assert bool((lse[:2] == -math.inf).all()) and not any(bool(x[:2].any()) for x in others)

@@ -1,174 +1,252 @@
-"""``python -m bench``: its command line, exit statuses, and the table of its commands."""
+"""``python -m bench``: its command line, exit statuses, and what becomes of providers and cases that fail."""
 
-import dataclasses
-import re
+import contextlib
+from dataclasses import replace
 
 import pytest
 import torch
 
 from baselines import BASELINES
-from bench import __main__ as command, report
-from bench.attention import cases, providers, suite as attention
-from bench.attention.suite import ATTENTION
-from bench.environment import ROOT
-from tests.support.bench import FACTS
-from tests.support.clocks import WallClock
-from verification import testing
-
-TINY = cases.BenchCase("Tiny", "Tiny", ("corope",), testing.Case(1, 2, 1, 9, 9, 8, dtype=torch.float32), "corope")
-
-
-def test_dry_run_lists_cases_providers_and_what_is_missing(capsys):
-    assert command.main(["--dry-run", "--cases", "table"]) == 0
-    text = capsys.readouterr().out
-    for name in (*cases.TABLE, *providers.table("plain")):
-        assert name in text
-    for name, baseline in BASELINES.items():
-        if reason := baseline.missing():
-            assert reason in text and "pip install" in reason, name
-
-
-def test_without_a_gpu_the_exit_status_is_2(capsys, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert command.main([]) == 2
-    assert "no GPU" in capsys.readouterr().err
+from bench import __main__ as command, decode, report
+from bench.attention import cases, providers
+from bench.attention.providers import OURS, fused
+from bench.attention.suite import ATTENTION, LOAD_USUAL
+from bench.environment import RESULTS, ROOT, commit, environment
+from bench.report import case_report
+from bench.rope import PROVIDERS as ROTATIONS, ROPE, RopeCase, RopeProvider
+from bench.suite import forward_or_backward
+from tests.support.bench import SHORT, TINY, WallClock, run, scripted, status
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--cases", "nowhere"], "no case fits 'nowhere'"),
-        (["--providers", "nobody"], "unknown provider"),
-        (["--passes", "sideways"], "--passes"),
-        (["nonsense"], "no command nonsense; there are attention"),
+        ("nonsense", "no command nonsense; there are attention"),
+        ("--cases nowhere", "no case fits 'nowhere'; groups are nineteen"),
+        ("--providers nobody", "unknown provider nobody; there are fused"),
+        ("--passes sideways", "--passes takes fwd, fwd_grad, bwd, both, not 'sideways'"),
+        ("--round-ms 0", "--round-ms must be above 0, not 0"),
+        ("--mode load,graph", "--mode load has a clock of its own: it takes no other mode with it"),
+        ("rope --mode load", "--mode takes eager, graph, not 'load'"),
+        ("decode --cases B3-", "no case fits 'B3-'; groups are b1, b8, b64, mixed, names B1-4K"),
+        ("models --cases Gemma3+decode", "no case fits 'Gemma3+decode'"),
+        ("results no-such-file --to attention-h200", "no-such-file"),
     ],
 )
 def test_wrong_arguments_are_named(arguments, message, capsys):
-    assert command.main(arguments) == 2
+    words = arguments.split()
+    assert command.main(words if words[0] in ("nonsense", "results") else [*words, "--dry-run"]) == 2
     assert message in capsys.readouterr().err
 
 
-def test_help_fits_on_one_screen(capsys):
-    with pytest.raises(SystemExit) as stopped:
-        command.main(["--help"])
-    assert stopped.value.code == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert len(lines) <= 24 and max(map(len, lines)) <= 80
-    assert all(f"\n  {name} " in "\n".join(lines) for name in command.COMMANDS)
+@pytest.mark.parametrize("name", [name for name, (_, entry) in command.COMMANDS.items() if entry != "main"])
+def test_a_suite_lists_what_would_run_and_needs_a_gpu(name, capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert command.main([name, "--dry-run"]) == 0
+    cases_and_people = capsys.readouterr().out.split("\n\n")
+    assert all(len(text.splitlines()) > 2 for text in cases_and_people) and len(cases_and_people) == 2
+    assert command.main([name]) == 2 and "no GPU here" in capsys.readouterr().err
 
 
-def test_provider_selection():
-    def select(*names, case=cases.PLAIN[0]):
-        return [provider.name for provider in ATTENTION.providers(case, names)]
-
-    assert select("hf_sdpa", "fused", "nobody") == ["fused", "hf_sdpa"]
-    assert select() == list(providers.table("plain"))
-    assert select(case=cases.HOST) == list(providers.table("host"))
-
-
-def test_the_mode_chooses_cases(capsys):
-    assert command.main(["--mode", "host", "--dry-run"]) == 0
+@pytest.mark.parametrize(
+    ("arguments", "listed", "left_out"),
+    [
+        ("--cases table", [*cases.TABLE, *providers.table("plain")], ["Host"]),
+        ("--cases Small-1K", ["Small-1K"], ["Small-512"]),
+        ("--cases LLAMA70B+1k,llama7b-2k --providers fused", ["Llama70B-1K", "Llama7B-2K"], ["Small", "hf_sdpa"]),
+        ("--mode host", ["B1 H4 N128 D64 causal bf16", "bare_cudnn_chosen"], ["Small-512"]),
+        ("--mode graph", ["Small-512"], ["\nHost "]),
+        ("--mode graph,host", ["Small-512", "\nHost "], []),
+        ("--mode load", [*cases.TABLE, *LOAD_USUAL], ["\nHost ", "hf_sdpa"]),
+        ("rope --cases wide+bf16", ["Wide-256", "liger"], ["Llama3-8B"]),
+        ("decode --cases B64", ["B64-128K", "rotate + write + FlashAttention-4"], ["B1-4K"]),
+        ("models", ["Llama-3.2-1B", "Qwen3-0.6B", "prefill-16K", "liger"], []),
+        ("mla", ["B1 H128 N4096x4096 D128+64/128 bfloat16", "compiled_fa4"], []),
+        ("fa3", ["Llama3-8B-16K", "bare FA3, from JAX"], ["Long-64K"]),
+    ],
+)
+def test_cases_and_providers_are_chosen(arguments, listed, left_out, capsys):
+    assert command.main([*arguments.split(), "--dry-run"]) == 0
     text = capsys.readouterr().out
-    assert "B1 H4 N128 D64 causal bf16" in text and "Small-512" not in text and "bare_cudnn_chosen" in text
-    for mode, with_host in (("graph", False), ("graph,host", True)):
-        assert command.main(["--mode", mode, "--dry-run"]) == 0
-        text = capsys.readouterr().out
-        assert "Small-512" in text and ("\nHost " in text) == with_host
+    assert not [word for word in listed if word not in text] and not [word for word in left_out if word in text]
+    for baseline in BASELINES.values() if "table" in arguments else ():
+        assert (baseline.missing() or "here") in text
 
 
-def test_every_command_has_help(capsys):
-    for name in command.COMMANDS:
-        with pytest.raises(SystemExit) as stopped:
-            command.main([name, "--help"])
-        assert stopped.value.code == 0 and name in command.HELP
-        assert "usage: python -m bench" in capsys.readouterr().out
+@pytest.mark.parametrize("name", ["", *command.COMMANDS])
+def test_help(name, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        command.main([*name.split(), "--help"])
+    text = capsys.readouterr().out
+    assert stopped.value.code == 0 and "usage: python -m bench" in text and name in command.HELP
+    if not name:
+        assert len(text.splitlines()) <= 24 and max(map(len, text.splitlines())) <= 80, "it fits on one screen"
 
 
-def test_a_command_can_be_left_out_for_attention(capsys):
-    for arguments in ([], ["attention"]):
-        assert command.main([*arguments, "--dry-run", "--cases", "Small-1K"]) == 0
-        assert "Small-1K" in capsys.readouterr().out
-
-
-def test_suites_never_import_one_another():
-    """Shared code is in files directly in ``bench``."""
-    suites = {"attention", "mla", "rope", "decode", "models", "cp"}
-    offenders = []
-    for file in (ROOT / "bench").rglob("*.py"):
-        imported = set(re.findall(r"(?:from|import) bench\.(\w+)", file.read_text(encoding="utf-8")))
-        own = {file.parent.name, file.stem} if file.name != "docs.py" else suites
-        offenders += [f"{file}: {name}" for name in (imported & suites) - own]
-    assert not offenders
-
-
-class _LikeAGpu(WallClock):
-    pass
-
-
-@pytest.fixture
-def measured(monkeypatch, tmp_path):
-    """Run the command line of attention as on a GPU, at one tiny case of Co-RoPE on the CPU: (exit status, rows)."""
-
-    def measure(*people):
-        file = tmp_path / "rows.jsonl"
-        table = {provider.name: provider for provider in people} or providers.table("corope")
-
-        def clock(device, options):
-            assert device == torch.device("cuda", 0)
-            return _LikeAGpu()
-
-        suite = dataclasses.replace(
-            ATTENTION,
-            cases=(TINY,),
-            default_cases="",
-            table=lambda case: table,
-            clock=clock,
-            adapt=lambda cases, options, args: cases,
-        )
-        monkeypatch.setattr(attention, "ATTENTION", suite)
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-        monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-        monkeypatch.setattr("bench.command.environment", lambda: FACTS)
-        status = command.main(["--out", str(file), "--rounds", "2"])
-        return status, report.read_file(file) if file.exists() else []
-
-    return measure
-
-
-def test_a_measurement_writes_its_rows_and_says_what_it_found(measured, capsys):
-    status, rows = measured()
-    assert status == 0 and {row["provider"] for row in rows} == {"corope", "dense"}
-    assert all(row["triton"] == "3" and row["commit"] == "abc" and row["bench"] == "attention" for row in rows)
-    out, err = capsys.readouterr()
-    assert "toy, driver 1, torch 2, triton 3" in out and "eager, at once" in out and "4 rows in" in out
-    assert "gate corope" in err and "bwd eager" in err and "after 0 s: 1 of 1, Tiny" in err
-
-
-def test_of_several_ranks_the_first_writes_the_rows(measured, monkeypatch, capsys):
+def test_of_several_ranks_the_first_writes_the_rows(measure, monkeypatch, capsys):
     monkeypatch.setenv("RANK", "1")
-    assert measured() == (0, []) and not capsys.readouterr().err
+    assert measure("attention", [TINY], [OURS], "--mode", "eager") == (0, [])
+    assert not capsys.readouterr().err
 
 
-def test_ours_that_is_wrong_makes_the_status_1(measured):
-    def wrong(q, k, v, given):
-        return 1.1 * providers.corope_attention(q, k, v)
+def raises(error):
+    def run(*given):
+        raise error
 
-    status, rows = measured(providers.ours("corope", "wrong", run=wrong))
-    assert status == 1 and [row["status"] for row in rows] == ["failed"]
-
-
-def test_an_interrupted_run_says_what_it_has(measured, capsys):
-    def interrupted(q, k, v, given):
-        raise KeyboardInterrupt
-
-    assert measured(providers.ours("corope", "slow", run=interrupted)) == (130, [])
-    assert "0 rows in" in capsys.readouterr().out
+    return run
 
 
-def test_a_lost_gpu_makes_the_status_3(measured, monkeypatch, capsys):
-    def lost(self):
-        raise RuntimeError("an illegal memory access was encountered")
+class Lost(WallClock):
+    synchronize = raises(RuntimeError("an illegal memory access was encountered"))
 
-    monkeypatch.setattr(_LikeAGpu, "synchronize", lost)
-    assert measured() == (3, [])
-    assert "illegal memory access" in capsys.readouterr().out
+
+@pytest.mark.parametrize(
+    ("run", "clock", "status", "message"),
+    [
+        (lambda *given: 1.1 * fused(*given), WallClock(), 1, "FAILED the gate"),
+        (raises(RuntimeError("broken")), WallClock(), 1, "broken"),
+        (raises(KeyboardInterrupt), WallClock(), 130, "0 rows in"),
+        (fused, Lost(), 3, "illegal memory access"),
+    ],
+)
+def test_exit_statuses(measure, capsys, run, clock, status, message):
+    assert measure("attention", [TINY], [scripted("fused", run, role="ours")], clock=clock)[0] == status
+    assert message in capsys.readouterr().out
+
+
+def test_facts_of_the_machine_and_the_tree(monkeypatch, tmp_path):
+    """FUSED_ROPE_COMMIT names the commit, because a copied tree may contain an older repository."""
+    monkeypatch.setenv("FUSED_ROPE_COMMIT", "0123abcd")
+    facts = environment()
+    assert {"gpu", "driver", "torch", "cuda", "cudnn", "triton", "packages", "commit", "date"} == set(facts)
+    assert facts["commit"] == "0123abcd" and RESULTS.is_relative_to(ROOT)
+    monkeypatch.delenv("FUSED_ROPE_COMMIT")
+    assert commit() != "0123abcd"
+    monkeypatch.setattr("bench.environment.ROOT", tmp_path)
+    assert commit() == "unknown"
+
+
+# The run
+
+
+def test_who_does_not_run_is_named_and_the_others_are_timed():
+    """A provider without a backward is judged and timed forward: no gradients are asked for."""
+
+    def forward_only(*given):
+        assert not torch.is_grad_enabled()
+        return fused(*given)
+
+    people = [
+        OURS,
+        scripted("broken", raises(RuntimeError("kernel exploded\nwith a long trace"))),
+        scripted("hungry", raises(torch.OutOfMemoryError("out of memory"))),
+        scripted("limited", raises(NotImplementedError("no such mask"))),
+        scripted("absent", lacks="pip install absent"),
+        scripted("forward", forward_only, backward=False),
+    ]
+    rows, measurement = run(ATTENTION, TINY, providers=people, modes=("eager",), passes=("fwd", "bwd", "both"))
+    found = {(row["provider"], row["pass"]): (row["status"], row["detail"]) for row in rows}
+    lacks = "unsupported", "forward has a forward pass only"
+    assert found == {
+        ("broken", None): ("error", "RuntimeError: kernel exploded"),
+        ("hungry", None): ("oom", "OutOfMemoryError: out of memory"),
+        ("limited", None): ("unsupported", "NotImplementedError: no such mask"),
+        ("absent", None): ("missing", "pip install absent"),
+        **{("fused", part): ("ok", "") for part in ("fwd", "bwd", "both")},
+        ("forward", "fwd"): ("ok", ""),
+        ("forward", "bwd"): lacks,
+        ("forward", "both"): lacks,
+    }
+    assert len(report.timed(rows)) == 4 and not report.red(rows) and not measurement.not_run
+    text = case_report(rows)
+    assert "! forward (bwd eager): unsupported: forward has a forward pass only" in text and "! broken: error" in text
+
+
+def test_a_failed_capture_is_tried_once_and_reported():
+    class NoCapture(WallClock):
+        attempts = 0
+
+        def capture(self, make):
+            self.attempts += 1
+            raise RuntimeError("operation not permitted when stream is capturing")
+
+    clock = NoCapture()
+    rows, _ = run(ATTENTION, TINY, providers=[OURS], clock=clock, modes=("eager", "graph"), passes=("fwd", "bwd"))
+    assert clock.attempts == 1
+    assert [row["status"] for row in rows if row["mode"] == "graph"] == ["no-graph", "no-graph"]
+    assert all("not permitted" in row["detail"] for row in rows if row["mode"] == "graph")
+
+
+def test_a_case_whose_inputs_do_not_fit_is_named():
+    full = replace(decode.DECODE, trial=raises(torch.OutOfMemoryError("out of memory")))
+    rows, measurement = run(full, decode.DecodeCase(2, 32, 4, 2, 16, torch.float32), providers=[])
+    assert rows == [] and measurement.not_run == ["B2-32 B2 H4/2 S32 D16 fp32 (memory)"]
+
+
+def test_each_case_takes_the_modes_that_are_for_it():
+    rows, _ = run(ATTENTION, TINY, SHORT, providers=[OURS], modes=("eager", "host"), passes=("fwd",))
+    assert [(row["case"], row["mode"]) for row in rows] == [("Tiny-64", "eager"), ("Host", "host")]
+    rows, _ = run(ATTENTION, TINY, providers=[OURS], modes=("host",), passes=("fwd",))
+    assert [row["mode"] for row in rows] == ["host"]
+
+
+def test_the_option_for_the_same_bits_is_passed():
+    """A step in float8 cannot keep that promise and is refused; no other provider's call can raise this."""
+    step = decode.in_float8(decode.DecodeCase(1, 32, 2, 1, 32, torch.float16).step(torch.device("cpu")))
+    with pytest.raises(NotImplementedError, match="batch_invariant=True does not serve float8"):
+        decode.PROVIDERS["fused_same_bits"].make(step._replace(k_scale=None, v_scale=None))()
+
+
+def test_providers_in_place_get_copies_and_leave_the_inputs_alone():
+    def overwriting(q, k, v, given):
+        o = fused(q, k, v, given)
+        q.data.zero_()
+        k.data.zero_()
+        return o
+
+    seen = []
+
+    def spy(q, k, v, given):
+        seen.append(q.detach().clone())
+        return fused(q, k, v, given)
+
+    people = [scripted("in_place", overwriting, in_place=True), scripted("spy", spy)]
+    rows, _ = run(ATTENTION, TINY, providers=people, passes=("fwd",), modes=("eager",))
+    assert status(rows) == {"in_place": "ok", "spy": "ok"}
+    assert len(seen) > 2 and all(torch.equal(q, seen[0]) for q in seen)
+
+
+def test_rotations_in_place_work_on_their_own_memory():
+    def in_place(xs, tables, weights):
+        outs = ROTATIONS["apply_rope"].run(xs, tables, weights)
+        for x, out in zip(xs, outs):
+            x.data.copy_(out)
+        return outs
+
+    people = [RopeProvider("greedy", "greedy", run=in_place, in_place=True), ROTATIONS["apply_rope"]]
+    found = status(run(ROPE, RopeCase("Tiny", 2, (4, 2), 16, 8, (), torch.float32), providers=people)[0])
+    assert found == {"greedy": "ok", "apply_rope": "ok"}
+
+
+def test_the_context_of_a_provider_is_entered_around_its_calls_alone():
+    """cuDNN's attention is chosen by such a context, once for many calls, because choosing costs host time."""
+    entered, seen = [], {"inside": set(), "outside": set()}
+
+    @contextlib.contextmanager
+    def active():
+        entered.append(True)
+        yield
+        entered.pop()
+
+    def watching(place):
+        return lambda *given: (seen[place].add(bool(entered)), fused(*given))[1]
+
+    people = [scripted("inside", watching("inside"), active=active), scripted("outside", watching("outside"))]
+    run(ATTENTION, TINY, providers=people, modes=("eager",), passes=("fwd",))
+    assert seen == {"inside": {True}, "outside": {False}} and not entered
+
+
+def test_forward_with_gradient_builds_a_graph_and_forward_does_not():
+    x = torch.randn(3, requires_grad=True)
+    forward, fwd_grad = (forward_or_backward(lambda x: 2 * x, [x], None, part) for part in ("fwd", "fwd_grad"))
+    assert fwd_grad().requires_grad and not forward().requires_grad

@@ -6,10 +6,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from bench.__main__ import main
 from bench.attention import jax_fa3
-from bench.attention.jax_fa3 import CALLS, FA3, FA3_SUITE, PROVIDERS
-from tests.support.bench import TINY, run
+from bench.attention.jax_fa3 import CALLS, FA3, PROVIDERS
+from tests.support.bench import TINY, status
 from verification.testing import reference_attention
 
 CASE = replace(TINY, case=replace(TINY.case, dtype=torch.bfloat16, causal=True))
@@ -17,7 +16,7 @@ CASE = replace(TINY, case=replace(TINY.case, dtype=torch.bfloat16, causal=True))
 
 @pytest.fixture
 def library(monkeypatch):
-    """Compute the targets by the reference, and note their names."""
+    """Compute the targets by the reference, and return a list of the names that are called. "wrong" spoils dk."""
     called = []
 
     def call(target, shapes, causal, head_dim, *given):
@@ -31,17 +30,17 @@ def library(monkeypatch):
         if target == jax_fa3._BACKWARD:
             torch.testing.assert_close(saved[0].float(), o.bfloat16().float(), rtol=0.02, atol=0.02)
             results = list(torch.autograd.grad(o, leaves, given[0].transpose(1, 2).float()))
+            results[1] = results[1] / 2 if called[0] == "wrong" else results[1]
         found = [x.detach() if x.ndim == 3 else x.detach().to(q.dtype).transpose(1, 2) for x in results]
         assert [tuple(x.shape) for x in found] == [tuple(shape) for shape, _ in shapes[: len(found)]]
         return (*found, *shapes[len(found) :])
 
     def jit(function):
-        def lower(*given):
-            return SimpleNamespace(compile=lambda: function)
+        def jitted(*given):
+            return function(*given)
 
-        function_of = lambda *given: function(*given)  # noqa: E731
-        function_of.lower = lower
-        return function_of
+        jitted.lower = lambda *given: SimpleNamespace(compile=lambda: function)
+        return jitted
 
     monkeypatch.setattr(jax_fa3, "_call", call)
     monkeypatch.setattr(jax_fa3, "_jax", lambda: SimpleNamespace(jit=jit))
@@ -50,63 +49,20 @@ def library(monkeypatch):
     return called
 
 
-def test_it_is_judged_and_timed_next_to_ours(library):
-    mine = PROVIDERS["fused"], replace(PROVIDERS[FA3], missing=lambda: None)
-    rows, _ = run(FA3_SUITE, CASE, providers=mine, modes=FA3_SUITE.modes)
-    assert {row["status"] for row in rows} <= {"ok", "loose"}, [row["detail"] for row in rows]
-    assert [(row["pass"], row["provider"]) for row in rows] == [
-        (part, name) for part in ("fwd", "bwd") for name in ("fused", FA3)
-    ]
-    assert all(row["mode"] == "load" for row in rows)
+PEOPLE = PROVIDERS["fused"], replace(PROVIDERS[FA3], missing=lambda: None)
+
+
+def test_it_is_judged_and_timed_next_to_ours(library, measure):
+    exit_status, rows = measure("fa3", [CASE], PEOPLE)
+    assert exit_status == 0 and {row["status"] for row in rows} <= {"ok", "loose"}, rows
+    found = [(row["pass"], row["provider"], row["mode"]) for row in rows]
+    assert found == [(part, name, "load") for part in ("fwd", "bwd") for name in ("fused", FA3)]
     assert "peak_mib" not in rows[1] and rows[1]["role"] == "bare"
     # An execution of the other framework is CALLS calls of one target.
     assert library.count(jax_fa3._BACKWARD) == 2 + 4 * CALLS  # the gate, and two rounds of two executions
 
 
-def test_a_wrong_gradient_is_not_timed(library, monkeypatch):
-    right = jax_fa3._call
-    monkeypatch.setattr(jax_fa3, "_call", lambda target, *given: tuple(_halved(right(target, *given), target)))
-    rows, _ = run(FA3_SUITE, CASE, providers=[replace(PROVIDERS[FA3], missing=lambda: None)])
-    assert [row["status"] for row in rows] == ["failed"] and "dk" in rows[0]["detail"]
-
-
-def _halved(results, target):
-    return [x / 2 if i == 1 and target == jax_fa3._BACKWARD else x for i, x in enumerate(results)]
-
-
-def test_what_is_missing(monkeypatch, tmp_path, capsys):
-    found = {"jax": None, "dew_flash_attn": None}
-    monkeypatch.setattr(jax_fa3.importlib.util, "find_spec", found.get)
-    assert jax_fa3._missing() == "pip install jax[cuda13]"
-    found["jax"] = SimpleNamespace()
-    assert "libdew_flash_attn3.so" in jax_fa3._missing()
-    found["dew_flash_attn"] = SimpleNamespace(submodule_search_locations=[str(tmp_path)])
-    assert "libdew_flash_attn3.so" in jax_fa3._missing()
-    (tmp_path / "libdew_flash_attn3.so").touch()
-    assert jax_fa3._missing() is None
-    monkeypatch.undo()
-    assert main(["fa3", "--dry-run"]) == 0
-    text = capsys.readouterr().out
-    assert "Llama3-8B-16K" in text and "Long-64K" not in text and "bare FA3, from JAX" in text
-
-
-def test_times_of_blocks(monkeypatch):
-    """A sample waits for PyTorch and for the other framework, and divides by all calls."""
-    now, events = [0.0], []
-    clock = jax_fa3.BackToBackClock.__new__(jax_fa3.BackToBackClock)
-    monkeypatch.setattr(jax_fa3.BackToBackClock, "synchronize", lambda self: events.append("torch"))
-    monkeypatch.setattr(jax_fa3.time, "perf_counter", lambda: now[0])
-
-    class Last:
-        def block_until_ready(self):
-            events.append("other")
-            now[0] += 0.032
-
-    def fn():
-        events.append("call")
-        now[0] += 0.016
-        return Last()
-
-    assert clock.sample(fn, 2) == [pytest.approx(1.0)]
-    assert events == ["torch", "call", "call", "other", "torch"]
-    assert clock.calls_for(fn, 200.0) == 4
+def test_a_wrong_gradient_is_not_timed(library, measure):
+    library.append("wrong")
+    _, rows = measure("fa3", [CASE], PEOPLE[1:])
+    assert status(rows) == {FA3: "failed"} and rows[0]["pass"] is None and "dk" in rows[0]["detail"]

@@ -10,8 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.support import cp_gpu
-from tests.support.context_parallel import judge
+from tests.support import context_parallel as programs
 from tests.support.dtypes import BF16
 from verification.context_parallel import attend, dealt, joined
 from verification.ranks import Ranks
@@ -38,49 +37,34 @@ NUMBERS = [
 ]
 
 
-def bits(pool, members):
-    uneven = [(replace(case, len_q=1840, len_k=1840), sharding, True) for case, sharding in BITS if case.causal]
-    for case, sharding, invariant in [*((*row, False) for row in BITS), *uneven]:
-        sharding = dealt(len(members)) if sharding == "dealt" else sharding
-        for rank, same in enumerate(pool.results(cp_gpu.bits, case, members, sharding, invariant, ranks=members)):
-            assert same == {"o": True, "lse": True}, f"{case.name} {sharding} {invariant}: rank {rank}: {same}"
-
-
 def numbers(pool, members):
     for case, options in (*NUMBERS, (EVEN, {"sharding": dealt(len(members))})):
         parts = pool.results(attend, case, members, "cuda", options, ranks=members)
-        judge(case, joined(parts, options.get("sharding", "zigzag")), options.get("total_len"), "cuda")
-
-
-def repeats(pool, members):
-    assert pool.results(cp_gpu.repeats, LONG, members, 20, ranks=members) == [[True] * 20] * len(members)
-
-
-def a_late_rank(pool, members):
-    for same, calls in pool.results(cp_gpu.delays, SHORT, members, 1000, 30.0, ranks=members):
-        assert same and calls > 0
-
-
-def late_inputs(pool, members):
-    assert pool.results(cp_gpu.late_inputs, LONG, members, ranks=members) == [True] * len(members)
-
-
-def graphs(pool, members):
-    assert pool.results(cp_gpu.graph, LONG, members, ranks=members) == [True] * len(members)
-
-
-def compiled(pool, members):
-    for rank, same in enumerate(pool.results(cp_gpu.compiled, SHORT, members, ranks=members)):
-        assert all(same.values()), f"rank {rank}: {same}"
+        programs.judge(case, joined(parts, options.get("sharding", "zigzag")), options.get("total_len"), "cuda")
 
 
 def memory(pool, members):
     """Forward holds K and V of all ranks, and one more copy of their parts; backward their gradients in float32."""
     keys = 2 * LONG.len_k * LONG.heads_kv * LONG.head_dim * 2 / 2**20
     queries = LONG.len_q * LONG.heads_q * LONG.head_dim * 2 / 2**20 / len(members)
-    for forward, backward in pool.results(cp_gpu.memory, LONG, members, ranks=members):
+    for forward, backward in pool.results(programs.memory, LONG, members, ranks=members):
         assert forward <= 3.5 * keys + 3 * queries, (forward, keys, queries)
         assert backward <= 9 * keys + 8 * queries, (backward, keys, queries)
+
+
+def checks_of(members):
+    """(a program or check, what it is given): every rank of a program returns True, or several of them."""
+    for case, sharding in BITS:
+        sharding = dealt(len(members)) if sharding == "dealt" else sharding
+        yield programs.has_bits_of_one_gpu, case, members, sharding, False
+        yield programs.has_bits_of_one_gpu, replace(case, len_q=1840, len_k=1840), members, sharding, True
+    yield (numbers,)
+    yield programs.repeats, LONG, members, 20, 60.0, False
+    yield programs.repeats, SHORT, members, 1000, 30.0, True
+    yield programs.late_inputs, LONG, members
+    yield (memory,)
+    yield programs.graph, LONG, members
+    yield programs.compiled, SHORT, members
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -90,13 +74,17 @@ def test_several_gpus(size):
     members, failures = tuple(range(size)), []
     pool = Ranks(size, "nccl")
     try:
-        for check in (bits, numbers, repeats, a_late_rank, late_inputs, memory, graphs, compiled):
+        for program, *given in checks_of(members):
             try:
-                check(pool, members)
+                if not given:
+                    program(pool, members)
+                    continue
+                for rank, found in enumerate(pool.results(program, *given, ranks=members)):
+                    assert all([found] if isinstance(found, bool) else found), f"rank {rank}: {found}"
             except TimeoutError:
                 raise
             except Exception as error:
-                failures.append(f"{check.__name__}: {type(error).__name__}: {error}")
+                failures.append(f"{program.__name__} {given}: {type(error).__name__}: {error}")
     finally:
         pool.close()
     assert not failures, "\n".join(failures)

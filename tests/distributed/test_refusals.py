@@ -2,7 +2,8 @@
 
 import pytest
 
-from tests.support.context_parallel import refused, refused_documents
+from fused_rope_attn.distributed import cp_positions, plan_varlen_cp
+from tests.support import context_parallel as programs
 
 # (what rank 1 of three passes otherwise, or all with "all", the error, what every rank's message says)
 ROWS = [
@@ -16,6 +17,7 @@ ROWS = [
     ({"rows": 12}, ValueError, "whether the tables are of the local rows must be the same"),
     ({"softcap": -1.0}, ValueError, "softcap must be finite and positive"),
     ({"softcap": "1"}, TypeError, "softcap must be a float"),
+    ({"batch_invariant": True}, ValueError, "batch_invariant must be the same"),
     ({"all": True, "method": "all_to_all"}, ValueError, "k has 2 heads"),
     ({"all": True, "length": 7}, ValueError, "q must have a multiple of 2 rows"),
     ({"all": True, "heads_kv": 3}, ValueError, "k has 3 heads, but q's 4 heads"),
@@ -26,34 +28,38 @@ ROWS = [
     ({"all": True, "total_len": 3.0}, TypeError, "total_len must be an int"),
     ({"all": True, "dropout_p": 0.1}, TypeError, "rope_attention_cp() does not take 'dropout_p'"),
     ({"all": True, "return_max_logit": True}, TypeError, "rope_attention_cp() does not take 'return_max_logit'"),
-    ({"batch_invariant": True}, ValueError, "batch_invariant must be the same"),
     ({"all": True, "batch_invariant": True, "causal": False}, NotImplementedError, "causal must be True with batch_"),
     ({"all": True, "backend": "hopper"}, NotImplementedError, "q must be float16 or bfloat16 for backend='hopper'"),
 ]
+PLANS = [
+    ([1, 8], {}, "cu_seqlens must begin with 0"),
+    ([0, 8, 4], {}, "never fall"),
+    ([0, 7], {}, "total_tokens must be a multiple of 4 for 2 ranks"),
+    ([0, 8], {"total_tokens": 4}, "at least the 8 tokens"),
+    ([0, 8], {"sharding": "ring"}, "sharding must be"),
+    ([0, 8], {"sharding": "dealt:0,0,0,1"}, "each rank equally often"),
+]
+REFUSED = [(programs.refused, (0, 1, 2), (wrong,), kind, message) for wrong, kind, message in ROWS]
+REFUSED += [
+    (programs.with_group, (0, 1), (plan_varlen_cp, (ends,), options), ValueError, message)
+    for ends, options, message in PLANS
+]
+PACKED = "rope_attention_varlen_cp() does not take"
+REFUSED += [
+    (programs.refused_documents, (0, 1), ([5, 6], {}), ValueError, "the documents of plan must be the same on all"),
+    (programs.refused_documents, (0, 1), ([5, 5], {"return_max_logit": True}), TypeError, f"{PACKED} 'return_max_"),
+    (programs.refused_documents, (0, 1), ([5, 5], {"max_seqlen": 7}), TypeError, f"{PACKED} 'max_seqlen'"),
+    (programs.double_backward, (0, 1, 2), (), NotImplementedError, "double backward"),
+    (programs.forward_mode, (0, 1, 2), (), Exception, "rope_attention_cp: forward-mode differentiation"),
+]
 
 
-@pytest.mark.parametrize(("wrong", "kind", "message"), ROWS, ids=[message for _, _, message in ROWS])
-def test_all_ranks_raise(ranks, wrong, kind, message):
-    for name, text in ranks.results(refused, (0, 1, 2), wrong, ranks=(0, 1, 2)):
-        assert name == kind.__name__, text
-        assert message in text
-
-
-@pytest.mark.parametrize(
-    ("ends", "options", "message"),
-    [
-        ([5, 6], {}, "the documents of plan must be the same on all ranks"),
-        ([5, 5], {"return_max_logit": True}, "rope_attention_varlen_cp() does not take 'return_max_logit'"),
-        ([5, 5], {"max_seqlen": 7}, "rope_attention_varlen_cp() does not take 'max_seqlen'"),
-    ],
-)
-def test_packed_calls(ranks, ends, options, message):
-    for text in ranks.results(refused_documents, (0, 1), ends, options, ranks=(0, 1)):
-        assert message in text
+@pytest.mark.parametrize(("program", "members", "given", "kind", "message"), REFUSED, ids=[row[-1] for row in REFUSED])
+def test_all_ranks_raise(ranks, program, members, given, kind, message):
+    for error in ranks.run(program, members, *given, ranks=members):
+        assert isinstance(error, kind) and message in str(error), error
 
 
 def test_groups(ranks):
-    from fused_rope_attn.distributed import cp_positions
-
     with pytest.raises(TypeError, match="group must be a ProcessGroup or a DeviceMesh"):
         cp_positions(8, group="cp")

@@ -1,4 +1,4 @@
-"""The generation step's kernel in Triton's interpreter, against float64."""
+"""The generation step's kernels in Triton's interpreter, in configurations and memory that random calls do not have."""
 
 import math
 from dataclasses import replace
@@ -6,100 +6,153 @@ from dataclasses import replace
 import pytest
 import torch
 
-import fused_rope_attn
+from fused_rope_attn import rope_attention_with_kvcache
 from fused_rope_attn.generation import configs
-from tests.support.dtypes import F16, F32, F64
-from tests.support.generation import PLAIN, hold, make_inputs, run_kernels, run_reference
-from tests.support.internals import set_decode_config
+from fused_rope_attn.generation.configs import DecodeConfig
+from fused_rope_attn.generation.planning import configured
+from tests.support.calls import assert_right
+from tests.support.dtypes import F16, F32
+from tests.support.generation import CACHES, PAGED, arguments, with_own_caches
+from tests.support.internals import with_kvcache, write
 from tests.support.marks import ignore_overflow, interpreted
+from tests.support.operators import kernel_or_reference
 from verification.matrix import DECODE, step
 
-SMALL = tuple(check for check in DECODE if check.size == "small")
-
-
-def named(*checks):
-    return pytest.mark.parametrize("check", [pytest.param(check, id=check.name) for check in checks])
+pytestmark = ignore_overflow
+OUTSIDE = "block_table must hold pages of the pool"
 
 
 @interpreted
-@ignore_overflow
-@named(*SMALL)
-def test_float32(check):
-    failures = [result for result in hold(check, F32) if not result.ok]
-    assert not failures, failures
-
-
-@interpreted
-@ignore_overflow
-@named(*(check for check in SMALL if check.interleaved or not check.rotated or check.sinks))
-def test_float16(check):
-    failures = [result for result in hold(check, F16) if not result.ok]
-    assert not failures, failures
-
-
-@interpreted
-@ignore_overflow
 @pytest.mark.parametrize("rotated", [True, False])
 @pytest.mark.parametrize(("programs", "parts"), [(1, 2), (3, 1), (4, 2), (100, 4), (100, 32)])
-def test_any_number_of_shares(programs, parts, rotated, monkeypatch):
+def test_any_number_of_shares(programs, parts, rotated):
     """From one program that does everything to one for each tile, and a head's parts added in one step or in many."""
     config = replace(configs.decode("interpreter", 4, 16, rotated), programs_per_sm=programs, combine_parts=parts)
-    set_decode_config(monkeypatch, config)
     check = step("shares", (2, 1), 2, 90, 16, (85, 0, 16, 40), rotated=rotated, window=(60, 0), sinks=True)
-    failures = [result for result in hold(check, F32) if not result.ok]
-    assert not failures, failures
+    with configured(config):
+        assert_right(replace(check, dtype=F32))
 
 
 @interpreted
-def test_a_wrong_row_is_noticed(monkeypatch):
-    """The checks can fail: a key rotated by its neighbour's angle, a key left out, a row written that is not new."""
-    right = fused_rope_attn.rope_attention_with_kvcache
+@pytest.mark.parametrize(
+    "check",
+    [check for check in DECODE if check.size == "small" and (check.len_q == 33 or check.float8 and not check.rotated)],
+    ids=lambda check: check.name,
+)
+def test_chunks_of_a_prompt_and_raw_float8(check):
+    """Chunks are too large for random calls, and raw keys in float8 too rare."""
+    assert_right(replace(check, dtype=F32))
 
-    def shifted(cos, sin, **given):
-        return right(cos=cos.roll(1, 0), sin=sin.roll(1, 0), **given)
 
-    def forgetful(**given):
-        return right(**(given | {"window": (28, 0)}))
+@interpreted
+def test_more_sequences_than_are_read_at_once():
+    """A program reads the lengths of 256 at a time."""
+    assert_right(step("many", (1, 1), 1, 20, 16, (19, 0, 7) * 86 + (3,), window=(9, 0), dtype=F32))
 
-    def careless(**given):
-        out = right(**given)
-        given["v_cache"][0, 0, 3, 0] += 1
-        return out
 
-    for wrong, tensors in ((shifted, {"o", "lse", "k_cache"}), (forgetful, {"o", "lse"}), (careless, {"v_cache"})):
-        monkeypatch.setattr(fused_rope_attn, "rope_attention_with_kvcache", wrong)
-        assert {result.tensor for result in hold(PLAIN, F32) if not result.ok} == tensors, wrong
+BY_PAGE = DecodeConfig(64, 1, 1, programs_per_sm=5, combine_parts=2, rows_apart=16, by_page=True)
+
+
+@interpreted
+@pytest.mark.parametrize(
+    "check",
+    [
+        step("three tiles", (4, 2), 1, 192, 16, (170, 64, 65), page_size=16),
+        step("a window that begins within a page", (4, 2), 3, 192, 16, (150, 90), page_size=16, window=(70, 0)),
+        step("pages of 32, raw keys", (2, 1), 2, 192, 16, (150, 3), page_size=32, rotated=False),
+        step("float8, a scale for each head", (4, 2), 1, 160, 16, (130, 63), page_size=32, float8="head"),
+        step("pages that tiles go past", (2, 1), 1, 192, 16, (150, 47), page_size=48),
+        step("keys before kv_starts", (4, 2), 2, 160, 16, (100, 20), page_size=16, kv_starts=(37, 20)),
+        step("no key", (4, 2), 2, 160, 16, (100, 20), page_size=16, kv_starts=(37, 20), append=False),
+        step("norms", (4, 2), 2, 160, 16, (130, 60), page_size=16, norms=0.0),
+    ],
+    ids=lambda check: check.name,
+)
+def test_tiles_that_look_each_of_their_pages_up_once(check):
+    with configured(BY_PAGE):
+        assert_right(replace(check, dtype=F16 if check.float8 else F32))
+
+
+@pytest.mark.parametrize("wrong", [23, -1, 2**31 - 1])
+@pytest.mark.parametrize("place", [(0, 0), (0, 3), (0, 8), (1, 0)])
+@pytest.mark.parametrize("way", ["reference", *(pytest.param(way, marks=interpreted) for way in ("triton", "by page"))])
+def test_a_page_outside_the_pool(way, place, wrong):
+    """Keys fill pages 0 to 7 and a part of page 8, in the last tile of three; the other sequence only writes."""
+    given = arguments(step("pages", (4, 2), 1, 160, 16, (133, 0), page_size=16))
+    assert len(given["k_cache"]) == 23
+    given["block_table"][place] = wrong
+    before, written = with_own_caches(given), given["block_table"][[0, 1], [8, 0]].tolist()
+    with configured(BY_PAGE if way == "by page" else None), pytest.raises(Exception, match=OUTSIDE):
+        with_kvcache(**given, backend="reference" if way == "reference" else "triton")
+    others = [page for page in range(23) if page not in written]
+    for name in CACHES:
+        torch.testing.assert_close(given[name][others], before[name][others], rtol=0, atol=0, equal_nan=True)
+
+
+@kernel_or_reference("reference", "triton")
+def test_a_page_outside_the_pool_to_write_to(backend):
+    given = arguments(PAGED)
+    given = {name: given[name] for name in ("k", "v", *CACHES, "cos", "sin", "cache_seqlens", "block_table")}
+    given["block_table"][1, 0] = 9
+    with pytest.raises(Exception, match=OUTSIDE):
+        write(**given, backend=backend)
+
+
+@kernel_or_reference("reference", "triton")
+@pytest.mark.parametrize("scale", [None, torch.tensor([0.01]), torch.tensor(0.01)])
+def test_float8_saturates_and_keeps_nan(scale, backend):
+    """NaN was 384 in the interpreter. A scale may have no axis."""
+    given = arguments(step("float8", (4, 2), 2, 40, 16, (30, 0), float8="head")) | {"k_scale": scale, "v_scale": scale}
+    given["v"][0, 0, 0, :4] = torch.tensor([1e6, -1e6, math.inf, math.nan])
+    given["k"][0, 1, 1, 2] = math.nan
+    other = with_own_caches(given)
+    with_kvcache(**given, backend=backend)
+    names = ("k", "v", *CACHES, "cos", "sin", "cache_seqlens", "k_scale", "v_scale")
+    write(**{name: other[name] for name in names}, backend=backend)
+    for caches in (given, other):
+        row = caches["v_cache"][0, 0, 30, :4].float()
+        assert row[:3].tolist() == [448.0, -448.0, 448.0] and bool(row[3].isnan())
+        assert caches["k_cache"][0, 1, 31].float().isnan().nonzero().flatten().tolist() == [2, 10]
 
 
 @interpreted
 def test_only_the_new_rows_of_a_larger_buffer_are_written():
     """Tokens without a place in the cache are not written, even if there is memory after the last sequence."""
-    check = step("full", (2, 1), 4, 20, 16, (18, 20, 50))
-    inputs = make_inputs(check, F32)
-    buffers = [torch.full((3, 30, 1, 16), 7.0) for _ in range(2)]
-    views = [buffer[:, 5:25].transpose(1, 2) for buffer in buffers]
-    for view, cache in zip(views, inputs[1:3]):
-        view.copy_(cache)
-    o, lse = run_kernels(check, inputs._replace(k_cache=views[0], v_cache=views[1]))
-    for buffer, new in zip(buffers, (None, inputs.v)):
+    given = arguments(step("full", (2, 1), 4, 20, 16, (18, 20, 50)))
+    buffers = [torch.full((3, 30, 1, 16), 7.0) for _ in CACHES]
+    for name, buffer in zip(CACHES, buffers):
+        given[name] = buffer[:, 5:25].transpose(1, 2).copy_(given[name])
+    o, lse = with_kvcache(**given, backend="triton")
+    for buffer in buffers:
         assert bool((buffer[:, :5] == 7).all()) and bool((buffer[:, 25:] == 7).all())
-        if new is not None:
-            assert torch.equal(buffer[0, 23:25].transpose(0, 1), new[0, :, :2])
+    assert torch.equal(buffers[1][0, 23:25].transpose(0, 1), given["v"][0, :, :2])
     assert bool((o[0, :, :2] != 0).all()) and bool(lse[0, :, :2].isfinite().all())
     for dead, dead_lse in ((o[0, :, 2:], lse[0, :, 2:]), (o[1:], lse[1:])):
         assert bool((dead == 0).all()) and bool((dead_lse == -math.inf).all())
 
 
+def test_pages_of_keys_and_values_take_turns():
+    """transformers stores the values of a page one page after its keys, and uses every second number."""
+    pool = torch.zeros(9, 2, 16, 16)
+    q = new = torch.ones(1, 2, 1, 16)
+    table = torch.tensor([[4, 2]], dtype=torch.int32)
+    cos, sin, ends = torch.ones(32, 8), torch.zeros(32, 8), torch.tensor([17], dtype=torch.int32)
+    caches = pool[:8], pool[1:]
+    o = rope_attention_with_kvcache(q, *caches, cos, sin, new, 2 * new, cache_seqlens=ends, block_table=table)
+    expected = 2 / (1 + 17 / math.exp(4.0))  # 17 keys of zeros with values of zeros, and the new one
+    torch.testing.assert_close(o, torch.full_like(o, expected))
+    assert torch.equal(pool.nonzero()[:, [0, 2]].unique(dim=0), torch.tensor([[2, 1], [3, 1]]))
+
+
 @interpreted
 def test_offsets_beyond_32_bits():
     """Rows of the caches 2^26 elements apart, 2.7e9 in all; only the pages of the rows are ever touched."""
-    check = step("long", (2, 1), 1, 40, 16, (37,))
-    inputs = make_inputs(check, F16)
-    ref64, eager = run_reference(check, inputs, F64), run_reference(check, inputs, F16)
-    caches = []
-    for cache in inputs[1:3]:
-        far = torch.empty(40 * 2**26, dtype=F16).as_strided((1, 1, 40, 16), (40 * 2**26, 16, 2**26, 1))
-        caches.append(far.copy_(cache))
-    o, _ = run_kernels(check, inputs._replace(k_cache=caches[0], v_cache=caches[1]))
-    torch.testing.assert_close(o.double(), ref64[0], atol=4 * float((eager[0] - ref64[0]).abs().max()), rtol=0)
-    assert torch.equal(caches[1][0, 0, 37], inputs.v[0, 0, 0])
+    given = arguments(step("long", (2, 1), 1, 40, 16, (37,)), F16)
+    far = with_own_caches(given)
+    expected = with_kvcache(**given, backend="triton")
+    for name in CACHES:
+        x = torch.empty(40 * 2**26, dtype=F16).as_strided((1, 1, 40, 16), (40 * 2**26, 16, 2**26, 1))
+        far[name] = x.copy_(far[name])
+    found = with_kvcache(**far, backend="triton")
+    assert all(torch.equal(x, y) for x, y in zip(found, expected))
+    assert torch.equal(far["v_cache"][0, 0, 37], given["v"][0, 0, 0])

@@ -1,85 +1,89 @@
-"""The generation step on a GPU: every dtype against float64, graphs, streams, compile, and unusual lengths."""
+"""The generation step on a GPU: long caches and chunks against float64, graphs, streams, compile, pages."""
+
+import subprocess
+import sys
+from dataclasses import replace
 
 import pytest
 import torch
 
-from fused_rope_attn import rope_attention_with_kvcache, rope_tables
-from tests.support.dtypes import BF16, F16, F32
-from tests.support.generation import hold, make_inputs
-from tests.support.gpu import no_synchronisation
+from fused_rope_attn.generation.reference import stored
+from tests.support.calls import assert_right
+from tests.support.dtypes import BF16
+from tests.support.generation import CACHES, arguments
+from tests.support.gpu import capture
+from tests.support.internals import with_kvcache
+from tests.support.paths import ROOT
+from verification.calls import Machine, same_bits
 from verification.matrix import DECODE, step
 
 pytestmark = pytest.mark.gpu
-SEQUENCES = step("sequences", (32, 8), 1, 2048, 128, (1000, 0, 2000, 3))
+# Random calls have up to 40 sequences and tokens, and up to 20,000 keys in pages of 64.
+LARGE = [check for check in DECODE if check.batch > 40 or check.len_q > 40 or check.len_k > 20000
+         or (check.page_size or 0) > 64]  # fmt: skip
+KINDS = {"contiguous": {}, "raw": {"rotated": False}, "pages": {"page_size": 16},
+         "float8": {"page_size": 16, "float8": "head"}}  # fmt: skip
 
 
-@pytest.mark.parametrize("dtype", [BF16, F16, F32], ids=str)
-@pytest.mark.parametrize("check", DECODE, ids=lambda check: check.name)
-def test_against_float64(check, dtype):
-    failures = [result for result in hold(check, dtype, "cuda") if not result.ok]
-    assert not failures, failures
+@pytest.mark.parametrize("check", LARGE, ids=lambda check: check.name)
+def test_large_calls(check):
+    assert_right(replace(check, dtype=BF16), Machine.of("cuda"))
 
 
 class Step:
-    """Tensors of one sequence of steps: ``step()`` appends a token to each sequence and counts on the device."""
+    """A call appends a token to each sequence and counts on the device. All entries of a table are in the pool."""
 
-    def __init__(self, rotated=True, seed=0):
-        torch.manual_seed(seed)
-        inputs = make_inputs(SEQUENCES, BF16, "cuda")
-        self.q, self.k, self.v = inputs.q, inputs.k, inputs.v
-        self.caches = [x.clone() for x in inputs[1:3]]
-        self.tables = inputs.cos, inputs.sin
-        self.lens = inputs.cache_seqlens.clone()
-        self.rotated = rotated
+    def __init__(self, kind="contiguous"):
+        self.check = step("steps", (32, 8), 1, 1024, 128, (500, 0, 1000, 3), **KINDS[kind])
+        self.given = arguments(self.check, BF16, "cuda")
+        self.given["cache_is_rotated"] = self.check.rotated
+        table, pages = self.given["block_table"], len(self.given["k_cache"])
+        if table is not None:
+            missing = table >= pages
+            unused = torch.tensor(sorted(set(range(pages)) - set(table.flatten().tolist())), device="cuda").int()
+            table[missing], self.spare = unused[: int(missing.sum())], unused[-1].item()
 
     def __call__(self):
-        o, lse = rope_attention_with_kvcache(
-            self.q,
-            *self.caches,
-            *self.tables,
-            self.k,
-            self.v,
-            cache_seqlens=self.lens,
-            cache_is_rotated=self.rotated,
-            return_lse=True,
-        )
-        self.lens += 1
-        return o, lse
+        out = with_kvcache(**self.given)
+        self.given["cache_seqlens"] += 1
+        return out
+
+    def move_a_page(self):
+        table = self.given["block_table"]
+        for name in CACHES:
+            stored(self.given[name])[self.spare] = stored(self.given[name])[table[0, 1].item()]
+        table[0, 1] = self.spare
+
+    def changing(self):
+        return [self.given[name] for name in (*CACHES, "cache_seqlens")]
 
 
 def captured(step):
-    """A graph of one step and its outputs; a warm-up on copies compiles what it launches."""
-    stream = torch.cuda.Stream()
-    graph = torch.cuda.CUDAGraph()
-    kept = [x.clone() for x in (*step.caches, step.lens)]
-    stream.wait_stream(torch.cuda.current_stream())  # the step counts up what is being copied
-    with torch.cuda.stream(stream):
-        step()
-    torch.cuda.synchronize()
-    for x, y in zip((*step.caches, step.lens), kept):
+    """Return a graph of one step, and its outputs; the changes of calls before are taken back."""
+    kept = [x.clone() for x in step.changing()]
+    graph, out = capture(step)
+    for x, y in zip(step.changing(), kept):
         x.copy_(y)
-    with torch.cuda.graph(graph, stream=stream):
-        out = step()
     return graph, out
 
 
-@pytest.mark.parametrize("rotated", [True, False])
-def test_a_graph_is_replayed_while_lengths_grow(rotated):
-    eager, replayed = Step(rotated), Step(rotated)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_graph_is_replayed_while_lengths_and_tables_change(kind):
+    eager, replayed = Step(kind), Step(kind)
     graph, out = captured(replayed)
-    for _ in range(60):  # past the end of the third cache
+    for i in range(40):  # past the end of the third cache
         expected = eager()
         graph.replay()
-        assert all(torch.equal(x, y) for x, y in zip(out, expected))
+        assert all(torch.equal(x, y) for x, y in zip(out, expected)), i
+        if eager.check.page_size and i == 20:
+            eager.move_a_page(), replayed.move_a_page()
     assert bool((out[0][2] == 0).all()) and bool((out[0][0] != 0).any())
-    for x, y in zip((*eager.caches, eager.lens), (*replayed.caches, replayed.lens)):
-        assert torch.equal(x.view(torch.int16) if x.dtype is BF16 else x, y.view(torch.int16) if y.dtype is BF16 else y)
+    assert all(same_bits(x, y) for x, y in zip(eager.changing(), replayed.changing()))
 
 
 def test_two_graphs_and_eager_calls_at_once():
     """Nothing is shared between calls: no counter that two of them could count in."""
-    steps = [Step(), Step(), Step()]
-    alone = Step()
+    steps, alone = [Step(), Step(), Step()], Step()
     expected = [tuple(x.clone() for x in alone()) for _ in range(40)]
     graphs = [captured(step) for step in steps[:2]]
     streams = [torch.cuda.Stream() for _ in range(3)]
@@ -98,57 +102,39 @@ def test_two_graphs_and_eager_calls_at_once():
         assert all(torch.equal(x, y) for result, wanted in zip(results, expected) for x, y in zip(result, wanted))
 
 
-def test_no_sync():
-    step = Step()
-    step()
-    with no_synchronisation():
-        for _ in range(3):
-            step()
-
-
-def test_reruns_are_equal_and_capacity_does_not_matter():
-    """100 equal runs; in a cache 16 times as large the same within rounding, and not slower by its size."""
-    inputs = make_inputs(SEQUENCES, BF16, "cuda")
-    cos, sin = rope_tables(16 * 2048, 128, device="cuda")
-
-    def run(k_cache, v_cache):
-        return rope_attention_with_kvcache(
-            inputs.q, k_cache, v_cache, cos, sin, inputs.k, inputs.v, cache_seqlens=inputs.cache_seqlens
-        )
-
-    first = run(*inputs[1:3])
-    assert all(torch.equal(first, run(*inputs[1:3])) for _ in range(100))
-    large = [torch.full((4, 8, 16 * 2048, 128), float("nan"), dtype=BF16, device="cuda") for _ in range(2)]
-    for x, y in zip(large, inputs[1:3]):
-        x[:, :, :2048] = y
-    torch.testing.assert_close(run(*large), first, rtol=2e-2, atol=2e-2)
+def test_reruns_are_equal():
+    given = arguments(Step().check, BF16, "cuda")
+    first = with_kvcache(**given)
+    assert all(torch.equal(x, y) for _ in range(100) for x, y in zip(first, with_kvcache(**given)))
 
 
 def test_compile():
     torch._dynamo.reset()
     eager, compiled = Step(), Step()
-
-    @torch.compile(fullgraph=True)
-    def run(q, k_cache, v_cache, k, v, lens):
-        return 2 * rope_attention_with_kvcache(q, k_cache, v_cache, *compiled.tables, k, v, cache_seqlens=lens)
-
+    run = torch.compile(lambda given: 2 * with_kvcache(**given)[0], fullgraph=True)
     for _ in range(3):
         expected = 2 * eager()[0]
-        out = run(compiled.q, *compiled.caches, compiled.k, compiled.v, compiled.lens)
-        compiled.lens += 1
-        assert torch.equal(out, expected)
-    for x, y in zip(eager.caches, compiled.caches):
-        assert torch.equal(x.view(torch.int16), y.view(torch.int16))
+        assert torch.equal(run(compiled.given), expected)
+        compiled.given["cache_seqlens"] += 1
+    assert all(same_bits(x, y) for x, y in zip(eager.changing(), compiled.changing()))
 
 
-def test_another_stream():
-    expected = Step()()
-    stream = torch.cuda.Stream()
-    step = Step()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        torch.cuda._sleep(20_000_000)
-        step.lens += 0  # after the sleep
-        out = step()
-    stream.synchronize()
-    assert all(torch.equal(x, y) for x, y in zip(out, expected))
+@pytest.mark.parametrize(("kind", "page", "entry"), [("pages", 0, 10**6), ("pages", 30, -1), ("float8", 31, 10**9),
+                                                     ("pages", 32, 10**9)])  # fmt: skip
+def test_a_page_outside_the_pool(kind, page, entry):
+    """The first sequence has 500 keys: its pages 0 to 31 are needed, the last of them for the new token as well."""
+    program = f"""
+import torch
+from tests.generation.test_kernel_gpu import Step
+step = Step({kind!r})
+step.given["block_table"][0, {page}] = {entry}
+step()
+torch.cuda.synchronize()
+print("no assertion")
+"""
+    result = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    if page < 32:
+        assert result.returncode != 0 and "device-side assert" in result.stderr, result.stderr[-2000:]
+        assert "block_table must hold pages of the pool" in result.stdout + result.stderr
+    else:
+        assert "no assertion" in result.stdout, result.stderr[-2000:]

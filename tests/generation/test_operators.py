@@ -6,131 +6,119 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fused_rope_attn import rope_attention_with_kvcache, rope_tables
-from tests.support.dtypes import F32
-from tests.support.generation import PLAIN, TINY, hold, make_inputs, run_kernels, run_reference
-from tests.support.internals import OPERATORS, kvcache_arguments, with_kvcache
-from tests.support.marks import ignore_overflow, interpreted
+from fused_rope_attn import rope_attention_with_kvcache, rope_tables, write_kvcache
+from tests.support.dtypes import BF16, F32
+from tests.support.generation import CACHES, PLAIN, TINY, arguments, with_own_caches
+from tests.support.internals import OPERATORS, kvcache_arguments, with_kvcache, write
+from tests.support.marks import interpreted
+from tests.support.operators import Record, kernel_or_reference
+
+TENSORS = ("q", *CACHES, "cos", "sin", "k", "v", "cache_seqlens", "sinks")
+
+
+def finite(check):
+    """Return a step's arguments in which rows of the caches that do not exist are zero."""
+    given = arguments(check)
+    return given | {name: given[name].nan_to_num() for name in CACHES}
+
+
+def tokens_first(given):
+    """Return the same with contiguous (B, N, H, D)."""
+    turned = {name: given[name].transpose(1, 2).contiguous() for name in ("q", *CACHES, "k", "v")}
+    return given | turned | {"layout": "bshd"}
 
 
 @interpreted
-def test_inputs_stay_and_autograd_sees_the_caches_change():
-    inputs = make_inputs(PLAIN, F32)
-    kept = [x.clone() for x in (inputs.q, inputs.k, inputs.v, inputs.cos, inputs.sin, inputs.cache_seqlens)]
-    versions = [x._version for x in inputs[1:3]]
-    run_kernels(PLAIN, inputs)
-    now = (inputs.q, inputs.k, inputs.v, inputs.cos, inputs.sin, inputs.cache_seqlens)
-    assert all(torch.equal(x, y) for x, y in zip(kept, now))
-    assert all(x._version > version for x, version in zip(inputs[1:3], versions))
-    versions = [x._version for x in inputs[1:3]]
-    run_kernels(replace(PLAIN, append=False), inputs._replace(k=None, v=None))
-    assert versions == [x._version for x in inputs[1:3]]
+def test_autograd_sees_the_caches_change():
+    given = arguments()
+    versions = [given[name]._version for name in CACHES]
+    with_kvcache(**given, backend="triton")
+    assert all(given[name]._version > version for name, version in zip(CACHES, versions))
+    versions = [given[name]._version for name in CACHES]
+    with_kvcache(**given | {"k": None, "v": None}, backend="triton")
+    assert versions == [given[name]._version for name in CACHES]
 
 
 @interpreted
 def test_inference_mode():
+    given = arguments()
+    expected = with_kvcache(**with_own_caches(given), backend="triton")
     with torch.inference_mode():
-        failures = [result for result in hold(PLAIN, F32) if not result.ok]
-    assert not failures, failures
+        found = with_kvcache(**arguments(), backend="triton")
+    assert all(torch.equal(x, y) for x, y in zip(found, expected))
 
 
-@interpreted
+@kernel_or_reference("reference", "triton")
 @pytest.mark.parametrize("empty", ["batch", "queries", "capacity"])
-def test_nothing_to_do(empty):
+def test_nothing_to_do(empty, backend):
     batch, len_q, capacity = (0 if empty == what else 2 for what in ("batch", "queries", "capacity"))
-    q = torch.randn(batch, 4, len_q, 16)
-    k_cache, v_cache = torch.randn(2, batch, 2, capacity, 16)
+    q, new = torch.randn(batch, 4, len_q, 16), torch.zeros(batch, 2, 0, 16)
+    caches = torch.randn(2, batch, 2, capacity, 16)
     cos, sin = rope_tables(8, 16)
     lens = torch.zeros(batch, dtype=torch.int32)
-    for backend in ("reference", "triton"):
-        o, lse = with_kvcache(q, k_cache, v_cache, cos, sin, cache_seqlens=lens, return_lse=True, backend=backend)
-        assert o.shape == q.shape and lse.shape == q.shape[:3]
-        assert bool((o == 0).all()) and bool((lse == -math.inf).all())
-
-
-@interpreted
-@ignore_overflow
-def test_kernels_and_reference_agree_on_padded_prompts():
-    """Keys before ``kv_starts`` do not exist, not even NaN."""
-    inputs = make_inputs(PLAIN, F32)
-    starts = torch.tensor([20, 0], dtype=torch.int32)
-    inputs.v_cache[0, :, :20] = math.nan
-    results = []
-    for backend in ("reference", "triton"):
-        q, k_cache, v_cache, cos, sin, k, v, lens, _ = (x if x is None else x.clone() for x in inputs[:9])
-        results.append(
-            with_kvcache(
-                q,
-                k_cache,
-                v_cache,
-                cos,
-                sin,
-                k,
-                v,
-                cache_seqlens=lens,
-                kv_starts=starts,
-                return_lse=True,
-                backend=backend,
-            )
-        )
-    torch.testing.assert_close(*results)
+    o, lse = with_kvcache(q, *caches, cos, sin, cache_seqlens=lens, backend=backend)
+    assert o.shape == q.shape and lse.shape == q.shape[:3]
+    assert bool((o == 0).all()) and bool((lse == -math.inf).all())
+    before = caches.clone()
+    write(new, new, *caches, cos, sin, cache_seqlens=lens, backend=backend)
+    write_kvcache(new, new, *caches, cos, sin)
+    assert torch.equal(caches, before)
 
 
 @interpreted
 @pytest.mark.unpoisoned
 @pytest.mark.parametrize("append", [True, False])
 def test_opcheck(append):
-    check = replace(TINY, append=append, sinks=True)
-    q, k_cache, v_cache, cos, sin, k, v, lens, sinks = make_inputs(check, F32)[:9]
-    k_cache, v_cache = (x.nan_to_num() for x in (k_cache, v_cache))
-    arguments = kvcache_arguments(q, k_cache, v_cache, cos, sin, k, v, lens, sinks)
-    torch.library.opcheck(OPERATORS.attention_with_kvcache.default, arguments)
+    given = finite(replace(TINY, append=append, sinks=True))
+    step = kvcache_arguments(*(given[name] for name in TENSORS))
+    torch.library.opcheck(OPERATORS.attention_with_kvcache.default, step)
+    if append:
+        flat = [given[name] for name in ("k", "v", *CACHES, "cos", "sin", "block_table", "cache_seqlens")]
+        flat += [None, None, None, None, 16, False, True]
+        torch.library.opcheck(OPERATORS.write_kvcache.default, flat, test_utils=("test_schema", "test_faketensor"))
 
 
 @interpreted
 @pytest.mark.unpoisoned
-def test_compile_writes_the_caches():
+def test_other_layouts_are_viewed():
+    """Five views, the operator, and the view of o reach the dispatcher."""
+    given = tokens_first(finite(TINY))
+    with Record() as record:
+        with_kvcache(**given, backend="triton")
+    expected = [*["aten.transpose.int"] * 5, "fused_rope_attn.attention_with_kvcache.default", "aten.transpose.int"]
+    assert record.operators == expected
+
+
+@pytest.mark.unpoisoned
+@kernel_or_reference("reference", "triton")
+@pytest.mark.parametrize("kind", ["bhsd", "bshd", "pages"])
+def test_compiles_to_one_graph(kind, backend):
+    """A prompt is written, also through views, and then a step writes its tokens, in a compiled graph too."""
     torch._dynamo.reset()
-    inputs = make_inputs(TINY, F32)
 
-    def step(q, k_cache, v_cache, k, v, lens):
-        o, lse = with_kvcache(
-            2 * q, k_cache, v_cache, inputs.cos, inputs.sin, k, v, cache_seqlens=lens, return_lse=True, backend="triton"
-        )
-        return o + 1, lse, k_cache.nan_to_num().sum()
+    def run(given):
+        names = ("k", "v", *CACHES, "cos", "sin", "cache_seqlens", "block_table", "layout")
+        write(**{name: given[name] for name in names if name in given}, backend=backend)
+        later = given | {"q": 2 * given["q"], "cache_seqlens": given["cache_seqlens"] + 1}
+        o, lse = with_kvcache(**later, backend=backend)
+        return o + 1, lse, given["k_cache"].sum()
 
-    results = []
-    for function in (step, torch.compile(step, fullgraph=True, backend="aot_eager")):
-        caches = [x.clone() for x in inputs[1:3]]
-        out = [
-            function(inputs.q, *caches, inputs.k, inputs.v, lens)
-            for lens in (inputs.cache_seqlens, torch.ones(1).int())
-        ]
-        results.append([*out, *caches])
-    torch.testing.assert_close(*results, rtol=0, atol=0, equal_nan=True)
-    assert not torch.equal(results[0][2].nan_to_num(), inputs.k_cache.nan_to_num())
+    def made():
+        given = finite(replace(TINY, page_size=20) if kind == "pages" else TINY)
+        return tokens_first(given) if kind == "bshd" else given
 
-
-def test_compile_of_the_reference():
-    torch._dynamo.reset()
-    inputs = make_inputs(PLAIN, F32)
-
-    def step(q, k_cache, v_cache, k, v, lens):
-        return rope_attention_with_kvcache(
-            q, k_cache, v_cache, inputs.cos, inputs.sin, k, v, cache_seqlens=lens, return_lse=True
-        )
-
-    results = []
-    for function in (step, torch.compile(step, fullgraph=True, backend="aot_eager")):
-        caches = [x.clone() for x in inputs[1:3]]
-        results.append([*function(inputs.q, *caches, inputs.k, inputs.v, inputs.cache_seqlens), *caches])
-    torch.testing.assert_close(*results, equal_nan=True)
+    eager, compiled, before = made(), made(), made()
+    expected = run(eager)
+    torch.testing.assert_close(torch.compile(run, fullgraph=True, backend="aot_eager")(compiled), expected)
+    for name in CACHES:
+        torch.testing.assert_close(compiled[name], eager[name])
+        assert int((eager[name] != before[name]).any(-1).sum()) == 2  # rows
 
 
 def test_autocast_casts_the_new_tokens():
-    inputs = make_inputs(PLAIN, torch.bfloat16)
-    wide = [x.float() for x in (inputs.q, inputs.k, inputs.v)]
-    with torch.autocast("cpu", torch.bfloat16):
-        o = rope_attention_with_kvcache(wide[0], *inputs[1:5], *wide[1:], cache_seqlens=inputs.cache_seqlens)
-    expected, *_ = run_reference(PLAIN, make_inputs(PLAIN, torch.bfloat16), torch.bfloat16)
-    assert o.dtype == torch.bfloat16 and torch.equal(o, expected)
+    given = arguments(PLAIN, BF16)
+    expected = rope_attention_with_kvcache(**with_own_caches(given))
+    given |= {name: given[name].to(F32) for name in ("q", "k", "v")}
+    with torch.autocast("cpu", BF16):
+        o = rope_attention_with_kvcache(**given)
+    assert o.dtype == BF16 and torch.equal(o, expected)

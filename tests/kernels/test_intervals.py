@@ -8,6 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
+from fused_rope_attn.attention import reference
 from fused_rope_attn.attention.intervals import BLOCKS, interval_blocks_kernel
 from fused_rope_attn.attention.portable.backward_kernels import narrowed_queries
 from fused_rope_attn.attention.portable.parts import next_run
@@ -24,25 +25,18 @@ class Drawn(NamedTuple):
 
     num_rows: int
     num_keys: int
-    left: int | None
-    right: int | None
+    window: tuple[int | None, int | None]
     start: int
     first: list[int]
     end: list[int]
 
-    @property
-    def q_offset(self):
-        return self.num_keys - self.num_rows
-
-    def sees(self, row, key):
-        position = row + self.q_offset
-        return (
-            self.start <= key < self.num_keys
-            and position >= 0
-            and (self.left is None or key >= position - self.left)
-            and (self.right is None or key <= position + self.right)
-            and self.first[key] <= row < self.end[key]
-        )
+    def visible(self):
+        """Return whether each row sees each key, (NQ, NK)."""
+        sides = tuple(-1 if side is None else side for side in self.window)
+        bounds = {"kv_starts": [self.start], "query_starts": [self.first], "query_ends": [self.end]}
+        position, key = reference.positions(self.num_rows, self.num_keys, None, torch.device("cpu"))
+        bounds = {name: torch.tensor(x) for name, x in bounds.items()}
+        return reference.visible_pairs(position, key, False, window=sides, **bounds)[0]
 
 
 def drawn(seed):
@@ -54,9 +48,9 @@ def drawn(seed):
         for _ in range(draw.choice([1, 2, 9, 14])):
             first.append(draw.choice([low, low, low, 0]))
             end.append(max(high, num_rows // 2) if draw.random() < 0.8 else high)
-    bound = draw.choice([None, None, 0, 3, 11])
-    left, start = draw.choice([None, None, 5, 14]), draw.choice([0, 0, 3, 12])
-    return Drawn(num_rows, num_keys, left, bound, start, first[:num_keys], end[:num_keys])
+    right = draw.choice([None, None, 0, 3, 11])
+    window, start = (draw.choice([None, None, 5, 14]), right), draw.choice([0, 0, 3, 12])
+    return Drawn(num_rows, num_keys, window, start, first[:num_keys], end[:num_keys])
 
 
 @triton.jit
@@ -109,12 +103,13 @@ def test_the_blocks_that_tiles_visit(seed, blocks):
     write_bounds(bounds, first, end, case.num_rows, block_n)
     out, pairs = torch.zeros(64 * 64 + 256, dtype=torch.int32), torch.zeros((64, 64), dtype=torch.int32)
     kv_starts = torch.tensor([0, case.start], dtype=torch.int32) if case.start else None
-    right = tl.constexpr(0) if case.right == 0 else case.right
+    left, right = case.window
+    right = tl.constexpr(0) if right == 0 else right
     write_visits[(1,)](
-        out, pairs, first, end, bounds, kv_starts, (case.left, right), case.num_rows, case.num_keys,
+        out, pairs, first, end, bounds, kv_starts, (left, right), case.num_rows, case.num_keys,
         ROWS=64, KEYS=64, BLOCK_M=block_m, BLOCK_N=block_n,
     )  # fmt: skip
-    expected = torch.tensor([[case.sees(i, j) for j in range(case.num_keys)] for i in range(case.num_rows)])
+    expected = case.visible()
     assert torch.equal(pairs[: case.num_rows, : case.num_keys].bool(), expected)
     assert not pairs[: case.num_rows, case.num_keys :].any()
     kinds, of_keys = out[: 64 * 64].view(64, 64), out[64 * 64 :].view(64, 4).tolist()
@@ -129,11 +124,8 @@ def test_the_blocks_that_tiles_visit(seed, blocks):
                 low, high = i * block_m, min((i + 1) * block_m, case.num_rows)
                 some, last, every, every_end = bounds[1, :, j].tolist()
                 assert some < high and last > low
-                shown = [
-                    case.first[k] <= low and case.end[k] >= high
-                    for k in range(j * block_n, (j + 1) * block_n)
-                    if k < case.num_keys
-                ]
+                keys = range(j * block_n, min((j + 1) * block_n, case.num_keys))
+                shown = [case.first[k] <= low and case.end[k] >= high for k in keys]
                 assert (every <= low and every_end >= high) == all(shown)
     for j in range(count):
         keys = expected[:, j * block_n : (j + 1) * block_n]
@@ -145,9 +137,9 @@ def test_the_blocks_that_tiles_visit(seed, blocks):
             assert low <= i < high or not tile.any()
             assert not full_low <= i < full_high or (tile.all() and tile.shape[0] == block_m)
         seen = [i for i in range(-(-case.num_rows // block_m)) if keys[i * block_m : (i + 1) * block_m].any()]
-        if seen and not case.left and case.right is None:
+        if seen and not case.window[0] and case.window[1] is None:
             assert (low, high) == (seen[0], seen[-1] + 1)
-        assert seen or low == high or case.q_offset < 0 or case.start
+        assert seen or low == high or case.num_keys < case.num_rows or case.start
 
 
 def test_bounds_of_blocks():
@@ -158,20 +150,6 @@ def test_bounds_of_blocks():
     write_bounds(bounds, first, end, 10, 4)
     none = masks.NO_ROW.value
     assert bounds[0].T.tolist() == [[3, 9, 5, 6], [none, 0, none, 0], [1, 10, none, 2], [0, 6, 2, 4]]
-
-
-@pytest.mark.parametrize("blocks", [300])
-def test_runs_longer_than_a_chunk(blocks):
-    """Every block is found once, in order, across chunks of blocks that are skipped, mixed and whole."""
-    keys = 4 * blocks
-    kind = [random.Random(block // 70).choice([0, 1, 2]) for block in range(blocks)]
-    first = torch.tensor([[{0: 9, 1: j % 2, 2: 0}[kind[j // 4]] for j in range(keys)]], dtype=torch.int32)
-    end = torch.full((1, keys), 16, dtype=torch.int32)
-    bounds = torch.zeros((1, 4, blocks), dtype=torch.int32)
-    write_bounds(bounds, first, end, 16, 4)
-    out = torch.zeros(blocks, dtype=torch.int32)
-    write_kinds[(1,)](out, bounds, first, end, 16, keys, BLOCK_M=8, BLOCK_N=4)
-    assert out.tolist() == kind
 
 
 @triton.jit
@@ -186,3 +164,15 @@ def write_kinds(out_ptr, blocks_ptr, starts_ptr, ends_ptr, NQ, NK, BLOCK_M: tl.c
             tl.store(out_ptr + i, tl.load(out_ptr + i) + 1)
         for i in range(middle, block):
             tl.store(out_ptr + i, tl.load(out_ptr + i) + 2)
+
+
+def test_runs_longer_than_a_chunk():
+    """Every block is found once, in order, across chunks of blocks that are skipped, mixed and whole."""
+    blocks, keys = 300, 1200
+    kind = [random.Random(block // 70).choice([0, 1, 2]) for block in range(blocks)]
+    first = torch.tensor([[{0: 9, 1: j % 2, 2: 0}[kind[j // 4]] for j in range(keys)]], dtype=torch.int32)
+    end, bounds = torch.full((1, keys), 16, dtype=torch.int32), torch.zeros((1, 4, blocks), dtype=torch.int32)
+    write_bounds(bounds, first, end, 16, 4)
+    out = torch.zeros(blocks, dtype=torch.int32)
+    write_kinds[(1,)](out, bounds, first, end, 16, keys, BLOCK_M=8, BLOCK_N=4)
+    assert out.tolist() == kind

@@ -1,5 +1,6 @@
 """Lengths that only the device knows: keys that exist, rows of packed sequences, and which tile belongs to which."""
 
+import itertools
 import random
 
 import pytest
@@ -7,15 +8,8 @@ import torch
 import triton
 import triton.language as tl
 
-from fused_rope_attn.attention.prepass_kernel import describe_tiles
 from fused_rope_attn.kernels.schedule import count_tiles
-from fused_rope_attn.kernels.sequences import (
-    existing_keys,
-    packed_partner,
-    packed_rows,
-    packed_tile,
-    padded_row,
-)
+from fused_rope_attn.kernels.sequences import packed_tile
 from tests.support.marks import interpreted
 
 # NumPy divides truth values without an error, and with the result of `and` where it does not warn.
@@ -25,20 +19,6 @@ BLOCK = 8
 
 def int32(values):
     return torch.tensor(values, dtype=torch.int32)
-
-
-@triton.jit
-def write_existing(out_ptr, lens_ptr, NK):
-    batch = tl.program_id(0)
-    tl.store(out_ptr + batch, existing_keys(lens_ptr, batch, NK))
-
-
-def test_keys_that_exist():
-    lens, out = int32([-5, 0, 1, 7, 9]), int32([-1] * 5)
-    write_existing[(5,)](out, lens, 7)
-    assert out.tolist() == [0, 0, 1, 7, 7]
-    write_existing[(5,)](out, None, 7)
-    assert out.tolist() == [7] * 5
 
 
 @triton.jit
@@ -53,47 +33,13 @@ def counted(rows, sequences):
     return int(out)
 
 
-def test_tiles_of_rows_that_are_not_packed():
-    assert [counted(rows, None) for rows in (0, 1, 8, 9, 27)] == [0, 1, 1, 2, 4]
-
-
-def test_tiles_of_packed_rows():
-    """One more for each sequence, and one for the rows that belong to none."""
-    assert [counted(rows, 3) for rows in (0, 7, 8, 27)] == [4, 4, 5, 7] and counted(20, 2) == 5
-
-
-@triton.jit
-def write_rows(out_ptr, cu_ptr, num_sequences, N, BLOCK: tl.constexpr):
-    """Write the first row and the number of rows of each sequence, and of the rest; as keys; padded."""
-    for sequence in range(num_sequences + 1):
-        first, rows = packed_rows(cu_ptr, sequence, num_sequences, N)
-        first_key, keys = packed_partner(cu_ptr, sequence, num_sequences, N)
-        entry = out_ptr + 5 * sequence
-        tl.store(entry, first)
-        tl.store(entry + 1, rows)
-        tl.store(entry + 2, first_key)
-        tl.store(entry + 3, keys)
-        tl.store(entry + 4, padded_row(first, sequence, BLOCK))
-
-
-ENDS = ([0, 5, 5, 13, 20], [0, 20], [0], [0, 8, 16], [0, 0, 0, 17])
-WRONG_ENDS = ([-3, 4, 30, 6], [9, 2, 25, -1, 20])  # unchecked, because their memory is the device's
-
-
-@pytest.mark.parametrize("ends", ENDS + WRONG_ENDS, ids=str)
-def test_rows_of_packed_sequences(ends):
-    """All rows are in the tensor for any cu_seqlens."""
-    total, count = 20, len(ends) - 1
-    out = torch.full((count + 1, 5), -1, dtype=torch.int32)
-    # The last end has a neighbour in memory that is none.
-    write_rows[(1,)](out, int32([*ends, 3]), count, total, BLOCK)
-    expected = []
-    for s, begin in enumerate(ends):
-        begin = min(max(begin, 0), total)
-        end = ends[s + 1] if s < count else total
-        rows = min(max(end, begin), total) - begin
-        expected.append([begin, rows, begin, rows if s < count else 0, (begin // BLOCK + s) * BLOCK])
-    assert out.tolist() == expected
+@pytest.mark.parametrize(
+    ("sequences", "rows", "tiles"),
+    # Packed rows need one more for each sequence, and one for the rows after the last.
+    [(None, (0, 1, 8, 9, 27), [0, 1, 1, 2, 4]), (3, (0, 7, 8, 27), [4, 4, 5, 7]), (2, (20,), [5])],
+)
+def test_counts_of_tiles(sequences, rows, tiles):
+    assert [counted(n, sequences) for n in rows] == tiles
 
 
 @triton.jit
@@ -110,17 +56,15 @@ def tiles_of(ends, total, first=0, last=None, partner=None):
     count = (counted(total, len(ends) - 1) if last is None else last) - first
     out = torch.full((count, 4), -1, dtype=torch.int32)
     partner = None if partner is None else int32(partner)
-    write_tiles[(count,)](out, int32(ends), partner, len(ends) - 1, total, 20, first, BLOCK)
+    write_tiles[(count,)](out, int32([*ends]), partner, len(ends) - 1, total, 20, first, BLOCK)
     return out.tolist()
 
 
 def drawn(seed):
     """cu_seqlens of up to nine sequences of 0 to 30 rows, and the rows of their tensor."""
     draw = random.Random(seed)
-    ends = [0]
-    for _ in range(draw.randint(0, 9)):
-        ends.append(ends[-1] + draw.choice([0, 1, 7, 8, 9, draw.randint(0, 30)]))
-    return ends, ends[-1] + draw.choice([0, 0, 11])
+    lengths = [draw.choice([0, 1, 7, 8, 9, draw.randint(0, 30)]) for _ in range(draw.randint(0, 9))]
+    return [0, *itertools.accumulate(lengths)], sum(lengths) + draw.choice([0, 0, 11])
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -130,38 +74,39 @@ def test_tiles_of_packed_sequences_hold_every_row_once(seed):
     held = []
     for tile, (sequence, first_row, rows, index) in enumerate(tiles_of(ends, total)):
         begin, end = ends[sequence], ([*ends, total])[sequence + 1]
-        assert (first_row, rows) == (begin, end - begin)
         # A sequence's tiles begin at a number that its own entry gives.
-        assert index == tile - (begin // BLOCK + sequence) >= 0
+        assert (first_row, rows) == (begin, end - begin) and index == tile - (begin // BLOCK + sequence) >= 0
         held += range(min(begin + index * BLOCK, end), min(begin + (index + 1) * BLOCK, end))
     assert held == list(range(total))
 
 
 def test_more_sequences_than_are_looked_at_at_once():
     """1024 at a time: the tiles at the ends of each thousand, with many empty sequences."""
-    ends = [0]
-    for s in range(2100):
-        ends.append(ends[-1] + (s % 5) * (s % 3))
+    ends = [0, *itertools.accumulate((s % 5) * (s % 3) for s in range(2100))]
     for sequence in (0, 1, 1021, 1022, 1023, 1024, 1025, 1026, 2046, 2047, 2048, 2049, 2099, 2100):
         tile = ends[sequence] // BLOCK + sequence
         ((found, first_row, _, index),) = tiles_of(ends, ends[-1], tile, tile + 1)
         assert (found, first_row, index) == (sequence, ends[sequence], 0)
+    for count in (1023, 1024, 1025):  # the rows after all sequences
+        tile = count // BLOCK + count
+        assert tiles_of(range(count + 1), count + 9, tile, tile + 1) == [[count, count, 9, 0]]
 
 
-@pytest.mark.parametrize("count", [1023, 1024, 1025])
-def test_rows_behind_about_a_thousand_sequences(count):
-    """Their number is that of the sequences, and looked at with them."""
-    ends = list(range(count + 1))
-    tile = count // BLOCK + count
-    assert tiles_of(ends, count + 9, tile, tile + 1) == [[count, count, 9, 0]]
-
-
-# Lengths, a first end that is not 0, ends that fall, one past the last row, one of many.
-WRONG = ([12, 8], [1, 20], [0, 9, 8, 20], [0, 20, 21], [0, -1, 20], [*range(15), 13, *range(14, 19)])
+# Ends out of bounds, lengths, a first end that is not 0, ends that fall, one past the last row, one of many.
+WRONG = (
+    [-3, 4, 30, 6],
+    [9, 2, 25, -1, 20],
+    [12, 8],
+    [1, 20],
+    [0, 9, 8, 20],
+    [0, 20, 21],
+    [0, -1, 20],
+    [*range(15), 13, *range(14, 19)],
+)
 
 
 @pytest.mark.parametrize("of", ["own", "partner"])
-@pytest.mark.parametrize("ends", WRONG_ENDS + WRONG, ids=str)
+@pytest.mark.parametrize("ends", WRONG, ids=str)
 def test_wrong_ends_leave_all_rows_without_a_sequence(ends, of):
     """Each row is then written once, as one that sees nothing."""
     good = [min(i, 20) for i in range(len(ends))]
@@ -174,21 +119,4 @@ def test_wrong_ends_leave_all_rows_without_a_sequence(ends, of):
 def test_one_wrong_end_of_thousands(place):
     ends = [i // 110 for i in range(2100)]
     ends[place + 1 if place else 0] = ends[place + 1] + 1 if place == 0 else ends[place] - 1
-    ((sequence, first_row, rows, index),) = tiles_of(ends, 20, 3, 4)
-    assert (sequence, first_row, rows, index) == (2099, 0, 20, 3)
-
-
-@pytest.mark.parametrize("programs", [1, 3])
-@pytest.mark.parametrize("seed", range(3))
-def test_the_table_of_tiles(seed, programs):
-    """Write attention's entry for each tile of queries; the rows of the output are wider."""
-    (ends, total), (draw, ends_k) = drawn(seed), (random.Random(seed), [0])
-    for _ in ends[1:]:
-        ends_k.append(ends_k[-1] + draw.randint(0, 12))
-    table = torch.full((counted(total, len(ends) - 1) + 1, 7), -1, dtype=torch.int32)
-    describe_tiles[(programs,)](table, int32(ends), int32(ends_k), len(ends) - 1, total, ends_k[-1] + 5, BLOCK, 7)
-    expected = []
-    for sequence, first_row, rows, index in tiles_of(ends, total):
-        keys = ends_k[sequence + 1] - ends_k[sequence] if sequence < len(ends) - 1 else 0
-        expected.append([first_row + index * BLOCK, first_row + rows, ends_k[sequence], keys, rows, sequence, -1])
-    assert table.tolist() == [*expected, [-1] * 7]
+    assert tiles_of(ends, 20, 3, 4) == [[2099, 0, 20, 3]]

@@ -53,15 +53,9 @@ class Bounds(NamedTuple):
 
 @triton.jit
 def write_visible(
-    out_ptr,
-    starts_ptr,
-    q_offset,
-    num_keys,
-    window,
-    READS_LENGTHS: tl.constexpr,
-    ROWS: tl.constexpr,
+    out_ptr, starts_ptr, q_offset, num_keys, window, READS_LENGTHS: tl.constexpr, ROWS: tl.constexpr,
     KEYS: tl.constexpr,
-):
+):  # fmt: skip
     """(ROWS, KEYS) of batch entry 1, then its first key and the first query that sees one."""
     mask = sequence_mask(starts_ptr, 1, q_offset, num_keys, window_of(window), READS_LENGTHS)
     rows, keys = tl.arange(0, ROWS)[:, None], tl.arange(0, KEYS)[None, :]
@@ -74,18 +68,9 @@ def write_visible(
 
 @triton.jit
 def write_ranges(
-    out_ptr,
-    starts_ptr,
-    q_offset,
-    num_keys,
-    window,
-    NQ,
-    READS_LENGTHS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    OF_QUERIES: tl.constexpr,
-):
+    out_ptr, starts_ptr, q_offset, num_keys, window, NQ, READS_LENGTHS: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCKS: tl.constexpr, OF_QUERIES: tl.constexpr,
+):  # fmt: skip
     """Write the bounds of each block's visits, (BLOCKS, 4) float32, because that shows a bound that is no integer."""
     mask = sequence_mask(starts_ptr, 1, q_offset, num_keys, window_of(window), READS_LENGTHS)
     for i in tl.static_range(BLOCKS):
@@ -101,17 +86,15 @@ def run(kernel, out, bounds, *behind, **options):
     """Read the values that a kernel writes about a sequence's mask."""
     starts = None if bounds.start is None else torch.tensor([1 << 20, bounds.start], dtype=torch.int32)
     right = tl.constexpr(0) if bounds.causal else bounds.right
-    kernel[(1,)](
-        out,
-        starts,
-        bounds.q_offset,
-        bounds.num_keys,
-        (bounds.left, right),
-        *behind,
-        READS_LENGTHS=bounds.reads_lengths,
-        **options,
-    )
+    given = starts, bounds.q_offset, bounds.num_keys, (bounds.left, right), *behind
+    kernel[(1,)](out, *given, READS_LENGTHS=bounds.reads_lengths, **options)
     return out.tolist()
+
+
+def ranges(bounds, blocks, count, **options):
+    block_m, block_n = blocks
+    out, options = torch.full((count, 4), -1.0), options | {"BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCKS": count}
+    return run(write_ranges, out, bounds, bounds.num_queries, **options)
 
 
 def drawn(count, seed):
@@ -121,27 +104,23 @@ def drawn(count, seed):
         reads_lengths, causal = draw.random() < 0.6, draw.random() < 0.5
         num_keys = draw.randint(0 if reads_lengths else 1, 37)
         num_queries = draw.randint(1, 37) if reads_lengths or causal else draw.randint(1, num_keys)
-        yield Bounds(
-            num_queries,
-            num_keys,
-            causal,
-            draw.choice([None, None, 0, 2, 5, 9, 18]),
-            None if causal else draw.choice([None, 0, 1, 4, 11, 14]),
-            draw.choice([None, None, -3, 0, 3, 7, 10, 30]) if reads_lengths else None,
-            reads_lengths,
-        )
+        left, right = draw.choice([None, None, 0, 2, 5, 9, 18]), draw.choice([None, 0, 1, 4, 11, 14])
+        start = draw.choice([None, None, -3, 0, 3, 7, 10, 30])
+        bounds = left, None if causal else right, start if reads_lengths else None
+        yield Bounds(num_queries, num_keys, causal, *bounds, reads_lengths)
 
 
 ROWS, KEYS = 64, 64
 # In the last two a block begins one position before the keys.
 MASKS = (*drawn(80, 0), Bounds(21, 16, reads_lengths=True), Bounds(21, 16, right=14, reads_lengths=True))
+each_mask = pytest.mark.parametrize("bounds", MASKS, ids=str)
+both_sizes = pytest.mark.parametrize("blocks", [(4, 8), (8, 4)], ids=str)
 
 
-@pytest.mark.parametrize("bounds", MASKS, ids=str)
+@each_mask
 def test_the_pairs_that_see_each_other(bounds):
-    *pairs, first_key, row = run(
-        write_visible, torch.full((ROWS * KEYS + 2,), -1, dtype=torch.int32), bounds, ROWS=ROWS, KEYS=KEYS
-    )
+    out = torch.full((ROWS * KEYS + 2,), -1, dtype=torch.int32)
+    *pairs, first_key, row = run(write_visible, out, bounds, ROWS=ROWS, KEYS=KEYS)
     expected = [[bounds.sees(row, key) for key in range(KEYS)] for row in range(ROWS)]
     assert torch.tensor(pairs).view(ROWS, KEYS).bool().tolist() == expected
     asked = bounds.start is not None or bounds.left is not None
@@ -152,22 +131,13 @@ def test_the_pairs_that_see_each_other(bounds):
         assert row == 2**30
 
 
-@pytest.mark.parametrize("blocks", [(4, 8), (8, 4)], ids=str)
-@pytest.mark.parametrize("bounds", MASKS, ids=str)
+@both_sizes
+@each_mask
 def test_the_keys_that_a_block_of_queries_visits(bounds, blocks):
     """All that any of its rows sees and no block more; and without a mask, every block that all of them see."""
     block_m, block_n = blocks
     count = -(-bounds.num_queries // block_m)
-    found = run(
-        write_ranges,
-        torch.full((count, 4), -1.0),
-        bounds,
-        bounds.num_queries,
-        BLOCK_M=block_m,
-        BLOCK_N=block_n,
-        BLOCKS=count,
-        OF_QUERIES=False,
-    )
+    found = ranges(bounds, blocks, count, OF_QUERIES=False)
     for i, (first, full_first, full_last, last) in enumerate(found):
         rows = range(i * block_m, (i + 1) * block_m)
         seen = [key for key in range(bounds.num_keys) if any(bounds.sees(row, key) for row in rows)]
@@ -182,8 +152,8 @@ def test_the_keys_that_a_block_of_queries_visits(bounds, blocks):
         assert list(range(int(full_first), int(full_last), block_n)) == whole
 
 
-@pytest.mark.parametrize("blocks", [(4, 8), (8, 4)], ids=str)
-@pytest.mark.parametrize("bounds", MASKS, ids=str)
+@both_sizes
+@each_mask
 def test_the_blocks_of_queries_that_a_block_of_keys_visits(bounds, blocks):
     """All that would see any of its keys and no more; and without a mask, the whole ones that would see each of them.
 
@@ -191,16 +161,7 @@ def test_the_blocks_of_queries_that_a_block_of_keys_visits(bounds, blocks):
     """
     block_m, block_n = blocks
     count = -(-bounds.num_keys // block_n) + bounds.reads_lengths  # a tensor may have more keys than exist
-    found = run(
-        write_ranges,
-        torch.full((count, 4), -1.0),
-        bounds,
-        bounds.num_queries,
-        BLOCK_M=block_m,
-        BLOCK_N=block_n,
-        BLOCKS=count,
-        OF_QUERIES=True,
-    )
+    found = ranges(bounds, blocks, count, OF_QUERIES=True)
     of = [range(row, min(row + block_m, bounds.num_queries)) for row in range(0, bounds.num_queries, block_m)]
     for i, (first, full_first, full_last, last) in enumerate(found):
         keys = range(i * block_n, (i + 1) * block_n)
@@ -218,10 +179,9 @@ def test_the_blocks_of_queries_that_a_block_of_keys_visits(bounds, blocks):
 
 def test_blocks_outside_a_window_are_not_visited():
     """The ranges are as long as the window, however long the sequence."""
-    bounds, options = Bounds(16448, 32768, causal=True, left=1024), {"BLOCK_M": 64, "BLOCK_N": 64, "BLOCKS": 1}
-    out = torch.zeros(1, 4)
+    bounds = Bounds(16448, 32768, causal=True, left=1024)
     # The first row, 16320, sees keys from 15296 on, and the last of its block, 16383, from 15359 on.
-    assert run(write_ranges, out, bounds, 16448, OF_QUERIES=False, **options) == [[15296, 15360, 16320, 16384]]
+    assert ranges(bounds, (64, 64), 1, OF_QUERIES=False) == [[15296, 15360, 16320, 16384]]
     bounds = Bounds(32768, 16448, causal=True, left=32000)
     # The first key is at row 16320, and row 48320 is the last to see it.
-    assert run(write_ranges, out, bounds, 32768, OF_QUERIES=True, **options) == [[255, 256, 512, 512]]
+    assert ranges(bounds, (64, 64), 1, OF_QUERIES=True) == [[255, 256, 512, 512]]

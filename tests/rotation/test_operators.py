@@ -3,30 +3,35 @@
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 
 from fused_rope_attn import apply_rope, apply_rope_qk, rope_tables
+from fused_rope_attn.attention.configs import ARCHS
+from fused_rope_attn.rotation.ops import TABLE, RotationConfig, tile_shape
+from fused_rope_attn.runtime.rows import find_row
 from tests.support.dtypes import F32, F64
-from tests.support.internals import rotate_without_the_kernel
+from tests.support.internals import OPERATORS, rotate_without_the_kernel
 from tests.support.marks import ignore_overflow, interpreted
-from tests.support.rotation import KINDS, assert_close, normal, rotate_by_matrix, strided
+from tests.support.operators import Record
+from tests.support.rotation import assert_close, normal
+from verification.memory import lay
 
 pytestmark = ignore_overflow
+with_and_without_norms = pytest.mark.parametrize("norms", [False, True], ids=["plain", "norms"])
+either_dtype = pytest.mark.parametrize("dtype", [pytest.param(F32, marks=interpreted), F64])
 
 
-def test_the_gradient_is_a_rotation_and_differentiable_again():
-    cos, sin = rope_tables(3, 6)
-    x = normal(1, 2, 3, 8).requires_grad_()
-    for interleaved in (False, True):
-        run = lambda x: apply_rope(x, cos, sin, rotary_dim=6, interleaved=interleaved)  # noqa: B023, E731
-        assert torch.autograd.gradcheck(run, x) and torch.autograd.gradgradcheck(run, x)
-    # The kernel is a function of the gradient, and its own gradient rotates forward again.
-    y = x.detach().float().requires_grad_()
-    do = normal(1, 2, 3, 8, seed=1).float().requires_grad_()
-    (dx,) = torch.autograd.grad(apply_rope(y, cos, sin), y, do, create_graph=True)
-    (ddo,) = torch.autograd.grad(dx, do, y.detach())
-    assert_close(ddo, apply_rope(y.detach().double(), cos, sin), 1e-5)
+def given(norms, dtype=F32, length=5):
+    """Return the arguments of ``apply_rope_qk``, those before the tables with gradients."""
+    shapes = {"q": (1, 2, length, 16), "k": (1, 1, length, 16)} | ({"q_norm": (16,), "k_norm": (16,)} if norms else {})
+    tensors = {name: normal(*shape, seed=i).to(dtype) for i, (name, shape) in enumerate(shapes.items())}
+    cos, sin = rope_tables(length, 16)
+    return {name: x.requires_grad_() for name, x in tensors.items()} | {"cos": cos, "sin": sin}
+
+
+def gradients(outs, tensors):
+    leaves = [x for x in tensors.values() if x.requires_grad]
+    return torch.autograd.grad(sum((out * out).sum() for out in outs), leaves, allow_unused=True)
 
 
 @pytest.fixture(params=[pytest.param("kernel", marks=interpreted), "reference"])
@@ -34,6 +39,31 @@ def either_way(request, monkeypatch):
     """The kernel and the reference, one after the other."""
     if request.param == "reference":
         rotate_without_the_kernel(monkeypatch)
+
+
+@interpreted
+@with_and_without_norms
+@pytest.mark.parametrize("used", [0, 1])
+def test_an_output_that_is_not_used(used, norms):
+    tensors = given(norms)
+    found = gradients(apply_rope_qk(**tensors)[used : used + 1], tensors)
+    whole = given(norms)
+    for i, (x, y) in enumerate(zip(found, gradients(apply_rope_qk(**whole), whole))):
+        if i % 2 == used:
+            assert_close(x, y.double(), 1e-6)
+        else:
+            assert x is None
+
+
+@interpreted
+@with_and_without_norms
+def test_what_is_saved(norms):
+    """Tables, and with norms the input and the weights, but nothing of the norm or of the rotation."""
+    tensors, saved = given(norms), []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        apply_rope_qk(**tensors)
+    kept = tensors if norms else ("cos", "sin")
+    assert {t.data_ptr() for t in saved} == {tensors[name].data_ptr() for name in kept}
 
 
 def rotations():
@@ -50,20 +80,15 @@ def rotations():
 def test_forward_mode_is_refused(either_way, name):
     run, x = rotations()[name], normal(1, 2, 3, 8).float()
     message = f"^{'apply_rope' if name == 'apply_rope' else 'apply_rope(_qk with norms)?'}: forward-mode"
-    for transformed in (
-        lambda x: torch.func.jvp(run, (x,), (x,)),
-        torch.func.jacfwd(run),
-        lambda x: torch.func.jvp(torch.func.grad(lambda x: run(x).square().sum()), (x,), (x,)),
-    ):
+    gradient, y = torch.func.grad(lambda x: run(x).square().sum()), run(x.requires_grad_())
+    for function in (run, gradient):
         with pytest.raises(NotImplementedError, match=message):
-            transformed(x)
-    x.requires_grad_()
-    y = run(x)
+            torch.func.jvp(function, (x.detach(),), (x.detach(),))
     with forward_ad.dual_level():
-        with pytest.raises(NotImplementedError, match=message):
-            torch.autograd.grad(y, x, forward_ad.make_dual(y.detach(), y.detach()))
-        with pytest.raises(NotImplementedError, match=message):
-            run(forward_ad.make_dual(x.detach(), x.detach()))
+        for z in (x, y):
+            dual = forward_ad.make_dual(z.detach(), z.detach())
+            with pytest.raises(NotImplementedError, match=message):
+                run(dual) if z is x else torch.autograd.grad(y, x, dual)
 
 
 @pytest.mark.parametrize("name", rotations())
@@ -83,111 +108,98 @@ def test_gradients_by_torch_func(either_way, name):
 
 
 @interpreted
-@pytest.mark.parametrize("wanted", ["q", "k", "v", "qv"])
-def test_only_what_is_wanted_is_computed(wanted):
-    cos, sin = rope_tables(5, 16)
-    xs = {name: normal(1, 2, 5, 16, seed=i).float().requires_grad_(name in wanted) for i, name in enumerate("qkv")}
-    outs = apply_rope_qk(xs["q"], xs["k"], cos, sin, v=xs["v"])
-    sum(out.sum() for out in outs).backward()
-    for name, x in xs.items():
-        assert (x.grad is not None) == (name in wanted)
-        if x.grad is not None:
-            assert_close(
-                x.grad, rotate_by_matrix(torch.ones_like(x).double(), cos.double(), sin.double(), 16, False, True), 1e-5
-            )
-    q = xs["q"].detach().requires_grad_()
-    outs = apply_rope_qk(q, xs["k"].detach().requires_grad_(), cos, sin)
-    outs[0].sum().backward()  # k's output is not used at all
-    assert q.grad is not None
-
-
-@interpreted
-def test_nothing_but_tables_is_saved():
-    cos, sin = rope_tables(5, 16)
-    x, saved = normal(1, 2, 5, 16).float().requires_grad_(), []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
-        apply_rope(x, cos, sin)
-    assert {t.data_ptr() for t in saved} == {cos.data_ptr(), sin.data_ptr()}
+@with_and_without_norms
+def test_double_backward(norms):
+    """The rotation alone is linear: its gradient is a rotation, and so is the gradient of that."""
+    tensors = given(norms)
+    with Record() as record:
+        out, _ = apply_rope_qk(**tensors)
+    assert record.operators == ["fused_rope_attn.rope.default"]
+    do = normal(*out.shape, seed=7).float().requires_grad_()
+    (dq,) = torch.autograd.grad(out, tensors["q"], do, create_graph=True)
+    if norms:
+        with pytest.raises(NotImplementedError, match="^apply_rope_qk with norms: double backward"):
+            dq.sum().backward()
+        return
+    (ddo,) = torch.autograd.grad(dq, do, tensors["q"].detach())
+    assert_close(ddo, out.detach().double(), 1e-5)
 
 
 @interpreted
 @pytest.mark.unpoisoned
-@pytest.mark.parametrize("layout", ["bhsd", "thd"])
-def test_opcheck(layout):
-    operators = torch.ops.fused_rope_attn
-    cos, sin = rope_tables(7, 16)
-    if layout == "thd":
-        xs, positions = [normal(5, 2, 16).float()], (None, torch.tensor([0, 2, 5], dtype=torch.int32))
+@pytest.mark.parametrize("memory", ["bnhd", "odd"])
+@pytest.mark.parametrize("kind", ["ids", "packed", "norms"])
+def test_opcheck(kind, memory):
+    """The fake tensors have the strides of the real ones."""
+    cos, sin = rope_tables(5, 16)
+    xs = [lay(normal(1, heads, 5, 16).float(), memory) for heads in (3, 1)]
+    weights, positions, layout = [], (torch.tensor([[[0, 1, 2, 3, 4]]]), None), "bhsd"
+    if kind == "packed":
+        xs, positions, layout = [x[0].transpose(0, 1) for x in xs], (None, torch.tensor([0, 2, 5]).int()), "thd"
+    elif kind == "norms":
+        weights, positions = [normal(16).float(), normal(16).float()], (None, None)
+    of_norms = (1e-6, 1.0) if weights else (None, None)
+    arguments = (cos, sin, *positions, weights, 16, False, False, layout, *of_norms)
+    torch.library.opcheck(OPERATORS.rope.default, (xs, *arguments))
+    torch.library.opcheck(OPERATORS.rope_out.default, (xs, [torch.empty_like(x) for x in xs], *arguments))
+    if weights:
+        tests = ("test_schema", "test_faketensor", "test_autograd_registration")
+        torch.library.opcheck(OPERATORS.rope_norm_backward.default, (xs, xs, *arguments), test_utils=tests)
     else:
-        xs = [normal(1, 2, 5, 16).float(), normal(1, 1, 5, 16).float()]
-        positions = (torch.tensor([[[0, 1, 2, 3, 6]]]), None)
-    arguments = (cos, sin, *positions, [], 16, False, False, layout, None, None)
-    torch.library.opcheck(operators.rope.default, (xs, *arguments))
-    leaves = [x.clone().requires_grad_() for x in xs]
-    torch.library.opcheck(operators.rope.default, (leaves, *arguments), test_utils="test_aot_dispatch_dynamic")
-    torch.library.opcheck(operators.rope_out.default, (xs, [torch.empty_like(x) for x in xs], *arguments))
+        leaves = [x.clone().requires_grad_() for x in xs]
+        torch.library.opcheck(OPERATORS.rope.default, (leaves, *arguments), test_utils="test_aot_dispatch_dynamic")
 
 
 @pytest.mark.unpoisoned
-@pytest.mark.parametrize("dtype", [pytest.param(F32, marks=interpreted), F64])
-def test_compile_with_dynamic_lengths(dtype):
-    """One graph for all lengths, forward and backward, equal to eager."""
+@with_and_without_norms
+@either_dtype
+def test_compile(dtype, norms):
+    """One graph for all lengths, forward and backward, equal to eager; ``out`` is written in it."""
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
-    cos, sin = rope_tables(40, 16)
+    options = {"norm_eps": 1e-5, "norm_offset": 1.0} if norms else {"interleaved": True}
 
-    @torch.compile(fullgraph=True, backend=counter, dynamic=True)
-    def compiled(q, k, ids):
-        q, k = apply_rope_qk(2 * q, k, cos, sin, position_ids=ids, interleaved=True)
-        return q + 1, apply_rope(k, cos, sin, inverse=True)
+    def run(ids, out, **tensors):
+        q, k = apply_rope_qk(**tensors | {"q": 2 * tensors["q"]}, position_ids=ids, **options)
+        apply_rope(k.detach(), tensors["cos"], tensors["sin"], out=out)
+        return q + 1, apply_rope(k, tensors["cos"], tensors["sin"], inverse=True)
 
-    for n in (5, 7, 12, 33):
-        q, k = (normal(2, h, n, 16, seed=n).to(dtype).requires_grad_() for h in (3, 2))
-        ids = torch.arange(n - 1, -1, -1)
-        outs = compiled(q, k, ids)
-        gradients = torch.autograd.grad(sum((out * out).sum() for out in outs), (q, k))
-        q_rot, k_rot = apply_rope_qk(2 * q, k, cos, sin, position_ids=ids, interleaved=True)
-        eager = q_rot + 1, apply_rope(k_rot, cos, sin, inverse=True)
-        expected = torch.autograd.grad(sum((out * out).sum() for out in eager), (q, k))
-        for x, y in zip((*outs, *gradients), (*eager, *expected)):
+    compiled, frames = torch.compile(run, fullgraph=True, backend=counter), []
+    for length in (5, 7, 12):
+        tensors, ids = given(norms, dtype, length), torch.arange(length - 1, -1, -1)
+        buffers = torch.zeros(2, 1, 1, length, 16, dtype=dtype)
+        outs, expected = compiled(ids, buffers[0], **tensors), run(ids, buffers[1], **tensors)
+        for x, y in zip((*outs, *gradients(outs, tensors)), (*expected, *gradients(expected, tensors))):
             assert_close(x.detach(), y.detach().double(), 1e-6)
-    assert counter.frame_count == 1
+        assert_close(buffers[0], buffers[1].double(), 1e-6)
+        frames.append(counter.frame_count)
+    assert buffers[0].any() and frames[-1] == frames[-2]  # lengths are dynamic from the second on
 
 
-@pytest.mark.unpoisoned
-@pytest.mark.parametrize("dtype", [pytest.param(F32, marks=interpreted), F64])
-def test_compile_with_out(dtype):
-    torch._dynamo.reset()
-    cos, sin = rope_tables(9, 16)
-
-    @torch.compile(fullgraph=True, backend="aot_eager")
-    def compiled(x, out):
-        y = x + 1
-        apply_rope(y, cos, sin, out=out)
-        apply_rope(y, cos, sin, out=y)
-        return y
-
-    x = normal(1, 2, 9, 16).to(dtype)
-    out = torch.zeros_like(x)
-    y = compiled(x, out)
-    assert torch.equal(out, apply_rope(x + 1, cos, sin)) and torch.equal(y, out)
+@with_and_without_norms
+def test_meta_tensors_and_autocast(norms):
+    tensors = given(norms)
+    shapes = apply_rope_qk(**{name: x.to("meta") for name, x in tensors.items()})
+    assert [tuple(x.shape) for x in shapes] == [(1, 2, 5, 16), (1, 1, 5, 16)]
+    with torch.autocast("cpu", torch.bfloat16):
+        outs = apply_rope_qk(**tensors)
+    assert all(torch.equal(x, y) and x.dtype == F32 for x, y in zip(outs, apply_rope_qk(**tensors)))
 
 
 @interpreted
-@pytest.mark.unpoisoned
-def test_fake_tensors_match_the_real_ones():
-    cos, sin = rope_tables(9, 16)
-    for kind in KINDS:
-        x = strided(normal(2, 3, 9, 16).float(), kind)
-        real = apply_rope(x, cos, sin)
-        with FakeTensorMode() as mode:
-            fake = apply_rope(mode.from_tensor(x), mode.from_tensor(cos), mode.from_tensor(sin))
-        assert (real.shape, real.dtype, real.stride()) == (fake.shape, fake.dtype, fake.stride()), kind
+def test_the_configurations_serve_every_architecture():
+    def choose(arch, size, norms=False):
+        return find_row(TABLE, arch=arch, most_bytes=size, norms=norms)
 
-
-def test_autocast_leaves_the_dtype_alone():
-    cos, sin = rope_tables(5, 16)
-    x = normal(1, 2, 5, 16).float()
-    with torch.autocast("cpu", torch.bfloat16):
-        out = apply_rope(x, cos, sin)
-    assert out.dtype == F32 and torch.equal(out, apply_rope(x, cos, sin))
+    for arch in (*ARCHS, "interpreter", "sm_75"):
+        small, normed, large = TABLE[:1] * 3 if arch == "interpreter" else TABLE[1:]
+        for size in (0, 1 << 10, 4 << 20):
+            assert choose(arch, size) == choose(arch, size, True) == small
+        for size in ((4 << 20) + 1, 1 << 34):
+            assert choose(arch, size) == large and choose(arch, size, True) == normed
+    config = RotationConfig(1 << 14, 1 << 12, 4)
+    assert tile_shape(config, 256, 96, heads_inner=True) == (4, 16)
+    assert tile_shape(config, 256, 96, heads_inner=False) == (16, 4)
+    assert tile_shape(config, 256, 3, heads_inner=True) == (16, 4)
+    assert tile_shape(config, 256, 1, heads_inner=False) == (64, 1)
+    assert tile_shape(config, 1 << 16, 8, heads_inner=True) == (1, 1)

@@ -1,84 +1,114 @@
-"""`reference.rotate`, by which everything else is defined: a complex product, its transpose, its rounding."""
+"""The reference of rotation and norm, by which everything else is defined, against others."""
 
 import pytest
 import torch
 
-from fused_rope_attn import apply_rope, rope_tables
+from fused_rope_attn import apply_rope, apply_rope_qk, rope_tables
 from fused_rope_attn.rotation import reference
-from tests.support.loop_attention import complex_rotation, normal, tables
+from tests.support.dtypes import F16, F32, F64
+from tests.support.rotation import normal
+
+
+def rotate_by_matrix(x, cos, sin, rotary_dim, interleaved, inverse):
+    """x (..., N, D) times the matrix of each token, written out: no layout of columns is used twice."""
+    matrix = torch.eye(x.shape[-1], dtype=F64).repeat(x.shape[-2], 1, 1)
+    wide = cos.shape[-1] == rotary_dim
+    for p in range(rotary_dim // 2):
+        i, j = (2 * p, 2 * p + 1) if interleaved else (p, p + rotary_dim // 2)
+        a, b = (i, j) if wide else (p, p)
+        matrix[:, i, i], matrix[:, i, j] = cos[:, a], -sin[:, a]
+        matrix[:, j, j], matrix[:, j, i] = cos[:, b], sin[:, b]
+    matrix = matrix.mT if inverse else matrix
+    return (matrix @ x.unsqueeze(-1)).squeeze(-1)
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
-@pytest.mark.parametrize("rotary_dim", [2, 6, 8])
-def test_rotate_is_a_complex_product(rotary_dim, interleaved):
-    x = normal(2, 3, 5, 8)
-    cos, sin = tables(5, rotary_dim, unit=False)
-    out = reference.rotate(x, cos, sin, interleaved=interleaved)
-    for b in range(2):
-        for h in range(3):
-            for n in range(5):
-                expected = complex_rotation(x[b, h, n], cos[n], sin[n], interleaved)
-                torch.testing.assert_close(out[b, h, n], torch.tensor(expected, dtype=torch.float64))
-    assert torch.equal(out[..., rotary_dim:], x[..., rotary_dim:])
+@pytest.mark.parametrize("inverse", [False, True])
+@pytest.mark.parametrize("width", ["half", "full"])
+@pytest.mark.parametrize(("head_dim", "rotary_dim"), [(16, 16), (24, 10), (7, 6), (8, 2)])
+def test_the_rotation_is_a_product_with_a_matrix(head_dim, rotary_dim, width, inverse, interleaved):
+    """Random tables: not unit-norm, and full-width ones with different columns of a pair."""
+    cos, sin = normal(2, 9, rotary_dim if width == "full" else rotary_dim // 2, seed=3)
+    x = normal(2, 3, 9, head_dim)
+    options = {"rotary_dim": rotary_dim, "interleaved": interleaved, "inverse": inverse}
+    expected = rotate_by_matrix(x, cos, sin, *options.values())
+    torch.testing.assert_close(apply_rope(x, cos, sin, **options), expected)
+    if width == "half":
+        out = reference.rotate(x, cos, sin, interleaved=interleaved, inverse=inverse)
+        assert torch.equal(out, reference.rotation(x, cos, sin, **options))
+        assert torch.equal(out[..., rotary_dim:], x[..., rotary_dim:])
+        torch.testing.assert_close(out, expected)
 
 
-@pytest.mark.parametrize("interleaved", [False, True])
-def test_inverse_rotation_is_the_transpose(interleaved):
-    x, y = normal(4, 8, seed=1), normal(4, 8, seed=2)
-    cos, sin = tables(4, 6, unit=False)
-    forward = reference.rotate(x, cos, sin, interleaved=interleaved)
-    backward = reference.rotate(y, cos, sin, interleaved=interleaved, inverse=True)
-    torch.testing.assert_close((forward * y).sum(), (x * backward).sum())
-    unit_cos, unit_sin = tables(4, 6)
-    there = reference.rotate(x, unit_cos, unit_sin, interleaved=interleaved)
-    back = reference.rotate(there, unit_cos, unit_sin, interleaved=interleaved, inverse=True)
-    torch.testing.assert_close(back, x)
-
-
-@pytest.mark.parametrize("table_dtype", [torch.float32, torch.float16])
-def test_rotation_is_rounded_once(table_dtype):
-    x = normal(64, 32, dtype=torch.float16)
-    cos, sin = (t.to(table_dtype) for t in tables(64, 32))
-    wide = reference.rotate(x.double(), cos.double(), sin.double())
-    error = (reference.rotate(x, cos, sin).double() - wide).abs()
-    # Half a unit in the last place, and float32's own error where the two products cancel.
-    assert bool((error <= wide.abs() * 2**-11 + 2**-20).all())
-    assert reference.rotate(x, cos, sin).dtype == torch.float16
-
-
-def test_rotate_is_float64_where_a_table_is():
-    x = normal(4, 8, dtype=torch.float32)
-    cos, sin = tables(4, 8)
-    torch.testing.assert_close(
-        reference.rotate(x, cos, sin), reference.rotate(x.double(), cos, sin).float(), rtol=0, atol=0
-    )
+@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize("table_dtype", [F32, F16])
+def test_the_result_is_rounded_once(table_dtype, norm):
+    x, cos, sin = normal(1, 1, 64, 32).half(), *(t.to(table_dtype) for t in rope_tables(64, 16))
+    options = {"rotary_dim": 16}
+    if norm:
+        options |= {"weight": normal(32, seed=1).half(), "norm_eps": 1e-6, "norm_offset": 0.0}
+    found = reference.rotation(x, cos, sin, **options)
+    wide = reference.rotation(x.double(), cos.double(), sin.double(), **options)
+    # Half a unit in the last place, and float32's own error where two products cancel.
+    assert found.dtype == F16 and bool(((found.double() - wide).abs() <= wide.abs() * 2**-11 + 2**-19).all())
+    x = x.float()  # float64 where a table is
+    wide = reference.rotate(x.double(), cos.double(), sin.double()).float()
+    assert torch.equal(reference.rotate(x, cos.double(), sin.double()), wide)
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_normalise_tables_gives_views(interleaved):
-    half, _ = tables(9, 6)
+    half = normal(9, 3)
     full = half.repeat_interleave(2, dim=-1) if interleaved else torch.cat((half, half), dim=-1)
     for given in (half, full, half[None], full[None], full.expand(3, 9, 6)):
         cos, sin = reference.normalise_tables(given, given, 6, interleaved)
         assert cos.shape == sin.shape == (given.shape[0] if given.ndim == 3 else 1, 9, 3)
         assert torch.equal(cos, half.expand_as(cos))
         assert cos.untyped_storage().data_ptr() == given.untyped_storage().data_ptr()
-        again, _ = reference.normalise_tables(cos, sin, 6, interleaved)
-        assert torch.equal(again, cos)
-
-
-def test_the_rotation_is_the_reference_of_attention_too():
-    """`reference.rotation` without positions is `reference.rotate`, by which the attention is defined."""
-    x, (cos, sin) = normal(2, 3, 9, 16), rope_tables(9, 12)
-    assert torch.equal(reference.rotation(x, cos, sin, rotary_dim=12), reference.rotate(x, cos, sin))
+        assert torch.equal(reference.normalise_tables(cos, sin, 6, interleaved)[0], cos)
 
 
 @pytest.mark.parametrize("batch, batch_of_tables", [(0, 0), (0, 1), (2, 2)])
 def test_positions_of_a_batch_with_tables_of_its_own(batch, batch_of_tables):
     """An empty batch has tables without an entry."""
-    x, ids = torch.randn(batch, 3, 5, 8), torch.randint(0, 7, (batch, 5))
-    cos, sin = torch.randn(batch_of_tables, 7, 4), torch.randn(batch_of_tables, 7, 4)
+    x, ids = normal(batch, 3, 5, 8), torch.randint(0, 7, (batch, 5))
+    cos, sin = normal(2, batch_of_tables, 7, 4)
     rotated = apply_rope(x, cos, sin, position_ids=ids)
     assert rotated.shape == x.shape
     for b in range(batch):
         assert torch.equal(rotated[b], apply_rope(x[b : b + 1], cos[b][ids[b]], sin[b][ids[b]])[0])
+
+
+def test_packed_sequences_are_rotated_one_by_one():
+    """Empty sequences, and tokens after the last one, which pass through."""
+    ends, x, tables = [0, 0, 1, 5, 5, 9], normal(12, 2, 16), normal(2, 6, 8, seed=3)
+    out = apply_rope(x, *tables, layout="thd", cu_seqlens=torch.tensor(ends, dtype=torch.int32))
+    for a, b in zip(ends, ends[1:]):
+        assert torch.equal(out[a:b], apply_rope(x[None, a:b], *tables, layout="bshd")[0])
+    assert torch.equal(out[9:], x[9:])
+
+
+@pytest.mark.parametrize(("eps", "offset"), [(1e-6, 0.0), (1e-2, 1.0)])
+def test_the_norm_is_pytorchs(eps, offset):
+    x, weight = normal(3, 5, 8).requires_grad_(), normal(8, seed=1).requires_grad_()
+    expected = torch.nn.functional.rms_norm(x, (8,), offset + weight, eps)
+    torch.testing.assert_close(reference.norm(x, weight, eps, offset), expected)
+    assert torch.autograd.gradcheck(lambda x, weight: reference.norm(x, weight, eps, offset), (x, weight))
+    assert reference.norm(x.half(), weight.half(), eps, offset).dtype == F32
+
+
+@pytest.mark.parametrize("inverse", [False, True])
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_gradients(interleaved, inverse):
+    """The rotation alone can be differentiated again."""
+    cos, sin = normal(2, 3, 3, seed=3)
+    leaves = [normal(1, heads, 3, 8, seed=heads).requires_grad_() for heads in (2, 1)]
+    leaves += [normal(8, seed=5 + i).requires_grad_() for i in range(2)]
+    options = {"rotary_dim": 6, "inverse": inverse, "interleaved": interleaved}
+
+    def run(q, k, q_norm, k_norm):
+        norms = {"q_norm": q_norm, "k_norm": k_norm, "norm_eps": 1e-2, "norm_offset": 0.5}
+        return apply_rope_qk(q, k, cos, sin, **norms, **options)
+
+    assert torch.autograd.gradcheck(run, leaves)
+    assert torch.autograd.gradgradcheck(lambda x: apply_rope(x, cos, sin, **options), leaves[0])

@@ -1,11 +1,13 @@
 """Helpers of attention's tests: runs of a case that are compared with float64, gradients, packed cases."""
 
 from dataclasses import replace
+from functools import partial
 
 import torch
 
 from verification.testing import (
     DRAWS,
+    Case,
     RandomRounding,
     Results,
     compare,
@@ -104,3 +106,8 @@ def sequences_of(case):
         yield first_q, len_q, first_k, len_k
         first_q, first_k = first_q + len_q, first_k + len_k
     yield first_q, case.len_q - first_q, first_k, 0
+
+
+# Cases of a few tiles, for tests in the interpreter.
+TWO_BATCHES = Case(2, 1, 1, 70, 110, 16)
+packed = partial(packed_case, Case(1, 2, 1, 0, 0, 16))

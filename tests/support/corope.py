@@ -11,12 +11,8 @@ NAMES = ("o", "dq", "dk", "dv")
 def make(batch, heads_q, heads_kv, length, head_dim, dtype, device="cpu"):
     """q, k, v as views of (B, N, H, D), and do."""
     generator = torch.Generator(device).manual_seed(0)
-
-    def normal(heads):
-        x = torch.randn(batch, length, heads, head_dim, generator=generator, device=device)
-        return x.to(dtype).transpose(1, 2)
-
-    return normal(heads_q), normal(heads_kv), normal(heads_kv), normal(heads_q)
+    shapes = [(batch, length, heads, head_dim) for heads in (heads_q, heads_kv, heads_kv, heads_q)]
+    return [torch.randn(shape, generator=generator, device=device).to(dtype).transpose(1, 2) for shape in shapes]
 
 
 def results(function, inputs, dtype):
@@ -34,8 +30,8 @@ def assert_matches_float64(inputs, out, *, base=10000.0, scale=None):
     def right(q, k, v):
         return reference.corope(q, k, v, base=base, softmax_scale=scale)
 
-    ref64, eager = results(right, inputs, torch.float64), results(right, inputs, dtype)
-    for name, *tensors in zip(NAMES, out, ref64, eager):
-        assert tensors[0].dtype == dtype, (name, tensors[0].dtype)
-        found = compare(name, *tensors, grad=name != "o", dtype=dtype)
+    tensors = zip(out, results(right, inputs, torch.float64), results(right, inputs, dtype))
+    for name, (x, exact, eager) in zip(NAMES, tensors):
+        assert x.dtype == dtype
+        found = compare(name, x, exact, eager, grad=name != "o", dtype=dtype)
         assert found.ok, found

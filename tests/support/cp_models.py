@@ -73,42 +73,30 @@ def step(
     return found.logits.detach(), found.loss.detach(), gradients
 
 
-def refused(ranks: tuple[int, ...], what: str) -> str:
-    """The message with which a patched model of shards refuses a forward pass."""
-    group = group_of(ranks)
-    model = patch_model(make_model("llama"), cp_group=group)
-    ids = make_ids(1, 8)
-    given: dict[str, Any] = {"input_ids": ids, "position_ids": cp_shard(torch.arange(16)[None], 1, group=group)}
-    call = model
-    if what == "no positions":
-        del given["position_ids"]
-    elif what == "labels":
-        given["labels"] = ids
-    elif what == "padding":
-        given["attention_mask"] = torch.tensor([[0] + [1] * 7])
-    elif what == "cache":
-        from transformers import DynamicCache
+def refused(ranks: tuple[int, ...], what: str) -> None:
+    """Give a patched model of shards a forward pass that it refuses."""
+    from transformers import DynamicCache
 
-        given["past_key_values"] = DynamicCache()
-    elif what == "rows":
-        given = {"input_ids": make_ids(2, 8), "position_ids": torch.arange(4).repeat(2, 2)}
-    elif what == "layer":
-        call = model.model.layers[0]
-        given = {"hidden_states": torch.randn(1, 8, 64), "position_embeddings": (torch.ones(1, 8, 16),) * 2}
-    elif what.startswith("plan"):
-        given["cp_plan"] = plan_varlen_cp([0, 9, 32 if "longer" in what else 16], group=group)
-        if "rows" in what:
-            given = {**given, "input_ids": make_ids(2, 8), "position_ids": given["position_ids"].expand(2, -1)}
-        if "nobody" in what:
-            unpatch_model(model)
-            patch_model(model)
-    elif what == "attentions":
-        given["output_attentions"] = True
-    try:
-        call(**given)
-    except (ValueError, NotImplementedError) as error:
-        return str(error)
-    return "nothing was refused"
+    group, ids, rows = group_of(ranks), make_ids(1, 8), make_ids(2, 8)
+    positions = cp_shard(torch.arange(16)[None], 1, group=group)
+    plan, longer = (plan_varlen_cp([0, 9, end], group=group) for end in (16, 32))
+    model = patch_model(make_model("llama"), cp_group=group)
+    changes: dict[str, dict[str, Any]] = {
+        "no positions": {"position_ids": None},
+        "labels": {"labels": ids},
+        "padding": {"attention_mask": torch.tensor([[0] + [1] * 7])},
+        "cache": {"past_key_values": DynamicCache()},
+        "rows": {"input_ids": rows, "position_ids": torch.arange(4).repeat(2, 2)},
+        "plan of rows": {"cp_plan": plan, "input_ids": rows, "position_ids": positions.expand(2, -1)},
+        "plan, longer": {"cp_plan": longer},
+        "plan of nobody": {"cp_plan": plan},
+        "attentions": {"output_attentions": True},
+    }
+    if what == "layer":
+        model.model.layers[0](torch.randn(1, 8, 64), position_embeddings=(torch.ones(1, 8, 16),) * 2)
+    if "nobody" in what:
+        patch_model(unpatch_model(model))
+    model(**{"input_ids": ids, "position_ids": positions} | changes[what])
 
 
 def undone(ranks: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:

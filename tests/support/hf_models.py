@@ -77,6 +77,13 @@ _LATENT = {
     "v_head_dim": 48,
 }
 _YARN = {"rope_type": "yarn", "factor": 4.0, "mscale": 0.7, "mscale_all_dim": 1.0, "rope_theta": 10000.0}
+_PLAIN = {"rope_type": "default", "rope_theta": 1e4}
+_SCALED = {"llama_4_scaling_beta": 0.5, "original_max_position_embeddings": 6}
+_A_THIRD = {"partial_rotary_factor": 1 / 3}
+_DBRX = {
+    "attn_config": {"kv_n_heads": 2, "clip_qkv": 0.5, "rope_theta": 1e4},
+    "ffn_config": {"ffn_hidden_size": 32, "moe_num_experts": 4, "moe_top_k": 2},
+}
 # Name, the classes' common beginning, and what the config says besides SIZES: every peculiarity is switched on.
 _ROWS: dict[str, tuple[str, dict]] = {
     "afmoe": ("Afmoe", MOE | WINDOWED | {"head_dim": 16}),
@@ -93,16 +100,7 @@ _ROWS: dict[str, tuple[str, dict]] = {
     "cohere2_moe": ("Cohere2Moe", MOE | WINDOWED),
     "cohere2_moe-dense": ("Cohere2Moe", MOE | WINDOWED | {"prefix_dense_sliding_window_pattern": 1}),
     "cwm": ("Cwm", WINDOWED | {"head_dim": 24}),
-    "dbrx": (
-        "Dbrx",
-        {
-            "attn_config": {"kv_n_heads": 2, "clip_qkv": 0.5, "rope_theta": 1e4},
-            "ffn_config": {"ffn_hidden_size": 32, "moe_num_experts": 4, "moe_top_k": 2},
-            "d_model": 64,
-            "n_heads": 4,
-            "n_layers": 2,
-        },
-    ),
+    "dbrx": ("Dbrx", _DBRX | {"d_model": 64, "n_heads": 4, "n_layers": 2}),
     "deepseek_v2": ("DeepseekV2", MOE | _LATENT),
     "deepseek_v2-yarn": ("DeepseekV2", MOE | _LATENT | {"q_lora_rank": None, "rope_scaling": _YARN}),
     "deepseek_v3": ("DeepseekV3", MOE | _LATENT | {"rope_scaling": _YARN}),
@@ -162,34 +160,9 @@ _ROWS: dict[str, tuple[str, dict]] = {
     "minimax": ("MiniMax", MOE | RECURRENT | {"head_dim": 16, "block_size": 8, "sliding_window": WINDOW}),
     "minimax_m2": ("MiniMaxM2", MOE | {"head_dim": 16, "rotary_dim": 8}),
     "ministral": ("Ministral", WINDOWED | {"head_dim": 16}),
-    "ministral3": (
-        "Ministral3",
-        {
-            "head_dim": 16,
-            "sliding_window": WINDOW,
-            "rope_parameters": {
-                "rope_type": "default",
-                "rope_theta": 1e4,
-                "llama_4_scaling_beta": 0.5,
-                "original_max_position_embeddings": 6,
-            },
-        },
-    ),
+    "ministral3": ("Ministral3", {"head_dim": 16, "sliding_window": WINDOW, "rope_parameters": _PLAIN | _SCALED}),
     "mistral": ("Mistral", {"sliding_window": WINDOW}),
-    "mistral4": (
-        "Mistral4",
-        MOE
-        | _LATENT
-        | {
-            "head_dim": 48,
-            "rope_parameters": _YARN
-            | {
-                "partial_rotary_factor": 1 / 3,
-                "llama_4_scaling_beta": 0.5,
-                "original_max_position_embeddings": 6,
-            },
-        },
-    ),
+    "mistral4": ("Mistral4", MOE | _LATENT | {"head_dim": 48, "rope_parameters": _YARN | _SCALED | _A_THIRD}),
     "mixtral": ("Mixtral", MOE | {"sliding_window": WINDOW}),
     "olmo": ("Olmo", {"clip_qkv": 0.5}),
     "olmo2": ("Olmo2", {}),

@@ -1,5 +1,7 @@
 """Runs of a tiny model of hf_models.py, patched and not, and how their results are compared."""
 
+import functools
+
 import torch
 
 from fused_rope_attn.integrations.transformers import patch_model, unpatch_model
@@ -12,6 +14,19 @@ def assert_close(got, expected, tolerance, what=""):
     scale = expected.abs().max().item()
     error = (got - expected).abs().max().item()
     assert error <= tolerance * scale + 1e-30, f"{what}: {error:.2e} of {scale:.2e}"
+
+
+def noted(monkeypatch, owner, name):
+    """The arguments and keywords of every call of a function that its owner has under a name."""
+    calls, own = [], getattr(owner, name)
+
+    @functools.wraps(own)
+    def note(*args, **kwargs):
+        calls.append((args, kwargs))
+        return own(*args, **kwargs)
+
+    monkeypatch.setattr(owner, name, note)
+    return calls
 
 
 def run(model, ids, grad=False, **inputs):

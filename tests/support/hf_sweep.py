@@ -1,13 +1,8 @@
-"""Packed, shifted and plain positions in every served class: each patched model against the unpatched one.
-
-``python -m tests.support.hf_sweep [CLASS ...]`` compares in every setting and prints a line for each class.
-"""
+"""Packed, shifted and plain positions in every served class: each patched model against the unpatched one."""
 
 import copy
 import itertools
-import sys
 import warnings
-from collections import Counter
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -42,12 +37,8 @@ class Setting(NamedTuple):
     mask: bool
 
 
-SETTINGS = tuple(
-    itertools.starmap(
-        Setting,
-        itertools.product(("eager", "sdpa"), (False, True), POSITIONS, (None, True, False), (False, True)),
-    )
-)
+_VALUES = itertools.product(("eager", "sdpa"), (False, True), POSITIONS, (None, True, False), (False, True))
+SETTINGS = tuple(itertools.starmap(Setting, _VALUES))
 # A quick choice: all positions with a cache and without one, and all else in turn.
 CHOSEN = (
     *(Setting("eager", False, positions, None, False) for positions in POSITIONS),
@@ -88,9 +79,8 @@ def _compared(model: Any, patched: Any, setting: Setting) -> Outcome:
         got, expected = _run(patched, setting), _run(model, setting)
     told = next((str(x.message) for x in caught if "patch_model" in str(x.message)), "")
     if isinstance(got, str) or isinstance(expected, str):
-        if got == expected:
-            return Outcome("refused", told)
-        return Outcome(f"patched: {_short(got)}, unpatched: {_short(expected)}", told)
+        verdict = "refused" if got == expected else f"patched: {str(got)[:200]}, unpatched: {str(expected)[:200]}"
+        return Outcome(verdict, told)
     # A square root of less than this is rounding: nothing else is left of a gradient of 0.
     errors = [((x - y).abs().max() / y.square().mean().sqrt().clamp(min=1e-6)).item() for x, y in zip(got, expected)]
     return Outcome("same" if max(errors) <= TOLERANCE else f"differs by {max(errors):.1e} of the mean", told)
@@ -117,25 +107,3 @@ def _run(model: Any, setting: Setting) -> tuple[torch.Tensor, ...] | str:
         return logits.detach(), *torch.autograd.grad((logits * weight).sum(), model.get_input_embeddings().weight)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
-
-
-def _short(result: tuple[torch.Tensor, ...] | str) -> str:
-    return result[:200] if isinstance(result, str) else "served"
-
-
-def main(names: list[str], settings: tuple[Setting, ...] = SETTINGS) -> None:
-    total: Counter[str] = Counter()
-    for name in names or CLASSES:
-        outcomes = compare(make_pair(name), settings)
-        verdicts = Counter(outcome.verdict.partition(" ")[0] for outcome in outcomes.values())
-        total += verdicts
-        print(name, dict(verdicts), *{outcome.told for outcome in outcomes.values()} - {""}, flush=True)
-        for setting, outcome in outcomes.items():
-            if outcome.verdict not in ("same", "refused"):
-                print("   ", *setting, outcome.verdict, flush=True)
-    print(f"{sum(total.values())} comparisons:", dict(total))
-
-
-if __name__ == "__main__":
-    warnings.simplefilter("ignore")
-    main(sys.argv[1:])

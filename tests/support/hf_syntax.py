@@ -57,22 +57,28 @@ def attention_classes() -> list[str]:
 
 def form(name: str) -> list[ast.AST]:
     """The form of a class, as a list of statements."""
-    path, sources = path_of(name), _sources(path_of(name))
+    statements: list[ast.AST] = [ast.Expr(ast.Constant(_masks(path_of(name))))]
+    for i, body in enumerate(_bodies(name).values()):
+        statements += [ast.Expr(ast.Constant(f"{i}:")), *body]
+    return statements
+
+
+def functions_called(name: str) -> set[str]:
+    """The functions of its file that a class runs, also through others."""
+    return {called for called, source in _sources(path_of(name)).items() if source.startswith("def")} & _bodies(
+        name
+    ).keys()
+
+
+def _bodies(name: str) -> dict[str, list[ast.AST]]:
+    """Normalised statements of the methods and functions that a class runs, by name."""
+    sources = _sources(path_of(name))
     cls = _definition(sources[name.rpartition(".")[2]])
     assert isinstance(cls, ast.ClassDef)
-    functions = {node.name: node for node in cls.body if isinstance(node, ast.FunctionDef)}
-    own = set(functions)
-    functions |= {
-        name: node
-        for name, source in sources.items()
-        if source.startswith("def") and isinstance(node := _definition(source), ast.FunctionDef) and name not in own
-    }
-    statements: list[ast.AST] = [ast.Expr(ast.Constant(_masks(path)))]
+    defined = [_definition(source) for source in sources.values() if source.startswith("def")]
+    functions = {node.name: node for node in (*defined, *cls.body) if isinstance(node, ast.FunctionDef)}
     wanted = ["forward"]
-    for called in wanted:
-        body = _Normalise(functions[called], functions, wanted).body()
-        statements += [ast.Expr(ast.Constant(f"{wanted.index(called)}:")), *body]
-    return statements
+    return {called: _Normalise(functions[called], functions, wanted).body() for called in wanted}
 
 
 def fingerprint(name: str) -> str:

@@ -7,11 +7,7 @@ import torch
 from fused_rope_attn.attention import configs, ops, planning
 from fused_rope_attn.attention.problem import Gradients, Options, Outputs, Tensors, describe, flatten, problem_of
 from fused_rope_attn.attention.validation import check_attention
-from fused_rope_attn.generation import (
-    launch as generation_launch,
-    planning as generation_planning,
-    problem as generation_problem,
-)
+from fused_rope_attn.generation import launch as generation_launch, problem as generation_problem
 from fused_rope_attn.generation.api import rope_attention_with_kvcache
 from fused_rope_attn.runtime import checks, launch as calls
 from fused_rope_attn.runtime.entry import fill
@@ -73,7 +69,6 @@ def operator_arguments(inputs, case, **options):
     return list(flatten(*described(inputs, case, **options)))
 
 
-ARGUMENT_OF_SINKS = Tensors._fields.index("sinks")
 ARGUMENT_OF_MAX_LOGIT = -1  # whether max_logit is wanted
 
 
@@ -110,8 +105,13 @@ def go_through_the_dispatcher(monkeypatch):
     monkeypatch.setattr(ops, "is_plain", lambda *tensors: False)
 
 
-def _replace_launchers(monkeypatch, portable, forward, backward):
-    given = ops._launchers
+def replace_launchers(monkeypatch, forward, backward=None):
+    """``forward`` and ``backward`` run in the place of the launchers of the portable and of the sm_90 kernels.
+
+    Both are called with (problem, tensors, configuration), forward with a ``Saving`` after them and backward with
+    a flag for rotated q and k; they return a launcher's results: (o, lse), or with q_rot and k_rot after them,
+    and (dq, dk, dv).
+    """
 
     def prepare_forward(problem, tensors, config, saving):
         return lambda tensors: Outputs(*forward(problem, Tensors(*tensors), config, saving))
@@ -119,25 +119,9 @@ def _replace_launchers(monkeypatch, portable, forward, backward):
     def prepare_backward(problem, tensors, config, is_rotated):
         return lambda tensors: Gradients(*backward(problem, Tensors(*tensors[3:]), config, is_rotated))
 
-    launchers = prepare_forward, prepare_backward
-    monkeypatch.setattr(ops, "_launchers", lambda asked: launchers if asked is portable else given(asked))
+    monkeypatch.setattr(ops, "_launchers", lambda portable: (prepare_forward, prepare_backward))
     # Calls prepared before must not be taken for those prepared now.
     monkeypatch.setattr(calls, "_known", {})
-
-
-def replace_portable_launchers(monkeypatch, forward, backward=None):
-    """``forward`` and ``backward`` run in the place of the portable kernels' launchers.
-
-    Both are called with (problem, tensors, configuration), forward with a ``Saving`` after them and backward with
-    a flag for rotated q and k; they return a launcher's results: (o, lse), or with q_rot and k_rot after them,
-    and (dq, dk, dv).
-    """
-    _replace_launchers(monkeypatch, True, forward, backward)
-
-
-def replace_sm_90_launchers(monkeypatch, forward, backward=None):
-    """The same in the place of the sm_90 kernels' launchers."""
-    _replace_launchers(monkeypatch, False, forward, backward)
 
 
 def forget_plans():
@@ -152,32 +136,20 @@ def forget_calls():
     calls.forget()
 
 
-def plan_of(given, **packed):
-    """Return the operators' plan for the result of ``support.planning.call``: they see (B, H, N, D) tensors.
-
-    ``packed``: cu_seqlens_q, cu_seqlens_k and max_seqlen.
-    """
-    options = {"softmax_scale": 0.1, "rotary_dim": given["q"].shape[3], "interleaved": False} | given | packed
+def _problem_of_call(given):
+    options = {"softmax_scale": 0.1, "rotary_dim": given["q"].shape[3], "interleaved": False} | given
     tensors = Tensors(**{name: options.pop(name) for name in Tensors._fields if name in options})
-    return planning.plan_for(describe(tensors, **options))
+    return describe(tensors, **options)
+
+
+def plan_of(given):
+    """Return the operators' plan for the result of ``support.planning.call``: they see (B, H, N, D) tensors."""
+    return planning.plan_for(_problem_of_call(given))
 
 
 def backend_of(given, *, backend):
-    """Return the backend and the reason that a public function hands to the operators for a ``support.planning.call``
-    result."""
-    options = {"softmax_scale": 0.1, "rotary_dim": given["q"].shape[3], "interleaved": False} | given
-    tensors = Tensors(**{name: options.pop(name) for name in Tensors._fields if name in options})
-    return planning.choose_backend(describe(tensors, **options, backend=backend))
-
-
-def set_decode_config(monkeypatch, config):
-    """Every generation step runs with this configuration."""
-    monkeypatch.setattr(generation_planning, "override", config)
-
-
-def forget_prepared_steps():
-    """The next generation step prepares its launches again."""
-    calls.forget()
+    """Return the backend and the reason that a public function hands to the operators for such a call."""
+    return planning.choose_backend(_problem_of_call(given | {"backend": backend}))
 
 
 def count_prepared_steps():

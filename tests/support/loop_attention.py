@@ -4,6 +4,7 @@ import math
 
 import torch
 
+from tests.support.rotation import normal
 from verification.testing import reference_attention
 
 
@@ -15,15 +16,9 @@ def tables(rows, rotary_dim, *, batch=None, unit=True, seed=7, dtype=torch.float
     return (radius * angle.cos()).to(dtype), (radius * angle.sin()).to(dtype)
 
 
-def normal(*shape, seed=0, dtype=torch.float64):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
-
-
 def qkv(batch=2, heads_q=4, heads_kv=2, len_q=5, len_k=7, head_dim=8, dtype=torch.float64):
-    q = normal(batch, heads_q, len_q, head_dim, seed=1, dtype=dtype)
-    k = normal(batch, heads_kv, len_k, head_dim, seed=2, dtype=dtype)
-    v = normal(batch, heads_kv, len_k, head_dim, seed=3, dtype=dtype)
-    return q, k, v
+    sizes = ((heads_q, len_q), (heads_kv, len_k), (heads_kv, len_k))
+    return [normal(batch, *size, head_dim, seed=i + 1, dtype=dtype) for i, size in enumerate(sizes)]
 
 
 def complex_rotation(x, cos, sin, interleaved):
@@ -37,80 +32,56 @@ def complex_rotation(x, cos, sin, interleaved):
     return out
 
 
-def loop_attention(
-    q,
-    k,
-    v,
-    cos,
-    sin,
-    causal=False,
-    *,
-    softmax_scale,
-    rotary_dim,
-    interleaved=False,
-    window=None,
-    softcap=0.0,
-    sinks=None,
-    kv_starts=None,
-    kv_lens=None,
-    query_starts=None,
-    query_ends=None,
-):
+def loop_attention(q, k, v, cos, sin, causal, *, softmax_scale, interleaved=False, window=None, softcap=0.0,
+                   sinks=None, **bounds):  # fmt: skip
     """The contract, sentence by sentence, one score at a time. cos and sin: (S, R/2) or (B, S, R/2)."""
-    batch, heads_q, len_q, head_dim = q.shape
-    heads_kv, len_k = k.shape[1], k.shape[2]
+    batch, heads_q, len_q, _ = q.shape
+    group, len_k = heads_q // k.shape[1], k.shape[2]
     o, lse = torch.zeros_like(q), torch.full(q.shape[:3], -math.inf, dtype=torch.float64)
     max_logit = torch.full(q.shape[:2], -math.inf, dtype=torch.float64)
+    left, right = [math.inf if side == -1 else side for side in window or (-1, -1)]
+
+    def bound(name, default, *index):
+        """Return an element of a tensor of bounds. One batch entry serves all."""
+        x = bounds.get(name)
+        return default if x is None else int(x[index[0] % len(x)][index[1:]])
+
     for b in range(batch):
         cos_b, sin_b = (cos[b], sin[b]) if cos.ndim == 3 else (cos, sin)
-        start = int(kv_starts[b]) if kv_starts is not None else 0
-        length = int(kv_lens[b]) if kv_lens is not None else len_k
-        for h in range(heads_q):
-            g = h // (heads_q // heads_kv)
-            for i in range(len_q):
-                position = length - len_q + i
-                if position < 0:
+        start, length = max(bound("kv_starts", 0, b), 0), min(max(bound("kv_lens", len_k, b), 0), len_k)
+        for h, i in ((h, i) for h in range(heads_q) for i in range(len_q)):
+            position = length - len_q + i
+            if position < 0:
+                continue
+            query = complex_rotation(q[b, h, i], cos_b[position], sin_b[position], interleaved)
+            scores = {}
+            for j in range(start, length):
+                in_window = position - left <= j <= position + (0 if causal else right) and j <= position + right
+                if not in_window or not bound("query_starts", 0, b, j) <= i < bound("query_ends", len_q, b, j):
                     continue
-                query = complex_rotation(q[b, h, i], cos_b[position], sin_b[position], interleaved)
-                scores = {}
-                for j in range(start, length):
-                    if causal and j > position:
-                        continue
-                    if window is not None and window[0] != -1 and j < position - window[0]:
-                        continue
-                    if window is not None and window[1] != -1 and j > position + window[1]:
-                        continue
-                    if query_starts is not None and i < int(query_starts[b % len(query_starts), j]):
-                        continue
-                    if query_ends is not None and i >= int(query_ends[b % len(query_ends), j]):
-                        continue
-                    key = complex_rotation(k[b, g, j], cos_b[j], sin_b[j], interleaved)
-                    score = softmax_scale * sum(x * y for x, y in zip(query, key))
-                    scores[j] = softcap * math.tanh(score / softcap) if softcap else score
-                if not scores:
-                    continue
-                max_logit[b, h] = max(float(max_logit[b, h]), *scores.values())
-                logits = list(scores.values()) + ([float(sinks[h])] if sinks is not None else [])
-                top = max(logits)
-                total = sum(math.exp(logit - top) for logit in logits)
-                lse[b, h, i] = top + math.log(total)
-                for j, score in scores.items():
-                    o[b, h, i] += math.exp(score - top) / total * v[b, g, j]
+                key = complex_rotation(k[b, h // group, j], cos_b[j], sin_b[j], interleaved)
+                score = softmax_scale * sum(x * y for x, y in zip(query, key))
+                scores[j] = softcap * math.tanh(score / softcap) if softcap else score
+            if not scores:
+                continue
+            max_logit[b, h] = max(float(max_logit[b, h]), *scores.values())
+            logits = list(scores.values()) + ([float(sinks[h])] if sinks is not None else [])
+            top = max(logits)
+            total = sum(math.exp(logit - top) for logit in logits)
+            lse[b, h, i] = top + math.log(total)
+            for j, score in scores.items():
+                o[b, h, i] += math.exp(score - top) / total * v[b, h // group, j]
     return o, lse, max_logit
 
 
-def check_reference(q, k, v, cos, sin, causal=False, **options):
-    """Reference and loops agree in float64. The loops take (S, R/2) tables, the reference whatever it is given."""
-    options.setdefault("softmax_scale", q.shape[-1] ** -0.5)
-    half = cos[..., ::2] if options.get("interleaved") else cos[..., : options["rotary_dim"] // 2]
-    half_sin = sin[..., ::2] if options.get("interleaved") else sin[..., : options["rotary_dim"] // 2]
-    if cos.shape[-1] == options["rotary_dim"] // 2:
-        half, half_sin = cos, sin
-    if half.ndim == 3 and half.shape[0] == 1:
-        half, half_sin = half[0], half_sin[0]
-    o, lse, max_logit = reference_attention(q, k, v, cos, sin, causal, **options, return_max_logit=True)
-    expected, expected_lse, expected_max = loop_attention(q, k, v, half, half_sin, causal, **options)
-    assert o.dtype == lse.dtype == max_logit.dtype == torch.float64
-    torch.testing.assert_close(max_logit, expected_max, rtol=1e-11, atol=1e-12)
-    torch.testing.assert_close(o, expected, rtol=1e-11, atol=1e-12)
-    torch.testing.assert_close(lse, expected_lse, rtol=1e-11, atol=1e-12)
+def check_reference(q, k, v, cos, sin, causal=False, *, rotary_dim, full_width=False, **options):
+    """Reference and loops agree in float64. cos and sin: (S, R/2) or (B, S, R/2), of full width for the reference."""
+    options = {"softmax_scale": q.shape[-1] ** -0.5} | options
+    expected = loop_attention(q, k, v, cos, sin, causal, **options)
+    if full_width:
+        double = options.get("interleaved", False)
+        cos, sin = (x.repeat_interleave(2, -1) if double else torch.cat((x, x), -1) for x in (cos, sin))
+    given = options | {"rotary_dim": rotary_dim, "return_max_logit": True}
+    for x, y in zip(reference_attention(q, k, v, cos, sin, causal, **given), expected, strict=True):
+        assert x.dtype == torch.float64
+        torch.testing.assert_close(x, y, rtol=1e-11, atol=1e-12)

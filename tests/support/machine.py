@@ -8,11 +8,12 @@ import torch
 class Machine:
     """Time passes by sleeping and by waiting for the device. ``watts`` while the device works, ``idle_watts`` else; the
     counter shows the energy up to the last multiple of ``step`` seconds. ``gaps``: seconds that the device waited
-    between two pieces of work."""
+    between two pieces of work. ``streams``: how many streams are entered."""
 
     def __init__(self, call_ms=0.1, watts=650.0, idle_watts=100.0, step=0.02):
         self.now, self.end, self.gaps, self.call_ms = 0.0, 0.0, [], call_ms
         self.watts, self.idle_watts, self.step = watts, idle_watts, step
+        self.streams = 0
         self._busy, self._counted = 0.0, 0  # seconds of the calls that ended before the last look at the counter
         self._work, self._outputs = [], []  # (begin, end) and outputs of all calls queued so far
 
@@ -66,10 +67,10 @@ class Machine:
                 pass
 
             def __enter__(self):
-                pass
+                machine.streams += 1
 
             def __exit__(self, *error):
-                pass
+                machine.streams -= 1
 
         class Graph:
             """Replays what is called between begin and end."""
@@ -85,6 +86,7 @@ class Machine:
                     machine.work(out)
 
         clock = types.SimpleNamespace(perf_counter=lambda: machine.now, sleep=machine.sleep)
+        clock.perf_counter_ns = lambda: 1e9 * machine.now
         for module in modules:
             monkeypatch.setattr(module, "time", clock)
         for name, stand_in in (("Event", Event), ("Stream", Stream), ("CUDAGraph", Graph)):

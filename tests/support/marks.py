@@ -1,7 +1,5 @@
 """Marks that many test modules use: where a test can run, over what it is repeated, which warnings say nothing."""
 
-import itertools
-
 import pytest
 
 from fused_rope_attn.runtime.device import is_interpreted
@@ -13,12 +11,6 @@ ignore_overflow = pytest.mark.filterwarnings("ignore:(overflow|invalid value) en
 
 STRATEGIES = ("inline", "prepass")
 both_strategies = pytest.mark.parametrize("strategy", STRATEGIES)
-
-
-def cases_in_turn(*rows):
-    """Repeat a test for these cases, with one strategy after the other."""
-    turns = zip(rows, itertools.cycle(STRATEGIES))
-    return pytest.mark.parametrize(("case", "strategy"), [pytest.param(x, y, id=f"{x.name}-{y}") for x, y in turns])
 
 
 def cases(*rows):

@@ -37,42 +37,26 @@ def toy(request, tmp_path_factory) -> dict[str, dict]:
     return {row["case"]: row for row in rows}
 
 
-def test_limits_are_those_of_the_cards(toy):
+def test_what_a_row_says(toy):
+    """Specialisation is the launch's: a stride of 1 is a constant of the kernel, another stride is not; N never is."""
+    small, arch = toy["small"], toy["small"]["arch"]
+    assert small["kernel"] == "product_kernel" and small["warps"] == 4 and small["stages"] == 2
+    assert 16 <= small["registers"] <= 255 and small["spill"] == 0 and 0 < small["shared"] < small["limit"]
+    assert small["constants"]["x_strides.1"] == 1 and "x_strides.1" not in toy["odd stride"]["constants"]
+    assert small["waits"] == (arch in ("sm_90", "sm_100", "sm_120")), "programmatic dependent launch"
+    assert not small["serialised"]
     for row in toy.values():
-        assert row["limit"] == SHARED_KB[row["arch"]] * 1024
-
-
-def test_a_small_kernel_fits(toy):
-    row = toy["small"]
-    assert row["kernel"] == "product_kernel"
-    assert 16 <= row["registers"] <= 255
-    assert row["spill"] == 0
-    assert 0 < row["shared"] < row["limit"]
-    assert row["warps"] == 4 and row["stages"] == 2
-
-
-def test_specialisation_is_the_launchs(toy):
-    """A stride of 1 is a constant of the kernel, another stride is not; N never is."""
-    assert toy["small"]["constants"]["x_strides.1"] == 1
-    assert "x_strides.1" not in toy["odd stride"]["constants"]
-    for row in toy.values():
+        assert row["limit"] == SHARED_KB[arch] * 1024
         assert "N" not in row["constants"] and "x_strides.0" not in row["constants"]
 
 
-def test_programmatic_dependent_launch_is_compiled(toy):
-    assert toy["small"]["waits"] == (toy["small"]["arch"] in ("sm_90", "sm_100", "sm_120"))
+def test_spills_and_serialised_products_show(toy):
+    """ptxas gives up overlapping the products of sm_90 where registers are short, and says so.
 
-
-def test_spills_show(toy):
-    """Triton has no cap on registers for AMD, so there is no such case."""
+    Triton has no cap on registers for AMD, so there is no such case.
+    """
     if row := toy.get("short of registers"):
         assert row["registers"] <= 96 and row["spill"] > 0
-
-
-def test_serialised_products_show(toy):
-    """ptxas gives up overlapping the products of sm_90 where registers are short, and says so."""
-    assert not toy["small"]["serialised"]
-    if row := toy.get("short of registers"):
         assert row["serialised"] == (row["arch"] == "sm_90")
 
 

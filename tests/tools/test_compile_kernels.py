@@ -92,14 +92,11 @@ def test_no_row_is_left_out(arch):
 @pytest.mark.parametrize("arch", configs.ARCHS)
 def test_the_table_answers_every_call(arch):
     """A configuration for every head dimension, element size, mask and length that validation admits."""
-    for head_dim in range(16, 257, 8):
-        for element_size in (2, 4):
-            for strategy in configs.STRATEGIES:
-                for bucket in configs.BUCKETS:
-                    for masked in (True, False):
-                        key = (arch, element_size, head_dim, strategy, bucket, masked)
-                        assert find_config("forward", *key).strategy == strategy
-                        assert find_config("backward", *key).dkdv.block_n >= 16
+    sizes = itertools.product((2, 4), range(16, 257, 8))
+    for size, strategy, bucket, masked in itertools.product(sizes, configs.STRATEGIES, configs.BUCKETS, (True, False)):
+        key = (arch, *size, strategy, bucket, masked)
+        assert find_config("forward", *key).strategy == strategy
+        assert find_config("backward", *key).dkdv.block_n >= 16
 
 
 def test_the_sm_90_backend_compiles_for_sm_90_alone(compiled):
@@ -127,11 +124,7 @@ def test_no_product_of_a_rotation_is_left_for_the_compiler_to_fuse(compiled):
 
 
 def test_the_sm_90_tables_answer_every_call():
-    for head_dim in range(16, hopper_configs.HEAD_DIM + 1, 8):
-        for causal in (True, False):
-            for bucket in configs.BUCKETS:
-                for gqa in (True, False):
-                    for find in (hopper_configs.forward_row, hopper_configs.backward_row):
-                        for packed in (True, False):
-                            row = find(head_dim, causal, bucket, gqa, packed)
-                            assert set(row.least_work) <= set(configs.BUCKETS)
+    head_dims, either = range(16, hopper_configs.HEAD_DIM + 1, 8), (True, False)
+    for key in itertools.product(head_dims, either, configs.BUCKETS, either, either):  # causal, length, GQA, packed
+        for find in (hopper_configs.forward_row, hopper_configs.backward_row):
+            assert set(find(*key).least_work) <= set(configs.BUCKETS)

@@ -19,14 +19,10 @@ def test_the_page_matches_the_tables(tmp_path, monkeypatch):
     assert families.main(["--check"]) == 1
 
 
-def test_every_field_of_a_convention_is_described():
+def test_fields_of_a_convention_are_described():
     assert families.describe(Convention()) == ""
     gated = Convention(gate="gate_proj", interleaved=True, softcap=True, sinks=True, finish=("sigmoid", "o_proj"))
-    assert families.describe(gated).split("; ")[1:] == [
-        "the output times the gate's sigmoid",
-        "interleaved pairs",
-        "softcap",
-        "sinks",
-    ]
+    words = ["the output times the gate's sigmoid", "interleaved pairs", "softcap", "sinks"]
+    assert families.describe(gated).split("; ")[1:] == words
     with pytest.raises(KeyError):
         families.describe(Convention(window="of nobody"))

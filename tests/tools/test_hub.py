@@ -58,12 +58,11 @@ def test_files_are_what_the_hub_takes(folder):
             annotations = (getattr(node, name, None) for name in ("annotation", "returns") if evaluated)
             for annotation in filter(None, annotations):  # X | Y of types needs Python 3.10
                 assert not any(isinstance(part, ast.BitOr) for part in ast.walk(annotation)), path
-            if isinstance(node, ast.Import):
-                assert {alias.name.partition(".")[0] for alias in node.names} <= allowed, path
-            elif isinstance(node, ast.ImportFrom) and node.level == 0:
-                assert node.module.partition(".")[0] in allowed, path
-            elif isinstance(node, ast.keyword):
-                assert node.arg not in ("kw_only", "slots", "strict"), path  # later than Python 3.9
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module] if isinstance(node, ast.ImportFrom) and node.level == 0 else []
+            assert {name.partition(".")[0] for name in names} <= allowed, path
+            later = isinstance(node, ast.keyword) and node.arg in ("kw_only", "slots", "strict")
+            assert not later, path  # later than Python 3.9
     settings = (folder / "build.toml").read_text()
     assert 'name = "fused-rope"\n' in settings and "edition = 5\n" in settings and "\n[torch-noarch]\n" in settings
     assert 'repo-id = "somebody/fused-rope"\n' in settings

@@ -1,13 +1,15 @@
 """``python -m tools.mutation``: which changes are tested, and what becomes of them."""
 
+import re
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from tests.support.paths import ROOT
-from tools.mutation import EQUIVALENTS, equivalents, is_spared, mirrors_of
+from tools.mutation import CALLS, EQUIVALENTS, calls_for, equivalents, every_module, is_spared, keep_sample, mirrors_of
 
 MODULE = '''
 import warnings
@@ -81,13 +83,34 @@ def test_what_becomes_of_changes(tmp_path):
             ("survived", "i = 1"),
             ("survived", "i = -1"),
         }
-        # Those without an end are killed: "i += 0", "i -= 1".
-        assert counts.split("\n")[:3] == ["toy.py: 1 equivalent", "toy.py: 7 killed", "toy.py: 2 survived"]
+        # "i += 0" has no end, and others may be stopped where the machine is busy.
+        shown = {outcome: int(count) for count, outcome in re.findall(r"^toy.py: (\d+) (.*)$", counts, re.MULTILINE)}
+        assert shown["equivalent"] == 1 and shown["survived"] == 2 and shown["timed out"] > 0
+        assert shown["killed"] + shown["timed out"] == 7
         assert (tmp_path / "fused_rope_attn/toy.py").read_text() == TOY["fused_rope_attn/toy.py"]
         shutil.rmtree(tmp_path / "tests", ignore_errors=True)
 
 
+def test_a_sample_is_the_same_for_the_same_seed(tmp_path, monkeypatch):
+    from cosmic_ray.commands import init
+    from cosmic_ray.work_db import use_db
+
+    monkeypatch.chdir(ROOT)
+    found = []
+    for number, seed in enumerate((1, 1, 2)):
+        with use_db(tmp_path / f"{number}.sqlite") as db:
+            init([Path("fused_rope_attn", name) for name in ("env.py", "kernels/norm.py")], db, {})
+            keep_sample(db, 7, seed)
+            found.append({str(item.mutations) for item in db.work_items})
+    assert found[0] == found[1] != found[2] and len(found[0]) == 7
+    modules = every_module()
+    assert "masks.py" in modules and "integrations/transformers/obstacles.py" in modules
+    assert not {"attention/hopper/configs.py", "integrations/litgpt.py"} & {*modules}
+
+
 def test_the_tests_that_mirror_a_module():
+    assert calls_for("rotation/tables.py") == [f"{CALLS}::test_calls[{name}-0]" for name in ("rope", "rope of several")]
+    assert f"{CALLS}::test_calls[write-0]" in calls_for("kernels/masks.py") and calls_for("masks.py") == []
     assert mirrors_of("kernels/masks.py") == ["tests/kernels/test_masks.py"]
     assert "tests/attention/test_planning_masks.py" in mirrors_of("attention/planning.py")
     assert mirrors_of("integrations/transformers/obstacles.py")[0].startswith("tests/integrations/transformers")
@@ -96,8 +119,7 @@ def test_the_tests_that_mirror_a_module():
 def test_what_is_said_to_make_no_difference_is_in_the_code():
     for module, before, after in equivalents():
         lines = (line.strip() for line in (ROOT / "fused_rope_attn" / module).read_text(encoding="utf-8").splitlines())
-        assert before in " ".join(lines), (module, before)
-        assert before != after, (module, after)
+        assert before in " ".join(lines) and before != after, (module, before, after)
     for block in EQUIVALENTS.read_text(encoding="utf-8").split("\n\n"):
-        reason = [line for line in block.splitlines() if line.startswith("# ")]
-        assert reason and reason[-1].endswith("."), block
+        reasons = [line for line in block.splitlines() if line.startswith("# ")]
+        assert reasons and reasons[-1].endswith("."), block

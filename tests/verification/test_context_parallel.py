@@ -3,33 +3,30 @@
 from dataclasses import replace
 
 import torch
+from hypothesis import strategies as st
 
 from verification import __main__ as verification, context_parallel
-from verification.context_parallel import compared
+from verification.context_parallel import CpCheck, compared
 from verification.testing import Case, make_inputs, run_reference
 
 ASKED = ["--cp", "--device", "cpu", "--dtype", "float32", "--jobs", "0", "--json", "", "--filter"]
+SOME = "softcap=5.0 sinks"
 
 
-def test_a_run(ranks, capsys, monkeypatch):
+def test_a_run_a_list_and_an_error_of_a_rank(ranks, capsys, monkeypatch):
     monkeypatch.setattr(context_parallel, "pool_of", lambda device: ranks)
-    assert verification.main([*ASKED, "window=9,5"]) == 0
-    assert "35 of 35 tensors within tolerance, 0 not, 0 skipped; 7 cases" in capsys.readouterr().out
-
-
-def test_an_error_of_a_rank_fails(ranks, capsys, monkeypatch):
-    monkeypatch.setattr(context_parallel, "pool_of", lambda device: ranks)
-    monkeypatch.setattr(context_parallel, "_cases", lambda *_: [(Case(1, 2, 1, 24, 24, 16), {"sharding": "ring"})])
-    assert verification.main([*ASKED, "(0, 1)"]) == 1
-    assert "sharding must be" in capsys.readouterr().out
-
-
-def test_a_list_and_a_filter_without_a_match(capsys):
-    assert verification.main([*ASKED, "window=9,5", "--list"]) == 0
+    assert verification.main([*ASKED, SOME, "--list"]) == 0
     names = capsys.readouterr().out.splitlines()
-    assert len(names) == len(set(names)) == 7 and all("window=9,5" in name for name in names)
+    assert names and len(names) == len(set(names)) and all(SOME in name for name in names)
+    assert verification.main([*ASKED, SOME]) == 0
+    assert f" not, 0 skipped; {len(names)} cases" in capsys.readouterr().out
     assert verification.main([*ASKED, "no such case"]) == 2
     assert "no such case" in capsys.readouterr().err
+    wrong = CpCheck(Case(1, 2, 1, 24, 24, 16), (0, 1), {"sharding": "ring"})
+    monkeypatch.setattr(context_parallel, "cp_calls", lambda *_: st.just(wrong))
+    monkeypatch.setattr(context_parallel, "DRAWN", 1)
+    assert verification.main([*ASKED, ""]) == 1
+    assert "sharding must be" in capsys.readouterr().out
 
 
 def test_a_wrong_rank_is_seen():

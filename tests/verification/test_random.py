@@ -17,12 +17,12 @@ import fused_rope_attn
 from tests.support.calls import INTERPRETER
 from tests.support.paths import ROOT
 from verification import __main__ as command, search, strategies
-from verification.attention import AttentionCheck, CoRopeCheck
+from verification.attention import CoRopeCheck
 from verification.calls import Finding, Machine, literal, parse
 from verification.decode import DecodeCheck
-from verification.matrix import step
 from verification.refusals import KINDS, MUTATIONS, IllegalCheck, nothing_comes_of
-from verification.strategies import FAMILIES, draw, drawn_call, shrunk_call
+from verification.rotation import RopeCheck
+from verification.strategies import FAMILIES, draw, drawn_call
 from verification.workers import Outcome, Worker, run_check, run_checks
 
 REFERENCE = replace(INTERPRETER, backends=("reference",))
@@ -33,24 +33,19 @@ ARGUMENTS = ["--device", "cpu", "--backend", "reference", "--jobs", "0", "--json
 
 @pytest.mark.parametrize("machine", [INTERPRETER, GPU], ids=lambda machine: machine.device)
 def test_a_seed_and_an_index_draw_one_call(machine):
+    """Earlier imports and draws make no difference: another process draws the same calls."""
     indices = range(0, 1000, 37)
     drawn = [drawn_call(5, index, machine) for index in indices]
-    assert drawn == [drawn_call(5, index, machine) for index in indices]
     assert len(set(drawn)) == len(drawn)
     assert drawn != [drawn_call(6, index, machine) for index in indices]
     assert [parse(literal(call), KINDS) for call in drawn] == drawn
-
-
-def test_another_process_draws_the_same_calls():
-    """Earlier imports and draws make no difference."""
     program = (
         "from verification.calls import Machine, literal\n"
         "from verification.strategies import drawn_call\n"
-        "machine = Machine('cpu', 'interpreter', ('float16', 'float32'), ('reference', 'triton'))\n"
-        "print('\\n'.join(literal(drawn_call(5, index, machine)) for index in range(0, 100, 10)))"
+        f"print(*(literal(drawn_call(5, index, {machine})) for index in {indices}), sep='\\n')"
     )
     result = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert result.stdout.splitlines() == [literal(drawn_call(5, index, INTERPRETER)) for index in range(0, 100, 10)]
+    assert result.stdout.splitlines() == [literal(call) for call in drawn]
 
 
 def test_everything_is_drawn():
@@ -82,49 +77,36 @@ def test_what_kernels_branch_on_comes_together():
         assert sum(("triton", strategy) in p.variants for p in together) >= 5
 
 
-def test_families_are_chosen(capsys):
-    assert tuple(FAMILIES) == command.FAMILIES
-    machine = replace(GPU, families=("pairs", "rope"))
-    assert {drawn_call(1, index, machine).function for index in range(0, 900, 31)} == {"batch_invariant", "apply_rope"}
-    # The reference cannot keep the promise and says so, for both calls of a pair.
-    assert command.main(["--random", "3", "--family", "pairs", *ARGUMENTS]) == 0
-    assert "3 calls (0 of them refusals) with seed 0, 0 failed" in capsys.readouterr().out
-
-
-def test_the_reference_is_right_and_refuses(capsys):
-    """In addition every family's own code, on shapes that do not pay for the interpreter."""
+def test_a_run_of_the_reference(capsys):
+    """Each family's own code, on shapes that do not pay for the interpreter; what is chosen, and what is told."""
     assert command.main(["--random", "90", "--seed", "1", *ARGUMENTS]) == 0
     out = capsys.readouterr().out
     assert "of them refusals) with seed 1, 0 failed, 0 skipped" in out
     for function in ("rope_attention", "rope_attention_varlen", "apply_rope_qk", "rope_attention_with_kvcache"):
         assert f"\n{function} " in out
+    # The reference cannot keep this promise and says so, for both calls of a pair.
+    assert tuple(FAMILIES) == command.FAMILIES
+    assert command.main(["--random", "3", "--family", "pairs", *ARGUMENTS]) == 0
+    assert "3 calls (0 of them refusals) with seed 0, 0 failed" in capsys.readouterr().out
+    assert command.main(["--random", "200", "--minutes", "0.001", *ARGUMENTS]) in (0, 2)
+    assert "of 200, stopped by --minutes 0.001" in capsys.readouterr().out
+    assert command.main(["--random", "24", "--seed", "12", "--only", "7", *ARGUMENTS]) == 0
+    assert shlex.quote(literal(drawn_call(12, 7, REFERENCE))) in capsys.readouterr().out
 
 
 @pytest.fixture(scope="module")
-def drawn_arguments():
-    """Arguments of one legal call of each of many prototypes."""
-    found = []
-    for index in range(0, 600, 3):
-        call = drawn_call(1, index, REFERENCE)
-        legal = call.legal if isinstance(call, IllegalCheck) else call
-        if legal.function not in ("write_kvcache", "batch_invariant"):
-            found.append(legal.arguments("cpu")[1])
-    return found
+def legal_calls():
+    """One legal call of each of many prototypes, with its arguments."""
+    drawn = [drawn_call(1, index, REFERENCE) for index in range(0, 600, 3)]
+    legal = [call.legal if isinstance(call, IllegalCheck) else call for call in drawn]
+    return [(x, x.arguments("cpu")[1]) for x in legal if x.function not in ("write_kvcache", "batch_invariant")]
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
-def test_each_mutation_is_some_call(mutation, drawn_arguments):
-    """None is in the list for nothing: each makes at least one of the drawn calls illegal."""
-    assert any(mutation.applies(arguments) for arguments in drawn_arguments)
-
-
-@pytest.mark.parametrize("backend", ["reference", "triton"])
-@pytest.mark.parametrize("mutation", [m.name for m in MUTATIONS if m.name.startswith(("a tangent", "cu_seqlens"))])
-def test_tangents_and_wrong_ends_are_refused(mutation, backend):
-    packed = AttentionCheck(1, 2, 1, 20, 20, 16, seqlens=((12, 12), (8, 8)), sinks=True, norms=0.0, dtype=torch.float32)
-    for legal in (packed, replace(packed, seqlens=None), step("", (2, 1), 1, 20, 16, (7,), norms=0.0)):
-        outcome = run_check(IllegalCheck(legal, mutation), INTERPRETER)
-        assert outcome.findings and not outcome.failures, outcome.failures
+def test_each_mutation_makes_some_drawn_call_illegal(mutation, legal_calls):
+    legal = next(call for call, arguments in legal_calls if mutation.applies(arguments))
+    outcome = run_check(IllegalCheck(legal, mutation.name), REFERENCE)
+    assert outcome.findings[0].found.tensor == f"refusal of {mutation.name}" and not outcome.failures, outcome.failures
 
 
 @pytest.mark.parametrize("mutation", ["k_scale too long", "v_scale too long"])
@@ -217,21 +199,14 @@ def test_calls_that_failed_once(call):
     assert not run_check(parse(call, KINDS), INTERPRETER).failures
 
 
-def test_only_repeats_a_call_of_a_seed(capsys):
-    assert command.main(["--random", "24", "--seed", "12", "--only", "7", *ARGUMENTS]) == 0
-    assert shlex.quote(literal(drawn_call(12, 7, REFERENCE))) in capsys.readouterr().out
-
-
-def test_a_call_that_raises_or_writes_fails(monkeypatch):
+def test_a_call_that_writes_or_raises_fails(monkeypatch):
     def writes(x, cos, sin, **options):
         with torch.no_grad():
             x.zero_()
         raise ValueError("x is wrong")
 
+    legal = RopeCheck(1, 1, 1, 5, 5, 16, names=("x",), dtype=torch.float32)
     monkeypatch.setattr(fused_rope_attn, "apply_rope", writes)
-    call = draw(FAMILIES["rope"].prototypes(REFERENCE), 3)
-    legal = draw(FAMILIES["rope"].calls_of(call, REFERENCE), 4)
-    assert not isinstance(legal, IllegalCheck)
     outcome = run_check(IllegalCheck(legal, "inverse=1"), REFERENCE)
     assert any("x changed" in finding.found.detail for finding in outcome.failures)
     (failure,) = run_check(legal, REFERENCE).failures
@@ -252,20 +227,15 @@ class Fatal:
         yield Finding.that("reference", "size", self.size_of_it >= 0, "negative")
 
 
-def test_a_worker_that_dies_costs_one_check():
+def test_a_worker_that_dies_or_hangs_costs_one_check():
     batches = [[(0, Fatal(1)), (1, Fatal(7)), (2, Fatal(2))], [(3, Fatal(0)), (4, Fatal(-1))]]
     outcomes = dict(run_checks(batches, REFERENCE, 1))
     assert sorted(outcomes) == [0, 1, 2, 3, 4]
-    assert [i for i, outcome in outcomes.items() if outcome.failures] == [1, 4]
-    (lost,), (negative,) = outcomes[1].failures, outcomes[4].failures
-    assert lost.found.tensor == "process" and "the process died, exit status -9" in lost.found.detail
-    assert negative.found.detail == "negative"
-
-
-def test_a_worker_that_hangs_is_replaced():
+    failures = {i: outcome.failures[0].found for i, outcome in outcomes.items() if outcome.failures}
+    assert failures.keys() == {1, 4} and failures[4].detail == "negative"
+    assert failures[1].tensor == "process" and "the process died, exit status -9" in failures[1].detail
     worker = Worker(REFERENCE)
     try:
-        assert not worker.run(Fatal(1)).failures
         (lost,) = worker.run(Fatal(4, hangs=True), longest=1.0).failures
         assert "the process hung for 1 s" in lost.found.detail
         assert not worker.run(Fatal(1)).failures
@@ -273,7 +243,7 @@ def test_a_worker_that_hangs_is_replaced():
         worker.stop()
 
 
-def test_a_crash_is_shrunk_by_new_processes(monkeypatch):
+def test_a_crash_is_shrunk_by_new_processes_and_in_time(monkeypatch):
     def ask(seed, index, machine, fails):
         assert [fails(Fatal(size)) for size in (7, 2, 4, 0, 7)] == [True, False, True, False, True]
         return Fatal(4)
@@ -282,45 +252,6 @@ def test_a_crash_is_shrunk_by_new_processes(monkeypatch):
     lost = Outcome(Fatal(9), (Finding.that("?", "process", False, "died"),))
     small = search.shrink(0, 0, lost, REFERENCE, jobs=1)
     assert small.check == Fatal(4) and small.failures[0].found.tensor == "process"
-
-
-def test_shrinking_ends_in_time(monkeypatch):
     monkeypatch.setattr(search, "SHRINK_SECONDS", -1.0)
     monkeypatch.setattr(strategies, "shrunk_call", lambda *_: None if _[-1](Fatal(-1)) is False else Fatal(-1))
     assert search.shrink(0, 0, Outcome(Fatal(9), (Finding.that("?", "size", False, ""),)), REFERENCE, jobs=0) is None
-
-
-def test_the_plainest_call_is_found():
-    def crashes(call):
-        legal = call.legal if isinstance(call, IllegalCheck) else call
-        return isinstance(legal, AttentionCheck) and legal.len_k >= 5 and legal.interleaved
-
-    index = next(i for i in range(300) if crashes(drawn_call(3, i, INTERPRETER)))
-    small = shrunk_call(3, index, INTERPRETER, crashes)
-    assert crashes(small) and small.len_k == 5 and small.batch == small.heads_q == 1
-    assert small.softcap == 0.0 and small.rotary_dim == small.head_dim == 16 and not small.full_width
-    never = shrunk_call(3, index, INTERPRETER, lambda call: False)
-    assert never is None
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["--only", "3"],
-        ["--random", "0"],
-        ["--random", "5", "--small"],
-        ["--random", "5", "--filter", "x"],
-        ["--call", "x", "--list"],
-        ["--family", "pairs"],
-        ["--random", "5", "--family", "x"],
-    ],
-)
-def test_usage_errors(arguments, capsys):
-    with pytest.raises(SystemExit) as stopped:
-        command.main(["--device", "cpu", *arguments])
-    assert stopped.value.code == 2 and "error:" in capsys.readouterr().err
-
-
-def test_the_time_limit_is_told(capsys):
-    assert command.main(["--random", "200", "--minutes", "0.001", *ARGUMENTS]) in (0, 2)
-    assert "of 200, stopped by --minutes 0.001" in capsys.readouterr().out

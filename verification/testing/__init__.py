@@ -1,5 +1,6 @@
 """Inputs, references, tolerances and poisoning: what the tests, the verification and the benchmark's gate share."""
 
+# ruff: noqa: F401
 from verification.testing.cases import INTERVALS, LAYOUTS, TABLES, Case, Inputs, make_inputs, masks_of, norms_of
 from verification.testing.latent import (
     LatentCase,
@@ -15,33 +16,3 @@ from verification.testing.rotation import RotationResults, run_rotation_referenc
 from verification.testing.rounding import RandomRounding
 from verification.testing.runs import Results, reference_attention, run_op, run_reference
 from verification.testing.tolerance import DRAWS, Comparison, compare, noise_of_zero
-
-__all__ = [
-    "DRAWS",
-    "INTERVALS",
-    "LAYOUTS",
-    "TABLES",
-    "Case",
-    "Comparison",
-    "Inputs",
-    "LatentCase",
-    "LatentInputs",
-    "LatentResults",
-    "RandomRounding",
-    "Results",
-    "RotationResults",
-    "compare",
-    "compare_latent",
-    "make_inputs",
-    "make_latent_inputs",
-    "masks_of",
-    "noise_of_zero",
-    "norms_of",
-    "poison_empty",
-    "reference_attention",
-    "run_latent_op",
-    "run_latent_reference",
-    "run_op",
-    "run_reference",
-    "run_rotation_reference",
-]

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
 import torch
@@ -62,43 +62,21 @@ class Case:
 
     @property
     def name(self) -> str:
-        """Sizes, then only what differs from the defaults: `B2 H4/2 N63x100 D64 causal fp16 R=16 interleaved`."""
-        heads = f"{self.heads_q}/{self.heads_kv}" if self.heads_q != self.heads_kv else f"{self.heads_q}"
-        length = f"{self.len_q}x{self.len_k}" if self.len_q != self.len_k else f"{self.len_q}"
-        norms = (
-            ""
-            if self.norms is None
-            else f"norms={self.norms:g}"
-            if self.norm_eps == 1e-6
-            else f"norms={self.norms:g},{self.norm_eps:g}"
-        )
-        words = {
-            f"B{self.batch} H{heads} N{length} D{self.head_dim}": True,
-            "causal" if self.causal else "full": True,
-            _SHORT[self.dtype]: True,
-            f"R={self.rotary_dim}": self.rotary_dim is not None,
-            "interleaved": self.interleaved,
-            f"scale={self.scale:g}": self.softmax_scale is not None,
-            self.tables: self.tables != "rope",
-            f"{_SHORT[self.table_dtype]}-tables": self.table_dtype != torch.float32,
-            "per-batch": self.table_batch,
-            "full-width": self.full_width,
-            self.layout: self.layout != "bnhd",
-            f"S=NK+{self.extra_rows}": self.extra_rows,
-            "window={},{}".format(*self.window or (0, 0)): self.window is not None,
-            f"softcap={self.softcap:g}": self.softcap,
-            "sinks" if self.sinks_dtype == torch.float32 else f"{_SHORT[self.sinks_dtype]}-sinks": self.sinks,
-            "kv_starts=" + ",".join(map(str, self.kv_starts or ())): self.kv_starts is not None,
-            "kv_lens=" + ",".join(map(str, self.kv_lens or ())): self.kv_lens is not None,
-            norms: self.norms is not None,
-            f"{_SHORT[self.norm_dtype]}-norms": self.norms is not None and self.norm_dtype != torch.float32,
-            "packed=" + ",".join(f"{q}" if q == k else f"{q}x{k}" for q, k in self.seqlens or ()): self.seqlens,
-            "token-tables": self.token_tables,
-            "dlse": self.lse_gradient,
-            f"intervals={self.intervals}": self.intervals is not None,
-            f"seed={self.seed}": self.seed,
-        }
-        return " ".join(word for word, is_shown in words.items() if is_shown)
+        """Sizes and dtype, then only what differs from the defaults: `B2 H4/2 N63x100 D64 fp16 causal=False`."""
+        return f"{described(self)} {_SHORT[self.dtype]}"
+
+
+def described(case: Case) -> str:
+    """Name a case, or a call that has more fields, without its dtype."""
+    heads = f"{case.heads_q}/{case.heads_kv}" if case.heads_q != case.heads_kv else f"{case.heads_q}"
+    length = f"{case.len_q}x{case.len_k}" if case.len_q != case.len_k else f"{case.len_q}"
+    kind = type(case).__name__.removesuffix("Check").removeprefix("Case").removeprefix("Attention").lower()
+    words = [kind, f"B{case.batch} H{heads} N{length} D{case.head_dim}"]
+    for field in fields(case)[6:]:
+        value = getattr(case, field.name)
+        if value != field.default and field.name not in ("dtype", "name", "size", "only", "variants"):
+            words.append(f"{field.name}={value}".replace("torch.", "").replace(" ", "").removesuffix("=True"))
+    return " ".join(words).strip()
 
 
 def masks_of(case: Case, device: torch.device | str = "cpu") -> dict[str, Any]:

@@ -118,68 +118,35 @@ def run_latent_reference(inputs: LatentInputs, case: LatentCase, dtype: torch.dt
     leaves = [x.detach().to(dtype).requires_grad_() for x in inputs[:5]]
     q_nope, q_rope, k_nope, k_rope, v = leaves
     cos, sin = (x.double() if dtype == torch.float64 else x for x in (inputs.cos, inputs.sin))
-    o, lse = reference_attention(
-        q_rope,
-        k_rope,
-        v,
-        cos,
-        sin,
-        case.causal,
-        softmax_scale=case.scale,
-        rotary_dim=case.rope,
-        interleaved=case.interleaved,
-        window=case.window,
-        q_nope=q_nope,
-        k_nope=k_nope,
-        **_masks(case, v.device),
-    )
-    return _differentiated(o, lse, leaves, inputs.do.to(o.dtype), inputs.dlse)
+    options: dict[str, Any] = {name: getattr(case, name) for name in ("causal", "interleaved", "window")}
+    options |= {"softmax_scale": case.scale, "rotary_dim": case.rope, "q_nope": q_nope, "k_nope": k_nope}
+    o, lse = reference_attention(q_rope, k_rope, v, cos, sin, **options, **_masks(case, v.device))
+    upstream = [inputs.do.to(o.dtype), *(x.to(lse.dtype) for x in (inputs.dlse,) if x is not None)]
+    return LatentResults(o.detach(), lse.detach(), *torch.autograd.grad([o, lse][: len(upstream)], leaves, upstream))
 
 
 def run_latent_op(
     inputs: LatentInputs, case: LatentCase, *, backend: str, deterministic: bool = False
 ) -> LatentResults:
     """Return the results of ``rope_attention_mla``, or of ``rope_attention_mla_varlen`` if the case is packed."""
-    import fused_rope_attn  # here, so that inputs and references need the reference only
+    from verification.latent import LatentCheck  # here, so that inputs and references need the reference only
 
-    leaves = [x.detach().requires_grad_() for x in inputs[:5]]
-    latent: Any = fused_rope_attn.rope_attention_mla, fused_rope_attn.rope_attention_mla_varlen
-    options: dict[str, Any] = {
-        "softmax_scale": case.softmax_scale,
-        "interleaved": case.interleaved,
-        "window": case.window,
-        "return_lse": True,
-        "deterministic": deterministic,
-        "backend": backend,
-    }
-    masks, tables = _masks(case, inputs.v.device), (inputs.cos, inputs.sin)
-    if case.seqlens is None:
-        given = [x.transpose(1, 2) for x in leaves] if case.bshd else leaves
-        layout = "bshd" if case.bshd else "bhsd"
-        o, lse = latent[0](*given, *tables, case.causal, layout=layout, **options, **masks)
-        o = o.transpose(1, 2) if case.bshd else o
-    else:
-        packed = [x[0].transpose(0, 1) for x in leaves]
-        longest = [max((n[i] for n in case.seqlens), default=0) for i in range(2)]
-        o, lse = latent[1](*packed, *tables, *masks.values(), *longest, case.causal, **options)
-        o, lse = o.transpose(0, 1)[None], lse[None]
-    return _differentiated(o, lse, leaves, inputs.do, inputs.dlse)
+    sizes = case.batch, case.heads, case.heads, case.len_q, case.len_k, case.rope
+    names = ("nope", "value", "dtype", "seqlens", "lse_gradient", *(field.name for field in fields(case)[13:]))
+    own = {name: getattr(case, name) for name in names}
+    check = LatentCheck(*sizes, form="bshd" if case.bshd else "bhsd", deterministic=deterministic, **own)
+    made = check.made(dict(zip(inputs._fields[:7], inputs)), {"o": inputs.do, "lse": inputs.dlse})
+    return LatentResults(**check.results(*check.call(made, (backend, "auto")), made))
 
 
-def _differentiated(o: Tensor, lse: Tensor, leaves: list[Tensor], do: Tensor, dlse: Tensor | None) -> LatentResults:
-    outputs, upstream = [o], [do]
-    if dlse is not None:
-        outputs, upstream = [o, lse], [do, dlse.to(lse.dtype)]
-    return LatentResults(o.detach(), lse.detach(), *torch.autograd.grad(outputs, leaves, upstream))
-
-
-def noise_of_latent_zero(name: str, heads: int, columns: int, scale: float, cos: Tensor, sin: Tensor) -> float:
-    """Return what `noise_of_zero` returns, for a result of latent attention. columns: DN + R."""
+def noise_of_latent_zero(name: str, case: LatentCase, inputs: LatentInputs) -> float:
+    """Return what `noise_of_zero` returns, for a result of latent attention."""
+    columns = case.nope + case.rope
     factor = max(1.0, columns / 128)
     if name == "dk_rope":
-        factor *= heads**0.5
+        factor *= case.heads**0.5
     if name[:2] in ("dq", "dk"):
-        factor *= largest_norm(cos, sin) * max(1.0, abs(scale) * columns**0.5)
+        factor *= largest_norm(inputs.cos, inputs.sin) * max(1.0, abs(case.scale) * columns**0.5)
     return factor
 
 
@@ -188,7 +155,6 @@ def compare_latent(inputs: LatentInputs, case: LatentCase, out: LatentResults) -
     ref64, eager = run_latent_reference(inputs, case, torch.float64), run_latent_reference(inputs, case)
     found = []
     for name, actual, exact, rounded in zip(LatentResults._fields, out, ref64, eager):
-        zero = noise_of_latent_zero(name, case.heads, case.nope + case.rope, case.scale, inputs.cos, inputs.sin)
-        grad = name[0] == "d"
+        zero, grad = noise_of_latent_zero(name, case, inputs), name[0] == "d"
         found.append(compare(name, actual, exact, rounded, grad=grad, dtype=case.dtype, zero=zero))
     return found

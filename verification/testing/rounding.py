@@ -23,12 +23,9 @@ class RandomRounding(TorchDispatchMode):
     v for ``dp = do v^T``. Numbers of v that are not finite may have been replaced by 0 in either.
 
     Eager rounds a score to 16 bits and casts it to float32 again, which hides the rounding of q and k if the score is
-    near a number of 16 bits. Kernels keep it in float32, and so does every other such cast here, at random.
-
-    Such a backward pass also recomputes ``p = exp(s - lse)``, from a lse that was rounded to float32, and from products
-    that may be summed in another order than the forward's. Either changes p by its error in units of s, which in
-    float32 is more than p's own rounding: scores of 32 are wrong by 5e-6. A draw in float32 takes the gradients from
-    such a p: one random order of the columns for the product before the softmax, and another rounding of lse.
+    near a number of 16 bits. Kernels keep it in float32, and so does every other such cast here, at random. A draw in
+    float32 takes the gradients from a recomputed p (docs/design/numerics.md): one random order of the columns for the
+    product before the softmax, and another rounding of lse.
 
     Checkpoints that backward computes again go to their end, because PyTorch would stop before ``p v``.
 

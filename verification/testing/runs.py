@@ -3,8 +3,8 @@
 import functools
 import math
 import warnings
-from dataclasses import replace
-from typing import Any, NamedTuple, cast
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -51,194 +51,125 @@ def run_reference(inputs: Inputs, case: Case, dtype: torch.dtype | None = None) 
     batches, groups of heads and, where one head's scores are too large, blocks of rows; partial gradients are summed in
     at least float32 and rounded once.
     """
-    dtype = case.dtype if dtype is None else dtype
-    if case.seqlens is None:
-        results = _reference(inputs, case, dtype)
-    else:
-        results = _reference_packed(inputs, case, case.seqlens, dtype)
+    results = _summed(inputs, case, case.dtype if dtype is None else dtype)
     if dtype != torch.float64:
-        if case.sinks:
-            results.dsinks = cast(Tensor, results.dsinks).to(case.sinks_dtype)
-        if case.norms is not None:
-            results.dq_norm, results.dk_norm = (
-                cast(Tensor, x).to(case.norm_dtype) for x in (results.dq_norm, results.dk_norm)
-            )
+        for name, weight in _weights(case, inputs.q.device).items():
+            setattr(results, name, getattr(results, name).to(weight.dtype))
     return results
 
 
-def _reference(inputs: Inputs, case: Case, dtype: torch.dtype) -> Results:
-    """``run_reference`` of sequences in a batch. The gradients of sinks and of norms' weights are not rounded."""
-    q, k, v, do = inputs.q, inputs.k, inputs.v, inputs.do
-    wide = dtype == torch.float64
-    cos, sin = reference.normalise_tables(inputs.cos, inputs.sin, case.rotary, case.interleaved)
-    if wide:
-        cos, sin = cos.double(), sin.double()
-
-    lse_dtype = torch.float64 if wide else torch.float32
-    o, dq = (torch.zeros(q.shape, dtype=dtype, device=q.device) for _ in range(2))
-    dk, dv = (torch.zeros(k.shape, dtype=dtype, device=q.device) for _ in range(2))
-    lse = torch.zeros(q.shape[:3], dtype=lse_dtype, device=q.device)
-    max_logit = torch.zeros(q.shape[:2], dtype=lse_dtype, device=q.device)
-    masks = masks_of(case, q.device)
-    dsinks = torch.zeros(case.heads_q, dtype=lse_dtype, device=q.device)
-    weights = _weights(case, q.device, lse_dtype)
-    dweights = [torch.zeros_like(weight) for weight in weights]
-
-    group = case.heads_q // case.heads_kv
-    head_bytes = max(1, group * case.len_q * case.len_k * (8 if wide else 4))
-    limit = BLOCK_BYTES.get(q.device.type, BLOCK_BYTES["cpu"])
-    step = max(1, limit // head_bytes)  # key-value heads at once
-    rows = max(1, case.len_q if step > 1 else min(case.len_q, limit * case.len_q // head_bytes))
-    for b in range(case.batch):
-        table = slice(b, b + 1) if cos.shape[0] > 1 else slice(0, 1)
-        for first in range(0, case.heads_kv, step):
-            kv = (slice(b, b + 1), slice(first, first + step))
-            qs = (slice(b, b + 1), slice(first * group, (first + step) * group))
-            q_block, k_block, v_block, do_block = (x.detach().to(dtype) for x in (q[qs], k[kv], v[kv], do[qs]))
-            part = {name: x if x is None else x[b : b + 1] for name, x in masks.items() if name.startswith("kv_")}
-            for name in ("query_starts", "query_ends"):
-                x = masks[name]
-                part[name] = x if x is None or x.shape[0] == 1 else x[b : b + 1]
-            part["dlse"] = None if inputs.dlse is None else inputs.dlse[qs].to(lse_dtype)
-            if case.sinks:
-                part["sinks"] = masks["sinks"][qs[1]].to(lse_dtype)
-            o[qs], lse[qs], dq[qs], dk[kv], dv[kv], max_logit[qs], dsinks_part, *dweights_part = _reference_heads(
-                q_block, k_block, v_block, do_block, cos[table], sin[table], case, rows, weights, **part
-            )
-            for whole, of_part in zip(dweights, dweights_part):
-                whole += of_part
-            if dsinks_part is not None:
-                dsinks[qs[1]] += dsinks_part
-    results = Results(o, lse, dq, dk, dv)
-    results.max_logit = max_logit
-    results.dsinks = dsinks if case.sinks else None
-    if weights:
-        results.dq_norm, results.dk_norm = dweights
-    return results
-
-
-def _weights(case: Case, device: torch.device, dtype: torch.dtype) -> list[Tensor]:
-    """The weights of the case's norms, of q and of k, none where it has no norms, in ``dtype``."""
-    given = norms_of(case, device)
-    return [given[name].to(dtype) for name in ("q_norm", "k_norm")] if given else []
-
-
-def _reference_packed(inputs: Inputs, case: Case, seqlens: tuple[tuple[int, int], ...], dtype: torch.dtype) -> Results:
-    """``_reference`` of each sequence by itself: no mask of packed sequences is involved. Rows after the last one see
-    nothing."""
+def _summed(inputs: Inputs, case: Case, dtype: torch.dtype) -> Results:
+    """``run_reference`` in a dtype, before the gradients of sinks and of norms' weights are rounded."""
     q, k = inputs.q, inputs.k
-    lse_dtype = torch.float64 if dtype == torch.float64 else torch.float32
-    o, dq = (torch.zeros(q.shape, dtype=dtype, device=q.device) for _ in range(2))
-    dk, dv = (torch.zeros(k.shape, dtype=dtype, device=q.device) for _ in range(2))
-    lse = torch.full(q.shape[:3], -math.inf, dtype=lse_dtype, device=q.device)
-    max_logit = torch.full((len(seqlens), case.heads_q), -math.inf, dtype=lse_dtype, device=q.device)
-    dsinks = torch.zeros(case.heads_q, dtype=lse_dtype, device=q.device)
-    dweights = [torch.zeros_like(weight) for weight in _weights(case, q.device, lse_dtype)]
-    first_q = first_k = 0
-    for sequence, (len_q, len_k) in enumerate(seqlens):
+    sums, device = torch.promote_types(dtype, torch.float32), q.device
+    o, dq, dk, dv = (torch.zeros(x.shape, dtype=dtype, device=device) for x in (q, q, k, k))
+    lse = torch.full(q.shape[:3], -math.inf, dtype=sums, device=device)
+    masks, weights = masks_of(case, device), {name: x.to(sums) for name, x in _weights(case, device).items()}
+    sums_of_weights = {name: torch.zeros_like(weight) for name, weight in weights.items()}
+    sequences = list(_sequences(case))
+    max_logit = lse.new_full((len(sequences), case.heads_q), -math.inf)
+    group = case.heads_q // case.heads_kv
+    for sequence, (b, rows_q, rows_k) in enumerate(sequences):
+        len_q, len_k = rows_q.stop - rows_q.start, rows_k.stop - rows_k.start
         if len_q == len_k == 0:  # there may be thousands
             continue
-        # Lengths on the device: queries before position 0 see nothing, causal or not.
-        one = replace(case, seqlens=None, token_tables=False, len_q=len_q, len_k=len_k, kv_lens=(len_k,))
-        rows_q, rows_k = slice(first_q, first_q + len_q), slice(first_k, first_k + len_k)
-        some_q, some_k = (x[:, :, rows_q] for x in (q, inputs.do)), (x[:, :, rows_k] for x in (k, inputs.v))
-        (q_part, do_part), (k_part, v_part) = some_q, some_k
-        dlse = None if inputs.dlse is None else inputs.dlse[:, :, rows_q]
+        own = slice(b, b + 1)
+        seen = {name: masks[name] for name in ("kv_starts", "kv_lens", "query_starts", "query_ends")}
+        seen = {name: x[own] if x is not None and len(x) > 1 else x for name, x in seen.items()}
+        if case.seqlens is not None:
+            # Lengths on the device: queries before position 0 see nothing, causal or not.
+            seen["kv_lens"] = torch.tensor([len_k], device=device)
         cos, sin = (x[..., rows_k, :] if case.token_tables else x for x in (inputs.cos, inputs.sin))
-        part_inputs = Inputs(q_part, k_part, v_part, cos, sin, do_part).with_dlse(dlse)
-        part = _reference(part_inputs, one, dtype)
-        for whole, x, rows in zip((o, lse, dq, dk, dv), part, (rows_q, rows_q, rows_q, rows_k, rows_k)):
-            whole[:, :, rows] = cast(Tensor, x)
-        max_logit[sequence] = cast(Tensor, part.max_logit)[0]
-        if part.dsinks is not None:
-            dsinks += part.dsinks
-        for whole_weight, of_part in zip(dweights, (part.dq_norm, part.dk_norm)):
-            whole_weight += cast(Tensor, of_part)
-        first_q, first_k = first_q + len_q, first_k + len_k
+        cos, sin = reference.normalise_tables(cos, sin, case.rotary, case.interleaved)
+        cos, sin = (x[own] if len(x) > 1 else x for x in (cos, sin))
+        head_bytes = max(1, group * len_q * len_k * (8 if dtype == torch.float64 else 4))
+        limit = BLOCK_BYTES.get(device.type, BLOCK_BYTES["cpu"])
+        step = max(1, limit // head_bytes)  # key-value heads at once
+        rows = max(1, len_q if step > 1 else min(len_q, limit * len_q // head_bytes))
+        for first in range(0, case.heads_kv, step):
+            heads = slice(first * group, (first + step) * group)
+            qs, kv = (own, heads, rows_q), (own, slice(first, first + step), rows_k)
+            leaves = {"dq": q[qs], "dk": k[kv], "dv": inputs.v[kv]}
+            leaves = {name: x.detach().to(dtype).requires_grad_() for name, x in leaves.items()}
+            for name, weight in weights.items():
+                leaves[name] = (weight[heads] if name == "dsinks" else weight).detach().requires_grad_()
+            upstream = [inputs.do[qs].to(dtype), *(x[qs].to(sums) for x in (inputs.dlse,) if x is not None)]
+            part = _reference_heads(leaves, cos, sin, case, seen, rows, upstream)
+            o[qs], lse[qs], max_logit[sequence, heads], dq[qs], dk[kv], dv[kv], *of_weights = part
+            for (name, whole), gradient in zip(sums_of_weights.items(), of_weights):
+                whole[heads if name == "dsinks" else slice(None)] += gradient
     results = Results(o, lse, dq, dk, dv)
     results.max_logit = max_logit
-    results.dsinks = dsinks if case.sinks else None
-    if dweights:
-        results.dq_norm, results.dk_norm = dweights
+    for name, whole in sums_of_weights.items():
+        setattr(results, name, whole)
     return results
+
+
+def _weights(case: Case, device: torch.device) -> dict[str, Tensor]:
+    """Return the sinks and the weights of norms that a case has, by the names of their gradients."""
+    given = {"sinks": masks_of(case, device)["sinks"], **norms_of(case, device)}
+    return {f"d{name}": given[name] for name in ("sinks", "q_norm", "k_norm") if given.get(name) is not None}
+
+
+def _sequences(case: Case) -> Iterator[tuple[int, slice, slice]]:
+    """Yield the batch entry, the queries and the keys of each sequence: no mask of packed sequences is involved."""
+    if case.seqlens is None:
+        yield from ((b, slice(0, case.len_q), slice(0, case.len_k)) for b in range(case.batch))
+        return
+    first_q = first_k = 0
+    for len_q, len_k in case.seqlens:
+        yield 0, slice(first_q, first_q + len_q), slice(first_k, first_k + len_k)
+        first_q, first_k = first_q + len_q, first_k + len_k
 
 
 def _reference_heads(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    do: Tensor,
+    leaves: dict[str, Tensor],
     cos: Tensor,
     sin: Tensor,
     case: Case,
+    masks: dict[str, Any],
     rows: int,
-    weights: list[Tensor],
-    sinks: Tensor | None = None,
-    dlse: Tensor | None = None,
-    query_starts: Tensor | None = None,
-    query_ends: Tensor | None = None,
-    **bounds: Tensor | None,
-) -> tuple[Any, ...]:
-    """`reference.attention` and its gradients for a few heads, `rows` queries at a time: o, lse, dq, dk, dv, max_logit,
-    dsinks or None, and where there are ``weights`` of norms, in the dtype of sums, theirs."""
+    upstream: list[Tensor],
+) -> tuple[Tensor, ...]:
+    """`reference.attention` and its gradients for a few heads, `rows` queries at a time: o, lse, max_logit, and the
+    gradients of the leaves. upstream: of o, and of lse if it has one."""
+    q, k, v = (leaves[name] for name in ("dq", "dk", "dv"))
+    sums = torch.promote_types(q.dtype, torch.float32)
+    if q.dtype == torch.float64:
+        cos, sin = cos.double(), sin.double()
+    position, key = reference.positions(q.shape[2], k.shape[2], masks["kv_lens"], q.device)
+    parts = [slice(start, start + rows) for start in range(0, max(1, q.shape[2]), rows)]
+
+    def visible(part: slice) -> Tensor:
+        pairs = position[:, part], key, case.causal
+        return reference.visible_pairs(*pairs, window=case.window, first_row=part.start, **masks)
+
     with torch.enable_grad():
-        q, k = q.requires_grad_(), k.requires_grad_()
-        position, key = reference.positions(case.len_q, case.len_k, bounds.get("kv_lens"), q.device)
-        masks: dict[str, Any] = bounds | {"window": case.window, "query_starts": query_starts, "query_ends": query_ends}
-        parts = [slice(start, start + rows) for start in range(0, case.len_q, rows)]
-
-        def visible(part: slice) -> Tensor:
-            return reference.visible_pairs(position[:, part], key, case.causal, **masks, first_row=part.start)
-
-        q_seen, k_seen = q, k
-        if parts:
-            q_seen = reference.hide(q, torch.cat([~visible(part).any(-1) for part in parts], 1))
-            absent = ~functools.reduce(torch.logical_or, [visible(part).any(-2) for part in parts])
-            k_seen, v = reference.hide(k, absent), reference.hide(v, absent)
-        weights = [weight.detach().requires_grad_() for weight in weights]
-        q_norm, k_norm = weights or (None, None)
-        options: dict[str, Any] = {
-            "interleaved": case.interleaved,
-            "norm_eps": case.norm_eps,
-            "norm_offset": case.norms,
-        }
-        q_rot = reference.norm_rotate(q_seen, q_norm, *reference.table_rows(cos, sin, position), **options)
-        k_rot = reference.norm_rotate(k_seen, k_norm, *reference.table_rows(cos, sin, key), **options)
+        dead = torch.cat([~visible(part).any(-1) for part in parts], 1)
+        absent = ~functools.reduce(torch.logical_or, [visible(part).any(-2) for part in parts])
+        q, k, v = reference.hide(q, dead), reference.hide(k, absent), reference.hide(v, absent)
+        options: dict[str, Any] = {name: getattr(case, name) for name in ("interleaved", "norm_eps")}
+        options["norm_offset"] = case.norms
+        q = reference.norm_rotate(q, leaves.get("dq_norm"), *reference.table_rows(cos, sin, position), **options)
+        k = reference.norm_rotate(k, leaves.get("dk_norm"), *reference.table_rows(cos, sin, key), **options)
         # Cut the graph at the rotated tensors: blocks of rows add up there, and the rotation is undone once.
-        leaves = [x.detach().requires_grad_() for x in (q_rot, k_rot, v)]
-        sum_dtype = torch.promote_types(q.dtype, torch.float32)
-        dsinks = None
-        if sinks is not None:
-            leaves.append(sinks.detach().requires_grad_())
-            dsinks = torch.zeros_like(sinks)
-        o, dq_rot = torch.zeros_like(q, requires_grad=False), torch.zeros_like(q, requires_grad=False)
-        lse = torch.zeros(q.shape[:3], device=q.device, dtype=sum_dtype)
-        max_logit = lse.new_full(q.shape[:2], -math.inf)
-        dk_rot, dv = (torch.zeros(k.shape, dtype=sum_dtype, device=k.device) for _ in range(2))
+        cut = [x.detach().requires_grad_() for x in (k, v, *(leaves[name] for name in leaves if name == "dsinks"))]
+        added, found = [torch.zeros_like(x, dtype=sums) for x in cut], []
+        options = {"softmax_scale": case.scale, "softcap": case.softcap, "return_max_logit": True}
         for part in parts:
-            o_part, lse_part, row_max = reference.masked_attention(
-                leaves[0][:, :, part],
-                leaves[1],
-                leaves[2],
-                visible(part),
-                softmax_scale=case.scale,
-                softcap=case.softcap,
-                sinks=leaves[3] if sinks is not None else None,
-                return_max_logit=True,
+            rows_q, sinks = q[:, :, part].detach().requires_grad_(), cut[2] if case.sinks else None
+            given = rows_q, cut[0], cut[1], visible(part)
+            o, lse, row_max = reference.masked_attention(*given, sinks=sinks, **options)
+            dq, *others = torch.autograd.grad(
+                (o, lse)[: len(upstream)], [rows_q, *cut], [x[:, :, part] for x in upstream]
             )
-            max_logit = torch.maximum(max_logit, reference.largest(row_max))
-            outputs, upstream = [o_part], [do[:, :, part]]
-            if dlse is not None:
-                outputs, upstream = [*outputs, lse_part], [*upstream, dlse[:, :, part]]
-            dq_part, dk_part, dv_part, *sinks_part = torch.autograd.grad(outputs, leaves, upstream)
-            if dsinks is not None:
-                dsinks += sinks_part[0]
-            o[:, :, part], lse[:, :, part] = o_part.detach(), lse_part.detach()
-            dq_rot += dq_part
-            dk_rot += dk_part
-            dv += dv_part
-        dq, dk, *dweights = torch.autograd.grad((q_rot, k_rot), (q, k, *weights), (dq_rot, dk_rot.to(k.dtype)))
-    return o, lse, dq, dk, dv, max_logit, dsinks, *dweights
+            for total, x in zip(added, others):
+                total += x
+            found.append((o.detach(), lse.detach(), row_max, dq))
+        o, lse, row_max, dq = (torch.cat(x, 2) for x in zip(*found))
+        rotated = [leaves[name] for name in leaves if name not in ("dv", "dsinks")]
+        dq, dk, *dweights = torch.autograd.grad((q, k), rotated, (dq, added[0].to(k.dtype)))
+    return o, lse, reference.largest(row_max), dq, dk, *added[1:], *dweights
 
 
 def run_op(
@@ -253,61 +184,17 @@ def run_op(
 ) -> Results:
     """`fused_rope_attn.rope_attention` on the inputs in their memory layout, with gradients unless `grads` is False,
     and its largest logits if `max_logit` is True."""
-    import fused_rope_attn  # here, so that inputs and references need the reference only
+    from verification.attention import AttentionCheck  # here, so that inputs and references need the reference only
 
-    q, k, v = (x.detach().requires_grad_(grads) for x in (inputs.q, inputs.k, inputs.v))
-    masks, norms = masks_of(case, q.device), norms_of(case, q.device)
-    weights = {"dsinks": masks["sinks"], "dq_norm": norms.get("q_norm"), "dk_norm": norms.get("k_norm")}
-    weights = {name: weight.requires_grad_(grads) for name, weight in weights.items() if weight is not None}
-    options: dict[str, Any] = {
-        "softmax_scale": case.softmax_scale,
-        "rotary_dim": case.rotary_dim,
-        "interleaved": case.interleaved,
-        "return_lse": True,
-        "return_max_logit": max_logit,
-        "deterministic": deterministic,
-        "backend": backend,
-        "strategy": strategy,
-        **masks,
-        **norms,
-    }
-    if case.seqlens is None:
-        with warnings.catch_warnings():
-            # A case that has more queries than keys has them on purpose.
-            warnings.filterwarnings("ignore", "q .* positions and k", UserWarning)
-            o, lse, *more = fused_rope_attn.rope_attention(q, k, v, inputs.cos, inputs.sin, case.causal, **options)
-    else:
-        q_packed, k_packed, v_packed = (x[0].transpose(0, 1) for x in (q, k, v))
-        lengths = torch.tensor(case.seqlens, dtype=torch.int32).reshape(-1, 2)
-        ends = torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (0, 0, 1, 0)).to(q.device)
-        max_seqlen_q, max_seqlen_k = (max((n[i] for n in case.seqlens), default=0) for i in range(2))
-        for name in ("kv_starts", "kv_lens", "query_starts", "query_ends"):
-            del options[name]
-        options["token_tables"] = case.token_tables
-        o, lse, *more = fused_rope_attn.rope_attention_varlen(
-            q_packed,
-            k_packed,
-            v_packed,
-            inputs.cos,
-            inputs.sin,
-            ends[:, 0].contiguous(),
-            ends[:, 1].contiguous(),
-            max_seqlen_q,
-            max_seqlen_k,
-            case.causal,
-            **options,
-        )
-        o, lse = o.transpose(0, 1).unsqueeze(0), lse.unsqueeze(0)
-    if not grads:
-        results = Results(o, lse)
-        results.max_logit = more[0] if more else None
-        return results
-    outputs, upstream = [o], [inputs.do]
-    if inputs.dlse is not None:
-        outputs, upstream = [o, lse], [inputs.do, inputs.dlse]
-    dq, dk, dv, *dweights = torch.autograd.grad(outputs, (q, k, v, *weights.values()), upstream)
-    results = Results(o.detach(), lse.detach(), dq, dk, dv)
-    results.max_logit = more[0] if more else None
-    for name, gradient in zip(weights, dweights):
-        setattr(results, name, gradient)
+    options = {"deterministic": deterministic, "return_max_logit": max_logit} | ({} if grads else {"wanted": ()})
+    check = AttentionCheck.of(case, **options)
+    made = check.made(inputs)
+    with warnings.catch_warnings():
+        # A case that has more queries than keys has them on purpose.
+        warnings.filterwarnings("ignore", "q .* positions and k", UserWarning)
+        found = check.results(*check.call(made, (backend, strategy)), made)
+    results = Results(*(found.get(name) for name in Results._fields))
+    for name in ("dsinks", "dq_norm", "dk_norm", "max_logit"):
+        x, is_row = found.get(name), name != "max_logit" or case.seqlens is not None
+        setattr(results, name, x[0] if x is not None and is_row else x)
     return results

@@ -66,14 +66,10 @@ def compare(
     A result that is zero in exact arithmetic may be float32 noise: 2^-17 for inputs of order 1 and D up to 128, `zero`
     times as much where the caller knows of more (`noise_of_zero`).
 
-    `draws` are for runs over so many rows that chance alone breaks a rule that has one draw on either side. What the
-    rule refuses is then held against the largest error that `DRAWS` eager results have in its place, each rounded at
-    random (`RandomRounding`), which `draws` computes. Where a row's error comes from one rounding, as with a single
-    visible key and a sink (`ds` is one number, and `dq` a multiple of one row of K), both sides of the rule are like
-    the absolute value of one normal variable, and one call in some thousands has a row whose eager error is lucky. The
-    largest of 32 such values is about 2.5 standard deviations, so that the limit, 2.5 times that, is beyond 6 of them:
-    one row in 10^9. Where a row's error is the sum of many roundings, which is where a wrong angle and a lost key
-    show, all draws are nearly equal, and their largest is hardly above a single one: there the rule stays what it is.
+    `draws` are a second opinion (docs/design/numerics.md): what the rule refuses is held against the largest error that
+    `DRAWS` eager results have in its place, each rounded at random (`RandomRounding`). If a row's error is one
+    rounding, the largest of 32 draws is about 2.5 standard deviations, and one row in 10^9 is beyond 2.5 times that. If
+    it sums many roundings, as with a wrong angle or a lost key, all draws are nearly equal, and the rule stays.
     """
     if out.shape != ref64.shape or eager.shape != ref64.shape:
         raise ValueError(

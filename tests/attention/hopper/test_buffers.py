@@ -9,8 +9,7 @@ from dataclasses import replace
 import torch
 
 from fused_rope_attn.attention import configs
-from tests.support.attention import sequences_of
-from tests.support.cases import TWO_BATCHES, packed
+from tests.support.attention import TWO_BATCHES, packed, sequences_of
 from tests.support.dtypes import F32
 from tests.support.internals import described_for_launch
 from tests.support.marks import cases, ignore_overflow, interpreted
@@ -61,18 +60,8 @@ def first_tile(first, sequence):
 @interpreted
 @cases(*LENGTHS, *(replace(case, dtype=F32) for case in SM_90))
 def test_rotated_queries(case):
-    """The sm_90 forward of wide heads reads the existing queries, at their positions, times a sign."""
-    check_rotated_queries(case, in_tiles=False)
-
-
-@interpreted
-@cases(*(replace(case, dtype=F32) for case in SM_90[1:4]))
-def test_rotated_queries_in_tiles(case):
-    """For the backward each sequence has whole tiles, with zeros after its last query."""
-    check_rotated_queries(case, in_tiles=True)
-
-
-def check_rotated_queries(case, *, in_tiles):
+    """The sm_90 forward of wide heads reads the existing queries, at their positions, times a sign. For the backward
+    each packed sequence has whole tiles, with zeros after its last query."""
     from fused_rope_attn.attention.prepass import Rotate
 
     inputs = make_inputs(case)
@@ -83,25 +72,22 @@ def check_rotated_queries(case, *, in_tiles):
     else:
         sequences = [(0, first, len_q, len_k) for first, len_q, _, len_k in sequences_of(case)]
     config = configs.HopperForwardConfig(64, pdl=False)
-    rotate = Rotate("q", tensors, problem._replace(softmax_scale=-0.5), config, in_tiles=in_tiles)
-    out = rotate(0, tensors)
-    for s, (batch, first, len_q, len_k) in enumerate(sequences):
-        position = torch.arange(len_q) + len_k - len_q
-        seen = position >= 0  # others see no key, and may be anything
-        rows = slice(first, first + len_q)
-        one, two = inputs.q[batch, :, rows][:, seen].chunk(2, -1)
-        cos, sin = (table[position[seen]] for table in (inputs.cos, inputs.sin))
-        expected = -torch.stack((one * cos - two * sin, two * cos + one * sin), -1).flatten(-2)
-        start = first
-        if in_tiles:
-            start = first_tile(first, s)
-            assert not out[batch, :, start + len_q : start - (-len_q // 64) * 64].any()
-        found = out[batch, :, start : start + len_q][:, seen]
-        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+    for in_tiles in (False, True) if case.seqlens is not None else (False,):
+        out = Rotate("q", tensors, problem._replace(softmax_scale=-0.5), config, in_tiles=in_tiles)(0, tensors)
+        for s, (batch, first, len_q, len_k) in enumerate(sequences):
+            position = torch.arange(len_q) + len_k - len_q
+            seen = position >= 0  # others see no key, and may be anything
+            one, two = inputs.q[batch, :, first : first + len_q][:, seen].chunk(2, -1)
+            cos, sin = (table[position[seen]] for table in (inputs.cos, inputs.sin))
+            expected = -torch.stack((one * cos - two * sin, two * cos + one * sin), -1).flatten(-2)
+            start = first_tile(first, s) if in_tiles else first
+            found = out[batch, :, start : start + len_q][:, seen]
+            torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+            assert not in_tiles or not out[batch, :, start + len_q : start - (-len_q // 64) * 64].any()
 
 
 def unrotated(pairs, inputs, case):
-    """Rows (..., N, D) in pair order at positions 0 to N, turned back, in the order of memory."""
+    """Rows (N, D) in pair order at positions 0 to N, turned back, in the order of memory."""
     cos, sin = (table[: pairs.shape[-2]] for table in (inputs.cos, inputs.sin))
     half = case.rotary // 2
     one, two = pairs[..., ::2].clone(), pairs[..., 1::2].clone()
@@ -119,20 +105,6 @@ def words_of_dq(rows, accumulator, head_dim):
     return (rows // 8 * 8 + rows % 4 * 2 + rows // 4 % 2) * width + columns
 
 
-def assert_gradients(found, case, exact, eager):
-    """dq, and dk where the main kernel that was done here wrote it, and the gradients of sinks and norms' weights."""
-    names = [
-        "dq",
-        *(["dsinks"] if case.sinks else []),
-        *(["dk", "dq_norm", "dk_norm"] if case.norms is not None else []),
-    ]
-    for name in names:
-        x, y, z = (getattr(results, name) for results in (found, exact, eager))
-        rows = [t if t.ndim > 1 else t[None] for t in (x, y, z)]
-        result = compare(name, *rows, grad=True, dtype=case.dtype)
-        assert result.ok, f"{case.name}: {result}"
-
-
 @interpreted
 @ignore_overflow
 @cases(
@@ -140,89 +112,59 @@ def assert_gradients(found, case, exact, eager):
     replace(SM_90[2], norms=1.0, head_dim=72),
     replace(SM_90[1], sinks=True, head_dim=136),
     packed((20, 33), norms=1.0, head_dim=136),
+    Case(2, 2, 1, 70, 130, 256, sinks=True),
+    Case(1, 2, 2, 130, 70, 136, causal=False, interleaved=True, rotary_dim=64),
+    Case(2, 4, 2, 70, 130, 64, interleaved=True, rotary_dim=32, norms=0.0),
+    Case(1, 2, 1, 5, 70, 56, causal=False, sinks=True),
 )
-def test_the_padded_buffers_of_packed_sequences(case):
-    """The sm_90 backward without its main kernel, which runs on a GPU only and is done here sequence by sequence."""
+def test_the_backward_around_its_main_kernel(case):
+    """This test computes the gradients in its place, head by head, and adds dQ in its layout."""
     from fused_rope_attn.attention.hopper.backward import BackwardCall
 
     inputs = make_inputs(case)
     problem, tensors = described_for_launch(inputs, case)
     do, exact = inputs.do, run_reference(inputs, case, torch.float64)
     o, lse = exact.o.to(case.dtype), exact.lse.float()
-    run = BackwardCall(problem, (do, o, lse, *tensors), configs.HopperBackwardConfig(pdl=False))
-    group = case.heads_q // case.heads_kv
+    call = BackwardCall(problem, (do, o, lse, *tensors), configs.HopperBackwardConfig(pdl=False))
+    is_packed, group = case.seqlens is not None, case.heads_q // case.heads_kv
+    # (batch entry, first query, queries, first key, keys, first row of the buffers, rows of rotated Q)
+    sequences = [(b, 0, case.len_q, 0, case.len_k, 0, case.len_q) for b in range(case.batch)]
+    if is_packed:
+        sequences = [
+            (0, first, len_q, *keys, first_tile(first, s), -(-len_q // 64) * 64)
+            for s, (first, len_q, *keys) in enumerate(sequences_of(case))
+        ]
 
     def main(_, q_desc, k_desc, v_desc, do_desc, stats_desc, dq_accumulator, gradients, **others):
-        q_rot, k_rot, v, do, stats = (x.base for x in (q_desc, k_desc, v_desc, do_desc, stats_desc))
+        q_rot, k_rot, v, stats = (x.base.float() for x in (q_desc, k_desc, v_desc, stats_desc))
         dq = dq_accumulator if case.head_dim > 128 else dq_accumulator.base
-        added = dq.view(case.heads_q, -1)
-        lse, delta = stats.reshape(2, case.heads_q, -1)
-        whole_dk = torch.zeros(gradients.dk.ptr.shape)
-        for s, (first_q, len_q, first_k, len_k) in enumerate(sequences_of(case)):
-            first, size = first_tile(first_q, s), -(-len_q // 64) * 64
+        added = dq.view(case.batch, case.heads_q, -1)
+        lse, delta = stats.reshape(2, case.batch, case.heads_q, -1)
+        assert is_packed or lse.shape[2] == dq.shape[2] == -(-case.len_q // 64) * 64
+        dk = torch.zeros(gradients.dk.ptr.shape)
+        for b, first_q, len_q, first_k, len_k, first, size in sequences:
             rows, keys = slice(first, first + size), slice(first_k, first_k + len_k)
-            behind = slice(first + len_q, first + size)
-            assert not (
-                dq[0, :, rows].any() or q_rot[0, :, behind].any() or lse[:, behind].any() or delta[:, behind].any()
-            )
+            # Padding has finite weights, and rows of zeros.
+            end = first - (-len_q // 64) * 64
+            assert not any(x[b, :, first + len_q : end].any() for x in (lse, delta, *[q_rot] * is_packed))
+            assert not dq[b, :, first:end].any()
             position = torch.arange(size)[:, None] + len_k - len_q
-            hidden = (position < 0) | (torch.arange(len_k) > position if case.causal else False)
+            hidden = (position < 0) & is_packed | (torch.arange(len_k) > position) & case.causal
             words = words_of_dq(torch.arange(first, first + size), dq, case.head_dim)
             for h in range(case.heads_q):
-                do_rows = torch.zeros(size, case.head_dim)
-                do_rows[:len_q] = do[0, h, first_q : first_q + len_q]
-                k_rows, v_rows = k_rot[0, h // group, keys].float(), v[0, h // group, keys].float()
-                scores = q_rot[0, h, rows].float() @ k_rows.T * case.scale
-                p = torch.exp(scores - lse[h, rows, None] * math.log(2)).masked_fill(hidden, 0.0)
-                ds = p * (do_rows @ v_rows.T - delta[h, rows, None])
-                added[h, words] += ds @ k_rows
-                dk = unrotated(case.scale * ds.T @ q_rot[0, h, rows].float(), inputs, case)
-                whole_dk[0, h // group, keys] += dk
-        gradients.dk.ptr.copy_(whole_dk)
+                do_rows = torch.nn.functional.pad(do[b, h, first_q : first_q + len_q].float(), (0, 0, 0, size - len_q))
+                k_rows, v_rows = k_rot[b, h // group, keys], v[b, h // group, keys]
+                scores = q_rot[b, h, rows] @ k_rows.T * case.scale
+                p = torch.exp(scores - lse[b, h, rows, None] * math.log(2)).masked_fill(hidden, 0.0)
+                ds = p * (do_rows @ v_rows.T - delta[b, h, rows, None])
+                added[b, h, words] += ds @ k_rows
+                dk[b, h // group, keys] += unrotated(case.scale * ds.T @ q_rot[b, h, rows], inputs, case)
+        gradients.dk.ptr.copy_(dk)
 
-    run.main = main
-    assert_gradients(run((do, o, lse, *tensors)), case, exact, run_reference(inputs, case))
-
-
-@interpreted
-@ignore_overflow
-@cases(
-    Case(2, 2, 1, 70, 130, 256, sinks=True),
-    Case(1, 2, 2, 130, 70, 136, causal=False, interleaved=True, rotary_dim=64),
-    Case(1, 2, 2, 70, 130, 136, interleaved=True, rotary_dim=64, norms=0.0),
-    Case(2, 4, 2, 130, 201, 64, norms=0.0),
-    Case(1, 2, 1, 5, 70, 56, causal=False, sinks=True),
-)
-def test_the_buffers_of_whole_tensors(case):
-    """The sm_90 backward without its main kernel: dQ as that adds it, by panels of 8 columns beyond head dim
-    128."""
-    from fused_rope_attn.attention.hopper.backward import BackwardCall
-
-    inputs = make_inputs(case)
-    do = inputs.do
-    exact, eager = run_reference(inputs, case, torch.float64), run_reference(inputs, case)
-    o, lse = exact.o.to(case.dtype), exact.lse.float()
-    problem, tensors = described_for_launch(inputs, case)
-    run = BackwardCall(problem, (do, o, lse, *tensors), configs.HopperBackwardConfig(pdl=False))
-
-    def main(_, q_desc, k_desc, v_desc, do_desc, stats_desc, dq_accumulator, gradients, **others):
-        dq = dq_accumulator if case.head_dim > 128 else dq_accumulator.base
-        q_rot, k_rot, v, do = (x.base.float() for x in (q_desc, k_desc, v_desc, do_desc))
-        stats = stats_desc.base.reshape(2, case.batch, case.heads_q, -1, 1)
-        assert stats.shape[3] == dq.shape[2] == -(-case.len_q // 64) * 64
-        # Padding has finite weights, and rows of zeros in Q and dO.
-        assert not stats[:, :, :, case.len_q :].any()
-        lse, delta = stats[..., : case.len_q, :]
-        k_rot, v = (x.repeat_interleave(case.heads_q // case.heads_kv, 1) for x in (k_rot, v))
-        p = torch.exp2(q_rot @ k_rot.mT * (case.scale / math.log(2)) - lse)
-        if case.causal:
-            p = p.tril(case.len_k - case.len_q)
-        assert not dq.any()
-        words = words_of_dq(torch.arange(case.len_q), dq, case.head_dim)
-        ds = p * (do @ v.mT - delta)
-        dq.view(case.batch, case.heads_q, -1)[:, :, words] = ds @ k_rot
-        dk = unrotated(case.scale * ds.mT @ q_rot, inputs, case)
-        gradients.dk.ptr.copy_(dk.unflatten(1, (case.heads_kv, -1)).sum(2))
-
-    run.main = main
-    assert_gradients(run((do, o, lse, *tensors)), case, exact, eager)
+    call.main = main
+    found, eager = call((do, o, lse, *tensors)), run_reference(inputs, case)
+    names = ["dq", *["dsinks"] * case.sinks, *(["dk", "dq_norm", "dk_norm"] if case.norms is not None else [])]
+    for name in names:
+        rows = [x if x.ndim > 1 else x[None] for x in (getattr(of, name) for of in (found, exact, eager))]
+        result = compare(name, *rows, grad=True, dtype=case.dtype)
+        assert result.ok, f"{case.name}: {result}"

@@ -1,4 +1,4 @@
-"""Nothing hangs on sm_90, and run after run gives the same."""
+"""Nothing hangs on sm_90, and run after run gives the same, also where programs wait for one another to add dQ."""
 
 import subprocess
 import sys
@@ -7,11 +7,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.support.attention import assert_equal
-from tests.support.gpu import FEW_HEADS, FEW_KEY_HEADS, MANY_TILES
-from tests.support.hopper import check_reruns, needs_sm_90
+from tests.support.attention import assert_equal, assert_matches_float64
+from tests.support.dtypes import BF16, F16
+from tests.support.gpu import FEW_HEADS, FEW_KEY_HEADS, MANY_TILES, SOME_TILES, assert_alike, assert_same_but_dq
+from tests.support.marks import cases
 from tests.support.paths import ROOT
-from verification.testing import make_inputs, run_op
+from tests.support.places import EMPTY, ON_SM_90, UNEVEN, check_reruns, needs_sm_90, packed
+from verification.testing import Case, make_inputs, run_op
 
 pytestmark = needs_sm_90
 WATCHED = """
@@ -64,23 +66,89 @@ def test_nothing_hangs():
     assert "all agree" in result.stdout
 
 
-def test_the_setting_of_the_process_gives_the_same_bits():
-    """`torch.use_deterministic_algorithms(True)` makes the sm_90 backward add dQ in a fixed order."""
-    inputs = make_inputs(MANY_TILES, "cuda")
-    try:
-        torch.use_deterministic_algorithms(True)
-        runs = [run_op(inputs, MANY_TILES, backend="auto") for _ in range(3)]
-    finally:
-        torch.use_deterministic_algorithms(False)
-    runs.append(run_op(inputs, MANY_TILES, backend="auto", deterministic=True))
-    for run in runs[1:]:
-        assert_equal(runs[0], run)
-
-
-@pytest.mark.parametrize(
-    "case",
-    [MANY_TILES, replace(MANY_TILES, head_dim=64, causal=False), FEW_KEY_HEADS, FEW_HEADS],
-    ids=lambda case: case.name,
+@cases(
+    MANY_TILES,
+    *SOME_TILES,
+    FEW_KEY_HEADS,
+    FEW_HEADS,
+    replace(MANY_TILES, head_dim=96),
+    replace(MANY_TILES, heads_q=16, heads_kv=8, head_dim=256),
+    replace(MANY_TILES, heads_q=48, heads_kv=6, norms=1.0),
+    packed((1500, 40, 0, 2000, 1, 900, 127), heads_q=16, heads_kv=4),
+    packed((1500, 40, 0, 2000, 1, 900, 127), heads_q=16, heads_kv=4, head_dim=256),
+    packed(EMPTY),
+    packed(tuple(1 + 37 * i % 300 for i in range(300)), heads_q=4, heads_kv=4),
+    Case(2, 16, 4, 2500, 2500, 128, causal=False, dtype=BF16, intervals="random"),
+    # The root's tiles have several times the work of a multiprocessor, and are divided among programs.
+    Case(2, 8, 2, 3000, 3000, 128, causal=False, dtype=BF16, intervals="tree", norms=1.0),
 )
-def test_two_hundred_reruns(case):
-    check_reruns(case, times=200)
+def test_a_hundred_reruns(case):
+    """Tiles are taken in any order, and unwritten memory is poisoned each time."""
+    check_reruns(case, times=100)
+
+
+# More programs than multiprocessors, so that key blocks of a head run at the same time and one after another.
+LONG = Case(1, 8, 2, 3000, 3000, 128, dtype=BF16)
+ORDERED = (
+    replace(MANY_TILES, causal=False, head_dim=64),
+    replace(LONG, window=(200, 0)),  # narrow: each query block is stored by the first key block that sees it
+    replace(LONG, window=(150, 77), causal=False, softcap=20.0, sinks=True, dtype=F16, head_dim=256),
+    replace(LONG, window=(1500, 0), heads_kv=8, norms=1.0, head_dim=96),
+    replace(LONG, batch=2, kv_starts=(0, 700), kv_lens=(3000, 2111), softcap=9.0, head_dim=64),
+    replace(LONG, causal=False, intervals="tree", norms=0.0, head_dim=256),
+    replace(LONG, causal=False, intervals="blocks", window=(900, -1), kv_lens=(2900,), heads_q=2),
+    packed(UNEVEN, heads_q=16, heads_kv=4, head_dim=96),
+    packed((2000, 0, 1, 900, 127, 64), causal=False, norms=1.0, sinks=True, head_dim=64),
+)
+
+
+@cases(*ORDERED)
+def test_a_fixed_order_next_to_other_work(case):
+    """Products on another stream make programs start later and in another place."""
+    inputs = make_inputs(case, "cuda")
+
+    def all_of(results):
+        return [x for x in (*results, results.dsinks, results.dq_norm, results.dk_norm) if x is not None]
+
+    first = run_op(inputs, case, **ON_SM_90, deterministic=True)
+    assert_matches_float64(case, inputs, first)
+    stream, x = torch.cuda.Stream(), torch.randn(1024, 1024, device="cuda", dtype=BF16)
+    for _ in range(30):
+        with torch.cuda.stream(stream):
+            for _ in range(int(torch.randint(1, 8, ()))):
+                x @ x
+        assert_equal(all_of(first), all_of(run_op(inputs, case, **ON_SM_90, deterministic=True)))
+
+
+@pytest.mark.parametrize("head_dim", [64, 256])
+def test_a_head_may_have_more_key_blocks_than_there_are_multiprocessors(head_dim):
+    """Then fewer than half of them alternate with those of the next head."""
+    case = Case(1, 6, 3, 19_001, 19_001, head_dim, dtype=BF16)
+    inputs = make_inputs(case, "cuda")
+    first = run_op(inputs, case, **ON_SM_90, deterministic=True)
+    assert_alike(first, run_op(inputs, case, **ON_SM_90))
+    for _ in range(5):
+        assert_equal(first, run_op(inputs, case, **ON_SM_90, deterministic=True))
+
+
+@pytest.mark.parametrize("several", [
+    (MANY_TILES, replace(MANY_TILES, seed=1)),  # persistent blocks share the multiprocessors, not their counters
+    # A quarter of the keys at most, and more key blocks than run at a time.
+    (Case(2, 40, 8, 2700, 2700, 128, dtype=BF16, window=(256, 0)),
+     Case(1, 64, 64, 3000, 3000, 128, dtype=F16, window=(600, 0))),
+], ids=["many tiles", "narrow windows"])  # fmt: skip
+def test_two_streams_at_once(several):
+    inputs = [make_inputs(case, "cuda") for case in several]
+    expected = [run_op(x, case, **ON_SM_90) for x, case in zip(inputs, several)]
+    for case, x, out in zip(several, inputs, expected):
+        assert_matches_float64(case, x, out)
+    streams = [torch.cuda.Stream() for _ in several]
+    torch.cuda.synchronize()
+    found = []
+    for _ in range(10):
+        for stream, x, case in zip(streams, inputs, several):
+            with torch.cuda.stream(stream):
+                found.append(run_op(x, case, **ON_SM_90))
+    torch.cuda.synchronize()
+    for i, out in enumerate(found):
+        assert_same_but_dq(out, expected[i % 2])

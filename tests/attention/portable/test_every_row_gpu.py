@@ -1,95 +1,51 @@
 """Every row of the portable tables that this card takes, whatever call would choose it, against float64.
 
-Rows of multi-head latent attention are left to test_latent_gpu.py, because other calls cannot take them.
-
-Run it under ``compute-sanitizer --tool memcheck --target-processes all`` too, after a plain run, which compiles the
-kernels, and with ``PYTORCH_NO_CUDA_MEMORY_CACHING=1``: ``pytest -m every_row -n 15``.
+Each row runs once with ``pytest -m gpu``, and six times with ``pytest -m every_row -n 15``. Run them under
+``compute-sanitizer --tool memcheck --target-processes all`` too, after a plain run, which compiles the kernels, and
+with ``PYTORCH_NO_CUDA_MEMORY_CACHING=1``. Rows of multi-head latent attention are left to
+tests/attention/hopper/test_latent_gpu.py, because other calls cannot take them.
 """
 
-import random
-from dataclasses import dataclass
+import itertools
 
 import pytest
 import torch
 
 from fused_rope_attn.attention import configs
 from fused_rope_attn.attention.portable import configs as portable_configs
-from tests.support.attention import assert_matches_float64
-from tests.support.dtypes import BF16, F16, F32
+from tests.support.calls import NO_MASKS, check_calls
 from tests.support.internals import forget_plans
-from verification.testing import TABLES, Case, make_inputs, run_op
+from verification.calls import Machine
 
-pytestmark = [pytest.mark.gpu, pytest.mark.every_row]
-
-
-@dataclass(frozen=True)
-class Forced:
-    """A row of a table, by its index, and the call that is made to take it."""
-
-    table: str  # "forward" or "backward"
-    index: int
-    strategy: str
-    head_dim: int
-    norms: bool
-
-    def __str__(self):
-        return f"{self.table}{self.index}-{self.strategy}-D{self.head_dim}{'-norms' * self.norms}"
-
-    @property
-    def row(self):
-        return getattr(portable_configs, self.table.upper())[self.index]
+pytestmark = [pytest.mark.every_row, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
 
 def forced_rows():
+    """Yield (table, row, strategy, head dim, whether it has norms) of the calls that are made to take a row."""
     major, minor = torch.cuda.get_device_capability() if torch.cuda.is_available() else (9, 0)
     family = configs.family(f"sm_{major}{minor}")
     for table in ("forward", "backward"):
         for index, row in enumerate(getattr(portable_configs, table.upper())):
             if family in row.arch and not row.latent:
                 for strategy in row.strategy if table == "forward" else ("prepass",):
-                    for head_dim in (row.head_dim, row.head_dim - 24, 32):
-                        for norms in (False, True):
-                            yield Forced(table, index, strategy, head_dim, norms)
+                    calls = itertools.product((row.head_dim, row.head_dim - 24, 32), (False, True))
+                    for number, (head_dim, norms) in enumerate(calls):
+                        name = f"{table}{index}-{strategy}-D{head_dim}{'-norms' * norms}"
+                        marks = [pytest.mark.gpu] * (number == index % 6)
+                        yield pytest.param(table, row, strategy, head_dim, norms, id=name, marks=marks)
 
 
-def call_of(forced):
-    """Return a call with masks, layout of pairs, tables and dtype at random. The same row gets the same call."""
-    draw = random.Random(str(forced))
-    masks = {"causal": draw.random() < 0.7}
-    if forced.row.masked is not False and draw.random() < 0.7:
-        masks |= draw.choice(
-            [
-                {"window": (draw.randrange(60), draw.randrange(60))},
-                {"kv_starts": (0, draw.randrange(120)), "kv_lens": (131, draw.randrange(120, 131))},
-                {"softcap": 5.0},
-                {"sinks": True},
-            ]
-        )
-    return Case(
-        *(2, 4, 2, 131, 131, forced.head_dim),
-        interleaved=draw.random() < 0.5,
-        full_width=draw.random() < 0.5,
-        tables=draw.choice(TABLES),
-        layout=draw.choice(("bnhd", "bhnd", "odd")),
-        dtype=F32 if forced.row.element_size == 4 else draw.choice((F16, BF16)),
-        norms=draw.choice((0.0, 1.0)) if forced.norms else None,
-        seed=draw.randrange(1000),
-        **masks,
-    )
-
-
-@pytest.mark.parametrize("forced", forced_rows(), ids=str)
-def test_row(forced, monkeypatch):
+@pytest.mark.parametrize(("table", "row", "strategy", "head_dim", "norms"), forced_rows())
+def test_row(table, row, strategy, head_dim, norms, monkeypatch, request):
     def planned(arch, *shape):
-        return forced.row.config(arch, forced.strategy)
+        return row.config(arch, strategy)
 
-    monkeypatch.setattr(portable_configs, f"{forced.table}_config", planned)
+    monkeypatch.setattr(portable_configs, f"{table}_config", planned)
     forget_plans()
-    try:
-        case = call_of(forced)
-        inputs = make_inputs(case, "cuda")
-        out = run_op(inputs, case, backend="triton", strategy=forced.strategy)
-        assert_matches_float64(case, inputs, out)
-    finally:
-        monkeypatch.undo()
-        forget_plans()
+    fixed = NO_MASKS if row.masked is False else {}
+    fixed = fixed | {"norms": 0.0 if norms else None, "head_dim": head_dim}
+    dtypes = ("float32",) if row.element_size == 4 else ("bfloat16", "float16")
+    machine = Machine.of("cuda", dtypes, ("reference", "triton"))
+    check_calls(machine, "attention", 5, request.node.name, variants=(("triton", strategy),), **fixed)
+    monkeypatch.undo()
+    forget_plans()

@@ -8,7 +8,6 @@ import runpy
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 pytest.importorskip("litgpt", reason="litgpt is not installed: make test-places")
 
@@ -76,7 +75,7 @@ def served(monkeypatch):
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_training(name, served):
-    """Logits and all gradients, and the losses of 20 steps."""
+    """Logits and all gradients."""
     own = make(name)
     fused = integration.patch_model(copy.deepcopy(own))
     logits, expected = fused(ids()), own(ids())
@@ -86,18 +85,6 @@ def test_training(name, served):
     for parameter, reference in zip(fused.parameters(), own.parameters()):
         torch.testing.assert_close(parameter.grad, reference.grad, rtol=1e-3, atol=1e-3 * reference.grad.abs().max())
     assert served == {"rope_attention": 2}
-    torch.testing.assert_close(train(fused), train(own), rtol=1e-3, atol=1e-3)
-
-
-def train(model):
-    optimizer, losses, tokens = torch.optim.SGD(model.parameters(), lr=1e-3), [], ids()
-    for _ in range(20):
-        optimizer.zero_grad()
-        loss = F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.detach())
-    return torch.stack(losses)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -166,7 +153,7 @@ def test_compilation_in_one_graph():
 
 def test_the_command_runs_that_of_litgpt(monkeypatch):
     """Every model that it makes is served, and attention of adapters is refused."""
-    model, expected, seen = make("Llama-3.2-1B"), None, []
+    model, seen = make("Llama-3.2-1B"), []
     expected = model(ids())
 
     def main():

@@ -155,13 +155,11 @@ def test_the_command_line_of_the_guide():
     assert sum("SelectiveAC.Config -> SelectiveACWithAttention" in line for line in lines) == 1
 
 
-def test_context_parallelism_is_refused():
+def test_what_is_refused():
+    """Context parallelism, and rotary embeddings of another kind."""
     blocks = make(llama3, fused=True).layers.values()
     with pytest.raises(NotImplementedError, match="Variable-length attention CP"):
         apply_cp_to_forward([block.attention.inner_attention for block in blocks], None)
-
-
-def test_other_rotary_embeddings_are_refused():
     config = llama3("debugmodel", attn_backend="varlen").model.layers[0].attention
     config.rope = attention.RoPE.Config(dim=16, max_seq_len=64)
     with pytest.raises(NotImplementedError, match="rope must be ComplexRoPE or CosSinRoPE, but is RoPE.Config"):

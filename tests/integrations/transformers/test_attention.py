@@ -8,11 +8,11 @@ import transformers
 from transformers.cache_utils import DynamicLayer
 
 from fused_rope_attn.integrations.transformers import attention, caches, patch_model, rotations
-from fused_rope_attn.integrations.transformers.batch import PLAIN, describe
+from fused_rope_attn.integrations.transformers.batch import describe
 from fused_rope_attn.integrations.transformers.obstacles import Pass
 from tests.support.hf_caches import make_cache, parts
 from tests.support.hf_models import SIZES, attentions_of, make_ids, make_model
-from tests.support.hf_runs import assert_close
+from tests.support.hf_runs import assert_close, noted
 from tests.support.hf_vision_models import make_vision_model
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -31,35 +31,10 @@ def states(tokens=5, dtype=torch.float32):
     return torch.randn(2, tokens, SIZES["hidden_size"], generator=torch.Generator().manual_seed(3)).to(dtype)
 
 
-def angles(rows, kinds=(), dtype=torch.float32):
-    """(cos, sin) (*kinds, 1, rows, 16) as a rotary embedding gives them."""
-    x = torch.randn(*kinds, 1, rows, 8, generator=torch.Generator().manual_seed(4)).repeat_interleave(2, -1)
+def angles(rows, dtype=torch.float32):
+    """(cos, sin) (1, rows, 16) as a rotary embedding gives them."""
+    x = torch.randn(1, rows, 8, generator=torch.Generator().manual_seed(4)).repeat_interleave(2, -1)
     return x.cos().to(dtype), x.sin().to(dtype)
-
-
-def noted(monkeypatch, name, module=attention):
-    """The keywords of every call of an operator."""
-    calls, own = [], getattr(module, name)
-
-    def note(*args, **kwargs):
-        calls.append(kwargs)
-        return own(*args, **kwargs)
-
-    monkeypatch.setattr(module, name, note)
-    return calls
-
-
-def noted_updates(monkeypatch):
-    """The layers of every call of ``DynamicLayer.update``, under its own name, by which it is known."""
-    layers, own = [], DynamicLayer.update
-
-    @functools.wraps(own)
-    def update(self, *args):
-        layers.append(self)
-        return own(self, *args)
-
-    monkeypatch.setattr(DynamicLayer, "update", update)
-    return layers
 
 
 def test_as_many_tables_are_kept_as_a_pass_may_have(llama):
@@ -77,90 +52,49 @@ def kept_tables(module, batch, hidden, embeddings):
     return next(iter(batch.kept.tables.values()))[0]
 
 
-def test_a_row_for_all_places(llama):
-    """Layers with caches of other lengths share the row."""
-    tables = kept_tables(attentions_of(llama)[0], batch_of(llama), states(1), angles(1))
-    for rows in (5, 3, 8, 2, 1, 300):
-        for found, row in zip(tables.long(rows), tables.arrays):
-            assert found.shape == (1, rows, 8) and torch.equal(found, row.repeat(1, rows, 1))
+@pytest.mark.parametrize(("given", "kept"), [("float16", "float32"), ("bfloat16", "bfloat16"), ("float32", "float32")])
+def test_dtypes_of_tables(given, kept):
+    """Attention in bfloat16 takes it and float32; autocast may have given q another dtype than the model's."""
+    llama, embeddings = patch_model(make_model("llama")).bfloat16(), angles(5, getattr(torch, given))
+    tables = kept_tables(attentions_of(llama)[0], batch_of(llama), states(dtype=torch.bfloat16), embeddings)
+    assert [table.dtype for table in tables.arrays] == [getattr(torch, kept)] * 2
 
 
-@pytest.mark.parametrize(
-    ("given", "model", "kept"),
-    [("float16", "bfloat16", "float32"), ("bfloat16", "bfloat16", "bfloat16"), ("float32", "bfloat16", "float32")],
-)
-def test_dtypes_of_tables(given, model, kept):
-    """Attention takes q's dtype and float32; autocast may have given q another one than the model's."""
-    model, given, kept = (getattr(torch, name) for name in (model, given, kept))
-    llama = patch_model(make_model("llama")).to(model)
-    tables = kept_tables(attentions_of(llama)[0], batch_of(llama), states(dtype=model), angles(5, dtype=given))
-    assert [table.dtype for table in tables.arrays] == [kept] * 2
-
-
-def test_tables_of_three_kinds_of_positions():
+def test_tables_of_three_kinds_of_positions(llama):
     """transformers 4.57 has each module of Qwen2-VL choose: 4 columns in time, 2 in height, 2 in width."""
-    model = patch_model(make_vision_model("qwen2_vl"), unsupported="skip")
-    module = model.model.language_model.layers[0].self_attn
+    module = patch_model(make_vision_model("qwen2_vl"), unsupported="skip").model.language_model.layers[0].self_attn
     x = torch.arange(8.0) / 10 + torch.arange(3.0).view(3, 1, 1, 1) + torch.zeros(5, 1)
     x = torch.cat((x, x), -1)
-    tables = kept_tables(module, batch_of(patch_model(make_model("llama"))), states(), (x.cos(), x.sin()))
+    tables = kept_tables(module, batch_of(llama), states(), (x.cos(), x.sin()))
     chosen = torch.tensor([0.0, 0.1, 0.2, 0.3, 1.4, 1.5, 2.6, 2.7]).expand(1, 5, 8)
     for table, expected in zip(tables.arrays, (chosen.cos(), chosen.sin())):
         assert_close(table, expected, 1e-6)
 
 
-@pytest.mark.parametrize(
-    ("causal", "inclusive", "window"), [(True, False, (7, 0)), (False, False, (7, 7)), (False, True, (8, 8))]
-)
-def test_windows(causal, inclusive, window, monkeypatch):
-    """Mistral's of 8 keys, the query's own among them."""
-    model = patch_model(make_model("mistral"))
-    batch, calls = PLAIN._replace(causal=causal, inclusive_window=inclusive), noted(monkeypatch, "rope_attention")
-    attentions_of(model)[0](states(), position_embeddings=angles(5), **{attention.BATCH: batch})
-    assert [call["window"] for call in calls] == [window]
-
-
-def test_a_softcap_that_is_switched_off(calls):
-    model, ids = make_model("gemma2", attn_logit_softcapping=None), make_ids(2, 9)
-    expected = model(ids).logits
-    assert_close(patch_model(model)(ids).logits, expected, 1e-5)
-    assert calls == {"rope_attention": 2}
-
-
-def test_a_layer_with_a_cache_and_without_its_model(llama, calls):
-    """Nobody knows what padding the cache holds."""
-    past, module = transformers.DynamicCache(), attentions_of(llama)[0]
-    with pytest.warns(UserWarning, match="called with masks or caches and without its model"):
-        module(states(), position_embeddings=angles(5), attention_mask=None, past_key_values=past)
-    assert past.get_seq_length() == 5 and not calls
-
-
+@pytest.mark.parametrize("gradients", [True, False])  # they are switched on, but no tensor wants one
 @pytest.mark.parametrize("cache", ["described", "bare"])
-def test_a_prompt_leaves_room_behind_it(llama, cache, monkeypatch):
+def test_a_prompt_leaves_free_rows_after_it(llama, cache, gradients, monkeypatch):
     """So that the first step writes its token only; ``DynamicLayer.update`` would copy all others. A cache that has no
     layers yet makes them itself."""
-    updates = noted_updates(monkeypatch)
-    ids = make_ids(1, 302)
-    for gradients in (True, False):  # gradients are switched on, but no tensor wants one
-        past = transformers.DynamicCache(**({"config": llama.config} if cache == "described" else {}))
-        with torch.set_grad_enabled(gradients):
-            logits = parts(llama, past, ids, ends=(300, 301, 302))
-        assert_close(logits, llama(ids).logits, 1e-5)
-        assert len(updates) == (0 if cache == "described" else 2)
-        updates.clear()
+    updates, ids = noted(monkeypatch, DynamicLayer, "update"), make_ids(1, 302)
+    past = transformers.DynamicCache(**({"config": llama.config} if cache == "described" else {}))
+    with torch.set_grad_enabled(gradients):
+        logits = parts(llama, past, ids, ends=(300, 301, 302))
+    assert_close(logits, llama(ids).logits, 1e-5)
+    assert len(updates) == (0 if cache == "described" else 2)
 
 
 @pytest.mark.parametrize("name", ["k", "v"])
 def test_gradients_through_the_cache_of_a_prompt(name, monkeypatch):
     """The kernel that writes in place has no gradient, so a gradient of the keys or of the values alone avoids it."""
-    updates = noted_updates(monkeypatch)
+    updates = noted(monkeypatch, DynamicLayer, "update")
     model = patch_model(make_model("llama")).requires_grad_(False)
-    module = attentions_of(model)[1]
-    weight = getattr(module, f"{name}_proj").weight.requires_grad_(True)
+    weight = getattr(attentions_of(model)[1], f"{name}_proj").weight.requires_grad_(True)
     past = make_cache(model, "dynamic")
     model(make_ids(1, 6), past_key_values=past)
-    assert updates == [past.layers[1]]
-    assert (past.layers[1].keys.requires_grad, past.layers[1].values.requires_grad) == (name == "k", name == "v")
+    layer = past.layers[1]
+    assert [args[0] for args, _ in updates] == [layer]
+    assert (layer.keys.requires_grad, layer.values.requires_grad) == (name == "k", name == "v")
     parts(model, past, make_ids(1, 1), ends=(1,)).sum().backward()
     assert weight.grad.abs().max() > 0
 
@@ -188,7 +122,7 @@ def test_where_to_write_is_told_to_caches_that_ask_for_it(llama, monkeypatch):
 @torch.no_grad()
 def test_one_token_is_rotated_by_the_step(llama, monkeypatch, calls):
     """Several are rotated before, by a kernel of their own, once in each layer."""
-    launches = noted(monkeypatch, "apply_rope_qk", rotations)
+    launches = noted(monkeypatch, rotations, "apply_rope_qk")
     for tokens, before in ((1, 0), (2, 2)):
         parts(llama, make_cache(llama, "dynamic"), make_ids(2, 5 + tokens), ends=(5, 5 + tokens))
         assert len(launches) == before
@@ -196,15 +130,13 @@ def test_one_token_is_rotated_by_the_step(llama, monkeypatch, calls):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(
-    ("heads_kv", "tokens", "steps"), [(1, 16, True), (1, 17, False), (2, 32, True), (2, 33, False), (4, 64, True)]
-)
-def test_as_many_tokens_as_a_step_takes(heads_kv, tokens, steps, calls):
+@pytest.mark.parametrize(("heads_kv", "most"), [(1, 16), (2, 32), (4, 64)])
+def test_as_many_tokens_as_a_step_takes(heads_kv, most, calls):
     """64 rows of a cache's head: its query heads times the new tokens."""
     model = patch_model(make_model("llama", num_key_value_heads=heads_kv, num_hidden_layers=1))
-    parts(model, make_cache(model, "dynamic"), make_ids(3, 4 + tokens), ends=(4, 4 + tokens))
-    step = {"rope_attention_with_kvcache": 1}
-    assert calls == ({"rope_attention": 1} | step if steps else {"rope_attention": 2})
+    for tokens in (most, most + 1):
+        parts(model, make_cache(model, "dynamic"), make_ids(3, 4 + tokens), ends=(4, 4 + tokens))
+    assert calls == {"rope_attention": 3, "rope_attention_with_kvcache": 1}
 
 
 class Stubborn(torch.nn.Linear):
@@ -243,15 +175,3 @@ def test_a_layer_that_holds_another_number_of_tokens(llama, held):
     after = past.layers[1].keys
     assert past.layers[0].keys.shape[2] == 6 and after.shape[2] == held + 1
     assert torch.equal(after[:, :, :held], before) and torch.equal(past.layers[1].values[:, :, :held], -before)
-
-
-@torch.no_grad()
-def test_padding_as_a_window_moves_on(calls):
-    """A sliding layer drops nothing, then one token, then another, of those that padding is counted by."""
-    model, ids = make_model("mistral"), make_ids(2, 12)
-    mask = (torch.arange(12) >= torch.tensor([[0], [4]])).long()
-    ends = (6, 7, 8, 9, 10, 12)
-    expected = parts(model, make_cache(model, "dynamic"), ids, mask, ends)
-    got = parts(patch_model(model), make_cache(model, "dynamic"), ids, mask, ends)
-    assert_close(got[mask.bool()], expected[mask.bool()], 1e-5)
-    assert calls == {"rope_attention": 2, "rope_attention_with_kvcache": 10}

@@ -11,6 +11,7 @@ import transformers
 
 from fused_rope_attn.integrations.transformers import __main__ as check, attention, patch_model
 from tests.support.hf_models import MODELS, attentions_of, make_ids, make_model
+from tests.support.hf_runs import noted
 from tests.support.paths import ROOT
 
 # The poisoned torch.empty would make weights on the CPU instead of the meta device.
@@ -26,44 +27,25 @@ NAMES = (
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name in MODELS])
 def test_the_planned_call_is_the_one_that_the_model_makes(name, monkeypatch):
-    made, real = [], make_model(name)
-    for function in ("rope_attention", "rope_attention_mla"):
-        monkeypatch.setattr(attention, function, _recorder(getattr(attention, function), made))
+    real = make_model(name)
+    calls = {function: noted(monkeypatch, attention, function) for function in ("rope_attention", "rope_attention_mla")}
     patch_model(real)(make_ids(2, LENGTH), use_cache=False)
+    (made,) = filter(None, calls.values())
     empty = check.empty_model(real.config, torch.float32)
     assert all(row.patched for row in check.examine(empty))
-    calls = check.Calls(2, LENGTH, torch.float32, torch.device("cpu"))
-    modules = attentions_of(empty)
+    sizes, modules = check.Calls(2, LENGTH, torch.float32, torch.device("cpu")), attentions_of(empty)
     assert len(modules) == len(made) > 0
     for module, (rows, options) in zip(modules, made):
-        planned_rows, planned = check.call_of(module, calls)
-        count = len(rows) - 2
-        assert [_facts(x) for x in planned_rows[:count]] == [_facts(x) for x in rows[:count]]
+        planned_rows, planned = check.call_of(module, sizes)
+        for one, other in zip(planned_rows[: len(rows) - 2], rows):
+            assert (one.shape, one.dtype, one.stride(-1)) == (other.shape, other.dtype, other.stride(-1))
         assert planned_rows[-1].shape[-1] == rows[-1].shape[-1]
-        given = {key: x for key, x in options.items() if x is not None and key != "deterministic"}
-        planned = {key: x for key, x in planned.items() if x is not None}
-        assert planned.keys() == given.keys()
-        for key, x in given.items():
-            same = planned[key].shape[-1:] == x.shape[-1:] if torch.is_tensor(x) else planned[key] == x
-            assert same, key
-
-
-def _recorder(function, made):
-    def call(*rows, **options):
-        made.append((rows, options))
-        return function(*rows, **options)
-
-    return call
-
-
-def _facts(x):
-    return x.shape, x.dtype, x.stride(-1)
-
-
-def _run(*arguments):
-    command = [sys.executable, "-m", "fused_rope_attn.integrations.transformers", *map(str, arguments)]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "TRITON_INTERPRET": "0"}
-    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+        given, planned = (
+            {key: x.shape[-1:] if torch.is_tensor(x) else x for key, x in found.items() if x is not None}
+            for found in (options, planned)
+        )
+        given.pop("deterministic")
+        assert planned == given
 
 
 def test_the_command_reports_a_checkpoint(tmp_path):
@@ -71,7 +53,10 @@ def test_the_command_reports_a_checkpoint(tmp_path):
     config = transformers.LlamaConfig(hidden_size=4096, num_attention_heads=32, num_key_value_heads=8, head_dim=128)
     config.architectures = ["LlamaForCausalLM"]
     config.save_pretrained(tmp_path)
-    done = _run(tmp_path / "config.json", "--batch", 2, "--length", 8192)
+    command = [sys.executable, "-m", "fused_rope_attn.integrations.transformers", str(tmp_path / "config.json")]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "TRITON_INTERPRET": "0"}
+    command += ["--batch", "2", "--length", "8192"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
     assert done.returncode == 0, done.stderr
     assert "model.layers.{0-31}.self_attn" in done.stdout
     assert "Kernels for bfloat16, batch 2, 8192 tokens:" in done.stdout
@@ -100,7 +85,7 @@ def test_an_empty_batch_is_refused(option, capsys):
     assert f"argument {option}: must be at least 1, but is 0" in capsys.readouterr().err
 
 
-def test_dropout_in_training_is_said(tmp_path):
+def test_dropout_in_training_is_said():
     config = transformers.LlamaConfig(hidden_size=64, num_attention_heads=4, num_hidden_layers=1, attention_dropout=0.1)
     model = check.empty_model(config, torch.float32)
     (line,) = check.kernels(model, check.examine(model), check.Calls(1, 16, torch.float32, torch.device("cpu")))

@@ -5,29 +5,26 @@ from collections import Counter
 import pytest
 import torch
 import transformers
-from packaging.version import Version
-from transformers.generation.continuous_batching import cache as paged_cache, continuous_api
+from transformers.generation.continuous_batching import continuous_api
 
-from fused_rope_attn.integrations.transformers import (
-    attention,
-    obstacles,
-    patch_model,
-    patch_report,
-    unpatch_model,
-)
+from fused_rope_attn.integrations.transformers import attention, obstacles, patch_model, patch_report, unpatch_model
+from fused_rope_attn.integrations.transformers.families import RELEASE
+from fused_rope_attn.integrations.transformers.obstacles import lasting_obstacle
 from fused_rope_attn.integrations.transformers.patch import capture
 from fused_rope_attn.integrations.transformers.state import DECODER, state_of
-from tests.support.hf_models import make_model
+from tests.support.hf_models import MODELS, attentions_of, make_model
 from tests.support.hf_runs import assert_close
 from tests.support.hf_serving import NEW_TOKENS, answers, options_of, prompts
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore::FutureWarning"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 # From this release on managers can be told that attention reads pages, and rings are read in order.
-TOLD = Version(transformers.__version__) >= Version("5.17")
+TOLD = RELEASE >= (5, 17)
 needs_tables = pytest.mark.skipif(not TOLD, reason="the manager has no tables of pages")
+SHORT = prompts((5, 20))
+
+
+def greedy(new=3):
+    return transformers.GenerationConfig(max_new_tokens=new, do_sample=False, eos_token_id=-1)
 
 
 @pytest.fixture(autouse=True)
@@ -47,40 +44,34 @@ def logits_of(model, *given, **options):
     return found, torch.cat(seen)
 
 
-@pytest.mark.parametrize(
-    ("name", "page"), [("llama", 16), ("mistral", 16), ("gemma3", 32), ("qwen3", 8), ("gpt_oss", 16)]
-)
-def test_tokens_and_logits(name, page, calls):
-    """Chunks of prompts, whole ones and single tokens in one pass; GQA, windows, norms of heads, sinks."""
+# GQA, windows, both with norms of heads, norms of heads, sinks, a prefix that two requests share if the first of them
+# was read in fewer passes; and all others where there is time.
+CHOSEN = [(name, page, 24) for name, page in (("mistral", 16), ("gemma3", 32), ("qwen3", 8), ("gpt_oss", 16))]
+CHOSEN += [("llama", 16, 24), ("llama", 16, 40)]
+EVERY = [pytest.param(name, 16, 64, marks=pytest.mark.gpu) for name in MODELS]
+
+
+@pytest.mark.filterwarnings("ignore:patch_model")
+@pytest.mark.parametrize(("name", "page", "most_tokens"), CHOSEN + EVERY)
+def test_tokens_and_logits(name, page, most_tokens, calls):
+    """Chunks of prompts, whole ones and single tokens in one pass."""
     model, given = make_model(name), prompts()
-    expected, logits = logits_of(model, given, page=page, most_tokens=24)
-    got, others = logits_of(patch_model(model), given, page=page, most_tokens=24)
+    try:
+        expected, logits = logits_of(model, given, page=page, most_tokens=most_tokens)
+    except (AssertionError, ValueError) as error:
+        pytest.skip(f"not served unpatched: {str(error)[:60]}")
+    got, others = logits_of(patch_model(model), given, page=page, most_tokens=most_tokens)
     assert got == expected
     if logits.shape == others.shape:  # with other budgets passes can hold other requests
         assert_close(others, logits, 1e-5)
-    assert all(row.served and not row.own for row in patch_report(model))
-    assert calls["rope_attention_varlen"] > 0 and "rope_attention" not in calls
-    steps = page >= 16 and (TOLD or name != "mistral")
-    assert ("rope_attention_with_kvcache" in calls) is steps
-    rings = TOLD and name in ("mistral", "gemma3", "gpt_oss")
-    assert ("write_kvcache" in calls) is rings
-
-
-def test_a_prefix_that_two_requests_share(monkeypatch):
-    model, given = make_model("llama"), prompts()
-    if not hasattr(paged_cache.PagedAttentionCache, "search_prefix_match"):
-        pytest.skip("no prefix is shared in this version")
-    own, shared = paged_cache.PagedAttentionCache.search_prefix_match, []
-
-    def noted(*args):
-        shared.append(own(*args))
-        return shared[-1]
-
-    monkeypatch.setattr(paged_cache.PagedAttentionCache, "search_prefix_match", noted)
-    expected = answers(model, given, most_tokens=40)
-    assert answers(patch_model(model), given, most_tokens=40) == expected
-    half = len(shared) // 2
-    assert max(shared[:half]) == max(shared[half:]) == 16
+    # Capped scores, and the latent attention that transformers 5.17 serves. Managers do not know recurrences.
+    own = name in ("gemma2", "vaultgemma", "mistral4")
+    assert all(bool(row.own) is own and bool(row.served) is not own for row in patch_report(model))
+    if (name, page, most_tokens) in CHOSEN:
+        rings = TOLD and name in ("mistral", "gemma3", "gpt_oss")
+        steps = page >= 16 and (TOLD or name != "mistral")
+        operators = {"rope_attention_varlen": True, "rope_attention_with_kvcache": steps, "write_kvcache": rings}
+        assert set(calls) == {operator for operator, runs in operators.items() if runs}
 
 
 @needs_tables
@@ -90,8 +81,7 @@ def test_lengths_that_are_padded_for_graphs(name, monkeypatch):
     from transformers.generation.continuous_batching.model_runner import ModelRunner
 
     model, given = make_model(name), prompts()
-    expected = answers(model, given)
-    own = ModelRunner.__init__
+    expected, own = answers(model, given), ModelRunner.__init__
 
     def padding(self, *args, **kwargs):
         own(self, *args, **kwargs)
@@ -113,102 +103,86 @@ def test_managers_of_patched_models(monkeypatch):
         return processor
 
     monkeypatch.setattr(continuous_api.ContinuousBatchingManager, "_create_batch_processor", noted)
-    model, given = make_model("llama"), prompts((5, 20))
-    expected = answers(model, given)
-    answers(patch_model(model), given)
-    assert answers(model, given, max_blocks_per_request=0) == expected
-    assert model.config._attn_implementation == "eager"
-    found = {facts for facts in made if facts[1]}
+    model = make_model("llama")
+    expected = answers(model, SHORT)
+    answers(patch_model(model), SHORT)
+    assert answers(model, SHORT, max_blocks_per_request=0) == expected
+    assert model.config._attn_implementation == "eager" and made[0][1] is False
     # 23 + 14 tokens in pages of 16, and one more.
-    assert found == {(obstacles.PAGES, True, 4), (obstacles.PAGES, True, 0)}
-    assert made[0][1] is False
+    assert {facts for facts in made if facts[1]} == {(obstacles.PAGES, True, 4), (obstacles.PAGES, True, 0)}
     # Something else in the model reads masks, or has attention that is not patched.
-    state_of(model.model, DECODER).reads_masks = True
-    made.clear()
-    assert answers(model, given, "sdpa") == expected and made[0][1] is False
-    state_of(model.model, DECODER).reads_masks = False
-    model.tower = torch.nn.ModuleList([make_model("llama").model.layers[0].self_attn])
-    assert answers(model, given, "sdpa") == expected and made[1][1] is False
+    for change in (
+        lambda: setattr(state_of(model.model, DECODER), "reads_masks", True),
+        lambda: setattr(model, "tower", torch.nn.ModuleList([make_model("llama").model.layers[0].self_attn])),
+    ):
+        made.clear()
+        change()
+        assert answers(model, SHORT, "sdpa") == expected and made[0][1] is False
+        state_of(model.model, DECODER).reads_masks = False
     assert not any(row.own for row in patch_report(model))
 
 
 @needs_tables
 @torch.no_grad()
-def test_other_calls_beside_a_manager():
-    """The model is served as ever. A second manager outlives the name that the first gives back."""
-    model, tokens = make_model("llama"), torch.arange(20).reshape(2, 10)
-    expected = model(tokens).logits
-    greedy = transformers.GenerationConfig(max_new_tokens=3, do_sample=False, eos_token_id=-1)
-    config = options_of()
-    patch_model(model)
-    with model.continuous_batching_context_manager(greedy, continuous_batching_config=config) as first:
+def test_other_calls_beside_a_manager(monkeypatch):
+    """The model is served as ever. A layer that is called with a mask takes its own forward, which must not fall back
+    to eager attention. A second manager outlives the name that the first gives back."""
+    monkeypatch.setattr(attention, "_passes_of_layers", Counter())
+    model, tokens, x = make_model("llama"), torch.arange(20).reshape(2, 10), torch.randn(1, 10, 64)
+    expected, config = model(tokens).logits, options_of()
+    layer, tables = patch_model(model).model.layers[0], model.model.rotary_emb(x, torch.arange(10)[None])
+    with model.continuous_batching_context_manager(greedy(), continuous_batching_config=config) as first:
         assert model.config._attn_implementation == obstacles.PAGES
         assert_close(model(tokens).logits, expected, 1e-5)
-        second = model.init_continuous_batching(greedy, config)
+        with pytest.raises(KeyError, match="fused_rope_flash.* is not a valid attention implementation"):
+            layer(x, position_embeddings=tables, attention_mask=torch.zeros(1, 1, 10, 10))
+        second = model.init_continuous_batching(greedy(), config)
         second.start()
         first.stop(block=True)
         assert model.config._attn_implementation == "eager"
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(obstacles, "obstacle_to_pages", lambda *args: "such a thing")
-            second.add_requests([[1, 2, 3]])
-            assert "such a thing is not served" in second.get_result(timeout=10).error
+        monkeypatch.setattr(obstacles, "obstacle_to_pages", lambda *args: "such a thing")
+        second.add_requests([[1, 2, 3]])
+        # Without masks the model's own attention is no way out.
+        assert "such a thing is not served" in second.get_result(timeout=10).error
         second.destroy()
+    outputs = model.generate_batch(SHORT, greedy(), options_of())
+    assert len(outputs) == 3
+    assert all("such a thing is not served" in output.error for output in outputs.values())
 
 
 @needs_tables
-def test_nobody_else_computes_under_the_name(monkeypatch):
-    """A layer that is called with a mask takes its own forward, which must not fall back to eager attention."""
-    monkeypatch.setattr(attention, "_passes_of_layers", Counter())
+@pytest.mark.parametrize("why", ["compiled", "not on the GPU"])
+def test_managers_with_masks(why, monkeypatch):
+    """Compiled passes take the model's own attention, which needs masks. If a GPU is there and the model is not on it,
+    managers without masks would capture graphs."""
     model = patch_model(make_model("llama"))
-    greedy = transformers.GenerationConfig(max_new_tokens=3, do_sample=False, eos_token_id=-1)
-    layer, x = model.model.layers[0], torch.randn(1, 10, 64)
-    tables = model.model.rotary_emb(x, torch.arange(10)[None])
-    with model.continuous_batching_context_manager(greedy, continuous_batching_config=options_of()):
-        with pytest.raises(KeyError, match="fused_rope_flash.* is not a valid attention implementation"):
-            layer(x, position_embeddings=tables, attention_mask=torch.zeros(1, 1, 10, 10))
-
-
-@needs_tables
-def test_a_manager_that_compiles():
-    """Compiled passes take the model's own attention, which needs masks."""
-    model = patch_model(make_model("llama"))
-    config = options_of(varlen_compile_config=transformers.CompileConfig())
-    manager = model.init_continuous_batching(transformers.GenerationConfig(eos_token_id=-1), config)
+    options = {"varlen_compile_config": transformers.CompileConfig()} if why == "compiled" else {}
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: why != "compiled")
+    manager = model.init_continuous_batching(greedy(), options_of(**options))
     assert model.config._attn_implementation == "paged|eager"
-    manager.destroy()
-
-
-@needs_tables
-def test_a_model_that_is_not_on_the_gpu(monkeypatch):
-    """On a GPU, managers without masks would capture graphs of any model."""
-    model = patch_model(make_model("llama"))
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    manager = model.init_continuous_batching(transformers.GenerationConfig(eos_token_id=-1), options_of())
-    assert model.config._attn_implementation == "paged|eager"
-    assert not any(manager.continuous_batching_config.cuda_graph_booleans)
+    assert why == "compiled" or not any(manager.continuous_batching_config.cuda_graph_booleans)
     manager.destroy()
 
 
 @needs_tables
 def test_a_manager_that_is_kept():
     """One of a patched model goes with the patch, one with masks serves on."""
-    model, given = make_model("llama"), prompts((5, 20))
-    expected = answers(model, given)
-    greedy = transformers.GenerationConfig(max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=-1)
-    config = options_of()
+    model, config = make_model("llama"), options_of()
+    expected = answers(model, SHORT)
 
     def keep():
-        outputs = model.generate_batch(given, greedy, config, persistent_manager=True)
+        outputs = model.generate_batch(SHORT, greedy(NEW_TOKENS), config, persistent_manager=True)
         return [output.generated_tokens for output in outputs.values()]
 
+    def has_masks():
+        manager = model._cached_continuous_batching_manager
+        return manager.batch_processor.inputs_and_outputs.attention_mask is not None
+
     assert keep() == expected
-    patch_model(model)
-    served = patch_report(model)[0].served
-    assert keep() == expected and patch_report(model)[0].served > served
-    assert model._cached_continuous_batching_manager.batch_processor.inputs_and_outputs.attention_mask is not None
+    served = patch_report(patch_model(model))[0].served
+    assert keep() == expected and patch_report(model)[0].served > served and has_masks()
     model.destroy_cached_continuous_batching_manager()
-    assert keep() == keep() == expected
-    assert model._cached_continuous_batching_manager.batch_processor.inputs_and_outputs.attention_mask is None
+    assert keep() == keep() == expected and not has_masks()
     unpatch_model(model)
     assert not hasattr(model, "_cached_continuous_batching_manager")
     assert keep() == expected
@@ -225,24 +199,23 @@ def test_a_manager_that_is_kept():
     ],
 )
 def test_what_takes_the_models_own_attention(name, change, reason, calls):
-    model, given = make_model(name), prompts((5, 20))
+    model = make_model(name)
     change(model)
-    expected = answers(model, given)
+    expected = answers(model, SHORT)
     with pytest.warns(UserWarning, match=reason):
-        assert answers(patch_model(model), given) == expected
+        assert answers(patch_model(model), SHORT) == expected
     assert not calls and all(row.own and not row.served for row in patch_report(model))
 
 
-@needs_tables
-def test_what_nobody_computes(monkeypatch):
-    """Without masks the model's own attention is no way out: requests fail with the reason."""
-    model, given = patch_model(make_model("llama")), prompts((5, 20))
-    monkeypatch.setattr(obstacles, "obstacle_to_pages", lambda *args: "such a thing")
-    outputs = model.generate_batch(
-        given, transformers.GenerationConfig(max_new_tokens=3, do_sample=False, eos_token_id=-1), options_of()
-    )
-    assert len(outputs) == 3
-    assert all("such a thing is not served" in output.error for output in outputs.values())
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [("llama", ""), ("llama4", "attention in chunks"), ("deepseek_v3", "multi-head latent attention")],
+)
+def test_obstacles_that_last(name, reason):
+    """transformers' paged cache has no place for latent vectors and no chunks either: nothing to compare with."""
+    model = patch_model(make_model(name))
+    found = lasting_obstacle(attentions_of(model), model.config)
+    assert found == (reason and f"continuous batching of {reason}")
 
 
 class Runner:
@@ -257,11 +230,10 @@ class Runner:
 
 def test_models_that_graphs_cannot_capture():
     """The pass has been computed before it is captured; nothing is captured from then on."""
-    runner, seen = Runner(), []
+    runner, other, seen = Runner(), Runner(), []
     with pytest.warns(UserWarning, match="cannot be captured .a copy during capture.; it runs without"):
         capture(runner, runner._capture_graph, seen.append, None, 1)
     assert seen == [1] and not runner.use_cuda_graph_varlen and not runner.use_cuda_graph_decode
-    runner = Runner()
     with pytest.raises(ZeroDivisionError):
-        capture(runner, runner._capture_graph, lambda x: 1 // x, None, 0)
-    assert runner.use_cuda_graph_decode
+        capture(other, other._capture_graph, lambda x: 1 // x, None, 0)
+    assert other.use_cuda_graph_decode

@@ -1,18 +1,87 @@
-"""`convention_of` knows the classes of the table, and subclasses that change nothing of them."""
+"""Conventions, number by number, and `convention_of`: the classes of the table, and subclasses that change nothing."""
+
+from types import SimpleNamespace
 
 import pytest
 import torch
 import transformers
-from packaging.version import Version
 from torch.nn.utils import parametrize
 from transformers.models.llama.modeling_llama import LlamaAttention
 
-from fused_rope_attn.integrations.transformers import families, patch_model, patch_report
+from fused_rope_attn.integrations.transformers import families as on, patch_model, patch_report
 from tests.support.hf_models import attentions_of, make_ids, make_model
 from tests.support.hf_runs import assert_same
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
-KNOWN = f"{LlamaAttention.__module__}.{LlamaAttention.__qualname__}".removeprefix("transformers.models.")
+
+
+@pytest.mark.parametrize(
+    ("window", "told", "rotates"), [(None, False, False), (None, True, True), (8, False, True), (8, True, True)]
+)
+def test_layers_that_rotate_where_they_are_told_to(window, told, rotates):
+    module = SimpleNamespace(sliding_window=window, force_rope=told)
+    assert on.Convention(rotates="windowed or told").rotates_in(module, None) is rotates
+
+
+@pytest.mark.parametrize(
+    ("attributes", "rate"),
+    [({}, 0.0), ({"attention_dropout": 0.25}, 0.25), ({"attention_dropout": torch.nn.Dropout(0.5)}, 0.5)],
+)
+def test_dropout_of_modules(attributes, rate):
+    assert on.attention_dropout(SimpleNamespace(**attributes)) == rate
+
+
+def test_columns_are_chosen_by_section():
+    """Reorder tables in time, height and width: as many columns of each as a section has, then from the first again."""
+    table = torch.stack([100 * kind + torch.arange(10) + torch.zeros(2, 5, 1) for kind in range(3)])
+    chosen = on.by_section(table, (2, 3, 1, 4))
+    assert chosen.shape == (2, 5, 10)
+    assert chosen[1, 4].tolist() == [0, 1, 102, 103, 104, 205, 6, 7, 8, 9]
+
+
+@pytest.mark.parametrize(
+    ("shape", "text", "of_four", "row"),
+    [
+        ((2, 5), "all", "none", "all"),
+        ((4, 5), "all", "none", "all"),  # a batch of four rows
+        ((4, 2, 5), "first", "first", "first"),
+        ((3, 2, 5), "none", "none", "first"),
+        ((5, 2, 5), "none", "none", "first"),
+        ((4,), "none", "none", "first"),
+        ((4, 1, 2, 5), "none", "none", "first"),
+    ],
+    ids=str,
+)
+def test_positions_of_the_text(shape, text, of_four, row):
+    ids = torch.arange(torch.Size(shape).numel()).view(shape)
+    expected = {"all": ids, "first": ids[0], "none": None}
+    for function, kind in ((on.text_positions, text), (on.first_of_four, of_four), (on.first_row, row)):
+        found = function(ids)
+        assert found is None if kind == "none" else torch.equal(found, expected[kind]), function.__name__
+
+
+def test_gates_of_columns_and_of_heads():
+    """A gate has a column for every column of the rows, or one for every head of them."""
+    rows, module = torch.arange(1.0, 13.0).view(1, 2, 6), SimpleNamespace(o_proj=lambda x: x)
+    gate = torch.tensor([[[0.0, 30.0], [30.0, 0.0]]])  # sigmoid .5 and 1
+    sigmoid, softplus = (on.Convention(finish=(name, "o_proj")) for name in ("sigmoid", "softplus"))
+    for each in (gate, gate.repeat_interleave(3, -1)):
+        assert sigmoid.output(module, rows, each).tolist() == [[[0.5, 1.0, 1.5, 4, 5, 6], [7, 8, 9, 5, 5.5, 6]]]
+    torch.testing.assert_close(softplus.output(module, rows, gate)[0, 0, 3:], 30 * rows[0, 0, 3:])
+
+
+@pytest.mark.parametrize("release", [(5, 3), (5, 4)])
+def test_queries_scaled_by_position(release, monkeypatch):
+    """By positions, which padding shifts, and before 5.4 by places in the cache: 1 + b log(1 + n // length)."""
+    monkeypatch.setattr(on, "RELEASE", release)
+    parameters = {"original_max_position_embeddings": 4, "llama_4_scaling_beta": 0.5}
+    module, q = SimpleNamespace(config=SimpleNamespace(rope_parameters=parameters)), torch.ones(2, 3, 5, 8)
+    places = torch.arange(3, 8)
+    given = {"cache_position": places, "position_ids": torch.stack((places, places - 2))}
+    factors = 1 + 0.5 * torch.tensor([1.0, 2.0, 2.0, 2.0, 2.0]).log()
+    second = factors if release == (5, 3) else torch.cat((torch.ones(2), factors[:3]))
+    scaled = on.scaled_by_position(module, q, given, None)
+    assert scaled.shape == q.shape and torch.equal(scaled[:, 2, :, 7], torch.stack((factors, second)))
 
 
 class Mixin:
@@ -27,51 +96,53 @@ class Double(torch.nn.Module):
         return 2 * weight
 
 
-def test_a_subclass_that_changes_nothing(calls):
-    model = make_model("llama")
-    plain = type("Plain", (LlamaAttention,), {})
-    mixed = type("FSDPLlamaAttention", (Mixin, LlamaAttention), {"__deepcopy__": None})
-    for module, cls in zip(attentions_of(model), (plain, mixed)):
-        module.__class__ = cls
-        assert families.convention_of(module) is families.SUPPORTED[KNOWN]
-    assert_same(model, make_ids(2, 9), grad=True, use_cache=False)
-    assert calls == {"rope_attention": 2}
+def forward(self, *args, **kwargs):
+    return LlamaAttention.forward(self, *args, **kwargs)
 
 
-def test_parametrized(calls):
+def parametrized(module):
     """torch gives a parametrized module a class of its own, with the tensor as a property."""
-    model = make_model("gpt_oss")
-    module = attentions_of(model)[0]
     parametrize.register_parametrization(module, "sinks", Double())
-    assert type(module).__name__ == "ParametrizedGptOssAttention"
-    assert_same(model, make_ids(2, 9), use_cache=False)
+    return type(module)
+
+
+@pytest.mark.parametrize(
+    ("name", "make"),
+    [
+        ("llama", lambda module: type("Plain", (LlamaAttention,), {})),
+        ("llama", lambda module: type("FSDPLlamaAttention", (Mixin, LlamaAttention), {"__deepcopy__": None})),
+        ("gpt_oss", parametrized),
+    ],
+    ids=["plain", "mixin", "parametrized"],
+)
+def test_a_subclass_that_changes_nothing(name, make, calls):
+    model = make_model(name)
+    module = attentions_of(model)[0]
+    convention = on.convention_of(module)
+    module.__class__ = make(module)
+    assert on.convention_of(module) is convention
+    assert_same(model, make_ids(2, 9), grad=name == "llama", use_cache=False)
     assert calls == {"rope_attention": 2}
 
 
 def test_what_changes_something_is_another_class(monkeypatch):
     model = make_model("llama")
     module = attentions_of(model)[0]
-
-    def forward(self, *args, **kwargs):
-        return LlamaAttention.forward(self, *args, **kwargs)
-
-    module.__class__ = type("Overriding", (LlamaAttention,), {"forward": forward})
-    assert families.convention_of(module) is None
-    module.__class__ = type("Mixed", (type("Other", (), {"forward": forward}), LlamaAttention), {})
-    assert families.convention_of(module) is None
+    for name, bases, own in (
+        ("Overriding", (LlamaAttention,), {"forward": forward}),
+        ("Mixed", (type("Other", (), {"forward": forward}), LlamaAttention), {}),
+    ):
+        module.__class__ = type(name, bases, own)
+        assert on.convention_of(module) is None
     module.__class__ = LlamaAttention
-    assert families.convention_of(module) is not None
     for library in (__name__, "unsloth.models.llama"):  # before and after transformers' own name
+        assert on.convention_of(module) is not None
         forward.__module__ = library
-        monkeypatch.setattr(LlamaAttention, "forward", forward)  # as libraries do, for all models
-        assert families.convention_of(module) is None
-        monkeypatch.undo()
-        assert families.convention_of(module) is not None
-    monkeypatch.setattr(LlamaAttention, "forward", forward)
-    with pytest.raises(NotImplementedError, match="self_attn"):
-        patch_model(model)
-    monkeypatch.undo()
-    assert families.convention_of(module) is not None
+        with monkeypatch.context() as patch:
+            patch.setattr(LlamaAttention, "forward", forward)  # as libraries do, for all models
+            assert on.convention_of(module) is None
+            with pytest.raises(NotImplementedError, match="self_attn"):
+                patch_model(model)
 
 
 def test_a_refusal_says_why():
@@ -79,25 +150,19 @@ def test_a_refusal_says_why():
     config = transformers.NemotronConfig(**sizes, num_attention_heads=2, num_key_value_heads=2)
     config._attn_implementation = "eager"  # before transformers 5 others have classes of their own
     model = transformers.NemotronForCausalLM(config)
-    with pytest.raises(
-        NotImplementedError, match=r"self_attn \(NemotronAttention: its decoder layer passes no additional"
-    ):
+    with pytest.raises(NotImplementedError, match=r"self_attn \(NemotronAttention: its decoder layer passes no addit"):
         patch_model(model)
-    (row,) = patch_report(model)
-    assert (
-        not row.patched and row.reason == families.UNSUPPORTED[families.name_of(type(model.model.layers[0].self_attn))]
-    )
+    (row,), name = patch_report(model), on.name_of(type(model.model.layers[0].self_attn))
+    assert not row.patched and row.reason == on.UNSUPPORTED[name]
 
 
 def test_recurrences_are_no_attention():
     """MiniMax calls one attention; blocks around attention and recurrences have to read the padding mask."""
     minimax = make_model("minimax")
-    names = [type(module).__name__ for module in minimax.modules() if families.looks_like_attention(module)]
-    assert names == ["MiniMaxAttention"]
-    assert families.hands_padding_on(minimax.model) and not families.hands_padding_on(make_model("llama").model)
+    assert {type(x).__name__ for x in minimax.modules() if on.looks_like_attention(x)} == {"MiniMaxAttention"}
+    assert on.hands_padding_on(minimax.model) and not on.hands_padding_on(make_model("llama").model)
 
 
 def test_classes_that_are_supported_since_transformers_5():
-    new = Version(transformers.__version__) >= Version("5")
-    for path in map(families.path_of, families.SINCE_5):
-        assert (path in families.SUPPORTED) is new and (path in families.UNSUPPORTED) is not new, path
+    for path in map(on.path_of, on.SINCE_5):
+        assert (path in on.SUPPORTED) is (path not in on.UNSUPPORTED) is (on.RELEASE >= (5,)), path

@@ -1,15 +1,12 @@
 """The table of families against the installed transformers: its attention classes as syntax trees."""
 
-import importlib
-import inspect
-
 import pytest
 import transformers
 from packaging.version import Version
 
 from fused_rope_attn.integrations.transformers.families import NEWEST, SUPPORTED, UNSUPPORTED
 from fused_rope_attn.integrations.transformers.obstacles import EAGER, ROTATIONS
-from tests.support.hf_syntax import attention_classes, exists, fingerprint, recorded
+from tests.support.hf_syntax import attention_classes, exists, fingerprint, functions_called, recorded
 
 READ = Version(NEWEST)
 HOW = "compare `python -m tests.support.hf_syntax FOLDER.CLASS` with that of another release, see docs/howto"
@@ -35,43 +32,17 @@ def test_classes_of_a_supported_form_are_supported():
 
 
 def test_functions_of_modeling_files_are_looked_at():
-    """A function that a supported class calls in a pass, also through others, is among those that are looked at.
-
-    Functions that ``__init__`` calls do not count: their results are attributes of the module.
-    """
-    missed = {}
-    for path in filter(exists, SUPPORTED):
-        file, _, name = path.rpartition(".")
-        modeling = importlib.import_module(f"transformers.models.{file}")
-        methods = [member for key, member in vars(getattr(modeling, name)).items() if key != "__init__"]
-        names = called(vars(modeling), methods) - {*ROTATIONS, *EAGER}
-        if names:
-            missed[path] = names
+    """A function that a supported class calls in a pass, also through others, is among those that are looked at."""
+    known = {*ROTATIONS, *EAGER}
+    missed = {path: names for path in filter(exists, SUPPORTED) if (names := functions_called(path) - known)}
     assert not missed, f"functions that somebody may replace unseen, which `obstacles` has to name: {missed}"
-
-
-def called(modeling, functions):
-    """The names of a modeling file's functions that some of its functions call, by themselves or through others."""
-    todo, found = [inspect.unwrap(f).__code__ for f in functions if inspect.isfunction(f)], set()
-    while todo:
-        code = todo.pop()
-        todo += [inner for inner in code.co_consts if inspect.iscode(inner)]
-        for name in set(code.co_names) & modeling.keys() - found:
-            function = modeling[name]
-            if inspect.isfunction(function) and function.__module__ == modeling["__name__"]:
-                found.add(name)
-                todo.append(function.__code__)
-    return found
-
-
-def test_no_class_is_in_both_tables():
-    assert not SUPPORTED.keys() & UNSUPPORTED.keys()
-    assert all(reason[0].islower() and reason[-1] != "." for reason in UNSUPPORTED.values())
 
 
 @pytest.mark.skipif(Version(transformers.__version__) < READ, reason="the tables name classes of later releases")
 def test_every_class_of_the_tables_exists():
+    assert not SUPPORTED.keys() & UNSUPPORTED.keys()
     assert not [name for name in (*SUPPORTED, *UNSUPPORTED) if not exists(name)]
+    assert all(reason[0].islower() and reason[-1] != "." for reason in UNSUPPORTED.values())
 
 
 def test_forms_see_what_matters():

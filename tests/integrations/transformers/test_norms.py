@@ -1,8 +1,6 @@
 """Norms of heads that the kernels compute with the rotation, and when a module's own norms run instead."""
 
-import functools
 import importlib
-import types
 
 import peft
 import pytest
@@ -71,208 +69,6 @@ def test_families_whose_norms_are_fused(calls):
     assert normed >= 6
 
 
-def hook(model, norm):
-    seen = []
-    norm.register_forward_hook(lambda *given: seen.append(given[2]))
-    return "has hooks", seen
-
-
-def pre_hook(model, norm):
-    norm.register_forward_pre_hook(lambda _, args: (args[0] + 1,))
-    return "has hooks", None
-
-
-def backward_hook(model, norm):
-    norm.register_full_backward_hook(lambda _, into, out: (into[0] * 0.5,))
-    return "has hooks", None
-
-
-def backward_pre_hook(model, norm):
-    norm.register_full_backward_pre_hook(lambda _, out: (out[0] * 0.5,))
-    return "has hooks", None
-
-
-class Doubled(torch.Tensor):
-    """A weight that is more than its numbers."""
-
-    @classmethod
-    def __torch_function__(cls, function, kinds, args=(), kwargs=None):
-        plain = [2 * x.as_subclass(torch.Tensor) if isinstance(x, Doubled) else x for x in args]
-        return function(*plain, **kwargs or {})
-
-
-def odd_weight(model, norm):
-    weight = norm.weight.detach().as_subclass(Doubled)
-    del norm.weight
-    norm.weight = weight
-    return "has a weight of type Doubled", None
-
-
-def own_forward(model, norm):
-    norm.forward = lambda x: 2 * x
-    return "has a forward of its own", None
-
-
-def wrapped_forward(model, norm):
-    own = norm.forward
-
-    @functools.wraps(type(norm).forward)
-    def forward(self, x):
-        return own(x) + 1
-
-    norm.forward = types.MethodType(forward, norm)
-    return "has a forward of its own", None
-
-
-def other_kind(model, norm):
-    for layer in model.model.layers:
-        layer.self_attn.q_norm = nn.LayerNorm(norm.weight.shape[0])
-    return "is LayerNorm", None
-
-
-def other_eps(model, norm):
-    norm.variance_epsilon = 0.5
-    return "differ in more than their weights", None
-
-
-def default_eps(model, norm):
-    model.model.layers[0].self_attn.q_norm = nn.RMSNorm(norm.weight.shape[0])
-    return "has an eps of None", None
-
-
-def own_call(model, norm):
-    norm.__class__ = type("Called", (type(norm),), {"__call__": lambda self, x: self.forward(x) + 1})
-    return "is Called", None
-
-
-def subclass(model, norm):
-    norm.__class__ = type("Twice", (type(norm),), {"forward": lambda self, x: 2 * x})
-    return "is Twice", None
-
-
-CHANGES = (
-    hook,
-    pre_hook,
-    backward_hook,
-    backward_pre_hook,
-    own_forward,
-    wrapped_forward,
-    other_kind,
-    other_eps,
-    default_eps,
-    odd_weight,
-    own_call,
-    subclass,
-)
-
-
-@pytest.mark.parametrize("change", CHANGES)
-def test_changed_norms_run_themselves(change):
-    """Whatever becomes of a norm after patching happens in the patched model too: results are the unpatched one's."""
-    model, ids = make_model("qwen3"), make_ids(2, LENGTH)
-    before = run(patch_model(model), ids, use_cache=False)[0]
-    assert fused_of(model) == ["fused", "fused"]
-    said, seen = change(model, model.model.layers[0].self_attn.q_norm)
-    after = run(model, ids, use_cache=False)[0]
-    assert fused_of(model)[0].startswith("its own: ") and said in fused_of(model)[0]
-    assert seen is None or len(seen) == 1
-    if change in (hook, backward_hook, backward_pre_hook):
-        assert_close(after, before, 1e-6)
-    else:
-        with pytest.raises(AssertionError):
-            assert_close(after, before, 1e-3)
-    assert_same(model, ids, grad=True, use_cache=False)
-
-
-def test_hooks_on_all_modules():
-    model, ids = patch_model(make_model("qwen3")), make_ids(1, 5)
-    seen = []
-    handle = nn.modules.module.register_module_forward_hook(lambda module, *_: seen.append(module))
-    try:
-        run(model, ids)
-        assert model.model.layers[1].self_attn.k_norm in seen
-        assert fused_of(model) == ["its own: hooks on all modules"] * 2
-    finally:
-        handle.remove()
-    run(model, ids)
-    assert fused_of(model) == ["fused"] * 2
-
-
-def test_methods_that_somebody_replaced(monkeypatch):
-    """A method of the class, or in a subclass: the norms then compute something else."""
-    model, ids = make_model("gemma3"), make_ids(1, LENGTH)
-    before = run(patch_model(model), ids)[0]
-    cls = type(model.model.layers[0].self_attn.q_norm)
-    with monkeypatch.context() as patched:
-        patched.setattr(cls, "forward", lambda self, x: 2 * x)
-        run(model, ids)
-        assert all("q_norm is Gemma3RMSNorm" in said for said in fused_of(model))
-        assert_same(model, ids)
-    assert_close(run(model, ids)[0], before, 1e-6)
-    assert fused_of(model) == ["fused"] * 2
-    for module in attentions_of(model):
-        module.k_norm.__class__ = type("Unnormed", (cls,), {"_norm": lambda self, x: x})
-    run(model, ids)
-    assert all("k_norm is Unnormed" in said for said in fused_of(model))
-    assert_same(model, ids)
-
-
-def test_weights_that_were_swapped_or_trained(calls):
-    model, ids = patch_model(make_model("qwen3")), make_ids(1, LENGTH)
-    run(model, ids)
-    norm = model.model.layers[0].self_attn.q_norm
-    norm.weight = nn.Parameter(torch.linspace(-1, 2, norm.weight.shape[0]))
-    with torch.no_grad():
-        model.model.layers[1].self_attn.k_norm.weight.mul_(-1.5)
-    assert_same(model, ids, grad=True)
-    assert fused_of(model) == ["fused"] * 2
-
-
-def liger_forward():
-    """The function that Liger binds to the norms of a model, from a module of its package's name."""
-    source = (
-        "import torch\n"
-        "class LigerRMSNorm(torch.nn.Module):\n"
-        "    def forward(self, x):\n"
-        "        y = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.variance_epsilon)\n"
-        "        return y * (self.offset + self.weight)\n"
-    )
-    package = types.ModuleType("liger_kernel.transformers.rms_norm")
-    exec(source, vars(package))
-    return package.LigerRMSNorm.forward
-
-
-def test_norms_that_liger_patched(calls):
-    model, ids = make_model("gemma3"), make_ids(1, LENGTH)
-    attentions, forward = attentions_of(patch_model(model)), liger_forward()
-    for norm in (getattr(module, name) for module in attentions for name in NAMES):
-        norm.offset, norm.casting_mode, norm.variance_epsilon = 1.0, "gemma", norm.eps
-        norm.forward = types.MethodType(forward, norm)
-    assert_same(model, ids, grad=True)
-    assert fused_of(model) == ["fused"] * 2
-    attentions[0].q_norm.casting_mode = "none"
-    attentions[1].k_norm.forward = types.MethodType(forward, attentions[1].q_norm)  # another's
-    assert_same(model, ids)
-    foreign = "its own: k_norm has a forward of its own"
-    assert fused_of(model) == ["its own: q_norm has the casting mode none", foreign]
-    attentions[0].q_norm.casting_mode = "gemma"
-    attentions[0].k_norm.forward = types.MethodType(doubled(forward), attentions[0].k_norm)
-    attentions[1].k_norm.forward = types.MethodType(forward, attentions[1].k_norm)
-    attentions[1].k_norm.__class__ = type("Called", (type(norm),), {"__call__": lambda self, x: 2 * self.forward(x)})
-    assert_same(model, ids)
-    assert fused_of(model) == [foreign] * 2
-
-
-def doubled(forward):
-    """A wrapper, which calls itself what it wraps."""
-
-    @functools.wraps(forward)
-    def twice(self, x):
-        return 2 * forward(self, x)
-
-    return twice
-
-
 @torch.no_grad()
 def test_norms_of_another_dtype():
     """Float32 norms of Qwen 3 in a bfloat16 model give float32 heads: where autocast does not undo it, they run."""
@@ -302,19 +98,6 @@ def test_norms_of_another_dtype():
         assert unfit_for(half, q.half(), True) == "norms that make float16 heads float32"
 
 
-def test_training_under_autocast(calls):
-    """Float32 weights with bfloat16 heads, as in trainers: the weights' gradients are float32."""
-    model, ids = make_model("qwen3"), make_ids(2, LENGTH)
-    exact = run(model, ids, grad=True, use_cache=False)[1]
-    with torch.autocast("cpu", torch.bfloat16):
-        plain = run(model, ids, grad=True, use_cache=False)[1]
-        fused = run(patch_model(model), ids, grad=True, use_cache=False)[1]
-    assert fused_of(model) == ["fused"] * 2
-    for name in (name for name in exact if name.endswith(("q_norm.weight", "k_norm.weight"))):
-        spread = (plain[name] - exact[name]).norm()
-        assert fused[name].dtype is torch.float32 and (fused[name] - exact[name]).norm() <= 1.5 * spread, name
-
-
 def test_norms_that_peft_wraps(calls):
     """Norms that are trained with an adapter are copies inside a wrapper, which chooses one."""
     model, ids = make_model("qwen3"), make_ids(1, LENGTH)
@@ -324,14 +107,6 @@ def test_norms_that_peft_wraps(calls):
     assert all("q_norm is ModulesToSaveWrapper" in said for said in fused_of(model))
     assert any("q_norm" in name for name, p in model.named_parameters() if p.grad is not None)
     assert calls == {"rope_attention": 2}
-
-
-def test_packed_sequences(calls):
-    """By position ids; in Qwen3-VL q and k are normed and rotated beforehand where places are not positions."""
-    model, ids = make_model("qwen3"), make_ids(1, 18)
-    positions = torch.cat([torch.arange(length) for length in (5, 1, 12)])[None]
-    assert_same(model, ids, grad=True, position_ids=positions, use_cache=False)
-    assert calls == {"rope_attention_varlen": 2} and fused_of(model) == ["fused"] * 2
 
 
 def test_gradients_of_norms_alone(calls):
@@ -351,19 +126,6 @@ def test_gradients_of_norms_alone(calls):
     for name, gradient in gradients().items():
         assert_close(gradient, expected[name], 1e-4, name)
     assert fused_of(model) == ["fused"] * 2 and calls == {"rope_attention": 4}
-
-
-@pytest.mark.unpoisoned
-def test_compiled_with_norms():
-    model, ids = make_model("qwen3", num_hidden_layers=1), make_ids(2, LENGTH)
-    expected = run(model, ids, grad=True, use_cache=False)
-    torch._dynamo.reset()
-    compiled = torch.compile(patch_model(model), backend="aot_eager", fullgraph=True)
-    logits, grads = run(compiled, ids, grad=True, use_cache=False)
-    assert_close(logits, expected[0], 1e-5)
-    for parameter, gradient in expected[1].items():
-        assert_close(grads[f"_orig_mod.{parameter}"], gradient, 1e-4, parameter)
-    torch._dynamo.reset()
 
 
 @torch.no_grad()

@@ -9,63 +9,64 @@ from torch.nn.attention.flex_attention import create_block_mask
 from transformers import masking_utils
 from transformers.cache_utils import DynamicLayer
 from transformers.generation.continuous_batching.cache import PagedAttentionCache
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from fused_rope_attn.integrations.transformers import obstacles
-from fused_rope_attn.integrations.transformers.obstacles import (
-    Pass,
-    is_blind,
-    is_causal,
-    layer_of,
-    may_have_images,
-    obstacle,
-    refuse_wrong_calls,
-)
+from fused_rope_attn.integrations.transformers.obstacles import Pass, is_blind, is_causal, layer_of, obstacle
 
 # transformers 4.57 makes masks of all position ids, unless it makes a cache.
 UNMASKED = False if transformers.__version__ >= "5" else None
 
 
-def attention(implementation="sdpa", **attributes):
-    """An attention module with the attributes that these questions read, the only one of its decoder."""
+def attention(implementation="sdpa", layer=0):
+    """An attention module with the attributes that these questions read."""
     config = SimpleNamespace(_attn_implementation=implementation)
-    return [SimpleNamespace(config=config, training=False, is_causal=True, layer_idx=0, **attributes)]
+    return SimpleNamespace(config=config, training=False, is_causal=True, layer_idx=layer)
+
+
+def cache_of_two_kinds():
+    past = transformers.DynamicCache()
+    past.layers = [DynamicLayer(), object()]
+    return past
+
+
+MASK = "an attention_mask that is not (B, keys)"
+WEIGHTS = "output_attentions=True"
+FOREIGN_CACHE = "a cache of type DynamicCache"
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        ({"attention_mask": None}, ""),
+        ({"attention_mask": torch.ones(2, 5)}, ""),
+        ({"attention_mask": torch.ones(5)}, MASK),
+        ({"attention_mask": torch.ones(2, 1, 5, 5)}, MASK),
+        ({"attention_mask": "causal"}, MASK),
+        ({"attention_mask": {}}, "a mask for each type of layer, made outside of the patched model,"),
+        # A call's argument overrides the config's.
+        ({"of_config": False, "output_attentions": None}, ""),
+        ({"of_config": True, "output_attentions": None}, WEIGHTS),
+        ({"of_config": True, "output_attentions": False}, ""),
+        ({"of_config": False, "output_attentions": True}, WEIGHTS),
+        # Layers of attention modules hold keys and values, or do not exist yet; those of others may be anything.
+        *(({"layers": layers, "past_key_values": cache_of_two_kinds()}, "") for layers in ((0,), (2,), (0, 3))),
+        *(({"layers": layers, "past_key_values": cache_of_two_kinds()}, FOREIGN_CACHE) for layers in ((1,), (0, 1))),
+    ],
+)
+def test_reasons(given, reason):
+    modules = [attention(layer=layer) for layer in given.get("layers", (0,))]
+    config = SimpleNamespace(output_attentions=given.get("of_config", False))
+    given = {name: value for name, value in given.items() if name not in ("layers", "of_config")}
+    assert obstacle(Pass(modules, config, given), True) == reason
 
 
 def test_block_masks_are_for_flex_attention():
     blocks = create_block_mask(lambda b, h, q, k: q >= k, 1, None, 16, 16, device="cpu")
     for implementation in ("flex_attention", "paged|flex_attention"):
-        refuse_wrong_calls(Pass(attention(implementation), None, {"attention_mask": blocks}))
+        obstacles.refuse_wrong_calls(Pass([attention(implementation)], None, {"attention_mask": blocks}))
     for implementation in ("sdpa", "eager"):
         with pytest.raises(ValueError, match=f"attention_mask is a BlockMask.*model's is '{implementation}'"):
-            refuse_wrong_calls(Pass(attention(implementation), None, {"attention_mask": blocks}))
-
-
-@pytest.mark.parametrize(
-    ("mask", "reason"),
-    [
-        (None, ""),
-        (torch.ones(2, 5), ""),
-        (torch.ones(5), "an attention_mask that is not (B, keys)"),
-        (torch.ones(2, 1, 5, 5), "an attention_mask that is not (B, keys)"),
-        ("causal", "an attention_mask that is not (B, keys)"),
-        ({"full_attention": None}, "a mask for each type of layer, made outside of the patched model,"),
-    ],
-    ids=str,
-)
-def test_forms_of_masks(mask, reason):
-    assert obstacle(Pass(attention(), SimpleNamespace(), {"attention_mask": mask}), True) == reason
-
-
-@pytest.mark.parametrize(
-    ("of_config", "of_call", "reason"),
-    [(False, None, ""), (True, None, "output_attentions=True"), (True, False, ""),
-     (False, True, "output_attentions=True")],
-)  # fmt: skip
-def test_attention_weights(of_config, of_call, reason):
-    """A call's argument overrides the config's."""
-    config = SimpleNamespace(output_attentions=of_config)
-    assert obstacle(Pass(attention(), config, {"output_attentions": of_call}), True) == reason
+            obstacles.refuse_wrong_calls(Pass([attention(implementation)], None, {"attention_mask": blocks}))
 
 
 @pytest.mark.parametrize(
@@ -81,63 +82,57 @@ def test_attention_weights(of_config, of_call, reason):
     ids=str,
 )
 def test_images(types, expected):
-    model = SimpleNamespace()
-    assert may_have_images(model, {"token_type_ids": torch.tensor(types)}) is expected
-    assert may_have_images(model, {"token_type_ids": torch.tensor(types, device="meta")}) is (len(types[0]) > 1)
-    assert not may_have_images(model, {"token_type_ids": None}) and not may_have_images(model, {})
+    def may_have_images(types):
+        return obstacles.may_have_images(SimpleNamespace(), types)
+
+    assert may_have_images({"token_type_ids": torch.tensor(types)}) is expected
+    assert may_have_images({"token_type_ids": torch.tensor(types, device="meta")}) is (len(types[0]) > 1)
+    assert not may_have_images({"token_type_ids": None}) and not may_have_images({})
+
+
+FLASH = "flash_attention_2"
+PAST = {"past_key_values": transformers.DynamicCache()}
 
 
 @pytest.mark.parametrize(
-    ("own", "of_config", "of_call", "causal"),
+    ("implementation", "own", "of_config", "given", "causal"),
     [
-        ((True, True), None, None, True),
-        ((False, False), None, None, False),
-        ((True, False), None, None, None),
-        ((True, False), False, None, None),
-        ((True,), False, None, False),
-        ((True,), False, True, True),
-        ((True,), True, False, False),
-        ((True,), None, True, True),
-        ((False,), None, True, None),
-        ((False,), True, None, None),
-        ((False,), None, False, False),
-        ((False,), True, False, False),
+        # The modules, the config and the call may all say whether attention is causal.
+        (FLASH, (True, True), None, {}, True),
+        (FLASH, (False, False), None, {}, False),
+        (FLASH, (True, False), None, {}, None),
+        (FLASH, (True, False), False, {}, None),
+        (FLASH, (True,), False, {}, False),
+        (FLASH, (True,), False, {"is_causal": True}, True),
+        (FLASH, (True,), True, {"is_causal": False}, False),
+        (FLASH, (True,), None, {"is_causal": True}, True),
+        (FLASH, (False,), None, {"is_causal": True}, None),
+        (FLASH, (False,), True, {}, None),
+        (FLASH, (False,), None, {"is_causal": False}, False),
+        (FLASH, (False,), True, {"is_causal": False}, False),
+        # Only flash-attention always follows the modules: the masks of all others are causal, and SDPA may get none.
+        ("eager", (False,), None, {}, True),
+        ("flex_attention", (False,), None, {}, True),
+        ("sdpa", (False,), None, {}, UNMASKED),
+        ("sdpa", (False,), None, {"attention_mask": torch.ones(2, 5)}, False),
+        ("sdpa", (False,), None, {"attention_mask": torch.tensor([[1, 1, 1, 1, 1], [0, 1, 1, 1, 1]])}, True),
+        ("sdpa", (False,), None, {"position_ids": torch.arange(3, 8)[None]}, UNMASKED),
+        ("sdpa", (False,), None, {"position_ids": torch.tensor([[0, 1, 2, 0, 1]])}, None),
+        ("sdpa", (False,), None, PAST, None),
+        ("sdpa", (False,), None, {"input_ids": torch.ones(2, 8)}, None),
+        ("sdpa", (False,), None, {"input_ids": torch.ones(2, 1)} | PAST, True),
+        ("sdpa", (False,), None, {"input_ids": torch.ones(2, 5, device="meta")}, None),
+        ("sdpa", (False,), None, {"cache": object.__new__(PagedAttentionCache)}, True),
+        ("sdpa", (False,), None, {"input_ids": None}, False),
+        ("sdpa", (False,), None, {"input_ids": None, "attention_mask": torch.ones(2, 1, 5, 5)}, True),
     ],
 )
-def test_who_says_whether_attention_is_causal(own, of_config, of_call, causal):
-    given = {} if of_call is None else {"is_causal": of_call}
+def test_whether_attention_is_causal(implementation, own, of_config, given, causal):
     modules = [SimpleNamespace(is_causal=x) for x in own]
-    config = SimpleNamespace(_attn_implementation="flash_attention_2")
+    config = SimpleNamespace(_attn_implementation=implementation, sliding_window=8)
     if of_config is not None:
         config.is_causal = of_config
-    assert is_causal(Pass(modules, config, given)) is causal
-
-
-@pytest.mark.parametrize(
-    ("implementation", "given", "causal"),
-    [
-        ("eager", {}, True),
-        ("flex_attention", {}, True),
-        ("flash_attention_2", {}, False),
-        ("sdpa", {}, UNMASKED),
-        ("sdpa", {"attention_mask": torch.ones(2, 5)}, False),
-        ("sdpa", {"attention_mask": torch.tensor([[1, 1, 1, 1, 1], [0, 1, 1, 1, 1]])}, True),
-        ("sdpa", {"position_ids": torch.arange(3, 8)[None]}, UNMASKED),
-        ("sdpa", {"position_ids": torch.tensor([[0, 1, 2, 0, 1]])}, None),
-        ("sdpa", {"past_key_values": transformers.DynamicCache()}, None),
-        ("sdpa", {"input_ids": torch.ones(2, 8)}, None),
-        ("sdpa", {"input_ids": torch.ones(2, 1), "past_key_values": transformers.DynamicCache()}, True),
-        ("sdpa", {"input_ids": torch.ones(2, 5, device="meta")}, None),
-        ("sdpa", {"cache": object.__new__(PagedAttentionCache)}, True),
-        ("sdpa", {"input_ids": None}, False),
-        ("sdpa", {"input_ids": None, "attention_mask": torch.ones(2, 1, 5, 5)}, True),
-    ],
-)
-def test_what_the_modules_say_of_causality_alone(implementation, given, causal):
-    """Only flash-attention always follows them: the masks of all others are causal, and SDPA may get none."""
-    config = SimpleNamespace(_attn_implementation=implementation, sliding_window=8)
-    given = {"input_ids": torch.ones(2, 5)} | given
-    assert is_causal(Pass([SimpleNamespace(is_causal=False)], config, given)) is causal
+    assert is_causal(Pass(modules, config, {"input_ids": torch.ones(2, 5)} | given)) is causal
 
 
 @pytest.mark.parametrize(("index", "place"), [(3, 3), (0, 0), (None, 0), ("first", 0)])
@@ -152,44 +147,21 @@ def test_nobody_looks_at_what_is_being_captured(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("places", "known"), [((0,), True), ((1,), False), ((0, 1), False), ((2,), True), ((0, 3), True), ((), True)]
-)
-def test_layers_of_a_cache(places, known):
-    """Those of attention modules hold keys and values, or do not exist yet; those of others may be anything."""
-    past = transformers.DynamicCache()
-    past.layers = [DynamicLayer(), object()]
-    modules = [SimpleNamespace(**vars(attention()[0]) | {"layer_idx": place}) for place in places] or attention()
-    reason = obstacle(Pass(modules, SimpleNamespace(), {"past_key_values": past}), True)
-    assert reason == ("" if known else "a cache of type DynamicCache")
-
-
-@pytest.mark.parametrize(
-    ("of_attention", "of_mask", "reason"),
+    ("name", "known"),
     [
-        (None, None, ""),
-        (("transformers.somewhere", "sdpa_attention_forward"), None, ""),
-        (("transformers.somewhere", "sage_attention_forward"), None, "the attention function transformers.somewhere."),
-        (("somebody.somewhere", "sdpa_attention_forward"), None, "the attention function somebody.somewhere."),
-        (None, "somebody.masks", "the mask function somebody.masks."),
-        (None, "unsloth.masks", "the mask function unsloth.masks."),
+        ("transformers.somewhere.sdpa_attention_forward", True),
+        ("transformers.somewhere.sage_attention_forward", False),
+        ("somebody.somewhere.sdpa_attention_forward", False),
     ],
-    ids=str,
 )
-def test_whose_functions_are_whose(of_attention, of_mask, reason, monkeypatch):
-    """Functions of transformers are known by their module and by their names."""
+def test_whose_function_it_is(name, known, monkeypatch):
+    """Functions of transformers are known by their module and by their names; test_comparison.py has users' own."""
 
     def mine(*args, **kwargs):
         raise AssertionError
 
-    def masks(*args, **kwargs):
-        raise AssertionError
-
-    if of_attention is not None:
-        mine.__module__, mine.__name__ = of_attention
-    masks.__module__ = of_mask
-    functions = transformers.AttentionInterface._global_mapping, transformers.AttentionMaskInterface._global_mapping
-    monkeypatch.setitem(functions[0], "mine", mine if of_attention else sdpa_attention_forward)
-    monkeypatch.setitem(functions[1], "mine", masks if of_mask else masking_utils.sdpa_mask)
-    found = obstacle(Pass(attention("mine"), SimpleNamespace(), {}), True)
-    assert found.startswith(reason) and found.endswith("registered as 'mine'," if reason else "")
-    assert bool(found) is bool(reason)
+    mine.__module__, _, mine.__name__ = name.rpartition(".")
+    monkeypatch.setitem(transformers.AttentionInterface._global_mapping, "mine", mine)
+    monkeypatch.setitem(transformers.AttentionMaskInterface._global_mapping, "mine", masking_utils.sdpa_mask)
+    found = obstacle(Pass([attention("mine")], SimpleNamespace(), {}), True)
+    assert found.startswith("" if known else "the attention function") and bool(found) is not known

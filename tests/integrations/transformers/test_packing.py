@@ -1,4 +1,4 @@
-"""Packed sequences in a patched model, by positions and by cu_seqlens."""
+"""Packed sequences in a patched model, by positions and by cu_seqlens. test_families.py has every class."""
 
 import pytest
 import torch
@@ -7,13 +7,11 @@ from packaging.version import Version
 
 from fused_rope_attn.integrations.transformers import patch_model, patch_report
 from tests.support import hf_flash
-from tests.support.hf_models import MODELS, THOROUGH, attentions_of, make_ids, make_model
+from tests.support.hf_models import attentions_of, make_ids, make_model
 from tests.support.hf_runs import LENGTH, assert_close, assert_same, run
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 LENGTHS = (9, 1, 15)
-# Decoders that make their masks without position ids.
-WHOLE = ("gpt_oss",)
 
 
 def positions(lengths=LENGTHS):
@@ -32,38 +30,19 @@ POSITIONS = {
 }
 
 
-@pytest.mark.parametrize("name", THOROUGH)
+@pytest.mark.parametrize("name", ["llama", "gemma3", "qwen3", "gpt_oss"])
 def test_packed_positions(name, calls):
-    operator = "rope_attention_varlen" if name not in WHOLE else "rope_attention"
-    inputs = {"position_ids": positions(), "use_cache": False}
-    assert_same(make_model(name), make_ids(1, LENGTH), grad=True, **inputs)
-    assert calls == {operator: 2}
-    inputs["position_ids"] = torch.cat((positions(), positions((LENGTH,))))
-    assert_same(make_model(name), make_ids(2, LENGTH), **inputs)
+    """GPT-OSS's decoder makes its masks without position ids, and so shows every document to the next."""
+    operator = "rope_attention_varlen" if name != "gpt_oss" else "rope_attention"
+    for rows in (positions(), torch.cat((positions(), positions((LENGTH,))))):
+        assert_same(make_model(name), make_ids(len(rows), LENGTH), grad=True, position_ids=rows, use_cache=False)
     assert calls == {operator: 4}
 
 
-@pytest.mark.parametrize("name", [name for name in MODELS if name not in THOROUGH])
-def test_packed_positions_of_every_other_family(name):
-    """A decoder that makes its masks without position ids shows every document to the next, patched or not."""
-    assert_same(make_model(name), make_ids(1, LENGTH), position_ids=positions(), use_cache=False)
-
-
-@pytest.mark.parametrize("name", ["llama", "gpt_oss"])
-def test_packed_positions_of_flash_attention(name, calls):
-    """flash-attention reads position ids itself, where there is one row, and no mask tells it of documents."""
-    model, ids = patch_model(make_model(name)), make_ids(2, LENGTH)
-    alone = torch.cat([run(model, part, use_cache=False)[0] for part in ids[:1].split(LENGTHS, dim=1)], dim=1)
-    model.config._attn_implementation = "flash_attention_2"
-    assert_close(run(model, ids[:1], position_ids=positions(), use_cache=False)[0], alone, 1e-5)
-    assert calls.pop("rope_attention_varlen") == 2
-    run(model, ids, position_ids=positions().expand(2, -1), use_cache=False)
-    assert set(calls) == {"rope_attention"}
-
-
 @pytest.mark.parametrize("name", ["llama", "gemma3", "gpt_oss", "granitemoehybrid", "persimmon"])
-def test_flash_attention_compared(name, monkeypatch):
-    """It reads positions with a cache too, and with a mask of ones. Granite's and Persimmon's layers hand it none."""
+def test_flash_attention(name, monkeypatch):
+    """It reads the positions of one row, with a cache and a mask of ones too. Granite's and Persimmon's layers hand it
+    none."""
     if name in ("granitemoehybrid", "persimmon") and Version(transformers.__version__) < Version("5"):
         pytest.skip("the unpatched models fail with this release")
     hf_flash.install(monkeypatch)
@@ -72,6 +51,7 @@ def test_flash_attention_compared(name, monkeypatch):
     for position_ids in POSITIONS.values():
         for inputs in ({}, {"use_cache": False}, {"attention_mask": torch.ones_like(ids)}):
             assert_same(model, ids, position_ids=position_ids, **inputs)
+    assert_same(model, make_ids(2, LENGTH), position_ids=positions().expand(2, -1), use_cache=False)
     assert not any(row.own for row in patch_report(model))
     mask = torch.ones_like(ids)
     mask[:, -4:] = 0  # flash-attention removes padding, and then reads no positions

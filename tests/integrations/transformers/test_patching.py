@@ -1,55 +1,59 @@
-"""`patch_model` changes a model, `unpatch_model` restores it, and both refuse other models."""
+"""`patch_model` changes a model, `unpatch_model` restores it, copies stay patched, and both refuse other models."""
 
 import copy
 import functools
+import io
+import pickle
 import warnings
 from types import FunctionType, SimpleNamespace
 
 import pytest
 import torch
 import transformers
+from torch import nn
 from transformers.models.llama import modeling_llama
 
-from fused_rope_attn.integrations.transformers import is_patched, patch, patch_model, unpatch_model
-from tests.support.hf_models import attentions_of, make_ids, make_model
-from tests.support.hf_runs import assert_close, run
+from fused_rope_attn.integrations.transformers import attention, families, is_patched, patch, patch_model, unpatch_model
+from fused_rope_attn.integrations.transformers.state import DECODER, state_of
+from tests.support.hf_models import WINDOW, attentions_of, make_ids, make_model
+from tests.support.hf_runs import LENGTH, assert_close, run
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+
+
+class OddAttention(nn.Module):
+    """Attention of an unknown model."""
+
+    def __init__(self, _):
+        super().__init__()
+
+
+class Subclass(modeling_llama.LlamaAttention):
+    def forward(self, *args, **kwargs):
+        return super().forward(*args, **kwargs)
 
 
 def test_unpatching_leaves_no_trace():
     model = make_model("llama")
     own = {path: (set(module.__dict__), module.forward) for path, module in model.named_modules()}
-    state = {name: value.clone() for name, value in model.state_dict().items()}
-    other = make_model("llama")
+    state, other = model.state_dict().keys(), make_model("llama")
     assert patch_model(model) is model and patch_model(model) is model  # twice is once
     changed = [path for path, module in model.named_modules() if module.forward != own[path][1]]
     assert changed == [f"model.layers.{i}.self_attn" for i in range(2)]
-    assert all("forward" not in module.__dict__ for module in other.modules())  # two models side by side
-    assert model.state_dict().keys() == state.keys()
+    assert not is_patched(other)  # two models side by side
+    assert model.state_dict().keys() == state
     run(model, make_ids(1, 5))
     assert unpatch_model(model) is model and unpatch_model(model) is model
     for path, module in model.named_modules():
         assert set(module.__dict__) == own[path][0] and module.forward == own[path][1], path
         assert not module._forward_pre_hooks and not module._forward_pre_hooks_with_kwargs
-    assert model.prepare_inputs_for_generation.__func__ is type(model).prepare_inputs_for_generation
 
 
 def test_whose_preparation_of_inputs_is_replaced():
     """That of models which generate, and no other module's, be it around them or within."""
-    patched = patch_model(torch.nn.ModuleDict({"model": make_model("llama")}))
+    patched = patch_model(nn.ModuleDict({"model": make_model("llama")}))
     name = "prepare_inputs_for_generation"
     assert [path for path, module in patched.named_modules() if name in module.__dict__] == ["model"]
-
-
-def test_a_forward_of_the_instance_comes_back():
-    model = make_model("llama")
-    module = attentions_of(model)[0]
-    own = functools.partial(type(module).forward, module)
-    module.forward = own
-    patch_model(model)
-    assert module.forward is not own
-    assert unpatch_model(model) and module.forward is own
 
 
 @pytest.mark.parametrize("first", ["hook", "patch"])
@@ -63,12 +67,10 @@ def test_hooks_of_accelerate(first, calls):
             seen.append(module)
             return args, kwargs
 
-    def add():
-        add_hook_to_module(attentions_of(model)[0], Hook())
-
     expected = run(model, ids)[0]
-    for action in (add, lambda: patch_model(model)) if first == "hook" else (lambda: patch_model(model), add):
-        action()
+    steps = [lambda: add_hook_to_module(attentions_of(model)[0], Hook()), lambda: patch_model(model)]
+    for step in steps if first == "hook" else reversed(steps):
+        step()
     assert_close(run(model, ids)[0], expected, 1e-5)
     assert len(seen) == 1 and calls == {"rope_attention": 2}
     unpatch_model(model)
@@ -78,31 +80,155 @@ def test_hooks_of_accelerate(first, calls):
     assert torch.equal(run(model, ids)[0], expected)
 
 
-def test_what_is_not_supported_is_named():
-    with pytest.raises(TypeError, match="model must be a torch.nn.Module, but is str"):
-        patch_model("llama")
-    with pytest.raises(TypeError, match="model"):
+def model_of(name, **options):
+    """Return a function that makes a small model of transformers."""
+    sizes = {"vocab_size": 16, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
+    sizes |= {"num_attention_heads": 2, "num_key_value_heads": 2, "attn_implementation": "eager", "pad_token_id": 0}
+    config = functools.partial(getattr(transformers, f"{name}Config"), **sizes | options)
+    return lambda: getattr(transformers, f"{name}Model")(config())
+
+
+def with_attention(cls):
+    """A decoder with one layer of another class; it is a module by itself and has no path."""
+    decoder = make_model("llama").model
+    decoder.layers[1].self_attn.__class__ = cls
+    return decoder
+
+
+NO_KEYWORDS = "its decoder layer passes no additional keyword"
+REMOTE = type("LlamaAttention", (nn.Module,), {"__module__": "transformers_modules.llama"})
+NOTHING_SUPPORTED = [
+    (model_of("GPT2"), r"h.0.attn \(GPT2Attention: its model has no rotary"),
+    (model_of("Bert"), r"\S+ \(BertSelfAttention: its model has no rotary"),
+    (model_of("StableLm"), rf"\S+ \(StableLmAttention: {NO_KEYWORDS}"),
+    (model_of("Nemotron"), rf"\S+ \(NemotronAttention: {NO_KEYWORDS}"),
+    (model_of("Esm", position_embedding_type="rotary"), r"\S+ \(EsmSelfAttention: it is not in the table of supported"),
+    (REMOTE, r"\(model\) \(LlamaAttention: it is none of transformers' own classes"),
+    # Three modules of each class are named, with one reason for all of them.
+    (lambda: nn.Sequential(*map(OddAttention, range(3))), r"0, 1, 2 \(OddAttention: it is none of [^(]*\)$"),
+    (lambda: nn.Sequential(*map(OddAttention, range(4))), r"0, 1, 2 and 1 more \(OddAttention: it is none of [^(]*\)$"),
+]
+PARTLY_SUPPORTED = [
+    (lambda: with_attention(Subclass), r"layers.1.self_attn \(Subclass: its forward was replaced by .*Subclass.f"),
+    (lambda: with_attention(OddAttention), "layers.1.self_attn .* patches the 1 supported modules$"),
+    (
+        lambda: nn.ModuleDict({"one": make_model("llama"), "two": nn.MultiheadAttention(8, 2)}),
+        r"two \(MultiheadAttention: it is none of .*'skip'\) leaves .* 2 supported modules of one.model$",
+    ),
+]
+
+
+@pytest.mark.parametrize("supported", [0, 1])
+def test_what_is_not_supported_is_named(supported):
+    """Also with unsupported="skip", if nothing else is left to patch."""
+    for make, message in (NOTHING_SUPPORTED, PARTLY_SUPPORTED)[supported]:
+        model = make()
+        text = (
+            "no attention but what patch_model can replace, but has " if supported else "an attention .* but has only "
+        )
+        for options in ({},) if supported else ({}, {"unsupported": "skip"}):
+            with pytest.raises(NotImplementedError, match=f"^model must have {text}{message}"):
+                patch_model(model, **options)
+            assert not is_patched(model) and not any("forward" in module.__dict__ for module in model.modules())
+        assert not supported or is_patched(patch_model(model, unsupported="skip"))
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "message"),
+    [
+        ({"model": "llama"}, TypeError, "model must be a torch.nn.Module, but is str"),
+        ({"model": nn.Linear(2, 2)}, NotImplementedError, "model must have attention modules .* but Linear has none$"),
+        ({"unsupported": "ignore"}, ValueError, "unsupported must be 'raise' or 'skip', but is 'ignore'"),
+        ({"deterministic": 1}, TypeError, "deterministic must be a bool or None, but is int"),
+        ({"cp_group": 3}, TypeError, "cp_group must be a ProcessGroup"),
+        ({"cp_sharding": "ring"}, ValueError, "cp_sharding must be"),
+    ],
+)
+def test_arguments_are_checked(given, error, message):
+    model = make_model("llama")
+    with pytest.raises(error, match=message):
+        patch_model(**{"model": model} | given)
+    assert not is_patched(model)
+    with pytest.raises(TypeError, match="model must be a torch.nn.Module, but is NoneType"):
         unpatch_model(None)
-    with pytest.raises(NotImplementedError, match="Linear has none"):
-        patch_model(torch.nn.Linear(2, 2))
-    gpt2 = transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=9, n_embd=16, n_layer=5, n_head=2))
-    with pytest.raises(NotImplementedError, match=r"h.2.attn and 2 more \(GPT2Attention: its model has no rotary"):
-        patch_model(gpt2)
-    both = torch.nn.ModuleDict({"one": make_model("llama"), "two": torch.nn.MultiheadAttention(8, 2)})
-    with pytest.raises(NotImplementedError, match=r"two \(MultiheadAttention: it is none of transformers' own"):
-        patch_model(both)
-    assert not any("forward" in module.__dict__ for module in both.modules())  # nothing has been changed
 
-    class Subclass(transformers.models.llama.modeling_llama.LlamaAttention):
-        def forward(self, *args, **kwargs):
-            return super().forward(*args, **kwargs)
 
-    both["one"].model.layers[1].self_attn.__class__ = Subclass
-    del both["two"]
-    with pytest.raises(
-        NotImplementedError, match=r"s.1.self_attn \(Subclass: its forward was replaced by .*Subclass.f"
-    ):
-        patch_model(both)
+@pytest.mark.parametrize("padded", [False, True])
+def test_a_decoder_with_attention_of_both_kinds(padded, calls):
+    """The modules that are left alone need the mask that the decoder makes; those that are patched do not read it."""
+    model, ids = make_model("llama"), make_ids(2, LENGTH)
+    model.model.layers[0].self_attn.__class__ = Subclass
+    mask = torch.ones(2, LENGTH, dtype=torch.int64)
+    mask[0, : WINDOW if padded else 0] = 0
+    inputs = {"attention_mask": mask} if padded else {}
+    expected = run(model, ids, **inputs)[0]
+    tokens = model.generate(ids, max_new_tokens=4, do_sample=False, **inputs)
+    patch_model(model, unsupported="skip")
+    assert_close(run(model, ids, **inputs)[0][mask != 0], expected[mask != 0], 1e-5)
+    assert calls == {"rope_attention": 1}
+    assert torch.equal(model.generate(ids, max_new_tokens=4, do_sample=False, **inputs), tokens)
+    assert [is_patched(layer) for layer in model.model.layers] == [False, True]
+
+
+def test_deterministic_reaches_every_call(monkeypatch):
+    seen = []
+
+    def record(operator):
+        return lambda *args, **kwargs: (seen.append(kwargs["deterministic"]), operator(*args, **kwargs))[1]
+
+    for name in ("rope_attention", "rope_attention_varlen"):
+        monkeypatch.setattr(attention, name, record(getattr(attention, name)))
+    model, ids = make_model("llama"), make_ids(1, LENGTH)
+    positions = torch.cat((torch.arange(9), torch.arange(LENGTH - 9)))[None]
+    for given, expected in ((None, False), (True, True), (False, False)):
+        patch_model(model, deterministic=given)  # the last call decides
+        model(ids)
+        model(ids, position_ids=positions, use_cache=False)
+        assert seen == [expected] * 4
+        seen.clear()
+
+
+def test_who_reads_the_masks_of_a_decoder():
+    """Layers of other kinds than attention do. Numbers of layers above 256 are equal, but not the same object."""
+    full, sliding, chunked, linear = (f"{kind}_attention" for kind in ("full", "sliding", "chunked", "linear"))
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 1, "num_key_value_heads": 1}
+    for layer_types, read in ((None, False), ([full, sliding, chunked], False), ([linear, full], True)):
+        model = make_model("llama", num_hidden_layers=257 if layer_types is None else 2, **sizes)
+        model.config.__dict__["layer_types"] = layer_types
+        assert state_of(patch_model(model).model, DECODER).reads_masks is read
+
+
+def saved_whole(model):
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, saved_whole])
+def test_copies_are_patched(duplicate, calls):
+    model, ids = patch_model(make_model("gemma3")), make_ids(2, LENGTH)
+    expected = run(model, ids)[0]
+    twin = duplicate(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        assert torch.equal(run(twin, ids)[0], expected)
+    assert calls == {"rope_attention": 4} and is_patched(twin)
+    assert all(module.forward.args == (module,) for module in attentions_of(twin))  # its own modules, not the model's
+    tokens = twin.generate(ids, max_new_tokens=3, do_sample=False)
+    assert torch.equal(tokens, model.generate(ids, max_new_tokens=3, do_sample=False))
+    unpatch_model(twin)
+    assert not is_patched(twin) and is_patched(model)
+    calls.clear()
+    run(twin, ids)
+    assert not calls and all("forward" not in module.__dict__ for module in twin.modules())
+    run(patch_model(duplicate(unpatch_model(model))), ids)
+    assert calls == {"rope_attention": 2}
+
+
+def test_conventions_are_pickled():
+    for convention in families.SUPPORTED.values():
+        assert pickle.loads(pickle.dumps(convention)) == convention
 
 
 def test_saved_and_loaded(tmp_path, calls):
@@ -113,25 +239,6 @@ def test_saved_and_loaded(tmp_path, calls):
     assert_close(run(loaded, ids)[0], expected, 1e-5)
     assert calls == {"rope_attention": 2}  # a loaded model is unpatched
     assert torch.equal(run(patch_model(loaded), ids)[0], expected)
-
-
-def test_copied(calls):
-    model, ids = patch_model(make_model("llama")), make_ids(2, 9)
-    twin = copy.deepcopy(model)
-    with torch.no_grad():
-        twin.model.layers[0].self_attn.q_proj.weight.zero_()
-    assert not torch.equal(run(twin, ids)[0], run(model, ids)[0])
-    assert all(module.forward.args == (module,) for module in attentions_of(twin))
-    unpatch_model(twin)
-    run(twin, ids)
-    assert calls == {"rope_attention": 4}
-
-
-def test_bare_decoder(calls):
-    model, ids = make_model("llama").model, make_ids(2, 9)
-    expected = model(ids).last_hidden_state
-    assert_close(patch_model(model)(ids).last_hidden_state, expected, 1e-5)
-    assert calls == {"rope_attention": 2}
 
 
 def test_a_release_with_another_name_for_caches_is_refused(monkeypatch):

@@ -8,7 +8,6 @@ import copy
 import functools
 import importlib.util
 import os
-import statistics
 from pathlib import Path
 from pydoc_data import topics
 
@@ -18,7 +17,6 @@ import transformers
 
 from fused_rope_attn.integrations.transformers import patch_model, patch_report
 from tests.support.dtypes import BF16
-from tests.support.hf_runs import assert_close
 
 pytestmark = [
     pytest.mark.real,
@@ -27,7 +25,7 @@ pytestmark = [
     pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]),
 ]
 PROMPTS = ("The capital of France is", "A list comprehension in Python", "Water boils at a temperature of")
-NEW_TOKENS, STEPS, BATCHES = 24, 50, 5
+NEW_TOKENS = 24
 
 
 def gguf_file():
@@ -119,20 +117,19 @@ def test_gradients(device):
         print(f"cpu: gradients at most {worst:.1e} apart")
         assert worst <= 1e-4
         return
-    ways = [gradients(False), gradients(False, attention="eager"), gradients(True)]
-    errors = [[], [], []]
-    for exact, *found in zip(gradients(False, torch.float32), *ways, strict=True):
-        for grads, seen in zip(found, errors, strict=True):
-            seen.append(distance(grads, exact))
-    plain, eager, fused = (
-        {name: statistics.fmean(error[name] ** 2 for error in seen) ** 0.5 for name in exact} for seen in errors
-    )
-    worst = max(fused, key=lambda name: fused[name] / max(plain[name], eager[name]))
-    sums = ", ".join(f"{sum(found.values()):.2f}" for found in (plain, eager, fused))
-    print(f"{device}: errors of all gradients together with sdpa, eager and patched: {sums}; the worst of patched:")
-    print(f"{worst}, {plain[worst]:.1e}, {eager[worst]:.1e} and {fused[worst]:.1e}")
-    assert sum(fused.values()) <= 1.05 * sum(plain.values())
-    assert fused[worst] <= 1.5 * max(plain[worst], eager[worst])
+    ways = {"sdpa": gradients(False), "eager": gradients(False, attention="eager"), "patched": gradients(True)}
+    squares = {way: {} for way in ways}
+    for exact, *found in zip(gradients(False, torch.float32), *ways.values(), strict=True):
+        for way, grads in zip(ways, found, strict=True):
+            for name, error in distance(grads, exact).items():
+                squares[way][name] = squares[way].get(name, 0) + error**2 / len(windows)
+    sums = {way: sum(square**0.5 for square in found.values()) for way, found in squares.items()}
+    patched = squares["patched"]
+    ratios = {name: (patched[name] / max(squares["sdpa"][name], squares["eager"][name])) ** 0.5 for name in patched}
+    worst = max(ratios, key=ratios.get)
+    print(f"{device}: errors of all gradients together: {sums}; {worst} has {ratios[worst]:.2f} of the others' error")
+    assert sums["patched"] <= 1.05 * sums["sdpa"]
+    assert ratios[worst] <= 1.5
 
 
 def test_greedy_text(device):
@@ -158,29 +155,3 @@ def test_greedy_text(device):
         gap = (logits[plain[first]] - logits[fused[first]]).item()
         print(f"{device}: they part at token {first}, where the logits are {gap:.2f} apart")
         assert abs(gap) <= 0.25  # two steps of bfloat16 between 16 and 32
-
-
-def test_training(device):
-    """50 steps of AdamW: the loss falls, and both curves are one. On a GPU autocast takes bfloat16."""
-    rows, length = (1, 48) if device == "cpu" else (4, 1024)
-    batches = text(device, BATCHES * rows, length).split(rows)
-    curves = {}
-    for patched in (False, True):
-        model = make(device, patched, torch.float32).train()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=2e-5, fused=True)
-        curves[patched] = []
-        for step in range(STEPS):
-            tokens = batches[step % BATCHES]
-            with torch.autocast("cuda", BF16, enabled=device != "cpu"):
-                loss = model(tokens, labels=tokens, use_cache=False).loss
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            curves[patched].append(loss.item())
-    assert_served(model)
-    plain, fused = (torch.tensor(curves[patched]) for patched in (False, True))
-    apart = (plain - fused).abs().max().item()
-    print(f"{device}: loss {plain[0]:.4f} to {plain[-1]:.4f} unpatched, {fused[0]:.4f} to {fused[-1]:.4f} patched; ")
-    print(f"{device}: the curves are at most {apart:.1e} apart")
-    assert plain[-BATCHES:].mean() < 0.8 * plain[:BATCHES].mean()
-    assert_close(fused, plain, 1e-4 if device == "cpu" else 2e-2)

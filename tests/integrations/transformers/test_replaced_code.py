@@ -1,92 +1,228 @@
-"""Replaced functions and methods of transformers run, or the model is refused."""
+"""Changes of a model or of transformers, before a model is patched and after: the patched model computes them too.
+
+The kernels serve what they know, and the modules' own norms or their own forward run for everything else.
+"""
 
 import functools
-from types import MethodType
+import types
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any, NamedTuple
 
 import pytest
 import torch
-import transformers
+from torch import nn
 from transformers.models.cohere import modeling_cohere
+from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.llama import modeling_llama
+from transformers.models.llama.modeling_llama import LlamaAttention
 
 from fused_rope_attn.integrations.transformers import patch_model, patch_report, unpatch_model
 from tests.support.hf_models import attentions_of, make_ids, make_model
 from tests.support.hf_runs import LENGTH, assert_close, run
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
-LlamaAttention = modeling_llama.LlamaAttention
 
 
-def turned_back(own):
-    """A rotation in the other direction, under the own one's name."""
+class Change(NamedTuple):
+    """A change of a model's first attention module, or of transformers by a monkeypatch, and what follows from it."""
 
-    @functools.wraps(own)
-    def rotate(q, k, cos, sin, *args, **kwargs):
-        return own(q, k, cos, -sin, *args, **kwargs)
-
-    return rotate
-
-
-def negated(own):
-    def rotate_half(x):
-        return -own(x)
-
-    return rotate_half
+    make: Callable[[Any, Any], Any]
+    own: str = ""  # the reason in the warning, if the modules' own forward runs
+    norms: str = ""  # the report's words on the first layer's norms
+    model: str = "llama"
+    only_before: bool = False  # only a change before patching has this effect
 
 
 def doubled(own):
+    """Return a wrapper that has the name of the function it wraps."""
+
     @functools.wraps(own)
     def forward(*args, **kwargs):
-        o, *more = own(*args, **kwargs)
-        return 2 * o, *more
+        out = own(*args, **kwargs)
+        return (2 * out[0], *out[1:]) if isinstance(out, tuple) else 2 * out
 
     return forward
 
 
-REPLACED = {
-    "apply_rotary_pos_emb": turned_back,
-    "rotate_half": negated,
-    "eager_attention_forward": doubled,
-    "repeat_kv": lambda own: lambda x, times: 2 * own(x, times),
+def turned_back(own):
+    return functools.wraps(own)(lambda q, k, cos, sin, *args, **kwargs: own(q, k, cos, -sin, *args, **kwargs))
+
+
+def function(name, change, by=""):
+    """A function of Llama's modeling file is replaced."""
+    reason = f"{name} of transformers.models.llama.modeling_llama, which was replaced by {by}.*, is not served"
+    return Change(lambda m, patch: patch.setattr(modeling_llama, name, change(getattr(modeling_llama, name))), reason)
+
+
+def forward(bind, own=True):
+    """The first module has a forward of its own before it is patched."""
+    reason = "module whose forward was replaced by .* before it was patched" if own else ""
+    return Change(lambda m, patch: setattr(m, "forward", bind(m)), reason, only_before=True)
+
+
+class Doubled(torch.Tensor):
+    """A weight that is more than its numbers."""
+
+    @classmethod
+    def __torch_function__(cls, function, kinds, args=(), kwargs=None):
+        plain = [2 * x.as_subclass(torch.Tensor) if isinstance(x, Doubled) else x for x in args]
+        return function(*plain, **kwargs or {})
+
+
+def odd_weight(norm):
+    weight = norm.weight.detach().as_subclass(Doubled)
+    del norm.weight
+    norm.weight = weight
+
+
+def subclass(norm, **methods):
+    norm.__class__ = type("Changed", (type(norm),), methods)
+
+
+def liger_forward():
+    """The function that Liger binds to the norms of a model, from a module of its package's name."""
+    source = (
+        "import torch\n"
+        "class LigerRMSNorm(torch.nn.Module):\n"
+        "    def forward(self, x):\n"
+        "        y = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.variance_epsilon)\n"
+        "        return y * (self.offset + self.weight)\n"
+    )
+    package = types.ModuleType("liger_kernel.transformers.rms_norm")
+    exec(source, vars(package))
+    return package.LigerRMSNorm.forward
+
+
+def liger(norms="fused", casting_mode="gemma", change=None):
+    """Liger has patched the norms of the first module, and a user has changed them again."""
+
+    def make(module, _):
+        bound = liger_forward()
+        for norm in (module.q_norm, module.k_norm):
+            norm.offset, norm.casting_mode, norm.variance_epsilon = 1.0, casting_mode, norm.eps
+            norm.forward = types.MethodType(bound, norm)
+        if change is not None:
+            change(module, bound)
+
+    return Change(make, norms=norms, model="gemma3")
+
+
+def norm(words, change, of="q_norm", model="qwen3"):
+    """One of the first module's norms runs itself, with these words in the report."""
+    words = words if words == "fused" else f"{of} {words}"
+    return Change(lambda m, _: change(getattr(m, of)), norms=words, model=model)
+
+
+def become(norm, other):
+    norm.__class__, norm.__dict__ = type(other), vars(other)
+
+
+def method(norm, function):
+    norm.forward = types.MethodType(function, norm)
+
+
+HOOKS, GLOBAL, FOREIGN = "has hooks", nn.modules.module._global_forward_hooks, "k_norm has a forward of its own"
+COHERE = (lambda own: modeling_cohere.apply_rotary_pos_emb), "transformers.models.cohere"
+CHANGES = {
+    "rotation": function("apply_rotary_pos_emb", turned_back),
+    "rotation of pairs": function("apply_rotary_pos_emb", *COHERE),
+    "rotate_half": function("rotate_half", lambda own: lambda x: -own(x)),
+    "eager attention": function("eager_attention_forward", doubled),
+    "repeat_kv": function("repeat_kv", lambda own: lambda x, times: 2 * own(x, times)),
+    "forward, partial": forward(lambda m: functools.partial(LlamaAttention.forward, m), own=False),
+    "forward, method": forward(lambda m: types.MethodType(LlamaAttention.forward, m), own=False),
+    "forward, with keywords": forward(lambda m: functools.partial(LlamaAttention.forward, m, output_attentions=False)),
+    "forward, other partial": forward(lambda m: functools.partial(doubled(LlamaAttention.forward), m)),
+    "forward, other method": forward(lambda m: types.MethodType(doubled(LlamaAttention.forward), m)),
+    "norm, hook": norm(HOOKS, lambda n: n.register_forward_hook(lambda n, x, y: 2 * y)),
+    "norm, pre-hook": norm(HOOKS, lambda n: n.register_forward_pre_hook(lambda n, x: (x[0] + 1,))),
+    "norm, backward": norm(HOOKS, lambda n: n.register_full_backward_hook(lambda n, dx, dy: (dx[0] * 0.5,))),
+    "norm, backward pre": norm(HOOKS, lambda n: n.register_full_backward_pre_hook(lambda n, dy: (dy[0] * 0.5,))),
+    "norm, forward": norm("has a forward of its own", lambda n: setattr(n, "forward", lambda x: 2 * x)),
+    "norm, wrapper": norm("has a forward of its own", lambda n: method(n, doubled(type(n).forward))),
+    "norm, eps": norm("and k_norm differ in more than their weights", lambda n: setattr(n, "variance_epsilon", 0.5)),
+    "norm, eps of the dtype": norm("has an eps of None", lambda n: become(n, nn.RMSNorm(24))),
+    "norm, other": norm("is LayerNorm", lambda n: become(n, nn.LayerNorm(24))),
+    "norm, odd weight": norm("has a weight of type Doubled", odd_weight),
+    "norm, new weight": norm("fused", lambda n: setattr(n, "weight", nn.Parameter(torch.linspace(-1, 2, 24)))),
+    "norm, trained": norm("fused", lambda n: n.weight.data.mul_(-1.5)),
+    "norm, call": norm("is Changed", lambda n: subclass(n, __call__=lambda self, x: self.forward(x) + 1)),
+    "norm, subclass": norm("is Changed", lambda n: subclass(n, forward=lambda self, x: 2 * x)),
+    "norm, method": norm("is Changed", lambda n: subclass(n, _norm=lambda self, x: x), "k_norm", "gemma3"),
+    "norms, hook": Change(
+        lambda m, patch: patch.setitem(GLOBAL, 0, lambda *_: None), "", "hooks on all modules", "qwen3"
+    ),
+    "norms, class": Change(
+        lambda m, patch: patch.setattr(Gemma3RMSNorm, "forward", lambda n, x: 2 * x), "", "q_norm is Gemma3", "gemma3"
+    ),
+    "Liger": liger(),
+    "Liger, casting": liger("q_norm has the casting mode none", "none"),
+    "Liger, another's": liger(FOREIGN, change=lambda m, own: setattr(m.k_norm, "forward", m.q_norm.forward)),
+    "Liger, wrapped": liger(FOREIGN, change=lambda m, own: method(m.k_norm, doubled(own))),
+    "Liger, call": liger(FOREIGN, change=lambda m, own: subclass(m.k_norm, __call__=lambda n, x: 2 * n.forward(x))),
 }
 
 
-@pytest.mark.parametrize("first", ["function", "patch"])
-@pytest.mark.parametrize("name", REPLACED)
-def test_functions_of_a_modeling_file(name, first, calls, monkeypatch):
-    model, ids = make_model("llama"), make_ids(2, LENGTH)
-    plain, own = run(model, ids)[0], getattr(modeling_llama, name)
+@pytest.mark.parametrize(
+    ("name", "first"),
+    [(name, first) for name, row in CHANGES.items() for first in ("change", "patch")[: 1 if row.only_before else 2]],
+)
+def test_changes(name, first, calls, monkeypatch):
+    row = CHANGES[name]
+    model, ids = make_model(row.model), make_ids(2, LENGTH)
+    plain, module = run(model, ids, use_cache=False)[0], attentions_of(model)[0]
     if first == "patch":
+        run(patch_model(model), ids, use_cache=False)
+    row.make(module, monkeypatch)
+    before = module.__dict__.get("forward")
+    if first == "change":
         patch_model(model)
-    monkeypatch.setattr(modeling_llama, name, REPLACED[name](own))
-    expected = run(unpatch_model(model), ids)[0]
-    assert not torch.allclose(expected, plain, atol=0.01)
-    patch_model(model)
-    reason = f"{name} of transformers.models.llama.modeling_llama, which was replaced by .*"
-    with pytest.warns(UserWarning, match=f"patch_model: {reason}, is not served"):
-        assert torch.equal(run(model, ids)[0], expected)
-    assert not calls and all(row.own and row.served == 0 for row in patch_report(model))
-    monkeypatch.undo()
-    assert_close(run(model, ids)[0], plain, 1e-5)
-    assert patch_report(model)[0].served == 1
+    calls.clear()
+    with pytest.warns(UserWarning, match=row.own) if row.own else nullcontext():
+        logits, grads = run(model, ids, grad=True, use_cache=False)
+    assert calls == ({} if row.own else {"rope_attention": 2})
+    report = patch_report(model)[0]
+    assert report.norms.removeprefix("its own: ").startswith(row.norms) if row.norms else report.norms == ""
+    assert bool(report.own) is bool(row.own)
+    expected, expected_grads = run(unpatch_model(model), ids, grad=True, use_cache=False)
+    assert_close(logits, expected, 1e-5)
+    for parameter, gradient in expected_grads.items():
+        assert_close(grads[parameter], gradient, 1e-4, parameter)
+    assert not row.only_before or module.forward is before
+    if row.own and not row.only_before:
+        monkeypatch.undo()
+        assert_close(run(patch_model(model), ids, use_cache=False)[0], plain, 1e-5)
+        assert patch_report(model)[0].served == 1
 
 
-def test_the_rotation_of_another_family(calls, monkeypatch):
-    """It is transformers' own too, but of pairs."""
+def test_a_forward_of_a_class(calls, monkeypatch):
+    """Replaced after patching it runs; before, the message says so, rather than that LlamaAttention is not known."""
     model, ids = patch_model(make_model("llama")), make_ids(2, LENGTH)
-    monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", modeling_cohere.apply_rotary_pos_emb)
-    with pytest.warns(UserWarning, match="replaced by transformers.models.cohere.*apply_rotary_pos_emb"):
+    plain, own = run(model, ids)[0], LlamaAttention.forward
+    monkeypatch.setattr(LlamaAttention, "forward", doubled(own))
+    with pytest.warns(UserWarning, match=r"LlamaAttention \(its forward was replaced by .*\) is not served"):
         found = run(model, ids)[0]
-    assert torch.equal(found, run(unpatch_model(model), ids)[0]) and not calls
+    assert calls == {"rope_attention": 2}
+    assert torch.equal(found, run(unpatch_model(model), ids)[0])
+    for replaced in (doubled(own), lambda self, *args: None):
+        monkeypatch.setattr(LlamaAttention, "forward", replaced)
+        name = f"{replaced.__module__}.{replaced.__qualname__}".replace("<", "[<]")
+        with pytest.raises(NotImplementedError, match=rf"\(LlamaAttention: its forward was replaced by {name}"):
+            patch_model(model)
+        assert all("its forward was replaced by" in row.reason for row in patch_report(model))
+    monkeypatch.undo()
+    assert_close(run(patch_model(model), ids)[0], plain, 1e-5)
 
 
-def test_eager_attention_is_asked_for_where_it_would_run(calls, monkeypatch):
-    model, ids = patch_model(make_model("llama")), make_ids(2, LENGTH)
+@pytest.mark.parametrize("name", ["eager_attention_forward", "repeat_kv"])
+def test_eager_attention_is_asked_for_where_it_would_run(name, calls, monkeypatch):
+    model, ids = make_model("llama"), make_ids(2, LENGTH)
     expected = run(model, ids)[0]
-    monkeypatch.setattr(modeling_llama, "eager_attention_forward", doubled(modeling_llama.eager_attention_forward))
+    monkeypatch.setattr(modeling_llama, name, None)
     model.config._attn_implementation = "sdpa"
-    assert_close(run(model, ids)[0], expected, 1e-5)
-    assert calls == {"rope_attention": 4}
+    assert_close(run(patch_model(model), ids)[0], expected, 1e-5)
+    assert calls == {"rope_attention": 2}
 
 
 @pytest.mark.parametrize("library", ["liger", "kernels"])
@@ -96,15 +232,14 @@ def test_functions_that_libraries_are_known_for(library, calls, monkeypatch):
     def liger_rotary_pos_emb(*args):
         raise AssertionError
 
-    class Func(torch.nn.Module):
+    class Func(nn.Module):
         def forward(self, *args):
             raise AssertionError
 
     Func.__module__, liger_rotary_pos_emb.__module__ = "kernels.layer.func", "liger_kernel.transformers.rope"
     liger_rotary_pos_emb.__qualname__ = "liger_rotary_pos_emb"
-    function = liger_rotary_pos_emb if library == "liger" else Func()
     for modeling in (modeling_llama, modeling_cohere):
-        monkeypatch.setattr(modeling, "apply_rotary_pos_emb", function)
+        monkeypatch.setattr(modeling, "apply_rotary_pos_emb", liger_rotary_pos_emb if library == "liger" else Func())
     run(patch_model(make_model("llama")), make_ids(2, LENGTH))
     assert calls == {"rope_attention": 2}
     if library == "liger":
@@ -120,85 +255,3 @@ def test_a_graph_of_a_model_with_a_replaced_rotation(monkeypatch):
         expected = model(ids, use_cache=False).logits
         compiled = torch.compile(patch_model(model), backend="eager", fullgraph=True)
         assert_close(compiled(ids, use_cache=False).logits, expected, 1e-5)
-
-
-def test_a_forward_of_a_class_that_is_replaced_later(calls, monkeypatch):
-    model, ids = patch_model(make_model("llama")), make_ids(2, LENGTH)
-    plain = run(model, ids)[0]
-    monkeypatch.setattr(LlamaAttention, "forward", doubled(LlamaAttention.forward))
-    with pytest.warns(UserWarning, match=r"LlamaAttention \(its forward was replaced by .*\) is not served"):
-        found = run(model, ids)[0]
-    assert calls == {"rope_attention": 2} and not torch.allclose(found, plain, atol=0.01)
-    assert all(row.patched and row.own for row in patch_report(model))
-    assert torch.equal(found, run(unpatch_model(model), ids)[0])
-    monkeypatch.undo()
-    assert_close(run(patch_model(model), ids)[0], plain, 1e-5)
-
-
-@pytest.mark.parametrize("wrapped", [True, False])
-def test_a_forward_of_a_class_that_is_replaced_before(wrapped, monkeypatch):
-    """The message says so, rather than that LlamaAttention is not supported."""
-    model = make_model("llama")
-
-    def forward(self, *args, **kwargs):
-        raise AssertionError
-
-    function = functools.wraps(LlamaAttention.forward)(forward) if wrapped else forward
-    monkeypatch.setattr(LlamaAttention, "forward", function)
-    name = "LlamaAttention.forward" if wrapped else r"test_replaced_code.*\.forward"
-    with pytest.raises(NotImplementedError, match=rf"\(LlamaAttention: its forward was replaced by .*{name}"):
-        patch_model(model)
-    assert all("its forward was replaced by" in row.reason for row in patch_report(model))
-
-
-@pytest.mark.parametrize("kind", ["function", "method", "partial"])
-def test_a_forward_of_an_instance(kind, calls):
-    """One that was there before the model was patched runs; that of the class, however it is bound, does not."""
-    model, ids = make_model("llama"), make_ids(2, LENGTH)
-    module, plain = attentions_of(model)[0], run(model, ids)[0]
-    own, changed = type(module).forward, doubled(type(module).forward)
-    bind = {"function": lambda f: functools.partial(f, module), "method": lambda f: MethodType(f, module)}
-    if kind == "partial":
-        module.forward = functools.partial(own, module, output_attentions=False)
-    else:
-        module.forward = bind[kind](own)
-        assert_close(run(patch_model(model), ids)[0], plain, 1e-5)
-        assert calls == {"rope_attention": 2}
-        unpatch_model(model)
-        module.forward = bind[kind](changed)
-    expected = run(model, ids)[0]
-    calls.clear()
-    with pytest.warns(UserWarning, match="an attention module whose forward was replaced by .* before it was patched"):
-        assert torch.equal(run(patch_model(model), ids)[0], expected)
-    assert not calls
-
-
-def test_refusals_that_users_understand():
-    sizes = {"vocab_size": 16, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
-    models = {
-        "GPT2Attention: its model has no rotary embedding": transformers.GPT2Model(
-            transformers.GPT2Config(vocab_size=16, n_embd=32, n_layer=1, n_head=2, bos_token_id=1, eos_token_id=1)
-        ),
-        "BertSelfAttention: its model has no rotary embedding": transformers.BertModel(
-            transformers.BertConfig(**sizes, num_attention_heads=2, attn_implementation="eager")
-        ),
-        "StableLmAttention: its decoder layer passes no additional keyword": transformers.StableLmModel(
-            transformers.StableLmConfig(**sizes, **heads, attn_implementation="eager")
-        ),
-        "NemotronAttention: its decoder layer passes no additional keyword": transformers.NemotronModel(
-            transformers.NemotronConfig(**sizes, **heads, attn_implementation="eager")
-        ),
-        "EsmSelfAttention: it is not in the table of supported classes": transformers.EsmModel(
-            transformers.EsmConfig(**sizes, num_attention_heads=2, position_embedding_type="rotary", pad_token_id=0)
-        ),
-    }
-    for reason, model in models.items():
-        expected = rf"^model must have an attention module that patch_model can replace, but has only \S+ \({reason}"
-        for unsupported in ("raise", "skip"):
-            with pytest.raises(NotImplementedError, match=expected):
-                patch_model(model, unsupported=unsupported)
-        assert reason.split(": ")[1] in str(patch_report(model))
-    remote = type("LlamaAttention", (torch.nn.Module,), {"__module__": "transformers_modules.llama"})
-    with pytest.raises(NotImplementedError, match="LlamaAttention: it is none of transformers' own classes"):
-        patch_model(torch.nn.Sequential(remote()))

@@ -10,14 +10,13 @@ from fused_rope_attn.integrations.transformers.state import DECODER, PATCH, stat
 from tests.support.hf_models import attentions_of, make_ids, make_model
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+NEVER = "patch_model has not been called since the module came into the model"
 
 
 def test_calls_are_counted_where_they_run():
     model, ids = make_model("llama"), make_ids(1, 5)
     assert not is_patched(model)
-    assert [row.reason for row in patch_report(model)] == [
-        "patch_model has not been called since the module came into the model"
-    ] * 2
+    assert [row.reason for row in patch_report(model)] == [NEVER] * 2
     patch_model(model)
     assert is_patched(model) and is_patched(model.model.layers[1])
     model(ids)
@@ -34,57 +33,35 @@ def test_calls_are_counted_where_they_run():
     assert not is_patched(unpatch_model(model)) and patch_report(model)[0].served == 0
 
 
-def test_the_table_has_a_line_for_layers_that_are_alike():
-    model, ids = patch_model(make_model("llama", num_hidden_layers=5)), make_ids(1, 5)
-    model(ids)
+def test_the_table():
+    """A line for layers that are alike in class, calls and reasons; columns are as wide as their text."""
+    model = patch_model(make_model("llama", num_hidden_layers=8))
+    modules = attentions_of(model)
+    for i, module in enumerate(modules):
+        state_of(module, PATCH).calls.update({"": 7, "holes": 2, "a BlockMask": 1} if i == 2 else {"": 12345})
+    modules[4].__class__ = type("OwnAttention", (type(modules[4]),), {})
+    unpatch_model(modules[5])
     lines = str(patch_report(model)).splitlines()
-    assert lines[0].split()[:3] == ["module", "class", "patched"] and set(lines[1]) == {"-", " "}
-    assert lines[2].split() == ["model.layers.{0-4}.self_attn", "LlamaAttention", "yes", "1", "0"]
-    assert len(lines) == 4 and "torch.compile" in lines[3]
-    layer = model.model.layers[3].self_attn
-    unpatch_model(layer)
-    state_of(model.model.layers[1].self_attn, PATCH).calls["holes"] = 7
-    lines = str(patch_report(model)).splitlines()
-    assert [line.split()[0] for line in lines[2:5]] == [
-        "model.layers.{0,",
-        "model.layers.1.self_attn",
-        "model.layers.3.self_attn",
+    yes, no = "yes".ljust(len(NEVER) + 4), f"no: {NEVER}"
+    assert lines[0] == (
+        f"module                                class           {'patched'.ljust(len(no))}  "
+        "calls served here  calls of its own forward"
+    )
+    assert lines[1:] == [
+        "  ".join("-" * width for width in (36, 14, len(no), 17, 24)),
+        f"model.layers.{{0-1, 3, 6-7}}.self_attn  LlamaAttention  {yes}  12345              0",
+        f"model.layers.2.self_attn              LlamaAttention  {yes}  7                  2: holes; 1: a BlockMask",
+        f"model.layers.4.self_attn              OwnAttention    {yes}  12345              0",
+        f"model.layers.5.self_attn              LlamaAttention  {no}  0                  0",
+        "Calls in graphs of torch.compile and replays of CUDA graphs are not counted.",
     ]
-    assert "{0, 2, 4}.self_attn" in lines[2] and lines[3].endswith("7: holes") and " no: " in lines[4]
+    assert str(patch_report(modules[0])).splitlines()[2].split()[0] == "(model)"
+    state_of(modules[3], PATCH).calls[""] = 3
+    assert str(patch_report(model)).splitlines()[2].startswith("model.layers.{0-1, 6-7}.self_attn ")
     assert str(patch_report(torch.nn.Linear(2, 2))) == "the model has no attention modules"
     for function in (patch_report, is_patched):
         with pytest.raises(TypeError, match="model must be a torch.nn.Module, but is str"):
             function("llama")
-
-
-def test_the_table_line_by_line():
-    """Columns are as wide as their text, and two spaces apart."""
-    model = patch_model(make_model("llama", num_hidden_layers=4))
-    modules = attentions_of(model)
-    for i, (served, own) in enumerate(((12345, {}), (12345, {}), (7, {"holes": 2, "a BlockMask": 1}), (12345, {}))):
-        state_of(modules[i], PATCH).calls.update({"": served, **own})
-    assert str(patch_report(model)).splitlines() == [
-        "module                           class           patched  calls served here  calls of its own forward",
-        "-------------------------------  --------------  -------  -----------------  ------------------------",
-        "model.layers.{0-1, 3}.self_attn  LlamaAttention  yes      12345              0",
-        "model.layers.2.self_attn         LlamaAttention  yes      7                  2: holes; 1: a BlockMask",
-        "Calls in graphs of torch.compile and replays of CUDA graphs are not counted.",
-    ]
-    assert str(patch_report(modules[0])).splitlines()[2].split()[0] == "(model)"
-
-
-def test_the_table_tells_layers_apart():
-    """By their class, and by how often they ran; two that are alike have a line."""
-    two = str(patch_report(patch_model(make_model("llama")))).splitlines()[2]
-    assert two.split()[0] == "model.layers.{0-1}.self_attn"
-    model = patch_model(make_model("llama", num_hidden_layers=5))
-    modules = attentions_of(model)
-    modules[0].__class__ = type("Own", (type(modules[0]),), {})
-    state_of(modules[4], PATCH).calls[""] = 3
-    lines = str(patch_report(model)).splitlines()[2:-1]
-    names = ["model.layers.0.self_attn", "model.layers.{1-3}.self_attn", "model.layers.4.self_attn"]
-    assert [line.split()[0] for line in lines] == names
-    assert [line.split()[1:4:2] for line in lines] == [["Own", "0"], ["LlamaAttention", "0"], ["LlamaAttention", "3"]]
 
 
 @pytest.mark.unpoisoned
@@ -98,14 +75,12 @@ def test_graphs_are_not_counted():
 
 
 def test_what_goes_on_is_told_again():
-    model = patch_model(make_model("llama"))
-    passes = state_of(model.model, DECODER).passes
-    told = []
-    for _ in range(1000):
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
+    passes = state_of(patch_model(make_model("llama")).model, DECODER).passes
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(1000):
             warn_of(passes, "holes")
-        told += [str(warning.message) for warning in caught]
+    told = [str(warning.message) for warning in caught]
     assert len(told) == 3 and all("holes is not served" in text for text in told)
     assert "time" not in told[0] and "for the 100th time" in told[1] and "for the 1000th time" in told[2]
 
@@ -113,8 +88,5 @@ def test_what_goes_on_is_told_again():
 def test_modules_that_came_later_are_named():
     model = patch_model(make_model("llama"))
     model.model.layers[1].self_attn = make_model("llama").model.layers[1].self_attn
-    rows = patch_report(model)
-    assert [row.patched for row in rows] == [True, False] and "since the module came" in rows[1].reason
-    patch_model(model)
-    assert all(row.patched for row in patch_report(model))
-    assert len(attentions_of(model)) == 2
+    assert [(row.patched, row.reason) for row in patch_report(model)] == [(True, ""), (False, NEVER)]
+    assert all(row.patched for row in patch_report(patch_model(model)))

@@ -1,13 +1,19 @@
-"""`patch_model(model, unsupported="skip")` on tiny multimodal models: decoders are served, vision towers left alone."""
+"""`patch_model(model, unsupported="skip")` on tiny multimodal models: decoders are served, vision towers left alone.
 
+Sequences of text alone, packed or not, are compared in every model by test_families.py.
+"""
+
+import copy
 import re
-from collections import Counter
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 
-from fused_rope_attn.integrations.transformers import is_patched, patch_model, patch_report, unpatch_model
-from tests.support.hf_runs import assert_close, assert_same
+from fused_rope_attn.integrations.transformers import is_patched, obstacles, patch_model, patch_report, unpatch_model
+from tests.support.hf_models import attentions_of, make_ids
+from tests.support.hf_runs import assert_close, assert_same, run
 from tests.support.hf_vision_models import MODELS, language_model, make_inputs, make_vision_model
 
 pytestmark = [
@@ -19,35 +25,26 @@ LEFT, RIGHT = (3, 0), (0, -3)
 
 
 @every_model
-def test_training(name, calls):
-    model, inputs = make_vision_model(name).train(), make_inputs(name)
+def test_images(name, calls):
+    """Logits and gradients; the report knows decoders from towers."""
+    model = make_vision_model(name).train()
     decoder = language_model(model)
     within = next(path for path, module in model.named_modules() if module is decoder)
     for path, parameter in model.named_parameters():
         # Keys that are not rotated may all be moved by the same vector: the gradient is rounding and no more.
         parameter.requires_grad_(not (path.endswith("k_proj.bias") and not path.startswith(within)))
-    assert_same(model, inputs.pop("input_ids"), grad=True, unsupported="skip", use_cache=False, **inputs)
-    assert calls == {"rope_attention": 2}
+    for padding in ((), LEFT, RIGHT):
+        inputs = make_inputs(name, padding=padding)
+        present = inputs["attention_mask"].bool()
+        assert_same(model, inputs.pop("input_ids"), present, True, unsupported="skip", use_cache=False, **inputs)
+    assert calls == {"rope_attention": 6}
     reached = {path for path, parameter in model.named_parameters() if parameter.grad is not None}
     assert all(path in reached for path, _ in model.named_parameters() if path.startswith(within))
     assert any(path.endswith("weight") and ".0." in path for path in reached if not path.startswith(within))
     report = patch_report(model)
     assert {row.path for row in report if row.patched} == {f"{within}.layers.{i}.self_attn" for i in range(2)}
-    towers = [row for row in report if not row.path.startswith(within)]
-    assert towers and all(
-        not row.patched and re.search("no rotary|not in the table|none of", row.reason) for row in towers
-    )
-
-
-@every_model
-@pytest.mark.parametrize("image", [True, False], ids=["image", "text"])
-def test_padding(name, image, calls):
-    model = make_vision_model(name)
-    for padding in (LEFT, RIGHT):
-        inputs = make_inputs(name, image=image, padding=padding)
-        present = inputs["attention_mask"].bool()
-        assert_same(model, inputs.pop("input_ids"), present, unsupported="skip", **inputs)
-    assert calls == {"rope_attention": 4}
+    reasons = [row.reason for row in report if not row.path.startswith(within)]
+    assert reasons and all(re.search("no rotary|not in the table|none of", reason) for reason in reasons)
 
 
 @every_model
@@ -61,7 +58,7 @@ def test_generation(name, cache, calls):
     got = patch_model(model, unsupported="skip").generate(**inputs, **options)
     assert torch.equal(got.sequences, expected.sequences)
     assert_close(torch.stack(got.scores), torch.stack(expected.scores), 1e-5, "scores")
-    assert Counter(calls) == Counter({"rope_attention": 2, "rope_attention_with_kvcache": 2 * 5})
+    assert calls == {"rope_attention": 2, "rope_attention_with_kvcache": 2 * 5}
 
 
 @every_model
@@ -79,3 +76,143 @@ def test_a_tower_is_refused_with_the_way_out(name):
     assert patch_model(decoder) is decoder
     assert_close(model(**inputs).logits, expected, 1e-5)
     assert is_patched(model) and not is_patched(unpatch_model(model))
+
+
+# Positions of three kinds: in time, height and width. Qwen's models take the text's own in front of them.
+LENGTHS = (7, 1, 8)
+TOTAL = sum(LENGTHS)
+QWEN = pytest.mark.parametrize("name", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"])
+PLACES = torch.cat([torch.arange(length) for length in LENGTHS])[None]
+# (3, 1, TOTAL), as images have them: no place within a sequence says what a token is rotated by.
+ANGLES = torch.stack((PLACES // 2, PLACES % 3, PLACES // 3))
+POSITIONS = torch.cat((PLACES[None], ANGLES))
+
+
+@QWEN
+def test_packed_positions_of_images(name, calls):
+    """By the text's positions, and as lengths; each sequence is what it is alone."""
+    model, ids = make_vision_model(name), make_ids(1, TOTAL)
+    alone = [
+        run(model, part, position_ids=own, attention_mask=torch.ones_like(part))[0]
+        for part, own in zip(ids.split(LENGTHS, 1), ANGLES.split(LENGTHS, 2))
+    ]
+    alone = torch.cat(alone, 1)
+    assert_same(model, ids, grad=True, unsupported="skip", position_ids=POSITIONS, use_cache=False)
+    assert_close(run(model, ids, position_ids=POSITIONS, use_cache=False)[0], alone, 1e-5)
+    ends = torch.tensor([0, *torch.tensor(LENGTHS).cumsum(0).tolist()], dtype=torch.int32)
+    declared = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": 8, "max_length_k": 8}
+    assert_close(run(model, ids, position_ids=ANGLES, use_cache=False, **declared)[0], alone, 1e-5)
+    assert calls == {"rope_attention_varlen": 6}
+    rows = torch.cat((POSITIONS, torch.arange(TOTAL).expand(4, 1, -1)), 1)  # a row of three sequences, one of one
+    assert_same(model, make_ids(2, TOTAL), unsupported="skip", position_ids=rows, use_cache=False)
+
+
+@QWEN
+def test_three_kinds_without_the_text_s_own_are_not_packed(name, calls):
+    model, ids = make_vision_model(name), make_ids(1, TOTAL)
+    assert_same(model, ids, unsupported="skip", position_ids=ANGLES, use_cache=False)
+    # With a cache no sequences are searched for.
+    assert_same(model, ids, unsupported="skip", position_ids=POSITIONS, use_cache=True)
+    # Before 5.3 Qwen 3 reads the positions in time as the text's: an image's tokens are alone when unpatched, too.
+    old = name.startswith("qwen3") and Version(transformers.__version__) < Version("5.3")
+    assert calls == ({"rope_attention_varlen": 2, "rope_attention": 2} if old else {"rope_attention": 4})
+
+
+def test_modules_with_sections_of_their_own(calls):
+    """The layers of a pass share tables, but not those that one of them has chosen otherwise."""
+    model, inputs = make_vision_model("qwen2_vl"), make_inputs("qwen2_vl")
+    first = attentions_of(language_model(model))[0]
+    # transformers 4.57 reads the module's own parameters, 5 its config's; from 5.17 on no module chooses.
+    first.config = copy.copy(first.config)
+    owner, name = (first, "rope_scaling") if hasattr(first, "rope_scaling") else (first.config, "rope_parameters")
+    setattr(owner, name, getattr(owner, name) | {"mrope_section": [2, 3, 3]})
+    assert_same(model, inputs.pop("input_ids"), unsupported="skip", **inputs)
+    assert calls == {"rope_attention": 2}
+
+
+# Gemma 3 makes the masks of its decoder itself, in which the tokens of an image see each other both ways.
+IMPLEMENTATIONS = pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+
+
+def gemma(implementation="eager", **text):
+    model = make_vision_model("gemma3", **text)
+    model.model.vision_tower.requires_grad_(False)
+    model.set_attn_implementation(implementation)
+    return model
+
+
+@IMPLEMENTATIONS
+@pytest.mark.parametrize("content", ["image", "text", "text without types"])
+def test_masks_of_the_model(implementation, content, calls):
+    model = gemma(implementation).train(content != "text without types")  # before 5.17 training needs types
+    for padding in ((), LEFT, RIGHT):
+        inputs = make_inputs("gemma3", image=content == "image", padding=padding)
+        mask, ids = inputs["attention_mask"].bool(), inputs.pop("input_ids")
+        if content == "image":
+            expected = run(unpatch_model(model), ids, **inputs)[0]
+            causal = run(model, ids, **inputs | {"token_type_ids": torch.zeros_like(ids)})[0]
+            assert (causal - expected)[mask].abs().max() > 0.1  # so that causal attention would be seen
+        elif content == "text without types":
+            del inputs["token_type_ids"]
+        assert_same(model, ids, mask, grad=True, unsupported="skip", use_cache=False, **inputs)
+    assert calls == {"rope_attention": 6}
+
+
+def test_images_in_a_graph_take_the_own_forward(calls, monkeypatch):
+    model, inputs = gemma(), make_inputs("gemma3")
+    expected = model(**inputs).logits
+    patch_model(model, unsupported="skip")
+    monkeypatch.setattr(obstacles, "is_blind", lambda x: True)
+    with pytest.warns(UserWarning, match="made outside of the patched model"):
+        assert_close(model(**inputs).logits, expected, 1e-6)
+    assert not calls
+
+
+@IMPLEMENTATIONS
+def test_modules_that_are_bidirectional_under_causal_masks(implementation):
+    """The masks that the model makes do not heed ``use_bidirectional_attention``, but sdpa without a mask does."""
+    model = gemma(implementation, use_bidirectional_attention=True)
+    told = pytest.warns(UserWarning, match="made outside of the decoder")
+    for padding in ((), LEFT):
+        images, inputs = make_inputs("gemma3", padding=padding), make_inputs("gemma3", image=False, padding=padding)
+        del inputs["token_type_ids"]
+        expected = unpatch_model(model)(**inputs).logits
+        with told:
+            assert torch.equal(patch_model(model, unsupported="skip")(**inputs).logits, expected)
+        mask = images["attention_mask"].bool()
+        assert_same(model, images.pop("input_ids"), mask, unsupported="skip", **images)  # an image's masks are read
+        for cache in (None, "static"):
+            options = {"max_new_tokens": 4, "do_sample": False, "cache_implementation": cache}
+            tokens = unpatch_model(model).generate(**inputs, **options)
+            model.__dict__.pop("_cache", None)
+            with told:
+                assert torch.equal(patch_model(model, unsupported="skip").generate(**inputs, **options), tokens)
+            model.__dict__.pop("_cache", None)
+
+
+def test_attention_weights_that_only_the_config_asks_for():
+    model, inputs = gemma(), make_inputs("gemma3", image=False)
+    model.config.output_attentions = True
+    expected = model(**inputs)
+    with pytest.warns(UserWarning, match="output_attentions=True"):
+        out = patch_model(model, unsupported="skip")(**inputs)
+    assert torch.equal(out.logits, expected.logits) and len(out.attentions or ()) == len(expected.attentions or ())
+
+
+def test_hooks_before_the_masks():
+    """One in the model and one in its decoder; a subclass that makes its masks in another way is left alone."""
+
+    class Other(transformers.Gemma3Model):
+        def forward(self, *args, **kwargs):
+            return super().forward(*args, **kwargs)
+
+    model = gemma()
+    for cls, hooked in ((type(model.model), ["model", "model.language_model"]), (Other, ["model.language_model"])):
+        model.model.__class__ = cls
+        patch_model(patch_model(model, unsupported="skip"), unsupported="skip")
+        counts = {path: len(m._forward_pre_hooks) for path, m in model.named_modules() if m._forward_pre_hooks}
+        assert counts == dict.fromkeys(hooked, 1)
+        unpatch_model(model)
+        for module in model.modules():
+            assert not module._forward_pre_hooks and not module._forward_pre_hooks_with_kwargs
+            assert not any("fused_rope" in name for name in vars(module))

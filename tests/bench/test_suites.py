@@ -1,0 +1,367 @@
+"""One run of each ``python -m bench SUITE`` at tiny cases on a CPU, and the errors that the gate sees.
+
+``cp`` and ``fa3`` have files of their own.
+"""
+
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from baselines import attentions, latent, masked
+from baselines.latent import LATENT, LatentBaseline
+from baselines.rotations import LIGER
+from bench import decode, gate, mla, rope
+from bench.attention import cases, providers, suite
+from bench.attention.suite import ATTENTION
+from bench.gate import Gate
+from bench.models import shapes, suite as models
+from bench.models.providers import PROVIDERS as OF_MODELS, ModelProvider
+from bench.suite import Provider
+from fused_rope_attn import apply_rope_qk, masks
+from tests.support.bench import FACTS, SHORT, TINY, run, scripted
+from verification.testing import Case, make_inputs
+
+MASKED = Case(1, 4, 2, 24, 24, 16, dtype=torch.float32)
+LENGTHS = (5, 12, 1, 7)
+DOCUMENTS = cases.packed(replace(MASKED, causal=False), LENGTHS)
+NORMED = Case(2, 4, 2, 24, 24, 16, causal=True, dtype=torch.float32)
+LATENTS = [mla.MlaCase(1, 3, 33, 33, 32, 16, 48, dtype=torch.float32, interleaved=True)]
+LATENTS.append(mla.MlaCase(2, 2, 16, 16, 16, 16, 16, dtype=torch.float32, interleaved=True))
+ROTATED = rope.RopeCase("Normed", 1, (2, 1), 16, 8, (), torch.float32, norms=True)
+STEP = decode.DecodeCase(2, 32, 4, 2, 16, torch.float32)
+MODEL = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
+MODEL = shapes.Model("Tiny", "Llama", MODEL | {"num_attention_heads": 2, "rope_theta": 5000.0})
+
+
+def of_kind(kind, case, name="Tiny", **changed):
+    return cases.BenchCase(name, name, (kind,), replace(case, **changed), kind)
+
+
+def wrong(provider):
+    """Return a provider with results that are 10 % too large."""
+
+    def run(*given):
+        out = provider.run(*given)
+        return [1.1 * x for x in out] if isinstance(out, list) else 1.1 * out
+
+    return replace(provider, name="wrong", label="wrong", run=run)
+
+
+def wrong_step(step):
+    run = decode.PROVIDERS["fused"].make(step)
+    return lambda: 1.1 * run()
+
+
+def by_document(q, k, v, ends, longest):
+    parts = zip(*(x.transpose(0, 1)[None].tensor_split(ends[1:-1].tolist(), 2) for x in (q, k, v)))
+    out = [F.scaled_dot_product_attention(*part, is_causal=True, enable_gqa=True) for part in parts]
+    return torch.cat(out, 2)[0].transpose(0, 1)
+
+
+def flex(q, k, v, *, block_mask, enable_gqa, kernel_options=None):
+    """FlexAttention by SDPA, because without a compiler it has no backward on a CPU."""
+    position = torch.arange(k.shape[2])
+    visited = block_mask.to_dense()[0, 0].bool()[position // 128][:, position // 128]
+    sees = visited & block_mask.mask_mod(0, 0, position[:, None], position)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=sees, enable_gqa=enable_gqa)
+
+
+def masked_people(kind, right, wrong):
+    """Return ours, a masked attention that is right, one that is wrong, and one that is not installed."""
+
+    def rotate(q, k, tables):
+        return apply_rope_qk(q, k, *(table[..., : table.shape[-1] // 2] for table in tables))
+
+    rotation = replace(LIGER, missing=lambda: None, rotate=rotate)
+    mask = "intervals" if kind in cases.INTERVALS else kind
+    rivals = [
+        masked.MaskedAttention(name, name, lambda lacks=lacks: lacks, **{mask: attend})
+        for name, lacks, attend in (("right", None, right), ("wrong", None, wrong), ("absent", "pip install x", right))
+    ]
+    mine = [provider for provider in providers.table(kind).values() if provider.ours]
+    return [*mine, *(providers.masked_rival(each, mask, rotation) for each in rivals)]
+
+
+def wrong_build(rows, tables):
+    return latent._hf([rows[0], rows[1].flip(-1), *rows[2:]], tables)
+
+
+# They take part in ``python -m bench mla`` here.
+LATENT_RIVALS = {
+    "bare_sdpa": LatentBaseline("bare_sdpa", None, attentions.SDPA),
+    "wrong": LatentBaseline("wrong", replace(latent.HF, build=wrong_build), attentions.SDPA),
+}
+
+
+class Measured(NamedTuple):
+    """A run: its cases, who runs, passes, modes, and the figure of a row. "wrong" fails, "absent" does not run."""
+
+    cases: list
+    people: list
+    passes: tuple[str, ...] = ("fwd", "bwd")
+    modes: tuple[str, ...] = ("graph",)
+    figure: tuple[str, Any] | None = None
+    arguments: str = ""
+
+
+def tflops(case, row):
+    return case.flops(row["pass"]) / row["ms"] * 1e-9
+
+
+def rate(case, row):
+    """The gradient of a norm reads what was normed too; float8 is half as large."""
+    moved = 1.5 if row.get("norms") and row["pass"] == "bwd" and row["provider"] != "copy" else 1.0
+    return moved * case.bytes / row["ms"] * 1e-6 / (2 if row["provider"] == "fused_float8" else 1)
+
+
+def tokens(case, row):
+    return case.work.tokens / row["ms"] * 1e3
+
+
+def select(table, *names):
+    return [table[name] for name in names]
+
+
+PLAIN, NORM = providers.table("plain"), providers.table("norm")
+HOST, COROPE = providers.table("host"), providers.table("corope")
+WINDOW, INTERVALS = masked.FLEX.window, masked.FLEX.intervals
+TREE = of_kind("tree", MASKED, "tree", causal=False, len_q=28, len_k=28)
+TREE = replace(TREE, case=replace(TREE.case, intervals=lambda n: masks.prefix_tree([-1, 0, 1, 1, 0, 4, 4], [4] * 7)))
+CUMULATED = torch.tensor((0, *LENGTHS)).cumsum(0)
+STEPS = "fused", "fused_page16", "fused_float8", "fused_same_bits", "copy"
+EAGER, BOTH_MODES = ("eager",), ("eager", "graph")
+RUNS = {
+    "attention": Measured(
+        [TINY],
+        [*select(PLAIN, "fused", "hf_sdpa", "hf_flash_attn", "bare_flash"), wrong(PLAIN["fused"])],
+        ("fwd", "bwd", "both"),
+        BOTH_MODES,
+        ("tflops", tflops),
+        "--mode eager,graph --passes fwd,bwd,both",
+    ),
+    "attention: host": Measured(
+        [SHORT],
+        [*select(HOST, "fused", "bare_sdpa", "nothing"), replace(HOST["bare_cudnn_chosen"], name="absent")]
+        + [wrong(HOST["nothing"])],
+        ("fwd", "fwd_grad", "both"),
+        ("host",),
+    ),
+    "attention: corope": Measured(
+        [of_kind("corope", Case(2, 4, 2, 9, 9, 8, dtype=torch.float32))],
+        [*COROPE.values(), wrong(COROPE["corope"])],
+        modes=EAGER,
+    ),
+    "attention: window": Measured(
+        [of_kind("window", MASKED, window=(6, 0))],
+        masked_people("window", WINDOW, lambda q, k, v, left: WINDOW(q, k, v, left + 1)),
+        modes=EAGER,
+    ),
+    "attention: packed": Measured(
+        [of_kind("packed", cases.packed(MASKED, LENGTHS))],
+        masked_people("packed", by_document, lambda q, k, v, *ends: by_document(q, k, v.flip(0), *ends)),
+        modes=EAGER,
+    ),
+    "attention: intervals": Measured(
+        [TREE, of_kind("documents", DOCUMENTS, "documents", intervals=lambda n: masks.documents(CUMULATED, n))],
+        masked_people("tree", INTERVALS, lambda q, k, v, *bounds: INTERVALS(q, k, v.flip(2), *bounds)),
+        modes=EAGER,
+    ),
+    "attention: unsplit": Measured(
+        [of_kind("unsplit", TINY.case, batch=1, len_q=140, len_k=140)],
+        select(providers.table("unsplit"), "fused", "fused_same_bits", "flex16", "flex64"),
+        ("fwd",),
+        figure=("tflops", tflops),
+        arguments="--passes fwd",
+    ),
+    "norm": Measured(
+        [of_kind("norm", NORMED, f"offset-{offset}", norms=float(offset)) for offset in (0, 1)],
+        [*select(NORM, "fused", "fused_without", "norm_hf_sdpa"), wrong(NORM["fused"])],
+        figure=("tflops", tflops),
+    ),
+    "mla": Measured(
+        LATENTS,
+        [
+            *select(mla.PROVIDERS, "fused", "hf_sdpa"),
+            *(Provider(b.name, b.label, b.role) for b in LATENT_RIVALS.values()),
+        ],
+    ),
+    "rope": Measured(
+        [
+            rope.RopeCase("Tiny", 2, (4, 2), 16, 8, (), torch.float32),
+            rope.RopeCase("Wide", 1, (2, 2), 256, 8, (), torch.float32),
+            ROTATED,
+        ],
+        [*select(rope.PROVIDERS, "apply_rope", "copy"), wrong(rope.PROVIDERS["apply_rope"])],
+        figure=("gb_s", rate),
+    ),
+    "decode": Measured(
+        [STEP],
+        [*select(decode.PROVIDERS, *STEPS), decode.rival("sdpa", attentions.SDPA)]
+        + [decode.DecodeProvider("wrong", "wrong", make=wrong_step)],
+        ("decode",),
+        BOTH_MODES,
+        ("gb_s", rate),
+    ),
+    "models": Measured(
+        [models.ModelCase(MODEL, shapes.Work(kind, 2, 16)) for kind in ("train", "step", "prefill", "decode")],
+        [
+            *select(OF_MODELS, "sdpa", "fused"),
+            ModelProvider("absent", "absent", missing=lambda: "pip install x", switches=()),
+        ],
+        (),
+        EAGER,
+        ("tokens_s", tokens),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_who_is_right_is_timed_and_who_is_wrong_is_not(name, measure, monkeypatch, capsys):
+    for rival, baseline in LATENT_RIVALS.items():
+        monkeypatch.setitem(LATENT, rival, baseline)
+    monkeypatch.setattr(masked, "compiled_flex", lambda: flex)
+    monkeypatch.setattr(attentions, "compiled_flex", lambda: flex)
+    chosen, people, passes, modes, figure, arguments = RUNS[name]
+    status, rows = measure(name.partition(":")[0], chosen, people, *arguments.split())
+    assert status == any(provider.name == "wrong" and provider.ours for provider in people)
+    people, lacks = {provider.name: provider for provider in people}, {"wrong", "absent"}
+    timed = [row for row in rows if row["provider"] not in lacks]
+    assert {(row["case"], row["shape"], row["provider"], row["pass"], row["mode"]) for row in timed} == {
+        (case.name, case.shape, who, part, mode)
+        for case in chosen
+        for who in people.keys() - lacks
+        for part in passes or [case.work.name]
+        for mode in modes
+    }, rows
+    of_case = {(case.name, case.shape): case for case in chosen}
+    for row in rows:
+        who = people[row["provider"]]
+        assert (row["role"], row["label"], row["bench"]) == (who.role, who.label, name.partition(":")[0])
+        assert FACTS.items() <= row.items()
+        if who.name == "wrong":
+            assert row["status"] == "failed" and row["detail"]
+        elif who.name == "absent":
+            assert row["status"] in ("missing", "unsupported", "error")
+        else:
+            assert row["status"] in (("ok",) if who.ours else ("ok", "loose")) and len(row["rounds"]) == 2
+            assert row["p20"] <= row["ms"] <= row["p80"]
+            if figure:
+                assert row[figure[0]] == pytest.approx(figure[1](of_case[row["case"], row["shape"]], row))
+    out, err = capsys.readouterr()
+    assert "toy, driver 1, torch 2, triton 3" in out and f"{len(rows)} rows in" in out and "gate" in err
+    assert ("FAILED the gate" in out) == ("wrong" in people) and all(each.label in out for each in people.values())
+
+
+# The gate
+
+
+def verdict(suite, case, provider, **options):
+    """Return the status and the detail of the only provider."""
+    rows, _ = run(suite, case, providers=[provider], **options)
+    return rows[0]["status"], rows[0]["detail"]
+
+
+def shifted_angles(q, k, v, given):
+    cos, sin = (torch.roll(table, 1, 0) for table in given.tables)
+    return providers.fused(q, k, v, given._replace(tables=(cos, sin.neg())))
+
+
+def last_head(q, k, v, given):
+    keep = torch.ones_like(q)
+    keep[-1, -1] = 0.5
+    return providers.fused(q, k, v, given) * keep
+
+
+def not_finite(*given):
+    return providers.fused(*given) * float("nan")
+
+
+def coarse(q, k, v, given):
+    bump = torch.zeros_like(q)
+    bump[:, :, 5] = 2e-3  # one row, a few roundings off
+    return providers.fused(q, k, v, given) + bump
+
+
+@pytest.mark.parametrize(
+    ("run", "role", "status", "detail"),
+    [
+        (providers.fused, "ours", "ok", ""),
+        (shifted_angles, "ours", "failed", "rows too far off"),
+        (shifted_angles, "rival", "failed", "rows too far off"),
+        (last_head, "rival", "failed", "o: "),
+        (not_finite, "rival", "failed", "not finite"),
+        (coarse, "rival", "loose", "o: "),
+        (coarse, "ours", "failed", "o: "),
+    ],
+)
+def test_outputs_of_attention(run, role, status, detail):
+    found = verdict(ATTENTION, TINY, scripted("x", run, role=role), modes=("eager",))
+    assert found[0] == status and detail in found[1]
+
+
+def steep(x):
+    """Return x with a gradient that is 1 % too large."""
+    return 1.01 * x - 0.01 * x.detach()
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "q_norm", "k_norm"])
+def test_gradients_of_attention(name):
+    def steeper(q, k, v, given):
+        found = {"q": q, "k": k, "v": v} | given.weights
+        found[name] = steep(found[name])
+        weights = {weight: found[weight] for weight in given.weights}
+        return providers.fused(found["q"], found["k"], found["v"], given._replace(weights=weights))
+
+    status, detail = verdict(suite.NORM, of_kind("norm", NORMED, norms=0.0), replace(NORM["fused"], run=steeper))
+    assert status == "failed" and detail.startswith(f"d{name}: ")
+
+
+@pytest.mark.parametrize("broken", range(5))
+def test_gradients_of_latent_attention(broken, monkeypatch):
+    own = mla.rope_attention_mla
+
+    def steeper(*rows, **options):
+        return own(*(steep(x) if i == broken else x for i, x in enumerate(rows)), **options)
+
+    monkeypatch.setattr(mla, "rope_attention_mla", steeper)
+    status, detail = verdict(mla.MLA, LATENTS[0], mla.PROVIDERS["fused"])
+    assert status == "failed" and f"{('dq_nope', 'dq_rope', 'dk_nope', 'dk_rope', 'dv')[broken]}:" in detail
+
+
+@pytest.mark.parametrize("name", ["o", "dx", "dweight"])
+def test_results_of_the_rotation(name):
+    def wrong(xs, tables, weights):
+        xs = [steep(x) for x in xs] if name == "dx" else xs
+        weights = {"o": [1.01 * w for w in weights], "dweight": [steep(w) for w in weights]}.get(name, weights)
+        return rope.PROVIDERS["apply_rope"].run(xs, tables, weights)
+
+    status, detail = verdict(rope.ROPE, ROTATED, rope.RopeProvider("wrong", "wrong", run=wrong))
+    assert status == "failed" and detail.startswith(f"{name}: ")
+
+
+@pytest.mark.parametrize("name", ["fused", "fused_page16", "fused_float8"])
+def test_angles_of_a_step(name):
+    def wrong(step):
+        return decode.PROVIDERS[name].make(step._replace(cos=step.cos.roll(1, 0)))
+
+    assert verdict(decode.DECODE, STEP, replace(decode.PROVIDERS[name], make=wrong))[0] == "failed"
+
+
+def test_ceilings():
+    doubles = replace(HOST["nothing"], run=lambda q, k, v, given: 2 * q + 0 * (k + v))
+    assert verdict(ATTENTION, SHORT, doubles) == ("failed", "must return q, and do as every gradient")
+    copy = rope.RopeProvider("copy", "copy", "ceiling", run=lambda xs, tables, weights: [2 * x for x in xs])
+    assert verdict(rope.ROPE, ROTATED, copy) == ("failed", "is no copy")
+
+
+def test_long_cases_compare_fewer_heads(monkeypatch):
+    case = replace(NORMED, heads_q=6, heads_kv=3, norms=0.0)
+    ends = Gate(case, make_inputs(case)).do
+    assert ends[0, :2].any() and ends[1, 4:].any() and not ends[0, 2:].any() and not ends[1, :4].any()
+    monkeypatch.setattr(gate, "_LONG", case.len_k)
+    last = Gate(case, make_inputs(case)).do
+    assert last[1, 4:].any() and not last[0].any() and not last[1, :4].any()
+    assert verdict(suite.NORM, of_kind("norm", case), NORM["fused"])[0] == "ok"

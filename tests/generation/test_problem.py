@@ -1,0 +1,237 @@
+"""Refusals of the generation step and of writes: what their messages say, and that nothing is written before."""
+
+from itertools import product
+from operator import mul
+
+import pytest
+import torch
+from hypothesis import given as drawn, settings, strategies as st
+
+from fused_rope_attn import rope_attention_with_kvcache, write_kvcache
+from tests.support.dtypes import F16
+from tests.support.generation import CACHES, PAGED, PLAIN, arguments
+from tests.support.internals import check_step, share_elements
+from verification.matrix import step
+
+FLOAT8 = step("float8", (4, 2), 2, 40, 16, (30, 0), float8="head")
+NEW = ("q", "k", "v")
+
+
+def zeros(*shape, **options):
+    return torch.zeros(shape, **options)
+
+
+def ints(*shape, **options):
+    return zeros(*shape, dtype=torch.int32, **options)
+
+
+def leaf(*shape):
+    return zeros(*shape).requires_grad_()
+
+
+def changed(given, changes):
+    """Return arguments with changes; a shape means zeros, and two names with a space mean both arguments."""
+    for names, value in changes.items():
+        for name in names.split():
+            given[name] = zeros(*value) if isinstance(value, tuple) and name != "window" else value
+    return given
+
+
+def of_step(check, layout, **changes):
+    given = arguments(check) | {"layout": layout}
+    if layout == "bshd":
+        given |= {name: given[name].transpose(1, 2) for name in (*NEW, *CACHES)}
+    return changed(given, changes)
+
+
+def refuse(function, given, error, message):
+    before = {name: x.clone() for name, x in given.items() if name in CACHES and isinstance(x, torch.Tensor)}
+    with pytest.raises(error) as caught:
+        function(**given)
+    assert message in str(caught.value)
+    for name, x in before.items():
+        torch.testing.assert_close(given[name], x, rtol=0, atol=0, equal_nan=True, check_device=False)
+
+
+POOL = zeros(10, 2, 16, 16)
+HALF_A_PAGE_LATER = POOL.as_strided((9, 2, 16, 16), POOL.stride(), 256)
+ONE_OF_TWO = zeros(1, 2, 40, 16).expand(2, 2, 40, 16)
+# fmt: off
+TYPES = [  # the call, what changes, the message of its TypeError
+    (PLAIN, {"k_cache": None}, "k_cache must be a torch.Tensor, but is NoneType"),
+    (PLAIN, {"cache_seqlens": (2,)}, "cache_seqlens must be int32, but is float32"),
+    (PLAIN, {"k_cache": zeros(2, 2, 40, 16).half()}, "k_cache must have q's dtype float32 or float8_e4m3fn, but is fl"),
+    (PLAIN, {"k": zeros(2, 2, 2, 16).half()}, "k must have q's dtype float32, but is float16"),
+    (PLAIN, {"cache_is_rotated": 1}, "cache_is_rotated must be a bool, but is int 1"),
+    (PLAIN, {"return_lse": 0}, "return_lse must be a bool, but is int 0"),
+    (PAGED, {"block_table": (2, 3)}, "block_table must be int32, but is float32"),
+    (FLOAT8, {"v_cache": (2, 2, 40, 16)}, "v_cache must have k_cache's dtype float8_e4m3fn"),
+    (FLOAT8, {"k_scale": 0.5}, "k_scale must be a torch.Tensor, but is float 0.5"),
+    (FLOAT8, {"v_scale": torch.ones(2, dtype=F16)}, "v_scale must be float32, but is float16"),
+]
+VALUES = [  # the same of ValueErrors
+    (PLAIN, {"cache_seqlens": ints(3)}, "cache_seqlens must have shape (B,) with B = 2, but has (3,)"),
+    (PLAIN, {"k": None}, "k must be given where v is"),
+    (PLAIN, {"v": None}, "v must be given where k is"),
+    (PLAIN, {"k": (2, 2, 3, 16)}, "k must have shape (B, HKV, NQ, D) with NQ = 2 of q, but has (2, 2, 3, 16)"),
+    (PLAIN, {"v": (2, 4, 2, 16)}, "v must have shape (B, HKV, NQ, D) with HKV = 2 of k_cache, but has (2, 4,"),
+    (PLAIN, {"k_cache": (1, 2, 40, 16)}, "k_cache must have shape (B, HKV, S_max, D) with B = 2 of q, but has (1, 2"),
+    (PLAIN, {"v_cache": (2, 2, 41, 16)}, "v_cache must have shape (B, HKV, S_max, D) with S_max = 40 of k_cache, but"),
+    (PLAIN, {"k_cache v_cache": (2, 3, 40, 16), "k v": None}, "k_cache has 3 heads, but q's 4 heads must be a multipl"),
+    (PLAIN, {"k_cache": ONE_OF_TWO}, "k_cache must not be expanded"),
+    (PLAIN, {"v_cache": ONE_OF_TWO}, "v_cache must not be expanded"),
+    (PLAIN, {"q": (2, 4, 41, 16), "k v": (2, 2, 41, 16)}, "k must have at most k_cache's S_max = 40 positions, but"),
+    (PLAIN, {"cos sin": (39, 8)}, "cos must"),
+    (PLAIN, {"q_norm": (16,)}, "k_norm must be given where q_norm is"),
+    (PLAIN, {"q_norm": (16,), "k_norm": (8,)}, "k_norm must have shape (D,) with D = 16, but has (8,)"),
+    (PLAIN, {"q_norm": (16,), "k_norm": leaf(16)}, "k_norm must not require a gradient"),
+    (PLAIN, {"q": leaf(2, 4, 2, 16)}, "q must not require a gradient"),
+    (PLAIN, {"sinks": (3,)}, "sinks must have shape (HQ,) with HQ = 4, but has (3,)"),
+    (PLAIN, {"softcap": -1.0}, "softcap must be finite and positive"),
+    (PAGED, {"block_table": ints(3, 3)}, "block_table must have shape (B, pages) with B = 2, but has (3, 3)"),
+    (PAGED, {"block_table": ints(2, 3, device="meta")}, "block_table must be on q's"),
+    (PAGED, {"block_table": ints(2, 4)}, "cos must have a row for each of block_table's 64 positions, but has 48 rows"),
+    (PAGED, {"k_cache v_cache": (9, 2, 15, 16)}, "k_cache must have pages of at least 16 rows, but has 15"),
+    (PAGED, {"k_cache v_cache": (0, 2, 16, 16)}, "k_cache must have at least one page, but has 0"),
+    (PAGED, {"k_cache": (9, 2, 16)}, "k_cache must have shape (num_pages, HKV, page_size, D)"),
+    (PAGED, {"v_cache": (9, 2, 32, 16)}, "with page_size = 16 of k_cache, but has (9, 2, 32, 16)"),
+    (PAGED, {"k_cache v_cache": (9, 2, 16, 24)}, "(num_pages, HKV, page_size, D) with D = 16 of q, but has (9, 2, 16"),
+    (PAGED, {"k_cache v_cache": POOL}, "v_cache must not overlap k_cache in memory, but is k_cache"),
+    (PAGED, {"k_cache": POOL[:9], "v_cache": HALF_A_PAGE_LATER}, "but begins 256 elements after it in"),
+    (PAGED, {"k_scale": torch.ones(1)}, "k_scale must be None unless the caches are float8"),
+    (FLOAT8, {"v_scale": (3,)}, "v_scale must have shape (1,) or (HKV,) with HKV = 2, but has (3,)"),
+    (FLOAT8, {"k_cache": ONE_OF_TWO[:1].to(torch.float8_e4m3fn).expand(2, -1, -1, -1)}, "k_cache must not be expanded"),
+    (FLOAT8, {"k_cache v_cache": zeros(3, 2, 40, 16).to(torch.float8_e4m3fn)}, "B = 2 of q, but has (3,"),
+]
+TOKENS_FIRST = [  # messages show what the caller has
+    ({"q": (2, 2, 4)}, "q must have shape (B, NQ, HQ, D), but has 3 dimensions: (2, 2, 4)"),
+    ({"v_cache": (2, 41, 2, 16)}, "(B, S_max, HKV, D) with S_max = 40 of k_cache, but has (2, 41, 2, 16)"),
+    ({"v": (2, 3, 2, 16)}, "v must have shape (B, NQ, HKV, D) with NQ = 2 of q, but has (2, 3, 2, 16)"),
+    ({"k_cache": zeros(1, 40, 2, 16).expand(2, -1, -1, -1)}, "memory, strides (0, 32, 16, 1)"),
+]
+WRITES = [
+    ({"v": zeros(2, 2, 2, 16).half()}, TypeError, "v must have k's dtype float32, but is float16"),
+    ({"k": ints(2, 2, 2, 16)}, TypeError, "k must be float16, bfloat16 or float32, but"),
+    ({"cache_is_rotated": 1}, TypeError, "cache_is_rotated must be a bool, but is int 1"),
+    ({"interleaved": None}, TypeError, "interleaved must be a bool, but is NoneType"),
+    ({"new_lens": (2,)}, TypeError, "new_lens must be int32, but is float32"),
+    ({"cu_seqlens": (3,), "k v": (2, 2, 16)}, TypeError, "cu_seqlens must be int32"),
+    ({"v": (2, 2, 3, 16)}, ValueError, "v must have shape (B, HKV, N, D) with N = 2 of k, but has (2, 2, 3, 16)"),
+    ({"cache_seqlens": ints(3)}, ValueError, "cache_seqlens must have shape (B,) with B = 2"),
+    ({"cu_seqlens": ints(3)}, ValueError, "k must have shape (T, HKV, D), but has 4"),
+    ({"cu_seqlens": ints(1), "k v": (2, 2, 16)}, ValueError, "cu_seqlens must have shape (B+1,) with B >= 1, but has"),
+    ({"cu_seqlens": ints(3), "new_lens": ints(2)}, ValueError, "new_lens must be None where cu_seqlens is given"),
+    ({"k v": (2, 4, 2, 16)}, ValueError, "HKV = 4 of k, but has (9, 2, 16, 16)"),
+    ({"block_table": None}, ValueError, "k_cache must have one entry for each of 2 sequences, but has 9"),
+    ({"k": leaf(2, 2, 2, 16)}, ValueError, "k must not require a gradient"),
+    ({"k_cache": HALF_A_PAGE_LATER, "v_cache": POOL[:9]}, ValueError, "but begins -256 elements after it in one"),
+    ({"layout": "sbhd"}, ValueError, "layout must be 'bhsd' or 'bshd', but is 'sbhd'"),
+]
+# fmt: on
+
+
+@pytest.mark.parametrize(
+    ("check", "layout", "changes", "error", "message"),
+    [(check, "bhsd", changes, TypeError, message) for check, changes, message in TYPES]
+    + [(check, "bhsd", changes, ValueError, message) for check, changes, message in VALUES]
+    + [(PLAIN, "bshd", changes, ValueError, message) for changes, message in TOKENS_FIRST],
+)
+def test_refusals_of_a_step(check, layout, changes, error, message):
+    refuse(rope_attention_with_kvcache, of_step(check, layout, **changes), error, message)
+
+
+@pytest.mark.parametrize(("changes", "error", "message"), WRITES)
+def test_refusals_of_a_write(changes, error, message):
+    names = ("k", "v", *CACHES, "cos", "sin", "block_table", "cache_seqlens")
+    given = {name: x for name, x in arguments(PAGED).items() if name in names}
+    refuse(write_kvcache, changed(given, changes), error, message)
+
+
+@pytest.mark.parametrize("new", [True, False])
+def test_large_steps_pass(new):
+    """Sizes are compared as numbers: none of these is an object that Python keeps only once."""
+    q, cache = zeros(300, 600, 900, 512, device="meta"), zeros(300, 300, 900, 512, device="meta")
+    tokens = zeros(300, 300, 900, 512, device="meta") if new else None
+    table, ends = zeros(900, 256, device="meta"), ints(300, device="meta")
+    given = {"q": q, "k_cache": cache, "v_cache": cache.clone(), "cos": table, "sin": table, "k": tokens, "v": tokens}
+    given |= {"cache_seqlens": ends, "kv_starts": ends, "sinks": zeros(600, device="meta")}
+    assert check_step(**given, cache_is_rotated=True, window=(3, 0)) == 512
+
+
+def test_axes_of_one_entry_may_be_expanded():
+    """Their stride says nothing."""
+    x = zeros(1, 16).as_strided((1, 1, 1, 16), (0, 0, 0, 1))
+    cos, sin, ends = zeros(1, 8) + 1, zeros(1, 8), ints(1)
+    o = rope_attention_with_kvcache(zeros(1, 1, 1, 16), x, x.clone(), cos, sin, x + 1, x + 1, cache_seqlens=ends)
+    assert torch.equal(o, torch.ones(1, 1, 1, 16)) and torch.equal(x, torch.ones(1, 1, 1, 16))
+    none = zeros(1, 1, 1, 16).expand(0, 1, 1, 16)
+    caches = none, none.clone()
+    assert rope_attention_with_kvcache(none, *caches, cos, sin, none, none, cache_seqlens=ends[:0]).numel() == 0
+
+
+def views(length, strides, offsets):
+    """Return two caches (2, 2, 40, 16) in one allocation, which begin at these offsets."""
+    x = zeros(length)
+    return tuple(x.as_strided((2, 2, 40, 16), strides, offset) for offset in offsets)
+
+
+ONE_MORE, WHOLE = zeros(16 + 2560), zeros(2, 2, 40, 16)
+APART = {
+    "tokens": zeros(2, 2, 2, 40, 16).unbind(2),
+    "one expanded": (ONE_MORE[:16].expand(2, 2, 40, 16), ONE_MORE[16:].view(2, 2, 40, 16)),
+}
+OVERLAPPING = {
+    "two views": (WHOLE, WHOLE.view(WHOLE.shape)),
+    "one row": views(2 * 2560 - 16, (1280, 640, 16, 1), (0, 2560 - 16)),
+}
+
+
+@pytest.mark.parametrize("new", [True, False])
+@pytest.mark.parametrize("name", OVERLAPPING)
+def test_caches_that_overlap(name, new):
+    caches = dict(zip(CACHES, OVERLAPPING[name])) | ({} if new else {"k": None, "v": None})
+    refuse(rope_attention_with_kvcache, arguments() | caches, ValueError, "v_cache must not overlap k_cache in memory,")
+
+
+@pytest.mark.parametrize("name", APART)
+def test_caches_in_one_allocation(name):
+    k_cache, v_cache = APART[name]
+    given = arguments() | ({"k": None, "v": None} if 0 in k_cache.stride() else {})
+    o = rope_attention_with_kvcache(**given | {"k_cache": k_cache, "v_cache": v_cache})
+    assert torch.equal(o, rope_attention_with_kvcache(**given | {name: zeros(2, 2, 40, 16) for name in CACHES}))
+
+
+@st.composite
+def layouts(draw):
+    """Draw sizes, the strides of two tensors, most of them nested, and how far apart the tensors begin."""
+    sizes = draw(st.lists(st.integers(0, 4), min_size=1, max_size=4))
+    strides = []
+    for _ in range(2):
+        step, found = draw(st.integers(1, 3)), {}
+        for axis in draw(st.permutations(range(len(sizes)))):
+            found[axis] = draw(st.sampled_from([step, step, step, step + 1, 0]))
+            step = max(step, 1) * max(sizes[axis], 1) * draw(st.sampled_from([1, 1, 2]))
+        strides.append(tuple(found[axis] for axis in range(len(sizes))))
+    return tuple(sizes), *strides, draw(st.integers(-40, 40))
+
+
+@settings(max_examples=500)
+@drawn(layouts())
+def test_shared_elements_are_found(layout):
+    sizes, *strides, distance = layout
+    places = [{sum(map(mul, index, s)) for index in product(*map(range, sizes))} for s in strides]
+    assert share_elements(*layout) == (not places[0].isdisjoint({place + distance for place in places[1]}))
+
+
+@pytest.mark.parametrize("name", ["q", "k_cache", "v", "sinks"])
+def test_tangents_and_gradients_are_refused(name):
+    given = arguments() | {"sinks": zeros(4)}
+    with torch.autograd.forward_ad.dual_level():
+        given[name] = torch.autograd.forward_ad.make_dual(given[name], given[name])
+        with pytest.raises(NotImplementedError, match="^rope_attention_with_kvcache: forward-mode differentiation"):
+            rope_attention_with_kvcache(**given)
+    given[name] = torch.nn.Parameter(given[name].detach())
+    with pytest.raises(ValueError, match=f"^{name} must not require a gradient"):
+        rope_attention_with_kvcache(**given)
+    with torch.no_grad():
+        assert not rope_attention_with_kvcache(**given).requires_grad

@@ -1,0 +1,423 @@
+"""Calls by signature: prepared once, recorded, replayed by the CUDA driver, and run as they are where they cannot be.
+
+The compiled kernels and the driver are none: a launch leaves the bytes that a GPU would have read.
+"""
+
+import ctypes
+import struct
+import threading
+import time
+from collections import namedtuple
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import NamedTuple
+
+import pytest
+import torch
+from triton import knobs
+
+from fused_rope_attn.runtime import driver, launch as calls
+from fused_rope_attn.runtime.launch import Call, Launch, Recording, Source, call_of
+from fused_rope_attn.runtime.triton_compat import gl
+
+BLOCK = [1, 1, 64, 64]
+# A kernel with one parameter of every kind: a tensor, a descriptor, an absent tensor, a record with a tensor, a tuple,
+# a number, a constant.
+SIGNATURE = {
+    "x_ptr": "*fp32", "y_desc": "tensordesc<bf16[1, 1, 64, 64],NVMMASharedLayout()>", "no_ptr": "constexpr",
+    "z": ("*bf16", "constexpr"), "strides": ("i32", "i64", "constexpr"), "scale": "fp32", "BLOCK": "constexpr",
+}  # fmt: skip
+METADATA = {
+    "num_warps": 4, "num_ctas": 1, "shared": 4096, "global_scratch_size": 0, "profile_scratch_size": 0,
+    "instrumentation_mode": "", "launch_pdl": True, "launch_cooperative_grid": False,
+    "tensordesc_meta": [{"swizzle": 3, "block_size": BLOCK}],
+}  # fmt: skip
+# Bytes of the parameters: x, the tensor map with its shape and strides, z, two strides, scale, two of scratch.
+SIZES = [8, 128, *[4] * 4, *[8] * 4, 8, 4, 8, 4, 8, 8]
+ARGUMENTS = {"strides": (640, 1 << 40, 1), "scale": 0.25, "BLOCK": 64}
+X, Y = 0, 2  # of inputs()
+
+
+class View(NamedTuple):
+    """A record as the host passes it."""
+
+    ptr: torch.Tensor
+    step: int = 1
+
+
+class Kernel:
+    """Stand in for a ``triton.jit`` function and for its compiled kernel; ``runs`` holds Triton's launches."""
+
+    arg_names = list(SIGNATURE)
+    fn = SimpleNamespace(__name__="toy_kernel")
+    function = 0x5EED
+
+    def __init__(self, **metadata):
+        self.src, self.runs, self.begin = SimpleNamespace(signature=SIGNATURE), [], lambda: None
+        metadata = METADATA | metadata
+        self.metadata = namedtuple("KernelMetadata", metadata)(**metadata)
+
+    def __getitem__(self, grid):
+        def launch(*arguments, **options):
+            self.begin()
+            self.runs.append((arguments, options))
+            return self
+
+        return launch
+
+
+def map_at(address):
+    """The tensor map that ``Recorder`` makes, recognisable."""
+    return struct.pack("<Q120x", address)
+
+
+class Recorder:
+    """In the place of ``driver.cuda_driver``; ``launches``: what each launch read from its block of arguments."""
+
+    def __init__(self):
+        self.code = self.code_of_encode = self.seconds = 0
+        self.launches, self.encoded, self.sizes = [], [], SIZES
+
+    def parameter_sizes(self, function):
+        return self.sizes
+
+    def encode(self, memory, dtype, rank, address, sizes, pitches, box, steps, *others):
+        self.encoded.append((address.value, dtype, rank, *map(list, (sizes, pitches, box, steps)), others))
+        ctypes.memmove(memory, map_at(address.value), 128)
+        return self.code_of_encode
+
+    def launch(self, config, function, parameters, extra):
+        time.sleep(self.seconds)
+        given, pointers = config._obj, list(parameters._obj)
+        attributes = (driver.LaunchAttribute * given.num_attributes).from_address(given.attributes)
+        values = [ctypes.string_at(at, size) for at, size in zip(pointers, self.sizes, strict=True)]
+        assert all(at % min(64, size) == 0 for at, size in zip(pointers, self.sizes))
+        fixed = tuple(given.grid), tuple(given.block), given.shared_bytes, function.value, extra
+        early = [(each.id, *each.value) for each in attributes]
+        self.launches.append(SimpleNamespace(values=values, stream=given.stream, fixed=fixed, early=early))
+        return self.code
+
+    def message(self, code):
+        return f"CUDA error {code}: as the driver explains it"
+
+
+class Toy:
+    """Two launches of the toy kernel: the first writes a workspace, the second reads it and writes the results."""
+
+    def __init__(self, monkeypatch, arguments=ARGUMENTS, **metadata):
+        self.driver = Recorder()
+        monkeypatch.setattr(driver, "cuda_driver", lambda: self.driver)
+        kernels = Kernel(**metadata), Kernel(launch_pdl=False, **metadata)
+        self.launches = [Launch(kernel, 12, {"num_warps": 4}, arguments) for kernel in kernels]
+        layout = gl.NVMMASharedLayout.get_default_for(BLOCK, gl.bfloat16)
+        self.source = Source(inputs()[Y], BLOCK, layout)
+        self.ran = 0
+        self.extra = lambda x, y: y
+
+    def run(self, given):
+        x, _, y = given
+        self.ran += 1
+        z = torch.empty_strided((4, 2), (1, 4), dtype=torch.bfloat16)
+        like = torch.empty_like(y)
+        sums, counter = torch.empty(100), torch.empty((3,), dtype=torch.int32)
+        y = self.extra(x, y)
+        for launch, first in zip(self.launches, (x, sums)):
+            launch(0, x_ptr=first, y_desc=self.source(y), no_ptr=None, z=View(counter if first is x else z))
+        return z, None, like, x
+
+
+def inputs():
+    """Two tensors, and one that is not given."""
+    return torch.zeros(8), None, torch.zeros(3, 2, 64, 64, dtype=torch.bfloat16)
+
+
+@pytest.fixture
+def toy(monkeypatch):
+    return Toy(monkeypatch)
+
+
+def recorded(toy):
+    """A call that was recorded, at the second time."""
+    call = Call(toy.run)
+    for _ in range(2):
+        call(inputs())
+    assert call.refusal == "" and toy.ran == 2 and not toy.driver.launches
+    for launch in toy.launches:  # Triton compiles at the first time; at the second its launcher takes the kernel
+        (_, compiled), (launched, options) = launch.kernel.runs
+        assert compiled["scale"] == 0.25 and compiled["y_desc"].block_shape == BLOCK
+        assert options == {"stream": 0} and launched[4:] == ((640, 1 << 40, 1), 0.25, 64)
+        assert launched[1].base.shape == (3, 2, 64, 64)
+    return call
+
+
+def test_the_driver_reads_what_the_launches_were_given(toy):
+    call, addresses = recorded(toy), []
+    for _ in range(2):
+        given = x, _, y = inputs()
+        z, none, like, x_again = call(given)
+        first, second = toy.driver.launches[-2:]
+        assert none is None and z.shape == (4, 2) and z.stride() == (1, 4) and z.dtype is torch.bfloat16
+        assert like.shape == y.shape and like.stride() == y.stride() and like.dtype is y.dtype and x_again is x
+        assert first.values[0] == struct.pack("<Q", x.data_ptr())
+        assert second.values[10] == struct.pack("<Q", z.data_ptr())
+        sizes = struct.pack("<4i", 3, 2, 64, 64) + struct.pack("<4q", 2 * 64 * 64, 64 * 64, 64, 1)
+        others = struct.pack("<iq", 640, 1 << 40) + struct.pack("<f", 0.25) + bytes(16)
+        for made in (first, second):
+            assert made.values[1] == map_at(y.data_ptr()) and made.stream == 0
+            assert b"".join(made.values[2:10]) == sizes and b"".join(made.values[11:]) == others
+            assert made.fixed == ((12, 1, 1), (128, 1, 1), 4096, 0x5EED, None)
+        programmatic_serialization = 6
+        assert first.early == [(programmatic_serialization, 1, *[0] * 15)] and second.early == []
+        # Tensors that are neither given nor returned share one allocation.
+        counter, sums = (struct.unpack("<Q", value)[0] for value in (first.values[10], second.values[0]))
+        assert counter - sums == 512
+        addresses += [y.data_ptr()] * 2  # each kernel has a map of its own
+        call(given)  # which encodes none again
+    assert toy.ran == 2 and [each[0] for each in toy.driver.encoded] == addresses
+    # Sizes in the order of the API, innermost first; distances of rows in bytes, without the innermost.
+    bfloat16, promote_to_128_bytes, pitches = 9, 2, [128, 128 * 64, 128 * 64 * 2, 0]
+    encoded = bfloat16, 4, [64, 64, 2, 3], pitches, BLOCK[::-1], [1] * 4, (0, 3, promote_to_128_bytes, 0)
+    assert toy.driver.encoded[0][1:] == encoded
+
+
+def test_results_are_of_the_class_that_the_call_returns(toy):
+    run, Pair = toy.run, namedtuple("Pair", ("z", "nothing"))
+    toy.run = lambda given: Pair(*run(given)[:2])
+    assert type(recorded(toy)(inputs())) is Pair
+    toy.run = lambda given: run(given) and None
+    call = Call(toy.run)
+    assert [call(inputs()) for _ in range(3)] == [None, None, ()]
+
+
+def test_a_large_workspace_stays_in_parts(toy, monkeypatch):
+    monkeypatch.setattr(calls, "MOST_WORKSPACE_BYTES", 700)
+    z, none, like, _ = recorded(toy)(inputs())
+    assert none is None and z.shape == (4, 2) and like.shape == (3, 2, 64, 64)
+    assert toy.driver.launches[1].values[10] == struct.pack("<Q", z.data_ptr()) and toy.ran == 2
+
+
+def test_a_stream_is_written_where_it_changed(toy, monkeypatch):
+    call = recorded(toy)
+    for stream in (5, 5, (1 << 63) + 7):
+        monkeypatch.setattr(calls.device, "current_stream", lambda where: stream)  # noqa: B023
+        call(inputs())
+    assert [made.stream for made in toy.driver.launches] == [*[5] * 4, *[(1 << 63) + 7] * 2]
+
+
+def test_threads_do_not_mix_their_arguments(toy, monkeypatch):
+    """While the driver takes its time, other threads write: never into a block that is still being read."""
+    toy.driver.seconds = 0.002
+    call, each = recorded(toy), [inputs() for _ in range(8)]
+    ident, results = threading.get_ident, {}
+    monkeypatch.setattr(calls.device, "current_stream", lambda where: ident())
+    with ThreadPoolExecutor(8) as pool:
+        for i, (out, thread) in enumerate(pool.map(lambda i: (call(each[i % 8]), ident()), range(64))):
+            results[out[0].data_ptr()] = each[i % 8], thread, out
+    of_result = {struct.unpack("<Q", made.values[10])[0]: made for made in toy.driver.launches}
+    assert len(toy.driver.launches) == 128 and len(results) == 64
+    for address, (given, thread, _) in results.items():
+        made = of_result[address]
+        assert made.values[1] == map_at(given[Y].data_ptr()) and made.stream == thread
+
+
+def odd(x):
+    return torch.zeros(x.numel() + 1, dtype=x.dtype)[1:].view(x.shape)
+
+
+@pytest.mark.parametrize("which", [X, Y])
+def test_an_odd_address_takes_the_call_itself(toy, which):
+    call, given = recorded(toy), [*inputs()]
+    given[which] = odd(given[which])
+    call(given)
+    assert toy.ran == 3
+    call(inputs())
+    assert toy.ran == 3
+
+
+@pytest.mark.parametrize("why", ["a profiler", "another GPU", "no context to launch", "no context to make a map"])
+def test_where_the_driver_cannot_the_call_itself_runs(toy, monkeypatch, why):
+    """Triton's launcher calls a profiler's hooks. An allocation from PyTorch's cache makes no context current."""
+    call = recorded(toy)
+    if why == "a profiler":
+        monkeypatch.setattr(knobs.runtime, "launch_enter_hook", lambda metadata: None)
+    elif why == "another GPU":
+        monkeypatch.setattr(calls.device, "is_current", lambda where: False)
+    else:
+        setattr(toy.driver, "code" if "launch" in why else "code_of_encode", driver.INVALID_CONTEXT)
+    call(inputs())
+    assert toy.ran == 3 and [len(launch.kernel.runs) for launch in toy.launches] == [3, 3]
+    assert len(toy.driver.launches) == ("launch" in why)
+
+
+@pytest.mark.parametrize("says", ["Failed to create tensor map descriptor: invalid device context", "out of memory"])
+def test_triton_in_a_thread_without_a_context(toy, monkeypatch, says):
+    """It raises where the driver refuses; other errors of its stay what they are."""
+    contexts, call = [], Call(toy.run)
+    monkeypatch.setattr(calls.device, "make_context_current", lambda: contexts.append(True))
+    call(inputs())
+
+    def fail_once():
+        if not contexts:
+            raise RuntimeError(f"Triton Error [CUDA]: {says}")
+
+    for launch in toy.launches:
+        launch.kernel.begin = fail_once
+    if says == "out of memory":
+        with pytest.raises(RuntimeError, match="out of memory"):
+            call(inputs())
+    else:
+        call(inputs())
+        assert contexts == [True]
+
+
+def test_an_error_of_the_driver_names_the_kernels_and_ends_the_launches(toy):
+    call = recorded(toy)
+    toy.driver.code = 700
+    with pytest.raises(RuntimeError, match="toy_kernel, toy_kernel could not be launched: CUDA error 700"):
+        call(inputs())
+    assert len(toy.driver.launches) == 1
+
+
+def test_tensor_maps(toy, monkeypatch):
+    monkeypatch.setattr(driver, "_MAX_MAPS", 2)
+    descriptor = toy.source(inputs()[Y])
+    tensor_map = driver.TensorMap("y_desc", descriptor, METADATA["tensordesc_meta"][0])
+    for address in (64, 128, 192):
+        assert tensor_map.at(address) == map_at(address)
+    assert list(tensor_map.maps) == [192]
+    for dtype, number in ((torch.float16, 6), (torch.float32, 7)):
+        descriptor.base = torch.zeros(1, dtype=dtype)
+        driver.TensorMap("y_desc", descriptor, METADATA["tensordesc_meta"][0]).at(64)
+        assert toy.driver.encoded[-1][1] == number
+    toy.driver.code_of_encode = 1
+    with pytest.raises(RuntimeError, match="no tensor map of y_desc could be made: CUDA error 1"):
+        tensor_map.at(256)
+
+
+def another_operator(x, y):
+    x.add_(1)
+    return y
+
+
+OTHER, INTEGERS = inputs()[Y], torch.zeros(1, dtype=torch.int32)
+# (refusal, the change of the toy that causes it): changes of compiled kernels, of arguments and of the driver.
+REFUSED = [
+    ("it runs aten.add_", {"extra": another_operator}),
+    ("it runs aten.clone", {"extra": lambda x, y: y.clone()}),
+    ("from elsewhere", {"extra": lambda x, y: OTHER}),
+    ("nothing was launched", {"launches": []}),
+    ("an address is odd", {"given": (odd(torch.zeros(8)), None, OTHER)}),
+    ("given twice", {"given": (OTHER, None, OTHER)}),
+    ("scratch memory", {"metadata": {"profile_scratch_size": 128}}),
+    ("scratch memory", {"metadata": {"global_scratch_size": 128}}),
+    ("instrumented", {"metadata": {"instrumentation_mode": "gsan"}}),
+    ("clusters", {"metadata": {"num_ctas": 2}}),
+    ("clusters", {"metadata": {"launch_cooperative_grid": True}}),
+    ("no tensor map", {"metadata": {"tensordesc_meta": []}}),
+    ("no tensor map", {"source": lambda y: SimpleNamespace(base=INTEGERS)}),
+    ("of type bf16", {"signature": SIGNATURE | {"scale": "bf16"}}),
+    ("does not fit", {"metadata": {"arguments": ARGUMENTS | {"scale": 1e300}}}),
+    ("does not find parameters", {"sizes": [*SIZES, 8]}),
+    ("does not find parameters", {"sizes": SIZES[:-1]}),
+    ("does not find parameters", {"sizes": [*SIZES[:-5], 8, *SIZES[-4:]]}),
+    ("no CUDA driver", {"driver": None}),
+    ("release of Triton", {"is_known": False}),
+]
+
+
+@pytest.mark.parametrize(("refusal", "changed"), REFUSED)
+def test_what_is_no_replay_is_refused(monkeypatch, refusal, changed):
+    """It is tried a few times, and then no more."""
+    changed = dict(changed)
+    toy = Toy(monkeypatch, **changed.pop("metadata", {}))
+    given, toy.driver.sizes = changed.pop("given", inputs()), changed.pop("sizes", SIZES)
+    monkeypatch.setattr(driver, "LAUNCHER_IS_KNOWN", changed.pop("is_known", True))
+    for launch in toy.launches:
+        launch.kernel.src.signature = changed.get("signature", SIGNATURE)
+    for name, value in changed.items():
+        setattr(toy, name, value)
+    call = Call(toy.run)
+    for _ in range(8):
+        call(given)
+    assert refusal in call.refusal and toy.ran == 8
+
+
+def test_a_recording_ends_with_its_call(toy):
+    """Also where that fails: launches of other calls are none of its own."""
+    recording = Recording()
+    with pytest.raises(ZeroDivisionError), recording:
+        toy.run(inputs())
+        raise ZeroDivisionError
+    toy.run(inputs())
+    assert len(recording.launches) == 2 and len(recording.made) == 4
+
+
+def test_a_signature_has_one_call(monkeypatch):
+    """Shapes, strides, dtypes, alignment, what is given, the problem and the configuration are its parts."""
+    monkeypatch.setattr(calls, "_known", {})
+    prepared = []
+
+    def prepare(*given):
+        prepared.append(given)
+        return lambda tensors: None
+
+    def known(problem, tensors, *config):
+        return call_of(prepare, problem, tensors, *config)
+
+    x, config = torch.zeros(4, 6), object()
+    tensors = ((x, None), (x, x), (x.t(), None), (x.half(), None), (x[:, :4], None), (odd(x), None))
+    signatures = [("problem", given) for given in tensors]
+    signatures += [("another", (x, None)), ("problem", (x, None), config), ("problem", (x, None), object())]
+    every = [known(*signature) for signature in signatures]
+    assert len(set(map(id, every))) == len(every) == len(prepared)
+    assert [known(*signature) for signature in signatures] == every and len(prepared) == len(every)
+    assert known("problem", (x.clone(), None)) is every[0]
+    assert call_of(lambda *given: prepare(*given), "problem", (x, None)) is not every[0]
+    monkeypatch.setattr(calls, "_MAX_CALLS", len(every) + 1)
+    assert known("a third", (x, None)) not in every and known("problem", (x, None)) is not every[0]
+    calls.forget()
+    assert calls._known == {}
+
+
+class Library:
+    """A libcuda that tells of kernels with parameters of SIZES, or that lacks a function."""
+
+    def __init__(self, missing=""):
+        self.missing = missing
+
+    def __getattr__(self, name):
+        if name == self.missing or not name.startswith("cu"):
+            raise AttributeError(name)
+        return {"cuGetErrorString": self._error, "cuFuncGetParamInfo": self._info}.get(name, lambda *given: 0)
+
+    def _error(self, code, found):
+        found._obj.value = b"it is broken"
+
+    def _info(self, function, index, offset, size):
+        size._obj.value = (*SIZES, 0)[index.value]
+        return index.value == len(SIZES)
+
+
+OLDER = map(Library, ("cuLaunchKernelEx", "cuFuncGetParamInfo", "cuTensorMapEncodeTiled"))
+
+
+@pytest.mark.parametrize(
+    ("library", "hip"), [(Library(), None), *((x, None) for x in (*OLDER, None)), (Library(), "6")]
+)
+def test_the_driver_is_libcuda(monkeypatch, library, hip):
+    """None without the library, with one that is older than a function, and for AMD."""
+
+    def load(name):
+        assert name == "libcuda.so.1"
+        if library is None:
+            raise OSError("no such library")
+        return library
+
+    monkeypatch.setattr(driver.ctypes, "CDLL", load)
+    monkeypatch.setattr(driver.torch.version, "hip", hip)
+    found = driver.cuda_driver.__wrapped__()
+    if library is None or library.missing or hip:
+        assert found is None
+    else:
+        assert found.message(9) == "CUDA error 9: it is broken"
+        assert found.parameter_sizes(None) == SIZES
