@@ -210,9 +210,9 @@ def in_memory_order(x, pairing, D: tl.constexpr):
     R: tl.constexpr = pairing.R
     if pairing.INTERLEAVED:
         return x
-    elif R == D and D == x.shape[1]:
-        pairs = tl.reshape(x, (x.shape[0], D // 2, 2))
-        return tl.reshape(tl.permute(pairs, (0, 2, 1)), x.shape)
+    elif R == D and x.shape[1] % D == 0:
+        pairs = tl.reshape(x, (x.shape[0], x.shape[1] // D, D // 2, 2))
+        return tl.reshape(tl.permute(pairs, (0, 1, 3, 2)), x.shape)
     else:
         column = tl.arange(0, x.shape[1])
         # First members that are rotated, second ones, first members that are not, second ones.
