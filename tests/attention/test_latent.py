@@ -23,7 +23,7 @@ from verification.testing import LatentCase, make_latent_inputs, run_latent_op
 @pytest.mark.parametrize("window", [None, (4, 0)])
 def test_the_reference_is_what_models_compute(interleaved, window):
     """Concatenate, expand and attend, as DeepSeek's code does: values and gradients."""
-    case = LatentCase(2, 3, 9, 12, interleaved=interleaved, window=window, dtype=F64)
+    case = LatentCase(2, 3, 3, 9, 12, 16, interleaved=interleaved, window=window, tables="random", dtype=F64)
     inputs = make_latent_inputs(case)
     out = run_latent_op(inputs, case, backend="reference")
     distance = torch.arange(9)[:, None] + 3 - torch.arange(12)
@@ -34,7 +34,7 @@ def test_the_reference_is_what_models_compute(interleaved, window):
         rotate(x, *(t[-x.shape[2] :].to(F64) for t in (inputs.cos, inputs.sin)), interleaved=interleaved)
         for x in (q_rope, k_rope)
     )
-    q, k = torch.cat((q_nope, q_rot), -1), torch.cat((k_nope, k_rot.expand(-1, case.heads, -1, -1)), -1)
+    q, k = torch.cat((q_nope, q_rot), -1), torch.cat((k_nope, k_rot.expand(-1, case.heads_q, -1, -1)), -1)
     o = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=case.scale)
     for x, y in zip((out.o, *out[2:]), [o, *torch.autograd.grad(o, leaves, inputs.do)], strict=True):
         torch.testing.assert_close(x, y, rtol=1e-10, atol=1e-10)
@@ -72,10 +72,10 @@ def test_auto_takes_the_sm_90_kernels_at_the_widths_of_deepseek(arch):
 
 @interpreted
 @pytest.mark.parametrize(
-    ("name", "changes"), [("q_rope", {"rope": 80}), ("q_nope", {"nope": 40}), ("v", {"value": 144})]
+    ("name", "changes"), [("q_rope", {"head_dim": 80}), ("q_nope", {"nope": 40}), ("v", {"value": 144})]
 )
 def test_an_explicit_backend_says_which_widths_it_serves(name, changes):
-    inputs = make_latent_inputs(LatentCase(1, 2, 5, 5, **changes))[:7]
+    inputs = make_latent_inputs(LatentCase(1, 2, 2, 5, 5, **({"head_dim": 16} | changes)))[:7]
     with pytest.raises(NotImplementedError, match=f"{name} must have a number of columns that is a multiple of 16"):
         rope_attention_mla(*inputs, backend="triton")
     assert plan_mla(*inputs).backend == "reference" and rope_attention_mla(*inputs).isfinite().all()
@@ -84,7 +84,7 @@ def test_an_explicit_backend_says_which_widths_it_serves(name, changes):
 @interpreted
 def test_views_run_without_a_copy():
     """A query's and a key's parts are read where the projections wrote them."""
-    inputs = make_latent_inputs(LatentCase(1, 2, 9, 12, dtype=torch.float32))
+    inputs = make_latent_inputs(LatentCase(1, 2, 2, 9, 12, 16, dtype=torch.float32))
     assert not inputs.q_rope.is_contiguous() and not inputs.v.is_contiguous()
     copies = []
 
@@ -100,7 +100,7 @@ def test_views_run_without_a_copy():
 
 # On a GPU.
 
-DEEPSEEK = LatentCase(2, 6, 333, 700, 128, 64, 128, interleaved=True, dtype=BF16)
+DEEPSEEK = LatentCase(2, 6, 6, 333, 700, 64, nope=128, value=128, interleaved=True, tables="random", dtype=BF16)
 PACKED = replace(
     DEEPSEEK, batch=1, len_q=650, len_k=710, lse_gradient=True,
     seqlens=((300, 300), (0, 0), (1, 1), (20, 0), (129, 129), (0, 30), (200, 250)),
@@ -122,7 +122,7 @@ def test_random_calls(kind, chosen):
 
 
 @both_backends
-@cases(DEEPSEEK, PADDED, PACKED, replace(DEEPSEEK, len_q=2048, len_k=2048, heads=16))
+@cases(DEEPSEEK, PADDED, PACKED, replace(DEEPSEEK, len_q=2048, len_k=2048, heads_q=16, heads_kv=16))
 def test_a_hundred_reruns_are_bitwise_equal(case, chosen):
     """Rows that do not exist, and those of the first packed sequence, may hold NaN, and reach nothing else."""
     inputs, others = make_latent_inputs(case, "cuda"), make_latent_inputs(replace(case, seed=1), "cuda")
@@ -194,7 +194,7 @@ def test_both_passes(how, chosen):
 @both_backends
 def test_no_tensor_of_all_columns_or_all_heads_is_allocated(chosen):
     """Forward allocates o, lse and the rotated shared head, and no more than a rounding of the allocator beyond."""
-    inputs = make_latent_inputs(LatentCase(1, 32, 2048, 2048, 128, 64, 128, dtype=BF16), "cuda")
+    inputs = make_latent_inputs(LatentCase(1, 32, 32, 2048, 2048, 64, nope=128, value=128, dtype=BF16), "cuda")
     for _ in range(3):  # compile, record, replay
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()

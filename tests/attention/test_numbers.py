@@ -12,7 +12,6 @@ from tests.support.attention import assert_equal, assert_matches_float64, packed
 from tests.support.dtypes import F16, F32
 from tests.support.gpu import MANY_TILES, ODD_LENGTHS, assert_alike
 from tests.support.marks import both_strategies, interpreted
-from tests.support.packed_tables import SEQUENCES, assert_nothing_reads_behind_the_tables
 from tests.support.places import ON_SM_90, PREPASS, UNEVEN, assert_same, each_backend, each_place, only_sm_90
 from verification.testing import Case, make_inputs, masks_of, run_op
 
@@ -135,14 +134,6 @@ def test_nan_stays_in_its_sequence(seqlens, fields, place):
         out = run_op(inputs._replace(q=q, k=k, v=v, do=do), case, **place.options)
         assert not any(x[:, :, last:].any() for x, last in ((out.o, last_q), (out.dq, last_q), (out.dk, last_k)))
         assert_same(*([x[:, :, rows] for x, rows in zip(of, kept)] for of in (out, expected)), place.options)
-
-
-@each_place
-@pytest.mark.parametrize(("causal", "head_dim"), [(False, 128), (True, 256)])
-@pytest.mark.parametrize("name", SEQUENCES)
-def test_rows_behind_the_last_sequence_read_no_table_rows(name, head_dim, causal, place):
-    head_dim = place.sized(head_dim=head_dim).head_dim
-    assert_nothing_reads_behind_the_tables(name, head_dim, F16, place.device, causal=causal, **place.options)
 
 
 @each_place

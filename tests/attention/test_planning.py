@@ -335,7 +335,7 @@ def test_plan_explains_and_launches_nothing(choice):
 def calls():
     """Return arguments of a call of every function of attention by its name, (positional, keywords), all tiny."""
     q, k, v, cos, sin, _ = make_inputs(SMALL)
-    rows = make_latent_inputs(LatentCase(1, 2, 7, 7, dtype=F32))[:7]
+    rows = make_latent_inputs(LatentCase(1, 2, 2, 7, 7, 16, dtype=F32))[:7]
     ends = torch.tensor([0, 7], dtype=torch.int32)
     lengths = (ends, ends, 7, 7)
     return {

@@ -26,15 +26,13 @@ class Machine:
 
     def __init__(self, call_ms=0.1, step=0.02):
         self.now, self.end, self.call_ms, self.step, self.streams = 0.0, 0.0, call_ms, step, 0
-        self.gaps, self.queued, self.outputs = [], [], []  # queued: (begin, end) of a call
-        self.counted, self.busy = 0, 0.0  # calls that ended before the last look at the counter, and their seconds
+        self.gaps, self.outputs = [], []
 
     def work(self, out=None):
         """Make one call, which fills ``out`` with ones and returns it."""
         begin = max(self.now, self.end)
         self.gaps.append(begin - self.end)
         self.end = begin + self.call_ms * 1e-3
-        self.queued.append((begin, self.end))
         self.outputs.append(out)
         return out if out is None else out.fill_(1.0)
 
@@ -45,12 +43,10 @@ class Machine:
         self.now += seconds
 
     def millijoules(self):
+        """Return the energy at the last step, after which the device has not waited."""
         at = self.step * int(self.now / self.step + 1e-9)
-        while self.counted < len(self.queued) and self.queued[self.counted][1] <= at:
-            begin, end = self.queued[self.counted]
-            self.busy, self.counted = self.busy + end - begin, self.counted + 1
-        now = max(0.0, at - self.queued[self.counted][0]) if self.counted < len(self.queued) else 0.0
-        return round(1e3 * (650 * (self.busy + now) + 100 * (at - self.busy - now)))
+        idle = at - len(self.gaps) * self.call_ms * 1e-3 + max(0.0, self.end - at)
+        return round(1e3 * (650 * (at - idle) + 100 * idle))
 
     def install(self, monkeypatch):
         """Replace events, streams and graphs of ``torch.cuda``, and the time of ``bench.timing`` and ``bench.load``."""
