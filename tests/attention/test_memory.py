@@ -75,17 +75,6 @@ def test_nothing_outside_the_tensors_is_read():
     hold_within_bounds(GUARD)
 
 
-@interpreted
-@both_strategies
-@pytest.mark.parametrize("layout", ["bnhd", "bhnd"])
-def test_memory_order_of_outputs_follows_the_inputs(layout, strategy):
-    case = Case(2, 4, 2, 9, 12, 16, layout=layout)
-    inputs = make_inputs(case)
-    out = run_op(inputs, case, backend="triton", strategy=strategy)
-    for name, like in (("o", "q"), ("dq", "q"), ("dk", "k"), ("dv", "v")):
-        assert getattr(out, name).stride() == getattr(inputs, like).stride(), name
-
-
 @both_backends
 def test_alignment_is_not_remembered(chosen):
     """Equal shapes and strides, another alignment: a launch prepared for aligned pointers must not serve both."""

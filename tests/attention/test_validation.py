@@ -205,17 +205,10 @@ def test_the_calls_that_refusals_change_are_legal(function):
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        ({}, 16),  # half-width
-        (tables(1, N, 8), 16),
-        (tables(B, N, 16), 16),  # full-width
-        (tables(N + 5, 8), 16),
-        (tables(N, 1), 2),
         (tables(N, 4), 8),  # W <= D/2: half-width
         (tables(N, 10), 10),  # D/2 < W < D: full-width
-        (tables(N, 1) | {"rotary_dim": 2}, 2),
-        (tables(N, 2) | {"rotary_dim": 2}, 2),
+        (tables(B, N, 16), 16),
         (tables(N, 4) | {"rotary_dim": 4}, 4),  # full-width for R <= D/2: only when told so
-        (tables(N, 16) | {"rotary_dim": 16}, 16),
         (heads(columns=24) | tables(N, 5), 10),
         # The smallest sizes, and numbers of other types.
         (heads(1, 1, 2) | tables(N, 1), 2),
