@@ -6,7 +6,7 @@ from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 from fused_rope_attn import plan, rope_attention
-from tests.support.marks import STRATEGIES, ignore_overflow, interpreted
+from tests.support.marks import STRATEGIES, ignore_overflow
 from tests.support.operators import (
     SMALL,
     assert_close,
@@ -36,25 +36,19 @@ def test_activation_checkpointing(name, backend, use_reentrant):
 
 
 @small_calls
-@pytest.mark.parametrize(
-    "options",
-    [pytest.param({"backend": "triton", "strategy": s}, marks=interpreted) for s in STRATEGIES]
-    + [{"backend": "reference"}],
-    ids=lambda x: "-".join(x.values()),
-)
-def test_double_backward_raises(name, options):
+@both_backends
+def test_double_backward_raises(name, backend):
     """Through each tensor and through the gradients of the results."""
-    if name == "latent":
-        options = {"backend": options["backend"]}
-    run, tensors = small_call(name, **options)
-    leaves = [x.detach().clone().requires_grad_() for x in tensors.values()]
-    outputs = run(*leaves)[:2]
-    upstream = [x.requires_grad_() for x in upstream_of(*outputs)]
-    gradients = torch.autograd.grad(outputs, leaves, upstream, create_graph=True)
-    assert all(x.requires_grad for x in gradients)
-    for x in (*leaves, *upstream):
-        with pytest.raises(NotImplementedError, match="double backward"):
-            torch.autograd.grad(sum(x.sum() for x in gradients), x, retain_graph=True)
+    for strategy in ({},) if name == "latent" or backend == "reference" else ({"strategy": x} for x in STRATEGIES):
+        run, tensors = small_call(name, backend=backend, **strategy)
+        leaves = [x.detach().clone().requires_grad_() for x in tensors.values()]
+        outputs = run(*leaves)[:2]
+        upstream = [x.requires_grad_() for x in upstream_of(*outputs)]
+        gradients = torch.autograd.grad(outputs, leaves, upstream, create_graph=True)
+        assert all(x.requires_grad for x in gradients)
+        for x in (*leaves, *upstream):
+            with pytest.raises(NotImplementedError, match="double backward"):
+                torch.autograd.grad(sum(x.sum() for x in gradients), x, retain_graph=True)
 
 
 @both_backends

@@ -176,14 +176,13 @@ def test_export(function, kind):
     check_export(function, batch_and_length, axes)
 
 
-def packed(q, k, v, cos, sin, cu_seqlens):
-    options = {"return_lse": True, "return_max_logit": True}
-    return rope_attention_varlen(q, k, v, cos, sin, cu_seqlens, cu_seqlens, q.shape[0], k.shape[0], True, **options)
+def packed(q, k, v, cos, sin, ends, **options):
+    options |= {"return_lse": True, "return_max_logit": True}
+    return rope_attention_varlen(q, k, v, cos, sin, ends, ends, q.shape[0], k.shape[0], True, **options)
 
 
-def with_token_tables(q, k, v, cos, sin, cu_seqlens):
-    ends, longest = (cu_seqlens, cu_seqlens), (q.shape[0], k.shape[0])
-    return rope_attention_varlen(q, k, v, cos, sin, *ends, *longest, causal=True, token_tables=True)
+def with_token_tables(*given):
+    return packed(*given, token_tables=True)
 
 
 def sequences_and_tokens(sequences, tokens):

@@ -100,10 +100,9 @@ def test_a_wrong_call_is_refused_next_to_a_known_one(examined):
                 illegal = given | mutation.change(given)
                 finding = refusal("triton", mutation.name, function, illegal, mutation.error, mutation.words)
                 assert finding.found.ok, finding.found
-    call()
-    for options, match in (({"causal": np.True_}, "causal"), ({"window": (True, False)}, "window"),
-                           ({"strategy": ["auto"]}, "strategy"), ({"softcap": False}, "softcap")):  # fmt: skip
-        with pytest.raises(TypeError, match=match):
+    for options in ({"causal": np.True_}, {"strategy": ["auto"]}, {"softcap": False}):
+        call()
+        with pytest.raises(TypeError, match=next(iter(options))):
             call(**options)
 
 

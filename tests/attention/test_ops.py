@@ -115,12 +115,6 @@ def test_heads_share_a_section_by_the_longest_sequence():
     assert described(make_inputs(case), case)[0].longest(10**6) == 10**6
 
 
-def test_a_window_that_hides_nothing_is_none():
-    case = replace(TWO_BATCHES, window=(-1, -1))
-    problem, _ = described(make_inputs(case), case)
-    assert problem.window is None and not problem.has_masks
-
-
 @interpreted
 @pytest.mark.parametrize(
     ("name", "strategy", "kept", "others"),

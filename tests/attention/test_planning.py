@@ -5,9 +5,6 @@ Most tests are on tensors without memory, on the machine of the fixture ``arch``
 
 import dataclasses
 import math
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -168,8 +165,6 @@ def test_plans_are_remembered_and_ignore_the_exact_length(arch):
     chosen = [plan_of(call(n)) for n in (3000, 3000, 3001, 4096)]
     assert chosen[0] is chosen[1] and chosen[0] == chosen[2] == chosen[3]
     assert plan_of(call(3000, norm_eps=1e-6, norm_offset=0.0)) == chosen[0]
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        chosen[0].reason = ""
 
 
 # (change, the backend that "auto" takes, the errors of explicit choices).
@@ -217,9 +212,15 @@ def test_other_machines(arch, name):
     for function in (plan, rope_attention):
         with pytest.raises(RuntimeError, match=f"^backend='hopper' needs an sm_90 GPU .* but q is on {name}"):
             function(**call(), backend="hopper")
+    chosen = plan(**call())
     if name != "cpu":
-        chosen = plan(**call())
         assert chosen.backend == "triton" and "sm_90" in chosen.reason and name in chosen.reason
+        return
+    assert chosen.backend == "reference"
+    for choice in ({"backend": "triton"}, {"strategy": "prepass"}):
+        for function in (plan, rope_attention):
+            with pytest.raises(RuntimeError, match="q is on cpu.*TRITON_INTERPRET=1|TRITON_INTERPRET=1.*q is on cpu"):
+                function(**call(), **choice)
 
 
 # Masked and packed calls.
@@ -284,13 +285,13 @@ def test_masked_calls_have_tiles_of_their_own(arch):
     plain, masked = (portable_configs.backward_config("sm_90", 2, 64, "long", m) for m in (False, True))
     given = call(8192, head_dim=64, backend="triton")
     assert plan(**given, window=(9, 0)).backward == masked != plain == plan(**given).backward
+    assert plan(**given, window=(-1, -1)).backward == plain  # which hides nothing
 
 
 def test_a_window_is_less_work(arch, least_work):
     """Multiply-adds are counted for the keys that a query sees, at most."""
     keys = 2**33 // (8192 * 128)  # as many as make it much
     for window, causal, expected in (
-        (None, True, "HH"),
         ((keys, 0), True, "HH"),
         ((keys - 2, 0), True, "PH"),
         ((keys - 2, -1), True, "PH"),
@@ -380,23 +381,3 @@ def test_other_functions_have_no_plan():
     with pytest.raises(TypeError, match="^function must be one of rope_attention, .*, but is apply_rope$"):
         plan(apply_rope, x, table, table, out=x)
     assert bool((x == 1).all())
-
-
-def test_triton_on_cpu_needs_the_interpreter():
-    program = """
-import torch, fused_rope_attn
-x, t = torch.zeros(1, 1, 4, 16), torch.zeros(4, 8)
-for choice in ({"backend": "triton"}, {"strategy": "prepass"}):
-    for function in (fused_rope_attn.rope_attention, fused_rope_attn.plan):
-        try:
-            function(x, x, x, t, t, True, **choice)
-        except RuntimeError as error:
-            assert "TRITON_INTERPRET=1" in str(error) and "cpu" in str(error), error
-        else:
-            raise SystemExit("it ran")
-assert fused_rope_attn.plan(x, x, x, t, t).backend == "reference"
-fused_rope_attn.rope_attention(x, x, x, t, t)
-"""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    result = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr

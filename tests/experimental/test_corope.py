@@ -1,6 +1,6 @@
 """Co-RoPE: its reference against the definition, and its kernels where random calls do not reach them."""
 
-import math
+import itertools
 
 import pytest
 import torch
@@ -48,35 +48,22 @@ def with_kernels(q, k, v):
 
 
 def by_hand(q, k, v, base, scale):
-    """The definition, one number at a time: q (HQ, N, D), k and v (HKV, N, D), nested lists."""
-    group, half = len(q) // len(k), len(q[0][0]) // 2
-
-    def dot(x, y):
-        return sum(a * b for a, b in zip(x, y))
-
-    o = []
-    for h in range(len(q)):
-        keys, values, leader = k[h // group], v[h // group], q[h // group * group]
-        rows = []
-        for i in range(len(keys)):
-            z = [1 / (1 + math.exp(-scale * dot(leader[i], keys[j]))) for j in range(i + 1)]
-            a = [sum(z[: j + 1]) for j in range(i + 1)]
-            scores = []
-            for j in range(i + 1):
-                x, y, score = q[h][i], keys[j], 0.0
-                for d in range(half):
-                    angle = (a[i] - a[j]) * base ** (-2 * d / (2 * half))
-                    score += (x[d] * y[d] + x[d + half] * y[d + half]) * math.cos(angle)
-                    score -= (x[d + half] * y[d] - x[d] * y[d + half]) * math.sin(angle)
-                scores.append(math.exp(scale * score))
-            rows.append([dot(scores, column) / sum(scores) for column in zip(*values[: i + 1])])
-        o.append(rows)
+    """The definition, one query at a time: q (HQ, N, D), k and v (HKV, N, D)."""
+    group, half, o = len(q) // len(k), q.shape[2] // 2, torch.empty_like(q)
+    omega = base ** (-torch.arange(half, dtype=F64) / half)
+    for h, i in itertools.product(range(len(q)), range(q.shape[1])):
+        keys, values, leader = k[h // group, : i + 1], v[h // group, : i + 1], q[h // group * group, i]
+        mileage = torch.sigmoid(scale * keys @ leader).cumsum(0)
+        angle = (mileage[-1] - mileage)[:, None] * omega
+        (a, b), (c, d) = q[h, i].split(half), keys.split(half, 1)
+        scores = ((a * c + b * d) * angle.cos() - (b * c - a * d) * angle.sin()).sum(1)
+        o[h, i] = torch.softmax(scale * scores, 0) @ values
     return o
 
 
 def test_reference_is_the_definition():
     q, k, v, _ = make(1, 6, 2, 9, 8, F64)
-    expected = torch.tensor(by_hand(q[0].tolist(), k[0].tolist(), v[0].tolist(), 50.0, 0.4), dtype=F64)
+    expected = by_hand(q[0], k[0], v[0], 50.0, 0.4)
     torch.testing.assert_close(corope_attention(q, k, v, base=50.0, softmax_scale=0.4)[0], expected)
 
 
