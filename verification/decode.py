@@ -96,11 +96,12 @@ class DecodeCheck(Call):
         return self.layout if self.memory is None else self.memory[-2:][CACHES.index(name)]
 
     def obstacle(self, arch: str, variant: tuple[str, str]) -> planning.Obstacle | None:
-        if variant[0] in ("auto", "reference"):
-            return None
         if self.float8 is not None and arch not in FLOAT8 and variant[0] == "triton":
             return NotImplementedError, "float8_e4m3fn caches need one of"
-        return planning.obstacle(variant[0], planning.Problem(self.dtype, self.head_dim, cache=Cache(True, True)), arch)
+        return super().obstacle(arch, variant)
+
+    def planned(self) -> dict[str, Any]:
+        return {"cache": Cache(True, True)}
 
     def entry(self, variant: tuple[str, str]) -> Callable[..., Any]:
         if variant[0] == "auto":

@@ -137,10 +137,6 @@ def drawn_cases() -> list[Call]:
     return found
 
 
-def _corope(batch, heads_q, heads_kv, length, head_dim, **changes) -> CoRopeCheck:
-    return _named(CoRopeCheck(batch, heads_q, heads_kv, length, length, head_dim, **changes))
-
-
 ATTENTION = _SMALL + _LARGE
 ROTATION = (
     _rotation(""),
@@ -188,12 +184,12 @@ DECODE = (
         ),
     )),
 )  # fmt: skip
-COROPE = (
-    _corope(1, 3, 1, 35, 32),
-    _corope(1, 32, 8, 1024, 128, size="large"),
-    _corope(1, 16, 1, 1000, 64, size="large"),
-    _corope(1, 4, 1, 8192, 128, size="large"),
-)
+COROPE = tuple(
+    _named(CoRopeCheck(batch, heads_q, heads_kv, length, length, head_dim, size="small" if length < 100 else "large"))
+    for batch, heads_q, heads_kv, length, head_dim in (
+        (1, 3, 1, 35, 32), (1, 32, 8, 1024, 128), (1, 16, 1, 1000, 64), (1, 4, 1, 8192, 128)
+    )
+)  # fmt: skip
 
 
 def _latent(name: str, heads: int, length: int, widths: tuple[int, int, int], **changes) -> LatentCheck:
