@@ -1,4 +1,4 @@
-"""The cases of ``python -m verification`` as data. Small ones are named after their fields.
+"""The cases of ``python -m verification``: data, and drawn calls. Small ones are named after their fields.
 
 Small ones fit Triton's interpreter, large ones need a GPU, and of these huge ones are alone on it. The command runs
 each in every dtype that it was asked for, and those of attention by every backend and strategy.
