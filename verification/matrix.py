@@ -151,8 +151,8 @@ ROTATION = (
     )),
 )  # fmt: skip
 # Of each family, the number of small cases that are drawn.
-_DRAWN = {"attention": 45, "packed": 20, "mla": 10, "decode": 30, "rope": 6, "rope of several": 10, "corope": 3,
-          "write": 8, "pairs": 6}  # fmt: skip
+_DRAWN = {"attention": 30, "packed": 14, "mla": 8, "decode": 24, "rope": 5, "rope of several": 9, "corope": 2,
+          "write": 6, "pairs": 5}  # fmt: skip
 DECODE = (
     step("", (4, 2), 1, 70, 32, (37, 0, 69)),
     step("", (8, 1), 33, 96, 16, (50,), page_size=16, window=(60, 0)),

@@ -71,7 +71,7 @@ def summary(rows: Sequence[Row]) -> str:
         members = [row for row in rows if (row.backend, row.dtype) == (backend, dtype)]
         passed = sum(row.verdict == "ok" for row in members)
         worst = max(members, key=lambda row: (row.row_ratio == row.row_ratio, row.row_ratio))  # nan is no ratio
-        where = f"{worst.tensor} of {worst.case}"
+        where = f"{worst.tensor} of {worst.case[:_LONGEST_NAME]}"
         lines.append((backend, dtype, f"{passed} of {len(members)}", worst.row_ratio, where))
     columns = ("backend", "dtype", "within tolerance", "worst row", "where")
     text = format_table(columns, [dict(zip(columns, line)) for line in lines])
