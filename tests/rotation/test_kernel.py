@@ -22,14 +22,15 @@ either_dtype = pytest.mark.parametrize("dtype", [pytest.param(F32, marks=interpr
 @either_dtype
 @pytest.mark.parametrize("memory", ["bnhd", "columns", "odd"])
 def test_out_of_other_strides(memory, dtype):
-    """Random calls have ``out`` of the strides of the input."""
-    q, k = normal(2, 3, 9, 24).to(dtype), normal(2, 1, 9, 24, seed=1).to(dtype)
-    weights = dict(zip(("q_norm", "k_norm"), normal(2, 24, seed=2).to(dtype)))
-    outs = tuple(lay(torch.full_like(x, 5.0), memory) for x in (q, k))
-    given = (q, k, *rope_tables(9, 16)), {"rotary_dim": 16, **weights}
-    assert all(a is b for a, b in zip(apply_rope_qk(*given[0], **given[1], out=outs), outs))
-    for x, y in zip(outs, apply_rope_qk(*given[0], **given[1])):
-        assert_close(x, y.double(), 1e-6)
+    """Random calls have ``out`` of the strides of the input. Here the members of a pair have two angles."""
+    xs = [normal(2, heads, 9, 24, seed=heads).to(dtype) for heads in (3, 1, 2)]
+    options = dict(zip(("v", "q_norm", "k_norm"), (xs[2], *normal(2, 24, seed=2).to(dtype)))) | {"rotary_dim": 16}
+    outs, tables = tuple(lay(torch.full_like(x, 5.0), memory) for x in xs), normal(2, 9, 16, seed=5).float()
+    assert all(a is b for a, b in zip(apply_rope_qk(*xs[:2], *tables, out=outs, **options), outs))
+    exact = (x.double() for x in (*xs[:2], *tables))
+    expected = apply_rope_qk(*exact, **{name: x if name == "rotary_dim" else x.double() for name, x in options.items()})
+    for x, y in zip(outs, expected):
+        assert_close(x, y, 1e-6)
 
 
 @either_dtype
