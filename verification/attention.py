@@ -181,11 +181,7 @@ class CoRopeCheck(Call):
 
         return kernels
 
-    def references(self, made: Made, device: str) -> References:
-        def right(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return corope_reference.corope(q, k, v, base=float(self.base), softmax_scale=float(self.scale))
-
-        def run(dtype: torch.dtype | None) -> dict[str, Tensor]:
-            return self.results(right, {name: x.to(dtype or self.dtype) for name, x in made.given.items()}, made)
-
-        return References(run, device, self.judged(made.given))
+    def reference(self, made: Made, dtype: torch.dtype) -> dict[str, Tensor]:
+        options = {"base": float(self.base), "softmax_scale": float(self.scale)}
+        right = functools.partial(corope_reference.corope, **options)
+        return self.results(right, {name: x.to(dtype) for name, x in made.given.items()}, made)

@@ -20,7 +20,7 @@ from fused_rope_attn.generation.problem import StepTensors, Written, describe_st
 from fused_rope_attn.generation.reference import quantise
 from fused_rope_attn.runtime.entry import fill
 from verification import testing
-from verification.calls import Call, Finding, Made, Ran, References, same_bits
+from verification.calls import Call, Finding, Made, Ran, same_bits
 from verification.memory import SHARED, in_pages, lay, rows_in_pool
 
 CACHES = ("k_cache", "v_cache")
@@ -116,7 +116,7 @@ class DecodeCheck(Call):
         return function, given | {"cache_is_rotated": self.rotated}
 
     def reference(self, made: Made, dtype: torch.dtype) -> dict[str, Tensor]:
-        """Return what the reference gives in ``dtype``, and the caches, which it writes; ``made`` stays as it is."""
+        """Return what the reference gives, and the caches, which it writes."""
         found = dict(made.given)
         for name in ("q", "k", "v", *CACHES):
             if (x := found.get(name)) is not None:
@@ -133,9 +133,6 @@ class DecodeCheck(Call):
         written = self.written(made)
         caches = {name: found[name] for name in CACHES}
         return dict(zip(self.outputs, returned or ())) | caches | {"keys": _rows(caches["k_cache"], written)}
-
-    def references(self, made: Made, device: str) -> References:
-        return References(lambda dtype: self.reference(made, dtype or self.dtype), device, self.judged(made.given))
 
     def further(self, ran: Ran) -> Iterator[Finding]:
         """Hold new keys against float64; values, keys that are copied, and all rows that are not new, to the bit."""
