@@ -135,7 +135,7 @@ def test_gradients_with_intervals_and_left_padding(seed, first):
 @interpreted
 @pytest.mark.usefixtures("exact_products")
 def test_gradients_do_not_depend_on_the_rest_of_the_batch():
-    """Of a sequence alone, after padding, and in a pack."""
+    """A sequence alone, after padding, and in a pack."""
     tensors, tables, _, draw = drawn(3, 150)
     options, do = {"backend": "triton", "rotary_dim": 16}, torch.randn_like(tensors[0][:1])
     alone = [x[:1].clone().requires_grad_() for x in tensors]

@@ -1,9 +1,6 @@
 """Bounds of keys and of packed sequences that cannot be, and that the host cannot read, are harmless."""
 
 import math
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -13,7 +10,7 @@ from fused_rope_attn import rope_attention, rope_attention_varlen
 from tests.support.dtypes import F32
 from tests.support.marks import ignore_overflow
 from tests.support.operators import assert_close, kernel_or_reference
-from tests.support.paths import ROOT
+from tests.support.paths import python
 from tests.support.places import each_place
 from verification.testing import Case, make_inputs
 
@@ -83,8 +80,6 @@ ends = torch.tensor([0, 500, 300], dtype=torch.int32, device="cuda")
 rope_attention_varlen(q, q, q, table, table, ends, ends, 700, 700, True, backend="triton")
 torch.cuda.synchronize()
 """
-    environment = os.environ | {"TRITON_DEBUG": "1", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-c", program]
-    result = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
+    result = python("-c", program, TRITON_DEBUG="1")
     # The text of the assertion is lost if the process ends before the driver prints it.
     assert result.returncode != 0 and "device-side assert" in result.stderr

@@ -1,4 +1,4 @@
-"""What the sm_90 kernels read of intervals: rows of keys and visits of tiles, compared with every pair by itself, and
+"""Rows of keys and visits of tiles that the sm_90 kernels read of intervals, compared with every pair by itself, and
 the shares into which the backward divides its work: all of it, once, in good order."""
 
 import pytest
