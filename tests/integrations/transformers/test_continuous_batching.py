@@ -17,7 +17,6 @@ from fused_rope_attn.integrations.transformers.state import DECODER, state_of
 from tests.support.hf_models import MODELS, attentions_of, make_model
 from tests.support.hf_runs import assert_close
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 # From this release on managers can be told that attention reads pages, and rings are read in order.
 TOLD = RELEASE >= (5, 17)
 needs_tables = pytest.mark.skipif(not TOLD, reason="the manager has no tables of pages")

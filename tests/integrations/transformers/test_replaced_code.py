@@ -21,8 +21,6 @@ from fused_rope_attn.integrations.transformers import patch_model, patch_report,
 from tests.support.hf_models import attentions_of, make_ids, make_model
 from tests.support.hf_runs import LENGTH, assert_close, run
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
-
 
 class Change(NamedTuple):
     """A change of a model's first attention module, or of transformers by a monkeypatch, and what follows from it."""
