@@ -175,18 +175,3 @@ def test_every_class_of_the_tables_exists():
     assert not SUPPORTED.keys() & UNSUPPORTED.keys()
     assert not [name for name in (*SUPPORTED, *UNSUPPORTED) if not exists(name)]
     assert all(reason[0].islower() and reason[-1] != "." for reason in UNSUPPORTED.values())
-
-
-def test_forms_see_what_matters():
-    """Names and the order of classes are no part of a form; norms, masks, rotation and windows are."""
-    llama = fingerprint("llama.modeling_llama.LlamaAttention")
-    same = "gemma.modeling_gemma.GemmaAttention"
-    others = (
-        "qwen3.modeling_qwen3.Qwen3Attention",  # norms
-        "phimoe.modeling_phimoe.PhimoeAttention",  # masks, in another class of the file
-        "helium.modeling_helium.HeliumAttention",  # rotation, in another function
-        "gemma2.modeling_gemma2.Gemma2Attention",  # softcap, in eager attention
-        "qwen2.modeling_qwen2.Qwen2Attention",  # a window
-    )
-    assert fingerprint(same) == llama
-    assert llama not in map(fingerprint, others)
