@@ -117,6 +117,11 @@ def turned_round(model):
     model.config.layer_types = model.config.layer_types[::-1]
 
 
+def checkpointing(model, reentrant=False):
+    model.train().enable_input_require_grads()
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+
+
 def of_modules(model, count=None, config=None):
     """Set ``is_causal`` of the first modules, as recipes of embedding models do."""
     model.config.update(config or {})
@@ -279,8 +284,12 @@ OTHERS = [
     row("gemma3", "one packed row", **PACKED | {"position_ids": torch.cat((documents(9, 1, 15), documents(LENGTH)))}
         | {"size": (2, LENGTH)}, operator=VARLEN),
     # With gradient checkpointing layers get no cache, and neither do the masks: documents are separated.
-    row("llama", "checkpointing", **DOCUMENTS, grad=True, operator=VARLEN, passes=2,
-        change=lambda model: model.train().gradient_checkpointing_enable()),
+    row("llama", "checkpointing, packed", **DOCUMENTS, grad=True, operator=VARLEN, passes=2, change=checkpointing),
+    *(
+        row(name, f"checkpointing, {reentrant}", grad=True, attention_mask=LEFT[:2], passes=2,
+            change=functools.partial(checkpointing, reentrant=reentrant))
+        for name in ("llama", "gemma3", "gpt_neox") for reentrant in (False, True)
+    ),
     row("llama", "packed, with a cache", **DOCUMENTS, use_cache=True),  # transformers does not look for sequences
     row("llama", "one sequence from 5", position_ids=PLACES[None] + 5, use_cache=False),
     row("deepseek_v3", "widths", "heads of 24, 16 and 48 columns", options={"qk_nope_head_dim": 24}),

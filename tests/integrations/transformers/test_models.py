@@ -11,7 +11,6 @@ from fused_rope_attn.integrations.transformers import patch_model, patch_report,
 from tests.support.dtypes import BF16
 from tests.support.hf_models import WINDOW, make_ids, make_model
 from tests.support.hf_runs import LENGTH, assert_close, assert_same, make_cache, parts, run, steps
-from tests.support.hf_vision_models import make_inputs, make_vision_model
 from tests.support.internals import count_prepared_steps, forget_calls
 from tests.support.marks import ignore_overflow
 
@@ -58,14 +57,6 @@ def test_on_a_gpu(name):
     if name != "llama4":  # with static caches 5.17 gives one of its mask functions an argument that it lacks
         static = model.generate(ids, **options, cache_implementation="static", disable_compile=True)
         assert torch.equal(static, expected)
-
-
-@pytest.mark.parametrize("name", ["qwen2_vl", "gemma3"])  # positions of three kinds; images that see both ways
-def test_images(name, interpreted_attention):
-    model, inputs = make_vision_model(name), make_inputs(name, padding=(3, 0))
-    getattr(model.model, "vision_tower", torch.nn.Module()).requires_grad_(False)
-    present, ids = inputs["attention_mask"].bool(), inputs.pop("input_ids")
-    assert_same(model, ids, present, name == "gemma3", unsupported="skip", use_cache=False, **inputs)
 
 
 @torch.no_grad()

@@ -172,7 +172,6 @@ def test_modules_that_are_bidirectional_under_causal_masks(implementation):
             patch_model(model, unsupported="skip")
             with told:
                 assert torch.equal(model(**inputs).logits, expected[0])
-            with told:
                 assert torch.equal(model.generate(**inputs, **options), expected[1])
             model.__dict__.pop("_cache", None)
 

@@ -18,17 +18,6 @@ from tests.support.hf_runs import LENGTH, assert_close, assert_same, run
 MASK = (torch.arange(LENGTH) >= torch.tensor([[0], [6]])).long()
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt_neox"])
-def test_gradient_checkpointing(name, reentrant, calls):
-    model, ids = make_model(name).train(), make_ids(2, LENGTH)
-    if reentrant:
-        model.enable_input_require_grads()
-    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-    assert_same(model, ids, MASK.bool(), grad=True, attention_mask=MASK)
-    assert calls == {"rope_attention": 4}  # forward, and again in backward
-
-
 def test_left_padding_predicts_the_first_real_token():
     """Its label must be -100, because outputs of padding are unspecified: the loss depends on them otherwise."""
     model, ids = make_model("llama"), make_ids(2, LENGTH)
