@@ -13,6 +13,7 @@ from baselines.latent import LATENT
 from bench.gate import Verdict, judge
 from bench.suite import Entry, Provider, Suite, Trial, by_name, forward_or_backward, length_name
 from fused_rope_attn import rope_attention_mla
+from verification.calls import dtype_name
 from verification.testing import LatentCase, LatentInputs, LatentResults, make_latent_inputs, run_latent_reference
 
 OURS = Provider("fused", "rope_attention_mla (ours)", "ours")
@@ -24,11 +25,19 @@ class MlaCase(LatentCase):
     """A causal problem."""
 
     groups = ("mla",)
-    shape = LatentCase.name
 
     @property
     def name(self) -> str:
         return f"H{self.heads}-{length_name(self.len_q)}"
+
+    @property
+    def heads(self) -> int:
+        return self.heads_q
+
+    @property
+    def shape(self) -> str:
+        sizes = f"B{self.batch} H{self.heads} N{self.len_q}x{self.len_k} D{self.nope}+{self.head_dim}/{self.value}"
+        return f"{sizes} {dtype_name(self.dtype)} interleaved={self.interleaved}"
 
 
 class MlaTrial(Trial):
@@ -83,11 +92,14 @@ class MlaTrial(Trial):
         return judge(compared, self.case.dtype, forgiving=not provider.ours)
 
 
-_MODEL: dict[str, Any] = {"nope": 128, "rope": 64, "value": 128, "dtype": torch.bfloat16, "interleaved": True}
+_MODEL: dict[str, Any] = {"nope": 128, "value": 128, "dtype": torch.bfloat16, "interleaved": True, "tables": "random"}
 MLA = Suite(
     name="mla",
     description="Time multi-head latent attention and every rival on equal inputs.",
-    cases=[MlaCase(*bhn, bhn[2], **_MODEL) for bhn in ((1, 128, 1024), (1, 128, 4096), (4, 16, 4096), (1, 32, 16384))],
+    cases=[
+        MlaCase(b, h, h, n, n, 64, **_MODEL)
+        for b, h, n in ((1, 128, 1024), (1, 128, 4096), (4, 16, 4096), (1, 32, 16384))
+    ],
     trial=MlaTrial,
     table=lambda case: PROVIDERS,
 )

@@ -1,5 +1,6 @@
 """Tests run in Triton's interpreter on a machine without a GPU, and all unwritten memory holds NaN."""
 
+import gc
 import os
 from contextlib import nullcontext
 
@@ -19,6 +20,7 @@ from torch._dynamo import trace_rules  # noqa: E402
 from torch.utils._device import _device_constructors  # noqa: E402
 
 from fused_rope_attn.runtime.device import is_interpreted  # noqa: E402
+from verification.frames import in_one_chunk  # noqa: E402
 from verification.testing import poison_empty  # noqa: E402
 
 if is_interpreted():
@@ -32,6 +34,9 @@ def pytest_configure(config):
 
 
 def pytest_collection_modifyitems(config, items):
+    gc.freeze()  # modules are never garbage: collections no longer look at what they hold
+    for item in items:
+        item.runtest = in_one_chunk(item.runtest)
     if HAS_GPU and not is_interpreted():
         return
     reason = "TRITON_INTERPRET is set" if HAS_GPU else "needs a GPU: torch.cuda.is_available() is False"

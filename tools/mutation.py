@@ -1,7 +1,7 @@
 """Make one small change of a module at a time, and list those that no test notices.
 
     python -m tools.mutation kernels/masks.py rotation/problem.py
-    python -m tools.mutation attention/planning.py --tests tests/attention/test_plan.py --session plan.sqlite
+    python -m tools.mutation attention/planning.py --tests tests/attention/test_planning.py --session plan.sqlite
     python -m tools.mutation --sample 200 --seed 1           200 changes of the whole package, the same for equal seeds
 
 cosmic-ray makes the changes (``<`` for ``<=``, 2 for 1, ``and`` for ``or``) in a copy of the checkout, and keeps their

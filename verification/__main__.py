@@ -15,13 +15,10 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-import time
-from dataclasses import replace
-from pathlib import Path
 
 import torch
 
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+DTYPES = ("bfloat16", "float16", "float32")
 BACKENDS = ("reference", "triton", "hopper")
 STRATEGIES = ("inline", "prepass")
 # The names in ``strategies.FAMILIES``, which needs hypothesis.
@@ -91,94 +88,14 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     return options
 
 
-def make_checks(options: argparse.Namespace) -> list:
-    """Return the cases that the options name, each in every dtype, those of attention with their variants."""
-    if options.cp:
-        from verification import context_parallel
-
-        return context_parallel.make_checks(options)
-    from verification.matrix import ATTENTION, CHECKS, in_dtype
-
-    sizes = ("small",) if options.small or options.device == "cpu" else ("small", "large", "huge")
-    sizes = ("large", "huge") if options.large else sizes
-    strategies = options.strategy or STRATEGIES
-    found = []
-    for check in CHECKS:
-        if check.size not in sizes or options.filter.lower() not in check.name.lower():
-            continue
-        for name in options.dtype:
-            call = in_dtype(check, DTYPES[name])
-            if check not in ATTENTION:
-                # These have no strategies of attention.
-                found += [call] if "triton" in options.backend and options.strategy is None else []
-                continue
-            # The reference materialises every score: beyond the small cases it is not a backend but the yardstick.
-            variants = [("reference", "auto")] if "reference" in options.backend and check.size == "small" else []
-            variants += [("triton", strategy) for strategy in strategies if "triton" in options.backend]
-            if "hopper" in options.backend and "prepass" in strategies:
-                variants += [("hopper", "auto")] if call.obstacle("sm_90", ("hopper", "auto")) is None else []
-            if variants and (not check.only or DTYPES[name] in check.only):
-                found.append(replace(call, variants=tuple(variants)))
-    return found
-
-
 def main(argv: list[str] | None = None) -> int:
     options = parse(argv)
     if options.device == "cpu":
         # Triton reads it when it is imported, in this process and in those that it starts.
         os.environ["TRITON_INTERPRET"] = "1"
-    if options.random is not None or options.call is not None:
-        from verification import search
+    from verification import run
 
-        return search.run_call(options) if options.random is None or options.only is not None else search.run(options)
-    return run_cases(options)
-
-
-def run_cases(options: argparse.Namespace) -> int:
-    from tqdm import tqdm
-
-    from verification import report
-    from verification.calls import Machine, dtype_name
-    from verification.matrix import SIZES
-    from verification.workers import run_checks
-
-    checks = make_checks(options)
-    names = [f"{check.name} {dtype_name(check.dtype)}" for check in checks]
-    if options.list:
-        print("\n".join(names))
-        return 0
-    if not checks:
-        print(f"no case matches --filter {options.filter!r}", file=sys.stderr)
-        return 2
-
-    def outcomes():
-        # Two large cases at a time, and huge ones alone, fit the memory of the card.
-        for size, most in zip(SIZES, (options.jobs, min(options.jobs, 2), min(options.jobs, 1))):
-            batches = [[(i, check)] for i, check in enumerate(checks) if check.size == size]
-            if batches:
-                yield from run_checks(batches, Machine.of(options.device), min(most, len(batches)))
-
-    start, found = time.perf_counter(), {}
-    with tqdm(outcomes(), total=len(checks), unit="case", file=sys.stderr, dynamic_ncols=True) as bar:
-        for number, outcome in bar:
-            found[number] = rows = report.rows_of(outcome)
-            # At once, because a run that is stopped prints no table.
-            if failed := sum(row.verdict == "FAIL" for row in rows):
-                bar.write(f"{names[number]}: {failed} of {len(rows)} tensors not within tolerance", file=sys.stderr)
-            bar.set_postfix_str(names[number][:50])
-    seconds = time.perf_counter() - start
-
-    rows = [row for number in range(len(checks)) for row in found[number]]
-    counts = {verdict: sum(row.verdict == verdict for row in rows) for verdict in ("ok", "FAIL", "SKIP")}
-    environment = report.environment(options.device)
-    print(f"{report.table(rows)}\n\n{report.LEGEND}\n\n{report.summary(rows)}\n")
-    print(
-        f"{counts['ok']} of {len(rows)} tensors within tolerance, {counts['FAIL']} not, {counts['SKIP']} skipped; "
-        f"{len(checks)} cases in {seconds:.0f} s on {report.where(environment)}"
-    )
-    if options.json:
-        report.write_json(Path(options.json), environment, seconds, rows)
-    return 1 if counts["FAIL"] else 0
+    return run.run(options)
 
 
 if __name__ == "__main__":

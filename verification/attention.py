@@ -38,8 +38,9 @@ class AttentionCheck(Call):
 
     @classmethod
     def of(cls, case: testing.Case, **more: Any) -> AttentionCheck:
-        """Return the call of a case."""
-        return cls(**{field.name: getattr(case, field.name) for field in fields(testing.Case)}, **more)
+        """Return the call of a case, of its class or of one that has more fields."""
+        known = {field.name for field in fields(cls)}
+        return cls(**{field.name: getattr(case, field.name) for field in fields(case) if field.name in known}, **more)
 
     @property
     def function(self) -> str:
@@ -77,9 +78,7 @@ class AttentionCheck(Call):
         return Made(tensors | tables | masks | self.norms_of(device), upstream)
 
     def _ends(self, device: torch.device) -> dict[str, Any]:
-        ends = torch.tensor(((0, 0), *self.seqlens), dtype=torch.int32).cumsum(0, dtype=torch.int32).to(device)
-        found = {f"cu_seqlens_{name}": ends[:, i].contiguous() for i, name in enumerate("qk")}
-        return found | {f"max_seqlen_{name}": self.longest[i] for i, name in enumerate("qk")}
+        return testing.ends_of(self, device) | {f"max_seqlen_{x}": self.longest[i] for i, x in enumerate("qk")}
 
     def _unseen(self, device: torch.device) -> dict[str, Tensor]:
         """Return the rows (1|B, N) of each tensor that no query or no key sees, as True."""

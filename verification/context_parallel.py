@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import inspect
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -16,7 +17,7 @@ from fused_rope_attn.distributed import cp_shard, plan_varlen_cp, rope_attention
 from fused_rope_attn.distributed.layout import owners_of
 from verification import testing
 from verification.attention import AttentionCheck
-from verification.calls import Finding, Machine
+from verification.calls import Finding, Machine, Made
 from verification.ranks import GROUPS, Ranks, group_of
 from verification.strategies import Draw, chance, draw, pick
 from verification.testing import LAYOUTS, TABLES, Case, Comparison
@@ -31,50 +32,34 @@ def attend(case: Case, ranks: tuple[int, ...], device: str, options: dict[str, A
 
     options: options of ``rope_attention_cp``; with "local_tables" this rank passes only its rows of the tables.
     """
-    options = dict(options)
-    inputs = testing.make_inputs(case, device)
-    sharding = options.get("sharding", "zigzag")
-    shard = functools.partial(cp_shard, group=group_of(ranks), sharding=sharding)
-    q, k, v = (shard(x, 2).requires_grad_() for x in inputs[:3])
-    cos, sin = inputs.cos, inputs.sin
-    if options.pop("local_tables", False):
-        cos, sin = (shard(x, x.ndim - 2) for x in (cos, sin))
-    masks = testing.masks_of(case, device)
-    norms = testing.norms_of(case, device)
-    weights = {"dsinks": masks["sinks"], "dq_norm": norms.get("q_norm"), "dk_norm": norms.get("k_norm")}
-    weights = {name: x.requires_grad_() for name, x in weights.items() if x is not None}
-    given = {name: getattr(case, name) for name in ("softmax_scale", "rotary_dim", "interleaved")}
-    given |= {name: masks[name] for name in ("window", "softcap", "sinks")} | {"return_lse": True} | norms | options
-    if case.seqlens is None:
-        o, lse = rope_attention_cp(q, k, v, cos, sin, case.causal, group=group_of(ranks), **given)
-    else:
-        given.pop("sharding", None)
+    sharding, group, check = options.get("sharding", "zigzag"), group_of(ranks), AttentionCheck.of(case)
+    shard = functools.partial(cp_shard, group=group, sharding=sharding)
+    made = check.make(device)
+    local = made.given | {name: shard(made.given[name], 2) for name in "qkv"}
+    if options.get("local_tables"):
+        local |= {name: shard(local[name], local[name].ndim - 2) for name in ("cos", "sin")}
+    made = Made(local, {name: shard(x, 2) for name, x in made.upstream.items()})
+    _, given = check.call(made, ("auto", "auto"))
+    function, own = rope_attention_cp, {"group": group, "sharding": sharding}
+    if case.seqlens is not None:
         limits = [0, *itertools.accumulate(length for length, _ in case.seqlens)]
-        cut = {"group": group_of(ranks), "sharding": sharding, "total_tokens": case.len_q}
-        plan = plan_varlen_cp(limits, **cut, device=device)
-        packed = (x[0].transpose(0, 1) for x in (q, k, v))
-        o, lse = rope_attention_varlen_cp(*packed, cos, sin, plan, case.causal, **given)
-        o, lse = o.transpose(0, 1).unsqueeze(0), lse.unsqueeze(0)
-    upstream = [shard(x, 2) for x in (inputs.do, inputs.dlse) if x is not None]
-    gradients = torch.autograd.grad([o, lse][: len(upstream)], [q, k, v, *weights.values()], upstream)
-    names = ("o", "lse", "dq", "dk", "dv", *weights)
-    return {name: x.detach().cpu() for name, x in zip(names, (o, lse, *gradients))}
+        plan = plan_varlen_cp(limits, **own, total_tokens=case.len_q, device=device)
+        function, own = rope_attention_varlen_cp, {"plan": plan}
+    known = inspect.signature(function).parameters
+    given = {name: x for name, x in given.items() if name in known}
+    given |= {name: x for name, x in options.items() if name not in ("sharding", "local_tables")} | own
+    return {name: x.cpu() for name, x in check.results(function, given, made).items()}
 
 
 def joined(parts: list[dict[str, torch.Tensor]], sharding: str = "zigzag") -> dict[str, torch.Tensor]:
-    """All ranks' rows in the order of the sequence, and the sum of their parts of the sinks' gradient."""
-    ranks = [*range(len(parts))]  # the owner of each chunk
-    if sharding == "zigzag":
-        ranks += reversed(ranks)
-    elif sharding.startswith("dealt:"):
-        ranks = [int(rank) for rank in sharding.removeprefix("dealt:").split(",")]
-    found = {}
+    """All ranks' rows in the order of the sequence, and the sum of their parts of the weights' gradients."""
+    owners, found = owners_of(len(parts), sharding), {}
     for name in parts[0]:
         if name in OF_WEIGHTS:
             found[name] = torch.stack([part[name].double() for part in parts]).sum(0)
         else:
-            chunks = [iter(part[name].chunk(len(ranks) // len(parts), dim=2)) for part in parts]
-            found[name] = torch.cat([next(chunks[rank]) for rank in ranks], dim=2)
+            chunks = [part[name].chunk(len(owners) // len(parts), dim=2) for part in parts]
+            found[name] = torch.cat([chunks[rank][index] for rank, index in owners], dim=2)
     return found
 
 
@@ -93,7 +78,7 @@ def compared(
     references = short.references(short.made(inputs._replace(**some).with_dlse(dlse)), device)
     results = []
     for name, x in found.items():
-        rows, padding = (x[None], x[:0]) if name in OF_WEIGHTS else (x[:, :, :tokens], x[:, :, tokens:])
+        rows, padding = (x, x[:0]) if name in OF_WEIGHTS else (x[:, :, :tokens], x[:, :, tokens:])
         result = references.compare(name, rows.to(device))
         is_left = bool((padding == (float("-inf") if name == "lse" else 0.0)).all())
         results.append(result if is_left else replace(result, ok=False, detail="padding was written"))
@@ -114,6 +99,7 @@ class CpCheck:
     given: dict[str, Any]
     size: ClassVar[str] = "small"
     backend: ClassVar[str] = "cp"
+    function: ClassVar[str] = "rope_attention_cp"
 
     @property
     def name(self) -> str:

@@ -21,7 +21,7 @@ from fused_rope_attn.generation.reference import quantise
 from fused_rope_attn.runtime.entry import fill
 from verification import testing
 from verification.calls import Call, Finding, Made, Ran, References, same_bits
-from verification.memory import SHARED, in_pages, lay, rows_in_pool, same_float8
+from verification.memory import SHARED, in_pages, lay, rows_in_pool
 
 CACHES = ("k_cache", "v_cache")
 
@@ -215,3 +215,13 @@ class WriteCheck(DecodeCheck):
 def _rows(cache: Tensor, written: Tensor) -> Tensor:
     """Return the ``written`` rows of a cache, (HKV, rows, D)."""
     return cache.transpose(1, 2)[written].transpose(0, 1)
+
+
+def same_float8(name: str, x: Tensor, y: Tensor) -> testing.Comparison:
+    """Compare numbers of float8: equal but for one in a thousand, which another float32 rounding moves by one step."""
+    wide, other = x.float(), y.float()
+    off = torch.where(wide.isnan() & other.isnan(), 0.0, (wide - other).abs())
+    moved = int((off != 0).sum())
+    ok = bool((off <= 0.13 * other.abs() + 2e-3).all()) and moved <= 1 + 1e-3 * off.numel()
+    detail = "" if ok else f"{moved} of {off.numel()} numbers differ"
+    return testing.Comparison(name, 0.0, float(moved), 0.0, 0.0, ok, detail)

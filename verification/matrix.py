@@ -67,7 +67,7 @@ _SMALL = (
     _small(tables="random", interleaved=True),
     # memory
     _small(layout="odd", interleaved=True, heads_q=4, batch=2, length=40),
-    _small(layout="expanded", batch=2, heads=1),
+    _small(layout="one batch", batch=2, heads=1),
     # masks, and the pairs of them that models combine
     _small(window=(20, 5), causal=False, len_q=33, len_k=100),
     _small(batch=2, kv_lens=(80, 37)),

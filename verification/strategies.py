@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 from bisect import bisect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -107,14 +107,14 @@ def _number(draw: Draw, least: int, most: int) -> int:
 _ON_GPU = {
     "head_dim": {16: 7, 24: 5, 32: 8, 40: 4, 64: 14, 72: 4, 80: 6, 96: 9, 120: 3, 128: 18, 160: 4, 192: 5, 256: 9,
                  8: 0.7, 36: 0.7, 264: 0.4},  # the reference alone serves the last three
-    "group": {2: 4, 3: 2, 4: 4, 5: 1, 7: 1, 8: 2, 16: 0.5},
+    "group": {1: 11, 2: 4, 3: 2, 4: 4, 5: 1, 7: 1, 8: 2, 16: 0.5},
     "batch": {1: 6, 2: 5, 3: 2, 4: 1, 0: 0.15},
     "heads_kv": {1: 4, 2: 5, 3: 2, 4: 2, 8: 2},
     "len_q": {1: 10, st.integers(2, 8): 4, st.integers(9, 40): 1},  # of a step
 }  # fmt: skip
 _INTERPRETED = {
     "head_dim": {16: 30, 32: 22, 24: 10, 64: 8, 80: 3, 96: 3, 40: 3, 128: 3, 256: 1, 8: 1, 20: 1, 264: 0.5, 2: 0.5},
-    "group": {2: 5, 3: 2, 4: 1, 5: 0.5},
+    "group": {1: 6, 2: 5, 3: 2, 4: 1, 5: 0.5},
     "batch": {1: 10, 2: 5, 3: 1, 0: 0.2},
     "heads_kv": {1: 6, 2: 3, 3: 1},
     "len_q": {1: 10, st.integers(2, 8): 4, st.integers(9, 20): 1},
@@ -137,7 +137,9 @@ _OF_ATTENTION = {
     "norms": {None: 55, 0.0: 45},
     "deterministic": {False: 88, True: 12},
     "kv_lens": {None: 8, (): 2},
+    "lse_gradient": {False: 85, True: 15},
 }
+_PACKED = {"seqlens": (), "kv_starts": None, "kv_lens": None, "intervals": None, "table_batch": False}
 _OF_CACHES = {
     "rotated": {True: 6, False: 4},
     "page_size": {None: 6, 16: 4, 32: 1, 64: 1, st.integers(17, 47): 1},
@@ -165,6 +167,11 @@ _OF_ROPE = {
     "out": {"none": 6, "new": 1, "in place": 2},
     "norms": {None: 1, 0.0: 1},
     "strided_norms": {False: 9, True: 1},
+}
+_OF_COROPE = {
+    "base": {10000.0: 1, 500.0: 1, 500000: 1, 10.0: 1},
+    "softmax_scale": {None: 4, 0.1: 1, 0.0: 0.5, -0.1: 0.5},
+    "seed": {st.integers(1, 10**6): 1},
 }
 _OF_CALLS = {
     "extra_rows": {0: 4, 1: 1, st.integers(0, 40): 1},
@@ -257,10 +264,14 @@ def _bounds(draw: Draw, batch: int, length: int, *, upper: bool) -> tuple[int, .
 # Families: a prototype, and a call of it.
 
 
-def _prototype(draw: Draw, kind: type[Call], machine: Machine, table: Mapping[str, Any], **others: Any) -> Any:
-    """Draw a call of the smallest sizes, with what all functions have; ``others`` as they are."""
+def _prototype(
+    draw: Draw, kind: type[Call], machine: Machine, table: Mapping[str, Any], memory: Sequence[Any] = (), **others: Any
+) -> Any:
+    """Draw a call of the smallest sizes, with what all functions have; ``others`` as they are.
+
+    memory: the layouts of each tensor. others["variants"]: weights of the (backend, strategy) pairs."""
     dtype = _dtype(draw, machine)
-    fields = {"batch": 1, "heads_q": 1, "heads_kv": 1, "len_q": 1, "len_k": 1, "dtype": dtype}
+    fields = dict.fromkeys(("batch", "heads_q", "heads_kv", "len_q", "len_k"), 1) | {"dtype": dtype}
     for name, probability in (("table_dtype", 0.2), ("sinks_dtype", 0.3), ("norm_dtype", 0.4)):
         fields[name] = dtype if chance(draw, probability) else torch.float32
     fields |= {"head_dim": _size(draw, machine, "head_dim")} | _fields(draw, _TABLES, table)
@@ -268,11 +279,10 @@ def _prototype(draw: Draw, kind: type[Call], machine: Machine, table: Mapping[st
     if head_dim > 2 and chance(draw, 0.35):
         evens = st.integers(1, head_dim // 2).map(lambda x: 2 * x)
         rotary_dim = pick(draw, {head_dim // 4 * 2 or 2: 2, evens: 2, 2: 0.5})
-    return kind(**(fields | {"rotary_dim": rotary_dim} | others))
-
-
-def _memories(draw: Draw, *weights: Mapping[str, float]) -> tuple[str, ...]:
-    return tuple(pick(draw, layouts) for layouts in weights)
+    if "variants" in others:
+        others["variants"] = _variants(draw, machine, others["variants"])
+    fields |= {"rotary_dim": rotary_dim, "memory": tuple(pick(draw, layouts) for layouts in memory)}
+    return kind(**(fields | others))
 
 
 def _masks(draw: Draw) -> dict[str, Any]:
@@ -297,33 +307,24 @@ def _dense_prototype(draw: Draw, machine: Machine, **others: Any) -> AttentionCh
     weights |= {("auto", "auto"): 2 if machine.has_gpu else 0.5, ("auto", "inline"): 0.5, ("auto", "prepass"): 0.5}
     if "hopper" in machine.backends:  # elsewhere it must be refused
         weights |= {("hopper", "auto"): 5, ("hopper", "prepass"): 0.5, ("hopper", "inline"): 0.2}
-    fields = {"memory": _memories(draw, _MEMORY, _MEMORY, _MEMORY, _GRADIENT)} | _masks(draw) | others
-    fields |= {"variants": _variants(draw, machine, weights), "lse_gradient": chance(draw, 0.15)}
-    found = _prototype(draw, AttentionCheck, machine, _OF_ATTENTION, **fields)
-    return replace(found, return_max_logit=chance(draw, 0.2))
+    memory, fields = (*[_MEMORY] * 3, _GRADIENT), _masks(draw) | others
+    fields["return_max_logit"] = chance(draw, 0.2)
+    return _prototype(draw, AttentionCheck, machine, _OF_ATTENTION, memory, variants=weights, **fields)
 
 
 def _packed_prototype(draw: Draw, machine: Machine) -> AttentionCheck:
-    return _dense_prototype(draw, machine, seqlens=(), kv_starts=None, kv_lens=None, intervals=None, table_batch=False)
+    return _dense_prototype(draw, machine, **_PACKED)
 
 
 def _latent_prototype(draw: Draw, machine: Machine) -> LatentCheck:
     weights = {("triton", "auto"): 6, ("auto", "auto"): 2 if machine.has_gpu else 0.5, ("hopper", "auto"): 0.3}
     wide = 5 if machine.has_gpu else 1
     columns = {16: 3, 32: 3, 48: 1, 64: 1, 80: 0.5, 128: wide, 144: 0.1, 20: 0.1}
-    nope, value = (pick(draw, columns) for _ in range(2))
-    fields = {"head_dim": pick(draw, {16: 3, 32: 2, 64: wide, 48: 0.5, 80: 0.1}), "nope": nope, "value": value}
-    fields |= {"memory": _memories(draw, *[_MEMORY] * 5, _GRADIENT), "variants": _variants(draw, machine, weights)}
-    fields |= {"lse_gradient": chance(draw, 0.2), "norms": None}
-    masks = _fields(draw, {name: _OF_MASKS[name] for name in ("window", "kv_starts")})
-    packed = {"seqlens": (), "kv_starts": None, "kv_lens": None, "table_batch": False} if chance(draw, 0.35) else {}
-    found = _prototype(draw, LatentCheck, machine, _OF_ATTENTION, **(fields | masks | packed))
+    table = {"head_dim": {16: 3, 32: 2, 64: wide, 48: 0.5, 80: 0.1}, "nope": columns, "value": columns}
+    fields = _fields(draw, table, {name: _OF_MASKS[name] for name in ("window", "kv_starts")})
+    fields |= {"norms": None, "variants": weights} | (_PACKED if chance(draw, 0.35) else {})
+    found = _prototype(draw, LatentCheck, machine, _OF_ATTENTION, (*[_MEMORY] * 5, _GRADIENT), **fields)
     return replace(found, rotary_dim=None)
-
-
-def _latent_call(draw: Draw, prototype: LatentCheck, machine: Machine) -> LatentCheck:
-    call = _attention_call(draw, prototype, machine)
-    return replace(call, heads_q=call.heads_kv, hides_nan=False, norms=None, wanted=_some(draw, ROWS))
 
 
 def _call(draw: Draw, prototype: Call, **fields: Any) -> Any:
@@ -337,81 +338,78 @@ def _call(draw: Draw, prototype: Call, **fields: Any) -> Any:
     return replace(prototype, **(found | fields))
 
 
-def _attention_call(draw: Draw, prototype: AttentionCheck, machine: Machine) -> AttentionCheck:
+def _attention_call(draw: Draw, p: AttentionCheck, machine: Machine) -> AttentionCheck:
+    is_latent = isinstance(p, LatentCheck)
     most = pick(draw, {600: 14, 1024: 1, 3000: 1}) if machine.has_gpu else 90
-    group = _size(draw, machine, "group") if chance(draw, 0.5) else 1
-    sizes = _dense_sizes if prototype.seqlens is None else _packed_sizes
-    fields = sizes(draw, prototype, machine, group, most)
-    fields |= {"heads_q": fields["heads_kv"] * group, "wanted": _some(draw, (*TENSORS[:3], *WEIGHTS))}
-    if prototype.lse_gradient:
-        fields["return_lse"] = True
-    return _call(draw, prototype, **fields, hides_nan=chance(draw, 0.5))
+    group = 1 if is_latent else _size(draw, machine, "group")
+    fields = (_dense_sizes if p.seqlens is None else _packed_sizes)(draw, p, machine, group, most)
+    fields |= {"heads_q": fields["heads_kv"] * group, "hides_nan": not is_latent and chance(draw, 0.5)}
+    fields |= {"return_lse": True} if p.lse_gradient else {}
+    return _call(draw, p, **fields, wanted=_some(draw, ROWS if is_latent else (*TENSORS[:3], *WEIGHTS)))
 
 
 def _dense_sizes(draw: Draw, p: AttentionCheck, machine: Machine, group: int, most: int) -> dict[str, Any]:
-    batch, heads_kv = _size(draw, machine, "batch"), _size(draw, machine, "heads_kv")
-    len_k = _length(draw, most)
+    batch, heads_kv, len_k = _size(draw, machine, "batch"), _size(draw, machine, "heads_kv"), _length(draw, most)
     kind = pick(draw, {"same": 8, "fewer": 6, "one": 2, "more": 3, "no keys": 0.3, "no queries": 0.3})
     len_q = {"same": len_k, "one": 1, "no queries": 0}.get(kind)
-    if len_q is None:
-        len_q = _number(draw, 1, len_k) if kind == "fewer" else _length(draw, most)
-        if kind == "fewer" and chance(draw, 0.75):
+    if kind == "fewer":
+        len_q = _number(draw, 1, len_k)
+        if chance(draw, 0.75):
             len_q = max(1, len_k - _near_border(draw, len_k))  # then the diagonal crosses tiles at their borders
-    len_k = 0 if kind == "no keys" else len_k
+    len_q, len_k = _length(draw, most) if len_q is None else len_q, 0 if kind == "no keys" else len_k
     batch, heads_kv, len_q, len_k = _fitted(machine, batch, heads_kv, group, len_q, len_k)
     if not p.causal and p.kv_lens is None:
         len_q = min(len_q, len_k)  # more queries than keys are refused then: ``refusals``
-    found = {"batch": batch, "heads_kv": heads_kv, "len_q": len_q, "len_k": len_k}
-    found["window"] = _window(draw, p.window, len_k)
-    for name in ("kv_starts", "kv_lens"):
-        if getattr(p, name) is not None:
-            found[name] = _bounds(draw, batch, len_k, upper=name == "kv_lens")
-    return found
+    bounds = [name for name in ("kv_starts", "kv_lens") if getattr(p, name) is not None]
+    found = {name: _bounds(draw, batch, len_k, upper=name == "kv_lens") for name in bounds}
+    found |= {"batch": batch, "heads_kv": heads_kv, "len_q": len_q, "len_k": len_k}
+    return found | {"window": _window(draw, p.window, len_k)}
 
 
 def _packed_sizes(draw: Draw, p: AttentionCheck, machine: Machine, group: int, most: int) -> dict[str, Any]:
-    heads_kv = _size(draw, machine, "heads_kv")
-    own_tables = type(p) is AttentionCheck and chance(draw, 0.2)
-    seqlens = []
+    own_tables, seqlens = type(p) is AttentionCheck and chance(draw, 0.2), []
     for _ in range(pick(draw, {1: 2, 2: 5, 3: 3, st.integers(4, 12) if machine.has_gpu else 3: 2, 0: 0.3})):
         len_k = _length(draw, most)
         len_q = pick(draw, {len_k: 6, st.integers(0, len_k): 2, 1: 1, st.integers(1, most): 1})
         if chance(draw, 0.35):
             len_q = max(0, len_k - _near_border(draw, len_k))
-        if own_tables:
-            len_q = len_k
+        len_q = len_k if own_tables else len_q
         seqlens.append(pick(draw, {(len_q, len_k): 12, (0, len_k): 0.5, (len_q, 0): 0.5, (0, 0): 0.5}))
-    tails = [pick(draw, {0: 5, 1: 1, st.integers(1, 20): 1}) for _ in range(2)]
+    # A tail may have more rows than the tables.
+    tails = [pick(draw, {0: 5, 1: 1, st.integers(1, 20): 1, 40: 0.3}) for _ in range(2)]
     if own_tables:
         seqlens, tails = [(n, n) for n, _ in seqlens], [tails[0]] * 2
 
-    def totals() -> tuple[int, int]:
-        len_q, len_k = (tails[i] + sum(pair[i] for pair in seqlens) for i in range(2))
-        return len_q, len_k
+    def totals() -> tuple[int, ...]:
+        return tuple(sum(lengths) for lengths in zip(tails, *seqlens))
 
     while len(seqlens) > 1 and _fitted(machine, 1, 1, group, *totals())[2:] != totals():
         seqlens.pop()
-    _, heads_kv, *_ = _fitted(machine, 1, heads_kv, group, *totals())
     len_q, len_k = totals()
-    longest = [max((pair[i] for pair in seqlens), default=0) for i in range(2)]
+    _, heads_kv, *_ = _fitted(machine, 1, _size(draw, machine, "heads_kv"), group, len_q, len_k)
+    longest = [max(lengths) for lengths in zip((0, 0), *seqlens)]
     more_q, more_k = (pick(draw, {0: 4, st.integers(0, 50): 1}) for _ in range(2))
     # The reference takes its tables from the case: there must be as many rows as max_seqlen_k asks for.
     max_seqlens = longest[0] + more_q, min(longest[1] + more_k, len_k)
-    found = {"heads_kv": heads_kv, "len_q": len_q, "len_k": len_k, "seqlens": tuple(seqlens)}
-    if own_tables:
-        found |= {"token_tables": True, "extra_rows": 0}
-    return found | {"max_seqlens": max_seqlens, "window": _window(draw, p.window, max(longest))}
+    found = {
+        "heads_kv": heads_kv,
+        "len_q": len_q,
+        "len_k": len_k,
+        "seqlens": tuple(seqlens),
+        "max_seqlens": max_seqlens,
+    }
+    found |= {"token_tables": True, "extra_rows": 0} if own_tables else {}
+    return found | {"window": _window(draw, p.window, max(longest))}
 
 
 def _decode_prototype(draw: Draw, machine: Machine) -> DecodeCheck:
     weights = {("triton", "auto"): 5, ("auto", "auto"): 5 if machine.has_gpu else 0.5, ("hopper", "auto"): 0.2}
-    group = _size(draw, machine, "group") if chance(draw, 0.7) else 1
-    fields = {"heads_q": group, "len_q": _size(draw, machine, "len_q"), "variants": _variants(draw, machine, weights)}
-    fields["memory"] = _memories(draw, _MEMORY, _MEMORY, _MEMORY, _ALONE, _ALONE)
-    found = _prototype(draw, DecodeCheck, machine, _OF_DECODE, **fields, **_masks(draw) | {"intervals": None})
+    fields = {name: _size(draw, machine, size) for name, size in (("heads_q", "group"), ("len_q", "len_q"))}
+    fields |= _masks(draw) | {"intervals": None, "variants": weights}
+    found = _prototype(draw, DecodeCheck, machine, _OF_DECODE, (*[_MEMORY] * 3, *[_ALONE] * 2), **fields)
     if found.append or found.page_size is not None or chance(draw, 0.5):
         return found
-    return replace(found, memory=found.memory[:3] + _memories(draw, _MEMORY, _MEMORY))  # nothing is written
+    return replace(found, memory=(*found.memory[:3], pick(draw, _MEMORY), pick(draw, _MEMORY)))  # nothing is written
 
 
 def _decode_call(draw: Draw, p: DecodeCheck, machine: Machine) -> DecodeCheck:
@@ -444,39 +442,36 @@ def _in_pages(check: DecodeCheck, rows: int) -> int:
 
 
 def _write_prototype(draw: Draw, machine: Machine) -> WriteCheck:
-    heads = _number(draw, 1, 9 if machine.has_gpu else 5)
-    fields = {"heads_q": heads, "heads_kv": heads, "memory": _memories(draw, _MEMORY, _MEMORY, _ALONE, _ALONE)}
-    variants = _variants(draw, machine, {("triton", "auto"): 1})
-    return _prototype(draw, WriteCheck, machine, _OF_WRITE, **fields, variants=variants)
+    heads, memory = _number(draw, 1, 9 if machine.has_gpu else 5), [_MEMORY, _MEMORY, _ALONE, _ALONE]
+    fields = {"heads_q": heads, "heads_kv": heads, "variants": {("triton", "auto"): 1}}
+    return _prototype(draw, WriteCheck, machine, _OF_WRITE, memory, **fields)
 
 
-def _write_call(draw: Draw, prototype: WriteCheck, machine: Machine) -> WriteCheck:
-    capacity = _in_pages(prototype, _number(draw, 1, pick(draw, {600: 5, 3000: 1}) if machine.has_gpu else 60))
-    batch = _number(draw, 1, 12 if machine.has_gpu else 3)
-    new = tuple(pick(draw, {st.integers(0, capacity): 6, 0: 1, capacity + 5: 0.5}) for _ in range(batch))
+def _write_call(draw: Draw, p: WriteCheck, machine: Machine) -> WriteCheck:
+    capacity = _in_pages(p, _number(draw, 1, pick(draw, {600: 5, 3000: 1}) if machine.has_gpu else 60))
+    weights = {st.integers(0, capacity): 6, 0: 1, capacity + 5: 0.5}
+    new = tuple(pick(draw, weights) for _ in range(_number(draw, 1, 12 if machine.has_gpu else 3)))
     cached = {0: 4, st.integers(0, capacity): 4, -2: 0.3, capacity + 3: 0.3}
-    rows = (sum(new) if prototype.packed else max(new)) + pick(draw, {0: 2, 7: 1})
-    fields = {"batch": batch, "len_q": rows, "len_k": capacity, "new": new}
-    return _call(draw, prototype, **fields, lengths=tuple(pick(draw, cached) for _ in new))
+    rows = (sum(new) if p.packed else max(new)) + pick(draw, {0: 2, 7: 1})
+    fields = {"batch": len(new), "len_q": rows, "len_k": capacity, "new": new}
+    return _call(draw, p, **fields, lengths=tuple(pick(draw, cached) for _ in new))
 
 
 def _rope_prototype(draw: Draw, machine: Machine, several: bool = True) -> RopeCheck:
-    names = pick(draw, {("q", "k"): 3, ("q", "k", "v"): 1}) if several else ("x",)
+    fields = {"names": pick(draw, {("q", "k"): 3, ("q", "k", "v"): 1}) if several else ("x",)}
     # Tiles are sized by heads, so that these belong to the prototype.
-    first, others = (_number(draw, 1, 12 if machine.has_gpu else 4) for _ in range(2))
-    p = _prototype(draw, RopeCheck, machine, _OF_ROPE, names=names, heads_q=first, heads_kv=others)
+    fields |= {name: _number(draw, 1, 12 if machine.has_gpu else 4) for name in ("heads_q", "heads_kv")}
+    p = _prototype(draw, RopeCheck, machine, _OF_ROPE, **fields, **({} if several else {"norms": None}))
     two_ids = {"two ids": 1} if p.head_dim >= 4 and p.form != "thd" else {}
     positions = pick(draw, {"index": 5, "ids": 2, "row ids": 1} | two_ids)
-    memory = [_ALONE if p.out == "in place" else _MEMORY] * len(names) + [_GRADIENT] * len(names)
-    fields = {"positions": positions, "memory": _memories(draw, *memory)}
+    tensors = [_ALONE if p.out == "in place" else _MEMORY] * len(p.names)
+    fields = {"positions": positions, "memory": tuple(pick(draw, x) for x in tensors + [_GRADIENT] * len(p.names))}
     if positions == "two ids":
         fields["rotary_dim"] = max(4, p.rotary_dim // 4 * 4)
     if p.form == "thd" and positions == "index":
         fields["seqlens"] = ()
-    if not several:
-        fields["norms"] = None
     if chance(draw, 0.03):
-        fields |= {"dtype": torch.float64, "table_dtype": torch.float64, "norm_dtype": torch.float64}
+        fields |= dict.fromkeys(("dtype", "table_dtype", "norm_dtype"), torch.float64)
     return replace(p, **fields)
 
 
@@ -498,36 +493,29 @@ def _rope_call(draw: Draw, p: RopeCheck, machine: Machine) -> RopeCheck:
 
 
 def _corope_prototype(draw: Draw, machine: Machine) -> CoRopeCheck:
-    head_dim = pick(draw, {32: 4, 64: 3, 96: 1, 128: 1, 40: 1, 16: 0.5})
+    head_dim, group = pick(draw, {32: 4, 64: 3, 96: 1, 128: 1, 40: 1, 16: 0.5}), _size(draw, machine, "group")
     is_served = "triton" in machine.backends and 32 <= head_dim <= 128
-    fields = {"public": machine.has_gpu or not is_served or chance(draw, 0.2), "head_dim": head_dim}
-    group = _size(draw, machine, "group") if chance(draw, 0.6) else 1
-    fields["memory"] = _memories(draw, _MEMORY, _MEMORY, _MEMORY, _GRADIENT)
-    return CoRopeCheck(1, group, 1, 1, 1, **fields, dtype=_dtype(draw, machine))
+    fields = {"public": machine.has_gpu or not is_served or chance(draw, 0.2), "dtype": _dtype(draw, machine)}
+    memory = tuple(pick(draw, layouts) for layouts in (*[_MEMORY] * 3, _GRADIENT))
+    return CoRopeCheck(1, group, 1, 1, 1, head_dim, memory=memory, **fields)
 
 
-def _corope_call(draw: Draw, prototype: CoRopeCheck, machine: Machine) -> CoRopeCheck:
-    group, length = prototype.heads_q, _length(draw, 400 if machine.has_gpu else 40)
-    cost = group * (prototype.head_dim if machine.has_gpu else 1)  # the reference keeps a vector of each score
+def _corope_call(draw: Draw, p: CoRopeCheck, machine: Machine) -> CoRopeCheck:
+    group, length = p.heads_q, _length(draw, 400 if machine.has_gpu else 40)
+    cost = group * (p.head_dim if machine.has_gpu else 1)  # the reference keeps a vector of each score
     batch, heads_kv = max(_size(draw, machine, "batch"), 1), _size(draw, machine, "heads_kv")
     batch, heads_kv, length, _ = _fitted(machine, batch, heads_kv, cost, length, length)
     sizes = {"batch": batch, "heads_q": heads_kv * group, "heads_kv": heads_kv, "len_q": length, "len_k": length}
-    base = pick(draw, {10000.0: 1, 500.0: 1, 500000: 1, 10.0: 1})
-    scale = pick(draw, {None: 4, 0.1: 1, 0.0: 0.5, -0.1: 0.5})
-    others = {"base": base, "softmax_scale": scale, "wanted": _some(draw, TENSORS[:3])}
-    return replace(prototype, **sizes, **others, seed=pick(draw, _OF_CALLS["seed"]))
+    return replace(p, **sizes, **_fields(draw, _OF_COROPE), wanted=_some(draw, TENSORS[:3]))
 
 
 def _pair_prototype(draw: Draw, machine: Machine) -> PairCheck:
-    on_hopper = "hopper" in machine.backends
-    weights = {("triton", "auto"): 4, ("hopper", "auto"): 8 if on_hopper else 0.2}
+    weights = {("triton", "auto"): 4, ("hopper", "auto"): 8 if "hopper" in machine.backends else 0.2}
     weights |= {("auto", "auto"): 2} if machine.has_gpu else {}  # on a CPU the reference, which promises nothing
-    group = _size(draw, machine, "group") if chance(draw, 0.7) else 1
-    fields = _masks(draw) | {"heads_q": group, "variants": _variants(draw, machine, weights)}
-    fields |= {"kv_starts": None, "intervals": None}
-    found = _prototype(draw, PairCheck, machine, _OF_PAIRS, **fields)
+    fields = _masks(draw) | {"kv_starts": None, "intervals": None, "table_batch": False, "variants": weights}
+    found = _prototype(draw, PairCheck, machine, _OF_PAIRS, heads_q=_size(draw, machine, "group"), **fields)
     # Raw keys with norms are rounded twice.
-    return replace(found, rotated=found.rotated or found.norms is not None, table_batch=False)
+    return replace(found, rotated=found.rotated or found.norms is not None)
 
 
 def _pair_call(draw: Draw, p: PairCheck, machine: Machine) -> PairCheck:
@@ -544,14 +532,14 @@ def _way(draw: Draw, p: PairCheck, machine: Machine, length: int, row: int, most
     """Draw a way to ``row`` in a call of ``most`` sequences at most. Rows that see later keys need all of them."""
     kind = pick(draw, {"batch": 4, "pack": 3} | ({"pages": 4, "cache": 3} if p.causal else {}))
     is_step = kind in ("pages", "cache")
-    first = pick(draw, {0: 5, row: 8 if is_step else 2, max(0, row - 5): 2, st.integers(0, row): 3})
-    few = min(length, row + 5)
-    ends = {length: 5, row + 1: 8 if is_step else 2, few: 2, st.integers(row + 1, length): 3}
-    others = {0: 4, 1: 1, st.integers(1, 300 if machine.has_gpu else 40): 5}
-    before, after = (pick(draw, others) for _ in range(2))
+    alone = 8 if is_step else 2
+    first = pick(draw, {0: 5, row: alone, max(0, row - 5): 2, st.integers(0, row): 3})
+    ends = {length: 5, row + 1: alone, min(length, row + 5): 2, st.integers(row + 1, length): 3}
+    end = pick(draw, ends) if p.causal else length
+    before, after = (pick(draw, {0: 4, 1: 1, st.integers(1, 300 if machine.has_gpu else 40): 5}) for _ in range(2))
     batch = _number(draw, 1, most)
     place, appends = _number(draw, 0, batch - 1), not (is_step and chance(draw, 0.2))
-    return Way(kind, first, pick(draw, ends) if p.causal else length, before, after, batch, place, appends)
+    return Way(kind, first, end, before, after, batch, place, appends)
 
 
 @dataclass(frozen=True)
@@ -581,7 +569,7 @@ class Family:
 FAMILIES = {
     "attention": Family(_dense_prototype, _attention_call, (8, 8)),
     "packed": Family(_packed_prototype, _attention_call, (4, 4)),
-    "mla": Family(_latent_prototype, _latent_call, (3, 3)),
+    "mla": Family(_latent_prototype, _attention_call, (3, 3)),
     "decode": Family(_decode_prototype, _decode_call, (5, 2)),
     "rope": Family(functools.partial(_rope_prototype, several=False), _rope_call, (1.5, 2)),
     "rope of several": Family(_rope_prototype, _rope_call, (2, 2)),

@@ -61,15 +61,6 @@ def split_columns(x, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def operand(x, float8, DTYPE: tl.constexpr):
-    """Return a tile for products with a cache: in DTYPE, or ``Halves`` if the cache is float8."""
-    if float8.DTYPE is None:
-        return x.to(DTYPE)
-    else:
-        return split_columns(x, float8.DTYPE)
-
-
-@triton.jit
 def scaled_queries(q, DTYPE: tl.constexpr):
     """Return (``Halves`` of q in DTYPE, a factor for scores) of rotated queries (rows, columns) in float32.
 

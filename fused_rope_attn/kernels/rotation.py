@@ -264,10 +264,17 @@ def store_pairs(rows, first, second, offs, pairing, layouts=None, FIRST_PAIR: tl
 def load_rotated(
     rows, offs, rotation, position_offset, sign=1.0, CHECK_ROWS: tl.constexpr = True, DTYPE: tl.constexpr = None
 ):
-    """Load the rows ``offs`` of q or k, norm and rotate them in float32, and multiply them by ``sign``.
+    """Return ``load_rotated_pairs`` in pair order, rounded once to DTYPE, None: the memory's."""
+    first, second = load_rotated_pairs(rows, offs, rotation, position_offset, sign, CHECK_ROWS)
+    return pack_pairs(first, second).to(rows.ptr.dtype.element_ty if DTYPE is None else DTYPE)
 
-    They are rounded once to DTYPE, None: the memory's, and are in pair order. Row i has position ``position_offset +
-    i``. CHECK_ROWS as in ``load_pairs``.
+
+@triton.jit
+def load_rotated_pairs(rows, offs, rotation, position_offset, sign=1.0, CHECK_ROWS: tl.constexpr = True):
+    """Load the rows ``offs`` of q or k, norm and rotate them in float32, and multiply them by ``sign``: (first members,
+    second members), each (len(offs), BLOCK_D / 2).
+
+    Row i has position ``position_offset + i``. CHECK_ROWS as in ``load_pairs``.
     """
     BLOCK_D: tl.constexpr = rows.format.BLOCK_D
     weights = None
@@ -275,8 +282,7 @@ def load_rotated(
         weights = pair_norm_weights(rotation.norm, rotation, BLOCK_D)
     first, second = load_pairs(rows, offs, rotation, CHECK_ROWS=CHECK_ROWS)
     cos, sin = load_angles(rotation, offs + position_offset, BLOCK_D)
-    first, second = norm_and_rotate(first, second, cos, sin, sign, rotation, weights)
-    return pack_pairs(first, second).to(rows.ptr.dtype.element_ty if DTYPE is None else DTYPE)
+    return norm_and_rotate(first, second, cos, sin, sign, rotation, weights)
 
 
 @triton.jit

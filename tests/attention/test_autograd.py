@@ -1,12 +1,14 @@
 """Attention and differentiation: checkpointing, autocast, torch.func; higher derivatives and forward mode raise."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 from fused_rope_attn import plan, rope_attention
-from tests.support.internals import go_through_the_dispatcher
+from tests.support.gpu import ODD_LENGTHS, assert_alike
 from tests.support.marks import STRATEGIES, ignore_overflow, interpreted
 from tests.support.operators import (
     SMALL,
@@ -17,7 +19,8 @@ from tests.support.operators import (
     small_calls,
     upstream_of,
 )
-from verification.testing import make_inputs
+from tests.support.places import both_backends as both_on_a_gpu
+from verification.testing import make_inputs, norms_of
 
 pytestmark = ignore_overflow
 both_backends = kernel_or_reference("triton", "reference")
@@ -56,23 +59,6 @@ def test_double_backward_raises(name, options):
     for x in (*leaves, *upstream):
         with pytest.raises(NotImplementedError, match="double backward"):
             torch.autograd.grad(sum(x.sum() for x in gradients), x, retain_graph=True)
-
-
-@interpreted
-@small_calls
-@pytest.mark.parametrize("plain", [True, False])
-def test_whatever_takes_a_gradient_gets_the_same_one(name, plain, monkeypatch):
-    """Each tensor alone, and all through the dispatcher, by kernels of either strategy; as the reference has them."""
-    expected = differentiated(*small_call(name, backend="reference"))
-    if not plain:
-        go_through_the_dispatcher(monkeypatch)
-    for strategy in ("auto",) if name == "latent" else STRATEGIES if plain else ("prepass",):
-        run, tensors = small_call(name, backend="triton", **({} if name == "latent" else {"strategy": strategy}))
-        whole = differentiated(run, tensors)
-        assert_close(whole, expected, 2e-5)
-        count = len(whole) - len(tensors)
-        for i, wanted in enumerate(tensors):
-            assert_close(differentiated(run, tensors, wanted=(wanted,)), (*whole[:count], whole[count + i]), 0.0)
 
 
 @both_backends
@@ -133,24 +119,33 @@ def test_autocast_and_the_reference():
         assert torch.equal(rope_attention(*wide, cos, sin, True), small_call("plain")[0](*wide)[0])
 
 
+@both_on_a_gpu
+def test_autocast_on_a_gpu(chosen):
+    """q, k and v become bfloat16; the tables and norms' weights stay float32, and all gradients are float32."""
+    case = replace(ODD_LENGTHS, norms=0.0, dtype=torch.float32)
+    inputs, norms = make_inputs(case, "cuda"), norms_of(case, "cuda")
+    weights = [norms[name].requires_grad_() for name in ("q_norm", "k_norm")]
+
+    def run(dtype):
+        leaves = [*(x.detach().to(dtype).requires_grad_() for x in inputs[:3]), *weights]
+        o = rope_attention(*leaves[:3], inputs.cos, inputs.sin, True, **norms, **chosen, deterministic=True)
+        return o, leaves
+
+    with torch.autocast("cuda", torch.bfloat16):
+        assert plan(*inputs[:5], True, **chosen).backend == chosen["backend"]
+        o, leaves = run(torch.float32)
+    low, low_leaves = run(torch.bfloat16)
+    assert o.dtype == torch.bfloat16 and torch.equal(o, low)
+    found, expected = (torch.autograd.grad(x, of, inputs.do.bfloat16()) for x, of in ((o, leaves), (low, low_leaves)))
+    assert all(x.dtype == torch.float32 for x in found)
+    assert_alike(found, expected)
+
+
 def with_tangent(function, tensors, i):
     """Call ``function`` with the tensors; number ``i`` has a tangent."""
     with forward_ad.dual_level():
         given = [forward_ad.make_dual(x, torch.ones_like(x)) if i == j else x for j, x in enumerate(tensors)]
         return function(*given)
-
-
-@both_backends
-@small_calls
-def test_a_tangent_is_refused(name, backend):
-    run, tensors = small_call(name, backend=backend)
-    tensors = list(tensors.values())
-    run(*tensors)  # a known call from here on
-    for i, tensor in enumerate(tensors):
-        with pytest.raises(NotImplementedError, match=FORWARD_MODE):
-            with_tangent(run, tensors, i)
-        with pytest.raises(NotImplementedError, match=FORWARD_MODE):
-            torch.func.jvp(lambda x: run(*tensors[:i], x, *tensors[i + 1 :]), (tensor,), (tensor,))  # noqa: B023
 
 
 def plain(backend):
@@ -170,7 +165,9 @@ def test_torch_func_refuses_forward_mode_and_second_derivatives(backend):
     def weighted(weights):
         return torch.func.grad(lambda q: (run(q) * weights).sum())(q)
 
+    run(q)  # a known call from here on
     for refused in (
+        lambda: torch.func.jvp(run, (q,), (q,)),
         lambda: torch.func.jacfwd(lambda q: run(q).sum((1, 3)))(q),
         lambda: torch.func.hessian(lambda q: run(q).sum())(q),
         lambda: torch.func.grad(lambda q: torch.func.jvp(run, (q,), (q,))[1].sum())(q),
@@ -220,27 +217,23 @@ def test_torch_func(name, backend):
 
 @both_backends
 @pytest.mark.unpoisoned
-@pytest.mark.parametrize("where", ["inside", "around", "dual"])
-def test_compiled_calls_refuse_forward_mode(where, backend):
+def test_compiled_calls(backend):
+    """Gradients by torch.func; forward mode is refused inside of a graph, around it, and for a dual tensor."""
     run, q = plain(backend)
-    torch._dynamo.reset()
-    function = (lambda q: torch.func.jvp(run, (q,), (q,))) if where == "inside" else run
-    compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
-    if where != "inside":
-        compiled(q)
-    with pytest.raises((NotImplementedError, RuntimeError)):
-        if where == "dual":
-            with_tangent(compiled, (q,), 0)
-        elif where == "around":
-            torch.func.jvp(compiled, (q,), (q,))
-        else:
-            compiled(q)
-
-
-@interpreted
-@pytest.mark.unpoisoned
-def test_compiled_gradients_by_torch_func():
-    run, q = plain("triton")
     gradient = torch.func.grad(lambda q: run(q).square().sum())
-    torch._dynamo.reset()
-    assert_close([torch.compile(gradient, backend="aot_eager", fullgraph=True)(q)], [gradient(q)])
+
+    def compiled(function):
+        torch._dynamo.reset()
+        return torch.compile(function, backend="aot_eager", fullgraph=True)
+
+    if backend == "triton":
+        assert_close([compiled(gradient)(q)], [gradient(q)])
+    graph = compiled(run)
+    graph(q)
+    for refused in (
+        lambda: with_tangent(graph, (q,), 0),
+        lambda: torch.func.jvp(graph, (q,), (q,)),
+        lambda: compiled(lambda q: torch.func.jvp(run, (q,), (q,)))(q),
+    ):
+        with pytest.raises((NotImplementedError, RuntimeError)):
+            refused()

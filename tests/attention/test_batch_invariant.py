@@ -1,25 +1,26 @@
-"""``batch_invariant=True`` by the portable kernels: what the pairs of ``tests/test_calls.py`` do not draw.
+"""``batch_invariant=True``: what the pairs of ``tests/test_calls.py`` do not draw, and on a GPU more pairs.
 
-These are gradients, intervals, rows past the end of a cache, and refusals.
+The portable kernels show gradients, intervals, rows past the end of a cache, and refusals.
 """
 
 import math
 import random
+from dataclasses import replace
 
 import pytest
 import torch
 
-from fused_rope_attn import (
-    plan,
-    rope_attention,
-    rope_attention_varlen,
-    rope_attention_with_kvcache,
-    rope_tables,
-)
+from fused_rope_attn import plan, rope_attention, rope_attention_varlen, rope_attention_with_kvcache, rope_tables
+from fused_rope_attn.generation import planning as generation_planning
 from tests.support.attention import assert_equal
-from tests.support.dtypes import F16, F32
+from tests.support.calls import assert_right, check_calls
+from tests.support.dtypes import BF16, F16, F32
+from tests.support.internals import forget_calls
 from tests.support.marks import ignore_overflow, interpreted
+from tests.support.places import needs_sm_90
+from verification.calls import Machine
 from verification.interpreter import products_in_float64
+from verification.pairs import PairCheck, Way
 
 pytestmark = ignore_overflow
 
@@ -78,18 +79,17 @@ def test_tokens_past_the_end_of_a_cache(before):
     """They give 0 and -inf, and the rows before them the bits that they have in a cache with rows for all."""
     (q, k, v), tables, _, _ = drawn(5, 150)
     options = {"backend": "triton", "rotary_dim": 16}
-    o, lse = attend((q, k, v), tables, **options)
+    expected = attend((q, k, v), tables, **options)
     batch, heads, length, columns = k.shape
-    first, room = max(0, length - 9), 4  # new tokens from the first one on; the cache has rows for some of them
+    first, room = length - 9, 4  # new tokens from the first one on; the cache has rows for some of them
     rows, starts = before + first + room, int32([before] * batch)
     caches = [torch.full((batch, heads, rows, columns), math.nan).half() for _ in range(2)]
     step = options | {"batch_invariant": True, "return_lse": True, "kv_starts": starts}
     for new in (slice(0, first), slice(first, None)):
         given = q[:, :, new], *caches, *(x[:rows] for x in later(tables, before)), k[:, :, new], v[:, :, new]
-        found, found_lse = rope_attention_with_kvcache(*given, cache_seqlens=starts + new.start, **step)
-    kept = slice(first, first + room)
-    assert torch.equal(found[:, :, :room], o[:, :, kept]) and torch.equal(found_lse[:, :, :room], lse[:, :, kept])
-    assert (found[:, :, room:] == 0).all() and (found_lse[:, :, room:] == -math.inf).all()
+        found = rope_attention_with_kvcache(*given, cache_seqlens=starts + new.start, **step)
+    assert_equal([x[:, :, :room] for x in found], [x[:, :, first : first + room] for x in expected])
+    assert (found[0][:, :, room:] == 0).all() and (found[1][:, :, room:] == -math.inf).all()
 
 
 @interpreted
@@ -179,3 +179,33 @@ def test_who_cannot_keep_the_promise_refuses():
         with pytest.raises(error, match=message):
             call()
     assert plan(q, q, q, *tables, True, **asked).backend == "reference"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["triton", pytest.param("hopper", marks=needs_sm_90)])
+@pytest.mark.parametrize(
+    ("head_dim", "dtype", "norms"),
+    [(64, "bfloat16", 0.0), (96, "float16", 0.0), (128, "float16", None), (256, "bfloat16", None)],
+)
+def test_rows_have_the_same_bits(backend, head_dim, dtype, norms):
+    fixed = {"head_dim": head_dim, "norms": norms, "rotated": True, "variants": ((backend, "auto"),)}
+    check_calls(Machine.of("cuda", (dtype,), (backend,)), "pairs", 4, backend, head_dim, **fixed)
+
+
+@pytest.mark.parametrize("tokens", [1, 5])
+@pytest.mark.parametrize(
+    "least_units",
+    [pytest.param(1, id="one loop", marks=needs_sm_90), pytest.param(1 << 30, id="split", marks=needs_sm_90)],
+)
+def test_both_ways_of_an_ordered_step(least_units, tokens, monkeypatch):
+    """A step of 8 query heads for each key head, in pages, against the whole sequence."""
+    kept = generation_planning.ordered_config
+    monkeypatch.setattr(
+        generation_planning, "ordered_config", lambda problem: replace(kept(problem), least_units=least_units)
+    )
+    forget_calls()
+    length = 700
+    ways = (Way("batch", 0, length), Way("pages", length - tokens, length, before=50, after=30, batch=2, place=1))
+    call = PairCheck(1, 16, 2, length, length, 128, dtype=BF16, ways=ways, variants=(("hopper", "auto"),))
+    assert_right(call, Machine.of("cuda"))
+    forget_calls()

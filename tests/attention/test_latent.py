@@ -1,4 +1,6 @@
-"""Multi-head latent attention: what models compute, and the kernels that run."""
+"""Multi-head latent attention: what models compute, the kernels that run, and DeepSeek's widths on a GPU."""
+
+from dataclasses import replace
 
 import pytest
 import torch
@@ -6,8 +8,13 @@ import torch.nn.functional as F
 
 from fused_rope_attn import plan_mla, rope_attention_mla
 from fused_rope_attn.rotation.reference import rotate
+from tests.support.attention import assert_equal
 from tests.support.dtypes import BF16, F64
-from tests.support.marks import interpreted
+from tests.support.gpu import assert_alike, capture
+from tests.support.internals import go_through_the_dispatcher
+from tests.support.marks import cases, interpreted
+from tests.support.operators import Record
+from tests.support.places import both_backends, check_on_gpu, only_sm_90
 from tests.support.planning import kinds
 from verification.testing import LatentCase, make_latent_inputs, run_latent_op
 
@@ -16,7 +23,7 @@ from verification.testing import LatentCase, make_latent_inputs, run_latent_op
 @pytest.mark.parametrize("window", [None, (4, 0)])
 def test_the_reference_is_what_models_compute(interleaved, window):
     """Concatenate, expand and attend, as DeepSeek's code does: values and gradients."""
-    case = LatentCase(2, 3, 9, 12, interleaved=interleaved, window=window, dtype=F64)
+    case = LatentCase(2, 3, 3, 9, 12, 16, interleaved=interleaved, window=window, tables="random", dtype=F64)
     inputs = make_latent_inputs(case)
     out = run_latent_op(inputs, case, backend="reference")
     distance = torch.arange(9)[:, None] + 3 - torch.arange(12)
@@ -27,7 +34,7 @@ def test_the_reference_is_what_models_compute(interleaved, window):
         rotate(x, *(t[-x.shape[2] :].to(F64) for t in (inputs.cos, inputs.sin)), interleaved=interleaved)
         for x in (q_rope, k_rope)
     )
-    q, k = torch.cat((q_nope, q_rot), -1), torch.cat((k_nope, k_rot.expand(-1, case.heads, -1, -1)), -1)
+    q, k = torch.cat((q_nope, q_rot), -1), torch.cat((k_nope, k_rot.expand(-1, case.heads_q, -1, -1)), -1)
     o = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=case.scale)
     for x, y in zip((out.o, *out[2:]), [o, *torch.autograd.grad(o, leaves, inputs.do)], strict=True):
         torch.testing.assert_close(x, y, rtol=1e-10, atol=1e-10)
@@ -65,10 +72,134 @@ def test_auto_takes_the_sm_90_kernels_at_the_widths_of_deepseek(arch):
 
 @interpreted
 @pytest.mark.parametrize(
-    ("name", "changes"), [("q_rope", {"rope": 80}), ("q_nope", {"nope": 40}), ("v", {"value": 144})]
+    ("name", "changes"), [("q_rope", {"head_dim": 80}), ("q_nope", {"nope": 40}), ("v", {"value": 144})]
 )
 def test_an_explicit_backend_says_which_widths_it_serves(name, changes):
-    inputs = make_latent_inputs(LatentCase(1, 2, 5, 5, **changes))[:7]
+    inputs = make_latent_inputs(LatentCase(1, 2, 2, 5, 5, **({"head_dim": 16} | changes)))[:7]
     with pytest.raises(NotImplementedError, match=f"{name} must have a number of columns that is a multiple of 16"):
         rope_attention_mla(*inputs, backend="triton")
     assert plan_mla(*inputs).backend == "reference" and rope_attention_mla(*inputs).isfinite().all()
+
+
+@interpreted
+def test_views_run_without_a_copy():
+    """A query's and a key's parts are read where the projections wrote them."""
+    inputs = make_latent_inputs(LatentCase(1, 2, 2, 9, 12, 16, dtype=torch.float32))
+    assert not inputs.q_rope.is_contiguous() and not inputs.v.is_contiguous()
+    copies = []
+
+    class Watch(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, function, types, args=(), kwargs=None):
+            copies.append(getattr(function, "__name__", "") in ("copy_", "contiguous", "clone", "cat", "expand"))
+            return function(*args, **(kwargs or {}))
+
+    with Watch(), torch.no_grad():
+        rope_attention_mla(*inputs[:7], True, backend="triton")
+    assert copies and not any(copies)
+
+
+# On a GPU.
+
+DEEPSEEK = LatentCase(2, 6, 6, 333, 700, 64, nope=128, value=128, interleaved=True, tables="random", dtype=BF16)
+PACKED = replace(
+    DEEPSEEK, batch=1, len_q=650, len_k=710, lse_gradient=True,
+    seqlens=((300, 300), (0, 0), (1, 1), (20, 0), (129, 129), (0, 30), (200, 250)),
+)  # fmt: skip
+PADDED = replace(DEEPSEEK, kv_starts=(0, 300), kv_lens=(700, 650), lse_gradient=True)
+KINDS = {
+    "causal": {"causal": True, "window": None, "kv_starts": None, "kv_lens": None, "seqlens": None},
+    "masks": {"window": (7, -1), "kv_starts": (), "kv_lens": (), "seqlens": None},
+    "packed": {"window": None, "kv_starts": None, "kv_lens": None, "seqlens": ()},
+    "packed, a window": {"causal": False, "window": (7, 7), "kv_starts": None, "kv_lens": None, "seqlens": ()},
+}
+
+
+@both_backends
+@pytest.mark.parametrize("kind", KINDS)
+def test_random_calls(kind, chosen):
+    chosen = {"backend": chosen["backend"]}
+    check_on_gpu(chosen, "mla", kind, **KINDS[kind], head_dim=64, nope=128, value=128, table_batch=False)
+
+
+@both_backends
+@cases(DEEPSEEK, PADDED, PACKED, replace(DEEPSEEK, len_q=2048, len_k=2048, heads_q=16, heads_kv=16))
+def test_a_hundred_reruns_are_bitwise_equal(case, chosen):
+    """Rows that do not exist, and those of the first packed sequence, may hold NaN, and reach nothing else."""
+    inputs, others = make_latent_inputs(case, "cuda"), make_latent_inputs(replace(case, seed=1), "cuda")
+    backend = chosen["backend"]
+    first = run_latent_op(inputs, case, backend=backend, deterministic=True)
+    for _ in range(100):
+        # Leave other numbers in the memory that the next run's workspaces get: a kernel may begin before another ends.
+        run_latent_op(others, case, backend=backend)
+        assert_equal(first, run_latent_op(inputs, case, backend=backend))
+    if case not in (PADDED, PACKED):
+        return
+    for x in (inputs.k_nope, inputs.k_rope, inputs.v):
+        x[-1, :, :300] = float("nan")
+        if case is PADDED:
+            x[-1, :, 650:] = float("nan")
+    kept = slice(300 if case is PACKED else None, None)
+    assert_equal(*([x[:, :, kept] for x in of] for of in (first, run_latent_op(inputs, case, backend=backend))))
+
+
+@only_sm_90
+@cases(DEEPSEEK, PADDED, PACKED)
+def test_backward_of_saved_and_of_given_queries(case, chosen, monkeypatch):
+    """An eager forward pass saves q_rope rotated. Traced calls save what the caller gave."""
+    inputs = make_latent_inputs(case, "cuda")
+    o, _, *gradients = run_latent_op(inputs, case, **chosen)
+    go_through_the_dispatcher(monkeypatch)
+    found_o, _, *found = run_latent_op(inputs, case, **chosen)
+    assert_alike((found_o, *found), (o, *gradients))
+
+
+@only_sm_90
+def test_the_operator_of_saved_queries(chosen):
+    """A mode that watches operators sees one. Its fake results have the layout of the real ones."""
+    inputs = make_latent_inputs(DEEPSEEK, "cuda")
+    leaves = [x.detach().requires_grad_() for x in inputs[:5]]
+    o = rope_attention_mla(*leaves, *inputs[5:7], True, interleaved=True, **chosen)
+    expected = torch.autograd.grad(o, leaves, inputs.do, retain_graph=True)
+    with Record() as record, torch.enable_grad():
+        assert_equal(torch.autograd.grad(o, leaves, inputs.do, create_graph=True), expected)
+    ((function, arguments),) = [x for x in record.calls if "attention_backward" in str(x[0])]
+    torch.library.opcheck(function, arguments, test_utils="test_faketensor")
+
+
+@both_backends
+@pytest.mark.parametrize("how", ["graph", "compile"])
+def test_both_passes(how, chosen):
+    """A replay has the bits of eager calls; torch.compile makes one graph."""
+    torch._dynamo.reset()
+    inputs = make_latent_inputs(DEEPSEEK, "cuda")
+
+    def attention(*rows):
+        return rope_attention_mla(*rows, *inputs[5:7], True, interleaved=True, backend=chosen["backend"])
+
+    def step(function=attention):
+        leaves = [x.detach().requires_grad_() for x in inputs[:5]]
+        o = function(*leaves)
+        return [o.detach(), *torch.autograd.grad(o, leaves, inputs.do)]
+
+    if how == "compile":
+        assert_alike(step(torch.compile(attention, fullgraph=True)), step())
+        return
+    graph, captured = capture(step)
+    for x in captured:
+        x.zero_()
+    graph.replay()
+    assert_equal(captured, step())
+
+
+@both_backends
+def test_no_tensor_of_all_columns_or_all_heads_is_allocated(chosen):
+    """Forward allocates o, lse and the rotated shared head, and no more than a rounding of the allocator beyond."""
+    inputs = make_latent_inputs(LatentCase(1, 32, 32, 2048, 2048, 64, nope=128, value=128, dtype=BF16), "cuda")
+    for _ in range(3):  # compile, record, replay
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        with torch.no_grad():
+            o, lse = rope_attention_mla(*inputs[:7], True, return_lse=True, backend=chosen["backend"])
+        taken = torch.cuda.max_memory_allocated() - before
+    assert taken <= o.numel() * 2 + lse.numel() * 4 + 2048 * 64 * 2 + (1 << 20)

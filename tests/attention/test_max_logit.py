@@ -1,16 +1,24 @@
-"""``return_max_logit``: the results and their order, and the kernels that run."""
+"""``return_max_logit``: the results and their order, the kernels that run, equal bits and replays on a GPU."""
+
+from dataclasses import replace
 
 import pytest
 import torch
 
-from fused_rope_attn import plan, plan_varlen
+from fused_rope_attn import plan, plan_varlen, rope_attention, rope_attention_varlen, rope_tables
 from fused_rope_attn.attention.hopper.forward_kernel import max_logit_kernel
+from tests.support.attention import assert_equal
+from tests.support.dtypes import BF16
+from tests.support.gpu import ODD_LENGTHS, capture
+from tests.support.marks import cases, interpreted
 from tests.support.operators import assert_close, differentiated, kernel_or_reference, small_call
+from tests.support.places import UNEVEN, each_backend, packed
 from tests.support.planning import call, kinds, packed_call
+from verification.testing import make_inputs, run_op
 
 
 @kernel_or_reference("reference", "triton")
-@pytest.mark.parametrize("name", ["plain", "bshd", "masks", "packed"])
+@pytest.mark.parametrize("name", ["bshd", "masks", "packed"])
 def test_the_results_and_their_order(backend, name):
     """max_logit is the last result, with lse or without, and changes no other result and no gradient."""
     run, tensors = small_call(name, return_max_logit=True, backend=backend)
@@ -22,6 +30,7 @@ def test_the_results_and_their_order(backend, name):
     assert_close(differentiated(without, tensors), (o, lse, *gradients), 0.0)
 
 
+@interpreted
 @pytest.mark.parametrize("ends", [None, [0, 3, 3, 10, 37], [0, 3, 10], [0, -5, 12, 90]])
 def test_the_maximum_over_rows(ends):
     """The second launch of the sm_90 forward, over batches and packed rows: empty sequences and wrong ends too."""
@@ -37,17 +46,6 @@ def test_the_maximum_over_rows(ends):
             assert torch.equal(found[i], rows[:, [*range(max(a, 0), min(b, 37)), 37]].amax(-1))
 
 
-@kernel_or_reference("reference", "triton")
-def test_rows_after_the_last_sequence(backend):
-    """They have no maximum of their own, also if there is no sequence at all."""
-    for ends in ([0, 3, 7], [0, 3], [0]):
-        ends = dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), torch.tensor(ends, dtype=torch.int32))
-        run, tensors = small_call("packed", **ends, backend=backend)
-        o, _, max_logit = run(*tensors.values())
-        assert max_logit.shape == (len(ends["cu_seqlens_q"]) - 1, 2) and bool(max_logit.isfinite().all())
-        assert not bool(o[int(ends["cu_seqlens_q"][-1]) :].any())
-
-
 def test_the_kernels_that_serve_it(arch):
     """Those of other calls, except that none are inline by themselves: a launch has to fill it anyway."""
     assert plan(**call(return_max_logit=True)) == plan(**call()) and kinds(plan(**call())) == "HH"
@@ -55,3 +53,50 @@ def test_the_kernels_that_serve_it(arch):
     assert plan(**tiny | {"return_max_logit": False}).strategy == "inline"
     assert plan(**tiny).strategy == "prepass" and plan(**tiny, strategy="inline").strategy == "inline"
     assert plan_varlen(**packed_call(2, 64, 64, return_max_logit=True)).strategy == "prepass"
+
+
+@each_backend
+@cases(replace(ODD_LENGTHS, kv_starts=(0, 399), kv_lens=(0, 650)), packed(UNEVEN, head_dim=256, causal=False))
+def test_equal_bits(case, chosen):
+    """o and lse have the same bits without it, and max_logit has the same bits in every run."""
+    inputs = make_inputs(case, "cuda")
+    out = run_op(inputs, case, **chosen, grads=False, max_logit=True)
+    assert_equal(out[:2], run_op(inputs, case, **chosen, grads=False)[:2])
+    for _ in range(3):
+        assert torch.equal(run_op(inputs, case, **chosen, grads=False, max_logit=True).max_logit, out.max_logit)
+
+
+@each_backend
+def test_each_replay_fills_it_again(chosen):
+    """Smaller logits after larger ones, as a known call and in a CUDA graph."""
+    q, k, v, cos, sin, _ = make_inputs(ODD_LENGTHS, "cuda")
+
+    def run():
+        return rope_attention(q, k, v, cos, sin, True, return_max_logit=True, **chosen)[1]
+
+    first = run()
+    graph, captured = capture(run)
+    for factor in (1.0, 0.25):
+        q.mul_(factor)  # a power of two: exact
+        assert torch.equal(run(), first * factor)
+        graph.replay()
+        assert torch.equal(captured, first * factor)
+
+
+@each_backend
+def test_rows_after_the_last_sequence_raise_no_other_memory(chosen):
+    """Four times 32 maxima fill a block of the allocator: those of a fifth sequence would be in the next one."""
+    q, k, v = (torch.randn(700, heads, 128, device="cuda", dtype=BF16) for heads in (32, 8, 8))
+    tables = rope_tables(512, 128, device="cuda")
+
+    def run(sequences):
+        ends = torch.arange(sequences + 1, device="cuda", dtype=torch.int32) * 128
+        return rope_attention_varlen(q, k, v, *tables, ends, ends, 128, 128, True, **chosen, return_max_logit=True)
+
+    for sequences in (4, 0):
+        run(sequences)  # compiles
+        blocks = [torch.full((128,), -1, device="cuda", dtype=torch.int32) for _ in range(64)]
+        del blocks[32]
+        o, max_logit = run(sequences)
+        assert max_logit.shape == (sequences, 32) and bool(max_logit.isfinite().all())
+        assert not bool(o[128 * sequences :].any()) and all(bool((block == -1).all()) for block in blocks)

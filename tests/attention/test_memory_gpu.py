@@ -71,7 +71,7 @@ def test_peaks(layout, chosen):
 @both_backends
 def test_latent_attention_allocates_no_tensor_of_all_columns_or_all_heads(chosen):
     """Forward allocates o, lse and the rotated shared head, and no more than a rounding of the allocator beyond."""
-    inputs = make_latent_inputs(LatentCase(1, 32, 2048, 2048, 128, 64, 128, dtype=BF16), "cuda")
+    inputs = make_latent_inputs(LatentCase(1, 32, 32, 2048, 2048, 64, nope=128, value=128, dtype=BF16), "cuda")
     for _ in range(3):  # compile, record, replay
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()

@@ -9,7 +9,7 @@ import torch
 import fused_rope_attn as package
 from fused_rope_attn import distributed, rope_attention
 from fused_rope_attn.attention import api
-from fused_rope_attn.attention.problem import DESCRIBED, ROWS, SCHEMA, Options, Tensors
+from fused_rope_attn.attention.problem import ROWS, Options, Tensors
 from fused_rope_attn.distributed import api as distributed_api
 from fused_rope_attn.generation import api as generation_api
 from tests.support.operators import SMALL
@@ -17,18 +17,17 @@ from verification.testing import make_inputs
 
 ENDS = torch.tensor([0, 7], dtype=torch.int32)
 LENGTHS = {"max_seqlen_q": 7, "max_seqlen_k": 7}
-# By public function: where its calls are described, and its arguments besides q, k, v, cos and sin.
+# By public function: its arguments besides q, k, v, cos and sin.
 FUNCTIONS = {
-    "rope_attention": (api, {}),
-    "plan": (api, {}),
-    "rope_attention_varlen": (api, LENGTHS),
-    "plan_varlen": (api, {"cu_seqlens_q": ENDS, "cu_seqlens_k": ENDS} | LENGTHS),
-    "rope_attention_with_kvcache": (generation_api, {}),
-    "plan_with_kvcache": (generation_api, {"cache_seqlens": ENDS}),
-    "rope_attention_cp": (distributed_api, {"group": None}),
-    "plan_cp": (distributed_api, {"group": None}),
+    "rope_attention": {},
+    "plan": {},
+    "rope_attention_varlen": LENGTHS,
+    "plan_varlen": {"cu_seqlens_q": ENDS, "cu_seqlens_k": ENDS} | LENGTHS,
+    "rope_attention_with_kvcache": {},
+    "plan_with_kvcache": {"cache_seqlens": ENDS},
+    "rope_attention_cp": {"group": None},
+    "plan_cp": {"group": None},
 }
-EXPLAINED = ("rope_attention", "rope_attention_varlen", "rope_attention_with_kvcache", "apply_rope", "apply_rope_qk")
 
 
 class Described(Exception):
@@ -41,15 +40,14 @@ def public(name):
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_every_option_arrives_under_its_own_name(name, monkeypatch):
-    module, needed = FUNCTIONS[name]
-
     def describe(*records, **_):
         raise Described(*records[:2])
 
     def fail_together(group, error):
         raise error
 
-    monkeypatch.setattr(module, "describe_call" if module is api else "_describe", describe)
+    for module, of_it in ((api, "describe_call"), (generation_api, "_describe"), (distributed_api, "_describe")):
+        monkeypatch.setattr(module, of_it, describe)
     monkeypatch.setattr(distributed_api, "group_of", lambda group: group)
     monkeypatch.setattr(distributed_api, "fail_together", fail_together)
     given = make_inputs(SMALL)[:5]
@@ -58,37 +56,35 @@ def test_every_option_arrives_under_its_own_name(name, monkeypatch):
     assert len(options) > 10
     for option in options:
         marked = object()
-        others = {x: None for x in own if x.startswith(("cu_", "cache_seq"))} | needed | {option: marked}
+        others = {x: None for x in own if x.startswith(("cu_", "cache_seq"))} | FUNCTIONS[name] | {option: marked}
         with pytest.raises(Described) as caught:
             public(name)(*given, **others)
         found = {x: getattr(caught.value.args[x not in Tensors._fields], x) for x in options}
         assert found.pop(option) is marked and all(x == own[other].default for other, x in found.items())
 
 
-def test_defaults_are_those_of_the_signatures():
-    """And pass their own checks: ``check_options`` does not look at them in eager calls."""
+def test_the_signature_is_that_of_the_table():
+    """Defaults pass their own checks: ``check_options`` does not look at them in eager calls."""
+    names = (
+        "q k v cos sin causal softmax_scale rotary_dim interleaved window softcap sinks kv_starts kv_lens "
+        "q_norm k_norm norm_eps norm_offset query_starts query_ends layout return_lse deterministic "
+        "backend strategy batch_invariant return_max_logit"
+    )
     signature = inspect.signature(rope_attention).parameters
-    assert {name: signature[name].default for name in ROWS} == {name: row.default for name, row in ROWS.items()}
+    assert list(signature) == names.split()
     assert set(signature) - set(ROWS) == {"q", "k", "v", "cos", "sin", "layout"}
-    assert set(Options._fields) | set(Tensors._fields) >= set(ROWS)
+    assert {name: signature[name].default for name in ROWS} == {name: row.default for name, row in ROWS.items()}
     for name in Options._fields:
         if ROWS[name].check is not None:
             ROWS[name].check(name, ROWS[name].default, Tensors(*make_inputs(SMALL)[:5]))
 
 
-def test_a_problem_holds_every_option():
-    """All but one that the public function reads, rotary_dim, which the tables decide, and tensors."""
-    assert set(DESCRIBED) == set(Options._fields) - {"return_lse", "rotary_dim"}
-    assert all(f" {name}" in SCHEMA and f"None {name}" not in SCHEMA for name in DESCRIBED)
-
-
-@pytest.mark.parametrize("name", EXPLAINED)
+@pytest.mark.parametrize("name", [*(x for x in FUNCTIONS if hasattr(package, x) and x[0] == "r"), "apply_rope_qk"])
 def test_unknown_keywords_are_explained(name):
     function = getattr(package, name)
     parameters = inspect.signature(function).parameters
     for keyword, hint in (
         ("interleave", "did you mean interleaved?"),
-        ("rotary_dims", "did you mean rotary_dim?"),
         ("zzz", f"the arguments are {', '.join(parameters)}"),
     ):
         with pytest.raises(TypeError) as caught:
@@ -102,7 +98,7 @@ def test_unknown_keywords_are_explained(name):
 # Keywords of rope_attention, and what is said of them.
 KEYWORDS = [
     *(({name: None}, rf"^rope_attention\(\) does not take '{name}' \(did you mean {near}") for name, near in (
-        ("kv_len", "kv_lens"), ("casual", "causal"), ("return_lsd", "return_lse or return_max_logit"),
+        ("casual", "causal"), ("return_lsd", "return_lse or return_max_logit"),
         # Words of other libraries.
         ("is_causal", "causal"), ("scale", "softmax_scale"), ("sm_scale", "softmax_scale"), ("window_size", "window"),
         ("sliding_window", "window"), ("logits_soft_cap", "softcap"), ("rotary_interleaved", "interleaved"),
@@ -128,23 +124,14 @@ def test_close_keywords_are_recognised(keywords, message):
             call(*given, **keywords)
     with pytest.raises(TypeError, match="missing 2 required positional arguments: 'cos' and 'sin'"):
         rope_attention(*given[:3])
-    if "is_causal" in keywords:
+    if keywords == {"is_causal": None}:
         torch._dynamo.reset()
         with pytest.raises(Exception, match="is_causal"):
             torch.compile(rope_attention, fullgraph=True, backend="eager")(*given, **keywords)
 
 
-def test_the_order_of_arguments():
-    names = (
-        "q k v cos sin causal softmax_scale rotary_dim interleaved window softcap sinks kv_starts kv_lens "
-        "q_norm k_norm norm_eps norm_offset query_starts query_ends layout return_lse deterministic "
-        "backend strategy batch_invariant return_max_logit"
-    )
-    assert list(inspect.signature(rope_attention).parameters) == names.split()
-
-
-@pytest.mark.parametrize("name", ["query_starts", "query_ends"])
 @pytest.mark.parametrize("function", ["rope_attention_varlen", "rope_attention_with_kvcache", "rope_attention_cp"])
-def test_functions_without_intervals_refuse_them(function, name):
-    with pytest.raises(TypeError, match=rf"^{function}\(\) does not take '{name}' \("):
-        public(function)(**{name: ENDS})
+def test_functions_without_intervals_refuse_them(function):
+    for name in ("query_starts", "query_ends"):
+        with pytest.raises(TypeError, match=rf"^{function}\(\) does not take '{name}' \("):
+            public(function)(**{name: ENDS})

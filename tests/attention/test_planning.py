@@ -1,16 +1,33 @@
-"""The kernels that a call gets, and the reason: sm_90 or portable ones. Runs on tensors without memory."""
+"""The kernels that a call gets, and the reason; ``plan`` of every function; explicit choices, which run or say why not.
+
+Most tests are on tensors without memory, on the machine of the fixture ``arch``.
+"""
 
 import dataclasses
+import math
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
 
-from fused_rope_attn import plan, rope_attention
-from fused_rope_attn.attention import configs
+import fused_rope_attn as package
+from fused_rope_attn import apply_rope, plan, plan_varlen, rope_attention, rope_attention_with_kvcache
+from fused_rope_attn.attention import configs, planning
 from fused_rope_attn.attention.hopper import configs as hopper_configs
+from fused_rope_attn.attention.portable import configs as portable_configs
 from tests.support.dtypes import F16, F32, F64
 from tests.support.internals import backend_of, plan_of
-from tests.support.planning import call, kinds
+from tests.support.marks import interpreted
+from tests.support.operators import SMALL, Record
+from tests.support.planning import call, kinds, packed_call
+from verification.testing import LatentCase, make_inputs, make_latent_inputs
+
+
+def meta(*shape, dtype=torch.int32):
+    return torch.empty(shape, dtype=dtype, device="meta")
+
 
 # A length of each bucket of the tables.
 LENGTHS = {"tiny": 512, "short": 1024, "medium": 4096, "long": 4097}
@@ -34,11 +51,8 @@ def test_auto_takes_what_the_tables_say(arch, head_dim, heads, causal):
         assert all(config == row.config for kind, config, row in found if kind == "H")
 
 
-def test_shared_heads_have_rows_of_their_own():
-    shared, own = (hopper_configs.backward_row(128, True, "medium", gqa) for gqa in (True, False))
-    assert shared != own
-
-
+MASKS = {"window": (4, 0), "softcap": 5.0, "sinks": meta(8, dtype=F32), "kv_starts": meta(2), "kv_lens": meta(2),
+         "query_starts": meta(1, 8192), "query_ends": meta(2, 8192)}  # fmt: skip
 # A call, the kernels of both passes, and words of the reason.
 PLANS = [
     (call(64, 8192, heads=(64, 8), batch=64), "HH", "made for this card"),  # the longer length counts
@@ -63,11 +77,18 @@ PLANS = [
     (call(8192, head_dim=256, dtype=F32), "PP", "but is torch.float32"),
     # A head dim of 96 takes the time of one of 128: this is as much work as the threshold asks for.
     *((call(1024, heads=(32, 32), head_dim=d), "HH", "made for this card") for d in (96, 128)),
+    # The forward wants tiles to spare: of batches, heads and columns.
+    (call(512, head_dim=64), "PP", "too little work"),
+    (call(512, head_dim=64, batch=4), "HP", "made for this card"),
+    (call(2048, head_dim=128, heads=(2, 2), batch=1), "PH", "too little work"),
+    (call(2048, head_dim=128, heads=(4, 4), batch=1), "HH", "made for this card"),
     *((call(backend=backend, **{option: True}), "HH", "deterministic=True, .* in the order of the key blocks")
       for backend in ("auto", "hopper") for option in ("deterministic", "batch_invariant")),
-    (call(deterministic=True, kv_starts=torch.empty(2, dtype=torch.int32, device="meta")), "HH", "key blocks"),
-    *((call(backend=backend, batch_invariant=True, kv_starts=torch.empty(2, dtype=torch.int32, device="meta")), "HP",
-       "not from kv_starts") for backend in ("auto", "hopper")),
+    (call(deterministic=True, kv_starts=meta(2)), "HH", "key blocks"),
+    *((call(backend=backend, batch_invariant=True, kv_starts=meta(2)), "HP", "not from kv_starts")
+      for backend in ("auto", "hopper")),
+    *((call(8192, causal=False, backend=backend, **{name: mask}), "HH", "sm_90")
+      for name, mask in MASKS.items() for backend in ("auto", "hopper")),
 ]  # fmt: skip
 
 
@@ -76,13 +97,24 @@ def test_plans(arch, given, expected, words):
     chosen = plan(**given)
     assert kinds(chosen) == expected and chosen.backend == ("hopper" if expected[0] == "H" else "triton")
     assert all(part in chosen.reason for part in words.split(" .* ")), chosen.reason
-    assert chosen.reason.count("made for this card") <= 1
+    assert chosen.reason.count("made for this card") <= 1 and (expected != "HH" or chosen.saves_rotated)
     if given["q"].shape[-1] > 128 and expected == "HH":
         # 227 KB of shared memory hold 64 keys in two stages next to 128 rows of Q and half of those of O.
         assert (chosen.forward.block_n, chosen.forward.stages) == (64, 2)
 
 
-def test_deterministic_gradients_change_no_configuration(arch, tables):
+@pytest.mark.parametrize("warn_only", [False, True])
+def test_deterministic_gradients(arch, tables, warn_only):
+    """Asked for by the option or by torch, they change no configuration, and need other kernels of the sm_90 alone."""
+    for planned, given in ((plan, call(heads=(16, 4))), (plan_varlen, packed_call(2, 8192, 4096, heads=(16, 4)))):
+        free, asked = planned(**given), planned(**given, deterministic=True)
+        torch.use_deterministic_algorithms(True, warn_only=warn_only)
+        try:
+            found = planned(**given)
+        finally:
+            torch.use_deterministic_algorithms(False)
+        assert found == asked != free == planned(**given) and type(asked.backward) is type(free.backward)
+        assert "torch.use_deterministic_algorithms" in found.reason and "deterministic" not in free.reason
     assert plan(**call(deterministic=True)).backward == plan(**call()).backward
     portable = plan(**call(backend="triton", deterministic=True))
     assert portable == plan(**call(backend="triton")) and "deterministic" not in portable.reason
@@ -101,28 +133,6 @@ def test_each_pass_is_decided_alone(arch, tables, forward, backward):
         first, second = ("sm_90", "portable") if forward else ("portable", "sm_90")
         assert f"forward, {first} kernels" in chosen.reason and f"backward, {second} kernels" in chosen.reason
     assert kinds(plan(**call(8192))) == "PP" and kinds(plan(**call(8192, backend="hopper"))) == "HH"
-
-
-# (batch, heads of q, of k, length, head dim), and whether the sm_90 forward has work enough there: it wants tiles to
-# spare.
-TIMED = [
-    ((2, 8, 8, 512, 64), False), ((4, 8, 8, 512, 64), True),
-    ((1, 4, 4, 1024, 64), False), ((1, 8, 8, 1024, 64), True),
-    ((1, 2, 2, 2048, 64), False), ((1, 4, 4, 2048, 64), True),
-    ((1, 1, 1, 2048, 96), False), ((1, 2, 2, 2048, 96), True),
-    ((1, 4, 4, 512, 128), True),
-    ((1, 2, 2, 1024, 128), False), ((1, 4, 4, 1024, 128), True),
-    ((1, 2, 2, 2048, 128), False), ((1, 4, 4, 2048, 128), True),
-    ((1, 8, 4, 1024, 256), True),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("sizes", "wins"), TIMED, ids=str)
-def test_the_persistent_forward_wants_work(arch, sizes, wins):
-    batch, heads_q, heads_kv, length, head_dim = sizes
-    chosen = plan(**call(length, head_dim=head_dim, heads=(heads_q, heads_kv), batch=batch))
-    assert kinds(chosen)[0] == "PH"[wins]
-    assert ("too little work" in chosen.reason.partition("; backward")[0]) is not wins
 
 
 @pytest.mark.parametrize(
@@ -197,7 +207,7 @@ def test_what_a_traced_graph_knows_is_refused_at_once(arch):
         assert backend_of(call(len_k=length), backend=backend) == (backend, "")
 
 
-@pytest.mark.parametrize("name", ["sm_80", "sm_89", "sm_100", "sm_120", "gfx942", "cpu", "interpreter"])
+@pytest.mark.parametrize("name", ["sm_80", "sm_100", "gfx942", "cpu", "interpreter"])
 def test_other_machines(arch, name):
     arch(name)
     for function in (plan, rope_attention):
@@ -206,3 +216,207 @@ def test_other_machines(arch, name):
     if name != "cpu":
         chosen = plan(**call())
         assert chosen.backend == "triton" and "sm_90" in chosen.reason and name in chosen.reason
+
+
+# Masked and packed calls.
+
+
+@pytest.fixture
+def least_work(tables, monkeypatch):
+    """Let the sm_90 forward ask for 2**33 multiply-adds in every bucket, the backward for none."""
+    tables(configs.BUCKETS, configs.BUCKETS)
+    row = dataclasses.replace(hopper_configs.FORWARD[0], least_work=dict.fromkeys(configs.BUCKETS, 2**33))
+    monkeypatch.setattr(hopper_configs, "FORWARD", (row,))
+
+
+# Packed calls (sequences, tokens, the longest), the kernels of both passes, and whether rotated q and k are saved: up
+# to 128 columns the sm_90 forward stores tiles, which the portable backward of packed sequences cannot read.
+LEAST = 1024 * hopper_configs.LEAST_MEAN_LENGTH
+PACKED = [
+    # Measured: faster on the sm_90 kernels in both passes.
+    *((packed_call(*sizes, **options), expected, True)
+      for sizes in ((64, 145930, 4096), (256, 131072, 512), (1, 32768, 32768))
+      for options, expected in (({}, "HH"), ({"backend": "triton"}, "PP"), ({"deterministic": True}, "HH"))),
+    (packed_call(64, 145930, 4096, strategy="inline"), "PP", False),
+    # A short sequence alone is no work for them forward; many are.
+    (packed_call(2, 512, 256), "PH", True),
+    (packed_call(1, 200, 200, heads=(1, 1)), "PP", False),
+    # Shorter than half a tile on average, empty ones included, are slower on the sm_90 kernels.
+    (packed_call(4096, 65536, 16), "PP", True),
+    (packed_call(4096, 65536, 16, backend="hopper"), "HH", True),
+    (packed_call(1024, LEAST, 4096), "HH", True),
+    (packed_call(1025, LEAST, 4096), "PP", True),
+    (packed_call(1025, 4000, 4000, tokens_k=LEAST + 64), "HH", True),  # the longer length counts
+    *((packed_call(32, 131072, 4096, head_dim=d, backend="hopper"), "HH", True) for d in (64, 136, 256)),
+    (packed_call(8, 65536, 8192, heads=(8, 8), head_dim=256), "HH", True),
+    *((packed_call(1, 2000, 2000, heads=(2, 1), head_dim=d, backend="hopper", deterministic=x), "HH", True)
+      for d in (128, 256) for x in (False, True)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("given", "expected", "saves_rotated"), PACKED, ids=lambda x: x if type(x) is str else "")
+def test_packed_calls(arch, given, expected, saves_rotated):
+    chosen = plan_varlen(**given)
+    assert kinds(chosen) == expected and chosen.saves_rotated is saves_rotated
+    assert ("less than 64 tokens on average" in chosen.reason) is (len(given["cu_seqlens_q"]) > 1025
+                                                                   and expected == "PP")  # fmt: skip
+
+
+def test_packed_calls_are_planned_by_their_longest_sequence(arch, least_work):
+    """Not by the tokens of the whole batch; whatever other masks there are."""
+    few = {"heads": (8, 8), "head_dim": 64, "backend": "triton"}
+    for masks in ({}, {"window": (100, 0), "softcap": 5.0}):
+        for longest, bucket in ((1 << 16, "long"), (300, "tiny")):
+            chosen = plan_varlen(**packed_call(8, 1 << 16, longest, **few, **masks))
+            assert chosen.forward == portable_configs.forward_config("sm_90", 2, 64, "prepass", bucket, True)
+    for longest, strategy in ((2, "inline"), (4096, "prepass")):  # 2**21 * 2 at most
+        assert plan_varlen(**packed_call(8, 4096, longest, **few)).strategy == strategy
+    longest = 2**33 // (1 << 14) // 128
+    for length, expected in ((longest, "HH"), (longest // 2, "PH")):
+        assert kinds(plan_varlen(**packed_call(8, 1 << 14, length, heads=(1, 1)))) == expected
+
+
+def test_masked_calls_have_tiles_of_their_own(arch):
+    plain, masked = (portable_configs.backward_config("sm_90", 2, 64, "long", m) for m in (False, True))
+    given = call(8192, head_dim=64, backend="triton")
+    assert plan(**given, window=(9, 0)).backward == masked != plain == plan(**given).backward
+
+
+def test_a_window_is_less_work(arch, least_work):
+    """Multiply-adds are counted for the keys that a query sees, at most."""
+    keys = 2**33 // (8192 * 128)  # as many as make it much
+    for window, causal, expected in (
+        (None, True, "HH"),
+        ((keys, 0), True, "HH"),
+        ((keys - 2, 0), True, "PH"),
+        ((keys - 2, -1), True, "PH"),
+        ((keys - 2, -1), False, "HH"),
+        ((keys // 2 - 1, keys // 2 - 1), False, "PH"),
+        ((keys // 2, keys // 2), False, "HH"),
+    ):
+        given = call(8192, heads=(1, 1), batch=1, causal=causal, window=window)
+        chosen = plan(**given)
+        assert kinds(chosen) == expected and kinds(plan(**given, backend="hopper")) == "HH", window
+        little = "too little work for the sm_90 ones, which need 2**33 multiply-adds"
+        assert (little in chosen.reason) is (expected == "PH")
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("window", [None, (0, 0), (2, 1), (1, 0), (-1, 2), (2, -1), (-1, -1), (100, 0)], ids=str)
+def test_keys_that_a_query_sees(window, causal):
+    """The bound holds for every position of the query."""
+    left, right = (99 if side == -1 else side for side in window or (-1, -1))
+    right = 0 if causal else right
+    expected = max(sum(i - left <= j <= i + right for j in range(9)) for i in range(9))
+    assert planning.visited_keys(9, causal, window) == expected
+
+
+# The plan of every function, and choices on this machine.
+
+
+@interpreted
+@pytest.mark.parametrize(
+    "choice", [{"backend": "triton"}, {"strategy": "inline"}, {"strategy": "prepass", "window": (3, 0)}], ids=str
+)
+def test_plan_explains_and_launches_nothing(choice):
+    q, k, v, cos, sin, _ = make_inputs(SMALL)
+    with Record() as record:
+        chosen = plan(q, k, v, cos, sin, True, **choice)
+        none = plan(q, k, v, cos, sin, True)
+    assert record.operators == []
+    assert none.backend == "reference" and none.strategy is None and "CPU" in none.reason
+    assert isinstance(chosen, package.Plan) and chosen.backend == "triton" and chosen.backward is not None
+    assert chosen.forward.strategy == chosen.strategy == choice.get("strategy", "inline")
+    with Record() as record:
+        rope_attention(q, k, v, cos, sin, True, **choice)
+    assert any("attention_forward" in operator for operator in record.operators)
+
+
+def calls():
+    """Return arguments of a call of every function of attention by its name, (positional, keywords), all tiny."""
+    q, k, v, cos, sin, _ = make_inputs(SMALL)
+    rows = make_latent_inputs(LatentCase(1, 2, 2, 7, 7, 16, dtype=F32))[:7]
+    ends = torch.tensor([0, 7], dtype=torch.int32)
+    lengths = (ends, ends, 7, 7)
+    return {
+        "rope_attention": ((q, k, v, cos, sin), {}),
+        "rope_attention_varlen": ((*(x[0, :, :7].transpose(0, 1) for x in (q, k, v)), cos, sin, *lengths), {}),
+        "rope_attention_mla": (rows, {}),
+        "rope_attention_mla_varlen": ((*(x[0].transpose(0, 1) for x in rows[:5]), *rows[5:], *lengths), {}),
+        "rope_attention_with_kvcache": ((q, k, v, cos, sin), {"cache_seqlens": ends[1:].repeat(2)}),
+    }
+
+
+@interpreted
+@pytest.mark.parametrize("name", calls())
+def test_one_plan_for_every_function(name):
+    """The plan of a call that is known too, and the call after the plan runs."""
+    function, (positional, options) = getattr(package, name), calls()[name]
+    function(*positional, **options, backend="triton")
+    with Record() as record:
+        found = plan(function, *positional, **options, backend="triton")
+    assert all(x.startswith(("aten.transpose", "aten.unsqueeze")) for x in record.operators)
+    assert found.backend == "triton" and found.forward is not None
+    own = getattr(package, name.replace("rope_attention", "plan"))
+    for planned in (lambda *given, **named: plan(function, *given, **named), own):
+        assert planned(*positional, **options, backend="triton") == found
+    assert own(*positional, **options).backend == "reference"
+    assert isinstance(function(*positional, **options, backend="triton"), torch.Tensor)
+    # A backend that this machine cannot run, or that has no such kernels.
+    with pytest.raises((NotImplementedError, RuntimeError), match="hopper"):
+        function(*positional, **options, backend="hopper")
+
+
+def test_a_plan_that_raises_leaves_calls_as_they_are():
+    positional, _ = calls()["rope_attention"]
+    with pytest.raises(ValueError, match="softmax_scale must be finite"):
+        plan(*positional, softmax_scale=math.inf)
+    assert isinstance(rope_attention(*positional), torch.Tensor)
+
+
+def test_other_functions_have_no_plan():
+    """They do not run either."""
+    x, table = torch.ones(1, 1, 4, 8), torch.zeros(4, 4)
+    with pytest.raises(TypeError, match="^function must be one of rope_attention, .*, but is apply_rope$"):
+        plan(apply_rope, x, table, table, out=x)
+    assert bool((x == 1).all())
+
+
+@interpreted
+@pytest.mark.parametrize("choice", [{"backend": "triton"}, {"strategy": "inline"}], ids=str)
+@pytest.mark.parametrize("changes", [{"head_dim": n} for n in (8, 20, 264)] + [{"dtype": F64}], ids=str)
+def test_explicit_choices_never_fall_back(changes, choice):
+    given = call(**{"len_q": 3, "batch": 1, "heads": (1, 1), "head_dim": 16, "dtype": F16, "where": "cpu"} | changes)
+    pattern = f"^q .*multiple of 8 from 16 to 256.*{given['q'].shape[-1]}"
+    if "dtype" in changes:
+        pattern = "^q must be float16, bfloat16 or float32 for the Triton kernels, but is torch.float64"
+    for function in (rope_attention, plan):
+        with pytest.raises(NotImplementedError, match=pattern):
+            function(**given, **choice)
+    assert rope_attention(**given).shape == given["q"].shape and plan(**given).backend == "reference"
+
+
+def test_steps_have_no_sm_90_kernels():
+    positional, options = calls()["rope_attention_with_kvcache"]
+    with pytest.raises(NotImplementedError, match="^cache_seqlens .*hopper.*portable"):
+        rope_attention_with_kvcache(*positional, **options, backend="hopper")
+
+
+def test_triton_on_cpu_needs_the_interpreter():
+    program = """
+import torch, fused_rope_attn
+x, t = torch.zeros(1, 1, 4, 16), torch.zeros(4, 8)
+for choice in ({"backend": "triton"}, {"strategy": "prepass"}):
+    for function in (fused_rope_attn.rope_attention, fused_rope_attn.plan):
+        try:
+            function(x, x, x, t, t, True, **choice)
+        except RuntimeError as error:
+            assert "TRITON_INTERPRET=1" in str(error) and "cpu" in str(error), error
+        else:
+            raise SystemExit("it ran")
+assert fused_rope_attn.plan(x, x, x, t, t).backend == "reference"
+fused_rope_attn.rope_attention(x, x, x, t, t)
+"""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    result = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr

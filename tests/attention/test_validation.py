@@ -54,7 +54,7 @@ CALLS = {
 FUNCTIONS = {"bshd": "rope_attention"}
 
 # By function: the argument at fault, what is changed, and the rest of the message. A row for each wording and for each
-# limit: tests/verification/test_random.py makes every argument wrong in every way, and checks that it is named.
+# limit: tests/verification/test_run.py makes every argument wrong in every way, and checks that it is named.
 TYPE_ERRORS = {
     "rope_attention": [
         ("q", {"q": [[1.0]]}, "must be a torch.Tensor, but is list"),

@@ -29,8 +29,8 @@ MASKED = Case(1, 4, 2, 24, 24, 16, dtype=torch.float32)
 LENGTHS = (5, 12, 1, 7)
 DOCUMENTS = cases.packed(replace(MASKED, causal=False), LENGTHS)
 NORMED = Case(2, 4, 2, 24, 24, 16, causal=True, dtype=torch.float32)
-LATENTS = [mla.MlaCase(1, 3, 33, 33, 32, 16, 48, dtype=torch.float32, interleaved=True)]
-LATENTS.append(mla.MlaCase(2, 2, 16, 16, 16, 16, 16, dtype=torch.float32, interleaved=True))
+LATENTS = [mla.MlaCase(1, 3, 3, 33, 33, 16, value=48, dtype=torch.float32, interleaved=True)]
+LATENTS.append(mla.MlaCase(2, 2, 2, 16, 16, 16, nope=16, value=16, dtype=torch.float32, interleaved=True))
 ROTATED = rope.RopeCase("Normed", 1, (2, 1), 16, 8, (), torch.float32, norms=True)
 STEP = decode.DecodeCase(2, 32, 4, 2, 16, torch.float32)
 MODEL = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}

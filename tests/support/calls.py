@@ -6,7 +6,7 @@ from typing import Any
 from hypothesis import Phase, Verbosity, given, seed, settings, strategies as st
 
 from verification.calls import Machine
-from verification.search import command_of
+from verification.run import command_of
 from verification.strategies import FAMILIES, SETTINGS, Draw, draw
 from verification.workers import run_check
 

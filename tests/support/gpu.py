@@ -1,7 +1,7 @@
 """Helpers of the tests on a GPU: streams, graphs, synchronisation, memory, and results that depend on an order."""
 
 import math
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -71,7 +71,7 @@ def capture(step):
 
 def replayed(case, seeds, **options):
     """A causal call with its gradients, captured once in a CUDA graph and replayed with the inputs of every seed:
-    (inputs, (o, dq, dk, dv)) for each. It is warmed up as PyTorch's notes on CUDA graphs say."""
+    (inputs, (o, dq, dk, dv)) for each."""
     static = Inputs(*(x.detach().clone() for x in make_inputs(case, "cuda")))
     q, k, v = (x.requires_grad_() for x in static[:3])
 
@@ -79,15 +79,7 @@ def replayed(case, seeds, **options):
         o = rope_attention(q, k, v, static.cos, static.sin, True, **options)
         return o, *torch.autograd.grad(o, (q, k, v), static.do)
 
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            step()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
+    graph, captured = capture(step)
     for seed in seeds:
         fresh = make_inputs(replace(case, seed=seed), "cuda")
         with torch.no_grad():
@@ -116,18 +108,8 @@ def gradients_from_another_thread(inputs, **options):
     """Return dq, dk and dv of a causal call; the backward pass runs in a thread of its own."""
     q, k, v = (x.detach().requires_grad_() for x in inputs[:3])
     o = rope_attention(q, k, v, inputs.cos, inputs.sin, True, **options)
-    failures = []
-
-    def backward():
-        try:
-            o.backward(inputs.do)
-        except BaseException as error:  # pytest does not see exceptions of a thread
-            failures.append(error)
-
-    thread = threading.Thread(target=backward)
-    thread.start()
-    thread.join()
-    assert not failures, failures
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(o.backward, inputs.do).result()
     return q.grad, k.grad, v.grad
 
 

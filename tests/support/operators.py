@@ -43,7 +43,7 @@ def small_call(name, **options):
         given |= {"cu_seqlens_q": ends[0], "cu_seqlens_k": ends[1], "max_seqlen_q": 4, "max_seqlen_k": 5 - owns}
         given |= {"token_tables": owns, "return_max_logit": True} | {x: given[x][:keys] for x in ("cos", "sin")}
     elif name == "latent":
-        function, latent = rope_attention_mla, make_latent_inputs(LatentCase(2, 3, 9, 12, dtype=torch.float32))
+        function, latent = rope_attention_mla, make_latent_inputs(LatentCase(2, 3, 3, 9, 12, 16, dtype=torch.float32))
         tensors, given = dict(zip(latent._fields[:5], latent)), given | {"cos": latent.cos, "sin": latent.sin}
     options = given | {"return_lse": True} | options
     return lambda *some: function(**dict(zip(tensors, some)), **options), tensors
@@ -80,12 +80,13 @@ def kernel_or_reference(*names):
 
 
 class Record(TorchDispatchMode):
-    """Notes every operator that reaches the dispatcher, in ``operators``."""
+    """Notes every operator that reaches the dispatcher, with its arguments in ``calls``, by name in ``operators``."""
 
     def __init__(self):
         super().__init__()
-        self.operators = []
+        self.operators, self.calls = [], []
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         self.operators.append(str(function))
+        self.calls.append((function, args))
         return function(*args, **(kwargs or {}))

@@ -1,4 +1,4 @@
-"""Places where tests of attention run: the interpreter, and a GPU, by both backends or by the sm_90 kernels alone."""
+"""Places where tests of attention run: the reference on a CPU, the interpreter, and a GPU, by both backends or one."""
 
 from dataclasses import dataclass, replace
 from functools import partial
@@ -65,6 +65,7 @@ each_place = pytest.mark.parametrize(
     [
         *(pytest.param(Place("cpu", x, _SMALL), id=f"interpreted, {name}", marks=[interpreted, ignore_overflow])
           for name, x in _ON_GPU.items()),
+        pytest.param(Place("cpu", {"backend": "reference"}, _SMALL), id="reference"),
         *(pytest.param(Place("cuda", x), id=name, marks=pytest.mark.gpu) for name, x in _ON_GPU.items()),
         pytest.param(Place("cuda", ON_SM_90), id="sm_90", marks=needs_sm_90),
     ],

@@ -6,7 +6,7 @@ from fused_rope_attn import apply_rope, apply_rope_qk
 from fused_rope_attn.attention.portable.backward import BackwardCall
 from fused_rope_attn.attention.problem import Saving
 from tests.support.internals import run_operators, saved_by_portable_forward, with_kvcache, write
-from verification.testing import make_inputs, norms_of, run_op
+from verification.testing import make_inputs, norms_of
 
 
 def in_memory_order(x, case):
@@ -76,9 +76,3 @@ def assert_one_rotation(found):
         for x, y, letter in zip(pair, expected, "qk"):
             differ = 0 if x is None else int((x != y).sum())
             assert differ == 0, f"{letter} of {name}: {differ} of {y.numel()} numbers differ from those of {first}"
-
-
-def one_visible_key(case, device="cpu", **options):
-    """(results, inputs) of a call in which every query sees its own key alone."""
-    inputs = make_inputs(case, device)
-    return run_op(inputs, case, **options), inputs

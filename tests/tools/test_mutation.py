@@ -112,7 +112,7 @@ def test_the_tests_that_mirror_a_module():
     assert calls_for("rotation/tables.py") == [f"{CALLS}::test_calls[{name}-0]" for name in ("rope", "rope of several")]
     assert f"{CALLS}::test_calls[write-0]" in calls_for("kernels/masks.py") and calls_for("masks.py") == []
     assert mirrors_of("kernels/masks.py") == ["tests/kernels/test_masks.py"]
-    assert "tests/attention/test_planning_masks.py" in mirrors_of("attention/planning.py")
+    assert "tests/attention/test_planning.py" in mirrors_of("attention/planning.py")
     assert mirrors_of("integrations/transformers/obstacles.py")[0].startswith("tests/integrations/transformers")
 
 

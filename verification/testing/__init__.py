@@ -1,18 +1,26 @@
 """Inputs, references, tolerances and poisoning: what the tests, the verification and the benchmark's gate share."""
 
 # ruff: noqa: F401
-from verification.testing.cases import INTERVALS, LAYOUTS, TABLES, Case, Inputs, make_inputs, masks_of, norms_of
+from verification.testing.cases import (
+    INTERVALS,
+    LAYOUTS,
+    TABLES,
+    Case,
+    Inputs,
+    ends_of,
+    make_inputs,
+    masks_of,
+    norms_of,
+)
 from verification.testing.latent import (
     LatentCase,
     LatentInputs,
     LatentResults,
-    compare_latent,
     make_latent_inputs,
     run_latent_op,
     run_latent_reference,
 )
 from verification.testing.poison import poison_empty
-from verification.testing.rotation import RotationResults, run_rotation_reference
 from verification.testing.rounding import RandomRounding
-from verification.testing.runs import Results, reference_attention, run_op, run_reference
+from verification.testing.runs import Results, reference_attention, run_op, run_reference, run_rotation_reference
 from verification.testing.tolerance import DRAWS, Comparison, compare, noise_of_zero

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from fused_rope_attn import masks
+from verification.memory import lay
 
-LAYOUTS = ("bnhd", "bhnd", "odd", "expanded")
+LAYOUTS = ("bnhd", "bhnd", "odd", "one batch")
 TABLES = ("rope", "yarn", "random")
 # Masks by intervals of query rows. Those up to ``blocks`` have as many queries as keys.
 INTERVALS = ("documents", "tree", "prefix", "chunks", "blocks", "random", "shared", "starts", "ends")
@@ -35,7 +36,7 @@ class Case:
     table_dtype: torch.dtype = torch.float32
     table_batch: bool = False  # (B, S, W) tables, another angle in every batch
     full_width: bool = False  # every angle twice: width R instead of R/2
-    layout: str = "bnhd"  # "bhnd": contiguous; "odd": unaligned, odd strides; "expanded": one batch, stride 0
+    layout: str = "bnhd"  # of q, k, v and do, one of ``memory.lay``
     extra_rows: int = 0  # table rows beyond len_k
     seed: int = 0
     window: tuple[int, int] | None = None
@@ -70,7 +71,7 @@ def described(case: Case) -> str:
     """Name a case, or a call that has more fields, without its dtype."""
     heads = f"{case.heads_q}/{case.heads_kv}" if case.heads_q != case.heads_kv else f"{case.heads_q}"
     length = f"{case.len_q}x{case.len_k}" if case.len_q != case.len_k else f"{case.len_q}"
-    kind = type(case).__name__.removesuffix("Check").removeprefix("Case").removeprefix("Attention").lower()
+    kind = type(case).__name__.removesuffix("Check").removesuffix("Case").removeprefix("Attention").lower()
     words = [kind, f"B{case.batch} H{heads} N{length} D{case.head_dim}"]
     for field in fields(case)[6:]:
         value = getattr(case, field.name)
@@ -101,6 +102,12 @@ def masks_of(case: Case, device: torch.device | str = "cpu") -> dict[str, Any]:
         "kv_starts": bounds(case.kv_starts),
         "kv_lens": bounds(case.kv_lens),
     }
+
+
+def ends_of(case: Case, device: torch.device | str) -> dict[str, Tensor]:
+    """Return cu_seqlens_q and cu_seqlens_k of a packed case."""
+    ends = torch.tensor(((0, 0), *case.seqlens), dtype=torch.int32).cumsum(0, dtype=torch.int32).to(device)
+    return {f"cu_seqlens_{name}": ends[:, i].contiguous() for i, name in enumerate("qk")}
 
 
 def intervals_of(case: Case) -> tuple[Tensor | None, Tensor | None]:
@@ -189,20 +196,9 @@ def make_inputs(case: Case, device: torch.device | str = "cpu") -> Inputs:
 
 def _random(shape: tuple[int, int, int, int], dtype: torch.dtype, layout: str, generator: torch.Generator) -> Tensor:
     b, h, n, d = shape
-
-    def normal(*size: int) -> Tensor:
-        return torch.randn(size, generator=generator, device=generator.device, dtype=dtype)
-
-    if layout == "bnhd":
-        return normal(b, n, h, d).transpose(1, 2)
-    if layout == "bhnd":
-        return normal(b, h, n, d)
-    if layout == "odd":
-        # One element in, so that no row is 16-byte aligned, and 3 (5) more columns (heads), so that no stride is even.
-        return normal(b, n, h + 5, d + 3)[:, :, 2 : h + 2, 1 : d + 1].transpose(1, 2)
-    if layout == "expanded":
-        return normal(1, h, n, d).expand(b, h, n, d)
-    raise ValueError(f"layout must be one of {LAYOUTS}, but is {layout!r}")
+    drawn = shape if layout == "bhnd" else (b, n, h, d)
+    x = torch.randn(drawn, generator=generator, device=generator.device, dtype=dtype)
+    return lay(x if layout == "bhnd" else x.transpose(1, 2), layout)
 
 
 def _tables(case: Case, generator: torch.Generator) -> tuple[Tensor, Tensor]:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fused_rope_attn.attention import reference
 from fused_rope_attn.attention.problem import Tensors, describe
+from fused_rope_attn.rotation import reference as rotation_reference
 from verification.testing.cases import Case, Inputs, masks_of, norms_of
 
 # Above this a score block of the reference is cut by rows: float64 and its gradient keep about eight such blocks alive.
@@ -170,6 +171,33 @@ def _reference_heads(
         rotated = [leaves[name] for name in leaves if name not in ("dv", "dsinks")]
         dq, dk, *dweights = torch.autograd.grad((q, k), rotated, (dq, added[0].to(k.dtype)))
     return o, lse, reference.largest(row_max), dq, dk, *added[1:], *dweights
+
+
+class RotationResults(NamedTuple):
+    """The output of one tensor, its gradient, and that of its norm's weight, None without a norm."""
+
+    y: Tensor
+    dx: Tensor
+    dweight: Tensor | None
+
+
+def run_rotation_reference(
+    x: Tensor, dy: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype | None = None, **options: Any
+) -> RotationResults:
+    """`rotation.reference.rotation` of x (B, H, N, D) with these ``options``, and its gradients for dy: `ref64` with
+    dtype=torch.float64, `eager` with None (the inputs' dtypes). Inputs, tables and weight are taken as given and cast.
+    """
+    if dtype is not None:
+        x, dy, cos, sin = (t.to(dtype) for t in (x, dy, cos, sin))
+    weight, inverse = options.pop("weight", None), options.pop("inverse", False)
+    if weight is None:  # the transposed rotation, which is rounded once also where autograd would add two gradients up
+        pairs = (x, inverse), (dy, not inverse)
+        y, dx = (rotation_reference.rotation(t, cos, sin, inverse=other, **options) for t, other in pairs)
+        return RotationResults(y, dx, None)
+    with torch.enable_grad():
+        leaf, weight = (t.detach().to(dtype or t.dtype).requires_grad_() for t in (x, weight))
+        y = rotation_reference.rotation(leaf, cos, sin, inverse=inverse, weight=weight, **options)
+        return RotationResults(y.detach(), *torch.autograd.grad(y, (leaf, weight), dy))
 
 
 def run_op(

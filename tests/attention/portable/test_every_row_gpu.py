@@ -3,7 +3,7 @@
 Each row runs once with ``pytest -m gpu``, and six times with ``pytest -m every_row -n 15``. Run them under
 ``compute-sanitizer --tool memcheck --target-processes all`` too, after a plain run, which compiles the kernels, and
 with ``PYTORCH_NO_CUDA_MEMORY_CACHING=1``. Rows of multi-head latent attention are left to
-tests/attention/hopper/test_latent_gpu.py, because other calls cannot take them.
+tests/attention/test_latent.py, because other calls cannot take them.
 """
 
 import itertools

@@ -80,7 +80,7 @@ def test_memory_order_of_outputs_follows_the_inputs(layout, strategy):
 
 def test_views_of_latent_attention_run_without_a_copy():
     """A query's and a key's parts are read where the projections wrote them."""
-    inputs = make_latent_inputs(LatentCase(1, 2, 9, 12, dtype=torch.float32))
+    inputs = make_latent_inputs(LatentCase(1, 2, 2, 9, 12, 16, dtype=torch.float32))
     assert not inputs.q_rope.is_contiguous() and not inputs.v.is_contiguous()
     copies = []
 

@@ -1,0 +1,479 @@
+"""``python -m verification``: cases, drawn calls and context parallelism tell right from wrong, and say so in the
+table, the JSON and the exit status. A call that fails is shrunk and repeated."""
+
+import json
+import math
+import os
+import shlex
+import signal
+import subprocess
+import sys
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from hypothesis import strategies as st
+
+import fused_rope_attn
+from fused_rope_attn.experimental.corope import launch
+from tests.support.calls import INTERPRETER
+from tests.support.corope import NAMES
+from tests.support.dtypes import BF16, F16, F32
+from tests.support.marks import ignore_overflow, interpreted
+from tests.support.paths import ROOT
+from verification import __main__ as command, attention, context_parallel, report, run, strategies
+from verification.attention import AttentionCheck, CoRopeCheck
+from verification.calls import Finding, Machine, literal, parse
+from verification.context_parallel import CpCheck, compared
+from verification.decode import DecodeCheck
+from verification.matrix import ATTENTION, CHECKS, ROTATION, SIZES
+from verification.refusals import KINDS, MUTATIONS, IllegalCheck, nothing_comes_of
+from verification.rotation import RopeCheck
+from verification.strategies import FAMILIES, draw, drawn_call
+from verification.table import format_table
+from verification.testing import Case, make_inputs, run_reference
+from verification.workers import Outcome, Worker, run_check, run_checks
+
+REFERENCE = replace(INTERPRETER, backends=("reference",))
+GPU = Machine("cuda", "sm_90", ("bfloat16", "float16", "float32"), ("reference", "triton", "hopper"))
+ONE_CASE = ["--device", "cpu", "--filter", "N63 D32", "--dtype", "float32", "--jobs", "0"]
+# The reference alone, which takes milliseconds.
+ARGUMENTS = ["--device", "cpu", "--backend", "reference", "--jobs", "0", "--json", ""]
+
+
+def rows_for(check):
+    check = replace(check, variants=(("reference", "auto"),)) if isinstance(check, AttentionCheck) else check
+    return report.rows_of(run_check(replace(check, dtype=F32), INTERPRETER))
+
+
+def named(name):
+    return next(check for check in ATTENTION if check.name == name)
+
+
+@pytest.fixture
+def replaced(monkeypatch):
+    """Replace a public function by ``other(right, *arguments, **options)``."""
+
+    def replace_by(other, name="rope_attention"):
+        right = getattr(fused_rope_attn, name)
+        monkeypatch.setattr(fused_rope_attn, name, lambda *args, **options: other(right, *args, **options))
+
+    return replace_by
+
+
+# Cases.
+
+
+def test_the_command_of_a_user(tmp_path):
+    """No environment variable, worker processes, the interpreter switched on by the command."""
+    result = subprocess.run(
+        [sys.executable, "-m", "verification", "--filter", "H2 N63 D32", "--dtype", "float32", "--device", "cpu",
+         "--jobs", "1", "--json", str(tmp_path / "rows.json")],
+        cwd=ROOT, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert result.returncode == 0 and "1/1" in result.stderr, result.stderr  # the progress bar
+    assert "15 of 15 tensors within tolerance, 0 not, 0 skipped" in result.stdout
+    content = json.loads((tmp_path / "rows.json").read_text())
+    assert content["failures"] == 0 and content.keys() == {"environment", "seconds", "failures", "rows"}
+    assert content["environment"]["interpreter"] is True and "commit" in content["environment"]
+    assert {row["backend"] for row in content["rows"]} == {"reference", "triton inline", "triton prepass"}
+    for row in content["rows"]:
+        assert set(row) == {
+            "case", "dtype", "backend", "tensor", "error", "eager", "ratio", "row_ratio", "verdict", "detail",
+        }  # fmt: skip
+        assert 0 <= row["error"] < 1e-4 and row["verdict"] == "ok" and row["dtype"] == "float32"
+
+
+def shifted(table):
+    """A table that is one position late for the last eight rows."""
+    return torch.cat((table[:-8], table[-9:-1]))
+
+
+def test_a_wrong_kernel_fails(tmp_path, capsys, replaced):
+    def wrong(right, q, k, v, cos, sin, *args, backend="auto", **options):
+        tables = (shifted(cos), shifted(sin)) if backend == "triton" else (cos, sin)
+        return right(q, k, v, *tables, *args, backend=backend, **options)
+
+    replaced(wrong)
+    file = tmp_path / "rows.json"
+    assert command.main([*ONE_CASE, "--strategy", "inline", "--json", str(file)]) == 1
+    content, out = json.loads(file.read_text()), capsys.readouterr().out
+    found = {(row["backend"], row["tensor"]): row["verdict"] for row in content["rows"]}
+    # The angles of k touch v's gradient too, through the weights.
+    assert [found["triton inline", tensor] for tensor in ("o", "dq", "dk", "dv")] == ["FAIL"] * 4
+    assert all(verdict == "ok" for (backend, _), verdict in found.items() if backend == "reference")
+    assert "B1 H2 N63 D32 float32 failed: rope_attention triton inline dv" in out  # at once, before the table
+    table_lines = [line for line in out.splitlines() if line.endswith("FAIL")]
+    assert len(table_lines) == content["failures"] >= 4 and "FAIL B1 H2 N63 D32 | float32 | triton inline | dk: " in out
+
+
+def unwritten(right, q, *args, **options):
+    o, lse = right(q, *args, **options)
+    return torch.where(torch.arange(q.shape[2])[:, None] == 0, torch.empty(()), o), lse
+
+
+FAULTS = {
+    "an output that nothing wrote": ("rope_attention", named("B1 H2 N80 D32"), unwritten, "o"),
+    "an error": ("rope_attention", named("B1 H2 N1 D32"), lambda *args, **options: 1 / 0, "ZeroDivisionError"),
+    "the rotation alone": ("apply_rope_qk", ROTATION[0],
+                           lambda right, q, k, cos, sin, **options: right(q, k, shifted(cos), sin, **options), "dk"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "check", "fault", "tensor"), FAULTS.values(), ids=FAULTS)
+def test_faults_are_seen(replaced, name, check, fault, tensor):
+    assert all(row.verdict == "ok" for row in rows_for(check))
+    replaced(fault, name)
+    assert tensor in [row.tensor for row in rows_for(check) if row.verdict == "FAIL"]
+
+
+@interpreted
+@ignore_overflow
+def test_co_rope_is_checked(monkeypatch):
+    check, right = CoRopeCheck(1, 2, 1, 9, 9, 32), launch.frequency_tables
+    assert {row.tensor: row.verdict for row in rows_for(check)} == dict.fromkeys(NAMES, "ok")
+    # A distance that is one part in a thousand too long.
+    monkeypatch.setattr(launch, "frequency_tables", lambda *x: (right(*x)[0], right(*x)[1] * 1.001))
+    assert {"o", "dq"} <= {row.tensor for row in rows_for(check) if row.verdict == "FAIL"}
+
+
+def test_a_case_that_does_not_fit_is_skipped_in_sight(monkeypatch, capsys):
+    """A small GPU is no failure, and no silence either."""
+
+    def too_large(*args, **options):
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr("verification.testing.run_reference", too_large)
+    assert command.main([*ONE_CASE, "--json", ""]) == 0
+    out = capsys.readouterr().out
+    assert "0 of 1 tensors within tolerance, 0 not, 1 skipped" in out
+    assert "SKIP B1 H2 N63 D32 | float32 | - | -: does not fit this GPU's memory" in out
+
+
+def test_a_large_case_compares_some_heads_and_sees_a_fault_in_the_last(monkeypatch, replaced):
+    """A large check in miniature: the first and the last head, by their own bounds, of views of wider tensors."""
+    check = replace(named("B1 H6/2 N50 D32"), batch=3, memory=("far", "far", "far", "bnhd"))
+    check = replace(check, kv_starts=(9, 0, 3), kv_lens=(40, 17, 30))
+    monkeypatch.setattr(attention, "MOST_SCORES", 2 * 3 * check.len_q * check.len_k)
+    assert check.compared_heads() == [(0, 0), (2, 1)]
+    assert [row.verdict for row in rows_for(check)] == ["ok"] * 5
+
+    def wrong_in_the_last_head(right, q, *args, **options):
+        assert q.stride(2) == 130 * q.shape[3]
+        o, lse = right(q, *args, **options)
+        return torch.cat((o[:, :-1], o[:, -1:] * 1.01), dim=1), lse
+
+    replaced(wrong_in_the_last_head)
+    assert "o" in [row.tensor for row in rows_for(check) if row.verdict == "FAIL"]
+
+
+USAGE_ERRORS = """--large | --small --large | --dtype bfloat16 | --dtype int8 | --backend cuda | --backend hopper
+    | --only 3 | --family pairs | --random 0 | --call x --list | --random 5 --small | --random 5 --filter x
+    | --random 5 --family x"""
+
+
+@pytest.mark.parametrize("arguments", USAGE_ERRORS.split("|"), ids=str.strip)
+def test_usage_errors(arguments, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        command.main(["--device", "cpu", *arguments.split()])
+    assert stopped.value.code == 2 and "error:" in capsys.readouterr().err
+
+
+def on(monkeypatch, *capability):
+    """Let the command believe that it runs on a GPU of this compute capability."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *device: capability)
+
+
+def test_the_sm_90_backend_is_verified_where_it_runs(monkeypatch, capsys):
+    def checks(*arguments):
+        return run.make_checks(command.parse(["--small", "--device", "cuda", *arguments]))
+
+    on(monkeypatch, 9, 0)
+    served = [check for check in checks() if ("hopper", "auto") in getattr(check, "variants", ())]
+    assert {check.dtype for check in served} == {F16, BF16} and not any("N40x0" in check.name for check in served)
+    assert [replace(check, variants=(("hopper", "auto"),)) for check in served] == checks("--backend", "hopper")
+    assert not any(("hopper", "auto") in check.variants for check in checks("--strategy", "inline"))
+    with pytest.raises(SystemExit):
+        checks("--backend", "hopper", "--strategy", "inline")
+    on(monkeypatch, 10, 0)
+    with pytest.raises(SystemExit):
+        checks("--backend", "hopper")
+    err = capsys.readouterr().err
+    assert "no --strategy inline" in err and "needs an sm_90 GPU" in err
+    assert command.parse(["--device", "cuda"]).backend == ["reference", "triton"]
+
+
+def test_cases_have_names_of_their_own():
+    names = [check.name for check in CHECKS]
+    assert len(set(names)) == len(names) and {check.size for check in CHECKS} == set(SIZES)
+    for check in CHECKS:
+        heads = 130 if check.memory == ("far", "far", "far", "bnhd") else check.heads_q
+        assert check.size != "huge" or check.batch * check.len_q * heads * check.head_dim > 2**31
+
+
+def test_json_holds_no_nan_and_the_table_is_aligned(tmp_path):
+    figures = (math.nan, 0.0, math.inf, 1.0)
+    row = report.Row("case", "float32", "triton inline", "o", *figures, "FAIL", "not finite")
+    report.write_json(tmp_path / "deep" / "rows.json", {}, 1.0, [row])
+    (row,) = json.loads((tmp_path / "deep" / "rows.json").read_text())["rows"]
+    assert row["error"] is None and row["ratio"] is None and row["row_ratio"] == 1.0
+    text = format_table(("name", "value"), [{"name": "a", "value": 1.0}, {"name": "longer", "value": 12345.678}])
+    assert text.splitlines() == ["name       value", "------  --------", "a              1", "longer  1.23e+04"]
+
+
+# Context parallelism.
+
+
+def test_calls_of_ranks_a_list_and_an_error(ranks, capsys, monkeypatch):
+    asked = ["--cp", "--device", "cpu", "--dtype", "float32", "--jobs", "0", "--json", "", "--filter"]
+    some = "softcap=5.0 sinks"
+    monkeypatch.setattr(context_parallel, "pool_of", lambda device: ranks)
+    assert command.main([*asked, some, "--list"]) == 0
+    names = capsys.readouterr().out.splitlines()
+    assert names and len(names) == len(set(names)) and all(some in name for name in names)
+    assert command.main([*asked, some]) == 0
+    assert f" not, 0 skipped; {len(names)} cases" in capsys.readouterr().out
+    assert command.main([*asked, "no such case"]) == 2
+    assert "no such case" in capsys.readouterr().err
+    wrong = CpCheck(Case(1, 2, 1, 24, 24, 16), (0, 1), {"sharding": "ring"})
+    monkeypatch.setattr(context_parallel, "cp_calls", lambda *_: st.just(wrong))
+    monkeypatch.setattr(context_parallel, "DRAWN", 1)
+    assert command.main([*asked, ""]) == 1
+    assert "sharding must be" in capsys.readouterr().out
+
+
+def test_a_wrong_rank_is_seen():
+    case = Case(1, 2, 1, 24, 24, 16, dtype=F32)
+    right = run_reference(make_inputs(case), case)
+    found = {"o": right.o, "dk": right.dk}
+    assert all(comparison.ok for comparison in compared(case, found))
+    found["o"] = right.o.roll(1, dims=2)
+    assert [comparison.ok for comparison in compared(case, found)] == [False, True]
+    assert not compared(replace(case, window=(3, 0)), {"dk": right.dk})[0].ok
+    assert not compared(case, {"o": right.o}, total=20)[0].ok  # rows after the first 20 are padding: they must be zero
+
+
+# Drawn calls.
+
+
+@pytest.mark.parametrize("machine", [INTERPRETER, GPU], ids=lambda machine: machine.device)
+def test_a_seed_and_an_index_draw_one_call(machine):
+    """Earlier imports and draws make no difference: another process draws the same calls."""
+    indices = range(0, 1000, 37)
+    drawn = [drawn_call(5, index, machine) for index in indices]
+    assert len(set(drawn)) == len(drawn)
+    assert drawn != [drawn_call(6, index, machine) for index in indices]
+    assert [parse(literal(call), KINDS) for call in drawn] == drawn
+    program = (
+        "from verification.calls import Machine, literal\n"
+        "from verification.strategies import drawn_call\n"
+        f"print(*(literal(drawn_call(5, index, {machine})) for index in {indices}), sep='\\n')"
+    )
+    result = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert result.stdout.splitlines() == [literal(call) for call in drawn]
+
+
+def test_everything_is_drawn():
+    drawn = [drawn_call(0, index, GPU) for index in range(0, 30_000, 31)]
+    assert {call.function for call in drawn} == {
+        "rope_attention", "rope_attention_varlen", "rope_attention_with_kvcache", "apply_rope", "apply_rope_qk",
+        "corope_attention", "write_kvcache", "rope_attention_mla", "rope_attention_mla_varlen", "batch_invariant",
+    }  # fmt: skip
+    assert 0.12 < sum(isinstance(call, IllegalCheck) for call in drawn) / len(drawn) < 0.22
+    variants = {variant for call in drawn for variant in getattr(call, "variants", ())}
+    assert {("triton", "inline"), ("triton", "prepass"), ("hopper", "auto"), ("auto", "auto")} <= variants
+    text = " ".join(map(literal, drawn))
+    for feature in ("bfloat16", "float16", "float32", "window=(0, 0)", "sinks=True", "softcap", "kv_starts", "kv_lens",
+                    "seqlens", "yarn", "random", "interleaved", "table_batch", "full_width", "columns", "one number",
+                    "offset", "softmax_scale=0.0", "deterministic", "rotated=False", "append=False", "in place",
+                    "two ids", "page_size=16", 'float8="head"', "norms=1.0", "hides_nan", "packed=True",
+                    "intervals", 'Way("pages"', 'Way("pack"', "appends=False"):  # fmt: skip
+        assert feature in text, feature
+
+
+def test_what_kernels_branch_on_comes_together():
+    """Norms, interleaved pairs, a narrow head, one strategy and a mask: one of 200 prototypes of attention, or more."""
+    family = FAMILIES["attention"]
+    drawn = [draw(family.prototypes(GPU), "together", i) for i in range(1000)]
+    together = [p for p in drawn if p.norms is not None and p.interleaved and p.head_dim <= 64]
+    together = [p for p in together if p.window or p.softcap or p.sinks or p.kv_starts is not None]
+    for strategy in ("inline", "prepass"):
+        assert sum(("triton", strategy) in p.variants for p in together) >= 5
+
+
+def test_a_run_of_the_reference(capsys):
+    """Each family's own code, on shapes that do not pay for the interpreter; what is chosen, and what is told."""
+    assert command.main(["--random", "90", "--seed", "1", *ARGUMENTS]) == 0
+    out = capsys.readouterr().out
+    assert "of them refusals) with seed 1, 0 failed, 0 skipped" in out
+    for function in ("rope_attention", "rope_attention_varlen", "apply_rope_qk", "rope_attention_with_kvcache"):
+        assert f"\n{function} " in out
+    # The reference cannot keep this promise and says so, for both calls of a pair.
+    assert tuple(FAMILIES) == command.FAMILIES
+    assert command.main(["--random", "3", "--family", "pairs", *ARGUMENTS]) == 0
+    assert "3 calls (0 of them refusals) with seed 0, 0 failed" in capsys.readouterr().out
+    assert command.main(["--random", "200", "--minutes", "0.001", *ARGUMENTS]) in (0, 2)
+    assert "of 200, stopped by --minutes 0.001" in capsys.readouterr().out
+    assert command.main(["--random", "24", "--seed", "12", "--only", "7", *ARGUMENTS]) == 0
+    assert shlex.quote(literal(drawn_call(12, 7, REFERENCE))) in capsys.readouterr().out
+
+
+@pytest.fixture(scope="module")
+def legal_calls():
+    """One legal call of each of many prototypes, with its arguments."""
+    drawn = [drawn_call(1, index, REFERENCE) for index in range(0, 600, 3)]
+    legal = [call.legal if isinstance(call, IllegalCheck) else call for call in drawn]
+    return [(x, x.arguments("cpu")[1]) for x in legal if x.function not in ("write_kvcache", "batch_invariant")]
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
+def test_each_mutation_makes_some_drawn_call_illegal(mutation, legal_calls):
+    legal = next(call for call, arguments in legal_calls if mutation.applies(arguments))
+    outcome = run_check(IllegalCheck(legal, mutation.name), REFERENCE)
+    assert outcome.findings[0].found.tensor == f"refusal of {mutation.name}" and not outcome.failures, outcome.failures
+
+
+@pytest.mark.parametrize(
+    ("legal", "mutation", "found"),
+    [
+        *((DecodeCheck(1, 3, 3, 1, 16, 16, lengths=(7,), float8=kind), "k_scale too long", "k_scale too long")
+            for kind in ("tensor", "head")),  # three scales would be legal for three heads
+        # A mutation that does not apply is replaced by the next one, for example by a tangent.
+        (CoRopeCheck(1, 1, 1, 5, 5, 32), "v is left out", "a tangent of q"),
+    ],
+)  # fmt: skip
+def test_mutations_of_written_calls(legal, mutation, found):
+    outcome = run_check(IllegalCheck(legal, mutation), REFERENCE)
+    assert not outcome.failures and outcome.findings[0].found.tensor == f"refusal of {found}"
+
+
+def test_nothing_may_come_of_wrong_ends_on_a_gpu():
+    arguments = {name: torch.randn(4, 2, 16) for name in "qkv"}
+
+    def zero(q, k, v, *, return_lse):
+        return (q + k + v) * 0.0, torch.full((2, 4), -math.inf)
+
+    def stale(**given):
+        o, lse = zero(**given)
+        return torch.cat((o[:-1], o[-1:] + torch.empty_like(o[-1:]))), lse.index_fill(1, torch.tensor(3), 0.0)
+
+    (right,) = nothing_comes_of("nothing", zero, arguments)
+    (wrong,) = nothing_comes_of("nothing", stale, arguments)
+    assert right.found.ok and not wrong.found.ok and wrong.found.detail.startswith("o, lse must be 0")
+
+
+def test_a_wrong_result_is_found_shrunk_and_repeated(replaced, capsys, tmp_path, monkeypatch):
+    """The angle of the last key is the one of the key before it."""
+
+    def wrong(right, q, k, v, cos, sin, *args, layout="bhsd", **options):
+        last = k.shape[2 if layout == "bhsd" else 1] - 1
+        if last > 2:
+            cos, sin = (torch.cat((t[..., :last, :], t[..., last - 1 : last, :]), -2) for t in (cos, sin))
+        return right(q, k, v, cos, sin, *args, layout=layout, **options)
+
+    replaced(wrong)
+    monkeypatch.setattr("verification.testing.DRAWS", 2)  # for time
+    monkeypatch.setattr(run, "MOST_SHRUNK", 1)
+    file = tmp_path / "out" / "random.json"
+    assert command.main(["--random", "24", "--seed", "12", *ARGUMENTS[:-1], str(file)]) == 1
+    failures = json.loads(file.read_text())["failures"]
+    assert failures and all(failure["function"] == "rope_attention" for failure in failures)
+    lines = capsys.readouterr().out.splitlines()
+    (at,) = (i for i, line in enumerate(lines) if " shrunk: " in line)
+    words = shlex.split(lines[at + 1])
+    assert words[:3] == ["python", "-m", "verification"] and lines[at + 1].strip() == failures[0]["shrunk"]
+    call = parse(words[-1], KINDS)
+    # One query sees the least keys for which the fault is there; nothing else differs from the plainest call.
+    assert (call.batch, call.heads_q, call.heads_kv, call.len_k) == (1, 1, 1, 4)
+    assert (call.dtype, call.head_dim, call.window, call.kv_starts, call.norms) == (torch.float32, 16, None, None, None)
+    assert command.main(words[3:]) == 1
+    assert lines[at].partition(" shrunk: ")[2] in capsys.readouterr().out  # the same tensor, the same error
+    monkeypatch.undo()
+    assert command.main(words[3:]) == 0
+
+
+FOUND = {
+    # Scores of 30 in float32: the backward pass sums them in another order than the forward pass.
+    "dv beyond its limit": "AttentionCheck(1, 1, 1, 86, 86, 40, rotary_dim=40, dtype=float32, softmax_scale=1, "
+    'tables="yarn", table_batch=True, seed=115, kv_starts=(23,), memory=("skipped", "odd", "one head", "bnhd"), '
+    'hides_nan=True, variants=(("triton", "prepass"),))',
+    # Its scores are products of float32, and its weights have 16 bits.
+    "a second opinion of Co-RoPE": 'CoRopeCheck(2, 1, 1, 2, 2, 32, seed=54166, memory=("odd", "bhnd", "bhnd", "bnhd"))',
+    # A gradient of 16-bit sinks is rounded to 16 bits, and eager PyTorch's was not.
+    "the dtype of sinks": "AttentionCheck(1, 4, 1, 1, 1, 16, rotary_dim=16, softmax_scale=1, seed=517, sinks=True, "
+    'tables="random", sinks_dtype=float16, norms=0.0, seqlens=((1, 1), (0, 0)), lse_gradient=True, '
+    'memory=("bnhd", "bnhd", "bnhd", "bnhd"), variants=(("triton", "inline"),), max_seqlens=(1, 1))',
+    # A position before 0, less a left bound of 2**31 - 1, is no int32: NaN was put into keys that are seen.
+    "the widest window of a step": "DecodeCheck(2, 2, 1, 8, 23, 16, rotary_dim=16, window=(2147483647, -1), seed=1, "
+    "lengths=(2, 20), append=False)",
+    # The interpreter's conversion turned -0 into 0.
+    "small negative values in float8": "WriteCheck(3, 1, 1, 88, 37, 24, rotary_dim=24, dtype=float32, extra_rows=8, "
+    'seed=3134, form="bshd", lengths=(10, 0, 0), float8="head", new=(11, 42, 35), packed=True)',
+}
+
+
+@pytest.mark.parametrize("call", FOUND.values(), ids=FOUND)
+def test_calls_that_failed_once(call):
+    assert not run_check(parse(call, KINDS), INTERPRETER).failures
+
+
+def test_a_call_that_writes_or_raises_fails(replaced):
+    def writes(right, x, cos, sin, **options):
+        with torch.no_grad():
+            x.zero_()
+        raise ValueError("x is wrong")
+
+    legal = RopeCheck(1, 1, 1, 5, 5, 16, names=("x",), dtype=torch.float32)
+    replaced(writes, "apply_rope")
+    outcome = run_check(IllegalCheck(legal, "inverse=1"), REFERENCE)
+    assert any("x changed" in finding.found.detail for finding in outcome.failures)
+    (failure,) = run_check(legal, REFERENCE).failures
+    assert "ValueError: x is wrong" in failure.found.detail
+
+
+# Processes.
+
+
+@dataclass(frozen=True)
+class Fatal:
+    """A check that kills or stops its process, from a certain size on."""
+
+    size_of_it: int
+    hangs: bool = False
+    function, backend = "rope_attention", "reference"
+
+    def run(self, machine):
+        if self.size_of_it >= 3:
+            os.kill(os.getpid(), signal.SIGSTOP if self.hangs else signal.SIGKILL)
+        yield Finding.that("reference", "size", self.size_of_it >= 0, "negative")
+
+
+def test_a_worker_that_dies_or_hangs_costs_one_check():
+    batches = [[(0, Fatal(1)), (1, Fatal(7)), (2, Fatal(2))], [(3, Fatal(0)), (4, Fatal(-1))]]
+    outcomes = dict(run_checks(batches, REFERENCE, 1))
+    assert sorted(outcomes) == [0, 1, 2, 3, 4]
+    failures = {i: outcome.failures[0].found for i, outcome in outcomes.items() if outcome.failures}
+    assert failures.keys() == {1, 4} and failures[4].detail == "negative"
+    assert failures[1].tensor == "process" and "the process died, exit status -9" in failures[1].detail
+    worker = Worker(REFERENCE)
+    try:
+        (lost,) = worker.run(Fatal(4, hangs=True), longest=1.0).failures
+        assert "the process hung for 1 s" in lost.found.detail
+        assert not worker.run(Fatal(1)).failures
+    finally:
+        worker.stop()
+
+
+def test_a_crash_is_shrunk_by_new_processes_and_in_time(monkeypatch):
+    def ask(seed, index, machine, fails):
+        assert [fails(Fatal(size)) for size in (7, 2, 4, 0, 7)] == [True, False, True, False, True]
+        return Fatal(4)
+
+    monkeypatch.setattr(strategies, "shrunk_call", ask)
+    lost = Outcome(Fatal(9), (Finding.that("?", "process", False, "died"),))
+    small = run.shrink(0, 0, lost, REFERENCE, jobs=1)
+    assert small.check == Fatal(4) and small.failures[0].found.tensor == "process"
+    monkeypatch.setattr(run, "SHRINK_SECONDS", -1.0)
+    monkeypatch.setattr(strategies, "shrunk_call", lambda *_: None if _[-1](Fatal(-1)) is False else Fatal(-1))
+    assert run.shrink(0, 0, Outcome(Fatal(9), (Finding.that("?", "size", False, ""),)), REFERENCE, jobs=0) is None
