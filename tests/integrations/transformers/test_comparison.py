@@ -30,7 +30,7 @@ IGNORES_IS_CAUSAL = RELEASE < (5, 6)  # here or there
 COUNTS_BY_DOCUMENT = RELEASE >= (5, 23)  # chunks
 HAS_SWITCH = hasattr(transformers.Gemma3TextConfig(), "use_bidirectional_attention")
 LATENT = [name for name in ("deepseek_v2", "deepseek_v3", "minicpm3", "longcat_flash") if name in MODELS]
-OWN_IS_CAUSAL = "is_causal = False of the att"
+OF_OLD, OWN_IS_CAUSAL = "is_causal=False with transformers", "is_causal = False of the att"
 PLACES = torch.arange(LENGTH)
 FLASH = "flash_attention_3"  # transformers imports its functions without a look at the GPU
 
@@ -164,10 +164,15 @@ CAUSALITY = [
     row("llama", "by the call", skip=IGNORES_IS_CAUSAL, is_causal=False),
     row("llama", "causal by the call", **BIDIRECTIONAL, is_causal=True),
     row("llama", "causal twice", is_causal=True),
-    row("llama", "of old", "is_causal=False with transformers", skip=not IGNORES_IS_CAUSAL, is_causal=False),
+    row("llama", "of old", OF_OLD, skip=not IGNORES_IS_CAUSAL, is_causal=False),
     row("mistral", "positions alone", **BIDIRECTIONAL, size=(1, LENGTH), position_ids=documents(9, 1, 15)),
     *(
-        row(name, "modules and config", change=functools.partial(of_modules, config={"is_causal": False}))
+        row(
+            name,
+            "modules and config",
+            IGNORES_IS_CAUSAL * OF_OLD,
+            change=functools.partial(of_modules, config={"is_causal": False}),
+        )
         for name in ("mistral", "gemma3")
     ),
 ]
@@ -387,9 +392,9 @@ def test_arguments_without_names(calls):
     assert calls == {"rope_attention": 4}
 
 
-@pytest.mark.parametrize("text", [{}, {"model_type": "gemma2", "sliding_window": 8, "query_pre_attn_scalar": 10}])
-def test_prompts_of_paligemma(text, calls):
-    """The whole prompt sees itself, the answer is causal; PaliGemma 2 has windows as well."""
+def test_prompts_of_paligemma_2(calls):
+    """The whole prompt sees itself, the answer is causal; there are windows, unlike in PaliGemma's test_images."""
+    text = {"model_type": "gemma2", "sliding_window": 8, "query_pre_attn_scalar": 10}
     model, inputs = make_vision_model("paligemma", **text), make_inputs("paligemma")
     model.model.vision_tower.requires_grad_(False)
     ids, types = inputs.pop("input_ids"), inputs.pop("token_type_ids")

@@ -60,7 +60,7 @@ def test_on_a_gpu(name):
 
 
 @torch.no_grad()
-def test_steps_are_prepared_once(interpreted_steps):
+def test_steps_are_prepared_once(interpreted_attention):
     """The length of a dynamic cache is no part of the signature of a step's launches."""
     model, ids = patch_model(make_model("llama")), make_ids(1, 15)
     past = make_cache(model, "dynamic")
@@ -68,24 +68,6 @@ def test_steps_are_prepared_once(interpreted_steps):
     forget_calls()
     steps(model, past, ids, 9)
     assert count_prepared_steps() == 1
-
-
-@pytest.mark.unpoisoned
-@torch.no_grad()
-def test_compiled_by_the_user(interpreted_steps):
-    """Without ``generate``: the batch is described, and the cache counted, inside the graph, which has no break."""
-    model, ids = make_model("llama"), make_ids(2, 9)
-    expected = parts(model, make_cache(model, "static"), ids, ends=(6, 7, 8, 9))
-    past = make_cache(patch_model(model), "static")
-    first = parts(model, past, ids, ends=(6,))
-    torch._dynamo.reset()
-    step = torch.compile(model, fullgraph=True, backend="aot_eager")
-    logits = []
-    for i in range(6, 9):
-        logits.append(step(ids[:, i : i + 1], past_key_values=past, **at(torch.tensor([[i]]))).logits)
-    assert_close(torch.cat((first, *logits), dim=1), expected, 1e-5)
-    assert [int(layer.get_seq_length()) for layer in past.layers] == [9, 9]
-    torch._dynamo.reset()
 
 
 @pytest.mark.gpu
