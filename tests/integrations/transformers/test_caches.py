@@ -15,7 +15,7 @@ from transformers.generation.continuous_batching.cache import PagedAttentionCach
 
 from fused_rope_attn.integrations.transformers import caches, families, patch_model, patch_report, unpatch_model
 from tests.support.hf_models import make_ids, make_model
-from tests.support.hf_runs import CAPACITY, ENDS, assert_close, make_cache, noted, parts, steps
+from tests.support.hf_runs import CAPACITY, ENDS, assert_close, left_padded, make_cache, noted, parts, steps
 
 IS_RENAMED = "cache" in inspect.signature(transformers.LlamaModel.forward).parameters
 OWN_NAME = "cache" if IS_RENAMED else "past_key_values"
@@ -52,7 +52,7 @@ def test_the_cache_of_a_call(is_renamed, monkeypatch):
 def test_steps_of_every_length(name, kind, padded, calls):
     """Logits and the cache are the unpatched model's."""
     model, ids = make_model(name), make_ids(2, ENDS[-1])
-    mask = (torch.arange(ENDS[-1]) >= torch.tensor([[0], [3]])).long() if padded else None
+    mask = left_padded(ENDS[-1], 0, 3) if padded else None
     plain, patched = (make_cache(model, kind) for _ in range(2))
     expected = parts(model, plain, ids, mask)
     got = parts(patch_model(model), patched, ids, mask)
@@ -126,7 +126,7 @@ def test_tokens_that_are_taken_back(name, kind):
 def test_compiled_generation():
     """A step with a static cache is one graph without a break, made as often as the unpatched model's: twice."""
     model, ids = make_model("gemma3"), make_ids(2, 12)
-    mask = (torch.arange(12) >= torch.tensor([[0], [5]])).long()
+    mask = left_padded(12, 0, 5)
     options = {"attention_mask": mask, "max_new_tokens": 8, "do_sample": False}
     expected = model.generate(ids, **options)
     compilation = transformers.CompileConfig(backend="eager", fullgraph=True, mode=None)

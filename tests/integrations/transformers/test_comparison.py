@@ -23,7 +23,7 @@ from fused_rope_attn.integrations.transformers import attention, patch_model, pa
 from fused_rope_attn.integrations.transformers.families import RELEASE
 from fused_rope_attn.integrations.transformers.obstacles import Pass, obstacle
 from tests.support.hf_models import MODELS, WINDOW, attentions_of, make_ids, make_model
-from tests.support.hf_runs import LENGTH, assert_close, assert_same, make_cache, parts, run
+from tests.support.hf_runs import LENGTH, assert_close, assert_same, declared, make_cache, parts, run
 from tests.support.hf_vision_models import make_inputs, make_vision_model
 
 IGNORES_IS_CAUSAL = RELEASE < (5, 6)  # here or there
@@ -146,6 +146,7 @@ EMPTY_ROW = columns((0, LENGTH - 3), (0, 0), (1, LENGTH))
 HOLES = (torch.arange(2 * LENGTH).view(2, LENGTH) % 7 != 3).long()
 VARLEN, BIDIRECTIONAL = "rope_attention_varlen", {"skip": IGNORES_IS_CAUSAL, "change": changed(is_causal=False)}
 PADDED = BIDIRECTIONAL | {"operator": VARLEN, "size": (3, LENGTH), "grad": True}
+TWICE = functools.partial(of_modules, config={"is_causal": False})
 # The case that was silently causal. The windows of masks reach one key further both ways than those of modules.
 CAUSALITY = [
     row("llama", "bidirectional", **BIDIRECTIONAL, grad=True),
@@ -167,12 +168,7 @@ CAUSALITY = [
     row("llama", "of old", OF_OLD, skip=not IGNORES_IS_CAUSAL, is_causal=False),
     row("mistral", "positions alone", **BIDIRECTIONAL, size=(1, LENGTH), position_ids=documents(9, 1, 15)),
     *(
-        row(
-            name,
-            "modules and config",
-            IGNORES_IS_CAUSAL * OF_OLD,
-            change=functools.partial(of_modules, config={"is_causal": False}),
-        )
+        row(name, "modules and config", "" if RELEASE >= (5, 6) else OF_OLD, change=TWICE)
         for name in ("mistral", "gemma3")
     ),
 ]
@@ -334,11 +330,9 @@ def test_sequences_that_are_declared(name, calls):
     model.config.is_causal = name != "mistral"
     pieces = make_ids(1, LENGTH).split(lengths, dim=1)
     expected = torch.cat([run(model, piece, use_cache=False)[0] for piece in pieces], 1)
-    ends = torch.tensor([0, 5, 6, 18, 25], dtype=torch.int32)
-    declared = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": 12, "max_length_k": 12}
     patch_model(model)
     for given in ({"position_ids": documents(*lengths)}, {"use_cache": False}):  # positions need not restart
-        assert_close(run(model, torch.cat(pieces, 1), **given, **declared)[0], expected, 1e-5)
+        assert_close(run(model, torch.cat(pieces, 1), **given, **declared(*lengths))[0], expected, 1e-5)
     assert calls == {"rope_attention_mla_varlen" if name in LATENT else VARLEN: 2 * len(attentions_of(model))}
 
 

@@ -13,7 +13,7 @@ import transformers
 from fused_rope_attn.integrations.transformers import is_patched, obstacles, patch_model, patch_report, unpatch_model
 from fused_rope_attn.integrations.transformers.families import RELEASE
 from tests.support.hf_models import attentions_of, make_ids
-from tests.support.hf_runs import assert_close, assert_same, run
+from tests.support.hf_runs import assert_close, assert_same, declared, run
 from tests.support.hf_vision_models import MODELS, language_model, make_inputs, make_vision_model
 
 pytestmark = pytest.mark.filterwarnings("error:patch_model. ")
@@ -82,9 +82,7 @@ def test_packed_positions_of_images(name, calls):
         for part, own in zip(ids.split(LENGTHS, 1), ANGLES.split(LENGTHS, 2))
     ]
     assert_same(model, ids, grad=True, unsupported="skip", position_ids=POSITIONS, use_cache=False)
-    ends = torch.tensor([0, *torch.tensor(LENGTHS).cumsum(0).tolist()], dtype=torch.int32)
-    declared = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": 8, "max_length_k": 8}
-    for given in ({"position_ids": POSITIONS}, {"position_ids": ANGLES} | declared):
+    for given in ({"position_ids": POSITIONS}, {"position_ids": ANGLES} | declared(*LENGTHS)):
         assert_close(run(model, ids, use_cache=False, **given)[0], torch.cat(alone, 1), 1e-5)
     assert calls == {"rope_attention_varlen": 6}
     rows = torch.cat((POSITIONS, torch.arange(TOTAL).expand(4, 1, -1)), 1)  # a row of three sequences, one of one

@@ -13,9 +13,9 @@ from torch.distributed.tensor.experimental import context_parallel
 from fused_rope_attn.integrations.transformers import patch_model, patch_report, unpatch_model
 from tests.support.export import dimension, exported
 from tests.support.hf_models import make_ids, make_model
-from tests.support.hf_runs import LENGTH, assert_close, assert_same, run
+from tests.support.hf_runs import LENGTH, assert_close, assert_same, left_padded, run
 
-MASK = (torch.arange(LENGTH) >= torch.tensor([[0], [6]])).long()
+MASK = left_padded(LENGTH, 0, 6)
 
 
 def test_left_padding_predicts_the_first_real_token():
