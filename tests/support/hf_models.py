@@ -60,7 +60,7 @@ _CAPPED = _GEMMA | {"attn_logit_softcapping": 2.0}
 
 
 def _named(families: str, options: dict) -> dict[str, tuple[str, dict]]:
-    """Rows of classes whose config needs nothing but these options; the folder has the class's name."""
+    """Rows of classes with one set of options. The folder has the class's name."""
     return {family.lower(): (family, options) for family in families.split()}
 
 

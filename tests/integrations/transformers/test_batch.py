@@ -63,8 +63,8 @@ BIDIRECTIONAL = {"causal": False, "inclusive_window": True}
 
 
 def test_padding(llama):
-    """Without causality the tokens of every row are a sequence, and the padding between two rows another. What is
-    hidden by causal attention anyway is not described, and neither is a mask of ones."""
+    """Causal attention hides the padding after the tokens: that is not described. Without causality the tokens of every
+    row are a sequence, and the padding between two rows another."""
     assert described(llama, attention_mask=mask([1, 1, 1, 0, 0], [3, 3, -3, 3, 3])) == {}
     assert described(llama, attention_mask=mask([0, 1, 1, 0, 0], [0, 0, 0, 0, 0])) == {"kv_starts": [1, 5]}
     for columns in (4, 6):

@@ -288,7 +288,7 @@ def halving(cls):
 
 
 def dynamic(model, *layers):
-    """A dynamic cache whose last layers are these."""
+    """A dynamic cache with these as its last layers."""
     past = make_cache(model, "dynamic")
     past.layers[len(past.layers) - len(layers) :] = layers
     return past
