@@ -48,17 +48,6 @@ def test_compiled(name, padded):
     assert torch.equal(run(model, ids, **inputs)[0], expected)
 
 
-class Logits(torch.nn.Module):
-    """A model's logits alone, because ``torch.jit.trace`` takes no other result."""
-
-    def __init__(self, model):
-        super().__init__()
-        self.model = model
-
-    def forward(self, ids, mask):
-        return self.model(ids, attention_mask=mask, use_cache=False).logits
-
-
 @pytest.mark.skipif(transformers.__version__ < "5", reason="its models cannot be traced, patched or not")
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
 @pytest.mark.unpoisoned
@@ -68,8 +57,9 @@ def test_traced(name, implementation, calls):
     model, ids = make_model(name).requires_grad_(False), make_ids(2, LENGTH)
     model.config._attn_implementation = implementation
     expected = model(ids, attention_mask=MASK).logits
+    patch_model(model)
     with pytest.warns(UserWarning, match="patch_model: torch.jit.trace is not served"):
-        traced = torch.jit.trace(Logits(patch_model(model)), (ids, MASK), check_trace=False)
+        traced = torch.jit.trace(lambda *given: model(*given, use_cache=False).logits, (ids, MASK), check_trace=False)
     for end in (LENGTH, LENGTH - 2):
         given, present = MASK[:, :end], MASK[:, :end].bool()
         assert_close(traced(ids[:, :end], given)[present], expected[:, :end][present], 1e-5)
