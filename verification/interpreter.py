@@ -27,10 +27,17 @@ def make_faster() -> None:
 
     For every sum of integers Triton computes whether it overflows, in ten operations, and ignores the answer. From now
     on three calls of NumPy compute it, and an overflow raises.
+
+    Every operation makes types and shapes of its operands and of its result. From now on equal ones are made once.
     """
     if interpreter._patch_lang.__module__ != __name__:
         interpreter._patch_lang = _replaced_once(interpreter._patch_lang)
         interpreter.GridExecutor.__call__ = in_one_chunk(interpreter.GridExecutor.__call__)
+        tl.block_type.__init__ = _made_once(tl.block_type.__init__)
+        tl.tensor.__init__ = _with_fields_of_its_type(tl.tensor.__init__)
+        tl.dtype.__eq__ = _of_identical_types(tl.dtype.__eq__)
+        interpreter._get_np_dtype = _kept_in_the_type(interpreter._get_np_dtype)
+        TritonSemantic.broadcast_impl_value = _unless_shapes_are_one(TritonSemantic.broadcast_impl_value)
     check = getattr(TritonSemantic, "binary_op_sanitize_overflow_impl", None)
     if check is not None and check.__module__ != __name__:
         TritonSemantic.binary_op_sanitize_overflow_impl = _checked_by_numpy(check)
@@ -59,6 +66,65 @@ def _replaced_once(replace: Callable) -> Callable:
         return scope
 
     return replace_once
+
+
+def _made_once(initialise: Callable) -> Callable:
+    """Return an initialisation of block types that gives equal types one dictionary of fields, and equal shapes one
+    tuple."""
+    made: dict[tuple, tuple[dict[str, Any], Any]] = {}
+    shapes: dict[tuple, Any] = {}
+
+    def initialise_once(self, element_ty, shape):
+        key = (id(element_ty), *shape)
+        if key not in made:
+            initialise(self, element_ty, shape)
+            self.shape = shapes.setdefault(tuple(self.shape), self.shape)
+            made[key] = self.__dict__, element_ty  # as long as the element's type exists, no other has its id
+        self.__dict__ = made[key][0]
+
+    return initialise_once
+
+
+def _with_fields_of_its_type(initialise: Callable) -> Callable:
+    """Return an initialisation of tensors that makes all fields but the data once for each type."""
+
+    def initialise_fast(self, handle, type):
+        found = type.__dict__.get("_of_tensors")
+        if found is None:
+            initialise(self, handle, type)
+            type._of_tensors = {name: field for name, field in self.__dict__.items() if name != "handle"}
+        else:
+            self.__dict__.update(found)
+            self.handle = handle
+
+    return initialise_fast
+
+
+def _of_identical_types(equal: Callable) -> Callable:
+    def equal_fast(self, other):
+        return self is other or equal(self, other)
+
+    return equal_fast
+
+
+def _kept_in_the_type(find: Callable) -> Callable:
+    def find_once(type):
+        if "_numpy" not in type.__dict__:
+            type._numpy = find(type)
+        return type._numpy
+
+    return find_once
+
+
+def _unless_shapes_are_one(broadcast: Callable) -> Callable:
+    """Return a broadcast of two tensors that leaves two of one shape, and two scalars, as they are."""
+
+    def broadcast_fast(self, lhs, rhs):
+        if lhs.type.__dict__.get("shape") is rhs.type.__dict__.get("shape"):
+            return lhs, rhs
+        return broadcast(self, lhs, rhs)
+
+    return broadcast_fast
 
 
 def _checked_by_numpy(check: Callable) -> Callable:

@@ -5,9 +5,6 @@ Most tests are on tensors without memory, on the machine of the fixture ``arch``
 
 import dataclasses
 import math
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -21,6 +18,7 @@ from tests.support.dtypes import F16, F32, F64
 from tests.support.internals import backend_of, plan_of
 from tests.support.marks import interpreted
 from tests.support.operators import SMALL, Record
+from tests.support.paths import python
 from tests.support.planning import call, kinds, packed_call
 from verification.testing import LatentCase, make_inputs, make_latent_inputs
 
@@ -417,6 +415,5 @@ for choice in ({"backend": "triton"}, {"strategy": "prepass"}):
 assert fused_rope_attn.plan(x, x, x, t, t).backend == "reference"
 fused_rope_attn.rope_attention(x, x, x, t, t)
 """
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    result = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+    result = python("-c", program)
     assert result.returncode == 0, result.stderr

@@ -229,23 +229,6 @@ def test_the_rotary_dim_comes_from_the_tables(changes, expected):
     assert check_call(**DENSE | changes) == expected
 
 
-@pytest.mark.parametrize("lead", [(), (1,), (300,)])
-@pytest.mark.parametrize(("width", "rotary_dim"), [(256, None), (512, 512), (150, 300)])
-def test_large_calls_pass(lead, width, rotary_dim):
-    """Sizes are compared as numbers: none of these is an object that Python keeps only once."""
-    q, kv = (zeros(300, n, 900, 512, device="meta") for n in (600, 300))
-    given = dict.fromkeys(("cos", "sin"), zeros(*lead, 900, width, device="meta"))
-    given |= {"q": q, "k": kv, "v": kv, "sinks": zeros(600, device="meta"), "rotary_dim": rotary_dim}
-    starts = zeros(300, dtype=I32, device="meta")
-    assert check_call(**given, kv_starts=starts, kv_lens=starts) == (rotary_dim or 512)
-    ends = zeros(900, dtype=I32, device="meta")
-    packed = {name: given[name][0].transpose(0, 1) for name in "qkv"} | {"cu_seqlens_q": ends, "cu_seqlens_k": ends[:]}
-    if lead != (300,):
-        assert check_call("thd", longest=(900, 900), **given | packed) == (rotary_dim or 512)
-    with pytest.raises(ValueError, match="^k has 7 heads, but q's 600 heads must be a multiple of it"):
-        check_call(**given | dict.fromkeys("kv", zeros(300, 7, 900, 512, device="meta")))
-
-
 def test_one_sequence_of_no_token_is_legal():
     x, ends = zeros(0, 1, 2), zeros(1, dtype=I32)
     given = dict.fromkeys("qkv", x) | tables(0, 1) | {"cu_seqlens_q": ends, "cu_seqlens_k": ends}

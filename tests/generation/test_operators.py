@@ -29,22 +29,16 @@ def tokens_first(given):
 
 
 @interpreted
-def test_autograd_sees_the_caches_change():
+def test_autograd_sees_the_caches_change_and_inference_mode_changes_nothing():
     given = arguments()
-    versions = [given[name]._version for name in CACHES]
-    with_kvcache(**given, backend="triton")
-    assert all(given[name]._version > version for name, version in zip(CACHES, versions))
-    versions = [given[name]._version for name in CACHES]
-    with_kvcache(**given | {"k": None, "v": None}, backend="triton")
-    assert versions == [given[name]._version for name in CACHES]
-
-
-@interpreted
-def test_inference_mode():
-    given = arguments()
-    expected = with_kvcache(**with_own_caches(given), backend="triton")
+    for new, changes in (({}, True), ({"k": None, "v": None}, False)):
+        versions = [given[name]._version for name in CACHES]
+        expected = with_kvcache(**given | new, backend="triton")
+        assert [given[name]._version > version for name, version in zip(CACHES, versions)] == [changes] * 2
     with torch.inference_mode():
-        found = with_kvcache(**arguments(), backend="triton")
+        given = arguments()
+        with_kvcache(**given, backend="triton")
+        found = with_kvcache(**given | new, backend="triton")
     assert all(torch.equal(x, y) for x, y in zip(found, expected))
 
 

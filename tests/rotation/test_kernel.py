@@ -1,8 +1,6 @@
 """The rotation's kernel in Triton's interpreter: outputs, memory and numbers that random calls do not have."""
 
 import math
-import os
-import subprocess
 import sys
 
 import pytest
@@ -12,6 +10,7 @@ from fused_rope_attn import apply_rope, apply_rope_qk, rope_tables
 from tests.support.dtypes import F32, F64
 from tests.support.guard_pages import hold_within_bounds
 from tests.support.marks import ignore_overflow, interpreted
+from tests.support.paths import python
 from tests.support.rotation import assert_close, normal
 from verification.memory import lay
 
@@ -22,14 +21,15 @@ either_dtype = pytest.mark.parametrize("dtype", [pytest.param(F32, marks=interpr
 @either_dtype
 @pytest.mark.parametrize("memory", ["bnhd", "columns", "odd"])
 def test_out_of_other_strides(memory, dtype):
-    """Random calls have ``out`` of the strides of the input."""
-    q, k = normal(2, 3, 9, 24).to(dtype), normal(2, 1, 9, 24, seed=1).to(dtype)
-    weights = dict(zip(("q_norm", "k_norm"), normal(2, 24, seed=2).to(dtype)))
-    outs = tuple(lay(torch.full_like(x, 5.0), memory) for x in (q, k))
-    given = (q, k, *rope_tables(9, 16)), {"rotary_dim": 16, **weights}
-    assert all(a is b for a, b in zip(apply_rope_qk(*given[0], **given[1], out=outs), outs))
-    for x, y in zip(outs, apply_rope_qk(*given[0], **given[1])):
-        assert_close(x, y.double(), 1e-6)
+    """Random calls have ``out`` of the strides of the input. Here the members of a pair have two angles."""
+    xs = [normal(2, heads, 9, 24, seed=heads).to(dtype) for heads in (3, 1, 2)]
+    options = dict(zip(("v", "q_norm", "k_norm"), (xs[2], *normal(2, 24, seed=2).to(dtype)))) | {"rotary_dim": 16}
+    outs, tables = tuple(lay(torch.full_like(x, 5.0), memory) for x in xs), normal(2, 9, 16, seed=5).float()
+    assert all(a is b for a, b in zip(apply_rope_qk(*xs[:2], *tables, out=outs, **options), outs))
+    exact = (x.double() for x in (*xs[:2], *tables))
+    expected = apply_rope_qk(*exact, **{name: x if name == "rotary_dim" else x.double() for name, x in options.items()})
+    for x, y in zip(outs, expected):
+        assert_close(x, y, 1e-6)
 
 
 @either_dtype
@@ -159,5 +159,5 @@ out = f.apply_rope(torch.randn(2, 3, 9, 16, requires_grad=True), *f.rope_tables(
 out.sum().backward()
 assert "Rope" not in type(out.grad_fn).__name__, type(out.grad_fn)
 """
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    subprocess.run([sys.executable, "-c", program], env=environment, timeout=120, check=True)
+    result = python("-c", program)
+    assert result.returncode == 0, result.stderr
