@@ -154,7 +154,7 @@ ROTATION = (
         _rotation("", 1, (4, 4), 131072, 128, 128, form="bshd", positions="ids"),
     )),
 )  # fmt: skip
-# Of each family, the number of small cases that are drawn.
+# The number of drawn small cases, by family.
 _DRAWN = {"attention": 30, "packed": 14, "mla": 8, "decode": 24, "rope": 5, "rope of several": 9, "corope": 2,
           "write": 6, "pairs": 5}  # fmt: skip
 DECODE = (
