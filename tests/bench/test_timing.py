@@ -43,7 +43,7 @@ class Machine:
         self.now += seconds
 
     def millijoules(self):
-        """Return the energy at the last step, after which the device has not waited."""
+        """Return the energy up to the last step. The device must not have waited after it."""
         at = self.step * int(self.now / self.step + 1e-9)
         idle = at - len(self.gaps) * self.call_ms * 1e-3 + max(0.0, self.end - at)
         return round(1e3 * (650 * (at - idle) + 100 * idle))
