@@ -1,56 +1,22 @@
 """The blocks that kernels visit under intervals of query rows, compared with every pair by itself."""
 
 import random
-from typing import NamedTuple
 
 import pytest
 import torch
 import triton
 import triton.language as tl
 
-from fused_rope_attn.attention import reference
 from fused_rope_attn.attention.intervals import BLOCKS, interval_blocks_kernel
 from fused_rope_attn.attention.portable.backward_kernels import narrowed_queries
 from fused_rope_attn.attention.portable.parts import next_run
 from fused_rope_attn.kernels import masks
 from fused_rope_attn.kernels.masks import Intervals, row_interval, sequence_intervals
 from fused_rope_attn.kernels.sequences import MaskArguments
+from tests.support.intervals import Drawn, drawn
 from tests.support.marks import interpreted
 
 pytestmark = interpreted
-
-
-class Drawn(NamedTuple):
-    """One batch entry: sizes, a window (left, right) or None, kv_starts, and the interval of each key."""
-
-    num_rows: int
-    num_keys: int
-    window: tuple[int | None, int | None]
-    start: int
-    first: list[int]
-    end: list[int]
-
-    def visible(self):
-        """Return whether each row sees each key, (NQ, NK)."""
-        sides = tuple(-1 if side is None else side for side in self.window)
-        bounds = {"kv_starts": [self.start], "query_starts": [self.first], "query_ends": [self.end]}
-        position, key = reference.positions(self.num_rows, self.num_keys, None, torch.device("cpu"))
-        bounds = {name: torch.tensor(x) for name, x in bounds.items()}
-        return reference.visible_pairs(position, key, False, window=sides, **bounds)[0]
-
-
-def drawn(seed):
-    draw = random.Random(seed)
-    num_rows, num_keys = draw.randint(1, 40), draw.randint(1, 40)
-    first, end = [], []
-    while len(first) < num_keys:  # runs of equal intervals, and single ones of any kind
-        low, high = draw.randint(-3, num_rows + 2), draw.randint(-3, num_rows + 5)
-        for _ in range(draw.choice([1, 2, 9, 14])):
-            first.append(draw.choice([low, low, low, 0]))
-            end.append(max(high, num_rows // 2) if draw.random() < 0.8 else high)
-    right = draw.choice([None, None, 0, 3, 11])
-    window, start = (draw.choice([None, None, 5, 14]), right), draw.choice([0, 0, 3, 12])
-    return Drawn(num_rows, num_keys, window, start, first[:num_keys], end[:num_keys])
 
 
 @triton.jit
@@ -83,16 +49,15 @@ def visits(case, blocks):
     """Return the bounds of blocks, and what ``write_visits`` writes, as lists, of the second of two batch entries: the
     first would show an offset that is missing."""
     block_m, block_n = blocks
-    first, end = (torch.tensor([[7] * case.num_keys, x], dtype=torch.int32) for x in (case.first, case.end))
     count = -(-case.num_keys // block_n)
     bounds = torch.full((2, 4, count), -1, dtype=torch.int32)
-    write_bounds(bounds, first, end, case.num_rows, block_n)
+    write_bounds(bounds, case.starts, case.ends, case.num_rows, block_n)
     kinds, of_keys = torch.zeros((-(-case.num_rows // block_m), count)), torch.zeros((count, 4), dtype=torch.int32)
-    kv_starts = torch.tensor([0, case.start], dtype=torch.int32) if case.start else None
     left, right = case.window
     window = left, tl.constexpr(0) if right == 0 else right
     sizes = case.num_rows, case.num_keys, count
-    write_visits[(1,)](kinds, of_keys, first, end, bounds, kv_starts, window, *sizes, *blocks)
+    intervals = case.starts, case.ends, bounds, case.kv_starts
+    write_visits[(1,)](kinds, of_keys, *intervals, window, *sizes, *blocks)
     return bounds[1].T.tolist(), kinds.tolist(), of_keys.tolist()
 
 
@@ -109,9 +74,9 @@ def write_bounds(bounds, first, end, num_rows, block_n):
 @pytest.mark.parametrize("seed", range(40))
 def test_the_blocks_that_tiles_visit(seed, blocks):
     block_m, block_n = blocks
-    case = drawn(seed)
+    case = drawn(seed, 40, reads_lengths=False)
     bounds, kinds, of_keys = visits(case, blocks)
-    expected, count = case.visible(), len(bounds)
+    expected, count = case.visible()[0][1], len(bounds)
     for i in range(-(-case.num_rows // block_m)):
         rows = expected[i * block_m : (i + 1) * block_m]
         for j in range(count):
@@ -123,7 +88,7 @@ def test_the_blocks_that_tiles_visit(seed, blocks):
                 some, last, every, every_end = bounds[j]
                 assert some < high and last > low
                 keys = range(j * block_n, min((j + 1) * block_n, case.num_keys))
-                shown = [case.first[k] <= low and case.end[k] >= high for k in keys]
+                shown = [case.starts[1, k] <= low and case.ends[1, k] >= high for k in keys]
                 assert (every <= low and every_end >= high) == all(shown)
     for j in range(count):
         keys = expected[:, j * block_n : (j + 1) * block_n]
@@ -135,9 +100,9 @@ def test_the_blocks_that_tiles_visit(seed, blocks):
             assert low <= i < high or not tile.any()
             assert not full_low <= i < full_high or (tile.all() and tile.shape[0] == block_m)
         seen = [i for i in range(-(-case.num_rows // block_m)) if keys[i * block_m : (i + 1) * block_m].any()]
-        if seen and not case.window[0] and case.window[1] is None:
+        if seen and case.window == (None, None):
             assert (low, high) == (seen[0], seen[-1] + 1)
-        assert seen or low == high or case.num_keys < case.num_rows or case.start
+        assert seen or low == high or case.num_keys < case.num_rows or case.kv_starts is not None
 
 
 def test_bounds_of_blocks():
@@ -153,6 +118,7 @@ def test_bounds_of_blocks():
 def test_runs_longer_than_a_chunk():
     """Every block is found once, in order, across chunks of blocks that are skipped, mixed and whole."""
     kind = [random.Random(block // 70).choice([0, 1, 2]) for block in range(300)]
-    first = [{0: 9, 1: j % 2, 2: 0}[kind[j // 4]] for j in range(1200)]
-    _, kinds, _ = visits(Drawn(16, 1200, (None, None), 0, first, [16] * 1200), (8, 4))
+    first = torch.tensor([[{0: 9, 1: j % 2, 2: 0}[kind[j // 4]] for j in range(1200)]] * 2, dtype=torch.int32)
+    case = Drawn(16, 1200, (None, None), None, None, False, first, torch.full_like(first, 16))
+    _, kinds, _ = visits(case, (8, 4))
     assert kinds[0] == kind

@@ -27,28 +27,18 @@ class Bounds(NamedTuple):
     reads_lengths: bool = False  # also where no tensor says which keys exist
 
     @property
-    def q_offset(self):
-        return self.num_keys - self.num_queries
-
-    @property
     def first_key(self):
         """Keys before this one do not exist for any query."""
-        of_window = 0 if self.left is None else self.q_offset - self.left
+        of_window = 0 if self.left is None else self.num_keys - self.num_queries - self.left
         return min(self.num_keys, max(0, self.start or 0, of_window))
 
-    def sees(self, row, key):
-        """Return whether query ``row``, which may be past the last one, sees a key."""
-        return self.first_key <= key < self.num_keys and self.would_see(row, key)
-
-    def would_see(self, row, key):
-        """The same of a key that need not exist."""
-        position = self.q_offset + row
-        return (
-            not (self.causal and key > position)
-            and not (self.left is not None and key < position - self.left)
-            and not (self.right is not None and key > position + self.right)
-            and not (self.reads_lengths and position < 0)
-        )
+    def pairs(self):
+        """Return whether each query would see each key if all existed, and whether it does, for 64 of both."""
+        position, keys = torch.arange(64)[:, None] + self.num_keys - self.num_queries, torch.arange(64)
+        left, right = (1000 if side is None else side for side in (self.left, self.right))
+        would = (keys >= position - left) & (keys <= position + (0 if self.causal else right))
+        would &= (position >= 0) | (not self.reads_lengths)
+        return would, would & (keys >= self.first_key) & (keys < self.num_keys)
 
 
 @triton.jit
@@ -71,7 +61,8 @@ def ranges(bounds, blocks, count, *, of_queries):
     """Return the bounds that the kernel writes of so many blocks."""
     starts = None if bounds.start is None else torch.tensor([1 << 20, bounds.start], dtype=torch.int32)
     window = bounds.left, tl.constexpr(0) if bounds.causal else bounds.right
-    given = starts, bounds.q_offset, bounds.num_keys, window, bounds.num_queries, bounds.reads_lengths
+    q_offset = bounds.num_keys - bounds.num_queries
+    given = starts, q_offset, bounds.num_keys, window, bounds.num_queries, bounds.reads_lengths
     out = torch.full((count, 4), -1.0)
     write_ranges[(1,)](out, *given, *blocks, BLOCKS=count, OF_QUERIES=of_queries)
     return out.tolist()
@@ -90,7 +81,6 @@ def drawn(count, seed):
         yield Bounds(num_queries, num_keys, causal, *bounds, reads_lengths)
 
 
-KEYS = 64
 # In the last two a block begins one position before the keys.
 MASKS = (*drawn(80, 0), Bounds(21, 16, reads_lengths=True), Bounds(21, 16, right=14, reads_lengths=True))
 each_mask = pytest.mark.parametrize("bounds", MASKS, ids=str)
@@ -103,18 +93,18 @@ def test_the_keys_that_a_block_of_queries_visits(bounds, blocks):
     """All that any of its rows sees and no block more; and without a mask, every block that all of them see."""
     block_m, block_n = blocks
     count = -(-bounds.num_queries // block_m)
+    would, sees = bounds.pairs()
     found = ranges(bounds, blocks, count, of_queries=False)
     for i, (first, full_first, full_last, last) in enumerate(found):
-        rows = range(i * block_m, (i + 1) * block_m)
-        seen = [key for key in range(bounds.num_keys) if any(bounds.sees(row, key) for row in rows)]
-        by_all = [key for key in seen if all(bounds.sees(row, key) for row in rows)]
+        rows = slice(i * block_m, (i + 1) * block_m)
+        seen, by_all = sees[rows].any(0).nonzero().flatten().tolist(), sees[rows].all(0)
         assert first % block_n == full_first % block_n == full_last % block_n == 0
         assert first <= full_first <= full_last and 0 <= last <= bounds.num_keys
         if seen:
             assert (first, last) == (seen[0] // block_n * block_n, seen[-1] + 1)
-        elif not any(bounds.would_see(row, key) for row in rows for key in range(KEYS)):
+        elif not would[rows].any():
             assert first >= last  # every row is before all keys, or past those of its window
-        whole = [key for key in range(0, bounds.num_keys, block_n) if set(range(key, key + block_n)) <= set(by_all)]
+        whole = [key for key in range(0, bounds.num_keys, block_n) if by_all[key : key + block_n].all()]
         assert list(range(int(full_first), int(full_last), block_n)) == whole
 
 
@@ -127,19 +117,19 @@ def test_the_blocks_of_queries_that_a_block_of_keys_visits(bounds, blocks):
     """
     block_m, block_n = blocks
     count = -(-bounds.num_keys // block_n) + bounds.reads_lengths  # a tensor may have more keys than exist
+    would, _ = bounds.pairs()
     found = ranges(bounds, blocks, count, of_queries=True)
-    of = [range(row, min(row + block_m, bounds.num_queries)) for row in range(0, bounds.num_queries, block_m)]
+    of = [slice(row, min(row + block_m, bounds.num_queries)) for row in range(0, bounds.num_queries, block_m)]
     for i, (first, full_first, full_last, last) in enumerate(found):
-        keys = range(i * block_n, (i + 1) * block_n)
-        pairs = [[bounds.would_see(row, key) for row in rows for key in keys] for rows in of]
+        keys = slice(i * block_n, (i + 1) * block_n)
         assert 0 <= first <= full_first <= full_last and last <= len(of) and not any(x % 1 for x in found[i])
         if keys.stop <= bounds.first_key or keys.start >= bounds.num_keys:
             assert first == full_first == full_last == last
             continue
-        seen = [j for j, sees in enumerate(pairs) if any(sees)]
+        seen = [j for j, rows in enumerate(of) if would[rows, keys].any()]
         if seen:
             assert (first, last) == (seen[0], seen[-1] + 1)
-        whole = [j for j, sees in enumerate(pairs) if all(sees) and len(of[j]) == block_m]
+        whole = [j for j, rows in enumerate(of) if would[rows, keys].all() and rows.stop - rows.start == block_m]
         assert list(range(int(full_first), int(full_last))) == whole
 
 

@@ -1,4 +1,4 @@
-"""How many tiles a launch has, and the order in which its programs take them."""
+"""The number of tiles of a launch, and the order in which its programs take them."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The tiles of packed sequences, whose ends only the device knows: which tile belongs to which."""
+"""Which tile of packed sequences belongs to which sequence. Only the device knows where they end."""
 
 import itertools
 import random

@@ -48,28 +48,19 @@ def test_the_forward_skips_the_masked_half_of_diagonal_blocks(changes):
     [
         ((2, 32, 8, 4096), {}, 1),
         # Four heads in a part, or parts of equal size.
-        ((1, 64, 8, 8192), {}, 2),
-        ((1, 128, 8, 4096), {}, 4),
-        ((2, 40, 8, 4096), {}, 4),
-        ((2, 28, 4, 4096), {}, 4),
+        ((1, 64, 8, 8192), {}, 2), ((1, 128, 8, 4096), {}, 4), ((2, 40, 8, 4096), {}, 4), ((2, 28, 4, 4096), {}, 4),
         # Few programs: at least one for each multiprocessor, or one for each head.
-        ((1, 8, 1, 8192), {}, 4),
-        ((1, 8, 1, 4096), {}, 8),
-        ((1, 64, 8, 1024), {}, 4),
-        ((1, 16, 4, 2048), {}, 4),
+        ((1, 8, 1, 8192), {}, 4), ((1, 8, 1, 4096), {}, 8), ((1, 64, 8, 1024), {}, 4), ((1, 16, 4, 2048), {}, 4),
         ((1, 4, 4, 1024), {}, 1),
         # The order of dQ is fixed, or the device divides tiles.
-        ((1, 8, 1, 4096), {"deterministic": True}, 1),
-        ((1, 8, 1, 4096), {"has_intervals": True}, 1),
+        ((1, 8, 1, 4096), {"deterministic": True}, 1), ((1, 8, 1, 4096), {"has_intervals": True}, 1),
         # Equal tiles are divided for more programs only.
-        ((1, 128, 8, 4096), {"causal": False}, 1),
-        ((1, 128, 8, 1024), {"causal": False}, 4),
-        ((1, 64, 8, 16384), {"window": (4096, 0)}, 2),
-        ((1, 64, 8, 16384), {"window": (4095, 0)}, 1),
+        ((1, 128, 8, 4096), {"causal": False}, 1), ((1, 128, 8, 1024), {"causal": False}, 4),
+        ((1, 64, 8, 16384), {"window": (4096, 0)}, 2), ((1, 64, 8, 16384), {"window": (4095, 0)}, 1),
         ((1, 64, 8, 16384), {"window": (4000, 96), "causal": False}, 2),
         ((1, 64, 8, 16384), {"window": (4000, 95), "causal": False}, 1),
     ],
-)
+)  # fmt: skip
 def test_programs_of_the_backward_that_divide_a_group(sizes, changes, parts, monkeypatch):
     """On a card of 132 multiprocessors."""
     monkeypatch.setattr(device, "num_sms", lambda where: 132)

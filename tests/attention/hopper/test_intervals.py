@@ -1,58 +1,21 @@
-"""What the sm_90 kernels read of intervals: rows of keys and visits of tiles, compared with every pair by itself, and
+"""Rows of keys and visits of tiles that the sm_90 kernels read of intervals, compared with every pair by itself, and
 the shares into which the backward divides its work: all of it, once, in good order."""
-
-import random
 
 import pytest
 import torch
 import triton.language as tl
 
-from fused_rope_attn.attention import reference
 from fused_rope_attn.attention.hopper import intervals
 from fused_rope_attn.attention.hopper.backward_block import SHARE_WORDS
 from fused_rope_attn.attention.hopper.channels import BACKWARD_BLOCK_M, CONSUMERS
 from fused_rope_attn.attention.hopper.intervals import BLOCKS, backward_rows_kernel, key_rows_kernel, visits_kernel
 from fused_rope_attn.kernels.masks import NO_ROW, Intervals
 from fused_rope_attn.kernels.sequences import MaskArguments
+from tests.support.intervals import drawn
 from tests.support.marks import interpreted
 
 pytestmark = interpreted
 BLOCK_N = 32
-
-
-def drawn(seed):
-    """Return (NQ, NK, window, kv_starts, kv_lens, from_start, starts, ends): two entries, tensors or None."""
-    draw = random.Random(seed)
-    num_rows, num_keys = draw.randint(1, 150), draw.randint(1, 150)
-    window = draw.choice([None, None, 0, 40]), draw.choice([None, 0, 0, 25])
-    kv_starts, kv_lens = (
-        torch.tensor([draw.randint(-3, num_keys + 3) for _ in range(2)], dtype=torch.int32) if given else None
-        for given in (draw.random() < 0.4, draw.random() < 0.4)
-    )
-    starts, ends = torch.empty((2, 2, num_keys), dtype=torch.int32)
-    for b in range(2):
-        j = 0
-        while j < num_keys:  # runs of equal intervals, and single ones of any kind
-            low, high = draw.randint(-3, num_rows + 2), draw.randint(-3, num_rows + 9)
-            end = j + draw.choice([1, 2, 40, 70])
-            starts[b, j:end], ends[b, j:end] = (0, num_rows) if draw.random() < 0.6 else (low, high)
-            j = end
-    from_start = kv_starts is not None and draw.random() < 0.5
-    return num_rows, num_keys, window, kv_starts, kv_lens, from_start, starts, ends
-
-
-def visible_pairs(num_rows, num_keys, window, kv_starts, kv_lens, from_start, starts, ends):
-    """Return which pairs see each other, (2, NQ, NK), and each entry's first key as the kernels count."""
-    positions, keys = reference.positions(num_rows, num_keys, kv_lens, torch.device("cpu"))
-    sides = tuple(-1 if side is None else side for side in window)
-    masks = {"kv_starts": kv_starts, "kv_lens": kv_lens, "query_starts": starts, "query_ends": ends}
-    visible = reference.visible_pairs(positions, keys, False, window=sides, **masks)
-    if not from_start:
-        return visible, [0, 0]
-    # Positions count from the first key, and queries at negative ones see no key.
-    lens = torch.tensor(num_keys) if kv_lens is None else kv_lens.clamp(0, num_keys)
-    first = kv_starts.clamp(min=0).minimum(lens)
-    return visible & (positions >= first[:, None])[..., None], first.tolist()
 
 
 @pytest.mark.parametrize(("block_m", "tiles_of_program", "blocks_at_once"), [(64, 8, 32), (48, 2, 2)])
@@ -60,7 +23,7 @@ def visible_pairs(num_rows, num_keys, window, kv_starts, kv_lens, from_start, st
 def test_rows_and_visits(seed, block_m, tiles_of_program, blocks_at_once, monkeypatch):
     monkeypatch.setattr(intervals, "TILES", tl.constexpr(tiles_of_program))
     monkeypatch.setattr(intervals, "VISIT_BLOCKS", tl.constexpr(blocks_at_once))
-    case = num_rows, num_keys, window, kv_starts, kv_lens, from_start, starts, ends = drawn(seed)
+    case = num_rows, num_keys, window, kv_starts, kv_lens, from_start, starts, ends = drawn(seed, 150)
     blocks, tiles, words = -(-num_keys // BLOCK_N), -(-num_rows // block_m), BLOCK_N // 32
     key_rows = torch.full((2, 2, blocks * BLOCK_N), -9, dtype=torch.int32)
     bounds = torch.full((2, (4 + words) * blocks), -9, dtype=torch.int32)
@@ -78,7 +41,7 @@ def test_rows_and_visits(seed, block_m, tiles_of_program, blocks_at_once, monkey
         visits, rows_again, hidden_again, masks, num_rows, num_keys, blocks, window[0], right, block_m, BLOCK_N, False
     )
     assert torch.equal(rows_again, key_rows) and torch.equal(hidden_again, bounds[:, 4 * blocks :])
-    expected, first_keys = visible_pairs(*case)
+    expected, first_keys = case.visible()
     for b, (sees, first_key) in enumerate(zip(expected, first_keys)):
         sees = torch.nn.functional.pad(sees[:, first_key:], (0, blocks * BLOCK_N - num_keys + first_key))
         row = torch.arange(num_rows)[:, None]
