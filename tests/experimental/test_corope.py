@@ -7,9 +7,11 @@ import torch
 
 from fused_rope_attn.experimental import corope_attention
 from fused_rope_attn.experimental.corope import CoRopeAttention, launch, reference
+from tests.support.calls import assert_right
 from tests.support.dtypes import BF16, F32, F64
-from tests.support.marks import ignore_overflow, interpreted
-from verification.testing import compare
+from tests.support.marks import cases, ignore_overflow, interpreted
+from verification.attention import CoRopeCheck
+from verification.calls import Machine
 
 pytestmark = ignore_overflow
 
@@ -27,20 +29,6 @@ def results(function, inputs, dtype):
     leaves = [x.requires_grad_() for x in (q, k, v)]
     o = function(*leaves)
     return o.detach(), *torch.autograd.grad(o, leaves, do)
-
-
-def assert_matches_float64(inputs, out, *, base=10000.0, scale=None):
-    """(o, dq, dk, dv) have the inputs' dtype and are within the tolerance of float64."""
-    dtype, scale = inputs[0].dtype, inputs[0].shape[-1] ** -0.5 if scale is None else scale
-
-    def right(q, k, v):
-        return reference.corope(q, k, v, base=base, softmax_scale=scale)
-
-    tensors = zip(out, results(right, inputs, torch.float64), results(right, inputs, dtype))
-    for name, (x, exact, eager) in zip(("o", "dq", "dk", "dv"), tensors):
-        assert x.dtype == dtype
-        found = compare(name, x, exact, eager, grad=name != "o", dtype=dtype)
-        assert found.ok, found
 
 
 def with_kernels(q, k, v):
@@ -141,15 +129,16 @@ def test_more_heads_than_a_program_holds():
     q, k, v, do = inputs = make(1, 3, 1, 19, 32, F32)
     o, *stats = launch.corope_forward(q, k, v, **options)
     out = o, *launch.corope_backward(do, q, k, v, o, *stats, **options)
-    assert_matches_float64(inputs, out, base=100.0, scale=0.2)
+    expected = results(lambda q, k, v: reference.corope(q, k, v, base=100.0, softmax_scale=0.2), inputs, F64)
+    for x, y in zip(out, expected, strict=True):
+        torch.testing.assert_close(x.double(), y, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("shape", "dtype"), [((1, 16, 1, 600, 128), BF16), ((1, 2, 2, 4100, 64), F32)], ids=str)
-def test_longer_than_random_calls(shape, dtype):
+@cases(CoRopeCheck(1, 16, 1, 600, 600, 128, dtype=BF16), CoRopeCheck(1, 2, 2, 4100, 4100, 64, dtype=F32))
+def test_longer_than_random_calls(case):
     """At 4K steps a float32 distance times a frequency would be 1e-4 off."""
-    inputs = make(*shape, dtype, "cuda")
-    assert_matches_float64(inputs, results(corope_attention, inputs, dtype))
+    assert_right(case, Machine.of("cuda"))
 
 
 @pytest.mark.gpu
