@@ -1,9 +1,7 @@
 """``python -m fused_rope_attn.env`` prints the facts that a bug report needs, on every machine."""
 
 import json
-import os
 import platform
-import subprocess
 import sys
 
 import pytest
@@ -11,26 +9,22 @@ import torch
 
 import fused_rope_attn
 from fused_rope_attn import env
-from tests.support.paths import ROOT
+from tests.support.paths import python
 
 
 @pytest.mark.parametrize("interpreter", [False, True])
 def test_json_names_versions_and_the_plan(interpreter):
     """Run a process without a GPU, with Triton's interpreter and without it."""
-    surroundings = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    surroundings |= {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""} | (
-        {"TRITON_INTERPRET": "1"} if interpreter else {}
-    )
+    switches = {"TRITON_INTERPRET": "1"} if interpreter else {}
     program = "import runpy, torch; runpy.run_module('fused_rope_attn.env', run_name='__main__')"
-    command = [sys.executable, "-c", f"{program}; assert not torch.cuda.is_initialized()"]
-    result = subprocess.run(command, cwd=ROOT, env=surroundings, capture_output=True, text=True, timeout=120)
+    program += "; assert not torch.cuda.is_initialized()"
+    result = python("-c", program, CUDA_VISIBLE_DEVICES="", HIP_VISIBLE_DEVICES="", **switches)
     assert result.returncode == 0, result.stderr
     facts = json.loads(result.stdout)
     assert facts["fused_rope_attn"] == fused_rope_attn.__version__ and facts["torch"] == torch.__version__
     assert facts["python"] == platform.python_version() and facts["triton"] == env.package_version("triton")
-    assert facts["interpreter"] is interpreter and facts["switches"].get("TRITON_INTERPRET") == (
-        "1" if interpreter else None
-    )
+    assert facts["interpreter"] is interpreter
+    assert facts["switches"].get("TRITON_INTERPRET") == switches.get("TRITON_INTERPRET")
     assert facts["gpus"] == [] and facts["plan"]["backend"] == "reference" and "cpu" in facts["plan"]["call"]
 
 

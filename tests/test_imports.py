@@ -2,14 +2,11 @@
 keeps its size: files, lines, imports, names, and the files that name an option."""
 
 import ast
-import os
 import re
-import subprocess
-import sys
 from collections import defaultdict
 from pathlib import Path
 
-from tests.support.paths import ROOT
+from tests.support.paths import ROOT, python
 
 PACKAGE = "fused_rope_attn"
 # The house: its bars. The package has 24,400 lines, so that what the next round adds has room.
@@ -163,8 +160,5 @@ for name in names:
 assert dir({PACKAGE}) == names
 assert not hasattr({PACKAGE}, "rope_atention")
 """
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    environment |= {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-c", program]
-    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+    result = python("-c", program, CUDA_VISIBLE_DEVICES="", HIP_VISIBLE_DEVICES="")
     assert result.returncode == 0, result.stderr

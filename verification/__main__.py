@@ -1,6 +1,7 @@
 """``python -m verification``: every backend and strategy, rotation alone, generation step and Co-RoPE against float64.
 
 On a GPU: bfloat16, float16 and float32, the small cases and the large ones; the sm_90 backend if the GPU has one.
+Small cases that combine features are drawn, the same in each run.
 Without a GPU the real kernels run in Triton's interpreter on the small cases, in float16 and float32. Exit status 0:
 all within tolerance; 1: some are not; 2: usage.
 

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from fused_rope_attn.attention import planning, reference
+from fused_rope_attn.attention import reference
 from fused_rope_attn.experimental.corope import CoRopeAttention, reference as corope_reference
 from verification import testing
 from verification.calls import FUNCTIONS, Call, Finding, Made, Ran, References, same_bits
@@ -93,11 +93,8 @@ class AttentionCheck(Call):
         dead, absent = ~visible.any(-1), ~visible.any(-2)
         return {"q": dead, "do": dead} | ({"k": absent, "v": absent} if self.len_q else {})
 
-    def obstacle(self, arch: str, variant: tuple[str, str]) -> planning.Obstacle | None:
-        if variant[0] == "reference" or variant == ("auto", "auto"):
-            return None
-        problem = planning.Problem(self.dtype, self.head_dim, len_k=self.len_k, strategy=variant[1])
-        return planning.obstacle("hopper" if variant[0] == "hopper" else "triton", problem, arch)
+    def planned(self) -> dict[str, Any]:
+        return {"len_k": self.len_k}
 
     def references(self, made: Made, device: str) -> References:
         """Compute the references of all heads, or of the compared ones, which become batch entries."""
@@ -184,11 +181,7 @@ class CoRopeCheck(Call):
 
         return kernels
 
-    def references(self, made: Made, device: str) -> References:
-        def right(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return corope_reference.corope(q, k, v, base=float(self.base), softmax_scale=float(self.scale))
-
-        def run(dtype: torch.dtype | None) -> dict[str, Tensor]:
-            return self.results(right, {name: x.to(dtype or self.dtype) for name, x in made.given.items()}, made)
-
-        return References(run, device, self.judged(made.given))
+    def reference(self, made: Made, dtype: torch.dtype) -> dict[str, Tensor]:
+        options = {"base": float(self.base), "softmax_scale": float(self.scale)}
+        right = functools.partial(corope_reference.corope, **options)
+        return self.results(right, {name: x.to(dtype) for name, x in made.given.items()}, made)

@@ -16,6 +16,7 @@ from einops import rearrange
 from torch import Tensor
 
 import fused_rope_attn
+from fused_rope_attn.attention import planning
 from fused_rope_attn.experimental.corope import corope_attention
 from fused_rope_attn.runtime.device import arch
 from verification import testing
@@ -275,16 +276,28 @@ class Call(testing.Case):
         """Return the data of the call."""
         raise NotImplementedError
 
-    def references(self, made: Made, device: str) -> References:
+    def reference(self, made: Made, dtype: torch.dtype) -> dict[str, Tensor]:
+        """Return the right results in a dtype; ``made`` stays as it is."""
         raise NotImplementedError
+
+    def references(self, made: Made, device: str) -> References:
+        return References(lambda dtype: self.reference(made, dtype or self.dtype), device, self.judged(made.given))
 
     def further(self, ran: Ran) -> Iterator[Finding]:
         """Check the other promises of this function."""
         yield from ()
 
-    def obstacle(self, arch: str, variant: tuple[str, str]) -> tuple[type[Exception], str] | None:
+    def obstacle(self, arch: str, variant: tuple[str, str]) -> planning.Obstacle | None:
         """Return what an explicit backend or strategy must raise, or None."""
-        return None
+        backend, strategy = variant
+        if backend == "reference" or variant == ("auto", "auto"):
+            return None
+        problem = planning.Problem(self.dtype, self.head_dim, strategy=strategy, **self.planned())
+        return planning.obstacle("hopper" if backend == "hopper" else "triton", problem, arch)
+
+    def planned(self) -> dict[str, Any]:
+        """Return what a plan depends on in addition to the dtype and the head dim."""
+        return {}
 
     def entry(self, variant: tuple[str, str]) -> Callable[..., Any]:
         """Return the function that runs a variant: the public one, where it can choose or need not."""

@@ -20,7 +20,7 @@ from fused_rope_attn.generation.problem import StepTensors, Written, describe_st
 from fused_rope_attn.generation.reference import quantise
 from fused_rope_attn.runtime.entry import fill
 from verification import testing
-from verification.calls import Call, Finding, Made, Ran, References, same_bits
+from verification.calls import Call, Finding, Made, Ran, same_bits
 from verification.memory import SHARED, in_pages, lay, rows_in_pool
 
 CACHES = ("k_cache", "v_cache")
@@ -96,11 +96,12 @@ class DecodeCheck(Call):
         return self.layout if self.memory is None else self.memory[-2:][CACHES.index(name)]
 
     def obstacle(self, arch: str, variant: tuple[str, str]) -> planning.Obstacle | None:
-        if variant[0] in ("auto", "reference"):
-            return None
         if self.float8 is not None and arch not in FLOAT8 and variant[0] == "triton":
             return NotImplementedError, "float8_e4m3fn caches need one of"
-        return planning.obstacle(variant[0], planning.Problem(self.dtype, self.head_dim, cache=Cache(True, True)), arch)
+        return super().obstacle(arch, variant)
+
+    def planned(self) -> dict[str, Any]:
+        return {"cache": Cache(True, True)}
 
     def entry(self, variant: tuple[str, str]) -> Callable[..., Any]:
         if variant[0] == "auto":
@@ -115,7 +116,7 @@ class DecodeCheck(Call):
         return function, given | {"cache_is_rotated": self.rotated}
 
     def reference(self, made: Made, dtype: torch.dtype) -> dict[str, Tensor]:
-        """Return what the reference gives in ``dtype``, and the caches, which it writes; ``made`` stays as it is."""
+        """Return what the reference gives, and the caches, which it writes."""
         found = dict(made.given)
         for name in ("q", "k", "v", *CACHES):
             if (x := found.get(name)) is not None:
@@ -132,9 +133,6 @@ class DecodeCheck(Call):
         written = self.written(made)
         caches = {name: found[name] for name in CACHES}
         return dict(zip(self.outputs, returned or ())) | caches | {"keys": _rows(caches["k_cache"], written)}
-
-    def references(self, made: Made, device: str) -> References:
-        return References(lambda dtype: self.reference(made, dtype or self.dtype), device, self.judged(made.given))
 
     def further(self, ran: Ran) -> Iterator[Finding]:
         """Hold new keys against float64; values, keys that are copied, and all rows that are not new, to the bit."""

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fused_rope_attn.attention import planning
 from verification import testing
 from verification.attention import AttentionCheck
 from verification.calls import Made, References
@@ -41,12 +40,8 @@ class LatentCheck(testing.LatentCase, AttentionCheck):
         masks = latent_masks(self, device) if self.seqlens is None else self._ends(device)
         return Made(given | masks, {name: x for name, x in upstream.items() if x is not None})
 
-    def obstacle(self, arch: str, variant: tuple[str, str]) -> planning.Obstacle | None:
-        if variant[0] in ("reference", "auto"):
-            return None
-        dims = {"nope_dim": self.nope, "value_dim": self.value}
-        problem = planning.Problem(self.dtype, self.head_dim, **dims, softmax_scale=self.scale)
-        return planning.obstacle(variant[0], problem, arch)
+    def planned(self) -> dict[str, Any]:
+        return {"nope_dim": self.nope, "value_dim": self.value, "softmax_scale": self.scale}
 
     def references(self, made: Made, device: str) -> References:
         given, upstream = made.given, made.upstream

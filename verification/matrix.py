@@ -1,4 +1,4 @@
-"""The cases of ``python -m verification`` as data. Small ones are named after their fields.
+"""The cases of ``python -m verification``: data, and drawn calls. Small ones are named after their fields.
 
 Small ones fit Triton's interpreter, large ones need a GPU, and of these huge ones are alone on it. The command runs
 each in every dtype that it was asked for, and those of attention by every backend and strategy.
@@ -6,13 +6,14 @@ each in every dtype that it was asked for, and those of attention by every backe
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 from verification.attention import AttentionCheck, CoRopeCheck
-from verification.calls import Call
+from verification.calls import Call, Machine
 from verification.decode import DecodeCheck
 from verification.latent import LatentCheck
 from verification.rotation import RopeCheck
@@ -43,54 +44,14 @@ _ONE = {
 }  # fmt: skip
 _SMALL = (
     *(_small(**{name: value}) for name, values in _ONE.items() for value in values),
-    _small(batch=2, heads=3, length=33),
-    _small(deterministic=True, heads_q=4),
-    # lengths: past a tile, rows that see nothing, no queries, no keys
-    _small(heads=1, length=129),
     *(_small(len_q=len_q, len_k=len_k) for len_q, len_k in ((1, 100), (33, 100), (100, 33), (0, 40), (40, 0))),
-    _small(len_q=33, len_k=100, causal=False),
-    # heads
-    _small(heads_q=6, heads_kv=2, length=50),
-    _small(heads_q=5, heads_kv=1, length=50, causal=False),
-    # head and rotary dimensions
     *(_small(heads=1, length=66, head_dim=d) for d in (16, 24, 64, 80, 96, 128, 192, 256)),
-    _small(head_dim=64, rotary_dim=16, heads=1),
-    _small(head_dim=40, rotary_dim=26, heads=1),
-    _small(head_dim=128, rotary_dim=96, heads=1, length=40),
-    _small(interleaved=True, head_dim=40, rotary_dim=26, heads_q=4),
-    _small(interleaved=True, head_dim=128, heads=1, length=40),
-    # tables
-    _small(batch=2, heads=1, table_batch=True),
-    _small(full_width=True, interleaved=True),
-    _small(batch=2, heads=1, head_dim=64, rotary_dim=16, full_width=True, table_batch=True, length=40),
     *(_small(table_dtype=dtype, only=(dtype,)) for dtype in (torch.float16, torch.bfloat16)),
-    _small(tables="random", interleaved=True),
-    # memory
-    _small(layout="odd", interleaved=True, heads_q=4, batch=2, length=40),
-    _small(layout="one batch", batch=2, heads=1),
-    # masks, and the pairs of them that models combine
-    _small(window=(20, 5), causal=False, len_q=33, len_k=100),
-    _small(batch=2, kv_lens=(80, 37)),
-    _small(batch=2, kv_starts=(50, 7), causal=False),
-    _small(batch=2, kv_lens=(0, 37), causal=False, len_q=33),
-    _small(batch=2, kv_starts=(0, 41), table_batch=True),
-    # intervals of query rows
     *(_small(causal=False, intervals=kind, hides_nan=True) for kind in INTERVALS),
-    _small(batch=2, heads_q=4, intervals="random", kv_starts=(3, 20), kv_lens=(80, 61), hides_nan=True, len_q=50),
-    _small(intervals="random", window=(30, 9), causal=False, softcap=5.0, sinks=True, norms=1.0, hides_nan=True),
-    _small(window=(20, 0), softcap=5.0, heads_q=4),
-    _small(sinks=True, window=(20, 0)),
-    # norms of q and k
-    _small(norms=1.0, interleaved=True, head_dim=40, rotary_dim=26, heads_q=4),
-    _small(norms=1.0, head_dim=256, heads=1, length=40),
-    _small(norms=0.0, batch=2, kv_starts=(0, 41), window=(20, 0), sinks=True),
-    _small(norms=0.0, seqlens=((50, 50), (0, 0), (30, 30))),
+    _small(heads_q=6, heads_kv=2, length=50),
+    _small(batch=2, kv_lens=(80, 37)),
     _small(seqlens=((50, 50), (0, 0), (30, 30))),
-    _small(seqlens=((10, 50), (40, 25)), len_q=50, len_k=75, causal=False),
-    _small(seqlens=((50, 50), (7, 7), (23, 23)), heads_q=4),
-    _small(seqlens=((50, 50), (30, 30)), window=(20, 0)),
-    _small(deterministic=True, seqlens=((45, 45), (35, 35)), window=(20, 0), softcap=5.0, sinks=True),
-)  # fmt: skip
+)
 
 
 def _large(name: str, batch: int, heads_q: int, heads_kv: int, length: int, head_dim: int, **changes) -> AttentionCheck:
@@ -154,33 +115,37 @@ def step(name, heads, len_q, capacity, head_dim, lengths, **changes) -> DecodeCh
 
 
 def in_dtype(check: Call, dtype: torch.dtype) -> Call:
-    """Return a case in a dtype, which the weights of its norms follow if they are not float32."""
-    norm_dtype = torch.float32 if check.norm_dtype == torch.float32 else dtype
-    return replace(check, dtype=dtype, norm_dtype=norm_dtype)
+    """Return a case in a dtype, which its tables and weights follow if they are not float32."""
+    others = [x for x in ("table_dtype", "sinks_dtype", "norm_dtype") if getattr(check, x) != torch.float32]
+    return replace(check, dtype=dtype, **dict.fromkeys(others, dtype))
 
 
-def _corope(batch, heads_q, heads_kv, length, head_dim, **changes) -> CoRopeCheck:
-    return _named(CoRopeCheck(batch, heads_q, heads_kv, length, length, head_dim, **changes))
+def drawn_cases() -> list[Call]:
+    """Return legal calls of every family as small cases, the same in each run."""
+    try:
+        from verification import strategies
+    except ModuleNotFoundError as error:
+        print(f"{error}: no small case is drawn", file=sys.stderr)
+        return []
+    machine = Machine("cpu", "interpreter", ("float16", "float32"), ("reference", "triton"))
+    found = []
+    for name, count in _DRAWN.items():
+        family = strategies.FAMILIES[name]
+        for i in range(count):
+            prototype = strategies.draw(family.prototypes(machine), "case", name, i)
+            call = strategies.draw(family.calls_of(prototype, machine), "case", name, i)
+            call = call.legal if isinstance(call, strategies.IllegalCheck) else call
+            if call.dtype != torch.float64:
+                backend = "auto" if name.startswith(("rope", "corope")) else "triton"
+                found.append(_named(replace(call, variants=((backend, "auto"),))))
+    return found
 
 
 ATTENTION = _SMALL + _LARGE
 ROTATION = (
     _rotation(""),
-    _rotation("", interleaved=True),
-    _rotation("", form="bshd", head_dim=24, rotary_dim=10),
-    _rotation("", form="sbhd", head_dim=7, rotary_dim=6, interleaved=True),
-    _rotation("", form="thd", batch=1, length=33, seqlens=((11, 11),) * 3),
-    _rotation("", positions="ids", tables="random"),
     _rotation("", positions="two ids", interleaved=True, rotary_dim=24),
-    _rotation("", full_width=True, tables="random"),
-    _rotation("", out="in place", interleaved=True, rotary_dim=16),
-    _rotation("", length=1, tables="random"),
-    _rotation("", length=0),
-    _rotation("", norms=0.0, norm_dtype=torch.float16),
-    _rotation("", form="bshd", head_dim=24, rotary_dim=10, interleaved=True, norms=1.0),
     _rotation("", form="thd", batch=1, length=33, seqlens=((11, 11),) * 3, norms=0.0),
-    _rotation("", positions="two ids", rotary_dim=24, norms=0.0, norm_dtype=torch.float16, out="in place", length=11),
-    _rotation("", length=0, norms=0.0),
     *(replace(check, size="large") for check in (
         _rotation("rotation Wide-1K", 10, (96, 8), 1024, 128, 128, form="bshd"),
         _rotation("rotation Llama3-8B-4K, interleaved", 2, (32, 8), 4096, 128, 128, interleaved=True),
@@ -189,40 +154,16 @@ ROTATION = (
         _rotation("", 1, (4, 4), 131072, 128, 128, form="bshd", positions="ids"),
     )),
 )  # fmt: skip
+# The number of drawn small cases, by family.
+_DRAWN = {"attention": 30, "packed": 14, "mla": 8, "decode": 24, "rope": 5, "rope of several": 9, "corope": 2,
+          "write": 6, "pairs": 5}  # fmt: skip
 DECODE = (
     step("", (4, 2), 1, 70, 32, (37, 0, 69)),
-    step("", (2, 1), 1, 200, 16, (190,)),
-    step("", (2, 2), 1, 20, 16, (0, 3, 19, 16, 17, 1, 5)),
-    step("", (4, 2), 1, 70, 32, (37, 64), rotated=False),
-    step("", (3, 1), 2, 70, 24, (37, 64), rotated=False, rotary_dim=10, interleaved=True, layout="odd"),
-    step("", (3, 1), 2, 70, 24, (37, 64), rotary_dim=10, layout="odd"),
-    step("", (2, 1), 1, 40, 16, (33, 20), rotary_dim=12, interleaved=True, tables="random", table_batch=True,
-        layout="bhnd"),
-    step("", (2, 1), 3, 40, 16, (33, 20), tables="random", full_width=True),
-    step("", (2, 1), 3, 100, 16, (90, 10), window=(20, 0)),
-    step("", (2, 1), 5, 100, 16, (70, 10), window=(20, 2), causal=False),
-    step("", (4, 2), 2, 70, 16, (50, 0), softcap=2.0, sinks=True, rotated=False),
-    step("", (4, 2), 1, 70, 16, (60, 3), window=(32, 0), sinks=True),
-    step("", (5, 1), 17, 40, 16, (20, 0), layout="bhnd"),
-    step("", (8, 4), 1, 40, 16, (33, 20, 7, 39), softmax_scale=-0.7),
-    step("", (4, 2), 2, 70, 16, (50, 1, 0), append=False, layout="one batch"),
-    step("", (2, 1), 3, 70, 16, (50, 2), append=False, causal=False, window=(20, 1), rotated=False),
-    step("", (2, 1), 3, 33, 16, (31, 33, 40, 20)),
-    step("", (4, 2), 1, 64, 32, (37, 0, 63), page_size=16),
-    step("", (4, 2), 5, 96, 16, (70, 3, 91), page_size=24, window=(20, 0), sinks=True, layout="bhnd"),
-    step("", (4, 2), 2, 64, 24, (37, 60), page_size=16, rotated=False, rotary_dim=10, layout="odd"),
-    step("", (2, 1), 2, 96, 16, (50, 1, 0), page_size=32, append=False, softcap=2.0),
-    step("", (2, 1), 3, 32, 16, (31, 33, 40, 20), page_size=16),
     step("", (8, 1), 33, 96, 16, (50,), page_size=16, window=(60, 0)),
     step("", (8, 1), 33, 128, 16, (70, 0), page_size=32),
     step("", (8, 1), 33, 100, 16, (80,)),
     step("", (8, 1), 33, 64, 16, (64,), append=False),
-    step("", (4, 2), 2, 70, 32, (37, 0), float8="head"),
     step("", (4, 2), 2, 70, 16, (37, 64), rotated=False, float8="tensor"),
-    step("", (2, 1), 1, 48, 16, (37, 4), page_size=16, float8="tensor", softcap=2.0),
-    step("", (4, 2), 2, 70, 24, (37, 0), rotary_dim=10, norms=0.0),
-    step("", (4, 2), 2, 64, 16, (37, 60), page_size=16, rotated=False, interleaved=True, norms=1.0),
-    step("", (4, 2), 2, 70, 32, (37, 0), float8="head", norms=0.0),
     *(replace(check, size="large") for check in (
         step("decode Llama3-8B, 4096", (32, 8), 1, 4096, 128, (4095, 1, 2048, 777)),
         step("", (32, 8), 1, 4096, 128, (4095, 1, 2048, 777), norms=0.0),
@@ -247,14 +188,12 @@ DECODE = (
         ),
     )),
 )  # fmt: skip
-COROPE = (
-    _corope(1, 3, 1, 35, 32),
-    _corope(1, 1, 1, 33, 64),
-    _corope(2, 2, 1, 1, 32),
-    _corope(1, 32, 8, 1024, 128, size="large"),
-    _corope(1, 16, 1, 1000, 64, size="large"),
-    _corope(1, 4, 1, 8192, 128, size="large"),
-)
+COROPE = tuple(
+    _named(CoRopeCheck(batch, heads_q, heads_kv, length, length, head_dim, size="small" if length < 100 else "large"))
+    for batch, heads_q, heads_kv, length, head_dim in (
+        (1, 3, 1, 35, 32), (1, 32, 8, 1024, 128), (1, 16, 1, 1000, 64), (1, 4, 1, 8192, 128)
+    )
+)  # fmt: skip
 
 
 def _latent(name: str, heads: int, length: int, widths: tuple[int, int, int], **changes) -> LatentCheck:
@@ -269,14 +208,6 @@ _DEEPSEEK = (128, 64, 128)
 LATENT = (
     _latent("", 3, 70, (32, 16, 48)),
     _latent("", 5, 66, _DEEPSEEK, tables="random"),
-    _latent("", 2, 40, (48, 48, 80), softmax_scale=-0.3, interleaved=False),
-    _latent("", 2, 70, (32, 16, 32), causal=False, lse_gradient=True,
-        memory=("odd", "offset", "odd", "columns", "wide", "bnhd")),
-    _latent("", 2, 75, (32, 16, 32), batch=2, len_q=40, window=(20, 3), kv_starts=(0, 33), kv_lens=(75, 60),
-        deterministic=True),
-    _latent("", 2, 40, (16, 16, 16), len_q=70, form="bshd"),
-    _latent("", 2, 80, (32, 16, 32), seqlens=((50, 50), (0, 0), (30, 30))),
-    _latent("", 2, 75, (32, 16, 32), len_q=50, seqlens=((10, 50), (40, 25)), window=(20, 0)),
     _latent("DeepSeek-V2-Lite-4K", 16, 4096, _DEEPSEEK, tables="yarn", size="large", deterministic=True),
     _latent("DeepSeek-V3-1K", 128, 1024, _DEEPSEEK, size="large"),
     _latent("MLA, odd lengths, padded", 16, 1111, _DEEPSEEK, batch=3, len_q=777, kv_starts=(0, 500, 1000),

@@ -85,11 +85,10 @@ class PairCheck(Call):
         return References(run, device, lambda name: self.dtype, zero)
 
     def obstacle(self, arch: str, variant: tuple[str, str]) -> planning.Obstacle | None:
-        if variant[0] == "reference":
-            return ValueError, "batch_invariant"
-        if variant[0] == "auto":
-            return None
-        return planning.obstacle(variant[0], planning.Problem(self.dtype, self.head_dim, batch_invariant=True), arch)
+        return (ValueError, "batch_invariant") if variant[0] == "reference" else super().obstacle(arch, variant)
+
+    def planned(self) -> dict[str, Any]:
+        return {"batch_invariant": True}
 
     def run(self, machine: Any) -> Iterator[Finding]:
         """Compare the rows that both ways compute, to the bit, and those of the first way with float64 unless the

@@ -18,6 +18,7 @@ from verification.table import format_table
 from verification.workers import Outcome
 
 COLUMNS = ("case", "dtype", "backend", "tensor", "error", "eager", "ratio", "rows", "verdict")
+_LONGEST_NAME = 72  # in the table; the file has all
 LEGEND = (
     "error, eager: largest distance from float64, of this backend and of eager PyTorch in the same dtype.\n"
     "ratio: error / eager, at most 2 for o and 3 for gradients. rows: the worst row's rms error over eager's, at most\n"
@@ -58,7 +59,9 @@ def rows_of(outcome: Outcome, case: str = "") -> list[Row]:
 
 
 def table(rows: Sequence[Row]) -> str:
-    return format_table(COLUMNS, [{**asdict(row), "rows": row.row_ratio} for row in rows])
+    return format_table(
+        COLUMNS, [{**asdict(row), "case": row.case[:_LONGEST_NAME], "rows": row.row_ratio} for row in rows]
+    )
 
 
 def summary(rows: Sequence[Row]) -> str:
@@ -68,7 +71,7 @@ def summary(rows: Sequence[Row]) -> str:
         members = [row for row in rows if (row.backend, row.dtype) == (backend, dtype)]
         passed = sum(row.verdict == "ok" for row in members)
         worst = max(members, key=lambda row: (row.row_ratio == row.row_ratio, row.row_ratio))  # nan is no ratio
-        where = f"{worst.tensor} of {worst.case}"
+        where = f"{worst.tensor} of {worst.case[:_LONGEST_NAME]}"
         lines.append((backend, dtype, f"{passed} of {len(members)}", worst.row_ratio, where))
     columns = ("backend", "dtype", "within tolerance", "worst row", "where")
     text = format_table(columns, [dict(zip(columns, line)) for line in lines])

@@ -94,16 +94,14 @@ class RopeCheck(Call):
             ids = ids if ids.ndim == 3 else ids[None, None] if ids.ndim == 1 else ids[:, None]
         options = {"rotary_dim": self.rotary, "interleaved": self.interleaved, "inverse": self.inverse}
         options |= {"position_ids": ids, "cu_seqlens": made.given["cu_seqlens"]}
+        options |= {"norm_eps": self.norm_eps, "norm_offset": self.norms}  # of those that have a weight
+        tables = made.given["cos"], made.given["sin"]
 
         def run(dtype: torch.dtype | None) -> dict[str, Tensor]:
             found: dict[str, Tensor] = {}
             for name, x in values.items():
-                weight = made.given.get(f"{name}_norm")
-                norm = {} if weight is None else {"norm_eps": self.norm_eps, "norm_offset": self.norms}
-                tables = (made.given["cos"], made.given["sin"])
-                results = testing.run_rotation_reference(
-                    x, made.upstream[name], *tables, dtype, weight=weight, **norm, **options
-                )
+                given = x, made.upstream[name], *tables, dtype
+                results = testing.run_rotation_reference(*given, weight=made.given.get(f"{name}_norm"), **options)
                 found |= {name: results.y, f"d{name}": results.dx}
                 if results.dweight is not None:
                     found[f"d{name}_norm"] = results.dweight[None]

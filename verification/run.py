@@ -17,8 +17,9 @@ import torch
 from tqdm import tqdm
 
 from verification import report
+from verification.attention import AttentionCheck
 from verification.calls import Machine, dtype_name, literal, parse
-from verification.matrix import ATTENTION, CHECKS, SIZES, in_dtype
+from verification.matrix import CHECKS, SIZES, drawn_cases, in_dtype
 from verification.refusals import KINDS, IllegalCheck
 from verification.table import format_table
 from verification.workers import Outcome, Worker, prepare_process, run_check, run_checks
@@ -53,12 +54,12 @@ def make_checks(options: argparse.Namespace) -> list[Any]:
     sizes = ("large", "huge") if options.large else sizes
     strategies = options.strategy or ("inline", "prepass")
     found = []
-    for check in CHECKS:
+    for check in (*CHECKS, *drawn_cases()):
         if check.size not in sizes or options.filter.lower() not in check.name.lower():
             continue
         for dtype in (getattr(torch, name) for name in options.dtype):
             call = in_dtype(check, dtype)
-            if check not in ATTENTION:
+            if type(check) is not AttentionCheck:
                 # These have no strategies of attention.
                 found += [call] if "triton" in options.backend and options.strategy is None else []
                 continue

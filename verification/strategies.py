@@ -267,7 +267,7 @@ def _bounds(draw: Draw, batch: int, length: int, *, upper: bool) -> tuple[int, .
 def _prototype(
     draw: Draw, kind: type[Call], machine: Machine, table: Mapping[str, Any], memory: Sequence[Any] = (), **others: Any
 ) -> Any:
-    """Draw a call of the smallest sizes, with what all functions have; ``others`` as they are.
+    """Draw a call of the smallest sizes and the fields of every function; ``others`` as they are.
 
     memory: the layouts of each tensor. others["variants"]: weights of the (backend, strategy) pairs."""
     dtype = _dtype(draw, machine)

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from verification.calls import Finding, Machine
-from verification.interpreter import guarded_memory
+from verification.interpreter import guarded_memory, make_faster
 
 # A check that takes longer hangs: compiling takes a minute at most, and so does one in Triton's interpreter.
 LONGEST_SECONDS = 300.0
@@ -77,8 +77,6 @@ def prepare_process(machine: Machine) -> None:
     if machine.has_gpu:
         torch.cuda.set_device(torch.device(machine.device).index or 0)
     elif machine.arch == "interpreter":
-        from verification.interpreter import make_faster
-
         make_faster()
 
 

@@ -1,15 +1,12 @@
 """Attention and differentiation: checkpointing, autocast, torch.func; higher derivatives and forward mode raise."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 from fused_rope_attn import plan, rope_attention
-from tests.support.gpu import ODD_LENGTHS, assert_alike
-from tests.support.marks import STRATEGIES, ignore_overflow, interpreted
+from tests.support.marks import STRATEGIES, ignore_overflow
 from tests.support.operators import (
     SMALL,
     assert_close,
@@ -19,8 +16,7 @@ from tests.support.operators import (
     small_calls,
     upstream_of,
 )
-from tests.support.places import both_backends as both_on_a_gpu
-from verification.testing import make_inputs, norms_of
+from verification.testing import make_inputs
 
 pytestmark = ignore_overflow
 both_backends = kernel_or_reference("triton", "reference")
@@ -40,25 +36,19 @@ def test_activation_checkpointing(name, backend, use_reentrant):
 
 
 @small_calls
-@pytest.mark.parametrize(
-    "options",
-    [pytest.param({"backend": "triton", "strategy": s}, marks=interpreted) for s in STRATEGIES]
-    + [{"backend": "reference"}],
-    ids=lambda x: "-".join(x.values()),
-)
-def test_double_backward_raises(name, options):
+@both_backends
+def test_double_backward_raises(name, backend):
     """Through each tensor and through the gradients of the results."""
-    if name == "latent":
-        options = {"backend": options["backend"]}
-    run, tensors = small_call(name, **options)
-    leaves = [x.detach().clone().requires_grad_() for x in tensors.values()]
-    outputs = run(*leaves)[:2]
-    upstream = [x.requires_grad_() for x in upstream_of(*outputs)]
-    gradients = torch.autograd.grad(outputs, leaves, upstream, create_graph=True)
-    assert all(x.requires_grad for x in gradients)
-    for x in (*leaves, *upstream):
-        with pytest.raises(NotImplementedError, match="double backward"):
-            torch.autograd.grad(sum(x.sum() for x in gradients), x, retain_graph=True)
+    for strategy in ({},) if name == "latent" or backend == "reference" else ({"strategy": x} for x in STRATEGIES):
+        run, tensors = small_call(name, backend=backend, **strategy)
+        leaves = [x.detach().clone().requires_grad_() for x in tensors.values()]
+        outputs = run(*leaves)[:2]
+        upstream = [x.requires_grad_() for x in upstream_of(*outputs)]
+        gradients = torch.autograd.grad(outputs, leaves, upstream, create_graph=True)
+        assert all(x.requires_grad for x in gradients)
+        for x in (*leaves, *upstream):
+            with pytest.raises(NotImplementedError, match="double backward"):
+                torch.autograd.grad(sum(x.sum() for x in gradients), x, retain_graph=True)
 
 
 @both_backends
@@ -117,28 +107,6 @@ def test_autocast_and_the_reference():
         assert plan(q, k.bfloat16(), v, cos, sin, True).backend == "reference"
         assert rope_attention(q, k, v, cos, sin, True).dtype == torch.bfloat16
         assert torch.equal(rope_attention(*wide, cos, sin, True), small_call("plain")[0](*wide)[0])
-
-
-@both_on_a_gpu
-def test_autocast_on_a_gpu(chosen):
-    """q, k and v become bfloat16; the tables and norms' weights stay float32, and all gradients are float32."""
-    case = replace(ODD_LENGTHS, norms=0.0, dtype=torch.float32)
-    inputs, norms = make_inputs(case, "cuda"), norms_of(case, "cuda")
-    weights = [norms[name].requires_grad_() for name in ("q_norm", "k_norm")]
-
-    def run(dtype):
-        leaves = [*(x.detach().to(dtype).requires_grad_() for x in inputs[:3]), *weights]
-        o = rope_attention(*leaves[:3], inputs.cos, inputs.sin, True, **norms, **chosen, deterministic=True)
-        return o, leaves
-
-    with torch.autocast("cuda", torch.bfloat16):
-        assert plan(*inputs[:5], True, **chosen).backend == chosen["backend"]
-        o, leaves = run(torch.float32)
-    low, low_leaves = run(torch.bfloat16)
-    assert o.dtype == torch.bfloat16 and torch.equal(o, low)
-    found, expected = (torch.autograd.grad(x, of, inputs.do.bfloat16()) for x, of in ((o, leaves), (low, low_leaves)))
-    assert all(x.dtype == torch.float32 for x in found)
-    assert_alike(found, expected)
 
 
 def with_tangent(function, tensors, i):
@@ -218,22 +186,14 @@ def test_torch_func(name, backend):
 @both_backends
 @pytest.mark.unpoisoned
 def test_compiled_calls(backend):
-    """Gradients by torch.func; forward mode is refused inside of a graph, around it, and for a dual tensor."""
+    """Gradients by torch.func; forward mode is refused around a graph, and for a dual tensor."""
     run, q = plain(backend)
     gradient = torch.func.grad(lambda q: run(q).square().sum())
-
-    def compiled(function):
-        torch._dynamo.reset()
-        return torch.compile(function, backend="aot_eager", fullgraph=True)
-
-    if backend == "triton":
-        assert_close([compiled(gradient)(q)], [gradient(q)])
-    graph = compiled(run)
+    torch._dynamo.reset()
+    graph, graph_of_gradient = (torch.compile(x, backend="aot_eager", fullgraph=True) for x in (run, gradient))
     graph(q)
-    for refused in (
-        lambda: with_tangent(graph, (q,), 0),
-        lambda: torch.func.jvp(graph, (q,), (q,)),
-        lambda: compiled(lambda q: torch.func.jvp(run, (q,), (q,)))(q),
-    ):
+    if backend == "triton":
+        assert_close([graph_of_gradient(q)], [gradient(q)])
+    for refused in (lambda: with_tangent(graph, (q,), 0), lambda: torch.func.jvp(graph, (q,), (q,))):
         with pytest.raises((NotImplementedError, RuntimeError)):
             refused()

@@ -134,51 +134,45 @@ def test_gradients_with_intervals_and_left_padding(seed, first):
 
 @interpreted
 @pytest.mark.usefixtures("exact_products")
-@pytest.mark.parametrize("packed", [False, True])
-def test_gradients_do_not_depend_on_the_rest_of_the_batch(packed):
+def test_gradients_do_not_depend_on_the_rest_of_the_batch():
+    """A sequence alone, after padding, and in a pack."""
     tensors, tables, _, draw = drawn(3, 150)
     options, do = {"backend": "triton", "rotary_dim": 16}, torch.randn_like(tensors[0][:1])
     alone = [x[:1].clone().requires_grad_() for x in tensors]
     attend(alone, tables, **options)[0].backward(do)
     before, length = draw.randrange(1, 99), do.shape[2]
     rows = slice(before, before + length)
-    if packed:
-        cu = int32([0, before, before + length, before + length + 40])
-        given = [torch.randn(int(cu[-1]), x.shape[1], 32).half() for x in (*alone, do)]
-        for stream, x in zip(given, (*alone, do)):
-            stream[rows] = x[0].detach().transpose(0, 1)
-        leaves = [x.requires_grad_() for x in given[:3]]
-        sizes = (cu, cu, length, length)
-        o = rope_attention_varlen(*leaves, *tables, *sizes, True, batch_invariant=True, **options)
-        o.backward(given[3])
-        grads = [x.grad[rows].transpose(0, 1)[None] for x in leaves]
-    else:
-        leaves = [padded(x.detach(), before).requires_grad_() for x in alone]
-        o, _ = attend(leaves, later(tables, before), kv_starts=int32([before]), **options)
-        o.backward(torch.nn.functional.pad(do, (0, 0, before, 0), value=1.0))
-        assert all((x.grad[:, :, :before] == 0).all() for x in leaves)
-        grads = [x.grad[:, :, rows] for x in leaves]
-    assert_equal(grads, [x.grad for x in alone])
+    leaves = [padded(x.detach(), before).requires_grad_() for x in alone]
+    o, _ = attend(leaves, later(tables, before), kv_starts=int32([before]), **options)
+    o.backward(torch.nn.functional.pad(do, (0, 0, before, 0), value=1.0))
+    assert all((x.grad[:, :, :before] == 0).all() for x in leaves)
+    assert_equal([x.grad[:, :, rows] for x in leaves], [x.grad for x in alone])
+
+    *leaves, do_pack = (torch.nn.functional.pad(x.detach()[0].transpose(0, 1), (0, 0, 0, 0, before, 40), value=0.5)
+                        for x in (*alone, do))  # fmt: skip
+    leaves, cu = [x.requires_grad_() for x in leaves], int32([0, before, before + length, before + length + 40])
+    o = rope_attention_varlen(*leaves, *tables, cu, cu, length, length, True, batch_invariant=True, **options)
+    o.backward(do_pack)
+    assert_equal([x.grad[rows].transpose(0, 1)[None] for x in leaves], [x.grad for x in alone])
 
 
 def test_who_cannot_keep_the_promise_refuses():
     q, cache = torch.randn(1, 2, 8, 32), torch.zeros(1, 2, 16, 32)
-    tables, asked = rope_tables(16, 32), {"batch_invariant": True}
-    step = {"cache_seqlens": int32([0]), "backend": "triton"} | asked
-    float8 = cache.to(torch.float8_e4m3fn)
-    for error, message, call in (
-        (ValueError, "batch_invariant=True needs kernels",
-         lambda: rope_attention(q, q, q, *tables, True, backend="reference", **asked)),
-        (NotImplementedError, "strategy must be 'auto' or 'prepass' with batch_invariant=True",
-         lambda: rope_attention(q, q, q, *tables, True, backend="triton", strategy="inline", **asked)),
-        (NotImplementedError, "causal must be True with batch_invariant=True",
-         lambda: rope_attention_with_kvcache(q, cache, cache.clone(), *tables, q, q, causal=False, **step)),
-        (NotImplementedError, "float8_e4m3fn caches, but k_cache is one",
-         lambda: rope_attention_with_kvcache(q, float8, float8.clone(), *tables, q, q, **step)),
-    ):  # fmt: skip
-        with pytest.raises(error, match=message):
-            call()
-    assert plan(q, q, q, *tables, True, **asked).backend == "reference"
+    tables, float8 = rope_tables(16, 32), cache.to(torch.float8_e4m3fn)
+
+    def call(*given, function=rope_attention, backend="triton", **options):
+        function(*given, backend=backend, batch_invariant=True, **options)
+
+    with pytest.raises(ValueError, match="batch_invariant=True needs kernels"):
+        call(q, q, q, *tables, True, backend="reference")
+    with pytest.raises(NotImplementedError, match="strategy must be 'auto' or 'prepass' with batch_invariant=True"):
+        call(q, q, q, *tables, True, strategy="inline")
+    step = {"function": rope_attention_with_kvcache, "cache_seqlens": int32([0])}
+    with pytest.raises(NotImplementedError, match="causal must be True with batch_invariant=True"):
+        call(q, cache, cache.clone(), *tables, q, q, causal=False, **step)
+    with pytest.raises(NotImplementedError, match="float8_e4m3fn caches, but k_cache is one"):
+        call(q, float8, float8.clone(), *tables, q, q, **step)
+    assert plan(q, q, q, *tables, True, batch_invariant=True).backend == "reference"
 
 
 @pytest.mark.gpu

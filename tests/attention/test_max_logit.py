@@ -1,5 +1,6 @@
 """``return_max_logit``: the results and their order, the kernels that run, equal bits and replays on a GPU."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -8,26 +9,14 @@ import torch
 from fused_rope_attn import plan, plan_varlen, rope_attention, rope_attention_varlen, rope_tables
 from fused_rope_attn.attention.hopper.forward_kernel import max_logit_kernel
 from tests.support.attention import assert_equal
-from tests.support.dtypes import BF16
+from tests.support.dtypes import BF16, F32
 from tests.support.gpu import ODD_LENGTHS, capture
-from tests.support.marks import cases, interpreted
-from tests.support.operators import assert_close, differentiated, kernel_or_reference, small_call
+from tests.support.marks import both_strategies, cases, ignore_overflow, interpreted
 from tests.support.places import UNEVEN, each_backend, packed
 from tests.support.planning import call, kinds, packed_call
-from verification.testing import make_inputs, run_op
+from verification.testing import Case, make_inputs, run_op
 
-
-@kernel_or_reference("reference", "triton")
-@pytest.mark.parametrize("name", ["bshd", "masks", "packed"])
-def test_the_results_and_their_order(backend, name):
-    """max_logit is the last result, with lse or without, and changes no other result and no gradient."""
-    run, tensors = small_call(name, return_max_logit=True, backend=backend)
-    o, lse, max_logit, *gradients = differentiated(run, tensors)
-    assert max_logit.shape == (2, 2) and max_logit.dtype == torch.float32
-    pair = small_call(name, return_max_logit=True, return_lse=False, backend=backend)[0](*tensors.values())
-    assert_close(pair, (o, max_logit), 0.0)
-    without, _ = small_call(name, return_max_logit=False, backend=backend)
-    assert_close(differentiated(without, tensors), (o, lse, *gradients), 0.0)
+SMALL = Case(1, 4, 2, 70, 150, 16, dtype=F32)
 
 
 @interpreted
@@ -44,6 +33,43 @@ def test_the_maximum_over_rows(ends):
         rows = torch.nn.functional.pad(highest, (0, 1), value=float("-inf"))
         for i, (a, b) in enumerate(zip(ends, ends[1:])):
             assert torch.equal(found[i], rows[:, [*range(max(a, 0), min(b, 37)), 37]].amax(-1))
+
+
+@interpreted
+@ignore_overflow
+@both_strategies
+@pytest.mark.parametrize("largest", [1.0, -1.0])
+def test_the_largest_logit_of_one_pair(strategy, largest):
+    """One pair in turn has the largest logit of all: in each loop, in the first and the last row, past zero and below.
+
+    Padding of the last tile of rows has logits of 0, and must not win where all logits are negative.
+    """
+    q, k, v, cos, sin, _ = make_inputs(replace(SMALL, heads_q=1, heads_kv=1))
+    q, k = torch.zeros_like(q), torch.zeros_like(k)
+    cos, sin = torch.ones_like(cos), torch.zeros_like(sin)
+    for row, key in ((0, 0), (0, 80), (69, 149), (69, 0), (40, 63), (40, 64)):
+        q[..., :2], k[..., :2] = torch.tensor([-1.0, 0.0]), torch.tensor([1.0, 0.0])
+        q[0, 0, row, 1], k[0, 0, key, 1] = 1.0, 1.5 if largest > 0 else 0.5
+        options = {"return_max_logit": True, "softmax_scale": 2.0, "backend": "triton", "strategy": strategy}
+        _, max_logit = rope_attention(q, k, v, cos, sin, True, **options)
+        assert max_logit.tolist() == [[pytest.approx(largest, rel=1e-6)]]
+
+
+@interpreted
+def test_more_maxima_than_the_programs_that_fill_them():
+    """The pre-pass of one key head has one program, which fills the maxima of 136 query heads in two parts. In a pack
+    of 39 sequences only one has rows, which makes few programs, too."""
+    options = {"return_max_logit": True, "backend": "triton", "strategy": "prepass"}
+    *given, _ = make_inputs(replace(SMALL, heads_q=136, heads_kv=1, len_q=3, len_k=3))
+    _, max_logit = rope_attention(*given, True, **options)
+    _, expected = rope_attention(*given, True, return_max_logit=True, backend="reference")
+    torch.testing.assert_close(max_logit, expected, rtol=1e-5, atol=1e-5)
+    *given, _ = make_inputs(replace(SMALL, len_q=3, len_k=3))
+    ends = torch.tensor([0] * 20 + [3] * 20, dtype=torch.int32)
+    packed = [*(x[0].transpose(0, 1) for x in given[:3]), *given[3:], ends, ends, 3, 3, True]
+    _, max_logit = rope_attention_varlen(*packed, **options)
+    assert torch.equal(max_logit[19:20], rope_attention(*given, True, **options)[1])
+    assert (max_logit.roll(-19, 0)[1:] == -math.inf).all() and max_logit.shape == (39, 4)
 
 
 def test_the_kernels_that_serve_it(arch):

@@ -38,52 +38,44 @@ LENGTHS = [
     for starts, lens in (((0, 0), (700, 700)), ((0, 0), (700, 333)), ((640, 3), (700, 260)), ((0, 100), (0, 700)))
 ]
 INTERVALS = [replace(ODD_LENGTHS, causal=False, intervals="random", seed=seed) for seed in (0, 3, 4)]
+PACKED = [packed_case(ODD_LENGTHS, n) for n in ((300, 0, 401, 99), (800, 0, 0, 0), (1, 64, 65, 670))]
 
 
 @both_backends
-@pytest.mark.parametrize("variants", [LENGTHS, INTERVALS], ids=["lengths", "intervals"])
+@pytest.mark.parametrize(
+    "variants", [LENGTHS, INTERVALS, PACKED, [replace(case, head_dim=256) for case in PACKED]],
+    ids=["lengths", "intervals", "packed", "packed, D 256"],
+)  # fmt: skip
 def test_masks_change_under_a_graph(variants, chosen):
     """They are read on the device: no synchronisation (``capture`` watches), and a replay sees the new ones."""
     first = variants[0]
     inputs = make_inputs(first, "cuda")
     q, k, v = (x.detach().requires_grad_() for x in inputs[:3])
-    masks = {name: x for name, x in masks_of(first, "cuda").items() if isinstance(x, torch.Tensor)}
+
+    def tensors(case):
+        if case.seqlens is None:
+            return {name: x for name, x in masks_of(case, "cuda").items() if isinstance(x, torch.Tensor)}
+        ends = torch.tensor([0, *(n for n, _ in case.seqlens)], device="cuda").cumsum(0).int()
+        return {"cu_seqlens_q": ends, "cu_seqlens_k": ends.clone()}
+
+    masks = tensors(first)
 
     def step():
-        o, lse = rope_attention(q, k, v, *inputs[3:5], first.causal, return_lse=True, **masks, **chosen)
+        if first.seqlens is None:
+            o, lse = rope_attention(q, k, v, *inputs[3:5], first.causal, return_lse=True, **masks, **chosen)
+        else:
+            rows = (x[0].transpose(0, 1) for x in (q, k, v))
+            given = *rows, *inputs[3:5], *masks.values(), 800, 800, True
+            o, lse = rope_attention_varlen(*given, return_lse=True, **chosen)
+            o, lse = o.transpose(0, 1)[None], lse[None]
         return o.detach(), lse, *torch.autograd.grad(o, (q, k, v), inputs.do)
 
     graph, captured = capture(step)
     for case in variants:
-        for name, x in masks_of(case, "cuda").items():
-            if name in masks:
-                masks[name].copy_(x)
+        for name, x in tensors(case).items():
+            masks[name].copy_(x)
         graph.replay()
         assert_matches_float64(case, inputs, Results(*captured))
-
-
-@both_backends
-@pytest.mark.parametrize("head_dim", [128, 256])
-def test_packed_lengths_change_under_a_graph(head_dim, chosen):
-    case = packed_case(ODD_LENGTHS, (300, 0, 401, 99), head_dim=head_dim)
-    inputs = make_inputs(case, "cuda")
-    q, k, v = (x[0].transpose(0, 1).detach().requires_grad_() for x in inputs[:3])
-    ends = torch.zeros(5, dtype=torch.int32, device="cuda")
-
-    def step():
-        given = q, k, v, *inputs[3:5], ends, ends, 800, 800, True
-        o, lse = rope_attention_varlen(*given, return_lse=True, **chosen)
-        return o.detach(), lse, *torch.autograd.grad(o, (q, k, v), inputs.do[0].transpose(0, 1))
-
-    graph, captured = capture(step)
-    for lengths in ((300, 0, 401, 99), (800, 0, 0, 0), (1, 64, 65, 600)):
-        ends.copy_(torch.tensor((0, *lengths)).cumsum(0))
-        graph.replay()
-        o, lse, *rest = captured
-        o, *rest = (x.transpose(0, 1)[None] for x in (o, *rest))
-        assert_matches_float64(
-            replace(case, seqlens=tuple((n, n) for n in lengths)), inputs, Results(o, lse[None], *rest)
-        )
 
 
 def test_position_ids_need_no_synchronisation():

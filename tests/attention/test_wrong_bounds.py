@@ -6,13 +6,13 @@ import pytest
 import torch
 
 import fused_rope_attn as package
-from fused_rope_attn import rope_attention, write_kvcache
-from tests.support.attention import packed
+from fused_rope_attn import rope_attention, rope_attention_varlen
 from tests.support.dtypes import F32
-from tests.support.internals import ARGUMENT_OF_MAX_LOGIT, OPERATORS, operator_arguments
-from tests.support.marks import STRATEGIES, ignore_overflow, interpreted
+from tests.support.marks import ignore_overflow
 from tests.support.operators import assert_close, kernel_or_reference
-from verification.testing import Case, make_inputs, reference_attention
+from tests.support.paths import python
+from tests.support.places import each_place
+from verification.testing import Case, make_inputs
 
 pytestmark = ignore_overflow
 
@@ -21,69 +21,65 @@ def int32(values):
     return torch.tensor(values, dtype=torch.int32)
 
 
-@pytest.mark.parametrize("function", ["apply_rope", "apply_rope_qk", "write_kvcache"])
-def test_the_host_refuses_wrong_ends(function):
+@pytest.mark.parametrize("name", ["apply_rope", "apply_rope_qk", "write_kvcache"])
+def test_the_host_refuses_wrong_ends(name):
     """Ends before the last token are legal; tests/attention/test_validation.py has attention's refusals."""
     x, tables, pool = torch.randn(20, 2, 16), torch.randn(2, 32, 8), torch.randn(2, 2, 32, 16)
-
-    def call(ends):
-        if function == "write_kvcache":
-            write_kvcache(x, x, pool, pool.clone(), *tables, cu_seqlens=int32(ends))
-        else:
-            x_or_qk = (x,) if function == "apply_rope" else (x, x)
-            getattr(package, function)(*x_or_qk, *tables, layout="thd", cu_seqlens=int32(ends))
-
-    call([0, 7, 13])
+    given = {"apply_rope": (x,), "apply_rope_qk": (x, x), "write_kvcache": (x, x, pool, pool.clone())}[name]
+    options = {} if name == "write_kvcache" else {"layout": "thd"}
+    getattr(package, name)(*given, *tables, cu_seqlens=int32([0, 7, 13]), **options)
     with pytest.raises(ValueError, match="^cu_seqlens must end at or before .*'s 20 tokens, but ends at 21"):
-        call([0, 11, 21])
+        getattr(package, name)(*given, *tables, cu_seqlens=int32([0, 11, 21]), **options)
 
 
-PACKED = packed((9, 5, 6), dtype=F32, sinks=True)
-
-
-@interpreted
-@pytest.mark.parametrize("strategy", [*STRATEGIES, "reference"])
-@pytest.mark.parametrize("wrong", [(8,), (9,), (8, 9)], ids=["q", "k", "both"])
+@each_place
 @pytest.mark.parametrize(
-    "ends", [[3, 9, 14, 20], [9, 5, 6, 0], [0, 14, 9, 20], [0, 9, 14, 27], [0, -2, 14, 20]], ids=str
+    "ends", [(12, 300, 700), (0, 500, 300), (300, 200, 200), (0, 300, 720), (0, -40, 700)], ids=str
 )
-def test_no_row_is_one_of_a_sequence_where_ends_are_wrong(ends, wrong, strategy):
-    """Call the operators and the reference, because the public function refuses such CPU tensors. Fresh memory is NaN
-    here: every row must be 0, and none as the memory was."""
-    inputs = make_inputs(PACKED)
-    arguments = operator_arguments(inputs, PACKED, strategy="auto" if strategy == "reference" else strategy)
-    for place in wrong:
-        assert arguments[place].tolist() == [0, 9, 14, 20]
-        arguments[place] = int32(ends)
-    if strategy == "reference":
-        leaves = [x.detach().requires_grad_() for x in inputs[:3]]
-        options = dict(zip(("cu_seqlens_q", "cu_seqlens_k"), arguments[8:10])) | {"softmax_scale": 0.3}
-        options |= {"rotary_dim": 16, "return_max_logit": True}
-        o, lse, max_logit = reference_attention(*leaves, inputs.cos, inputs.sin, True, **options)
-        gradients = torch.autograd.grad(o, leaves, inputs.do)
-    else:
-        arguments[ARGUMENT_OF_MAX_LOGIT] = True
-        o, lse, max_logit = OPERATORS.attention_forward(*arguments)
-        gradients = OPERATORS.attention_backward(inputs.do, o, lse, False, *arguments)[:4]
-    assert max_logit.shape == (3, PACKED.heads_q)
-    assert bool((lse == -math.inf).all()) and bool((max_logit == -math.inf).all())
-    assert not any(bool(x.any()) for x in (o, *gradients))
+def test_every_row_is_written(ends, place, monkeypatch):
+    """Fresh memory is NaN here, and every row must be 0. The ends of q, of k, and of both are wrong. The host reads
+    those of CPU tensors: here it does not."""
+    monkeypatch.setattr("fused_rope_attn.runtime.checks.check_ends", lambda *given: None)
+    case = place.packed((300, 400))
+    inputs = make_inputs(case, place.device)
+    leaves = [x[0].transpose(0, 1).detach().requires_grad_() for x in inputs[:3]]
+    good, bad = (int32(place.smaller(x)).to(place.device) for x in ((0, 300, 700), ends))
+    options = {"sinks": torch.ones(case.heads_q, device=place.device), "return_lse": True, "return_max_logit": True}
+    for both in ((bad, good), (good, bad), (bad, bad)):
+        given = *leaves, *inputs[3:5], *both, case.len_q, case.len_k, True
+        o, lse, max_logit = rope_attention_varlen(*given, **options, **place.options)
+        assert not any(bool(x.any()) for x in (o, *torch.autograd.grad(o, leaves, torch.randn_like(o))))
+        assert bool((lse == -math.inf).all()) and bool((max_logit == -math.inf).all())
 
 
 @kernel_or_reference("triton", "reference")
-@pytest.mark.parametrize("causal", [True, False])
-def test_lengths_of_keys_that_cannot_be_are_clamped(causal, backend):
-    """Negative ones mean no keys, those beyond NK all of them: values, gradients, and no NaN."""
-    inputs = make_inputs(Case(4, 2, 1, 5, 9, 16, dtype=F32, causal=causal))
+def test_lengths_of_keys_that_cannot_be_are_clamped(backend):
+    """Negative ones mean no keys, those beyond NK all of them. Random calls have such that are nearer."""
+    inputs = make_inputs(Case(4, 2, 1, 5, 9, 16, dtype=F32))
 
     def run(lens, starts):
         given = [x.detach().clone().requires_grad_() for x in inputs[:3]]
         bounds = {"kv_lens": int32(lens), "kv_starts": int32(starts)}
-        o, lse = rope_attention(*given, inputs.cos, inputs.sin, causal, **bounds, backend=backend, return_lse=True)
+        o, lse = rope_attention(*given, inputs.cos, inputs.sin, True, **bounds, backend=backend, return_lse=True)
         return lse, o, *torch.autograd.grad(o, given, inputs.do)
 
-    found = run([-1, -(2**31), 10, 2**31 - 1], [-7, 0, -(2**31), 0])
-    assert_close(found, run([0, 0, 9, 9], [0, 0, 0, 0]), 0.0)
-    assert not any(bool(x.isnan().any()) for x in found)
-    for lse, *others in (found, run([9] * 4, [9, 2**31 - 1, 0, 0])):  # or keys begin after the last one
-        assert bool((lse[:2] == -math.inf).all()) and not any(bool(x[:2].any()) for x in others)
+    found = run([-1, -(2**31), 9, 2**31 - 1], [-(2**31), 0, 2**31 - 1, 0])
+    assert_close(found, run([0, 0, 9, 9], [0, 0, 9, 0]), 0.0)
+    assert bool((found[0][:3] == -math.inf).all()) and not any(bool(x[:3].any()) for x in found[1:])
+
+
+@pytest.mark.gpu
+def test_an_assertion_can_be_asked_for():
+    """In a process of its own, because the assertion ends the use of the GPU."""
+    program = """
+import torch
+from fused_rope_attn import rope_attention_varlen
+q = torch.randn(700, 4, 64, device="cuda", dtype=torch.bfloat16)
+table = torch.ones(700, 32, device="cuda")
+ends = torch.tensor([0, 500, 300], dtype=torch.int32, device="cuda")
+rope_attention_varlen(q, q, q, table, table, ends, ends, 700, 700, True, backend="triton")
+torch.cuda.synchronize()
+"""
+    result = python("-c", program, TRITON_DEBUG="1")
+    # The text of the assertion is lost if the process ends before the driver prints it.
+    assert result.returncode != 0 and "device-side assert" in result.stderr

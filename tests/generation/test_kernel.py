@@ -54,11 +54,12 @@ BY_PAGE = DecodeConfig(64, 1, 1, programs_per_sm=5, combine_parts=2, rows_apart=
 
 
 @interpreted
-@pytest.mark.parametrize("page_size", [16, 32, 48])
-def test_tiles_that_look_each_of_their_pages_up_once(page_size):
+@pytest.mark.parametrize("changes", [{"page_size": 16}, {"page_size": 32, "kv_starts": (), "append": True},
+                                     {"page_size": 48}], ids=str)  # fmt: skip
+def test_tiles_that_look_each_of_their_pages_up_once(changes):
     """Tiles of 32 keys hold two pages or one, or go past one."""
     with configured(replace(BY_PAGE, block_n=32)):
-        check_calls(INTERPRETER, "decode", 25, "by page", page_size=page_size)
+        check_calls(INTERPRETER, "decode", 25, "by page", **changes)
 
 
 @pytest.mark.parametrize("wrong", [23, -1, 2**31 - 1])

@@ -1,69 +1,33 @@
 """The blocks that kernels visit under intervals of query rows, compared with every pair by itself."""
 
 import random
-from typing import NamedTuple
 
 import pytest
 import torch
 import triton
 import triton.language as tl
 
-from fused_rope_attn.attention import reference
 from fused_rope_attn.attention.intervals import BLOCKS, interval_blocks_kernel
 from fused_rope_attn.attention.portable.backward_kernels import narrowed_queries
 from fused_rope_attn.attention.portable.parts import next_run
 from fused_rope_attn.kernels import masks
 from fused_rope_attn.kernels.masks import Intervals, row_interval, sequence_intervals
 from fused_rope_attn.kernels.sequences import MaskArguments
+from tests.support.intervals import Drawn, drawn
 from tests.support.marks import interpreted
 
 pytestmark = interpreted
 
 
-class Drawn(NamedTuple):
-    """One batch entry: sizes, a window (left, right) or None, kv_starts, and the interval of each key."""
-
-    num_rows: int
-    num_keys: int
-    window: tuple[int | None, int | None]
-    start: int
-    first: list[int]
-    end: list[int]
-
-    def visible(self):
-        """Return whether each row sees each key, (NQ, NK)."""
-        sides = tuple(-1 if side is None else side for side in self.window)
-        bounds = {"kv_starts": [self.start], "query_starts": [self.first], "query_ends": [self.end]}
-        position, key = reference.positions(self.num_rows, self.num_keys, None, torch.device("cpu"))
-        bounds = {name: torch.tensor(x) for name, x in bounds.items()}
-        return reference.visible_pairs(position, key, False, window=sides, **bounds)[0]
-
-
-def drawn(seed):
-    draw = random.Random(seed)
-    num_rows, num_keys = draw.randint(1, 40), draw.randint(1, 40)
-    first, end = [], []
-    while len(first) < num_keys:  # runs of equal intervals, and single ones of any kind
-        low, high = draw.randint(-3, num_rows + 2), draw.randint(-3, num_rows + 5)
-        for _ in range(draw.choice([1, 2, 9, 14])):
-            first.append(draw.choice([low, low, low, 0]))
-            end.append(max(high, num_rows // 2) if draw.random() < 0.8 else high)
-    right = draw.choice([None, None, 0, 3, 11])
-    window, start = (draw.choice([None, None, 5, 14]), right), draw.choice([0, 0, 3, 12])
-    return Drawn(num_rows, num_keys, window, start, first[:num_keys], end[:num_keys])
-
-
 @triton.jit
 def write_visits(
-    out_ptr, pairs_ptr, starts_ptr, ends_ptr, blocks_ptr, kv_starts_ptr, window, NQ, NK, ROWS: tl.constexpr,
-    KEYS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    out_ptr, of_keys_ptr, starts_ptr, ends_ptr, blocks_ptr, kv_starts_ptr, window, NQ, NK, COUNT, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Write pairs (ROWS, KEYS), for each block of queries the kinds of all blocks of keys (0: skipped, 1: mixed, 2:
-    whole), and for each block of keys ``narrowed_queries``: out (64, 64) int32 and (64, 4) int32 after it."""
+    """Add for each block of queries the kinds of the COUNT blocks of keys to out (blocks, COUNT): 0 is skipped, 1
+    mixed, 2 whole. Write for each block of keys ``narrowed_queries`` to of_keys (COUNT, 4). All of batch entry 1."""
     intervals = sequence_intervals(Intervals(starts_ptr, ends_ptr, blocks_ptr, (NK, NK)), 1, 0, NQ, NK, NK - NQ)
     mask = masks.sequence_mask(kv_starts_ptr, 1, NK - NQ, NK, masks.window_of(window), True, intervals)
-    rows, keys = tl.arange(0, ROWS)[:, None], tl.arange(0, KEYS)[None, :]
-    tl.store(pairs_ptr + rows * KEYS + keys, masks.visible(mask, rows + NK - NQ, keys).to(tl.int32))
     for tile in range(tl.cdiv(NQ, BLOCK_M)):
         first, full_first, full_last, last = masks.key_range(mask, tile * BLOCK_M, NK - NQ, BLOCK_M, BLOCK_N)
         block, last_block = first // BLOCK_N, tl.cdiv(last, BLOCK_N)
@@ -71,15 +35,30 @@ def write_visits(
             begin, middle, block = next_run(
                 mask, block, last_block, full_first // BLOCK_N, full_last // BLOCK_N, tile * BLOCK_M, BLOCK_M, BLOCK_N
             )
-            for i in range(begin, middle):
-                tl.store(out_ptr + tile * 64 + i, 1)
-            for i in range(middle, block):
-                tl.store(out_ptr + tile * 64 + i, 2)
+            for i in range(begin, block):
+                at = out_ptr + tile * COUNT + i
+                tl.store(at, tl.load(at) + tl.where(i < middle, 1, 2))
     for tile in range(tl.cdiv(NK, BLOCK_N)):
         bounds = masks.query_range(mask, tile * BLOCK_N, NK - NQ, NQ, BLOCK_M, BLOCK_N)
         bounds = narrowed_queries(bounds, row_interval(mask, tile * BLOCK_N + tl.arange(0, BLOCK_N)), NK - NQ, BLOCK_M)
         for j in tl.static_range(4):
-            tl.store(out_ptr + 64 * 64 + tile * 4 + j, bounds[j])
+            tl.store(of_keys_ptr + tile * 4 + j, bounds[j])
+
+
+def visits(case, blocks):
+    """Return the bounds of blocks, and what ``write_visits`` writes, as lists, of the second of two batch entries: the
+    first would show an offset that is missing."""
+    block_m, block_n = blocks
+    count = -(-case.num_keys // block_n)
+    bounds = torch.full((2, 4, count), -1, dtype=torch.int32)
+    write_bounds(bounds, case.starts, case.ends, case.num_rows, block_n)
+    kinds, of_keys = torch.zeros((-(-case.num_rows // block_m), count)), torch.zeros((count, 4), dtype=torch.int32)
+    left, right = case.window
+    window = left, tl.constexpr(0) if right == 0 else right
+    sizes = case.num_rows, case.num_keys, count
+    intervals = case.starts, case.ends, bounds, case.kv_starts
+    write_visits[(1,)](kinds, of_keys, *intervals, window, *sizes, *blocks)
+    return bounds[1].T.tolist(), kinds.tolist(), of_keys.tolist()
 
 
 def write_bounds(bounds, first, end, num_rows, block_n):
@@ -95,37 +74,21 @@ def write_bounds(bounds, first, end, num_rows, block_n):
 @pytest.mark.parametrize("seed", range(40))
 def test_the_blocks_that_tiles_visit(seed, blocks):
     block_m, block_n = blocks
-    case = drawn(seed)
-    # The second of two batch entries; the first would show an offset that is missing.
-    first, end = (torch.tensor([[7] * case.num_keys, x], dtype=torch.int32) for x in (case.first, case.end))
-    count = -(-case.num_keys // block_n)
-    bounds = torch.full((2, 4, count), -1, dtype=torch.int32)
-    write_bounds(bounds, first, end, case.num_rows, block_n)
-    out, pairs = torch.zeros(64 * 64 + 256, dtype=torch.int32), torch.zeros((64, 64), dtype=torch.int32)
-    kv_starts = torch.tensor([0, case.start], dtype=torch.int32) if case.start else None
-    left, right = case.window
-    right = tl.constexpr(0) if right == 0 else right
-    write_visits[(1,)](
-        out, pairs, first, end, bounds, kv_starts, (left, right), case.num_rows, case.num_keys,
-        ROWS=64, KEYS=64, BLOCK_M=block_m, BLOCK_N=block_n,
-    )  # fmt: skip
-    expected = case.visible()
-    assert torch.equal(pairs[: case.num_rows, : case.num_keys].bool(), expected)
-    assert not pairs[: case.num_rows, case.num_keys :].any()
-    kinds, of_keys = out[: 64 * 64].view(64, 64), out[64 * 64 :].view(64, 4).tolist()
+    case = drawn(seed, 40, reads_lengths=False)
+    bounds, kinds, of_keys = visits(case, blocks)
+    expected, count = case.visible()[0][1], len(bounds)
     for i in range(-(-case.num_rows // block_m)):
         rows = expected[i * block_m : (i + 1) * block_m]
         for j in range(count):
-            block = rows[:, j * block_n : (j + 1) * block_n]
-            kind = int(kinds[i, j])
+            block, kind = rows[:, j * block_n : (j + 1) * block_n], kinds[i][j]
             assert kind > 0 or not block.any()
             assert kind < 2 or (block.all() and block.shape[1] == block_n)
             if kind == 1:  # the bounds do not say that it could be skipped
                 low, high = i * block_m, min((i + 1) * block_m, case.num_rows)
-                some, last, every, every_end = bounds[1, :, j].tolist()
+                some, last, every, every_end = bounds[j]
                 assert some < high and last > low
                 keys = range(j * block_n, min((j + 1) * block_n, case.num_keys))
-                shown = [case.first[k] <= low and case.end[k] >= high for k in keys]
+                shown = [case.starts[1, k] <= low and case.ends[1, k] >= high for k in keys]
                 assert (every <= low and every_end >= high) == all(shown)
     for j in range(count):
         keys = expected[:, j * block_n : (j + 1) * block_n]
@@ -137,9 +100,9 @@ def test_the_blocks_that_tiles_visit(seed, blocks):
             assert low <= i < high or not tile.any()
             assert not full_low <= i < full_high or (tile.all() and tile.shape[0] == block_m)
         seen = [i for i in range(-(-case.num_rows // block_m)) if keys[i * block_m : (i + 1) * block_m].any()]
-        if seen and not case.window[0] and case.window[1] is None:
+        if seen and case.window == (None, None):
             assert (low, high) == (seen[0], seen[-1] + 1)
-        assert seen or low == high or case.num_keys < case.num_rows or case.start
+        assert seen or low == high or case.num_keys < case.num_rows or case.kv_starts is not None
 
 
 def test_bounds_of_blocks():
@@ -152,27 +115,10 @@ def test_bounds_of_blocks():
     assert bounds[0].T.tolist() == [[3, 9, 5, 6], [none, 0, none, 0], [1, 10, none, 2], [0, 6, 2, 4]]
 
 
-@triton.jit
-def write_kinds(out_ptr, blocks_ptr, starts_ptr, ends_ptr, NQ, NK, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Add to out (blocks,) int32 the kind of each block for the first tile of queries."""
-    intervals = sequence_intervals(Intervals(starts_ptr, ends_ptr, blocks_ptr, (0, 0)), 0, 0, NQ, NK, NK - NQ)
-    mask = masks.sequence_mask(None, 0, NK - NQ, NK, masks.window_of((None, None)), True, intervals)
-    block, last = 0, NK // BLOCK_N
-    while block < last:
-        begin, middle, block = next_run(mask, block, last, 0, last, 0, BLOCK_M, BLOCK_N)
-        for i in range(begin, middle):
-            tl.store(out_ptr + i, tl.load(out_ptr + i) + 1)
-        for i in range(middle, block):
-            tl.store(out_ptr + i, tl.load(out_ptr + i) + 2)
-
-
 def test_runs_longer_than_a_chunk():
     """Every block is found once, in order, across chunks of blocks that are skipped, mixed and whole."""
-    blocks, keys = 300, 1200
-    kind = [random.Random(block // 70).choice([0, 1, 2]) for block in range(blocks)]
-    first = torch.tensor([[{0: 9, 1: j % 2, 2: 0}[kind[j // 4]] for j in range(keys)]], dtype=torch.int32)
-    end, bounds = torch.full((1, keys), 16, dtype=torch.int32), torch.zeros((1, 4, blocks), dtype=torch.int32)
-    write_bounds(bounds, first, end, 16, 4)
-    out = torch.zeros(blocks, dtype=torch.int32)
-    write_kinds[(1,)](out, bounds, first, end, 16, keys, BLOCK_M=8, BLOCK_N=4)
-    assert out.tolist() == kind
+    kind = [random.Random(block // 70).choice([0, 1, 2]) for block in range(300)]
+    first = torch.tensor([[{0: 9, 1: j % 2, 2: 0}[kind[j // 4]] for j in range(1200)]] * 2, dtype=torch.int32)
+    case = Drawn(16, 1200, (None, None), None, None, False, first, torch.full_like(first, 16))
+    _, kinds, _ = visits(case, (8, 4))
+    assert kinds[0] == kind

@@ -1,4 +1,4 @@
-"""The pairs that a mask shows, and the blocks that kernels visit under it, compared with every pair by itself."""
+"""The blocks that kernels visit under a mask, compared with every pair by itself. Random calls see the pairs."""
 
 import random
 from typing import NamedTuple
@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from fused_rope_attn.kernels.masks import first_query, key_range, query_range, sequence_mask, visible, window_of
+from fused_rope_attn.kernels.masks import key_range, query_range, sequence_mask, window_of
 from tests.support.marks import interpreted
 
 # NumPy divides truth values without an error, and with the result of `and` where it does not warn.
@@ -27,43 +27,18 @@ class Bounds(NamedTuple):
     reads_lengths: bool = False  # also where no tensor says which keys exist
 
     @property
-    def q_offset(self):
-        return self.num_keys - self.num_queries
-
-    @property
     def first_key(self):
         """Keys before this one do not exist for any query."""
-        of_window = 0 if self.left is None else self.q_offset - self.left
+        of_window = 0 if self.left is None else self.num_keys - self.num_queries - self.left
         return min(self.num_keys, max(0, self.start or 0, of_window))
 
-    def sees(self, row, key):
-        """Return whether query ``row``, which may be past the last one, sees a key."""
-        return self.first_key <= key < self.num_keys and self.would_see(row, key)
-
-    def would_see(self, row, key):
-        """The same of a key that need not exist."""
-        position = self.q_offset + row
-        return (
-            not (self.causal and key > position)
-            and not (self.left is not None and key < position - self.left)
-            and not (self.right is not None and key > position + self.right)
-            and not (self.reads_lengths and position < 0)
-        )
-
-
-@triton.jit
-def write_visible(
-    out_ptr, starts_ptr, q_offset, num_keys, window, READS_LENGTHS: tl.constexpr, ROWS: tl.constexpr,
-    KEYS: tl.constexpr,
-):  # fmt: skip
-    """(ROWS, KEYS) of batch entry 1, then its first key and the first query that sees one."""
-    mask = sequence_mask(starts_ptr, 1, q_offset, num_keys, window_of(window), READS_LENGTHS)
-    rows, keys = tl.arange(0, ROWS)[:, None], tl.arange(0, KEYS)[None, :]
-    sees = visible(mask, rows + q_offset, keys)
-    tl.store(out_ptr + rows * KEYS + keys, sees.to(tl.int32))
-    if mask.first_key is not None:
-        tl.store(out_ptr + ROWS * KEYS, mask.first_key)
-    tl.store(out_ptr + ROWS * KEYS + 1, first_query(mask, q_offset))
+    def pairs(self):
+        """Return whether each query would see each key if all existed, and whether it does, for 64 of both."""
+        position, keys = torch.arange(64)[:, None] + self.num_keys - self.num_queries, torch.arange(64)
+        left, right = (1000 if side is None else side for side in (self.left, self.right))
+        would = (keys >= position - left) & (keys <= position + (0 if self.causal else right))
+        would &= (position >= 0) | (not self.reads_lengths)
+        return would, would & (keys >= self.first_key) & (keys < self.num_keys)
 
 
 @triton.jit
@@ -82,19 +57,15 @@ def write_ranges(
             tl.store(out_ptr + 4 * i + j, bounds[j])
 
 
-def run(kernel, out, bounds, *behind, **options):
-    """Read the values that a kernel writes about a sequence's mask."""
+def ranges(bounds, blocks, count, *, of_queries):
+    """Return the bounds that the kernel writes of so many blocks."""
     starts = None if bounds.start is None else torch.tensor([1 << 20, bounds.start], dtype=torch.int32)
-    right = tl.constexpr(0) if bounds.causal else bounds.right
-    given = starts, bounds.q_offset, bounds.num_keys, (bounds.left, right), *behind
-    kernel[(1,)](out, *given, READS_LENGTHS=bounds.reads_lengths, **options)
+    window = bounds.left, tl.constexpr(0) if bounds.causal else bounds.right
+    q_offset = bounds.num_keys - bounds.num_queries
+    given = starts, q_offset, bounds.num_keys, window, bounds.num_queries, bounds.reads_lengths
+    out = torch.full((count, 4), -1.0)
+    write_ranges[(1,)](out, *given, *blocks, BLOCKS=count, OF_QUERIES=of_queries)
     return out.tolist()
-
-
-def ranges(bounds, blocks, count, **options):
-    block_m, block_n = blocks
-    out, options = torch.full((count, 4), -1.0), options | {"BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCKS": count}
-    return run(write_ranges, out, bounds, bounds.num_queries, **options)
 
 
 def drawn(count, seed):
@@ -110,25 +81,10 @@ def drawn(count, seed):
         yield Bounds(num_queries, num_keys, causal, *bounds, reads_lengths)
 
 
-ROWS, KEYS = 64, 64
 # In the last two a block begins one position before the keys.
 MASKS = (*drawn(80, 0), Bounds(21, 16, reads_lengths=True), Bounds(21, 16, right=14, reads_lengths=True))
 each_mask = pytest.mark.parametrize("bounds", MASKS, ids=str)
 both_sizes = pytest.mark.parametrize("blocks", [(4, 8), (8, 4)], ids=str)
-
-
-@each_mask
-def test_the_pairs_that_see_each_other(bounds):
-    out = torch.full((ROWS * KEYS + 2,), -1, dtype=torch.int32)
-    *pairs, first_key, row = run(write_visible, out, bounds, ROWS=ROWS, KEYS=KEYS)
-    expected = [[bounds.sees(row, key) for key in range(KEYS)] for row in range(ROWS)]
-    assert torch.tensor(pairs).view(ROWS, KEYS).bool().tolist() == expected
-    asked = bounds.start is not None or bounds.left is not None
-    assert first_key == (bounds.first_key if asked else -1)
-    if bounds.first_key < bounds.num_keys:
-        assert row == next(i for i in range(ROWS) if any(expected[i]))
-    elif asked:
-        assert row == 2**30
 
 
 @both_sizes
@@ -137,18 +93,18 @@ def test_the_keys_that_a_block_of_queries_visits(bounds, blocks):
     """All that any of its rows sees and no block more; and without a mask, every block that all of them see."""
     block_m, block_n = blocks
     count = -(-bounds.num_queries // block_m)
-    found = ranges(bounds, blocks, count, OF_QUERIES=False)
+    would, sees = bounds.pairs()
+    found = ranges(bounds, blocks, count, of_queries=False)
     for i, (first, full_first, full_last, last) in enumerate(found):
-        rows = range(i * block_m, (i + 1) * block_m)
-        seen = [key for key in range(bounds.num_keys) if any(bounds.sees(row, key) for row in rows)]
-        by_all = [key for key in seen if all(bounds.sees(row, key) for row in rows)]
+        rows = slice(i * block_m, (i + 1) * block_m)
+        seen, by_all = sees[rows].any(0).nonzero().flatten().tolist(), sees[rows].all(0)
         assert first % block_n == full_first % block_n == full_last % block_n == 0
         assert first <= full_first <= full_last and 0 <= last <= bounds.num_keys
         if seen:
             assert (first, last) == (seen[0] // block_n * block_n, seen[-1] + 1)
-        elif not any(bounds.would_see(row, key) for row in rows for key in range(KEYS)):
+        elif not would[rows].any():
             assert first >= last  # every row is before all keys, or past those of its window
-        whole = [key for key in range(0, bounds.num_keys, block_n) if set(range(key, key + block_n)) <= set(by_all)]
+        whole = [key for key in range(0, bounds.num_keys, block_n) if by_all[key : key + block_n].all()]
         assert list(range(int(full_first), int(full_last), block_n)) == whole
 
 
@@ -161,19 +117,19 @@ def test_the_blocks_of_queries_that_a_block_of_keys_visits(bounds, blocks):
     """
     block_m, block_n = blocks
     count = -(-bounds.num_keys // block_n) + bounds.reads_lengths  # a tensor may have more keys than exist
-    found = ranges(bounds, blocks, count, OF_QUERIES=True)
-    of = [range(row, min(row + block_m, bounds.num_queries)) for row in range(0, bounds.num_queries, block_m)]
+    would, _ = bounds.pairs()
+    found = ranges(bounds, blocks, count, of_queries=True)
+    of = [slice(row, min(row + block_m, bounds.num_queries)) for row in range(0, bounds.num_queries, block_m)]
     for i, (first, full_first, full_last, last) in enumerate(found):
-        keys = range(i * block_n, (i + 1) * block_n)
-        pairs = [[bounds.would_see(row, key) for row in rows for key in keys] for rows in of]
+        keys = slice(i * block_n, (i + 1) * block_n)
         assert 0 <= first <= full_first <= full_last and last <= len(of) and not any(x % 1 for x in found[i])
         if keys.stop <= bounds.first_key or keys.start >= bounds.num_keys:
             assert first == full_first == full_last == last
             continue
-        seen = [j for j, sees in enumerate(pairs) if any(sees)]
+        seen = [j for j, rows in enumerate(of) if would[rows, keys].any()]
         if seen:
             assert (first, last) == (seen[0], seen[-1] + 1)
-        whole = [j for j, sees in enumerate(pairs) if all(sees) and len(of[j]) == block_m]
+        whole = [j for j, rows in enumerate(of) if would[rows, keys].all() and rows.stop - rows.start == block_m]
         assert list(range(int(full_first), int(full_last))) == whole
 
 
@@ -181,7 +137,7 @@ def test_blocks_outside_a_window_are_not_visited():
     """The ranges are as long as the window, however long the sequence."""
     bounds = Bounds(16448, 32768, causal=True, left=1024)
     # The first row, 16320, sees keys from 15296 on, and the last of its block, 16383, from 15359 on.
-    assert ranges(bounds, (64, 64), 1, OF_QUERIES=False) == [[15296, 15360, 16320, 16384]]
+    assert ranges(bounds, (64, 64), 1, of_queries=False) == [[15296, 15360, 16320, 16384]]
     bounds = Bounds(32768, 16448, causal=True, left=32000)
     # The first key is at row 16320, and row 48320 is the last to see it.
-    assert ranges(bounds, (64, 64), 1, OF_QUERIES=True) == [[255, 256, 512, 512]]
+    assert ranges(bounds, (64, 64), 1, of_queries=True) == [[255, 256, 512, 512]]

@@ -6,13 +6,10 @@ have been replaced by the interpreter in the process of the tests.
 """
 
 import json
-import os
-import subprocess
-import sys
 
 import torch
 
-from tests.support.paths import ROOT
+from tests.support.paths import python
 from tools import aot
 from tools.jobs import int32, meta
 
@@ -64,9 +61,7 @@ def count(lefts):
 
 def test_windows_share_one_version():
     """768 is a multiple of 16, and 1 is 1: Triton specialises such numbers where it may. No window is another call."""
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "tests.kernels.test_versions"]
-    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    result = python("-m", "tests.kernels.test_versions")
     assert result.returncode == 0, result.stderr
     windows, with_none = json.loads(result.stdout)
     kernels = ("prepass_kernel", "forward_kernel", "decode_kernel", "combine_kernel")

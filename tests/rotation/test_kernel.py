@@ -1,8 +1,6 @@
 """The rotation's kernel in Triton's interpreter: outputs, memory and numbers that random calls do not have."""
 
 import math
-import os
-import subprocess
 import sys
 
 import pytest
@@ -12,6 +10,7 @@ from fused_rope_attn import apply_rope, apply_rope_qk, rope_tables
 from tests.support.dtypes import F32, F64
 from tests.support.guard_pages import hold_within_bounds
 from tests.support.marks import ignore_overflow, interpreted
+from tests.support.paths import python
 from tests.support.rotation import assert_close, normal
 from verification.memory import lay
 
@@ -160,5 +159,5 @@ out = f.apply_rope(torch.randn(2, 3, 9, 16, requires_grad=True), *f.rope_tables(
 out.sum().backward()
 assert "Rope" not in type(out.grad_fn).__name__, type(out.grad_fn)
 """
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    subprocess.run([sys.executable, "-c", program], env=environment, timeout=120, check=True)
+    result = python("-c", program)
+    assert result.returncode == 0, result.stderr

@@ -1,4 +1,4 @@
-"""The rotation as PyTorch sees it: gradients, the dispatcher, torch.compile, fake tensors, autocast."""
+"""The rotation as PyTorch sees it: gradients, the dispatcher, torch.compile, torch.export, fake tensors, autocast."""
 
 import pytest
 import torch
@@ -10,6 +10,7 @@ from fused_rope_attn.attention.configs import ARCHS
 from fused_rope_attn.rotation.ops import TABLE, RotationConfig, tile_shape
 from fused_rope_attn.runtime.rows import find_row
 from tests.support.dtypes import F32, F64
+from tests.support.export import check_export, dimension, for_each
 from tests.support.internals import OPERATORS, rotate_without_the_kernel
 from tests.support.marks import ignore_overflow, interpreted
 from tests.support.operators import Record
@@ -195,3 +196,45 @@ def test_the_configurations_serve_every_architecture():
     assert tile_shape(config, 256, 3, heads_inner=True) == (16, 4)
     assert tile_shape(config, 256, 1, heads_inner=False) == (64, 1)
     assert tile_shape(config, 1 << 16, 8, heads_inner=True) == (1, 1)
+
+
+# torch.export in its default mode
+
+
+def rotated(x, cos, sin):
+    return apply_rope(x, cos, sin, interleaved=True)
+
+
+def at_positions(x, cos, sin):
+    return apply_rope(x, cos, sin, position_ids=torch.arange(x.shape[2]).flip(0)[None])
+
+
+def both_with_norms(x, cos, sin):
+    weight = torch.linspace(0.5, 1.5, 16)
+    return apply_rope_qk(x, x[:, :2], cos, sin, q_norm=weight, k_norm=weight)
+
+
+def batch_and_length(batch, length):
+    return torch.randn(batch, length, 4, 16).transpose(1, 2), *rope_tables(length, 16)
+
+
+@pytest.mark.unpoisoned
+@for_each(rotated, at_positions, both_with_norms)
+def test_export(function, kind):
+    length = dimension(kind, "n")
+    check_export(function, batch_and_length, ({0: dimension(kind, "b"), 2: length}, {0: length}, {0: length}))
+
+
+def rotated_packed(x, cos, sin, cu_seqlens):
+    return apply_rope(x, cos, sin, layout="thd", cu_seqlens=cu_seqlens)
+
+
+def sequences_and_tokens(sequences, tokens):
+    return torch.randn(tokens, 4, 16), *rope_tables(tokens, 16), torch.linspace(0, tokens, sequences + 1).int()
+
+
+@pytest.mark.unpoisoned
+@for_each(rotated_packed)
+def test_export_of_packed_sequences(function, kind):
+    tokens = dimension(kind, "t")
+    check_export(function, sequences_and_tokens, ({0: tokens},) * 3 + ({0: dimension(kind, "ends", least=3)},))

@@ -71,7 +71,7 @@ def test_normalise_tables_gives_views(interleaved):
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("batch, batch_of_tables", [(0, 0), (0, 1), (2, 2)])
 def test_positions_of_a_batch_with_tables_of_its_own(batch, batch_of_tables, interleaved):
-    """An empty batch has tables without an entry. Of two ids each turns a half of the columns."""
+    """An empty batch has tables without an entry. Each of two ids turns a half of the columns."""
     x, ids = normal(batch, 3, 5, 16), torch.randint(0, 7, (2, batch, 5))
     cos, sin = normal(2, batch_of_tables, 7, 4)
     options = {"interleaved": interleaved, "rotary_dim": 8}

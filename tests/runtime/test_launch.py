@@ -3,6 +3,7 @@
 The compiled kernels and the driver are none: a launch leaves the bytes that a GPU would have read.
 """
 
+import contextlib
 import ctypes
 import struct
 import threading
@@ -261,12 +262,9 @@ def test_triton_in_a_thread_without_a_context(toy, monkeypatch, says):
 
     for launch in toy.launches:
         launch.kernel.begin = fail_once
-    if says == "out of memory":
-        with pytest.raises(RuntimeError, match="out of memory"):
-            call(inputs())
-    else:
+    with pytest.raises(RuntimeError, match=says) if says == "out of memory" else contextlib.nullcontext():
         call(inputs())
-        assert contexts == [True]
+    assert contexts == [True] * (says != "out of memory")
 
 
 def test_an_error_of_the_driver_names_the_kernels_and_ends_the_launches(toy):
@@ -302,22 +300,18 @@ OTHER, INTEGERS = inputs()[Y], torch.zeros(1, dtype=torch.int32)
 # (refusal, the change of the toy that causes it): changes of compiled kernels, of arguments and of the driver.
 REFUSED = [
     ("it runs aten.add_", {"extra": another_operator}),
-    ("it runs aten.clone", {"extra": lambda x, y: y.clone()}),
     ("from elsewhere", {"extra": lambda x, y: OTHER}),
     ("nothing was launched", {"launches": []}),
     ("an address is odd", {"given": (odd(torch.zeros(8)), None, OTHER)}),
     ("given twice", {"given": (OTHER, None, OTHER)}),
-    ("scratch memory", {"metadata": {"profile_scratch_size": 128}}),
     ("scratch memory", {"metadata": {"global_scratch_size": 128}}),
     ("instrumented", {"metadata": {"instrumentation_mode": "gsan"}}),
     ("clusters", {"metadata": {"num_ctas": 2}}),
-    ("clusters", {"metadata": {"launch_cooperative_grid": True}}),
     ("no tensor map", {"metadata": {"tensordesc_meta": []}}),
     ("no tensor map", {"source": lambda y: SimpleNamespace(base=INTEGERS)}),
     ("of type bf16", {"signature": SIGNATURE | {"scale": "bf16"}}),
     ("does not fit", {"metadata": {"arguments": ARGUMENTS | {"scale": 1e300}}}),
     ("does not find parameters", {"sizes": [*SIZES, 8]}),
-    ("does not find parameters", {"sizes": SIZES[:-1]}),
     ("does not find parameters", {"sizes": [*SIZES[:-5], 8, *SIZES[-4:]]}),
     ("no CUDA driver", {"driver": None}),
     ("release of Triton", {"is_known": False}),
@@ -360,22 +354,18 @@ def test_a_signature_has_one_call(monkeypatch):
         prepared.append(given)
         return lambda tensors: None
 
-    def known(problem, tensors, *config):
-        return call_of(prepare, problem, tensors, *config)
-
     x, config = torch.zeros(4, 6), object()
     tensors = ((x, None), (x, x), (x.t(), None), (x.half(), None), (x[:, :4], None), (odd(x), None))
     signatures = [("problem", given) for given in tensors]
     signatures += [("another", (x, None)), ("problem", (x, None), config), ("problem", (x, None), object())]
-    every = [known(*signature) for signature in signatures]
+    every = [call_of(prepare, *signature) for signature in signatures]
     assert len(set(map(id, every))) == len(every) == len(prepared)
-    assert [known(*signature) for signature in signatures] == every and len(prepared) == len(every)
-    assert known("problem", (x.clone(), None)) is every[0]
+    assert [call_of(prepare, *signature) for signature in signatures] == every and len(prepared) == len(every)
+    assert call_of(prepare, "problem", (x.clone(), None)) is every[0]
     assert call_of(lambda *given: prepare(*given), "problem", (x, None)) is not every[0]
     monkeypatch.setattr(calls, "_MAX_CALLS", len(every) + 1)
-    assert known("a third", (x, None)) not in every and known("problem", (x, None)) is not every[0]
-    calls.forget()
-    assert calls._known == {}
+    call_of(prepare, "a third", (x, None))  # forgets all others
+    assert call_of(prepare, "problem", (x, None)) is not every[0]
 
 
 class Library:

@@ -1,12 +1,8 @@
 """Without Triton (macOS, Windows) the package imports and the reference serves every public function."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 
-from tests.support.paths import ROOT
+from tests.support.paths import python
 
 # Python raises ModuleNotFoundError for a module, and for everything below it, if its entry in sys.modules is None.
 PROGRAM = """
@@ -46,7 +42,5 @@ assert chosen.backend == "reference" and chosen.reason, chosen
 @pytest.mark.parametrize("interpret", ["0", "1"])
 def test_without_triton(interpret):
     """Random calls of every family against float64; kernels say what is missing, and the plan goes without."""
-    environment = os.environ | {"TRITON_INTERPRET": interpret, "CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-c", PROGRAM]
-    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    result = python("-c", PROGRAM, TRITON_INTERPRET=interpret, CUDA_VISIBLE_DEVICES="", HIP_VISIBLE_DEVICES="")
     assert result.returncode == 0, result.stderr

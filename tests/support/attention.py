@@ -18,40 +18,23 @@ from verification.testing import (
 )
 
 
-def draws_of(name, inputs, case):
-    """Return the second opinion of ``compare`` on one tensor: eager results with other roundings, made on demand."""
-
-    def draws():
-        with RandomRounding(torch.Generator(inputs.q.device).manual_seed(0)):
-            for _ in range(DRAWS):
-                result = getattr(run_reference(inputs, case), name)
-                yield result[None] if result.ndim == 1 else result
-
-    return draws
-
-
 def assert_matches_float64(case, inputs, out, label=""):
     """Every output and gradient in ``out`` (``Results``) is within the tolerance of float64. The gradients of
     sinks and of norms' weights have no rows of their own, so that each counts as one row; they are compared where
     ``out`` has them."""
-    ref64, eager = run_reference(inputs, case, torch.float64), run_reference(inputs, case)
-    tensors = [(name, *(getattr(x, name) for x in (out, ref64, eager))) for name in Results._fields]
-    for name in ("dsinks", "dq_norm", "dk_norm"):
-        if getattr(out, name, None) is not None:
-            tensors.append((name, *(getattr(x, name)[None] for x in (out, ref64, eager))))
-    if out.max_logit is not None:
-        tensors.append(("max_logit", *(x.max_logit for x in (out, ref64, eager))))
-    for name, actual, exact, rounded in tensors:
-        result = compare(
-            name,
-            actual,
-            exact,
-            rounded,
-            grad=name[0] == "d",
-            dtype=case.dtype,
-            zero=noise_of_zero(name, case, inputs),
-            draws=draws_of(name, inputs, case),
-        )
+
+    def draws(name):
+        """The second opinion of ``compare``: eager results with other roundings, made on demand."""
+        with RandomRounding(torch.Generator(inputs.q.device).manual_seed(0)):
+            for _ in range(DRAWS):
+                yield torch.atleast_2d(getattr(run_reference(inputs, case), name))
+
+    references = run_reference(inputs, case, torch.float64), run_reference(inputs, case)
+    more = [name for name in ("dsinks", "dq_norm", "dk_norm", "max_logit") if getattr(out, name, None) is not None]
+    for name in (*Results._fields, *more):
+        tensors = (torch.atleast_2d(getattr(x, name)) for x in (out, *references))
+        given = {"grad": name[0] == "d", "dtype": case.dtype, "zero": noise_of_zero(name, case, inputs)}
+        result = compare(name, *tensors, **given, draws=partial(draws, name))
         assert result.ok, f"{case.name}{label}: {result}"
 
 

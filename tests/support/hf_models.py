@@ -1,5 +1,7 @@
 """Tiny random models of every supported class, a row each: two layers, windows of 8 tokens, scales of their own."""
 
+from collections.abc import Callable
+
 import torch
 import transformers
 
@@ -58,7 +60,7 @@ _CAPPED = _GEMMA | {"attn_logit_softcapping": 2.0}
 
 
 def _named(families: str, options: dict) -> dict[str, tuple[str, dict]]:
-    """Rows of classes whose config needs nothing but these options; the folder has the class's name."""
+    """Rows of classes with one set of options. The folder has the class's name."""
     return {family.lower(): (family, options) for family in families.split()}
 
 
@@ -148,14 +150,20 @@ def make_model(name: str, seed: int = 0, **options) -> transformers.PreTrainedMo
     family, special = MODELS[name]
     config = getattr(transformers, _CONFIGS.get(family, f"{family}Config"))(**SIZES | special | options)
     config._attn_implementation = "eager"
+    return with_random_weights(lambda: getattr(transformers, f"{family}ForCausalLM")(config), seed)
+
+
+def with_random_weights(make: Callable, seed: int, spread: float = 0.1) -> transformers.PreTrainedModel:
+    """Return the model that ``make`` returns, with a random number added to each one of every parameter. Norms stay
+    near one; projections spread scores enough that attention is not a mean."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model = getattr(transformers, f"{family}ForCausalLM")(config)
+        model = make()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
-            # Norms stay near one, projections spread scores enough that attention is not a mean.
-            parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
+            width = spread if parameter.ndim > 1 else 0.1
+            parameter.add_(width * torch.randn(parameter.shape, generator=generator))
     model.generation_config.eos_token_id = None
     return model.float().eval()
 

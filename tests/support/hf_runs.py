@@ -21,6 +21,18 @@ def assert_close(got, expected, tolerance, what=""):
     assert error <= tolerance * scale + 1e-30, f"{what}: {error:.2e} of {scale:.2e}"
 
 
+def left_padded(length, *starts, device="cpu"):
+    """A padding mask (B, length): the first token of every row."""
+    return (torch.arange(length) >= torch.tensor(starts)[:, None]).long().to(device)
+
+
+def declared(*lengths):
+    """The arguments by which a model is told the lengths of the sequences in a row."""
+    ends = torch.tensor([0, *lengths]).cumsum(0).int()
+    longest = max(lengths)
+    return {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest}
+
+
 def noted(monkeypatch, owner, name):
     """The arguments and keywords of every call of a function that its owner has under a name."""
     calls, own = [], getattr(owner, name)

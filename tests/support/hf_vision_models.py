@@ -5,7 +5,7 @@ import inspect
 import torch
 import transformers
 
-from tests.support.hf_models import SIZES, WINDOW, make_ids
+from tests.support.hf_models import SIZES, WINDOW, make_ids, with_random_weights
 
 IMAGE, START, END, VIDEO = 90, 91, 92, 93  # token ids that no text has
 BEFORE, IMAGE_TOKENS, BEHIND = 6, 4, 7
@@ -15,80 +15,70 @@ PIXELS, PATCH = 16, 4
 _TEXT = {name: value for name, value in SIZES.items() if name != "initializer_range"}
 _QWEN = _TEXT | {"rope_scaling": {"rope_type": "default", "mrope_section": [4, 2, 2]}}
 _QWEN_TOWER = {"depth": 2, "num_heads": 2, "patch_size": PATCH, "temporal_patch_size": 2, "spatial_merge_size": 2}
-_QWEN3_TOWER = _QWEN_TOWER | {
-    "hidden_size": 16,
-    "intermediate_size": 32,
-    "out_hidden_size": 64,
-    "num_position_embeddings": 16,
-    "deepstack_visual_indexes": [0],
-}
-_QWEN_TOKENS = {
-    "image_token_id": IMAGE,
-    "video_token_id": VIDEO,
-    "vision_start_token_id": START,
-    "vision_end_token_id": END,
-}
-_MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-_TOWER = {
-    "hidden_size": 16,
-    "intermediate_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "image_size": PIXELS,
-    "patch_size": PATCH,
-}
+_WIDTHS = {"hidden_size": 16, "intermediate_size": 32}
+_QWEN3_TOWER = _QWEN_TOWER | _WIDTHS | {"out_hidden_size": 64}
+_QWEN3_TOWER |= {"num_position_embeddings": 16, "deepstack_visual_indexes": [0]}
+_QWEN_TOKENS = {"image_token_id": IMAGE, "video_token_id": VIDEO, "vision_start_token_id": START}
+_QWEN_TOKENS |= {"vision_end_token_id": END}
+_OF_16, _MOE = {"head_dim": 16}, {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+_TOWER = _WIDTHS | {"num_hidden_layers": 2, "num_attention_heads": 2, "image_size": PIXELS, "patch_size": PATCH}
 _WINDOW_IN_SOME = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
 _SCALED_DOWN = {"image_token_id": IMAGE, "scale_factor": 2}
 _LLAMA4_WIDTHS = "projector_input_dim", "projector_output_dim", "vision_output_dim"
+
+
+def _text(model_type: str, **options) -> dict:
+    return _TEXT | {"model_type": model_type} | options
+
+
+def _tower(model_type: str, **options) -> dict:
+    return _TOWER | {"model_type": f"{model_type}_vision_model"} | options
+
+
 # Prefix of the classes, and what the config of the text, of the vision tower and of the whole say.
 MODELS = {
     "qwen2_vl": ("Qwen2VL", _QWEN, _QWEN_TOWER | {"embed_dim": 16, "hidden_size": 64}, _QWEN_TOKENS),
     "qwen2_5_vl": (
         "Qwen2_5_VL",
         _QWEN | {"use_sliding_window": True, "max_window_layers": 1} | _WINDOW_IN_SOME,
-        _QWEN_TOWER | {"hidden_size": 16, "intermediate_size": 32, "out_hidden_size": 64, "fullatt_block_indexes": [0]},
+        _QWEN_TOWER | _WIDTHS | {"out_hidden_size": 64, "fullatt_block_indexes": [0]},
         _QWEN_TOKENS,
     ),
-    "qwen3_vl": ("Qwen3VL", _QWEN | {"head_dim": 16}, _QWEN3_TOWER, _QWEN_TOKENS),
-    "qwen3_vl_moe": ("Qwen3VLMoe", _QWEN | {"head_dim": 16} | _MOE, _QWEN3_TOWER, _QWEN_TOKENS),
+    "qwen3_vl": ("Qwen3VL", _QWEN | _OF_16, _QWEN3_TOWER, _QWEN_TOKENS),
+    "qwen3_vl_moe": ("Qwen3VLMoe", _QWEN | _OF_16 | _MOE, _QWEN3_TOWER, _QWEN_TOKENS),
     "gemma3": (
         "Gemma3",
-        _TEXT | {"model_type": "gemma3_text", "head_dim": 16, "query_pre_attn_scalar": 10} | _WINDOW_IN_SOME,
-        _TOWER | {"model_type": "siglip_vision_model"},
+        _text("gemma3_text", head_dim=16, query_pre_attn_scalar=10, **_WINDOW_IN_SOME),
+        _tower("siglip"),
         {"image_token_index": IMAGE, "mm_tokens_per_image": IMAGE_TOKENS},
     ),
     "paligemma": (
         "PaliGemma",
-        _TEXT | {"model_type": "gemma", "head_dim": 16},
-        _TOWER | {"model_type": "siglip_vision_model", "image_size": PIXELS // 2},
+        _text("gemma", head_dim=16),
+        _tower("siglip", image_size=PIXELS // 2),
         {"image_token_index": IMAGE, "projection_dim": 64, "hidden_size": 64, "vocab_size": SIZES["vocab_size"]},
     ),
     "llama4": (
         "Llama4",
-        _TEXT | {"head_dim": 16, "attention_chunk_size": WINDOW, "no_rope_layers": [1, 0], "num_local_experts": 2},
+        _TEXT | _OF_16 | {"attention_chunk_size": WINDOW, "no_rope_layers": [1, 0], "num_local_experts": 2},
         _TOWER | {"intermediate_size": 64} | dict.fromkeys(_LLAMA4_WIDTHS, 32),
         {"image_token_index": IMAGE},
     ),
-    "llava": (
-        "Llava",
-        _TEXT | {"model_type": "llama"},
-        _TOWER | {"model_type": "clip_vision_model", "image_size": PIXELS // 2},
-        {"image_token_index": IMAGE},
-    ),
+    "llava": ("Llava", _text("llama"), _tower("clip", image_size=PIXELS // 2), {"image_token_index": IMAGE}),
     "mistral3": (
         "Mistral3",
-        _TEXT | {"model_type": "mistral", "sliding_window": WINDOW, "head_dim": 16},
+        _text("mistral", sliding_window=WINDOW, head_dim=16),
         _TOWER | {"model_type": "pixtral", "head_dim": 8},
         {"image_token_index": IMAGE, "spatial_merge_size": 2},
     ),
     "internvl": (
         "InternVL",
-        _TEXT | {"model_type": "qwen2"},
+        _text("qwen2"),
         _TOWER | {"model_type": "internvl_vision", "image_size": [PIXELS] * 2, "patch_size": [PATCH] * 2},
         {"image_token_id": IMAGE, "downsample_ratio": 0.5},
     ),
-    "idefics3": ("Idefics3", _TEXT | {"model_type": "llama"}, _TOWER, _SCALED_DOWN),
-    "smolvlm": ("SmolVLM", _TEXT | {"model_type": "llama"}, _TOWER, _SCALED_DOWN),
+    "idefics3": ("Idefics3", _text("llama"), _TOWER, _SCALED_DOWN),
+    "smolvlm": ("SmolVLM", _text("llama"), _TOWER, _SCALED_DOWN),
 }
 
 if transformers.__version__.startswith("5.24."):  # its Llama 4 reads image_outputs of the text's output, and fails
@@ -97,25 +87,13 @@ if transformers.__version__.startswith("5.24."):  # its Llama 4 reads image_outp
 
 def make_vision_model(name: str, seed: int = 0, **text) -> transformers.PreTrainedModel:
     """A model of MODELS in float32 on the CPU, in eval mode, with eager attention: every parameter is random.
-
-    text: what the config of the language model says besides.
-    """
+    text: what the config of the language model says besides."""
     family, text_config, vision_config, config = MODELS[name]
     config = getattr(transformers, f"{family}Config")(
         text_config=text_config | text, vision_config=dict(vision_config), **config
     )
     config._attn_implementation = "eager"
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        model = _class(name)(config)
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            # Norms stay near one; projections spread scores so far that attention is not a mean.
-            spread = 0.2 if parameter.ndim > 1 else 0.1
-            parameter.add_(spread * torch.randn(parameter.shape, generator=generator))
-    model.generation_config.eos_token_id = None
-    return model.float().eval()
+    return with_random_weights(lambda: _class(name)(config), seed, spread=0.2)
 
 
 def _class(name: str) -> type[transformers.PreTrainedModel]:

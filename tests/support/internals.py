@@ -12,7 +12,7 @@ from fused_rope_attn.generation.api import rope_attention_with_kvcache
 from fused_rope_attn.runtime import checks, launch as calls
 from fused_rope_attn.runtime.entry import fill
 from verification import decode
-from verification.testing import Results, masks_of, norms_of
+from verification.testing import Results, ends_of, masks_of, norms_of
 
 OPERATORS = torch.ops.fused_rope_attn
 with_kvcache = functools.partial(rope_attention_with_kvcache, return_lse=True)
@@ -44,18 +44,11 @@ def check_step(layout="bhsd", **given):
 def described(inputs, case, *, strategy="auto", backend="triton"):
     """(Problem, Tensors) of a case, its masks included, as a public function makes them."""
     device = inputs.q.device
-    masks, ends, longest = masks_of(case, device), (None, None), 0
-    if case.seqlens is not None:
-        ends = torch.tensor(((0, 0), *case.seqlens)).cumsum(0).int().to(device)
-        ends = tuple(x.contiguous() for x in ends.unbind(1))
-        longest = max((max(pair) for pair in case.seqlens), default=0)
-    norms = norms_of(case, device)
-    weights = norms.get("q_norm"), norms.get("k_norm")
-    intervals = masks["query_starts"], masks["query_ends"]
-    tensors = Tensors(*inputs[:5], masks["sinks"], masks["kv_starts"], masks["kv_lens"], *ends, *weights, *intervals)
-    given = vars(case) | norms | {"softmax_scale": case.scale, "strategy": strategy, "backend": backend}
-    options = fill(Options, given)
-    return problem_of(tensors, options, case.rotary, longest), tensors
+    masks = masks_of(case, device) | norms_of(case, device) | ({} if case.seqlens is None else ends_of(case, device))
+    longest = max((max(pair) for pair in case.seqlens or ()), default=0)
+    given = vars(case) | masks | {"softmax_scale": case.scale, "strategy": strategy, "backend": backend}
+    tensors = fill(Tensors, inputs._asdict() | masks)
+    return problem_of(tensors, fill(Options, given), case.rotary, longest), tensors
 
 
 def described_for_launch(inputs, case):

@@ -4,14 +4,10 @@ In processes of their own, because this one may be the interpreter's.
 """
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
-from tests.support.paths import ROOT
+from tests.support.paths import python
 from tools import aot, compile_kernels
 
 ARCHS = ("sm_80", "sm_90", "gfx942")  # the other cards are compiled for in test_compile_kernels.py
@@ -20,17 +16,11 @@ SHARED_KB = {"sm_80": 163, "sm_90": 227, "gfx942": 64}
 pytestmark = pytest.mark.aot
 
 
-def python(*arguments: str, cache: Path) -> subprocess.CompletedProcess:
-    inherited = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    environment = inherited | {"TRITON_CACHE_DIR": str(cache), "PYTHONPATH": str(ROOT)}
-    return subprocess.run(
-        [sys.executable, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600
-    )
-
-
 @pytest.fixture(scope="module", params=ARCHS)
 def toy(request, tmp_path_factory) -> dict[str, dict]:
-    result = python("-m", "tests.support.toy_kernels", request.param, cache=tmp_path_factory.mktemp("cache"))
+    result = python(
+        "-m", "tests.support.toy_kernels", request.param, TRITON_CACHE_DIR=str(tmp_path_factory.mktemp("cache"))
+    )
     assert result.returncode == 0, result.stderr
     rows = [json.loads(line) for line in result.stdout.splitlines()]
     assert all(row["arch"] == request.param for row in rows)
@@ -79,7 +69,7 @@ def test_the_interpreter_is_refused(monkeypatch, capsys):
 def test_a_tile_that_is_too_large_fails_the_command(tmp_path):
     """The exit status is what `make test` goes by."""
     arguments = ("-m", "tools.compile_kernels", "--arch", "sm_86", "--filter", "forward inline bfloat16 D64")
-    result = python(*arguments, "--tile", "32x64w4s8", "--jobs", "1", cache=tmp_path)
+    result = python(*arguments, "--tile", "32x64w4s8", "--jobs", "1", TRITON_CACHE_DIR=str(tmp_path))
     assert result.returncode == 1, result.stdout + result.stderr
     assert "FAIL shared memory" in result.stdout
 
@@ -91,7 +81,7 @@ def test_a_run_empties_what_it_has_read(tmp_path):
         "rows = run([job for job in find_jobs(['sm_86']) if job.label.startswith('write')][:1], 1)\n"
         "assert rows and not any('files' in row or 'FAIL' in row['verdict'] for row in rows), rows"
     )
-    result = python("-c", program, cache=tmp_path)
+    result = python("-c", program, TRITON_CACHE_DIR=str(tmp_path))
     assert result.returncode == 0, result.stderr
     for suffix, is_empty in (("ptx", True), ("cubin", True), ("json", False)):
         found = [path for path in tmp_path.rglob(f"*.{suffix}") if not path.name.startswith("__grp__")]

@@ -2,10 +2,7 @@
 
 import itertools
 import json
-import os
 import re
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
@@ -13,7 +10,7 @@ import pytest
 from fused_rope_attn.attention import configs
 from fused_rope_attn.attention.hopper import configs as hopper_configs
 from fused_rope_attn.generation import configs as generation_configs
-from tests.support.paths import ROOT
+from tests.support.paths import python
 from tools import aot
 from tools.compile_kernels import DIRECTIONS, find_config, find_jobs, repeated_job
 
@@ -24,9 +21,7 @@ pytestmark = [pytest.mark.aot, pytest.mark.timeout(1800)]
 def compiled(tmp_path_factory) -> list[dict]:
     """One run for all cards: two processes share the work, and this one may be the interpreter's."""
     file = tmp_path_factory.mktemp("aot") / "rows.json"
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "tools.compile_kernels", "--json", str(file)]
-    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=1800)
+    result = python("-m", "tools.compile_kernels", "--json", str(file), timeout=1800)
     assert file.exists(), result.stdout + result.stderr
     return json.loads(file.read_text())["rows"]
 

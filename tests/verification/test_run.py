@@ -6,8 +6,6 @@ import math
 import os
 import shlex
 import signal
-import subprocess
-import sys
 from dataclasses import dataclass, replace
 
 import pytest
@@ -19,7 +17,7 @@ from fused_rope_attn.experimental.corope import launch
 from tests.support.calls import INTERPRETER
 from tests.support.dtypes import BF16, F16, F32
 from tests.support.marks import ignore_overflow, interpreted
-from tests.support.paths import ROOT
+from tests.support.paths import python
 from verification import __main__ as command, attention, context_parallel, report, run, strategies
 from verification.attention import AttentionCheck, CoRopeCheck
 from verification.calls import Finding, Machine, literal, parse
@@ -65,11 +63,7 @@ def replaced(monkeypatch):
 
 def test_the_command_of_a_user(tmp_path):
     """No environment variable, worker processes, the interpreter switched on by the command."""
-    result = subprocess.run(
-        [sys.executable, "-m", "verification", "--filter", "H2 N63 D32", "--dtype", "float32", "--device", "cpu",
-         "--jobs", "1", "--json", str(tmp_path / "rows.json")],
-        cwd=ROOT, capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
+    result = python("-m", "verification", *ONE_CASE[:-1], "1", "--json", str(tmp_path / "rows.json"))
     assert result.returncode == 0 and "1/1" in result.stderr, result.stderr  # the progress bar
     assert "15 of 15 tensors within tolerance, 0 not, 0 skipped" in result.stdout
     content = json.loads((tmp_path / "rows.json").read_text())
@@ -269,8 +263,8 @@ def test_a_seed_and_an_index_draw_one_call(machine):
         "from verification.strategies import drawn_call\n"
         f"print(*(literal(drawn_call(5, index, {machine})) for index in {indices}), sep='\\n')"
     )
-    result = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert result.stdout.splitlines() == [literal(call) for call in drawn]
+    result = python("-c", program, TRITON_INTERPRET="1")
+    assert result.stdout.splitlines() == [literal(call) for call in drawn], result.stderr
 
 
 def test_everything_is_drawn():

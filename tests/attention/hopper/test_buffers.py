@@ -9,8 +9,7 @@ from dataclasses import replace
 import torch
 
 from fused_rope_attn.attention import configs
-from tests.support.attention import TWO_BATCHES, packed, sequences_of
-from tests.support.dtypes import F32
+from tests.support.attention import packed, sequences_of
 from tests.support.internals import described_for_launch
 from tests.support.marks import cases, ignore_overflow, interpreted
 from verification.testing import Case, compare, make_inputs, run_reference
@@ -24,10 +23,17 @@ SM_90 = (
 )
 
 
+def first_tile(first, sequence):
+    """The row of a padded buffer where a packed sequence begins that has ``first`` queries before it."""
+    return (first // 64 + sequence) * 64
+
+
 @interpreted
+@ignore_overflow
 @cases(*SM_90)
-def test_the_table_of_packed_tiles(case):
-    """The table of tiles that the sm_90 forward reads has every query in one tile, with its sequence."""
+def test_packed_tiles(case):
+    """The table of tiles that the sm_90 forward reads has every query in one tile, with its sequence. In tiles of
+    rotated queries each sequence has the same rows as without tiles, and zeros after them."""
     from fused_rope_attn.attention.prepass import Rotate
     from fused_rope_attn.attention.prepass_kernel import TILE_WORDS
 
@@ -43,47 +49,12 @@ def test_the_table_of_packed_tiles(case):
         for start in range(0, len_q, 32)
     ]
     assert counter[0] == 0 and [row for row in table if row[0] < row[1]] == expected
-
-
-LENGTHS = (
-    replace(TWO_BATCHES, dtype=F32),
-    replace(TWO_BATCHES, dtype=F32, kv_lens=(100, 3)),
-    replace(TWO_BATCHES, len_q=130, dtype=F32),
-)
-
-
-def first_tile(first, sequence):
-    """The row of a padded buffer where a packed sequence begins that has ``first`` queries before it."""
-    return (first // 64 + sequence) * 64
-
-
-@interpreted
-@cases(*LENGTHS, *(replace(case, dtype=F32) for case in SM_90))
-def test_rotated_queries(case):
-    """The sm_90 forward of wide heads reads the existing queries, at their positions, times a sign. For the backward
-    each packed sequence has whole tiles, with zeros after its last query."""
-    from fused_rope_attn.attention.prepass import Rotate
-
-    inputs = make_inputs(case)
-    problem, tensors = described_for_launch(inputs, case)
-    if case.seqlens is None:
-        lens = case.kv_lens or (case.len_k,) * case.batch
-        sequences = [(b, 0, case.len_q, min(n, case.len_k)) for b, n in enumerate(lens)]
-    else:
-        sequences = [(0, first, len_q, len_k) for first, len_q, _, len_k in sequences_of(case)]
-    config = configs.HopperForwardConfig(64, pdl=False)
-    for in_tiles in (False, True) if case.seqlens is not None else (False,):
-        out = Rotate("q", tensors, problem._replace(softmax_scale=-0.5), config, in_tiles=in_tiles)(0, tensors)
-        for s, (batch, first, len_q, len_k) in enumerate(sequences):
-            position = torch.arange(len_q) + len_k - len_q
-            seen = position >= 0  # others see no key, and may be anything
-            one, two = inputs.q[batch, :, first : first + len_q][:, seen].chunk(2, -1)
-            cos, sin = (table[position[seen]] for table in (inputs.cos, inputs.sin))
-            expected = -torch.stack((one * cos - two * sin, two * cos + one * sin), -1).flatten(-2)
-            start = first_tile(first, s) if in_tiles else first
-            found = out[batch, :, start : start + len_q][:, seen]
-            torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
-            assert not in_tiles or not out[batch, :, start + len_q : start - (-len_q // 64) * 64].any()
+    rows, in_tiles = (Rotate("q", tensors, problem, config, in_tiles=x)(0, tensors) for x in (False, True))
+    for s, (first, length, _, num_keys) in enumerate(sequences_of(case)):
+        start, seen = first_tile(first, s), min(length, num_keys)  # others see no key, and may be anything
+        last, end = first + length, start + length
+        assert torch.equal(in_tiles[:, :, end - seen : end], rows[:, :, last - seen : last])
+        assert not in_tiles[:, :, end : start - (-length // 64) * 64].any()
 
 
 def unrotated(pairs, inputs, case):

@@ -54,21 +54,15 @@ DIVISIONS = {
 }
 
 
-@pytest.fixture(params=DIVISIONS)
-def divided_head_dim(request, monkeypatch):
-    """The head dim at which every forward pass runs in the division of the parameter."""
-    head_dim, config = DIVISIONS[request.param]
+@pytest.mark.usefixtures("tables")  # which are as before afterwards
+@pytest.mark.parametrize("kind", ["causal", "masks", "packed"])
+@pytest.mark.parametrize(("head_dim", "config"), DIVISIONS.values(), ids=DIVISIONS)
+def test_every_division_of_the_warps(head_dim, config, kind, monkeypatch):
     row = hopper_configs.Row(head_dim=head_dim, config=HopperForwardConfig(128, **config))
     monkeypatch.setattr(hopper_configs, "FORWARD", (row,))
     forget_plans()
-    yield head_dim
-    forget_plans()
-
-
-@pytest.mark.parametrize("kind", ["causal", "masks", "packed"])
-def test_every_division_of_the_warps(divided_head_dim, kind):
     family, fixed = KINDS[kind]
-    check_on_gpu(ON_SM_90, family, kind, "divided", head_dim=divided_head_dim, **fixed)
+    check_on_gpu(ON_SM_90, family, kind, "divided", head_dim=head_dim, **fixed)
 
 
 @pytest.mark.parametrize(("kind", "head_dim"), [("causal", 128), ("norms", 256), ("packed, norms, a window", 64)])

@@ -1,7 +1,9 @@
-"""Nothing hangs on sm_90, and run after run gives the same, also where programs wait for one another to add dQ."""
+"""Nothing hangs on sm_90, and run after run gives the same, also where programs wait for one another to add dQ.
+
+Rotated q and k that the forward saves for the backward give what the backward gives that rotates them itself.
+"""
 
 import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
@@ -9,10 +11,19 @@ import torch
 
 from tests.support.attention import assert_equal, assert_matches_float64
 from tests.support.dtypes import BF16, F16
-from tests.support.gpu import FEW_HEADS, FEW_KEY_HEADS, MANY_TILES, SOME_TILES, assert_alike, assert_same_but_dq
+from tests.support.gpu import (
+    FEW_HEADS,
+    FEW_KEY_HEADS,
+    MANY_TILES,
+    ODD_LENGTHS,
+    SOME_TILES,
+    assert_alike,
+    assert_same_but_dq,
+)
+from tests.support.internals import run_operators
 from tests.support.marks import cases
-from tests.support.paths import ROOT
-from tests.support.places import EMPTY, ON_SM_90, UNEVEN, check_reruns, needs_sm_90, packed
+from tests.support.paths import python
+from tests.support.places import EMPTY, ON_SM_90, PADDED, UNEVEN, check_reruns, needs_sm_90, packed
 from verification.testing import Case, make_inputs, run_op
 
 pytestmark = needs_sm_90
@@ -59,7 +70,7 @@ print("all agree", flush=True)
 def test_nothing_hangs():
     """Odd shapes one after another, up to 128K tokens of one head. In a process of its own, which can be ended."""
     try:
-        result = subprocess.run([sys.executable, "-c", WATCHED], cwd=ROOT, capture_output=True, text=True, timeout=400)
+        result = python("-c", WATCHED, timeout=400)
     except subprocess.TimeoutExpired as late:
         pytest.fail(f"not finished after {late.timeout} s; the last lines: {(late.stdout or b'')[-500:]!r}")
     assert result.returncode == 0, result.stdout[-1000:] + result.stderr[-3000:]
@@ -131,24 +142,64 @@ def test_a_head_may_have_more_key_blocks_than_there_are_multiprocessors(head_dim
         assert_equal(first, run_op(inputs, case, **ON_SM_90, deterministic=True))
 
 
-@pytest.mark.parametrize("several", [
-    (MANY_TILES, replace(MANY_TILES, seed=1)),  # persistent blocks share the multiprocessors, not their counters
+@cases(
+    MANY_TILES,  # persistent blocks share the multiprocessors, not their counters
     # A quarter of the keys at most, and more key blocks than run at a time.
-    (Case(2, 40, 8, 2700, 2700, 128, dtype=BF16, window=(256, 0)),
-     Case(1, 64, 64, 3000, 3000, 128, dtype=F16, window=(600, 0))),
-], ids=["many tiles", "narrow windows"])  # fmt: skip
-def test_two_streams_at_once(several):
-    inputs = [make_inputs(case, "cuda") for case in several]
-    expected = [run_op(x, case, **ON_SM_90) for x, case in zip(inputs, several)]
-    for case, x, out in zip(several, inputs, expected):
-        assert_matches_float64(case, x, out)
-    streams = [torch.cuda.Stream() for _ in several]
+    Case(2, 40, 8, 2700, 2700, 128, dtype=BF16, window=(256, 0)),
+    Case(1, 64, 64, 3000, 3000, 128, dtype=F16, window=(600, 0)),
+)
+def test_two_streams_at_once(case):
+    inputs = [make_inputs(replace(case, seed=seed), "cuda") for seed in range(2)]
+    expected = [run_op(x, case, **ON_SM_90) for x in inputs]
+    assert_matches_float64(case, inputs[0], expected[0])
+    streams, found = [torch.cuda.Stream() for _ in inputs], []
     torch.cuda.synchronize()
-    found = []
     for _ in range(10):
-        for stream, x, case in zip(streams, inputs, several):
+        for stream, x in zip(streams, inputs):
             with torch.cuda.stream(stream):
                 found.append(run_op(x, case, **ON_SM_90))
     torch.cuda.synchronize()
     for i, out in enumerate(found):
         assert_same_but_dq(out, expected[i % 2])
+
+
+# A block's first tile, and its others, are rotated by different warps.
+SAVED = (
+    replace(ODD_LENGTHS, causal=False, dtype=F16, interleaved=True, rotary_dim=64),
+    replace(ODD_LENGTHS, head_dim=64, softmax_scale=-0.2, tables="random"),
+    replace(ODD_LENGTHS, head_dim=96, heads_kv=1),
+    replace(PADDED, kv_starts=(40, 690), kv_lens=(650, 700), sinks=True, norms=0.0),
+    packed(UNEVEN),
+    packed(EMPTY, head_dim=64),
+    packed((20, 333), behind=(400, 700), window=(33, 0), head_dim=192),
+    MANY_TILES,
+    packed((300, 129, 1000, 63) * 12),
+)
+
+
+@cases(*SAVED)
+def test_the_saved_are_what_the_backward_would_rotate(case):
+    """All the same bits but dq, which is added in any order, because a rotation has the same bits in every kernel.
+    Both match float64."""
+    inputs = make_inputs(case, "cuda")
+    rotated_by_forward = run_op(inputs, case, **ON_SM_90)
+    rotated_by_backward = run_operators(inputs, case, forward="hopper", backward="hopper")
+    if case.norms is None:
+        assert_same_but_dq(rotated_by_forward, rotated_by_backward)
+    assert_equal(rotated_by_forward[:2], rotated_by_backward[:2])
+    assert_matches_float64(case, inputs, rotated_by_forward)
+    assert_matches_float64(case, inputs, rotated_by_backward)
+    with torch.no_grad():
+        assert_equal(run_op(inputs, case, **ON_SM_90, grads=False)[:2], rotated_by_forward[:2])
+
+
+@pytest.mark.parametrize(("forward", "backward"), [("hopper", "triton"), ("triton", "hopper")])
+@cases(
+    replace(PADDED, window=(150, 0), softcap=30.0, kv_starts=(0, 300), kv_lens=(700, 600), sinks=True),
+    replace(ODD_LENGTHS, causal=False, intervals="random", norms=0.0, kv_starts=(0, 300), kv_lens=(700, 600)),
+    packed(UNEVEN, window=(150, 0), softcap=30.0, sinks=True, head_dim=256),
+)
+def test_passes_of_different_backends_fit_together(case, forward, backward):
+    """o and lse mean the same to both."""
+    inputs = make_inputs(case, "cuda")
+    assert_matches_float64(case, inputs, run_operators(inputs, case, forward=forward, backward=backward))

@@ -16,7 +16,6 @@ import torch.nn.functional as F
 
 pytest.importorskip("torchtitan", reason="torchtitan is not installed: make test-places")
 
-from torch.utils._python_dispatch import TorchDispatchMode
 from torchtitan.config import OverrideConfig, apply_overrides
 from torchtitan.config.manager import ConfigManager
 from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
@@ -26,6 +25,7 @@ from torchtitan.models.llama3 import model_registry as llama3
 from torchtitan.models.qwen3 import model_registry as qwen3
 
 from fused_rope_attn.integrations import torchtitan as integration
+from tests.support.operators import Record
 from tests.support.paths import ROOT
 
 pytestmark = pytest.mark.unpoisoned
@@ -37,13 +37,12 @@ def per_document(self, q_BLNH, k_BLNH, v_BLNH, *, attention_masks, scale=None, e
     """Attend as VarlenAttention, by SDPA in float32: that of torchtitan needs a GPU and rounds to bfloat16."""
     ends = attention_masks.cu_seq_q.tolist()
     rows = [x.flatten(0, 1).transpose(0, 1)[None] for x in (q_BLNH, k_BLNH, v_BLNH)]
-    documents = (
-        F.scaled_dot_product_attention(
-            *(x[:, :, start:end] for x in rows), is_causal=True, scale=scale, enable_gqa=enable_gqa
-        )
+    options = {"is_causal": True, "scale": scale, "enable_gqa": enable_gqa}
+    documents = [
+        F.scaled_dot_product_attention(*(x[:, :, start:end] for x in rows), **options)
         for start, end in zip(ends, ends[1:])
-    )
-    return torch.cat(list(documents), dim=2)[0].transpose(0, 1).unflatten(0, q_BLNH.shape[:2])
+    ]
+    return torch.cat(documents, dim=2)[0].transpose(0, 1).unflatten(0, q_BLNH.shape[:2])
 
 
 @pytest.fixture(autouse=True)
@@ -51,9 +50,10 @@ def varlen_attention_on_a_cpu(monkeypatch):
     monkeypatch.setattr(attention.VarlenAttention, "forward", per_document)
 
 
-def make(registry, fused, attn_backend="varlen", layers=2):
+def make(registry, fused, attn_backend="varlen", layers=2, change=lambda config: None):
     config = registry("debugmodel", attn_backend=attn_backend).model
     config.layers = config.layers[:layers]
+    change(config)
     if fused:
         lines = apply_overrides(OverrideConfig(imports=[f"{OURS}.fused_rope"]), config)
         assert len(lines) == layers
@@ -119,20 +119,11 @@ def test_activation_checkpointing(checkpointing, monkeypatch):
     if checkpointing == "saving":
         policy = integration.save_attention(policy)
     policy.build().apply(model)
-    with _Forwards() as forwards:
+    with Record() as record:
         losses = train(model, **sizes)
     torch.testing.assert_close(losses, expected, rtol=0, atol=0)
-    assert forwards.count == (1 if checkpointing == "saving" else 2)
-
-
-class _Forwards(TorchDispatchMode):
-    """Count the forward passes of attention."""
-
-    count = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.count += function is integration.forward_operator.overload
-        return function(*args, **(kwargs or {}))
+    forward = str(integration.forward_operator.overload)
+    assert record.operators.count(forward) == (1 if checkpointing == "saving" else 2)
 
 
 def test_compilation_by_block_makes_one_graph_for_all_packings():
@@ -204,19 +195,11 @@ def _run_rank(parallelism):
         "ac_config": None,
         "dump_folder": "",
     }
-    for registry, parallelize in ((llama3, parallelize_llama), (qwen3, parallelize_qwen3)):
+    shard_qwen3 = functools.partial(set_qwen3_sharding_config, enable_ep=False)
+    kinds = (llama3, parallelize_llama, set_llama3_sharding_config), (qwen3, parallelize_qwen3, shard_qwen3)
+    for registry, parallelize, shard in kinds:
         for fused in (False, True):
-            config = registry("debugmodel", attn_backend="varlen").model
-            config.layers = config.layers[:1]
-            if registry is llama3:
-                set_llama3_sharding_config(config, enable_sp=tp > 1)
-            else:
-                set_qwen3_sharding_config(config, enable_sp=tp > 1, enable_ep=False)
-            if fused:
-                apply_overrides(OverrideConfig(imports=[f"{OURS}.fused_rope"]), config)
-            torch.manual_seed(0)
-            model = config.build()
-            model.init_states()
+            model = make(registry, fused, layers=1, change=functools.partial(shard, enable_sp=tp > 1))
             model = parallelize(model, **options)
             for module in model.modules():
                 if isinstance(module, FSDPModule):

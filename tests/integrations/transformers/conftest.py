@@ -51,11 +51,3 @@ def interpreted_attention(monkeypatch):
     monkeypatch.setattr(attention, "rope_attention_with_kvcache", interpreted_step)
     for name in ("rope_attention", "rope_attention_varlen", "rope_attention_mla", "rope_attention_mla_varlen"):
         monkeypatch.setattr(attention, name, functools.partial(getattr(attention, name), backend="triton"))
-
-
-@pytest.fixture
-def interpreted_steps(monkeypatch):
-    """The generation step in Triton's interpreter, all else as a CPU has it."""
-    if not is_interpreted():
-        pytest.skip("needs TRITON_INTERPRET=1")
-    monkeypatch.setattr(attention, "rope_attention_with_kvcache", interpreted_step)

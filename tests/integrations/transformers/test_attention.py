@@ -1,7 +1,5 @@
 """The attention of one patched module: its calls of the kernels, and the values that it leaves for the next modules."""
 
-import functools
-
 import pytest
 import torch
 import transformers
@@ -13,8 +11,7 @@ from fused_rope_attn.integrations.transformers.obstacles import Pass
 from tests.support.hf_models import SIZES, attentions_of, make_ids, make_model
 from tests.support.hf_runs import assert_close, make_cache, noted, parts
 from tests.support.hf_vision_models import make_vision_model
-
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+from tests.support.rotation import normal
 
 
 @pytest.fixture(scope="module")
@@ -27,12 +24,12 @@ def batch_of(model, **given):
 
 
 def states(tokens=5, dtype=torch.float32):
-    return torch.randn(2, tokens, SIZES["hidden_size"], generator=torch.Generator().manual_seed(3)).to(dtype)
+    return normal(2, tokens, SIZES["hidden_size"], dtype=dtype)
 
 
 def angles(rows, dtype=torch.float32):
     """(cos, sin) (1, rows, 16) as a rotary embedding gives them."""
-    x = torch.randn(1, rows, 8, generator=torch.Generator().manual_seed(4)).repeat_interleave(2, -1)
+    x = normal(1, rows, 8, seed=4).repeat_interleave(2, -1)
     return x.cos().to(dtype), x.sin().to(dtype)
 
 
@@ -100,14 +97,7 @@ def test_gradients_through_the_cache_of_a_prompt(name, monkeypatch):
 
 def test_where_to_write_is_told_to_caches_that_ask_for_it(llama, monkeypatch):
     """Static caches of transformers 4.57 do; no place is named where the decoder was told none."""
-    told, own = [], transformers.Cache.update
-
-    @functools.wraps(own)
-    def update(self, keys, values, layer_idx, *more, **named):
-        told.append((more, named))
-        return own(self, keys, values, layer_idx)
-
-    monkeypatch.setattr(transformers.Cache, "update", update)
+    told = noted(monkeypatch, transformers.Cache, "update")
     monkeypatch.setattr(caches, "may_be_written", lambda past: False)  # as of a cache that is offloaded
     module, past = attentions_of(llama)[0], transformers.DynamicCache(config=llama.config)
     for tokens in (5, 1):
@@ -115,27 +105,20 @@ def test_where_to_write_is_told_to_caches_that_ask_for_it(llama, monkeypatch):
             described = batch_of(llama, input_ids=torch.zeros(2, tokens), past_key_values=past)
             given = {"position_embeddings": angles(tokens), "past_key_values": past, "cache_position": place}
             module(states(tokens), **given, **{attention.BATCH: described})
-            assert told.pop() == (() if place is None else ({"cache_position": place},), {}) and not told
-
-
-@torch.no_grad()
-def test_one_token_is_rotated_by_the_step(llama, monkeypatch, calls):
-    """Several are rotated before, by a kernel of their own, once in each layer."""
-    launches = noted(monkeypatch, rotations, "apply_rope_qk")
-    for tokens, before in ((1, 0), (2, 2)):
-        parts(llama, make_cache(llama, "dynamic"), make_ids(2, 5 + tokens), ends=(5, 5 + tokens))
-        assert len(launches) == before
-    assert calls == {"rope_attention": 4, "rope_attention_with_kvcache": 4}
+            assert told.pop()[0][4:] == (() if place is None else ({"cache_position": place},)) and not told
 
 
 @torch.no_grad()
 @pytest.mark.parametrize(("heads_kv", "most"), [(1, 16), (2, 32), (4, 64)])
-def test_as_many_tokens_as_a_step_takes(heads_kv, most, calls):
-    """64 rows of a cache's head: its query heads times the new tokens."""
+def test_as_many_tokens_as_a_step_takes(heads_kv, most, calls, monkeypatch):
+    """64 rows of a cache's head: its query heads times the new tokens. One token is rotated by the step; several are
+    rotated before, by a kernel of their own, once in each layer."""
     model = patch_model(make_model("llama", num_key_value_heads=heads_kv, num_hidden_layers=1))
-    for tokens in (most, most + 1):
+    launches = noted(monkeypatch, rotations, "apply_rope_qk")
+    for tokens, before in ((1, 0), (most, 1), (most + 1, 2)):
         parts(model, make_cache(model, "dynamic"), make_ids(3, 4 + tokens), ends=(4, 4 + tokens))
-    assert calls == {"rope_attention": 3, "rope_attention_with_kvcache": 1}
+        assert len(launches) == before
+    assert calls == {"rope_attention": 4, "rope_attention_with_kvcache": 2}
 
 
 class Stubborn(torch.nn.Linear):

@@ -1,4 +1,6 @@
-"""The arguments of a decoder's forward are described for its attention modules, number by number."""
+"""The arguments of a decoder's forward are described for its attention modules: what logits do not show, such as
+bounds, and how often the host waits. test_comparison.py compares the logits.
+"""
 
 import pytest
 import torch
@@ -56,61 +58,33 @@ def mask(*rows):
     return torch.tensor(rows)
 
 
-FULL = [1, 1, 1, 1, 1]
-HOLES = {"original": "an attention_mask with holes"}
 WRONG = {"original": "an attention_mask without exactly one column for every key"}
 BIDIRECTIONAL = {"causal": False, "inclusive_window": True}
 
 
-@pytest.mark.parametrize(
-    ("given", "causal", "both_ways"),
-    [
-        ((FULL, FULL), {}, {}),
-        (([0, 0, 1, 1, 1], FULL), {"kv_starts": [2, 0]}, {"cu_seqlens": [0, 2, 5, 5, 10, 10]}),
-        # Causal attention hides the padding after the last token.
-        (([1, 1, 1, 0, 0], FULL), {}, {"cu_seqlens": [0, 0, 3, 5, 10, 10]}),
-        (([0, 1, 1, 0, 0], FULL), {"kv_starts": [1, 0]}, {"cu_seqlens": [0, 1, 3, 5, 10, 10]}),
-        ((FULL, [1, 1, 1, 1, 0]), {}, {"cu_seqlens": [0, 0, 5, 5, 9, 10]}),
-        (([0, 0, 0, 0, 0], FULL), {"kv_starts": [5, 0]}, {"cu_seqlens": [0, 5, 5, 5, 10, 10]}),
-        (([0, 0, 0, 0, 1], [3, 3, -3, 3, 3]), {"kv_starts": [4, 0]}, {"cu_seqlens": [0, 4, 5, 5, 10, 10]}),
-        (([1, 0, 1, 1, 1], FULL), HOLES, HOLES),
-        ((FULL, [0, 1, 0, 1, 1]), HOLES, HOLES),
-        ((FULL, [1, 1, 1, 0, 1]), HOLES, HOLES),
-        (([1, 1, 1, 1], [1, 1, 1, 1]), WRONG, WRONG),
-        (([*FULL, 1], [*FULL, 1]), WRONG, WRONG),
-    ],
-    ids=str,
-)
-def test_padding(llama, given, causal, both_ways):
-    """Without causality the tokens of every row are a sequence, and the padding between two rows another."""
-    assert described(llama, attention_mask=mask(*given)) == causal
+def test_padding(llama):
+    """Causal attention hides the padding after the tokens: that is not described. Without causality the tokens of every
+    row are a sequence, and the padding between two rows another."""
+    assert described(llama, attention_mask=mask([1, 1, 1, 0, 0], [3, 3, -3, 3, 3])) == {}
+    assert described(llama, attention_mask=mask([0, 1, 1, 0, 0], [0, 0, 0, 0, 0])) == {"kv_starts": [1, 5]}
+    for columns in (4, 6):
+        assert described(llama, attention_mask=torch.ones(2, columns)) == WRONG
     if RELEASE >= (5, 6):
-        expected = both_ways if "original" in both_ways else both_ways | BIDIRECTIONAL
-        expected |= {"max_seqlen": 10} if "cu_seqlens" in both_ways else {}
-        assert described(llama, attention_mask=mask(*given), is_causal=False) == expected
+        sequences = {"cu_seqlens": [0, 1, 3, 5, 10, 10], "max_seqlen": 10} | BIDIRECTIONAL
+        assert described(llama, attention_mask=mask([0, 1, 1, 0, 0], [1] * 5), is_causal=False) == sequences
+        assert described(llama, attention_mask=mask([1] * 5, [1] * 5), is_causal=False) == BIDIRECTIONAL
 
 
-@pytest.mark.parametrize(
-    ("size", "ids", "ends", "longest"),
-    [
-        (1, [[0, 1, 2, 0, 1]], [0, 3, 5], 3),
-        (1, [[0, 1, 0, 1, 2]], [0, 2, 5], 3),
-        (2, [[0, 1, 2, 0, 1]], [0, 3, 5, 8, 10], 3),
-        (2, [[0, 1, 2, 3, 4], [0, 0, 1, 2, 0]], [0, 5, 6, 9, 10], 5),
-        (1, [[0, 0]], [0, 1, 2], 1),
-        (1, [[4]], [], 0),
-        (2, [[0, 1, 2, 3, 4]], [], 0),
-        (2, [[7, 8, 9, 10, 11], [0, 1, 2, 3, 4]], [], 0),
-        (300, [[0, 1]], [], 0),  # Python keeps no single object of the number
-    ],
-    ids=str,
-)
-def test_sequences_that_positions_tell_apart(llama, size, ids, ends, longest, monkeypatch):
+@pytest.mark.parametrize("ids", [[[0, 1, 2, 3, 4], [0, 0, 1, 2, 0]], [[0] * 300, list(range(300))]], ids=["5", "300"])
+def test_sequences_that_positions_tell_apart(llama, ids, monkeypatch):
+    """Python keeps no single object of the number 300."""
     ids = torch.tensor(ids)
-    length = ids.shape[1]
-    expected = {"cu_seqlens": ends, "max_seqlen": longest, "otherwise": {}} if ends else {}
+    size, length = ids.shape
+    expected = [0, 5, 6, 9, 10] if length == 5 else [*range(301), 600]
+    packed = {"cu_seqlens": expected, "max_seqlen": length, "otherwise": {}}
     for dtype in (torch.int64, torch.float16):
-        assert described(llama, size, length, position_ids=ids.to(dtype)) == expected
+        assert described(llama, size, length, position_ids=ids.to(dtype)) == packed
+    assert described(llama, size, length, position_ids=ids[-1:] * 0 + torch.arange(7, 7 + length)) == {}
     # A padding mask takes precedence, and so does a cache; one token cannot be two sequences.
     assert described(llama, size, length, position_ids=ids, attention_mask=torch.ones(size, length)) == {}
     assert "cu_seqlens" not in described(llama, size, length, position_ids=ids, past_key_values=dynamic(llama, 0))
@@ -139,27 +113,22 @@ HELD = {"original": "cu_seq_lens with a cache that holds tokens"}
 @pytest.mark.parametrize(
     ("size", "given", "past", "expected"),
     [
-        ((1, 5), packed([0, 1, 4, 5], 3), None, {"cu_seqlens": [0, 1, 4, 5], "max_seqlen": 3}),
         ((1, 5), packed([[0, 1, 4, 5]], 3), None, {"cu_seqlens": [0, 1, 4, 5], "max_seqlen": 3}),
         # A bound that is too large is cut to the keys that exist.
         ((1, 5), packed([0, 1, 4, 5], 70), None, {"cu_seqlens": [0, 1, 4, 5], "max_seqlen": 5}),
-        ((1, 4), packed([0, 1, 4], 70), None, {"cu_seqlens": [0, 1, 4], "max_seqlen": 4}),
         ((1, 5), packed([0, 1, 4, 5], 3) | {"max_length_k": None}, None, {}),
         # Into an empty cache, and not after the keys of a full one.
         ((1, 5), packed([0, 2, 5], 3), (dynamic, 0), {"cu_seqlens": [0, 2, 5], "max_seqlen": 3, "rows": 0}),
         ((1, 5), packed([0, 2, 5], 3), (dynamic, 3), HELD),
         ((1, 5), packed([0, 5], 5), (static, 3), HELD),
         # Positions do not matter then.
-        ((1, 2), packed([0, 1, 2], 1, position_ids=mask([7, 3])), None, {"cu_seqlens": [0, 1, 2], "max_seqlen": 1}),
         ((1, 1), packed([0, 1], 1, position_ids=mask([4])), None, {"cu_seqlens": [0, 1], "max_seqlen": 1}),
         ((1, 0), packed([0, 0], 0, position_ids=torch.zeros(1, 0)), None, {"cu_seqlens": [0, 0]}),
         # Tokens after the pass and before it, for kernels that write the caches themselves.
         ((2, 5), {}, (dynamic, 0), {"rows": 0}),
         ((2, 5), {}, (static, 0), {}),
-        ((2, 1), {}, (dynamic, 3), {"kv_lens": [4, 4], "cached": [3, 3], "rows": 3}),
         ((2, 2), {}, (dynamic, 3), {"kv_lens": [5, 5], "cached": [3, 3], "rows": 3}),
         ((2, 2), {}, (static, 3), {"kv_lens": [5, 5], "cached": [3, 3]}),
-        ((2, 1), {"cache_position": torch.arange(4, 5)}, (static, 3), {"kv_lens": [5, 5], "cached": [4, 4]}),
         ((2, 1), {"cache_position": torch.arange(7, 8)}, (static, 7), {"kv_lens": [8, 8], "cached": [7, 7]}),
     ],
 )  # fmt: skip
@@ -184,7 +153,6 @@ def test_bidirectional_attention_and_caches(llama):
 def test_positions_of_bidirectional_attention(llama, monkeypatch):
     """They tell sequences apart under flash-attention alone, and only in a batch of a single row."""
     ids = mask([0, 1, 0, 1, 2])
-    assert described(llama, 1, position_ids=ids, is_causal=False) == BIDIRECTIONAL
     monkeypatch.setattr(llama.config, "_attn_implementation", "flash_attention_2")
     sequences = {"cu_seqlens": [0, 2, 5], "max_seqlen": 3, "otherwise": {"causal": False}}
     assert described(llama, 1, position_ids=ids, is_causal=False) == sequences | {"causal": False}
@@ -271,50 +239,37 @@ def test_a_mask_is_looked_at_once(llama, monkeypatch, row, starts):
         assert look(longer, grown) == (1, [0, 1])
 
 
-def test_every_pass_keeps_tables_of_its_own(llama):
-    kept = [describe(Pass(attentions_of(llama), llama.config, {"input_ids": torch.zeros(1, 2)})).kept for _ in range(2)]
-    assert kept[0] is not kept[1] and kept[0].tables == {} and not hasattr(kept[0], "__dict__")
-    assert PLAIN == Batch()
-
-
 # Inputs of a step that `generate` takes from a patched model: its own, with the Batch where masks were made.
-PADDING = torch.ones(2, 5, dtype=torch.int64)
+ONES = torch.ones(2, 5, dtype=torch.int64)
 MADE = torch.zeros(2, 1, 5, 8)  # what a mask of four dimensions is made of, it no longer says
 
 
-class Several(torch.nn.ModuleList):
-    """A model of models."""
-
-    def prepare_inputs_for_generation(self, **kwargs):
-        raise AssertionError
-
-
 @pytest.mark.parametrize(
-    ("given", "mask", "more", "described"),
+    ("given", "made", "more", "described"),
     [
-        (PADDING, MADE, {}, True),
+        (ONES, MADE, {}, True),
         (None, MADE, {}, True),
-        (PADDING, PADDING, {}, False),
+        (ONES, ONES, {}, False),
         (None, None, {}, False),
         (MADE, MADE[:1], {}, False),
         ({"full_attention": MADE}, {"full_attention": MADE}, {}, False),
-        (PADDING[0, 0], MADE, {}, False),
+        (ONES[0, 0], MADE, {}, False),
         # Types of tokens are for who makes the masks.
-        (PADDING, MADE, {"token_type_ids": PADDING}, False),
-        (PADDING, MADE, {"token_type_ids": None}, True),
-        (PADDING, MADE, {"past_key_values": None}, False),
+        (ONES, MADE, {"token_type_ids": ONES}, False),
+        (ONES, MADE, {"token_type_ids": None}, True),
+        (ONES, MADE, {"past_key_values": None}, False),
     ],
     ids=range(10),
 )
-def test_masks_that_say_what_they_are_made_of(llama, given, mask, more, described):
-    inputs = {"input_ids": make_ids(2, 5), "attention_mask": mask, "past_key_values": static(llama, 0)} | more
+def test_masks_that_say_what_they_are_made_of(llama, given, made, more, described):
+    inputs = {"input_ids": make_ids(2, 5), "attention_mask": made, "past_key_values": static(llama, 0)} | more
 
     def prepared(model):
         got = Preparation(model, lambda **kwargs: inputs)(attention_mask=given)
         assert all(got[name] is value for name, value in inputs.items())
         return BATCH in got
 
-    assert prepared(llama) is prepared(Several([llama])) is described
-    # A model with two decoders, or without one.
-    for several in ([llama, patch_model(make_model("llama"))], [torch.nn.Linear(2, 2)]):
-        assert not prepared(Several(several))
+    # A model in another one, a model with two decoders, or without one.
+    several, others = torch.nn.ModuleList([llama]), [patch_model(make_model("llama")), torch.nn.Linear(2, 2)]
+    assert prepared(llama) is prepared(several) is described
+    assert not prepared(several.append(others[0])) and not prepared(torch.nn.ModuleList(others[1:]))

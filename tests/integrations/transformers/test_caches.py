@@ -6,7 +6,6 @@ import functools
 import gc
 import inspect
 import weakref
-from contextlib import nullcontext
 
 import pytest
 import torch
@@ -16,7 +15,7 @@ from transformers.generation.continuous_batching.cache import PagedAttentionCach
 
 from fused_rope_attn.integrations.transformers import caches, families, patch_model, patch_report, unpatch_model
 from tests.support.hf_models import make_ids, make_model
-from tests.support.hf_runs import CAPACITY, ENDS, assert_close, make_cache, parts, steps
+from tests.support.hf_runs import CAPACITY, ENDS, assert_close, left_padded, make_cache, noted, parts, steps
 
 IS_RENAMED = "cache" in inspect.signature(transformers.LlamaModel.forward).parameters
 OWN_NAME = "cache" if IS_RENAMED else "past_key_values"
@@ -45,32 +44,6 @@ def test_the_cache_of_a_call(is_renamed, monkeypatch):
     assert caches.is_paged(PAGED) and not any(map(caches.is_paged, (None, OLD, object())))
 
 
-@pytest.mark.parametrize(
-    ("names", "used"),
-    [
-        ({OWN_NAME: True}, True),
-        ({"past_key_values": True}, True),
-        ({"cache": True}, IS_RENAMED),
-        ({"cache": False, "past_key_values": True}, not IS_RENAMED),
-    ],
-    ids=["own", "old", "new", "old beside new"],
-)
-@pytest.mark.parametrize(("name", "kind"), [("llama", "static"), ("gpt_neox", "dynamic")])
-@torch.no_grad()
-def test_names_mean_what_they_mean_unpatched(name, names, used, kind, calls):
-    """5.24 still takes the old name, but not next to the new one, which older releases ignore."""
-    decoder, ids, found = make_model(name).base_model, make_ids(2, 12), []
-    for patch in (unpatch_model, patch_model):
-        past = make_cache(patch(decoder), kind)
-        given = {name: past if wanted else None for name, wanted in names.items()}
-        for part in ids.split([9, 1, 2], 1):
-            with pytest.warns(FutureWarning) if IS_RENAMED and "past_key_values" in names else nullcontext():
-                found.append(decoder(part, use_cache=True, **given).last_hidden_state)
-        assert int(past.get_seq_length()) == (12 if used else 0)
-    assert_close(torch.cat(found[3:], 1), torch.cat(found[:3], 1), 1e-5)
-    assert ("rope_attention_with_kvcache" in calls) is used
-
-
 # Steps.
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("kind", ["dynamic", "static"])
@@ -79,8 +52,8 @@ def test_names_mean_what_they_mean_unpatched(name, names, used, kind, calls):
 def test_steps_of_every_length(name, kind, padded, calls):
     """Logits and the cache are the unpatched model's."""
     model, ids = make_model(name), make_ids(2, ENDS[-1])
-    mask = (torch.arange(ENDS[-1]) >= torch.tensor([[0], [3]])).long() if padded else None
-    plain, patched = make_cache(model, kind), make_cache(model, kind)
+    mask = left_padded(ENDS[-1], 0, 3) if padded else None
+    plain, patched = (make_cache(model, kind) for _ in range(2))
     expected = parts(model, plain, ids, mask)
     got = parts(patch_model(model), patched, ids, mask)
     present = torch.ones_like(ids).bool() if mask is None else mask.bool()
@@ -121,20 +94,12 @@ def test_gradients_go_without_the_step(calls):
 @torch.no_grad()
 def test_who_writes_a_static_cache(monkeypatch):
     """Prompts are written by the cache, steps by attention. With windows a layer that is full moves what it holds."""
-    own, written, count = StaticLayer.update, [], caches.count_written
-
-    @functools.wraps(own)  # under its own name, by which it is known
-    def update(self, key_states, *args, **kwargs):
-        written.append(key_states.shape[2])
-        return own(self, key_states, *args, **kwargs)
-
-    monkeypatch.setattr(StaticLayer, "update", update)
-    monkeypatch.setattr(caches, "count_written", lambda layer, n: (written.append(type(layer)), count(layer, n)))
-    for name, expected in (("llama", [9, 9, *[StaticLayer] * 4]), ("gemma3", [9, StaticLayer, StaticLayer])):
+    updates = noted(monkeypatch, StaticLayer, "update")
+    for name, expected in (("llama", [9, 9]), ("gemma3", [9])):
         model = patch_model(make_model(name))
         parts(model, make_cache(model, "static"), make_ids(2, 12), ends=(9, 10, 12))
-        assert written == expected
-        written.clear()
+        assert [args[1].shape[2] for args, _ in updates] == expected
+        updates.clear()
 
 
 @pytest.mark.parametrize(("name", "kind"), [("llama", "dynamic"), ("llama", "static"), ("gemma3", "static")])
@@ -161,7 +126,7 @@ def test_tokens_that_are_taken_back(name, kind):
 def test_compiled_generation():
     """A step with a static cache is one graph without a break, made as often as the unpatched model's: twice."""
     model, ids = make_model("gemma3"), make_ids(2, 12)
-    mask = (torch.arange(12) >= torch.tensor([[0], [5]])).long()
+    mask = left_padded(12, 0, 5)
     options = {"attention_mask": mask, "max_new_tokens": 8, "do_sample": False}
     expected = model.generate(ids, **options)
     compilation = transformers.CompileConfig(backend="eager", fullgraph=True, mode=None)
@@ -220,21 +185,6 @@ def test_two_caches_of_the_same_tokens(fork):
         for cache, tokens, expected in turns:
             got = model(tokens[:, i : i + 1], past_key_values=cache).logits
             assert_close(got, expected[:, i : i + 1], 1e-5)
-
-
-@torch.no_grad()
-def test_tokens_that_somebody_keeps():
-    """A cache set back to earlier tensors of its own: the rows after them are taken."""
-    model, ids = patch_model(make_model("llama")), make_ids(2, 14)
-    past = make_cache(model, "dynamic")
-    model(ids[:, :9], past_key_values=past)
-    before = [(layer.keys, layer.values) for layer in past.layers]
-    first = steps(model, past, ids, 9)
-    after = [(x, x.clone()) for layer in past.layers for x in (layer.keys, layer.values)]
-    for layer, (keys, values) in zip(past.layers, before):
-        layer.keys, layer.values = keys, values
-    assert not torch.allclose(steps(model, past, make_ids(2, 14, seed=5), 9), first)
-    assert all(torch.equal(x, then) for x, then in after)
 
 
 def test_inference_mode_and_back():
@@ -338,7 +288,7 @@ def halving(cls):
 
 
 def dynamic(model, *layers):
-    """A dynamic cache whose last layers are these."""
+    """A dynamic cache with these as its last layers."""
     past = make_cache(model, "dynamic")
     past.layers[len(past.layers) - len(layers) :] = layers
     return past
@@ -374,21 +324,16 @@ def test_a_cache_with_an_update_of_its_own(kind, calls):
     assert not calls and all(kind.split()[-1] in str(row.own) for row in patch_report(model))
 
 
-@pytest.mark.parametrize("of", [transformers.Cache, DynamicLayer], ids=lambda cls: cls.__name__)
-@pytest.mark.parametrize("given", [True, False], ids=["given", "made"])
+@pytest.mark.parametrize("of", [transformers.Cache, DynamicLayer], ids=["Cache", "DynamicLayer"])
 @torch.no_grad()
-def test_an_update_that_somebody_replaces_for_all(of, given, calls, monkeypatch):
+def test_an_update_that_somebody_replaces_for_all(of, calls, monkeypatch):
     """Libraries that compress keys and values do this. The model may make the cache itself."""
     model, ids, own = make_model("llama"), make_ids(2, 9), of.update
     monkeypatch.setattr(of, "update", lambda *args, **kwargs: halved(own, *args, **kwargs))
-
-    def run():
-        return model(ids, past_key_values=make_cache(model, "dynamic") if given else None).logits
-
-    expected = run()
-    patch_model(model)
-    with pytest.warns(UserWarning, match=r"\.update was replaced by .* is not served"):
-        assert torch.equal(run(), expected)
+    for make in (lambda: None, lambda: make_cache(model, "dynamic")):
+        expected = unpatch_model(model)(ids, past_key_values=make()).logits
+        with pytest.warns(UserWarning, match=r"\.update was replaced by .* is not served"):
+            assert torch.equal(patch_model(model)(ids, past_key_values=make()).logits, expected)
     assert not calls
 
 

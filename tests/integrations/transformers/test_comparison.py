@@ -23,14 +23,14 @@ from fused_rope_attn.integrations.transformers import attention, patch_model, pa
 from fused_rope_attn.integrations.transformers.families import RELEASE
 from fused_rope_attn.integrations.transformers.obstacles import Pass, obstacle
 from tests.support.hf_models import MODELS, WINDOW, attentions_of, make_ids, make_model
-from tests.support.hf_runs import LENGTH, assert_close, assert_same, make_cache, parts, run
+from tests.support.hf_runs import LENGTH, assert_close, assert_same, declared, make_cache, parts, run
 from tests.support.hf_vision_models import make_inputs, make_vision_model
 
 IGNORES_IS_CAUSAL = RELEASE < (5, 6)  # here or there
 COUNTS_BY_DOCUMENT = RELEASE >= (5, 23)  # chunks
 HAS_SWITCH = hasattr(transformers.Gemma3TextConfig(), "use_bidirectional_attention")
 LATENT = [name for name in ("deepseek_v2", "deepseek_v3", "minicpm3", "longcat_flash") if name in MODELS]
-OWN_IS_CAUSAL = "is_causal = False of the att"
+OF_OLD, OWN_IS_CAUSAL = "is_causal=False with transformers", "is_causal = False of the att"
 PLACES = torch.arange(LENGTH)
 FLASH = "flash_attention_3"  # transformers imports its functions without a look at the GPU
 
@@ -117,6 +117,11 @@ def turned_round(model):
     model.config.layer_types = model.config.layer_types[::-1]
 
 
+def checkpointing(model, reentrant=False):
+    model.train().enable_input_require_grads()
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+
+
 def of_modules(model, count=None, config=None):
     """Set ``is_causal`` of the first modules, as recipes of embedding models do."""
     model.config.update(config or {})
@@ -141,6 +146,7 @@ EMPTY_ROW = columns((0, LENGTH - 3), (0, 0), (1, LENGTH))
 HOLES = (torch.arange(2 * LENGTH).view(2, LENGTH) % 7 != 3).long()
 VARLEN, BIDIRECTIONAL = "rope_attention_varlen", {"skip": IGNORES_IS_CAUSAL, "change": changed(is_causal=False)}
 PADDED = BIDIRECTIONAL | {"operator": VARLEN, "size": (3, LENGTH), "grad": True}
+TWICE = functools.partial(of_modules, config={"is_causal": False})
 # The case that was silently causal. The windows of masks reach one key further both ways than those of modules.
 CAUSALITY = [
     row("llama", "bidirectional", **BIDIRECTIONAL, grad=True),
@@ -159,10 +165,10 @@ CAUSALITY = [
     row("llama", "by the call", skip=IGNORES_IS_CAUSAL, is_causal=False),
     row("llama", "causal by the call", **BIDIRECTIONAL, is_causal=True),
     row("llama", "causal twice", is_causal=True),
-    row("llama", "of old", "is_causal=False with transformers", skip=not IGNORES_IS_CAUSAL, is_causal=False),
+    row("llama", "of old", OF_OLD, skip=not IGNORES_IS_CAUSAL, is_causal=False),
     row("mistral", "positions alone", **BIDIRECTIONAL, size=(1, LENGTH), position_ids=documents(9, 1, 15)),
     *(
-        row(name, "modules and config", change=functools.partial(of_modules, config={"is_causal": False}))
+        row(name, "modules and config", "" if RELEASE >= (5, 6) else OF_OLD, change=TWICE)
         for name in ("mistral", "gemma3")
     ),
 ]
@@ -279,8 +285,12 @@ OTHERS = [
     row("gemma3", "one packed row", **PACKED | {"position_ids": torch.cat((documents(9, 1, 15), documents(LENGTH)))}
         | {"size": (2, LENGTH)}, operator=VARLEN),
     # With gradient checkpointing layers get no cache, and neither do the masks: documents are separated.
-    row("llama", "checkpointing", **DOCUMENTS, grad=True, operator=VARLEN, passes=2,
-        change=lambda model: model.train().gradient_checkpointing_enable()),
+    row("llama", "checkpointing, packed", **DOCUMENTS, grad=True, operator=VARLEN, passes=2, change=checkpointing),
+    *(
+        row(name, f"checkpointing, {reentrant}", grad=True, attention_mask=LEFT[:2], passes=2,
+            change=functools.partial(checkpointing, reentrant=reentrant))
+        for name in ("llama", "gemma3", "gpt_neox") for reentrant in (False, True)
+    ),
     row("llama", "packed, with a cache", **DOCUMENTS, use_cache=True),  # transformers does not look for sequences
     row("llama", "one sequence from 5", position_ids=PLACES[None] + 5, use_cache=False),
     row("deepseek_v3", "widths", "heads of 24, 16 and 48 columns", options={"qk_nope_head_dim": 24}),
@@ -320,11 +330,9 @@ def test_sequences_that_are_declared(name, calls):
     model.config.is_causal = name != "mistral"
     pieces = make_ids(1, LENGTH).split(lengths, dim=1)
     expected = torch.cat([run(model, piece, use_cache=False)[0] for piece in pieces], 1)
-    ends = torch.tensor([0, 5, 6, 18, 25], dtype=torch.int32)
-    declared = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": 12, "max_length_k": 12}
     patch_model(model)
     for given in ({"position_ids": documents(*lengths)}, {"use_cache": False}):  # positions need not restart
-        assert_close(run(model, torch.cat(pieces, 1), **given, **declared)[0], expected, 1e-5)
+        assert_close(run(model, torch.cat(pieces, 1), **given, **declared(*lengths))[0], expected, 1e-5)
     assert calls == {"rope_attention_mla_varlen" if name in LATENT else VARLEN: 2 * len(attentions_of(model))}
 
 
@@ -378,9 +386,9 @@ def test_arguments_without_names(calls):
     assert calls == {"rope_attention": 4}
 
 
-@pytest.mark.parametrize("text", [{}, {"model_type": "gemma2", "sliding_window": 8, "query_pre_attn_scalar": 10}])
-def test_prompts_of_paligemma(text, calls):
-    """The whole prompt sees itself, the answer is causal; PaliGemma 2 has windows as well."""
+def test_prompts_of_paligemma_2(calls):
+    """The whole prompt sees itself, the answer is causal; there are windows, unlike in PaliGemma's test_images."""
+    text = {"model_type": "gemma2", "sliding_window": 8, "query_pre_attn_scalar": 10}
     model, inputs = make_vision_model("paligemma", **text), make_inputs("paligemma")
     model.model.vision_tower.requires_grad_(False)
     ids, types = inputs.pop("input_ids"), inputs.pop("token_type_ids")

@@ -7,7 +7,7 @@ import torch
 
 from fused_rope_attn.integrations.transformers import attention, is_patched, patch_model, patch_report, unpatch_model
 from tests.support.hf_models import MODELS, attentions_of, make_ids, make_model
-from tests.support.hf_runs import LENGTH, assert_close, noted, run
+from tests.support.hf_runs import LENGTH, assert_close, left_padded, noted, run
 
 # Complex tables, pairs sorted by the module or kept, halves, factors of the latent vectors, a gate.
 KINDS = [
@@ -40,7 +40,7 @@ def test_attention_gets_views_of_the_projections(name, monkeypatch):
 @torch.no_grad()
 def test_a_prompt_leaves_the_module_s_own_cache(name, calls):
     model, ids = make_model(name), make_ids(2, 13)
-    mask = (torch.arange(13) >= torch.tensor([[0], [5]])).long()
+    mask = left_padded(13, 0, 5)
     caches = []
     for each in (unpatch_model, patch_model):
         out = each(model)(ids, attention_mask=mask)

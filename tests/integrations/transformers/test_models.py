@@ -10,8 +10,7 @@ from bench.models import shapes
 from fused_rope_attn.integrations.transformers import patch_model, patch_report, unpatch_model
 from tests.support.dtypes import BF16
 from tests.support.hf_models import WINDOW, make_ids, make_model
-from tests.support.hf_runs import LENGTH, assert_close, assert_same, make_cache, parts, run, steps
-from tests.support.hf_vision_models import make_inputs, make_vision_model
+from tests.support.hf_runs import LENGTH, assert_close, assert_same, left_padded, make_cache, parts, run, steps
 from tests.support.internals import count_prepared_steps, forget_calls
 from tests.support.marks import ignore_overflow
 
@@ -24,10 +23,6 @@ NAMES = ("cohere", "deepseek_v3", "gemma2", "glm4", "gpt_oss", "llama4", "qwen3"
 WHOLE = {"use_sliding_window": False, "sliding_window": None}
 
 
-def left_padded(length, padding, device="cpu"):
-    return (torch.arange(length) >= torch.tensor([[0], [padding]])).long().to(device)
-
-
 def at(positions):
     """Positions by another name: 4.57 would look for the cache's length in its rows, which no graph can."""
     return {"cache_position": positions[0]} if transformers.__version__ < "5" else {}
@@ -37,7 +32,7 @@ def at(positions):
 def test_in_the_interpreter(name, interpreted_attention):
     """float32: logits and gradients with padding, and parts of one token and of several onto both kinds of caches."""
     ends = (WINDOW - 1, WINDOW + 2, WINDOW + 3)
-    model, ids, mask = make_model(name), make_ids(2, ends[-1]), left_padded(ends[-1], 3)
+    model, ids, mask = make_model(name), make_ids(2, ends[-1]), left_padded(ends[-1], 0, 3)
     assert_same(model, ids, mask.bool(), grad=True, attention_mask=mask, use_cache=False)
     with torch.no_grad():
         for kind in ("dynamic", "static"):
@@ -50,7 +45,11 @@ def test_in_the_interpreter(name, interpreted_attention):
 @pytest.mark.parametrize("name", NAMES)
 def test_on_a_gpu(name):
     """The same, and greedy tokens with both kinds of caches."""
-    model, ids, mask = make_model(name).to(DEVICE), make_ids(2, LENGTH).to(DEVICE), left_padded(LENGTH, 7, DEVICE)
+    model, ids, mask = (
+        make_model(name).to(DEVICE),
+        make_ids(2, LENGTH).to(DEVICE),
+        left_padded(LENGTH, 0, 7, device=DEVICE),
+    )
     options = {"attention_mask": mask, "max_new_tokens": 12, "do_sample": False}
     expected = model.generate(ids, **options)
     assert_same(model, ids, mask.bool(), True, tolerance=1e-4, attention_mask=mask, use_cache=False)
@@ -60,16 +59,8 @@ def test_on_a_gpu(name):
         assert torch.equal(static, expected)
 
 
-@pytest.mark.parametrize("name", ["qwen2_vl", "gemma3"])  # positions of three kinds; images that see both ways
-def test_images(name, interpreted_attention):
-    model, inputs = make_vision_model(name), make_inputs(name, padding=(3, 0))
-    getattr(model.model, "vision_tower", torch.nn.Module()).requires_grad_(False)
-    present, ids = inputs["attention_mask"].bool(), inputs.pop("input_ids")
-    assert_same(model, ids, present, name == "gemma3", unsupported="skip", use_cache=False, **inputs)
-
-
 @torch.no_grad()
-def test_steps_are_prepared_once(interpreted_steps):
+def test_steps_are_prepared_once(interpreted_attention):
     """The length of a dynamic cache is no part of the signature of a step's launches."""
     model, ids = patch_model(make_model("llama")), make_ids(1, 15)
     past = make_cache(model, "dynamic")
@@ -77,24 +68,6 @@ def test_steps_are_prepared_once(interpreted_steps):
     forget_calls()
     steps(model, past, ids, 9)
     assert count_prepared_steps() == 1
-
-
-@pytest.mark.unpoisoned
-@torch.no_grad()
-def test_compiled_by_the_user(interpreted_steps):
-    """Without ``generate``: the batch is described, and the cache counted, inside the graph, which has no break."""
-    model, ids = make_model("llama"), make_ids(2, 9)
-    expected = parts(model, make_cache(model, "static"), ids, ends=(6, 7, 8, 9))
-    past = make_cache(patch_model(model), "static")
-    first = parts(model, past, ids, ends=(6,))
-    torch._dynamo.reset()
-    step = torch.compile(model, fullgraph=True, backend="aot_eager")
-    logits = []
-    for i in range(6, 9):
-        logits.append(step(ids[:, i : i + 1], past_key_values=past, **at(torch.tensor([[i]]))).logits)
-    assert_close(torch.cat((first, *logits), dim=1), expected, 1e-5)
-    assert [int(layer.get_seq_length()) for layer in past.layers] == [9, 9]
-    torch._dynamo.reset()
 
 
 @pytest.mark.gpu
@@ -147,7 +120,7 @@ def test_with_everything_of_liger(name, suffix, norms, replaced, monkeypatch):
 @pytest.mark.parametrize("static", [False, True])
 def test_a_decoding_step_does_not_wait(static, name):
     model = patch_model(make_model(name, **WHOLE).to(DEVICE))
-    ids, mask = make_ids(2, 20).to(DEVICE), left_padded(20, 5, DEVICE)
+    ids, mask = make_ids(2, 20).to(DEVICE), left_padded(20, 0, 5, device=DEVICE)
     past = transformers.StaticCache(config=model.config, max_cache_len=32) if static else transformers.DynamicCache()
     with torch.no_grad():
         for start, end in ((0, 18), (18, 19), (19, 20)):
@@ -210,7 +183,7 @@ def test_a_captured_step(name):
 def test_compiled_generation():
     """transformers compiles the decoding step of a static cache by itself."""
     model, ids = patch_model(make_model("gemma3").to(DEVICE)), make_ids(2, 12).to(DEVICE)
-    options = {"attention_mask": left_padded(12, 5, DEVICE), "max_new_tokens": 10, "do_sample": False}
+    options = {"attention_mask": left_padded(12, 0, 5, device=DEVICE), "max_new_tokens": 10, "do_sample": False}
     expected = model.generate(ids, **options)
     torch._dynamo.reset()
     assert torch.equal(model.generate(ids, **options, cache_implementation="static"), expected)

@@ -68,25 +68,18 @@ def test_block_masks_are_for_flex_attention():
             obstacles.refuse_wrong_calls(Pass([attention(implementation)], None, {"attention_mask": blocks}))
 
 
-@pytest.mark.parametrize(
-    ("types", "expected"),
-    [
+def test_images():
+    for types, expected in (
         ([[0, 0], [0, 0]], False),
         ([[0, 0], [0, 1]], True),
         ([[0, 1]], True),
         ([[1], [1]], False),  # a step: the last token of an image sees what causal attention shows
-        ([[0, 2], [2, 0]], False),
-        ([[0, -1], [2, 0]], False),
-    ],
-    ids=str,
-)
-def test_images(types, expected):
-    def may_have_images(types):
-        return obstacles.may_have_images(SimpleNamespace(), types)
-
-    assert may_have_images({"token_type_ids": torch.tensor(types)}) is expected
-    assert may_have_images({"token_type_ids": torch.tensor(types, device="meta")}) is (len(types[0]) > 1)
-    assert not may_have_images({"token_type_ids": None}) and not may_have_images({})
+        ([[0, 2], [2, -1]], False),
+    ):
+        given = torch.tensor(types)
+        assert obstacles.may_have_images(None, {"token_type_ids": given}) is expected, types
+        assert obstacles.may_have_images(None, {"token_type_ids": given.to("meta")}) is (given.shape[1] > 1)
+    assert not obstacles.may_have_images(None, {"token_type_ids": None}) and not obstacles.may_have_images(None, {})
 
 
 FLASH = "flash_attention_2"
@@ -134,9 +127,10 @@ def test_whether_attention_is_causal(implementation, own, of_config, given, caus
     assert is_causal(Pass(modules, config, {"input_ids": torch.ones(2, 5)} | given)) is causal
 
 
-@pytest.mark.parametrize(("index", "place"), [(3, 3), (0, 0), (None, 0), ("first", 0)])
-def test_places_in_a_cache(index, place):
-    assert layer_of(SimpleNamespace(layer_idx=index)) == place and layer_of(SimpleNamespace()) == 0
+def test_places_in_a_cache():
+    for index, place in ((3, 3), (0, 0), (None, 0), ("first", 0)):
+        assert layer_of(SimpleNamespace(layer_idx=index)) == place
+    assert layer_of(SimpleNamespace()) == 0
 
 
 def test_nobody_looks_at_what_is_being_captured(monkeypatch):

@@ -3,7 +3,6 @@
 """
 
 import copy
-import functools
 import io
 import pickle
 import warnings
@@ -25,15 +24,8 @@ from fused_rope_attn.integrations.transformers import (
     unpatch_model,
 )
 from fused_rope_attn.integrations.transformers.state import DECODER, PATCH, state_of, warn_of
-from tests.support.hf_models import WINDOW, attentions_of, make_ids, make_model
-from tests.support.hf_runs import LENGTH, assert_close, run
-
-
-class OddAttention(nn.Module):
-    """Attention of an unknown model."""
-
-    def __init__(self, _):
-        super().__init__()
+from tests.support.hf_models import SIZES, WINDOW, attentions_of, make_ids, make_model
+from tests.support.hf_runs import LENGTH, assert_close, noted, run
 
 
 class Subclass(modeling_llama.LlamaAttention):
@@ -90,10 +82,8 @@ def test_hooks_of_accelerate(first, calls):
 
 def model_of(name, **options):
     """Return a function that makes a small model of transformers."""
-    sizes = {"vocab_size": 16, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
-    sizes |= {"num_attention_heads": 2, "num_key_value_heads": 2, "attn_implementation": "eager", "pad_token_id": 0}
-    config = functools.partial(getattr(transformers, f"{name}Config"), **sizes | options)
-    return lambda: getattr(transformers, f"{name}Model")(config())
+    options |= SIZES | {"num_hidden_layers": 1, "attn_implementation": "eager"}
+    return lambda: getattr(transformers, f"{name}Model")(getattr(transformers, f"{name}Config")(**options))
 
 
 def with_attention(cls):
@@ -103,6 +93,7 @@ def with_attention(cls):
     return decoder
 
 
+OddAttention = type("OddAttention", (nn.Identity,), {})  # of an unknown model
 NO_KEYWORDS = "its decoder layer passes no additional keyword"
 REMOTE = type("LlamaAttention", (nn.Module,), {"__module__": "transformers_modules.llama"})
 NOTHING_SUPPORTED = [
@@ -113,8 +104,8 @@ NOTHING_SUPPORTED = [
     (model_of("Esm", position_embedding_type="rotary"), r"\S+ \(EsmSelfAttention: it is not in the table of supported"),
     (REMOTE, r"\(model\) \(LlamaAttention: it is none of transformers' own classes"),
     # Three modules of each class are named, with one reason for all of them.
-    (lambda: nn.Sequential(*map(OddAttention, range(3))), r"0, 1, 2 \(OddAttention: it is none of [^(]*\)$"),
-    (lambda: nn.Sequential(*map(OddAttention, range(4))), r"0, 1, 2 and 1 more \(OddAttention: it is none of [^(]*\)$"),
+    (lambda: nn.Sequential(*map(OddAttention, [8] * 3)), r"0, 1, 2 \(OddAttention: it is none of [^(]*\)$"),
+    (lambda: nn.Sequential(*map(OddAttention, [8] * 4)), r"0, 1, 2 and 1 more \(OddAttention: it is none of [^(]*\)$"),
 ]
 PARTLY_SUPPORTED = [
     (lambda: with_attention(Subclass), r"layers.1.self_attn \(Subclass: its forward was replaced by .*Subclass.f"),
@@ -129,11 +120,9 @@ PARTLY_SUPPORTED = [
 @pytest.mark.parametrize("supported", [0, 1])
 def test_what_is_not_supported_is_named(supported):
     """Also with unsupported="skip", if nothing else is left to patch."""
+    text = "no attention but what patch_model can replace, but has " if supported else "an attention .* but has only "
     for make, message in (NOTHING_SUPPORTED, PARTLY_SUPPORTED)[supported]:
         model = make()
-        text = (
-            "no attention but what patch_model can replace, but has " if supported else "an attention .* but has only "
-        )
         for options in ({},) if supported else ({}, {"unsupported": "skip"}):
             with pytest.raises(NotImplementedError, match=f"^model must have {text}{message}"):
                 patch_model(model, **options)
@@ -179,21 +168,16 @@ def test_a_decoder_with_attention_of_both_kinds(padded, calls):
 
 
 def test_deterministic_reaches_every_call(monkeypatch):
-    seen = []
-
-    def record(operator):
-        return lambda *args, **kwargs: (seen.append(kwargs["deterministic"]), operator(*args, **kwargs))[1]
-
-    for name in ("rope_attention", "rope_attention_varlen"):
-        monkeypatch.setattr(attention, name, record(getattr(attention, name)))
+    calls = [noted(monkeypatch, attention, name) for name in ("rope_attention", "rope_attention_varlen")]
     model, ids = make_model("llama"), make_ids(1, LENGTH)
     positions = torch.cat((torch.arange(9), torch.arange(LENGTH - 9)))[None]
     for given, expected in ((None, False), (True, True), (False, False)):
         patch_model(model, deterministic=given)  # the last call decides
         model(ids)
         model(ids, position_ids=positions, use_cache=False)
-        assert seen == [expected] * 4
-        seen.clear()
+        for seen in calls:
+            assert [options["deterministic"] for _, options in seen] == [expected] * 2
+            seen.clear()
 
 
 def test_who_reads_the_masks_of_a_decoder():

@@ -8,6 +8,7 @@ import copy
 import functools
 import importlib.util
 import os
+from collections import Counter
 from pathlib import Path
 from pydoc_data import topics
 
@@ -21,11 +22,10 @@ from tests.support.dtypes import BF16
 pytestmark = [
     pytest.mark.real,
     pytest.mark.unpoisoned,
-    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning"),
     pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]),
 ]
 PROMPTS = ("The capital of France is", "A list comprehension in Python", "Water boils at a temperature of")
-NEW_TOKENS = 24
+LENGTHS = {"max_new_tokens": 24, "min_new_tokens": 24}  # of every row, because none may end
 
 
 def gguf_file():
@@ -109,27 +109,22 @@ def test_gradients(device):
                 assert_served(model)
             yield {name: parameter.grad.float() for name, parameter in model.named_parameters()}
 
-    def distance(found, expected):
-        return {name: ((found[name] - g).norm() / g.norm()).item() for name, g in expected.items()}
-
-    if device == "cpu":
-        worst = max(distance(next(gradients(True)), next(gradients(False))).values())
-        print(f"cpu: gradients at most {worst:.1e} apart")
-        assert worst <= 1e-4
-        return
-    ways = {"sdpa": gradients(False), "eager": gradients(False, attention="eager"), "patched": gradients(True)}
-    squares = {way: {} for way in ways}
+    ways = {"patched": gradients(True), "sdpa": gradients(False), "eager": gradients(False, attention="eager")}
+    squares = {way: Counter() for way in ways}
     for exact, *found in zip(gradients(False, torch.float32), *ways.values(), strict=True):
         for way, grads in zip(ways, found, strict=True):
-            for name, error in distance(grads, exact).items():
-                squares[way][name] = squares[way].get(name, 0) + error**2 / len(windows)
+            for name, g in exact.items():
+                squares[way][name] += ((grads[name] - g).norm() / g.norm()).item() ** 2 / len(windows)
     sums = {way: sum(square**0.5 for square in found.values()) for way, found in squares.items()}
     patched = squares["patched"]
+    print(f"{device}: errors of all gradients together: {sums}; at most {max(patched.values()) ** 0.5:.1e}")
+    if device == "cpu":
+        assert max(patched.values()) ** 0.5 <= 1e-4
+        return
     ratios = {name: (patched[name] / max(squares["sdpa"][name], squares["eager"][name])) ** 0.5 for name in patched}
     worst = max(ratios, key=ratios.get)
-    print(f"{device}: errors of all gradients together: {sums}; {worst} has {ratios[worst]:.2f} of the others' error")
     assert sums["patched"] <= 1.05 * sums["sdpa"]
-    assert ratios[worst] <= 1.5
+    assert ratios[worst] <= 1.5, f"{worst} has {ratios[worst]:.2f} of the others' error"
 
 
 def test_greedy_text(device):
@@ -138,10 +133,7 @@ def test_greedy_text(device):
     answers = {}
     for patched in (False, True):
         model = make(device, patched)
-        # Every row has NEW_TOKENS, because none may end.
-        answers[patched] = model.generate(
-            **given, max_new_tokens=NEW_TOKENS, min_new_tokens=NEW_TOKENS, do_sample=False
-        )
+        answers[patched] = model.generate(**given, **LENGTHS, do_sample=False)
     assert_served(model)
     for prompt, plain, fused in zip(PROMPTS, answers[False], answers[True], strict=True):
         print(f"{device}: {tokenizer().decode(fused, skip_special_tokens=True)!r}")

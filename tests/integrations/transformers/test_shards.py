@@ -8,7 +8,6 @@ from tests.support.hf_models import make_ids, make_model
 from tests.support.hf_runs import assert_close
 from verification.context_parallel import joined
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 ROWS = [
     ((0, 1), "llama", (24,), {"rows": 2}),
     ((0, 1, 2), "llama", (24,), {"sharding": "contiguous", "copied": True}),

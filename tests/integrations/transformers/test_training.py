@@ -13,20 +13,9 @@ from torch.distributed.tensor.experimental import context_parallel
 from fused_rope_attn.integrations.transformers import patch_model, patch_report, unpatch_model
 from tests.support.export import dimension, exported
 from tests.support.hf_models import make_ids, make_model
-from tests.support.hf_runs import LENGTH, assert_close, assert_same, run
+from tests.support.hf_runs import LENGTH, assert_close, assert_same, left_padded, run
 
-MASK = (torch.arange(LENGTH) >= torch.tensor([[0], [6]])).long()
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt_neox"])
-def test_gradient_checkpointing(name, reentrant, calls):
-    model, ids = make_model(name).train(), make_ids(2, LENGTH)
-    if reentrant:
-        model.enable_input_require_grads()
-    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-    assert_same(model, ids, MASK.bool(), grad=True, attention_mask=MASK)
-    assert calls == {"rope_attention": 4}  # forward, and again in backward
+MASK = left_padded(LENGTH, 0, 6)
 
 
 def test_left_padding_predicts_the_first_real_token():
@@ -59,17 +48,6 @@ def test_compiled(name, padded):
     assert torch.equal(run(model, ids, **inputs)[0], expected)
 
 
-class Logits(torch.nn.Module):
-    """A model's logits alone, because ``torch.jit.trace`` takes no other result."""
-
-    def __init__(self, model):
-        super().__init__()
-        self.model = model
-
-    def forward(self, ids, mask):
-        return self.model(ids, attention_mask=mask, use_cache=False).logits
-
-
 @pytest.mark.skipif(transformers.__version__ < "5", reason="its models cannot be traced, patched or not")
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
 @pytest.mark.unpoisoned
@@ -79,8 +57,9 @@ def test_traced(name, implementation, calls):
     model, ids = make_model(name).requires_grad_(False), make_ids(2, LENGTH)
     model.config._attn_implementation = implementation
     expected = model(ids, attention_mask=MASK).logits
+    patch_model(model)
     with pytest.warns(UserWarning, match="patch_model: torch.jit.trace is not served"):
-        traced = torch.jit.trace(Logits(patch_model(model)), (ids, MASK), check_trace=False)
+        traced = torch.jit.trace(lambda *given: model(*given, use_cache=False).logits, (ids, MASK), check_trace=False)
     for end in (LENGTH, LENGTH - 2):
         given, present = MASK[:, :end], MASK[:, :end].bool()
         assert_close(traced(ids[:, :end], given)[present], expected[:, :end][present], 1e-5)

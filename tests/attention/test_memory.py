@@ -1,4 +1,4 @@
-"""Addresses of the portable kernels in the interpreter: beyond 32 bits, none outside the tensors, and no copies."""
+"""Memory: addresses beyond 2**31 and outside of tensors, in the interpreter; alignment and peaks on a GPU."""
 
 import sys
 from dataclasses import replace
@@ -6,17 +6,20 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fused_rope_attn import rope_attention_mla
+from tests.support.dtypes import BF16
+from tests.support.gpu import ODD_LENGTHS, bytes_of, misaligned, peaks_of_both_passes
 from tests.support.guard_pages import hold_within_bounds
 from tests.support.marks import both_strategies, ignore_overflow, interpreted
-from verification.testing import Case, LatentCase, make_inputs, make_latent_inputs, run_op
+from tests.support.places import INLINE, ON_SM_90, PREPASS, assert_same, both_backends, needs_sm_90
+from verification.testing import Case, make_inputs, run_op
 
-pytestmark = [interpreted, ignore_overflow]
+pytestmark = ignore_overflow
 FAR = 2**31 + 4096  # elements of a storage; only the touched pages are real
 ROW = 2**31 // 320 + 1  # of 321 rows the last is beyond 2**31, but the distance within a tile of 64 rows fits 32 bits
 ONE_HEAD = Case(1, 1, 1, 3, 3, 16)
 
 
+@interpreted
 @both_strategies
 @pytest.mark.parametrize(
     ("case", "strides", "names"),
@@ -62,33 +65,48 @@ for strategy in ("inline", "prepass"):
 """
 
 
+@interpreted
 @pytest.mark.skipif(sys.platform != "linux", reason="needs mprotect")
 def test_nothing_outside_the_tensors_is_read():
     """In a process of its own: an access to a guard page ends it."""
     hold_within_bounds(GUARD)
 
 
-@both_strategies
-@pytest.mark.parametrize("layout", ["bnhd", "bhnd"])
-def test_memory_order_of_outputs_follows_the_inputs(layout, strategy):
-    case = Case(2, 4, 2, 9, 12, 16, layout=layout)
-    inputs = make_inputs(case)
-    out = run_op(inputs, case, backend="triton", strategy=strategy)
-    for name, like in (("o", "q"), ("dq", "q"), ("dk", "k"), ("dv", "v")):
-        assert getattr(out, name).stride() == getattr(inputs, like).stride(), name
+@both_backends
+def test_alignment_is_not_remembered(chosen):
+    """Equal shapes and strides, another alignment: a launch prepared for aligned pointers must not serve both."""
+    case = replace(ODD_LENGTHS, layout="bhnd")
+    inputs = make_inputs(case, "cuda")
+    expected = run_op(inputs, case, **chosen)
+    for name in ("q", "k", "v", "cos", "do"):
+        shifted = inputs._replace(**{name: misaligned(getattr(inputs, name))})
+        for x, y in zip(run_op(shifted, case, **chosen), expected):
+            torch.testing.assert_close(x, y, rtol=2e-2, atol=2e-2)
+        assert_same(run_op(inputs, case, **chosen), expected, chosen)
 
 
-def test_views_of_latent_attention_run_without_a_copy():
-    """A query's and a key's parts are read where the projections wrote them."""
-    inputs = make_latent_inputs(LatentCase(1, 2, 2, 9, 12, 16, dtype=torch.float32))
-    assert not inputs.q_rope.is_contiguous() and not inputs.v.is_contiguous()
-    copies = []
+@pytest.mark.gpu
+@pytest.mark.unpoisoned
+@pytest.mark.parametrize(
+    ("chosen", "layout"),
+    [(INLINE, "bnhd"), (PREPASS, "bnhd"), (PREPASS, "odd"), pytest.param(ON_SM_90, "bnhd", marks=needs_sm_90)],
+)
+def test_peaks(layout, chosen):
+    """No copy of an aligned input but the rotated q and k, K and V not expanded to the query heads, no score matrix.
 
-    class Watch(torch.overrides.TorchFunctionMode):
-        def __torch_function__(self, function, types, args=(), kwargs=None):
-            copies.append(getattr(function, "__name__", "") in ("copy_", "contiguous", "clone", "cat", "expand"))
-            return function(*args, **(kwargs or {}))
-
-    with Watch(), torch.no_grad():
-        rope_attention_mla(*inputs[:7], True, backend="triton")
-    assert copies and not any(copies)
+    An inline forward pass saves no rotated q and k, so that the backward pass rotates both. The sm_90 kernels divide
+    few key heads of one sequence among programs. They add up dk and dv of 128 keys in float32, in up to two slots for
+    each multiprocessor.
+    """
+    case = Case(1, 32, 2, 1000, 1000, 128, dtype=BF16, layout=layout)
+    inputs, o, results, forward, backward = peaks_of_both_passes(case, **chosen)
+    lse = torch.empty(1, 32, 1000, device="cuda")
+    is_inline, is_copied, is_sm_90 = chosen == INLINE, layout == "odd", chosen == ON_SM_90
+    rotated, copies = bytes_of(inputs.q, inputs.k), bytes_of(inputs.v, inputs.do)
+    multiprocessors = torch.cuda.get_device_properties("cuda").multi_processor_count
+    sums = 4 * (32 * 1024 * 128 + 2 * multiprocessors * 2 * 128 * 128)
+    slack = (64 << 10) if is_sm_90 else 4096
+    most = bytes_of(o, lse) + (not is_inline) * rotated + is_copied * (rotated + bytes_of(inputs.v))
+    assert forward <= most + slack
+    most = bytes_of(*results, lse, lse) + is_inline * rotated + is_copied * copies + is_sm_90 * sums
+    assert backward <= most + slack
