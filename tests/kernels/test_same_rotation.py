@@ -16,7 +16,7 @@ from fused_rope_attn.attention.problem import Saving
 from tests.support.dtypes import BF16, F16, F32
 from tests.support.gpu import is_sm_90
 from tests.support.internals import described_for_launch, run_operators, saved_by_portable_forward, with_kvcache, write
-from tests.support.marks import cases, interpreted
+from tests.support.marks import interpreted
 from verification.testing import Case, make_inputs, norms_of
 
 SMALL = Case(2, 2, 2, 21, 21, 32, dtype=F16)
@@ -36,22 +36,7 @@ def in_memory_order(x, case):
     return out
 
 
-def rotated_by_backward(inputs, case, monkeypatch):
-    """Return q and k as the pre-process of the portable backward pass rotates them."""
-    found = []
-    make_buffers = BackwardCall._rotated
-
-    def keep(call, q, k):
-        found[:] = make_buffers(call, q, k)
-        return tuple(found)
-
-    monkeypatch.setattr(BackwardCall, "_rotated", keep)
-    run_operators(inputs, case, forward="triton", backward="triton", strategy="prepass")
-    monkeypatch.undo()
-    return found
-
-
-def rotated_by_every_kernel(case, monkeypatch, device="cpu"):
+def rotated_by_every_kernel(case, monkeypatch, device):
     """{which kernel: (q or None, k)} of a case without masks and with as many queries as keys."""
     inputs = make_inputs(case, device)
     q, k, v, cos, sin, _ = inputs
@@ -64,7 +49,11 @@ def rotated_by_every_kernel(case, monkeypatch, device="cpu"):
     aligned = inputs._replace(q=q.contiguous(), k=k.contiguous(), v=v.contiguous())
     saved = saved_by_portable_forward(aligned, case, 32, Saving.ROWS)
     found["portable forward and pre-pass"] = saved.q_rot, saved.k_rot
-    found["portable backward"] = rotated_by_backward(inputs, case, monkeypatch)
+    made, make_buffers = [], BackwardCall._rotated
+    with monkeypatch.context() as patched:
+        patched.setattr(BackwardCall, "_rotated", lambda *given: made.append(make_buffers(*given)) or made[-1])
+        run_operators(inputs, case, forward="triton", backward="triton", strategy="prepass")
+    found["portable backward"] = made[-1]  # by its pre-process
     for name in found:
         if name.startswith("portable"):
             found[name] = tuple(in_memory_order(x, case) for x in found[name])
@@ -83,29 +72,14 @@ def rotated_by_every_kernel(case, monkeypatch, device="cpu"):
     return found
 
 
-def assert_one_rotation(found):
-    """Every kernel's q and k have the bits of the first one's."""
-    (first, expected), *others = found.items()
-    for name, pair in others:
-        for x, y, letter in zip(pair, expected, "qk"):
-            differ = 0 if x is None else int((x != y).sum())
-            assert differ == 0, f"{letter} of {name}: {differ} of {y.numel()} numbers differ from those of {first}"
-
-
-@interpreted
-@cases(
+INTERPRETED = (
     replace(SMALL, interleaved=True, dtype=F32),
     replace(SMALL, rotary_dim=12, tables="random"),
     replace(SMALL, norms=1.0, dtype=F32),
     replace(SMALL, norms=0.0, interleaved=True, norm_dtype=F16),
     replace(SMALL, norms=0.0, head_dim=24, dtype=F32, interleaved=True),
 )
-def test_every_kernel_gives_the_same_bits(case, monkeypatch):
-    assert_one_rotation(rotated_by_every_kernel(case, monkeypatch))
-
-
-@pytest.mark.gpu
-@cases(
+ON_A_GPU = (
     BASE,
     replace(BASE, head_dim=64, layout="odd", dtype=F16, interleaved=True),
     replace(BASE, head_dim=96, rotary_dim=32, tables="random"),
@@ -115,11 +89,20 @@ def test_every_kernel_gives_the_same_bits(case, monkeypatch):
     replace(BASE, norms=0.0, head_dim=256),
     replace(BASE, norms=0.0, dtype=F32, layout="odd"),
 )
-def test_every_kernel_gives_the_same_bits_on_a_gpu(case, monkeypatch):
-    found = rotated_by_every_kernel(case, monkeypatch, "cuda")
-    if is_sm_90() and case.dtype != F32 and case.layout != "odd":
-        problem, tensors = described_for_launch(make_inputs(case, "cuda"), case)
+PARAMS = [pytest.param(case, "cpu", id=case.name, marks=interpreted) for case in INTERPRETED]
+PARAMS += [pytest.param(case, "cuda", id=case.name, marks=pytest.mark.gpu) for case in ON_A_GPU]
+
+
+@pytest.mark.parametrize(("case", "device"), PARAMS)
+def test_every_kernel_gives_the_same_bits(case, device, monkeypatch):
+    found = rotated_by_every_kernel(case, monkeypatch, device)
+    if device == "cuda" and is_sm_90() and case.dtype != F32 and case.layout != "odd":
+        problem, tensors = described_for_launch(make_inputs(case, device), case)
         config = hopper_configs.forward_row(case.head_dim, True, "long", False, False).config
         saved = hopper_forward.ForwardCall(problem, tensors, config, Saving.ROWS)(tensors)
         found["sm_90 forward and pre-pass"] = tuple(in_memory_order(x, case) for x in (saved.q_rot, saved.k_rot))
-    assert_one_rotation(found)
+    (first, expected), *others = found.items()
+    for name, pair in others:
+        for x, y, letter in zip(pair, expected, "qk"):
+            differ = 0 if x is None else int((x != y).sum())
+            assert differ == 0, f"{letter} of {name}: {differ} of {y.numel()} numbers differ from those of {first}"
