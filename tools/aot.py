@@ -43,7 +43,7 @@ THOROUGH = ("sm_90", "sm_86")
 # Cards that have at least the shared memory of another, and for Triton the same tensor cores: a row of both is compiled
 # for the latter. Tiles of few rows use the tensor cores of sm_80 on sm_90 and sm_100 too.
 REPEATS = {"sm_80": "sm_86", "sm_89": "sm_86", "sm_120": "sm_89"}
-REPEATS_SMALL = REPEATS | {"sm_100": "sm_90"}
+REPEATS_SMALL = REPEATS | {"sm_90": "sm_86", "sm_100": "sm_90"}
 
 
 def compile_only_driver(arch: str) -> SimpleNamespace:

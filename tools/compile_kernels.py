@@ -15,6 +15,7 @@ products that ptxas made wait for one another.
 from __future__ import annotations
 
 import argparse
+import gc
 import itertools
 import json
 import multiprocessing
@@ -200,33 +201,37 @@ def mask_jobs(arch: str, full: bool = False) -> list[Job]:
     """Jobs with masks, bfloat16 and causal, in the configurations of medium lengths.
 
     The masks that take most registers where a row is for masks alone (sm_90 and sm_100, D 64 and 256), and at D 128 on
-    sm_90 (inline), sm_86 and gfx942, there with intervals too: the other cards have the instructions of one of them.
-    ``full``: every combination, strategy and width everywhere.
+    sm_90 (inline) and sm_86; intervals at D 128 on sm_90 and gfx942: the other cards have the instructions of one of
+    them. ``full``: every combination, strategy and width everywhere.
     """
     chosen = [("prepass", 64, _MOST), ("prepass", 256, _MOST)] if arch in ("sm_90", "sm_100") else []
-    if arch in (*aot.THOROUGH, "gfx942"):
-        chosen += [("inline" if arch == "sm_90" else "prepass", 128, _MOST), ("prepass", 128, _INTERVALS)]
+    if arch in aot.THOROUGH:
+        chosen.append(("inline" if arch == "sm_90" else "prepass", 128, _MOST))
+    if arch in ("sm_90", "gfx942"):
+        chosen.append(("prepass", 128, _INTERVALS))
     if full:
         chosen = itertools.product(configs.STRATEGIES, (64, 128, 256), _MASKED)
-    jobs = [
-        Job(**BF16, arch=arch, direction=direction, head_dim=head_dim, config=config, gqa=True, masks=masks)
-        for strategy, head_dim, masks in chosen
-        for direction in DIRECTIONS
-        for config in [replace(find_config(direction, arch, 2, head_dim, strategy, "medium", True), section_bytes=0)]
-    ]
+    jobs = []
+    for (strategy, head_dim, masks), direction in itertools.product(chosen, DIRECTIONS):
+        is_forward = direction == "forward"
+        if is_forward or strategy == "prepass" or full:  # backward always rotates before
+            config = replace(find_config(direction, arch, 2, head_dim, strategy, "medium", True), section_bytes=0)
+            rotated = is_forward and strategy == "prepass" and not full
+            call = {"direction": direction, "head_dim": head_dim, "config": config, "rotated": rotated, "masks": masks}
+            jobs.append(Job(**BF16, **call, arch=arch, gqa=True))
     if arch == "sm_90":
         # Rows that are no multiple of 16 elements apart, which ptxas 12.8 has miscompiled (``tools.uninitialised``).
         config = portable_configs.forward_config(arch, 2, 24, "inline", "tiny", True)
         call = {"direction": "forward", "dtype": torch.float16, "head_dim": 24, "config": config}
-        narrow = Job(**call, arch=arch, gqa=True, interleaved=True, masks=("kv_starts",))
-        jobs += [narrow, replace(narrow, causal=False)]
+        narrow = Job(**call, arch=arch, gqa=True, interleaved=True, masks=("kv_starts",), causal=False)
+        jobs += [narrow, replace(narrow, causal=True)] if full else [narrow]
     return jobs
 
 
 def latent_jobs(arch: str, full: bool = False) -> list[Job]:
     """Return a job for each row for multi-head latent attention, at the widths of DeepSeek, causal and interleaved.
 
-    With the masks that take most registers instead of none on sm_90 in bfloat16; ``full``: both, on every card.
+    Packed instead of without masks on sm_90 in bfloat16; ``full``: each, on every card.
     The sm_90 backend's with these masks in forward and without masks in backward; ``full``: all of them in both.
     """
     jobs = []
@@ -254,22 +259,27 @@ def latent_jobs(arch: str, full: bool = False) -> list[Job]:
             if full or not thorough:
                 jobs.append(job)
             if full or thorough:
-                jobs += [replace(job, masks=padded), replace(job, masks=packed)]
+                jobs.append(replace(job, masks=packed))
             if full:
-                jobs += [replace(job, causal=False), replace(job, interleaved=False), replace(job, head_dim=112)]
+                jobs += [
+                    replace(job, masks=padded),
+                    replace(job, causal=False),
+                    replace(job, interleaved=False),
+                    replace(job, head_dim=112),
+                ]
     return jobs
 
 
 def hopper_jobs(arch: str, full: bool = False) -> list[Job]:
     """Return a job for each configuration that the sm_90 backend's tables give, in bfloat16, at the largest head
-    dimension of each row and at the widths of a tile; not causal at 128 columns and where causal calls have other
+    dimension of each row and at the widths of a tile; not causal once at 128 columns and where causal calls have other
     configurations. Features take registers, so most are compiled together where registers are fewest:
 
     - the most masks at each width, with groups of query heads that are divided; intervals at 128 columns; bounds of the
       keys with three warpgroups, at 64;
-    - norms at 128 columns, with and without packed sequences, backward also with keys' sums in float32;
-    - rotated q and k without norms at 256 columns;
-    - dQ added in a fixed order at 64 columns, where steps are shortest, and with the masks of 128 and 256.
+    - norms at 128 columns, with packed sequences where a row serves them, backward also with keys' sums in float32;
+    - rotated q and k without norms at 256 columns, in backward;
+    - dQ added in a fixed order at 64 columns, where steps are shortest, and with the masks of 128 and 256, there alone.
 
     ``full`` as in ``table_jobs``, and each feature alone at every width."""
     jobs: list[Job] = []
@@ -288,7 +298,10 @@ def hopper_jobs(arch: str, full: bool = False) -> list[Job]:
                 continue
             config = replace(row.config, section_bytes=0)
             job = Job(**BF16, arch=arch, direction=direction, head_dim=key[0], config=config, causal=key[1])
-            if key[:2] == (hopper_configs.HEAD_DIM, False) or full or replace(job, causal=True) not in jobs:
+            # One at 128 columns has the rows of causal calls too.
+            others = [x for x in jobs if (x.direction, x.head_dim, x.causal) == (direction, *key[:2])]
+            is_first = key[:2] == (hopper_configs.HEAD_DIM, False) and not others
+            if is_first or full or replace(job, causal=True) not in jobs:
                 jobs += [job, *(_variants(job) if full else ())]
         chosen = _HOPPER_CHOSEN + (((64, _MANY),) if direction == "forward" else ())
         for head_dim, causal, masks in itertools.product(head_dims, (True, False), _HOPPER_MASKED):
@@ -306,7 +319,7 @@ def hopper_jobs(arch: str, full: bool = False) -> list[Job]:
         has_norms = job.head_dim == hopper_configs.HEAD_DIM
         if full or has_norms:
             jobs.append(replace(job, rotated=True, norms=True, sums=job.direction == "backward" and not full))
-        if full or job.head_dim == hopper_configs.WIDE_HEAD_DIM:
+        if full or (job.head_dim, job.direction) == (hopper_configs.WIDE_HEAD_DIM, "backward"):
             jobs.append(replace(job, rotated=True))
     ordered = [job for job in jobs if job.direction == "backward" and not job.rotated and job.dtype == torch.bfloat16]
     if not full:
@@ -314,6 +327,7 @@ def hopper_jobs(arch: str, full: bool = False) -> list[Job]:
         ordered = list(
             {(job.head_dim, job.masks): job for job in reversed(ordered) if (job.head_dim, job.masks) in kinds}.values()
         )
+        jobs = [job for job in jobs if job not in ordered or job.head_dim != 256]
     jobs += [replace(job, deterministic=True) for job in ordered]
     if full:
         backward = [job for job in trained if job.direction == "backward"]
@@ -335,14 +349,39 @@ def _as_in_main_kernel(job: Job) -> Job:
 def find_jobs(archs: Sequence[str], full: bool = False) -> list[LaunchJob]:
     """Return the jobs of all tables for ``archs``.
 
-    Leave out a job that repeats another card's (``repeated_job``), unless it is the first of its class and direction or
-    ``full`` is set. For example sm_89's rows are compiled for sm_86, or for sm_89 where that is the only card.
+    Unless ``full`` is set, leave out a job that repeats another card's (``repeated_job``) and is not the first of its
+    class and direction: for example sm_89's rows are compiled for sm_86, or for sm_89 where that is the only card. Of
+    the others, leave out a job if another has its row, its features and more (``_features``).
     """
     tables = (table_jobs, mask_jobs, latent_jobs, hopper_jobs, rotation_jobs, corope_jobs, decode_jobs, write_jobs)
     jobs: list[LaunchJob] = [job for arch in archs for find in tables for job in find(arch, full)]
+    if full:
+        return list(dict.fromkeys(jobs))
     kinds = {job: (job.arch, type(job), getattr(job, "direction", "")) for job in jobs}
-    first = {kind: job for job, kind in reversed(kinds.items())}
-    return [job for job, kind in kinds.items() if full or job is first[kind] or repeated_job(job) not in kinds]
+    first = set({kind: job for job, kind in reversed(kinds.items())}.values())
+    rows: dict[LaunchJob, list[set[str]]] = {}
+    for job in kinds:
+        rows.setdefault(_row_of(job), []).append(_features(job))
+    repeated = {job: other for job in kinds for other in [repeated_job(job)] if other in kinds and job not in first}
+    is_needed = set(repeated.values())
+    return [
+        job
+        for job in kinds
+        if job not in repeated and (job in is_needed or not any(_features(job) < other for other in rows[_row_of(job)]))
+    ]
+
+
+_FLAGS = ("gqa", "rotated", "norms", "sums")
+
+
+def _row_of(job: LaunchJob) -> LaunchJob:
+    """Return the job without those features: jobs of one row of a table return the same."""
+    return replace(job, masks=(), **dict.fromkeys(_FLAGS, False)) if isinstance(job, Job) else job
+
+
+def _features(job: LaunchJob) -> set[str]:
+    """Return the masks and the other features that attention's kernels can have at once."""
+    return {*job.masks, *(flag for flag in _FLAGS if getattr(job, flag))} if isinstance(job, Job) else set()
 
 
 def repeated_job(job: LaunchJob) -> LaunchJob | None:
@@ -373,6 +412,13 @@ def with_tile(job: Job, tile: configs.Tile) -> Job:
     """Return the same job with every tile replaced."""
     tiles = {"tile": tile} if job.direction == "forward" else {"dkdv": tile, "dq": tile}
     return replace(job, config=replace(job.config, **tiles))
+
+
+def _begin() -> None:
+    """Prepare a process. Compiling makes many objects and few cycles: an eighth of the time went into finding those."""
+    torch.set_num_threads(1)
+    gc.freeze()
+    gc.set_threshold(1_000_000)
 
 
 def compile_job(job: LaunchJob) -> list[dict]:
@@ -410,7 +456,7 @@ def run(jobs: list[LaunchJob], processes: int) -> list[dict]:
     if processes <= 1:
         return [_emptied(row) for job in jobs for row in compile_job(job)]
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(processes, mp_context=context, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+    with ProcessPoolExecutor(processes, mp_context=context, initializer=_begin) as pool:
         # The slow ones first: the last process to finish should have little left. Before them one of each kernel and
         # shape, because two processes that begin similar jobs together both compile the kernels that the jobs share.
         similar, ranks = Counter[tuple](), dict[LaunchJob, int]()

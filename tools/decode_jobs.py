@@ -138,7 +138,7 @@ def decode_jobs(arch: str, full: bool = False) -> list[DecodeJob]:
         jobs.append(job)
         if arch == "sm_90" and size < 4 and row.head_dim == 128 and (rotated or full):
             # A page of 128 rows holds whole tiles, one of 16 does not.
-            for rows in (16, 128):
+            for rows in (16, 128) if size == 2 or full else (16,):
                 if configs.decode(arch, size, 128, rotated, rows, row.small is None) == config:
                     jobs.append(replace(job, page_size=rows))
                     if rows == 16 and size == 2 or full:
@@ -155,7 +155,8 @@ def decode_jobs(arch: str, full: bool = False) -> list[DecodeJob]:
                 jobs.append(replace(ordered, config=config, page_size=16))
                 wide = configs.OrderedConfig(block_n=64, least_units=least_units)
                 jobs.append(replace(ordered, config=wide, head_dim=256, len_q=8, masked=True, norms=True))
-        if featured and (rotated or arch == "sm_90"):
+        # On sm_90 raw keys have the fewest registers left.
+        if featured and (rotated != (arch == "sm_90") or full):
             jobs.append(replace(job, masked=True, interleaved=True, rotary_dim=64, head_dim=120, len_q=16))
         if full:
             jobs += [replace(job, len_q=16), replace(job, append=False), replace(job, interleaved=True)]

@@ -74,7 +74,7 @@ def rotation_jobs(arch: str, full: bool = False) -> list[RotationJob]:
         add(config, packed)
         add(config, two_ids)
     for norm, turned in (("forward", False), ("backward", True)):
-        for d in (64, 128, 256) if featured else (128,):
+        for d in (64, 128, 256) if full else (128,):
             add(of_norms, pairs, head_dim=d, inverse=turned, norm=norm)
         if featured:
             add(config, packed, inverse=turned, norm=norm)

@@ -11,6 +11,7 @@ This reads the disassembly of sm_90 binaries, needs no GPU, and follows every pa
 
 from __future__ import annotations
 
+import functools
 import re
 import subprocess
 import sys
@@ -41,6 +42,7 @@ class Instruction(NamedTuple):
     falls_through: bool
 
 
+@functools.lru_cache(maxsize=1 << 16)
 def _registers(name: str, text: str) -> tuple[frozenset[int], frozenset[int]]:
     """Return the uniform registers that an instruction reads and writes."""
     outside_brackets = r",(?![^\[({]*[\])}])"

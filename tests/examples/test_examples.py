@@ -170,7 +170,7 @@ def test_train_llama(tmp_path):
 def test_train_long(tmp_path):
     """The losses of two processes are those of one."""
     for launcher in ((), ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")):
-        arguments = ("--steps", 3, "--length", 96, "--out", tmp_path, "--packed")
+        arguments = ("--steps", 3, "--length", 48, "--out", tmp_path, "--packed")
         train("train_long.py", *arguments, launcher=launcher, OMP_NUM_THREADS="1")
     one, two = (json.loads((tmp_path / f"train_long-packed-{n}.json").read_text())["losses"] for n in (1, 2))
     assert len(one) == 3 and one[0] > one[-1] and one == pytest.approx(two, abs=1e-5)
