@@ -33,6 +33,10 @@ def pytest_configure(config):
     config.addinivalue_line("markers", "unpoisoned: torch.empty stays as it is (compilers trace through it)")
 
 
+def pytest_unconfigure(config):
+    gc.unfreeze()  # Python frees the modules at exit, and else nanobind reports what Triton's hold as leaked
+
+
 def pytest_collection_modifyitems(config, items):
     gc.freeze()  # modules are never garbage: collections no longer look at what they hold
     for item in items:
