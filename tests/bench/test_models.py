@@ -1,27 +1,21 @@
 """``python -m bench models``: providers run what their labels say, on one model, and leave it as it was."""
 
 import inspect
-import sys
-import types
 from dataclasses import replace
-from types import MethodType
 
 import pytest
 import torch
-from transformers.models.llama import modeling_llama
 
 from bench.models import providers, serving, shapes, suite
 from fused_rope_attn.integrations.transformers import patch_report
-from tests.support.bench import run as run_suite, status
+from tests.support.bench import TINY_MODEL, run as run_suite, status
+from tests.support.internals import rotate_without_the_kernel
 
-SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
-SIZES |= {"num_attention_heads": 2, "rope_theta": 5000.0}
-TINY = shapes.Model("Tiny", "Llama", SIZES)
-NORMED = shapes.Model("Qwen", "Qwen3", SIZES | {"head_dim": 16, "num_key_value_heads": 1}, norms=True)
+NORMED = shapes.Model("Qwen", "Qwen3", TINY_MODEL.config | {"head_dim": 16, "num_key_value_heads": 1}, norms=True)
 IDS = torch.zeros(1, 4, dtype=torch.int64)
 
 
-def run(names, work, model=TINY):
+def run(names, work, model=TINY_MODEL):
     suite.ModelTrial._made = None
     people = [replace(providers.PROVIDERS[name], missing=lambda: None) for name in names]
     return run_suite(suite.MODELS_SUITE, suite.ModelCase(model, work), providers=people)[0]
@@ -29,71 +23,29 @@ def run(names, work, model=TINY):
 
 @pytest.fixture(autouse=True)
 def eager_rotation(monkeypatch):
-    monkeypatch.setattr("fused_rope_attn.rotation.api._has_kernel", lambda x: False)
+    rotate_without_the_kernel(monkeypatch)
 
 
-# Liger in PyTorch, in modules of its names: our integration knows its functions by these and by their globals.
-LIGER = {
-    "liger_kernel": "",
-    "liger_kernel.transformers": "",
-    "liger_kernel.transformers.rms_norm": """
-class LigerRMSNorm(torch.nn.Module):
-    def forward(self, x):
-        calls.append(self.casting_mode)
-        y = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.variance_epsilon)
-        return y * (self.offset + self.weight)
-""",
-    "liger_kernel.transformers.rope": "def liger_rotary_pos_emb(*given): return apply_rotary_pos_emb(*given)",
-}
-
-
-@pytest.fixture
-def liger(monkeypatch):
-    """Replace Liger by PyTorch, and return a list that counts the calls of its norm."""
-    calls = []
-    for name, source in LIGER.items():
-        module = types.ModuleType(name)
-        vars(module).update(torch=torch, calls=calls, apply_rotary_pos_emb=modeling_llama.apply_rotary_pos_emb)
-        exec(source, vars(module))
-        monkeypatch.setitem(sys.modules, name, module)
-    norm_forward = sys.modules["liger_kernel.transformers.rms_norm"].LigerRMSNorm.forward
-
-    def apply(model):
-        """Patch a model in place, as Liger does."""
-        attention = model.model.layers[0].self_attn
-        sys.modules[type(model).__module__].apply_rotary_pos_emb = module.liger_rotary_pos_emb
-        for norm in (model.model.norm, attention.q_norm, attention.k_norm):
-            norm.__dict__ |= {"offset": 0.0, "casting_mode": "llama", "forward": MethodType(norm_forward, norm)}
-
-    monkeypatch.setattr(providers.Package, "load", lambda package: apply)
-    return calls
-
-
-def test_norms_of_heads_are_computed_by_whom_the_label_names(liger):
-    """A layer has two norms of heads. A provider's switches are undone after it."""
-    model = shapes.make(NORMED, torch.device("cpu"))
-    home, counts = sys.modules[type(model).__module__], {}
+def test_norms_of_heads_are_computed_by_whom_the_label_names():
+    """A provider's switches are undone after it. Norms with hooks stay outside of our kernels."""
+    model, found = shapes.make(NORMED, torch.device("cpu")), {}
 
     def state():
-        return home.apply_rotary_pos_emb, model.config._attn_implementation, [set(vars(x)) for x in model.modules()]
+        return model.config._attn_implementation, [set(vars(x)) for x in model.modules()]
 
     before = state()
-    for name in ("sdpa", "liger_norm", "own_norms", "fused", "fused_liger"):
-        liger.clear()
+    for name in ("sdpa", "own_norms", "fused"):
         with providers.PROVIDERS[name].on(model):
             model(IDS)
-            counts[name] = len(liger), next((row.norms for row in patch_report(model)), "")
+            (found[name],) = (row.norms for row in patch_report(model))
         assert state() == before and not model.model.layers[0].self_attn.q_norm._forward_hooks, name
-    # Liger's last norm stays Liger's, and its norms of heads go to our kernels.
-    own = "its own: q_norm has hooks"
-    assert counts == {"sdpa": (0, ""), "liger_norm": (2, ""), "own_norms": (0, own), "fused": (0, "fused"),
-                      "fused_liger": (1, "fused")}  # fmt: skip
+    assert found == {"sdpa": "", "own_norms": "its own: q_norm has hooks", "fused": "fused"}
 
 
 @pytest.mark.parametrize("kind", ["train", "step"])
-def test_all_providers_agree(kind, liger):
+def test_all_providers_agree(kind):
     """Steps of the optimizer leave the weights as they are."""
-    names = [name for name, p in providers.PROVIDERS.items() if kind in p.kinds and name != "liger_all_fa4"]
+    names = [name for name, p in providers.PROVIDERS.items() if kind in p.kinds and "liger" not in name]
     rows = run(names, shapes.Work(kind, 1, 16), NORMED)
     assert status(rows) == dict.fromkeys(names, "ok") and all(row["off_first"] < 1e-5 for row in rows)
     _, model, optimizer = suite.ModelTrial._made
@@ -123,7 +75,7 @@ def test_a_manager_that_fails_leaves_the_attention_of_the_config(monkeypatch):
         model.config._attn_implementation = f"paged|{model.config._attn_implementation}"
         raise MemoryError("more than available memory")
 
-    model = shapes.make(TINY, torch.device("cpu"))
+    model = shapes.make(TINY_MODEL, torch.device("cpu"))
     monkeypatch.setattr("transformers.generation.continuous_batching.ContinuousBatchingManager.warmup", refuse)
     with providers.PROVIDERS["fused"].on(model):
         patched = model.config._attn_implementation
@@ -135,7 +87,7 @@ def test_a_manager_that_fails_leaves_the_attention_of_the_config(monkeypatch):
 
 def test_a_cache_is_passed_by_the_name_that_the_release_has():
     """transformers keeps the older name by a wrapper of the forward, and its time is not that of the model."""
-    model = shapes.make(TINY, torch.device("cpu"))
+    model = shapes.make(TINY_MODEL, torch.device("cpu"))
     given = []
     model.register_forward_pre_hook(lambda module, args, named: given.append(set(named)), with_kwargs=True)
     step = suite.Step(model, shapes.Work("decode", 1, 8), torch.device("cpu"))

@@ -1,6 +1,6 @@
 """One run of each ``python -m bench SUITE`` at tiny cases on a CPU, and the errors that the gate sees.
 
-``cp`` and ``fa3`` have files of their own.
+``cp`` has a file of its own. ``fa3`` needs JAX and a GPU, where the gate judges each run of it.
 """
 
 import re
@@ -18,11 +18,12 @@ from bench import decode, gate, mla, rope
 from bench.attention import cases, providers, suite
 from bench.attention.suite import ATTENTION
 from bench.gate import Gate
+from bench.load import Load, Loads
 from bench.models import shapes, suite as models
 from bench.models.providers import PROVIDERS as OF_MODELS
 from bench.suite import Provider
 from fused_rope_attn import apply_rope_qk, masks
-from tests.support.bench import FACTS, SHORT, TINY, run, scripted
+from tests.support.bench import FACTS, SHORT, TINY, TINY_MODEL, WallClock, run, scripted
 from verification.testing import Case, make_inputs
 
 MASKED = Case(1, 4, 2, 24, 24, 16, dtype=torch.float32)
@@ -33,8 +34,6 @@ LATENTS = [mla.MlaCase(1, 3, 3, 33, 33, 16, value=48, dtype=torch.float32, inter
 LATENTS.append(mla.MlaCase(2, 2, 2, 16, 16, 16, nope=16, value=16, dtype=torch.float32, interleaved=True))
 ROTATED = rope.RopeCase("Normed", 1, (2, 1), 16, 8, (), torch.float32, norms=True)
 STEP = decode.DecodeCase(2, 32, 4, 2, 16, torch.float32)
-MODEL = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
-MODEL = shapes.Model("Tiny", "Llama", MODEL | {"num_attention_heads": 2, "rope_theta": 5000.0})
 
 
 def of_kind(kind, case, name="Tiny", **changed):
@@ -105,6 +104,21 @@ class Measured(NamedTuple):
     modes: tuple[str, ...] = ("graph",)
     figure: tuple[str, Any] | None = None
     arguments: str = ""
+    clock: Any = None
+
+
+class Steady(WallClock):
+    """A clock at 700 W."""
+
+    measurement = Loads
+
+    def sample(self, fn, calls):
+        (ms,) = super().sample(fn, 1)
+        return Load(calls, ms, 700.0 * ms)
+
+
+def energy(case, row):
+    return sum(row["mj_rounds"]) / 2
 
 
 def tflops(case, row):
@@ -141,6 +155,9 @@ RUNS = {
     "attention: host": Measured(
         [SHORT], [*select(HOST, "fused", "bare_sdpa", "nothing"), wrong(HOST["nothing"])],
         ("fwd", "fwd_grad", "both"), ("host",)),
+    "attention: load": Measured(
+        [TINY], [PLAIN["fused"], scripted("rival"), wrong(scripted("rival"))], modes=("load",), figure=("mj", energy),
+        arguments="--mode load --providers fused,rival,wrong", clock=Steady()),
     "attention: corope": Measured(
         [of_kind("corope", Case(2, 4, 2, 9, 9, 8, dtype=torch.float32))], [*COROPE.values(), wrong(COROPE["corope"])],
         modes=EAGER),
@@ -169,7 +186,7 @@ RUNS = {
                  decode.rival("sdpa", attentions.SDPA), decode.DecodeProvider("wrong", "wrong", make=wrong_step)],
         ("decode",), BOTH_MODES, ("gb_s", rate)),
     "models": Measured(
-        [models.ModelCase(MODEL, shapes.Work(kind, 2, 16)) for kind in ("train", "step", "prefill", "decode")],
+        [models.ModelCase(TINY_MODEL, shapes.Work(kind, 2, 16)) for kind in ("train", "step", "prefill", "decode")],
         select(OF_MODELS, "sdpa", "fused"), (), EAGER, ("tokens_s", tokens)),
 }  # fmt: skip
 
@@ -180,8 +197,8 @@ def test_who_is_right_is_timed_and_who_is_wrong_is_not(name, measure, monkeypatc
         monkeypatch.setitem(LATENT, rival, baseline)
     monkeypatch.setattr(masked, "compiled_flex", lambda: flex)
     monkeypatch.setattr(attentions, "compiled_flex", lambda: flex)
-    chosen, people, passes, modes, figure, arguments = RUNS[name]
-    status, rows = measure(name.partition(":")[0], chosen, people, *arguments.split())
+    chosen, people, passes, modes, figure, arguments, clock = RUNS[name]
+    status, rows = measure(name.partition(":")[0], chosen, people, *arguments.split(), clock=clock)
     assert status == any(provider.name == "wrong" and provider.ours for provider in people)
     people, of_case = {each.name: each for each in people}, {(case.name, case.shape): case for case in chosen}
     timed = {tuple(map(row.get, ("case", "shape", "provider", "pass", "mode"))) for row in rows if row["pass"]}
@@ -203,6 +220,7 @@ def test_who_is_right_is_timed_and_who_is_wrong_is_not(name, measure, monkeypatc
         if figure:
             assert row[figure[0]] == pytest.approx(figure[1](of_case[row["case"], row["shape"]], row))
     out, err = capsys.readouterr()
+    assert ("under load" in out) == (modes == ("load",))
     assert "toy, driver 1, torch 2, triton 3" in out and f"{len(rows)} rows in" in out and "gate" in err
     assert ("FAILED the gate" in out) == ("wrong" in people) and all(each.label in out for each in people.values())
 

@@ -8,10 +8,8 @@ import pytest
 import torch
 
 from bench import load, timing
-from bench.attention import providers
 from bench.load import CALLS, Load, LoadClock, Loads, Nvml
 from bench.timing import Measurement, interleave, ratio
-from tests.support.bench import TINY, WallClock, scripted, status
 
 CPU = torch.device("cpu")
 
@@ -262,30 +260,7 @@ def test_the_counter_of_the_card_is_found_or_said_to_be_missing(monkeypatch, ene
             Nvml(torch.device("cuda", 0))
 
 
-class Steady(WallClock):
-    """Every provider takes 1, 2 and 1.5 ms at 700, 650 and 600 W."""
-
-    measurement = Loads
-
-    def __init__(self):
-        super().__init__()
-        self.rounds = {}
-
-    def sample(self, fn, calls):
-        index = self.rounds[fn] = self.rounds.get(fn, -1) + 1
-        ms = (1.0, 2.0, 1.5)[index]
-        return Load(10, ms, ms * (700.0, 650.0, 600.0)[index])
-
-
-def test_rows_of_energy(measure, capsys):
-    """Times and energies are medians over rounds, of providers that have passed the gate."""
-    people = [providers.OURS, scripted("rival"), scripted("wrong", lambda *given: 2 * providers.fused(*given))]
-    options = "--mode load --rounds 3 --providers fused,rival,wrong".split()
-    exit_status, rows = measure("attention", [TINY], people, *options, clock=Steady())
-    assert exit_status == 0 and status(rows) == {"fused": "ok", "rival": "ok", "wrong": "failed"}
-    assert len(rows) == 5 and rows[0]["provider"] == "wrong"
-    for row in rows[1:]:
-        assert (row["mode"], row["ms"], row["rounds"], row["calls"]) == ("load", 1.5, [1.0, 2.0, 1.5], 30)
-        assert row["mj_rounds"] == [700.0, 1300.0, 900.0] and row["mj"] == 900.0 and row["p20"] < 1.5 < row["p80"]
-        assert row["tflops"] == pytest.approx(TINY.flops(row["pass"]) / 1.5 * 1e-9)
-    assert "under load" in (text := capsys.readouterr().out) and "900.0" in text and "1.00x" in text
+def test_energies_of_a_row_are_medians_over_rounds():
+    fields = Loads([Load(10, ms, ms * watts) for ms, watts in ((1.0, 700.0), (2.0, 650.0), (1.5, 600.0))]).fields()
+    assert (fields["ms"], fields["calls"], fields["mj"]) == (1.5, 30, 900.0)
+    assert fields["mj_rounds"] == [700.0, 1300.0, 900.0] and fields["p20"] < 1.5 < fields["p80"]

@@ -7,6 +7,7 @@ import torch
 
 from bench.attention import cases, providers
 from bench.attention.providers import AttentionProvider
+from bench.models import shapes
 from bench.runner import Run
 from bench.suite import Options
 from bench.timing import DeviceClock
@@ -16,6 +17,9 @@ FACTS = {"gpu": "toy", "driver": "1", "torch": "2", "triton": "3", "cudnn": None
 FACTS |= {"commit": "abc", "packages": {"transformers": "5"}}
 TINY = cases.BenchCase("Tiny-64", "Tiny", ("tiny",), testing.Case(2, 4, 2, 64, 64, 32, dtype=torch.float16))
 SHORT = replace(cases.HOST, case=testing.Case(1, 2, 2, 16, 16, 32, dtype=torch.float16))
+
+_SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
+TINY_MODEL = shapes.Model("Tiny", "Llama", _SIZES | {"num_attention_heads": 2, "rope_theta": 5000.0})
 
 
 class WallClock(DeviceClock):
