@@ -27,17 +27,11 @@ def copy():
 def test_a_copy_computes_the_same_by_itself(copy):
     assert copy.__name__ == "fused_rope_attn_copy" and copy.rope_attention is not fused_rope_attn.rope_attention
     assert copy.rope_attention.__module__.startswith("fused_rope_attn_copy.")
-    for case in (TINY, ROTATION):
+    for case in (TINY, PACKED, ROTATION, STEP):
         ours, theirs = (compare.parts_of(case, package, device="cpu") for package in (fused_rope_attn, copy))
         assert list(ours) == list(theirs)
         for part, function in ours.items():
             assert compare.largest_difference(function(), theirs[part]()) == 0
-
-
-@pytest.mark.parametrize("case", [PACKED, STEP], ids=lambda case: case.function)
-def test_every_function_can_be_called(case):
-    for run in compare.parts_of(case, fused_rope_attn, device="cpu").values():
-        assert all(bool(x.isfinite().all()) for x in run())
 
 
 def test_a_case_has_a_row_for_each_pass_or_says_that_results_differ(copy, monkeypatch):

@@ -45,11 +45,14 @@ def test_changes_are_of_what_a_module_does():
                 changed |= {line.strip() for line in lines if line not in MODULE.splitlines()}
     assert {"return a >= b", "first: int | None = 2"} <= changed
     conditions = {line for line in changed if line.startswith("if ")}
-    assert 'if mode != "fast" and a.dtype == b.dtype:' in conditions
-    assert 'if mode == "fast" or a.dtype == b.dtype:' in conditions
-    assert 'if mode == "fast" and a.dtype < b.dtype:' in conditions
+    name, same = 'mode == "fast"', "a.dtype == b.dtype"
+    assert {
+        f'if mode != "fast" and {same}:',
+        f"if {name} or {same}:",
+        f"if {name} and a.dtype < b.dtype:",
+    } <= conditions
     # An order of names is no mistake that anyone makes, and equal dtypes are one object.
-    assert not {'if mode < "fast" and a.dtype == b.dtype:', 'if mode == "fast" and a.dtype is b.dtype:'} & conditions
+    assert not {f'if mode < "fast" and {same}:', f"if {name} and a.dtype is b.dtype:"} & conditions
     others = changed - conditions
     assert all("return a" in line or "first: int | None =" in line or "mode=" in line for line in others), others
 
@@ -78,11 +81,8 @@ def test_what_becomes_of_changes(tmp_path):
         assert result.returncode == 1, result.stdout + result.stderr
         *changes, counts = result.stdout.split("\n\n")
         found = {(change.partition(": toy.py:")[0], change.rpartition("\n+ ")[2]) for change in changes}
-        assert found == {
-            ("killed, but listed as equivalent", "while i <= n:"),
-            ("survived", "i = 1"),
-            ("survived", "i = -1"),
-        }
+        listed = "killed, but listed as equivalent", "while i <= n:"
+        assert found == {listed, ("survived", "i = 1"), ("survived", "i = -1")}
         # "i += 0" has no end, and others may be stopped where the machine is busy.
         shown = {outcome: int(count) for count, outcome in re.findall(r"^toy.py: (\d+) (.*)$", counts, re.MULTILINE)}
         assert shown["equivalent"] == 1 and shown["survived"] == 2 and shown["timed out"] > 0
@@ -99,16 +99,16 @@ def test_a_sample_is_the_same_for_the_same_seed(tmp_path, monkeypatch):
     found = []
     for number, seed in enumerate((1, 1, 2)):
         with use_db(tmp_path / f"{number}.sqlite") as db:
-            init([Path("fused_rope_attn", name) for name in ("env.py", "kernels/norm.py")], db, {})
+            init([Path("fused_rope_attn/kernels/norm.py")], db, {})
             keep_sample(db, 7, seed)
             found.append({str(item.mutations) for item in db.work_items})
     assert found[0] == found[1] != found[2] and len(found[0]) == 7
+
+
+def test_modules_and_the_tests_that_mirror_them():
     modules = every_module()
     assert "masks.py" in modules and "integrations/transformers/obstacles.py" in modules
     assert not {"attention/hopper/configs.py", "integrations/litgpt.py"} & {*modules}
-
-
-def test_the_tests_that_mirror_a_module():
     assert calls_for("rotation/tables.py") == [f"{CALLS}::test_calls[{name}-0]" for name in ("rope", "rope of several")]
     assert f"{CALLS}::test_calls[write-0]" in calls_for("kernels/masks.py") and calls_for("masks.py") == []
     assert mirrors_of("kernels/masks.py") == ["tests/kernels/test_masks.py"]
