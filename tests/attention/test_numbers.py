@@ -9,11 +9,13 @@ import torch
 
 from fused_rope_attn import rope_attention
 from fused_rope_attn.attention import prepass
-from tests.support.attention import assert_equal, assert_matches_float64, packed_case, run_and_compare, sequences_of
+from tests.support.attention import assert_equal, assert_matches_float64, packed_case, sequences_of
+from tests.support.calls import assert_right
 from tests.support.dtypes import F16, F32
 from tests.support.gpu import MANY_TILES, ODD_LENGTHS, assert_alike
 from tests.support.marks import both_strategies, ignore_overflow, interpreted
 from tests.support.places import PREPASS, UNEVEN, assert_same, each_place, only_sm_90
+from verification.attention import AttentionCheck
 from verification.testing import Case, make_inputs, masks_of, run_op
 
 
@@ -191,4 +193,4 @@ def test_sums_of_many_blocks_of_normed_rows(strategy, monkeypatch):
     monkeypatch.setattr(prepass, "ROWS", 2)
     monkeypatch.setattr(prepass, "HEADS", 1)
     case = Case(2, 4, 2, 20, 20, 16, norms=1.0, norm_dtype=torch.float16, kv_starts=(0, 5), kv_lens=(20, 13))
-    run_and_compare(case, strategy=strategy)
+    assert_right(AttentionCheck.of(case, variants=(("triton", strategy),)))

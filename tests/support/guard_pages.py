@@ -2,13 +2,10 @@
 
 import ctypes
 import mmap
-import os
-import subprocess
-import sys
 
 import torch
 
-from tests.support.paths import ROOT
+from tests.support.paths import python
 
 _AREAS = []  # a tensor made from a buffer does not keep it
 _LAST_WORDS = "no access out of bounds"
@@ -32,12 +29,5 @@ def abut(x, at_end):
 
 def hold_within_bounds(program):
     """Run a program that uses `abut`, kernels interpreted, in a process of its own, which a guard page may end."""
-    result = subprocess.run(
-        [sys.executable, "-c", f"{program}\nprint({_LAST_WORDS!r})"],
-        cwd=ROOT,
-        env=os.environ | {"TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    result = python("-c", f"{program}\nprint({_LAST_WORDS!r})", TRITON_INTERPRET="1", timeout=300)
     assert result.returncode == 0 and _LAST_WORDS in result.stdout, result.stderr[-2000:]
