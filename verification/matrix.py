@@ -155,14 +155,15 @@ ROTATION = (
     )),
 )  # fmt: skip
 # The number of drawn small cases, by family.
-_DRAWN = {"attention": 30, "packed": 14, "mla": 8, "decode": 24, "rope": 5, "rope of several": 9, "corope": 2,
-          "write": 6, "pairs": 5}  # fmt: skip
+_DRAWN = {"attention": 20, "packed": 10, "mla": 5, "decode": 15, "rope": 4, "rope of several": 6, "corope": 2,
+          "write": 4, "pairs": 3}  # fmt: skip
 DECODE = (
     step("", (4, 2), 1, 70, 32, (37, 0, 69)),
     step("", (8, 1), 33, 96, 16, (50,), page_size=16, window=(60, 0)),
     step("", (8, 1), 33, 128, 16, (70, 0), page_size=32),
     step("", (8, 1), 33, 100, 16, (80,)),
     step("", (8, 1), 33, 64, 16, (64,), append=False),
+    step("", (2, 1), 1, 48, 16, (37, 4), page_size=16, float8="tensor", softcap=2.0),
     step("", (4, 2), 2, 70, 16, (37, 64), rotated=False, float8="tensor"),
     *(replace(check, size="large") for check in (
         step("decode Llama3-8B, 4096", (32, 8), 1, 4096, 128, (4095, 1, 2048, 777)),
