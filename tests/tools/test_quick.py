@@ -14,18 +14,19 @@ def test_tests_are_those_of_the_subject_and_of_what_imports_it():
     assert quick.tests_of(["fused_rope_attn/__init__.py"]) == ["tests/test_imports.py"]
 
 
-def test_new_and_changed_files_count(tmp_path, monkeypatch):
-    def git(*words):
-        subprocess.run(["git", "-c", "user.name=a", "-c", "user.email=a@b", *words], cwd=tmp_path, check=True)
+COMMITS = """git init -qb main
+git config user.name a
+git config user.email a@b
+echo x > one.py; echo x > two.py
+git add .
+git commit -qm first
+git checkout -qb work
+echo y > one.py
+git commit -qam second
+echo x > three.py"""
 
+
+def test_new_and_changed_files_count(tmp_path, monkeypatch):
     monkeypatch.setattr(quick, "ROOT", tmp_path)
-    git("init", "-q", "-b", "main")
-    for name in ("one.py", "two.py"):
-        (tmp_path / name).write_text("x = 1\n")
-    git("add", ".")
-    git("commit", "-qm", "first")
-    git("checkout", "-qb", "work")
-    (tmp_path / "one.py").write_text("x = 2\n")
-    git("commit", "-qam", "second")
-    (tmp_path / "three.py").write_text("x = 3\n")
+    subprocess.run(["sh", "-ec", COMMITS], cwd=tmp_path, check=True)
     assert quick.changed("main") == ["one.py", "three.py"]
