@@ -6,6 +6,7 @@ import argparse
 import functools
 import inspect
 import itertools
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
@@ -30,12 +31,15 @@ DRAWN = 126  # calls of a run
 def attend(case: Case, ranks: tuple[int, ...], device: str, options: dict[str, Any]) -> dict[str, torch.Tensor]:
     """This rank's o, lse and gradients of a case of equally many queries and keys.
 
-    options: options of ``rope_attention_cp``; with "local_tables" this rank passes only its rows of the tables.
+    options: options of ``rope_attention_cp``; with "local_tables" this rank passes only its rows of the tables. Rows
+    from "total_len" on hold NaN.
     """
     sharding, group, check = options.get("sharding", "zigzag"), group_of(ranks), AttentionCheck.of(case)
     shard = functools.partial(cp_shard, group=group, sharding=sharding)
     made = check.make(device)
-    local = made.given | {name: shard(made.given[name], 2) for name in "qkv"}
+    padding = torch.arange(case.len_q, device=device)[:, None] >= options.get("total_len", case.len_q)
+    made.upstream["o"] = made.upstream["o"].masked_fill(padding, math.nan)
+    local = made.given | {name: shard(made.given[name].masked_fill(padding, math.nan), 2) for name in "qkv"}
     if options.get("local_tables"):
         local |= {name: shard(local[name], local[name].ndim - 2) for name in ("cos", "sin")}
     made = Made(local, {name: shard(x, 2) for name, x in made.upstream.items()})
@@ -143,7 +147,7 @@ def cp_calls(draw: Draw, size: int = 4, scale: int = 1) -> CpCheck:
         fields |= {"seqlens": tuple((n, n) for n in lengths), "batch": 1, "table_batch": False}
     else:
         if chance(draw, 0.4):
-            given["total_len"] = draw(st.integers(1, rows))
+            given["total_len"] = pick(draw, {0: 1, st.integers(1, rows): 8})
         if chance(draw, 0.3):
             given["local_tables"], fields["extra_rows"] = True, 0
     given |= {"method": pick(draw, {"auto": 1, "all_gather": 3} | ({} if heads_kv % count else {"all_to_all": 4}))}
