@@ -1,6 +1,5 @@
 """The tolerance is itself tested: it must see the bugs that whole-tensor rules miss, and pass what is correct."""
 
-import functools
 import math
 from dataclasses import replace
 
@@ -11,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 from fused_rope_attn.attention import reference
 from tests.support.dtypes import BF16, F16, F32, F64
 from verification import testing
+from verification.attention import AttentionCheck
 from verification.testing import Case, Results, compare, make_inputs, masks_of, reference_attention, run_reference
 
 TENSORS = Results._fields
@@ -62,27 +62,22 @@ def flash(inputs, case, *, shifted_rows=0, dropped_rows=0, reverses_sums=False):
 
 
 class Judge:
-    """A case with its inputs and both references; calling it compares results with them, by each tensor's name."""
+    """A case with its inputs and references; calling it compares results with them, by each tensor's name."""
 
     def __init__(self, case):
         self.case, self.inputs = case, make_inputs(case)
-        self.ref64, self.eager = (run_reference(self.inputs, case, dtype) for dtype in (F64, None))
+        check = AttentionCheck.of(case)
+        self.references = check.references(check.made(self.inputs), "cpu")
+        self.ref64, self.eager = (Results(*map(x.get, TENSORS)) for x in (self.references.exact, self.references.eager))
 
     def flash(self, **bug):
         return flash(self.inputs, self.case, **bug)
 
-    @functools.cached_property
-    def draws(self):
-        with testing.RandomRounding(torch.Generator().manual_seed(0)):
-            return [run_reference(self.inputs, self.case) for _ in range(testing.DRAWS)]
-
     def __call__(self, out, *, draws=False, names=TENSORS):
-        found = {}
-        for name in names:
-            given = (getattr(x, name) for x in (out, self.ref64, self.eager))
-            more = (lambda name=name: (getattr(draw, name) for draw in self.draws)) if draws else None
-            found[name] = compare(name, *given, grad=name[0] == "d", dtype=self.case.dtype, draws=more)
-        return found
+        if draws:
+            return {name: self.references.compare(name, getattr(out, name)) for name in names}
+        every = {name: (getattr(out, name), self.references.exact[name], self.references.eager[name]) for name in names}
+        return {name: compare(name, *x, grad=name[0] == "d", dtype=self.case.dtype) for name, x in every.items()}
 
 
 def assert_right(found):
