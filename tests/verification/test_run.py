@@ -49,11 +49,11 @@ def named(name):
 
 @pytest.fixture
 def replaced(monkeypatch):
-    """Replace a public function by ``other(right, *arguments, **options)``."""
+    """Replace a function, public by default, by ``other(right, *arguments, **options)``."""
 
-    def replace_by(other, name="rope_attention"):
-        right = getattr(fused_rope_attn, name)
-        monkeypatch.setattr(fused_rope_attn, name, lambda *args, **options: other(right, *args, **options))
+    def replace_by(other, name="rope_attention", home=fused_rope_attn):
+        right = getattr(home, name)
+        monkeypatch.setattr(home, name, lambda *args, **options: other(right, *args, **options))
 
     return replace_by
 
@@ -105,29 +105,27 @@ def unwritten(right, q, *args, **options):
     return torch.where(torch.arange(q.shape[2])[:, None] == 0, torch.empty(()), o), lse
 
 
+def too_far(right, *args):
+    multiples, revolutions = right(*args)
+    return multiples, revolutions * 1.001
+
+
 FAULTS = {
-    "an output that nothing wrote": ("rope_attention", named("B1 H2 N80 D32"), unwritten, "o"),
-    "an error": ("rope_attention", named("B1 H2 N1 D32"), lambda *args, **options: 1 / 0, "ZeroDivisionError"),
-    "the rotation alone": ("apply_rope_qk", ROTATION[0],
-                           lambda right, q, k, cos, sin, **options: right(q, k, shifted(cos), sin, **options), "dk"),
+    "an output that nothing wrote": (named("B1 H2 N80 D32"), {"other": unwritten}, "o"),
+    "an error": (named("B1 H2 N1 D32"), {"other": lambda *args, **options: 1 / 0}, "ZeroDivisionError"),
+    "the rotation alone": (ROTATION[0], {"name": "apply_rope_qk",
+        "other": lambda right, q, k, cos, sin, **options: right(q, k, shifted(cos), sin, **options)}, "dk"),
+    "Co-RoPE": (CoRopeCheck(1, 2, 1, 9, 9, 32), {"name": "frequency_tables", "home": launch, "other": too_far}, "dq"),
 }  # fmt: skip
-
-
-@pytest.mark.parametrize(("name", "check", "fault", "tensor"), FAULTS.values(), ids=FAULTS)
-def test_faults_are_seen(replaced, name, check, fault, tensor):
-    assert all(row.verdict == "ok" for row in rows_for(check))
-    replaced(fault, name)
-    assert tensor in [row.tensor for row in rows_for(check) if row.verdict == "FAIL"]
 
 
 @interpreted
 @ignore_overflow
-def test_co_rope_is_checked(monkeypatch):
-    check, right = CoRopeCheck(1, 2, 1, 9, 9, 32), launch.frequency_tables
-    assert {row.tensor: row.verdict for row in rows_for(check)} == dict.fromkeys(("o", "dq", "dk", "dv"), "ok")
-    # A distance that is one part in a thousand too long.
-    monkeypatch.setattr(launch, "frequency_tables", lambda *x: (right(*x)[0], right(*x)[1] * 1.001))
-    assert {"o", "dq"} <= {row.tensor for row in rows_for(check) if row.verdict == "FAIL"}
+@pytest.mark.parametrize(("check", "fault", "tensor"), FAULTS.values(), ids=FAULTS)
+def test_faults_are_seen(replaced, check, fault, tensor):
+    assert all(row.verdict == "ok" for row in rows_for(check))
+    replaced(**fault)
+    assert tensor in [row.tensor for row in rows_for(check) if row.verdict == "FAIL"]
 
 
 def test_a_case_that_does_not_fit_is_skipped_in_sight(monkeypatch, capsys):
