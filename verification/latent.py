@@ -41,7 +41,8 @@ class LatentCheck(testing.LatentCase, AttentionCheck):
         return Made(given | masks, {name: x for name, x in upstream.items() if x is not None})
 
     def planned(self) -> dict[str, Any]:
-        return {"nope_dim": self.nope, "value_dim": self.value, "softmax_scale": self.scale}
+        own = {"nope_dim": self.nope, "value_dim": self.value, "softmax_scale": self.scale}
+        return super().planned() | own
 
     def references(self, made: Made, device: str) -> References:
         given, upstream = made.given, made.upstream

@@ -236,15 +236,21 @@ class Convention:
     def rotates_in(self, module: AttentionModule, embeddings: Any) -> bool:
         return _ROTATES[self.rotates](module, embeddings)
 
-    def half_widths(self, module: AttentionModule, tables: tuple[Tensor, Tensor]) -> list[Tensor]:
+    def sections_of(self, module: AttentionModule, table: Tensor) -> tuple[int, ...]:
+        """Return the sections by which a module combines tables (3, B, N, W) of three positions; () for other tables.
+
+        The rotary embedding combines them in transformers 5, and each attention module in 4.57, which also reads its
+        own parameters instead of the config's.
+        """
+        if not self.sections or table.ndim != 4:
+            return ()
+        parameters = module.rope_scaling if hasattr(module, "rope_scaling") else module.config.rope_parameters
+        return tuple(parameters["mrope_section"])
+
+    def half_widths(self, tables: tuple[Tensor, Tensor], sections: tuple[int, ...]) -> list[Tensor]:
         """Return cos and sin (1|B, N, R/2) of those that a module gets, (1|B, N, W) or (3, B, N, W)."""
         narrow = [_HALF_WIDTHS[self.half_width](table) for table in tables]
-        if not self.sections or narrow[0].ndim != 4:
-            return narrow
-        # A token has three positions, each with a table. The rotary embedding combines them in transformers 5, and
-        # each attention module in 4.57, which also reads its own parameters instead of the config's.
-        parameters = module.rope_scaling if hasattr(module, "rope_scaling") else module.config.rope_parameters
-        return [by_section(table, tuple(parameters["mrope_section"])) for table in narrow]
+        return [by_section(table, sections) for table in narrow] if sections else narrow
 
     def latent_rows(self, module: AttentionModule, latent: Latent, k_rope: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Return the two tensors that a module of multi-head latent attention gives to its cache: the latent vectors

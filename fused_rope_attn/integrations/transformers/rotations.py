@@ -233,16 +233,17 @@ def tables_for(
         return identity_tables(q.shape[2], q.device)
     interleaved = convention.is_interleaved(module)
     sources = (embeddings,) if isinstance(embeddings, Tensor) else embeddings
+    sections = convention.sections_of(module, sources[0])
 
     def make() -> Tables:
         arrays = (embeddings.real, embeddings.imag) if isinstance(embeddings, Tensor) else embeddings
-        cos, sin = convention.half_widths(module, arrays)
+        cos, sin = convention.half_widths(arrays, sections)
         if cos.dtype not in (torch.float32, q.dtype):  # autocast may have given q another dtype than the model's
             cos, sin = cos.float(), sin.float()
         return Tables(cos, sin, interleaved)
 
     # One pair serves all layers, or, as in Gemma 3, all of one kind.
-    options = q.dtype, convention.half_width, interleaved, convention.sections
+    options = q.dtype, convention.half_width, interleaved, sections
     return _once(kept, sources, options, make)
 
 

@@ -1,5 +1,6 @@
 """Continuous batching (``generate_batch``) of patched models: what runs, and that it answers as unpatched models do."""
 
+import gc
 from collections import Counter
 from contextlib import nullcontext
 from unittest import mock
@@ -286,7 +287,17 @@ BFLOAT16 = {"lengths": (5, 17, 40, 100, 300, 290, 33, 64), "like": torch.bfloat1
 MANY = torch.randint(1, 120, (80,), generator=torch.Generator().manual_seed(5)).tolist()
 
 
+@pytest.fixture
+def uncollected():
+    """Collect no garbage while graphs are captured: where that frees a graph of another test, PyTorch aborts."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
 @pytest.mark.gpu
+@pytest.mark.usefixtures("uncollected")
 @pytest.mark.filterwarnings("ignore::UserWarning")  # gpt-oss's experts in float32 copy to the host: no graphs
 @pytest.mark.parametrize(
     ("name", "given", "options"),
