@@ -12,10 +12,14 @@ from tests.support.bench import FACTS, WallClock
 from tests.support.internals import rotate_without_the_kernel
 
 
+@pytest.fixture(autouse=True)
+def eager_rotation(monkeypatch):
+    rotate_without_the_kernel(monkeypatch)
+
+
 @pytest.fixture
 def measure(monkeypatch, tmp_path):
     """Run a command at ``cases``, with ``people`` or the providers that are chosen: (exit status, rows of its file)."""
-    rotate_without_the_kernel(monkeypatch)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr("bench.command.environment", lambda: FACTS)

@@ -9,7 +9,6 @@ import torch
 from bench.models import providers, serving, shapes, suite
 from fused_rope_attn.integrations.transformers import patch_report
 from tests.support.bench import TINY_MODEL, run as run_suite, status
-from tests.support.internals import rotate_without_the_kernel
 
 NORMED = shapes.Model("Qwen", "Qwen3", TINY_MODEL.config | {"head_dim": 16, "num_key_value_heads": 1}, norms=True)
 IDS = torch.zeros(1, 4, dtype=torch.int64)
@@ -19,11 +18,6 @@ def run(names, work, model=TINY_MODEL):
     suite.ModelTrial._made = None
     people = [replace(providers.PROVIDERS[name], missing=lambda: None) for name in names]
     return run_suite(suite.MODELS_SUITE, suite.ModelCase(model, work), providers=people)[0]
-
-
-@pytest.fixture(autouse=True)
-def eager_rotation(monkeypatch):
-    rotate_without_the_kernel(monkeypatch)
 
 
 def test_norms_of_heads_are_computed_by_whom_the_label_names():

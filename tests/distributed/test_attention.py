@@ -17,6 +17,7 @@ from tests.support.calls import SHRINKING
 from tests.support.context_parallel import Shard, judge
 from tests.support.dtypes import BF16, F16, F32
 from tests.support.marks import ignore_overflow, interpreted
+from tests.support.operators import assert_close
 from verification.attention import AttentionCheck
 from verification.context_parallel import attend, cp_calls, joined
 from verification.interpreter import products_in_float64
@@ -77,10 +78,6 @@ def test_rows_have_the_bits_of_one_call(ranks, members, case, options):
         expected = one.results(function, arguments | {"batch_invariant": True}, made)
     exists = slice(0, options.get("total_len", case.len_q))
     assert all(torch.equal(found[name][:, :, exists], expected[name][:, :, exists]) for name in ("o", "lse"))
-
-
-def assert_close(found, expected):
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
 FEATURES = {

@@ -13,9 +13,6 @@ from verification.context_parallel import compared
 from verification.ranks import group_of
 from verification.testing import Case
 
-Members = tuple[int, ...]
-Tensors = tuple[torch.Tensor, ...]
-
 
 def judge(case: Case, found: dict[str, torch.Tensor], total: int | None = None, device: str = "cpu") -> None:
     """Hold all tensors to the contract's tolerance, every row."""
@@ -23,14 +20,14 @@ def judge(case: Case, found: dict[str, torch.Tensor], total: int | None = None, 
         assert comparison.ok, f"{case.name}: {comparison.tensor}: {comparison.detail}"
 
 
-def with_group(ranks: Members, function: Any, arguments: tuple, options: dict[str, Any]) -> Any:
+def with_group(ranks: tuple[int, ...], function: Any, arguments: tuple, options: dict[str, Any]) -> Any:
     return function(*arguments, group=group_of(ranks), **options)
 
 
 class Shard:
     """This rank's rows of a case's inputs, and calls of ``rope_attention_cp`` with them."""
 
-    def __init__(self, case: Case, ranks: Members, device: str = "cpu", sharding: str = "zigzag"):
+    def __init__(self, case: Case, ranks: tuple[int, ...], device: str = "cpu", sharding: str = "zigzag"):
         self.case, self.inputs, self.group = case, testing.make_inputs(case, device), group_of(ranks)
         self.cut = functools.partial(cp_shard, dim=2, group=self.group, sharding=sharding)
         self.options = {"group": self.group, "sharding": sharding, "window": case.window}
@@ -47,7 +44,7 @@ class Shard:
         o = rope_attention_varlen_cp(*flat, self.inputs.cos, self.inputs.sin, plan, deterministic=True)
         return o.transpose(0, 1).unsqueeze(0)
 
-    def both(self, call: Any = None, qkv: Any = None, **options: Any) -> Tensors:
+    def both(self, call: Any = None, qkv: Any = None, **options: Any) -> tuple[torch.Tensor, ...]:
         """Return (o, dq, dk, dv) of a call, of this one by default."""
         qkv = self.qkv if qkv is None else qkv
         o = (call or self)(*qkv, **options)
