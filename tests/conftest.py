@@ -34,7 +34,7 @@ def pytest_configure(config):
 
 
 def pytest_unconfigure(config):
-    gc.unfreeze()  # Python frees the modules at exit, and else nanobind reports what Triton's hold as leaked
+    gc.unfreeze()  # otherwise nanobind reports Triton's objects as leaked when Python exits
 
 
 def pytest_collection_modifyitems(config, items):
