@@ -31,10 +31,11 @@ DRAWN = 126  # calls of a run
 def attend(case: Case, ranks: tuple[int, ...], device: str, options: dict[str, Any]) -> dict[str, torch.Tensor]:
     """This rank's o, lse and gradients of a case of equally many queries and keys.
 
-    options: options of ``rope_attention_cp``; with "local_tables" this rank passes only its rows of the tables. Rows
-    from "total_len" on hold NaN.
+    options: options of ``rope_attention_cp``; with "local_tables" this rank passes only its rows of the tables, and
+    "wanted" names the arguments that require a gradient. Rows from "total_len" on hold NaN.
     """
-    sharding, group, check = options.get("sharding", "zigzag"), group_of(ranks), AttentionCheck.of(case)
+    sharding, group = options.get("sharding", "zigzag"), group_of(ranks)
+    check = AttentionCheck.of(case, wanted=options.get("wanted", AttentionCheck.wanted))
     shard = functools.partial(cp_shard, group=group, sharding=sharding)
     made = check.make(device)
     padding = torch.arange(case.len_q, device=device)[:, None] >= options.get("total_len", case.len_q)
@@ -51,7 +52,7 @@ def attend(case: Case, ranks: tuple[int, ...], device: str, options: dict[str, A
         function, own = rope_attention_varlen_cp, {"plan": plan}
     known = inspect.signature(function).parameters
     given = {name: x for name, x in given.items() if name in known}
-    given |= {name: x for name, x in options.items() if name not in ("sharding", "local_tables")} | own
+    given |= {name: x for name, x in options.items() if name not in ("sharding", "local_tables", "wanted")} | own
     return {name: x.cpu() for name, x in check.results(function, given, made).items()}
 
 
@@ -152,6 +153,8 @@ def cp_calls(draw: Draw, size: int = 4, scale: int = 1) -> CpCheck:
             given["local_tables"], fields["extra_rows"] = True, 0
     given |= {"method": pick(draw, {"auto": 1, "all_gather": 3} | ({} if heads_kv % count else {"all_to_all": 4}))}
     given |= {"deterministic": chance(draw, 0.2)}
+    if chance(draw, 0.1):
+        given["wanted"] = pick(draw, dict.fromkeys((("q",), ("k",), ("v",), ("q", "v")), 1))
     heads_q = heads_kv * draw(st.integers(1, 3))
     head_dim = 16 if scale == 1 else 64
     case = Case(heads_q=heads_q, heads_kv=heads_kv, len_q=rows, len_k=rows, head_dim=head_dim, **fields)
