@@ -38,12 +38,15 @@ def attend(case: Case, ranks: tuple[int, ...], device: str, options: dict[str, A
     check = AttentionCheck.of(case, wanted=options.get("wanted", AttentionCheck.wanted))
     shard = functools.partial(cp_shard, group=group, sharding=sharding)
     made = check.make(device)
-    padding = torch.arange(case.len_q, device=device)[:, None] >= options.get("total_len", case.len_q)
-    made.upstream["o"] = made.upstream["o"].masked_fill(padding, math.nan)
-    local = made.given | {name: shard(made.given[name].masked_fill(padding, math.nan), 2) for name in "qkv"}
+    tensors, upstream = {name: made.given[name] for name in "qkv"}, dict(made.upstream)
+    if "total_len" in options:
+        padding = torch.arange(case.len_q, device=device)[:, None] >= options["total_len"]
+        tensors = {name: x.masked_fill(padding, math.nan) for name, x in tensors.items()}
+        upstream["o"] = upstream["o"].masked_fill(padding, math.nan)
+    local = made.given | {name: shard(x, 2) for name, x in tensors.items()}
     if options.get("local_tables"):
         local |= {name: shard(local[name], local[name].ndim - 2) for name in ("cos", "sin")}
-    made = Made(local, {name: shard(x, 2) for name, x in made.upstream.items()})
+    made = Made(local, {name: shard(x, 2) for name, x in upstream.items()})
     _, given = check.call(made, ("auto", "auto"))
     function, own = rope_attention_cp, {"group": group, "sharding": sharding}
     if case.seqlens is not None:
