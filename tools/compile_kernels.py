@@ -15,6 +15,7 @@ products that ptxas made wait for one another.
 from __future__ import annotations
 
 import argparse
+import atexit
 import gc
 import itertools
 import json
@@ -418,6 +419,7 @@ def _begin() -> None:
     """Prepare a process. Compiling makes many objects and few cycles: an eighth of the time went into finding those."""
     torch.set_num_threads(1)
     gc.freeze()
+    atexit.register(gc.unfreeze)  # else nanobind reports what modules hold as leaked
     gc.set_threshold(1_000_000)
 
 

@@ -106,7 +106,7 @@ def masks_of(case: Case, device: torch.device | str = "cpu") -> dict[str, Any]:
 
 def ends_of(case: Case, device: torch.device | str) -> dict[str, Tensor]:
     """Return cu_seqlens_q and cu_seqlens_k of a packed case."""
-    ends = torch.tensor(((0, 0), *case.seqlens), dtype=torch.int32).cumsum(0, dtype=torch.int32).to(device)
+    ends = torch.tensor(((0, 0), *(case.seqlens or ())), dtype=torch.int32).cumsum(0, dtype=torch.int32).to(device)
     return {f"cu_seqlens_{name}": ends[:, i].contiguous() for i, name in enumerate("qk")}
 
 

@@ -66,11 +66,11 @@ def make_latent_inputs(case: LatentCase, device: torch.device | str = "cpu") -> 
         x = torch.randn(shape, generator=generator, device=generator.device, dtype=case.dtype)
         return x.transpose(1, 2).split(columns, -1)
 
-    q = normal(case.len_q, case.heads_q, case.nope, case.head_dim)
+    q_nope, q_rope = normal(case.len_q, case.heads_q, case.nope, case.head_dim)
     k_nope, v = normal(case.len_k, case.heads_q, case.nope, case.value)
     _, k_rope = normal(case.len_k, 1, 64, case.head_dim)
     (do,) = normal(case.len_q, case.heads_q, case.value)
-    return LatentInputs(*q, k_nope, k_rope, v, others.cos, others.sin, do, others.dlse)
+    return LatentInputs(q_nope, q_rope, k_nope, k_rope, v, others.cos, others.sin, do, others.dlse)
 
 
 def latent_masks(case: LatentCase, device: torch.device | str) -> dict[str, Any]:
