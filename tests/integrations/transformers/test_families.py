@@ -90,10 +90,14 @@ SWITCH = {"use_bidirectional_attention": True}
 CHANGED = {
     "bidirectional modules, eager": ("mistral", {}, alone, "eager", {}, PROMPT | STEPS, ""),
     "bidirectional modules, sdpa": ("mistral", {}, alone, "sdpa", {}, STEPS, "is_causal = False of the attention modu"),
-    # Such a static cache stops counting on the device when a chunk is full.
+    # From transformers 5 on such a static cache stops counting on the device when a chunk is full.
     "chunks alone": (
-        *("llama4", {"layer_types": ["chunked_attention"] * 2}, patch_model, "eager", STATIC, PROMPT),
-        "a static cache that does not count the tokens after a chunk",
+        *("llama4", {"layer_types": ["chunked_attention"] * 2}, patch_model, "eager", STATIC),
+        *(
+            (PROMPT, "a static cache that does not count the tokens after a chunk")
+            if RELEASE >= (5,)
+            else (PROMPT | STEPS, "")
+        ),
     ),
     # Masks of static caches are causal, whatever the modules say: only eager attention reads them at all times.
     "switch": ("gemma3", SWITCH, patch_model, "eager", STATIC, {}, "masks that are made outside of the decoder"),
@@ -155,6 +159,9 @@ CHOSEN += [Setting("eager", "restart", False, training=True)]
 OWN_ATTENTION = {
     "vision paligemma": "is_causal = False of the attention modules, which SDPA reads only without a mask,",
 }
+if RELEASE < (5,):  # their chunks begin anew with each document from transformers 5 on
+    names = "llama4", "llama4-plain", "vision llama4"
+    OWN_ATTENTION |= dict.fromkeys(names, "packed sequences in chunks that are counted through all of them")
 
 
 def outcome(model, setting):

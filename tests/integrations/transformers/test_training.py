@@ -68,14 +68,19 @@ def test_traced(name, implementation, calls):
     assert sum(calls.values()) == 2
 
 
+traceable_experts = pytest.mark.skipif(
+    transformers.__version__ < "5", reason="its experts look at their numbers of tokens, patched or not"
+)
+
+
 @pytest.mark.unpoisoned
 @pytest.mark.parametrize(
     ("name", "implementation", "is_padded", "kind"),
     [
         ("llama", "eager", False, "named"),
         ("llama", "sdpa", True, "named"),
-        ("gpt_oss", "eager", True, "named"),
-        ("deepseek_v3", "sdpa", False, "named"),
+        pytest.param("gpt_oss", "eager", True, "named", marks=traceable_experts),
+        pytest.param("deepseek_v3", "sdpa", False, "named", marks=traceable_experts),
         ("llama4", "sdpa", True, "named"),
         ("mistral", "sdpa", True, "AUTO"),
         ("gemma3", "sdpa", True, "DYNAMIC"),
