@@ -351,8 +351,8 @@ def find_jobs(archs: Sequence[str], full: bool = False) -> list[LaunchJob]:
     """Return the jobs of all tables for ``archs``.
 
     Unless ``full`` is set, leave out a job that repeats another card's (``repeated_job``) and is not the first of its
-    class and direction: for example sm_89's rows are compiled for sm_86, or for sm_89 where that is the only card. Of
-    the others, leave out a job if another has its row, its features and more (``_features``).
+    class and direction: for example sm_89's rows are compiled for sm_86, or for sm_89 where that is the only card. Also
+    leave out a job if another job of the same row has all of its features and more (``_features``).
     """
     tables = (table_jobs, mask_jobs, latent_jobs, hopper_jobs, rotation_jobs, corope_jobs, decode_jobs, write_jobs)
     jobs: list[LaunchJob] = [job for arch in archs for find in tables for job in find(arch, full)]

@@ -1,4 +1,4 @@
-"""Which tile of packed sequences belongs to which sequence. Only the device knows where they end."""
+"""The sequence of each tile of packed sequences. Only the device knows where they end."""
 
 import itertools
 import random
