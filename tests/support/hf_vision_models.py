@@ -5,7 +5,7 @@ import inspect
 import torch
 import transformers
 
-from tests.support.hf_models import SIZES, WINDOW, make_ids, with_random_weights
+from tests.support.hf_models import SIZES, WINDOW, WINDOWED, class_of, make_ids, with_random_weights
 
 IMAGE, START, END, VIDEO = 90, 91, 92, 93  # token ids that no text has
 BEFORE, IMAGE_TOKENS, BEHIND = 6, 4, 7
@@ -22,7 +22,6 @@ _QWEN_TOKENS = {"image_token_id": IMAGE, "video_token_id": VIDEO, "vision_start_
 _QWEN_TOKENS |= {"vision_end_token_id": END}
 _OF_16, _MOE = {"head_dim": 16}, {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 _TOWER = _WIDTHS | {"num_hidden_layers": 2, "num_attention_heads": 2, "image_size": PIXELS, "patch_size": PATCH}
-_WINDOW_IN_SOME = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
 _SCALED_DOWN = {"image_token_id": IMAGE, "scale_factor": 2}
 _LLAMA4_WIDTHS = "projector_input_dim", "projector_output_dim", "vision_output_dim"
 
@@ -35,50 +34,44 @@ def _tower(model_type: str, **options) -> dict:
     return _TOWER | {"model_type": f"{model_type}_vision_model"} | options
 
 
-# Prefix of the classes, and what the config of the text, of the vision tower and of the whole say.
+# What the config of the text, of the vision tower and of the whole say, by folder of transformers.
 MODELS = {
-    "qwen2_vl": ("Qwen2VL", _QWEN, _QWEN_TOWER | {"embed_dim": 16, "hidden_size": 64}, _QWEN_TOKENS),
+    "qwen2_vl": (_QWEN, _QWEN_TOWER | {"embed_dim": 16, "hidden_size": 64}, _QWEN_TOKENS),
     "qwen2_5_vl": (
-        "Qwen2_5_VL",
-        _QWEN | {"use_sliding_window": True, "max_window_layers": 1} | _WINDOW_IN_SOME,
+        _QWEN | {"use_sliding_window": True, "max_window_layers": 1} | WINDOWED,
         _QWEN_TOWER | _WIDTHS | {"out_hidden_size": 64, "fullatt_block_indexes": [0]},
         _QWEN_TOKENS,
     ),
-    "qwen3_vl": ("Qwen3VL", _QWEN | _OF_16, _QWEN3_TOWER, _QWEN_TOKENS),
-    "qwen3_vl_moe": ("Qwen3VLMoe", _QWEN | _OF_16 | _MOE, _QWEN3_TOWER, _QWEN_TOKENS),
+    "qwen3_vl": (_QWEN | _OF_16, _QWEN3_TOWER, _QWEN_TOKENS),
+    "qwen3_vl_moe": (_QWEN | _OF_16 | _MOE, _QWEN3_TOWER, _QWEN_TOKENS),
     "gemma3": (
-        "Gemma3",
-        _text("gemma3_text", head_dim=16, query_pre_attn_scalar=10, **_WINDOW_IN_SOME),
+        _text("gemma3_text", head_dim=16, query_pre_attn_scalar=10, **WINDOWED),
         _tower("siglip"),
         {"image_token_index": IMAGE, "mm_tokens_per_image": IMAGE_TOKENS},
     ),
     "paligemma": (
-        "PaliGemma",
         _text("gemma", head_dim=16),
         _tower("siglip", image_size=PIXELS // 2),
         {"image_token_index": IMAGE, "projection_dim": 64, "hidden_size": 64, "vocab_size": SIZES["vocab_size"]},
     ),
     "llama4": (
-        "Llama4",
         _TEXT | _OF_16 | {"attention_chunk_size": WINDOW, "no_rope_layers": [1, 0], "num_local_experts": 2},
         _TOWER | {"intermediate_size": 64} | dict.fromkeys(_LLAMA4_WIDTHS, 32),
         {"image_token_index": IMAGE},
     ),
-    "llava": ("Llava", _text("llama"), _tower("clip", image_size=PIXELS // 2), {"image_token_index": IMAGE}),
+    "llava": (_text("llama"), _tower("clip", image_size=PIXELS // 2), {"image_token_index": IMAGE}),
     "mistral3": (
-        "Mistral3",
         _text("mistral", sliding_window=WINDOW, head_dim=16),
         _TOWER | {"model_type": "pixtral", "head_dim": 8},
         {"image_token_index": IMAGE, "spatial_merge_size": 2},
     ),
     "internvl": (
-        "InternVL",
         _text("qwen2"),
         _TOWER | {"model_type": "internvl_vision", "image_size": [PIXELS] * 2, "patch_size": [PATCH] * 2},
         {"image_token_id": IMAGE, "downsample_ratio": 0.5},
     ),
-    "idefics3": ("Idefics3", _text("llama"), _TOWER, _SCALED_DOWN),
-    "smolvlm": ("SmolVLM", _text("llama"), _TOWER, _SCALED_DOWN),
+    "idefics3": (_text("llama"), _TOWER, _SCALED_DOWN),
+    "smolvlm": (_text("llama"), _TOWER, _SCALED_DOWN),
 }
 
 if transformers.__version__.startswith("5.24."):  # its Llama 4 reads image_outputs of the text's output, and fails
@@ -88,16 +81,10 @@ if transformers.__version__.startswith("5.24."):  # its Llama 4 reads image_outp
 def make_vision_model(name: str, seed: int = 0, **text) -> transformers.PreTrainedModel:
     """A model of MODELS in float32 on the CPU, in eval mode, with eager attention: every parameter is random.
     text: what the config of the language model says besides."""
-    family, text_config, vision_config, config = MODELS[name]
-    config = getattr(transformers, f"{family}Config")(
-        text_config=text_config | text, vision_config=dict(vision_config), **config
-    )
-    config._attn_implementation = "eager"
-    return with_random_weights(lambda: _class(name)(config), seed, spread=0.2)
-
-
-def _class(name: str) -> type[transformers.PreTrainedModel]:
-    return getattr(transformers, f"{MODELS[name][0]}ForConditionalGeneration")
+    text_config, vision_config, config = MODELS[name]
+    cls = class_of(name, "ForConditionalGeneration")
+    configs = {"text_config": text_config | text, "vision_config": dict(vision_config)}
+    return with_random_weights(cls, cls.config_class(**configs, **config), seed, spread=0.2)
 
 
 def language_model(model: transformers.PreTrainedModel) -> transformers.PreTrainedModel:
@@ -137,6 +124,8 @@ def make_inputs(name: str, rows: int = 2, image: bool = True, padding: tuple[int
         types = (torch.arange(LENGTH) >= PROMPT).long().expand(rows, -1)
     if name in ("gemma3", "paligemma"):
         inputs["token_type_ids"] = types
-    elif "mm_token_type_ids" in inspect.signature(_class(name).forward).parameters:  # from 5.3 on
+    elif (
+        "mm_token_type_ids" in inspect.signature(class_of(name, "ForConditionalGeneration").forward).parameters
+    ):  # from 5.3 on
         inputs["mm_token_type_ids"] = types
     return inputs
