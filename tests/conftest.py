@@ -74,6 +74,6 @@ def ranks():
     """Four processes that share sequences, for the tests of every folder: each takes seconds to begin."""
     from verification.ranks import Ranks
 
-    pool = Ranks(4)
+    pool = Ranks(4, preload=("tests.support.cp_models", "verification.context_parallel"))
     yield pool
     pool.close()

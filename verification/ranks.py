@@ -19,13 +19,15 @@ _groups: dict[tuple[int, ...], Any] = {}
 
 
 class Ranks:
-    """``size`` processes with a default process group, which run functions of importable modules."""
+    """``size`` processes with a default process group, which run functions of importable modules. On a CPU they are
+    forks of one process that has imported the modules ``preload``; CUDA does not survive a fork."""
 
-    def __init__(self, size: int, backend: str = "gloo"):
+    def __init__(self, size: int, backend: str = "gloo", preload: tuple[str, ...] = ("verification.context_parallel",)):
         # Its port is one that is free, also where several pools begin at once.
         self.store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-        context, given = mp.get_context("spawn"), (size, backend, self.store.port)
-        self.processes = [context.Pool(1, _begin, (rank, *given)) for rank in range(size)]
+        context = mp.get_context("spawn" if backend == "nccl" else "forkserver")
+        context.set_forkserver_preload(list(preload))
+        self.processes = [context.Pool(1, _begin, (rank, size, backend, self.store.port)) for rank in range(size)]
 
     def run(self, function: Callable[..., Any], *arguments: Any, ranks: tuple[int, ...] | None = None) -> list[Any]:
         """``function(*arguments)`` on these ranks, all by default: what each returned, or the exception it raised."""
