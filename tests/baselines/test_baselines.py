@@ -4,9 +4,6 @@ Rotations and PyTorch's attentions run on CPU tensors through the benchmark's ga
 attention once before a GPU sees them.
 """
 
-import subprocess
-import sys
-
 import pytest
 import torch
 
@@ -18,7 +15,7 @@ from bench.attention.suite import ATTENTION
 from tests.support.bench import run
 from tests.support.dtypes import BF16, F16, F32
 from tests.support.marks import interpreted
-from tests.support.paths import ROOT
+from tests.support.paths import python
 from verification.testing import Case
 
 LIGER = ["liger_flash", "liger_cudnn", "liger_fa3", "liger_fa4"]
@@ -33,7 +30,7 @@ def test_the_registry():
     assert [b.name for b in BASELINES.values() if b.in_place] == LIGER
     assert [b.name for b in BASELINES.values() if not b.backward] == ["liger_fa3", "bare_fa3"]
     program = "import sys, baselines; assert not {'transformers', 'flash_attn', 'liger_kernel'} & set(sys.modules)"
-    subprocess.run([sys.executable, "-c", program], cwd=ROOT, timeout=120, check=True)
+    python("-c", program).check_returncode()
 
 
 def test_a_missing_or_broken_package_is_reported(monkeypatch):
@@ -102,20 +99,20 @@ def test_tables_are_prepared_once_in_the_form_of_each_rotation():
     assert BASELINES["bare_cudnn"].prepare(cos, sin, BF16) is None
 
 
-def _verdict(baseline, case):
+ATTENTIONS = [
+    *(
+        (BASELINES[name], Case(2, 4, heads_kv, 65, 65, 64, causal=causal, dtype=BF16))
+        for name in ("hf_sdpa", "hf_flash_attn", "bare_flash")
+        for causal, heads_kv in ((True, 4), (True, 1), (False, 1))
+    ),
+    pytest.param(Baseline("liger", rotations.LIGER, attentions.SDPA), Case(1, 4, 2, 33, 33, 64), marks=interpreted),
+]
+
+
+@pytest.mark.parametrize(("baseline", "case"), ATTENTIONS)
+def test_pytorchs_attentions_and_ligers_rotation(baseline, case):
     if reason := baseline.missing():
         pytest.skip(reason)
     tiny = BenchCase("Tiny", "Tiny", (), case)
     rows, _ = run(ATTENTION, tiny, providers=[rival(baseline)], rounds=1, modes=("eager",))
     assert {row["status"] for row in rows} <= {"ok", "loose"}, rows[0]["detail"]
-
-
-@pytest.mark.parametrize(("causal", "heads_kv"), [(True, 4), (True, 1), (False, 1)])
-@pytest.mark.parametrize("name", ["hf_sdpa", "hf_flash_attn", "bare_flash"])
-def test_pytorchs_attentions(name, causal, heads_kv):
-    _verdict(BASELINES[name], Case(2, 4, heads_kv, 65, 65, 64, causal=causal, dtype=BF16))
-
-
-@interpreted
-def test_liger_rotates_like_everybody():
-    _verdict(Baseline("liger", rotations.LIGER, attentions.SDPA), Case(1, 4, 2, 33, 33, 64))
