@@ -1,8 +1,5 @@
 """``fused_rope_attn.masks``: every function against a dense mask that is written down pair by pair."""
 
-import subprocess
-import sys
-
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
@@ -10,6 +7,7 @@ from torch._subclasses import FakeTensorMode
 
 from fused_rope_attn import masks
 from tests.support.export import Module
+from tests.support.paths import python
 
 
 def dense(starts, ends, rows):
@@ -121,9 +119,7 @@ ERRORS = [
     (masks.documents, (WHOLE, -1), ValueError, "length must be 0 or more, but is -1"),
     (masks.documents, ([0, 3], 3), TypeError, "cu_seqlens must be a torch.Tensor"),
     (masks.documents, (ids(5, 4, 3),), ValueError, "cu_seqlens must begin with 0, but begins with 5"),
-    (masks.documents, (ids(1, 3), 3), ValueError, "cu_seqlens must begin with 0, but begins with 1"),
     (masks.documents, (ids(0, 4, 2), 9), ValueError, "cu_seqlens must never fall, but 2 follows 4"),
-    (masks.documents, (ids(0, -2),), ValueError, "cu_seqlens must never fall, but -2 follows 0"),
     (masks.documents, (ids(0, 4), 3), ValueError, "cu_seqlens must end at or before the row's 3"),
     (masks.prefix_tree, ([-1, 0], [3]), ValueError, "lengths must have one number for each of 2 parents"),
     (masks.prefix_tree, ([-1, 0, 0, 1], [1] * 4), ValueError, r"depth-first order, but parents\[3\] is 1"),
@@ -131,7 +127,6 @@ ERRORS = [
     (masks.prefix_tree, ([-1, -2], [1, 1]), ValueError, r"depth-first order, but parents\[1\] is -2"),
     (masks.prefix_tree, ([-1], [-1]), ValueError, r"lengths\[0\] is -1"),
     (masks.prefix_tree, ([-1.0], [1]), TypeError, r"parents\[0\] must be an int, but is float -1.0"),
-    (masks.prefix_lm, (3, 3), TypeError, "prefix_lens must be a torch.Tensor"),
     (masks.prefix_lm, (WHOLE, 3.0), TypeError, "length must be an int, but is float 3.0"),
     (masks.prefix_lm, (ids(3, -1), 3), ValueError, r"between 0 and length = 3, but .*\[1\] is -1"),
     (masks.prefix_lm, (ids(4, 1), 3), ValueError, r"between 0 and length = 3, but .*\[0\] is 4"),
@@ -196,7 +191,6 @@ torch.cuda.synchronize()
 @by_values
 def test_wrong_values_on_a_gpu(call, right, wrong, message):
     """They trip an assertion on the device, which ends the process's CUDA context."""
-    command = [sys.executable, "-c", PROGRAM.format(call=call, right=right, wrong=wrong)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    done = python("-c", PROGRAM.format(call=call, right=right, wrong=wrong))
     assert "did not wait" in done.stdout and done.returncode != 0
     assert "device-side assert" in done.stderr

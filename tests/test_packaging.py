@@ -2,8 +2,6 @@
 
 import re
 import shutil
-import subprocess
-import sys
 import zipfile
 from email import message_from_string
 
@@ -11,7 +9,7 @@ import pytest
 import yaml
 
 import fused_rope_attn
-from tests.support.paths import ROOT
+from tests.support.paths import ROOT, python
 from tools import release_check
 
 WORKFLOWS = ROOT / ".github" / "workflows"
@@ -25,8 +23,7 @@ def test_wheel(tmp_path):
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__", "results"))
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source / name)
-    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(out), str(source)]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    result = python("-m", "build", "--wheel", "--no-isolation", "--outdir", str(out), str(source))
     assert result.returncode == 0, result.stdout + result.stderr
     (file,) = out.glob("*-py3-none-any.whl")
     wheel = zipfile.ZipFile(file)

@@ -14,13 +14,15 @@ from fused_rope_attn import plan, rope_attention, rope_attention_varlen, rope_at
 from fused_rope_attn.generation import planning as generation_planning
 from tests.support.attention import assert_equal
 from tests.support.calls import assert_right, check_calls
-from tests.support.dtypes import BF16, F16, F32
+from tests.support.dtypes import BF16, F16, F32, int32
 from tests.support.internals import forget_calls
 from tests.support.marks import ignore_overflow, interpreted
 from tests.support.places import needs_sm_90
 from verification.calls import Machine
 from verification.interpreter import products_in_float64
 from verification.pairs import PairCheck, Way
+from verification.testing import Case
+from verification.testing.cases import intervals_of
 
 pytestmark = ignore_overflow
 
@@ -29,10 +31,6 @@ pytestmark = ignore_overflow
 def exact_products():
     with products_in_float64():
         yield
-
-
-def int32(values):
-    return torch.tensor(values, dtype=torch.int32)
 
 
 def drawn(seed, longest, dtype=F16):
@@ -61,15 +59,10 @@ def later(tables, before):
     return [torch.cat((torch.rand(before, x.shape[1]), x)) for x in tables]
 
 
-def random_intervals(draw, length):
-    """Intervals (1, length) of single keys of any kind, between runs of keys that many rows see or that none sees."""
-    starts, ends = [], []
-    while len(starts) < length:
-        low, high = draw.randrange(length), draw.choice([0, length, length])
-        for _ in range(draw.choice([1, 3, 12, 40])):
-            starts.append(draw.choice([low, low, low, 0]))
-            ends.append(high)
-    return {"query_starts": int32([starts[:length]]), "query_ends": int32([ends[:length]])}
+def random_intervals(seed, length):
+    """Intervals (1, length) of single keys, between runs of equal ones."""
+    starts, ends = intervals_of(Case(1, 1, 1, length, length, 32, intervals="random", seed=seed))
+    return {"query_starts": starts, "query_ends": ends}
 
 
 @interpreted
@@ -99,7 +92,7 @@ def test_intervals_keep_the_bits(seed):
     """Tiles skip or compare other blocks of keys, and every row keeps its bits."""
     tensors, tables, options, draw = drawn(seed, 220)
     length = tensors[0].shape[2]
-    bounds = random_intervals(draw, length)
+    bounds = random_intervals(seed, length)
     whole = attend(tensors, tables, **bounds, **options)
     assert (whole[1] > -math.inf).any()
     first, before = draw.randrange(length), draw.randrange(1, 200)
@@ -120,9 +113,9 @@ def test_intervals_keep_the_bits(seed):
 @pytest.mark.parametrize(("seed", "first"), [(4, 0), (3, 45)])
 def test_gradients_with_intervals_and_left_padding(seed, first):
     """Rows count from the first row of q, also where blocks of queries count from the first key."""
-    (q, k, v), tables, _, draw = drawn(seed, 150, F32)
+    (q, k, v), tables, *_ = drawn(seed, 150, F32)
     options = {"rotary_dim": 16, "kv_starts": int32([30] * len(q))}
-    options |= {name: x - first for name, x in random_intervals(draw, k.shape[2]).items()}
+    options |= {name: x - first for name, x in random_intervals(seed, k.shape[2]).items()}
     found = []
     for chosen in ({"backend": "triton", "batch_invariant": True}, {"backend": "reference"}):
         leaves = [x.detach().clone().requires_grad_() for x in (q[:, :, first:], k, v)]

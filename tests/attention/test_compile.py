@@ -1,4 +1,4 @@
-"""Attention under torch.compile and torch.export: one graph, few compilations, the numbers of eager."""
+"""Attention under torch.compile: one graph, few compilations, the numbers of eager."""
 
 from dataclasses import replace
 
@@ -6,9 +6,8 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from fused_rope_attn import masks, rope_attention, rope_attention_mla, rope_attention_varlen, rope_tables
+from fused_rope_attn import rope_attention
 from tests.support.attention import gradients
-from tests.support.export import check_export, dimension, for_each
 from tests.support.gpu import ODD_LENGTHS, assert_alike
 from tests.support.internals import described_problems
 from tests.support.marks import STRATEGIES, cases, ignore_overflow, interpreted
@@ -132,65 +131,3 @@ def test_cuda_graphs(chosen):
     for _ in range(4):
         torch.compiler.cudagraph_mark_step_begin()
         torch.testing.assert_close(compiled(*tensors), expected)
-
-
-# torch.export in its default mode, with named, inferred and dynamic dimensions.
-
-NORM = torch.linspace(0.5, 1.5, 16)
-
-
-def plain(q, k, v, cos, sin, *_):
-    return rope_attention(q, k, v, cos, sin, causal=True)
-
-
-def with_every_option(q, k, v, cos, sin, kv_starts, kv_lens, query_starts, query_ends):
-    bounds = {"kv_starts": kv_starts, "kv_lens": kv_lens, "query_starts": query_starts, "query_ends": query_ends}
-    options = {"window": (5, 2), "softcap": 3.0, "sinks": NORM[:4], "q_norm": NORM, "k_norm": NORM}
-    results = {"return_lse": True, "return_max_logit": True}
-    return rope_attention(q, k, v, cos, sin, **bounds, **options, **results)
-
-
-def latent(q, k, v, cos, sin, *_):
-    return rope_attention_mla(q[:, :2], q[:, 2:], k, k[:, :1], v, cos, sin, causal=True)
-
-
-def batch_and_length(batch, length):
-    """q, k, v, tables, bounds of keys, intervals."""
-    starts, ends = (x.expand(batch, -1).contiguous() for x in masks.chunks(4, length))
-    return (
-        torch.randn(batch, length, 4, 16).transpose(1, 2),
-        *torch.randn(2, batch, 2, length, 16).unbind(),
-        *rope_tables(length, 16),
-        torch.arange(batch, dtype=torch.int32) % 2,
-        torch.full((batch,), length - 1, dtype=torch.int32),
-        starts,
-        ends,
-    )
-
-
-@for_each(plain, with_every_option, latent)
-def test_export(function, kind):
-    batch, length = dimension(kind, "b"), dimension(kind, "n")
-    rows = ({0: batch, 2: length},) * 3
-    axes = (*rows, {0: length}, {0: length}, {0: batch}, {0: batch}, *({0: batch, 1: length},) * 2)
-    check_export(function, batch_and_length, axes)
-
-
-def packed(q, k, v, cos, sin, ends, **options):
-    options |= {"return_lse": True, "return_max_logit": True}
-    return rope_attention_varlen(q, k, v, cos, sin, ends, ends, q.shape[0], k.shape[0], True, **options)
-
-
-def with_token_tables(*given):
-    return packed(*given, token_tables=True)
-
-
-def sequences_and_tokens(sequences, tokens):
-    ends = torch.linspace(0, tokens, sequences + 1).int()
-    return torch.randn(tokens, 4, 16), *torch.randn(2, tokens, 2, 16).unbind(), *rope_tables(tokens, 16), ends
-
-
-@for_each(packed, with_token_tables)
-def test_export_of_packed_sequences(function, kind):
-    tokens = dimension(kind, "t")
-    check_export(function, sequences_and_tokens, (*({0: tokens},) * 5, {0: dimension(kind, "ends", least=3)}))

@@ -10,7 +10,7 @@ from fused_rope_attn import plan_mla, rope_attention_mla
 from fused_rope_attn.rotation.reference import rotate
 from tests.support.attention import assert_equal
 from tests.support.dtypes import BF16, F64
-from tests.support.gpu import assert_alike, capture
+from tests.support.gpu import assert_alike, capture, peak_bytes
 from tests.support.internals import go_through_the_dispatcher
 from tests.support.marks import cases, interpreted
 from tests.support.operators import Record
@@ -89,11 +89,12 @@ PACKED = replace(
     seqlens=((300, 300), (0, 0), (1, 1), (20, 0), (129, 129), (0, 30), (200, 250)),
 )  # fmt: skip
 PADDED = replace(DEEPSEEK, kv_starts=(0, 300), kv_lens=(700, 650), lse_gradient=True)
+NO_MASKS = dict.fromkeys(("window", "kv_starts", "kv_lens", "seqlens"))
 KINDS = {
-    "causal": {"causal": True, "window": None, "kv_starts": None, "kv_lens": None, "seqlens": None},
-    "masks": {"window": (7, -1), "kv_starts": (), "kv_lens": (), "seqlens": None},
-    "packed": {"window": None, "kv_starts": None, "kv_lens": None, "seqlens": ()},
-    "packed, a window": {"causal": False, "window": (7, 7), "kv_starts": None, "kv_lens": None, "seqlens": ()},
+    "causal": NO_MASKS | {"causal": True},
+    "masks": NO_MASKS | {"window": (7, -1), "kv_starts": (), "kv_lens": ()},
+    "packed": NO_MASKS | {"seqlens": ()},
+    "packed, a window": NO_MASKS | {"causal": False, "window": (7, 7), "seqlens": ()},
 }
 
 
@@ -179,10 +180,6 @@ def test_no_tensor_of_all_columns_or_all_heads_is_allocated(chosen):
     """Forward allocates o, lse and the rotated shared head, and no more than a rounding of the allocator beyond."""
     inputs = make_latent_inputs(LatentCase(1, 32, 32, 2048, 2048, 64, nope=128, value=128, dtype=BF16), "cuda")
     for _ in range(3):  # compile, record, replay
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        with torch.no_grad():
+        with peak_bytes() as taken, torch.no_grad():
             o, lse = rope_attention_mla(*inputs[:7], True, return_lse=True, backend=chosen["backend"])
-        taken = torch.cuda.max_memory_allocated() - before
-    assert taken <= o.numel() * 2 + lse.numel() * 4 + 2048 * 64 * 2 + (1 << 20)
+    assert taken[0] <= o.numel() * 2 + lse.numel() * 4 + 2048 * 64 * 2 + (1 << 20)

@@ -12,7 +12,7 @@ from fused_rope_attn.attention import prepass
 from tests.support.attention import assert_equal, assert_matches_float64, packed_case, sequences_of
 from tests.support.calls import assert_right
 from tests.support.dtypes import F16, F32
-from tests.support.gpu import MANY_TILES, ODD_LENGTHS, assert_alike
+from tests.support.gpu import ODD_LENGTHS, assert_alike
 from tests.support.marks import both_strategies, ignore_overflow, interpreted
 from tests.support.places import PREPASS, UNEVEN, assert_same, each_place, only_sm_90
 from verification.attention import AttentionCheck
@@ -70,12 +70,11 @@ def test_rows_that_see_nothing_stay_zero_beside_bad_values(bad, place):
 @pytest.mark.parametrize(
     ("seqlens", "fields"),
     [
-        ((300, 65, 200), {}),
         ((300, 65, 200), {"behind": (0, 30), "window": (50, 0), "dtype": F16}),
         (UNEVEN, {"behind": (90, 150), "causal": False, "softcap": 20.0, "head_dim": 64}),
         (UNEVEN, {"behind": (90, 150), "causal": False, "head_dim": 192}),
     ],
-    ids=["causal", "window", "UNEVEN, softcap", "UNEVEN, wide"],
+    ids=["window", "UNEVEN, softcap", "UNEVEN, wide"],
 )
 def test_nan_stays_in_its_sequence(seqlens, fields, place):
     """Bad values in every second sequence, and in the rows after the last, do not change the other sequences, although
@@ -142,16 +141,6 @@ def test_one_visible_key_has_weight_one(seqlens, fields, place):
         out = run_op(inputs, case, **place.options)
         assert torch.equal(out.dv, inputs.do) and torch.equal(out.o, inputs.v)
     assert_matches_float64(case, inputs, out)
-
-
-@only_sm_90
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_a_causal_mask_as_intervals_has_the_bits_of_the_option(head_dim, chosen):
-    """The blocks are visited in the same order."""
-    inputs = make_inputs(replace(MANY_TILES, head_dim=head_dim), "cuda")
-    starts = torch.arange(MANY_TILES.len_k, dtype=torch.int32, device="cuda")[None]
-    masks = {"causal": True}, {"query_starts": starts}
-    assert_equal(*(rope_attention(*inputs[:5], return_lse=True, **masked, **chosen) for masked in masks))
 
 
 @only_sm_90

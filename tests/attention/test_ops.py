@@ -17,28 +17,17 @@ from fused_rope_attn.attention.problem import Saving
 from fused_rope_attn.runtime import device
 from fused_rope_attn.runtime.launch import Launch, Recording
 from fused_rope_attn.runtime.layouts import has_descriptor
+from tests.support import internals
 from tests.support.attention import TWO_BATCHES, assert_equal, packed, packed_case, sequences_of
 from tests.support.dtypes import F32
-from tests.support.internals import (
-    ARGUMENT_OF_MAX_LOGIT,
-    OPERATORS,
-    described,
-    go_through_the_dispatcher,
-    operator_arguments,
-    replace_launchers,
-    run_operators,
-    saved_by_portable_forward,
-)
-from tests.support.marks import cases, ignore_overflow, interpreted
+from tests.support.marks import ignore_overflow, interpreted
 from tests.support.operators import MASKS, SMALL, Record, differentiated, kernel_or_reference, small_call
 from tests.support.planning import HOPPER, PORTABLE
 from tools.compile_kernels import Job, find_jobs
-from verification.testing import Case, make_inputs, run_op
+from verification.testing import Case, make_inputs
 
 pytestmark = ignore_overflow
 MASKED = replace(SMALL, **MASKS | {"sinks": True, "kv_starts": (0, 2), "kv_lens": (9, 5)})
-
-
 # The last ones have layouts and empties.
 CHECKED = {
     "plain": (replace(SMALL, full_width=True, layout="bhnd"), "prepass"),
@@ -59,9 +48,9 @@ def test_opcheck(name):
     """The gradients of sinks and norms pass through autograd, the dispatcher and a traced graph too."""
     case, strategy = CHECKED[name]
     inputs = make_inputs(case)
-    arguments = operator_arguments(inputs, case, strategy=strategy)
-    arguments[ARGUMENT_OF_MAX_LOGIT] = case.sinks
-    forward, backward = OPERATORS.attention_forward.default, OPERATORS.attention_backward.default
+    arguments = internals.operator_arguments(inputs, case, strategy=strategy)
+    arguments[internals.ARGUMENT_OF_MAX_LOGIT] = case.sinks
+    forward, backward = internals.OPERATORS.attention_forward.default, internals.OPERATORS.attention_backward.default
     o, lse, _ = forward(*arguments)
     for operator, given in ((forward, arguments), (backward, (inputs.do, o, lse, False, *arguments))):
         every = name in ("plain", "masks", "norms")
@@ -107,12 +96,12 @@ def test_nothing_of_bshd_is_copied():
 def test_heads_share_a_section_by_the_longest_sequence():
     """Not by all tokens; as a power of two, so that batches of about the same lengths share their launches."""
     case = packed((300, 300))
-    problem, _ = described(make_inputs(case), case)
+    problem, _ = internals.described(make_inputs(case), case)
     launched = problem.for_launch()
     assert launched.longest(10**6) == 512 and launched.longest(400) == 400
     assert launched == problem._replace(max_seqlen=511).for_launch() != problem._replace(max_seqlen=513).for_launch()
     case = replace(TWO_BATCHES, window=(5, 0))
-    assert described(make_inputs(case), case)[0].longest(10**6) == 10**6
+    assert internals.described(make_inputs(case), case)[0].longest(10**6) == 10**6
 
 
 @interpreted
@@ -129,7 +118,7 @@ def test_what_is_saved(name, strategy, kept, others, monkeypatch):
     """No copies of the inputs; q and k rotated where the kernels make and take them so, and then not as given. The
     kernels are not known before a traced graph runs."""
     if name == "through the dispatcher":
-        go_through_the_dispatcher(monkeypatch)
+        internals.go_through_the_dispatcher(monkeypatch)
         name = "plain"
     run, tensors = small_call(name, backend="triton", strategy=strategy, return_lse=False)
     given = [x.detach().clone().requires_grad_() for x in tensors.values()]
@@ -141,18 +130,6 @@ def test_what_is_saved(name, strategy, kept, others, monkeypatch):
     assert {own[x] for x in storages & set(own)} == {*kept, "o"}
     tables = 2 + 2 * (name != "plain")  # and intervals
     assert len(storages - set(own)) == others + tables
-
-
-@interpreted
-@cases(
-    Case(2, 2, 2, 20, 37, 16, dtype=F32, layout="odd", softmax_scale=-0.2, kv_lens=(30, 0), sinks=True, rotary_dim=10),
-    packed_case(Case(1, 4, 2, 20, 20, 16, dtype=F32), (5, 0, 70, 33), behind=(7, 3)),
-)
-def test_the_saved_are_what_the_backward_would_rotate(case):
-    """The results have the bits of the operators, which rotate q and k in the backward pass."""
-    inputs = make_inputs(case)
-    eager = run_op(inputs, case, backend="triton", strategy="prepass")
-    assert_equal(eager, run_operators(inputs, case, forward="triton", backward="triton", strategy="prepass"))
 
 
 @interpreted
@@ -174,14 +151,15 @@ def test_the_portable_forward_saves_the_tiles_that_the_sm_90_backward_reads(bloc
     """Each sequence begins at the row of its first whole tile, with zeros after its last query."""
     case = packed_case(Case(1, 4, 2, 20, 20, 24, dtype=F32), (5, 0, 70, 33, 128), behind=(7, 3))
     inputs = make_inputs(case)
-    rows, tiles = (saved_by_portable_forward(inputs, case, block_m, x).q_rot for x in (Saving.ROWS, Saving.TILES))
+    saved = internals.saved_by_portable_forward
+    rows, tiles = (saved(inputs, case, block_m, x).q_rot for x in (Saving.ROWS, Saving.TILES))
     for s, (first, length, _, _) in enumerate(sequences_of(case)):
         if s < len(case.seqlens):
             start, padded = (first // 64 + s) * 64, -(-length // 64) * 64
             assert torch.equal(tiles[:, :, start : start + length], rows[:, :, first : first + length])
             assert not tiles[:, :, start + length : start + padded].any()
     # Smaller tiles would leave padding as it was.
-    assert saved_by_portable_forward(inputs, case, 32, Saving.TILES).q_rot is None
+    assert saved(inputs, case, 32, Saving.TILES).q_rot is None
 
 
 def moved(x):
@@ -211,7 +189,7 @@ def test_packed_queries_are_read_by_the_kernels_that_they_were_saved_for(
         seen.append((type(config), all(has_descriptor(x) for x in tensors[:3])))
         return tensors.q[:, :, :tokens].clone(), tensors.k.clone(), tensors.v.clone()
 
-    replace_launchers(monkeypatch, forward, backward)
+    internals.replace_launchers(monkeypatch, forward, backward)
     q, k, v = (torch.ones(tokens, heads, 256, dtype=torch.bfloat16) for heads in (2, 1, 1))
     given, table = [x.requires_grad_() for x in (q, k, moved(v))], torch.ones(tokens, 128)
     ends = torch.tensor([0, tokens], dtype=torch.int32)

@@ -5,14 +5,10 @@ import random
 import pytest
 import torch
 
-from tests.support.dtypes import F16, F64
+from tests.support.dtypes import F16, F64, int32
 from tests.support.loop_attention import check_reference, qkv, tables
 from tests.support.rotation import normal
 from verification.testing import reference_attention
-
-
-def int32(values):
-    return torch.tensor(values, dtype=torch.int32)
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -46,18 +42,17 @@ def test_against_loops(seed):
     [
         {"softcap": 1.5, "interleaved": True},
         {"window": (2, 1), "causal": False},
-        {"kv_starts": int32([1, 0]), "kv_lens": int32([5, 2]), "norms": True},
-        {"sinks": True, "interleaved": True, "norms": True},
+        {"kv_starts": int32([1, 0]), "kv_lens": int32([5, 2])},
+        {"interleaved": True, "weights": {"sinks": [2], "q_norm": [6], "k_norm": [6]}},
     ],
     ids=lambda options: ",".join(options),
 )
 def test_gradcheck(options):
     """Also of queries that see nothing, and of keys that do not exist."""
     given = {"causal": True, "softmax_scale": 0.6, "rotary_dim": 4, "norm_eps": 1e-2, "norm_offset": 0.5} | options
-    weights = {"sinks": [2] * given.pop("sinks", False)}
-    weights |= dict.fromkeys(("q_norm", "k_norm"), [6] * given.pop("norms", False))
-    names = ["q", "k", "v", *(name for name, shape in weights.items() if shape)]
-    leaves = [*qkv(2, 2, 1, 3, 5, 6), *(normal(*weights[name], seed=i) for i, name in enumerate(names[3:]))]
+    weights = given.pop("weights", {})
+    names = ["q", "k", "v", *weights]
+    leaves = [*qkv(2, 2, 1, 3, 5, 6), *(normal(*shape, seed=i) for i, shape in enumerate(weights.values()))]
     cos, sin = tables(5, 4, unit=False)
 
     def run(*tensors):

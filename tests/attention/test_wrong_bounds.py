@@ -5,9 +5,8 @@ import math
 import pytest
 import torch
 
-import fused_rope_attn as package
 from fused_rope_attn import rope_attention, rope_attention_varlen
-from tests.support.dtypes import F32
+from tests.support.dtypes import F32, int32
 from tests.support.marks import ignore_overflow
 from tests.support.operators import assert_close, kernel_or_reference
 from tests.support.paths import python
@@ -15,21 +14,6 @@ from tests.support.places import each_place
 from verification.testing import Case, make_inputs
 
 pytestmark = ignore_overflow
-
-
-def int32(values):
-    return torch.tensor(values, dtype=torch.int32)
-
-
-@pytest.mark.parametrize("name", ["apply_rope", "apply_rope_qk", "write_kvcache"])
-def test_the_host_refuses_wrong_ends(name):
-    """Ends before the last token are legal; tests/attention/test_validation.py has attention's refusals."""
-    x, tables, pool = torch.randn(20, 2, 16), torch.randn(2, 32, 8), torch.randn(2, 2, 32, 16)
-    given = {"apply_rope": (x,), "apply_rope_qk": (x, x), "write_kvcache": (x, x, pool, pool.clone())}[name]
-    options = {} if name == "write_kvcache" else {"layout": "thd"}
-    getattr(package, name)(*given, *tables, cu_seqlens=int32([0, 7, 13]), **options)
-    with pytest.raises(ValueError, match="^cu_seqlens must end at or before .*'s 20 tokens, but ends at 21"):
-        getattr(package, name)(*given, *tables, cu_seqlens=int32([0, 11, 21]), **options)
 
 
 @each_place

@@ -1,7 +1,5 @@
 """The generation step on a GPU: long caches and chunks against float64, graphs, streams, compile, pages."""
 
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
@@ -14,7 +12,7 @@ from tests.support.dtypes import BF16
 from tests.support.generation import CACHES, arguments
 from tests.support.gpu import capture
 from tests.support.internals import with_kvcache
-from tests.support.paths import ROOT
+from tests.support.paths import python
 from verification.calls import Machine, same_bits
 from verification.matrix import DECODE, step
 
@@ -140,7 +138,7 @@ step()
 torch.cuda.synchronize()
 print("no assertion")
 """
-    result = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    result = python("-c", program)
     if page < 32:
         assert result.returncode != 0 and "device-side assert" in result.stderr, result.stderr[-2000:]
         assert "block_table must hold pages of the pool" in result.stdout + result.stderr
@@ -152,21 +150,16 @@ print("no assertion")
 CHUNK = step("", (32, 8), 300, 4096, 128, (900, 0), dtype=BF16, variants=(("auto", "auto"),))
 CASES = {
     "contiguous": {},
-    "pages of 16": {"page_size": 16},
     "float8 in pages of 64": {"page_size": 64, "float8": "head"},
     "raw keys in pages": {"page_size": 16, "rotated": False},
     "float8, raw": {"float8": "head", "rotated": False, "page_size": 32},
     "masks": {"page_size": 16, "kv_starts": (70, 0), "sinks": True, "softcap": 20.0},
-    "window": {"page_size": 16, "window": (130, 0)},
-    "norms": {"page_size": 16, "norms": 0.0},
+    "norms, a window, two pieces of columns": {"page_size": 16, "norms": 0.0, "window": (130, 0), "head_dim": 96},
     "norms, raw": {"rotated": False, "norms": 0.0},
-    "no room": {"page_size": 16, "lengths": (3900, 4096)},
+    "no room, narrow": {"page_size": 16, "lengths": (3900, 4096), "head_dim": 64},
     "no room, contiguous": {"lengths": (3900, 5000)},
-    "read only": {"page_size": 16, "append": False, "lengths": (900, 200)},
+    "read only, wide": {"page_size": 16, "append": False, "lengths": (900, 200), "head_dim": 256},
     "part of the columns": {"page_size": 16, "head_dim": 120, "rotary_dim": 64, "interleaved": True},
-    "narrow": {"page_size": 16, "head_dim": 64},
-    "in two pieces of columns": {"page_size": 16, "head_dim": 96},
-    "wide": {"page_size": 16, "head_dim": 256},
 }
 
 

@@ -36,15 +36,12 @@ def same_fields():
         D: tl.constexpr
 
 
-@pytest.mark.parametrize(
-    ("faulty", "words"),
-    [
+def test_refusals():
+    for faulty, words in (
         (lambda: incomplete_kernel[(1,)](torch.empty(1)), "a record of ptr, strides, first, D cannot be made of"),
         (lambda: Rows.host(1, 2, None), "Rows takes ptr, strides, first, D"),
         (lambda: Rows.host(1, 2, None, 4, ALIGNED=True), "Rows takes ptr, strides, first, D"),
         (same_fields, "has the fields of Rows"),  # two such would be one to a kernel
-    ],
-)
-def test_refusals(faulty, words):
-    with pytest.raises(Exception, match=words):
-        faulty()
+    ):
+        with pytest.raises(Exception, match=words):
+            faulty()

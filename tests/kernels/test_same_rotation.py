@@ -75,8 +75,7 @@ def rotated_by_every_kernel(case, monkeypatch, device):
 INTERPRETED = (
     replace(SMALL, interleaved=True, dtype=F32),
     replace(SMALL, rotary_dim=12, tables="random"),
-    replace(SMALL, norms=1.0, dtype=F32),
-    replace(SMALL, norms=0.0, interleaved=True, norm_dtype=F16),
+    replace(SMALL, norms=1.0, norm_dtype=F16),
     replace(SMALL, norms=0.0, head_dim=24, dtype=F32, interleaved=True),
 )
 ON_A_GPU = (
@@ -85,7 +84,6 @@ ON_A_GPU = (
     replace(BASE, head_dim=96, rotary_dim=32, tables="random"),
     replace(BASE, norms=1.0, dtype=F16, interleaved=True),
     replace(BASE, norms=0.0, head_dim=64, norm_dtype=BF16, layout="bhnd"),
-    replace(BASE, norms=0.0, head_dim=80, dtype=F16),
     replace(BASE, norms=0.0, head_dim=256),
     replace(BASE, norms=0.0, dtype=F32, layout="odd"),
 )

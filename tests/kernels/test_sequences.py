@@ -10,15 +10,12 @@ import triton.language as tl
 
 from fused_rope_attn.kernels.schedule import tile_count
 from fused_rope_attn.kernels.sequences import packed_tile
+from tests.support.dtypes import int32
 from tests.support.marks import interpreted
 
 # NumPy divides truth values without an error, and with the result of `and` where it does not warn.
 pytestmark = [interpreted, pytest.mark.filterwarnings("error:divide by zero")]
 BLOCK = 8
-
-
-def int32(values):
-    return torch.tensor(values, dtype=torch.int32)
 
 
 @triton.jit

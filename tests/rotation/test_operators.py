@@ -1,4 +1,4 @@
-"""The rotation as PyTorch sees it: gradients, the dispatcher, torch.compile, torch.export, fake tensors, autocast."""
+"""The rotation as PyTorch sees it: gradients, the dispatcher, torch.compile, fake tensors, autocast."""
 
 import pytest
 import torch
@@ -10,24 +10,15 @@ from fused_rope_attn.attention.configs import ARCHS
 from fused_rope_attn.rotation.ops import TABLE, RotationConfig, tile_shape
 from fused_rope_attn.runtime.rows import find_row
 from tests.support.dtypes import F32, F64
-from tests.support.export import check_export, dimension, for_each
 from tests.support.internals import OPERATORS, rotate_without_the_kernel
 from tests.support.marks import ignore_overflow, interpreted
 from tests.support.operators import Record
-from tests.support.rotation import assert_close, normal
+from tests.support.rotation import arguments_of_qk, assert_close, normal
 from verification.memory import lay
 
 pytestmark = ignore_overflow
 with_and_without_norms = pytest.mark.parametrize("norms", [False, True], ids=["plain", "norms"])
 either_dtype = pytest.mark.parametrize("dtype", [pytest.param(F32, marks=interpreted), F64])
-
-
-def given(norms, dtype=F32, length=5):
-    """Return the arguments of ``apply_rope_qk``, those before the tables with gradients."""
-    shapes = {"q": (1, 2, length, 16), "k": (1, 1, length, 16)} | ({"q_norm": (16,), "k_norm": (16,)} if norms else {})
-    tensors = {name: normal(*shape, seed=i).to(dtype) for i, (name, shape) in enumerate(shapes.items())}
-    cos, sin = rope_tables(length, 16)
-    return {name: x.requires_grad_() for name, x in tensors.items()} | {"cos": cos, "sin": sin}
 
 
 def gradients(outs, tensors):
@@ -46,7 +37,7 @@ def either_way(request, monkeypatch):
 @with_and_without_norms
 def test_what_is_saved_and_an_output_that_is_not_used(norms):
     """Tables are saved, and with norms the input and the weights, but nothing of the norm or of the rotation."""
-    tensors, saved = given(norms), []
+    tensors, saved = arguments_of_qk(norms), []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         outs = apply_rope_qk(**tensors)
     kept = tensors if norms else ("cos", "sin")
@@ -104,7 +95,7 @@ def test_gradients_by_torch_func(either_way, name):
 @with_and_without_norms
 def test_double_backward(norms):
     """The rotation alone is linear: its gradient is a rotation, and so is the gradient of that."""
-    tensors = given(norms)
+    tensors = arguments_of_qk(norms)
     with Record() as record:
         out, _ = apply_rope_qk(**tensors)
     assert record.operators == ["fused_rope_attn.rope.default"]
@@ -159,7 +150,7 @@ def test_compile(dtype, norms):
 
     compiled, frames = torch.compile(run, fullgraph=True, backend=counter), []
     for length in (5, 7, 12):
-        tensors, ids = given(norms, dtype, length), torch.arange(length - 1, -1, -1)
+        tensors, ids = arguments_of_qk(norms, length, dtype=dtype), torch.arange(length - 1, -1, -1)
         buffers = torch.zeros(2, 1, 1, length, 16, dtype=dtype)
         outs, expected = compiled(ids, buffers[0], **tensors), run(ids, buffers[1], **tensors)
         for x, y in zip((*outs, *gradients(outs, tensors)), (*expected, *gradients(expected, tensors))):
@@ -170,10 +161,8 @@ def test_compile(dtype, norms):
 
 
 @with_and_without_norms
-def test_meta_tensors_and_autocast(norms):
-    tensors = given(norms)
-    shapes = apply_rope_qk(**{name: x.to("meta") for name, x in tensors.items()})
-    assert [tuple(x.shape) for x in shapes] == [(1, 2, 5, 16), (1, 1, 5, 16)]
+def test_autocast_changes_nothing(norms):
+    tensors = arguments_of_qk(norms)
     with torch.autocast("cpu", torch.bfloat16):
         outs = apply_rope_qk(**tensors)
     assert all(torch.equal(x, y) and x.dtype == F32 for x, y in zip(outs, apply_rope_qk(**tensors)))
@@ -196,45 +185,3 @@ def test_the_configurations_serve_every_architecture():
     assert tile_shape(config, 256, 3, heads_inner=True) == (16, 4)
     assert tile_shape(config, 256, 1, heads_inner=False) == (64, 1)
     assert tile_shape(config, 1 << 16, 8, heads_inner=True) == (1, 1)
-
-
-# torch.export in its default mode
-
-
-def rotated(x, cos, sin):
-    return apply_rope(x, cos, sin, interleaved=True)
-
-
-def at_positions(x, cos, sin):
-    return apply_rope(x, cos, sin, position_ids=torch.arange(x.shape[2]).flip(0)[None])
-
-
-def both_with_norms(x, cos, sin):
-    weight = torch.linspace(0.5, 1.5, 16)
-    return apply_rope_qk(x, x[:, :2], cos, sin, q_norm=weight, k_norm=weight)
-
-
-def batch_and_length(batch, length):
-    return torch.randn(batch, length, 4, 16).transpose(1, 2), *rope_tables(length, 16)
-
-
-@pytest.mark.unpoisoned
-@for_each(rotated, at_positions, both_with_norms)
-def test_export(function, kind):
-    length = dimension(kind, "n")
-    check_export(function, batch_and_length, ({0: dimension(kind, "b"), 2: length}, {0: length}, {0: length}))
-
-
-def rotated_packed(x, cos, sin, cu_seqlens):
-    return apply_rope(x, cos, sin, layout="thd", cu_seqlens=cu_seqlens)
-
-
-def sequences_and_tokens(sequences, tokens):
-    return torch.randn(tokens, 4, 16), *rope_tables(tokens, 16), torch.linspace(0, tokens, sequences + 1).int()
-
-
-@pytest.mark.unpoisoned
-@for_each(rotated_packed)
-def test_export_of_packed_sequences(function, kind):
-    tokens = dimension(kind, "t")
-    check_export(function, sequences_and_tokens, ({0: tokens},) * 3 + ({0: dimension(kind, "ends", least=3)},))

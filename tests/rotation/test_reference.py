@@ -56,45 +56,6 @@ def test_the_result_is_rounded_once(table_dtype, norm):
     assert torch.equal(reference.rotate(x, cos.double(), sin.double()), wide)
 
 
-@pytest.mark.parametrize("interleaved", [False, True])
-def test_normalise_tables_gives_views(interleaved):
-    half = normal(9, 3)
-    full = half.repeat_interleave(2, dim=-1) if interleaved else torch.cat((half, half), dim=-1)
-    for given in (half, full, half[None], full[None], full.expand(3, 9, 6)):
-        cos, sin = reference.normalise_tables(given, given, 6, interleaved)
-        assert cos.shape == sin.shape == (given.shape[0] if given.ndim == 3 else 1, 9, 3)
-        assert torch.equal(cos, half.expand_as(cos))
-        assert cos.untyped_storage().data_ptr() == given.untyped_storage().data_ptr()
-        assert torch.equal(reference.normalise_tables(cos, sin, 6, interleaved)[0], cos)
-
-
-@pytest.mark.parametrize("interleaved", [False, True])
-@pytest.mark.parametrize("batch, batch_of_tables", [(0, 0), (0, 1), (2, 2)])
-def test_positions_of_a_batch_with_tables_of_its_own(batch, batch_of_tables, interleaved):
-    """An empty batch has tables without an entry. Each of two ids turns a half of the columns."""
-    x, ids = normal(batch, 3, 5, 16), torch.randint(0, 7, (2, batch, 5))
-    cos, sin = normal(2, batch_of_tables, 7, 4)
-    options = {"interleaved": interleaved, "rotary_dim": 8}
-    rotated = apply_rope(x, cos, sin, position_ids=ids[0], **options)
-    by_two = apply_rope(x, cos, sin, position_ids=ids.transpose(0, 1), rotary_dim=16, interleaved=interleaved)
-    assert rotated.shape == by_two.shape == x.shape
-    for b in range(batch):
-        one, two = (cos[b][rows[b]] for rows in ids), (sin[b][rows[b]] for rows in ids)
-        first, second = zip(one, two)
-        assert torch.equal(rotated[b], apply_rope(x[b : b + 1], *first, **options)[0])
-        parts = zip(x[b : b + 1].chunk(2, -1), (first, second))
-        assert torch.equal(by_two[b], torch.cat([apply_rope(y, *t, **options)[0] for y, t in parts], -1))
-
-
-def test_packed_sequences_are_rotated_one_by_one():
-    """Empty sequences, and tokens after the last one, which pass through."""
-    ends, x, tables = [0, 0, 1, 5, 5, 9], normal(12, 2, 16), normal(2, 6, 8, seed=3)
-    out = apply_rope(x, *tables, layout="thd", cu_seqlens=torch.tensor(ends, dtype=torch.int32))
-    for a, b in zip(ends, ends[1:]):
-        assert torch.equal(out[a:b], apply_rope(x[None, a:b], *tables, layout="bshd")[0])
-    assert torch.equal(out[9:], x[9:])
-
-
 @pytest.mark.parametrize(("eps", "offset"), [(1e-6, 0.0), (1e-2, 1.0)])
 def test_the_norm_is_pytorchs(eps, offset):
     x, weight = normal(3, 5, 8).requires_grad_(), normal(8, seed=1).requires_grad_()

@@ -34,13 +34,6 @@ def check_call(layout="bhsd", longest=None, rows=None, **given):
     return check_attention(fill(Tensors, given), fill(Options, given), layout, longest, rows)
 
 
-def check_step(layout="bhsd", **given):
-    """Check the arguments of ``rope_attention_with_kvcache``, by name, and return the rotary dim."""
-    given = {"k": None, "v": None, **given}
-    step = fill(generation_problem.StepTensors, given)
-    return generation_problem.check_kvcache(step, fill(Options, given), given["cache_is_rotated"], layout)
-
-
 def described(inputs, case, *, strategy="auto", backend="triton"):
     """(Problem, Tensors) of a case, its masks included, as a public function makes them."""
     device = inputs.q.device

@@ -49,6 +49,19 @@ def small_call(name, **options):
     return lambda *some: function(**dict(zip(tensors, some)), **options), tensors
 
 
+def public_calls(q, k, v, cos, sin):
+    """Return a call of every function of attention by its name, (positional, keywords), with 7 queries of two heads."""
+    ends = torch.tensor([0, 7], dtype=torch.int32, device=q.device)
+    latent, lengths = (q, q, v.repeat(1, 2, 1, 1), k, v.repeat(1, 2, 1, 1)), (ends, ends, 7, 7)
+    return {
+        "rope_attention": ((q, k, v, cos, sin), {}),
+        "rope_attention_varlen": ((*(x[0, :, :7].transpose(0, 1) for x in (q, k, v)), cos, sin, *lengths), {}),
+        "rope_attention_mla": ((*latent, cos, sin), {}),
+        "rope_attention_mla_varlen": ((*(x[0].transpose(0, 1) for x in latent), cos, sin, *lengths), {}),
+        "rope_attention_with_kvcache": ((q, k, v, cos, sin), {"cache_seqlens": ends[1:].repeat(2)}),
+    }
+
+
 def differentiated(run, tensors, wanted=None):
     """Return what ``run`` returns, and the gradients of the tensors that are wanted, for gradients of o and of lse.
 

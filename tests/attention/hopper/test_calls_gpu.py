@@ -40,7 +40,6 @@ PREPASS = {"rotates_queries": False, "attend_registers": 240}
 # of these for long sequences alone.
 DIVISIONS = {
     "three warpgroups": (64, THREE),
-    "three warpgroups, three stages": (64, THREE | {"stages": 3, "rotate_heads": 4}),
     "three, values before weights": (64, THREE | {"stages": 3, "rotate_heads": 4, "values": "before weights"}),
     "three, values before scores": (96, THREE | {"rotate_heads": 4, "values": "before scores"}),
     "two warpgroups, D 64": (64, PREPASS),
