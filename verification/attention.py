@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -35,12 +35,6 @@ class AttentionCheck(Call):
     only: tuple[torch.dtype, ...] = ()  # the dtypes that the case makes sense in; empty: all
     wanted: tuple[str, ...] = (*TENSORS[:3], *WEIGHTS)
     variants: tuple[tuple[str, str], ...] = (("reference", "auto"),)
-
-    @classmethod
-    def of(cls, case: testing.Case, **more: Any) -> AttentionCheck:
-        """Return the call of a case, of its class or of one that has more fields."""
-        known = {field.name for field in fields(cls)}
-        return cls(**{field.name: getattr(case, field.name) for field in fields(case) if field.name in known}, **more)
 
     @property
     def function(self) -> str:

@@ -267,6 +267,12 @@ class Call(testing.Case):
     writes: ClassVar[tuple[str, ...]] = ()  # the arguments that the function writes
     outputs: ClassVar[tuple[str, ...]] = ("o", "lse")
 
+    @classmethod
+    def of(cls, case: testing.Case, **changes: Any) -> Any:
+        """Return the call of a case, or another call with the same fields, with these changes."""
+        names = {field.name for field in fields(cls)} & {field.name for field in fields(case)}
+        return cls(**({name: getattr(case, name) for name in names} | changes))
+
     @property
     def order(self) -> str:
         """Name the layout of q in the call."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import math
+import random
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -14,11 +14,10 @@ from torch import Tensor
 
 from fused_rope_attn.attention import planning
 from verification import testing
-from verification.calls import FUNCTIONS, PARAMETERS, Call, Finding, Made, References, bits, refusal
-from verification.decode import run_write
-from verification.memory import in_pages
+from verification.attention import AttentionCheck
+from verification.calls import FUNCTIONS, PARAMETERS, Call, Finding, References, bits, refusal
+from verification.decode import CACHES, DecodeCheck, run_write
 
-ENTRIES = {"batch": "rope_attention", "pack": "rope_attention_varlen"}
 STEP = "rope_attention_with_kvcache"
 LONGEST = 1024  # the float64 reference of more keys takes longer than the calls
 
@@ -60,12 +59,6 @@ class PairCheck(Call):
     rotated: bool = True
     page_size: int = 16
     function: ClassVar[str] = "batch_invariant"  # its name in reports: the calls are those of three functions
-
-    def make(self, device: str) -> Made:
-        """Return the sequence: q (1, HQ, N, D), k and v (1, HKV, N, D), its tables and its weights."""
-        inputs = self._inputs(device)
-        weights = self.norms_of(device) | {"sinks": testing.masks_of(self, device)["sinks"]}
-        return Made({name: getattr(inputs, name) for name in ("q", "k", "v", "cos", "sin")} | weights, {})
 
     def _inputs(self, device: str) -> testing.Inputs:
         inputs = testing.make_inputs(self, device)
@@ -118,7 +111,7 @@ class PairCheck(Call):
         found = []
         for way in self.ways:
             function, given, own = self.call_of(way, device, backend)
-            found.append([x[:, first - way.first : end - way.first] for x in own(*function(**given))])
+            found.append([own(x)[:, first - way.first : end - way.first] for x in function(**given)])
         for name, one, other in zip(self.outputs, *found):
             differ = (bits(one) != bits(other)).view(*one.shape[:2], -1).any(-1)
             apart = (one.double() - other.double()).abs().max().item()
@@ -131,114 +124,67 @@ class PairCheck(Call):
 
     def call_of(
         self, way: Way, device: str, backend: str, fills: bool = True
-    ) -> tuple[Callable[..., Any], dict[str, Any], Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]]:
+    ) -> tuple[Callable[..., Any], dict[str, Any], Callable[[Tensor], Tensor]]:
         """Return the function of a way, its arguments by name, and what takes the rows (HQ, count, ...) of this
-        sequence from its o and lse. fills: write the keys into a cache that the way reads."""
-        made = self.make(device).given
-        generator = torch.Generator(device).manual_seed(self.seed + 1)
-        name = ENTRIES.get(way.kind, STEP)
-        options = self.options(PARAMETERS[name], backend=backend, batch_invariant=True, return_lse=True)
-        given = {name: x for name, x in made.items() if name not in ("q", "k", "v", "cos", "sin")} | options
-        make = {"batch": self._batch, "pack": self._pack}.get(way.kind, self._step)
-        more, own = make(way, made, generator)
-        if fills and name == STEP:
-            self._fill(way, made, more)
-        return FUNCTIONS[name], given | more, own
+        sequence from a result. fills: write the keys into a cache that the way reads."""
+        check, own = self.check_of(way), self._inputs(device)
+        made = replace(check, window=None).make(device)  # the rows that a window hides are written, too
+        is_packed, is_step = way.kind == "pack", isinstance(check, DecodeCheck)
+        place, start = (0, way.before * way.place) if is_packed else (way.place, way.before)
+        first = check.len_q - way.count if way.kind == "batch" else start if is_packed else 0
+        rows, new = slice(first, first + way.count), slice(way.first, way.end)
+        keys = (rows, new) if is_step else (slice(start, start + way.end), slice(way.end))
+        for name, (there, here) in {"q": (rows, new), "k": keys, "v": keys}.items():
+            if made.given[name] is not None:
+                made.given[name][place, :, there] = getattr(own, name)[0, :, here]
+        for name in ("cos", "sin"):
+            table, before = made.given[name], 0 if is_packed else way.before
+            table[..., before : before + way.end, :] = getattr(own, name)[: way.end]
+        if fills and is_step:
+            self._fill(way, own, made.given)
+        function, given = check.call(made, (backend, "auto"))
+        return function, given | {"batch_invariant": True}, lambda x: check.back(x)[place, :, rows]
 
-    def _batch(self, way: Way, made: dict[str, Any], generator: torch.Generator) -> tuple[dict[str, Any], Any]:
-        length = way.before + way.end
-        padded = way.before if way.first == 0 else 0
-        given = {"q": _around(made["q"][:, :, way.first : way.end], way, padded, 0, generator)}
-        for name in ("k", "v"):
-            given[name] = _around(made[name][:, :, : way.end], way, way.before, way.after, generator)
-        given |= self._later_tables(made, way.before, way.after)
+    def check_of(self, way: Way) -> Call:
+        """Return the call of a way, in which all sequences are random numbers yet."""
+        length, numbers = way.before + way.end, random.Random(self.seed)
+
+        def bounds(own: int, most: int) -> tuple[int, ...]:
+            return tuple(own if i == way.place else numbers.randint(0, most) for i in range(way.batch))
+
+        fields: dict[str, Any] = {"memory": None, "return_lse": True, "batch": way.batch, "len_q": way.count}
+        if way.kind == "pack":
+            others = [(n, n) for n in [way.before] * way.place + [way.after] * (way.batch - 1 - way.place)]
+            seqlens = (*others[: way.place], (way.count, way.end), *others[way.place :])
+            fields |= dict(zip(("len_q", "len_k"), map(sum, zip(*seqlens))))
+            return AttentionCheck.of(self, **(fields | {"batch": 1, "seqlens": seqlens}))
         if way.before:
-            given["kv_starts"] = _lengths(way, way.before, length, generator)
-        if way.after:
-            given["kv_lens"] = _lengths(way, length, length + way.after, generator)
-        rows = slice(padded, padded + way.count)
-        return given, lambda o, lse: (o[way.place, :, rows], lse[way.place, :, rows])
+            fields["kv_starts"] = bounds(way.before, length)
+        if way.kind == "batch":
+            fields |= {"len_q": way.count + (way.before if way.first == 0 else 0), "len_k": length + way.after}
+            fields |= {"kv_lens": bounds(length, length + way.after)} if way.after else {}
+            return AttentionCheck.of(self, **fields, hides_nan=True)
+        page_size = self.page_size if way.kind == "pages" else None
+        capacity = -(-(length + way.after) // (page_size or 1)) * (page_size or 1)
+        lengths = bounds(way.before + (way.first if way.appends else way.end), capacity - way.count)
+        fields |= {"len_k": capacity, "lengths": lengths, "page_size": page_size, "append": way.appends}
+        return DecodeCheck.of(self, **fields)
 
-    def _pack(self, way: Way, made: dict[str, Any], generator: torch.Generator) -> tuple[dict[str, Any], Any]:
-        def stream(name: str, first: int) -> tuple[Tensor, Tensor, int]:
-            """Return the packed tokens, where the sequences end, and the longest."""
-            x = made[name][0, :, first : way.end].transpose(0, 1)
-            lengths = [way.before] * way.place + [len(x)] + [way.after] * (way.batch - 1 - way.place)
-            ends = torch.tensor([0, *lengths]).cumsum(0).int().to(x.device)
-            tokens = _normal((sum(lengths), *x.shape[1:]), x, generator)
-            begin = way.place * way.before
-            tokens[begin : begin + len(x)] = x
-            return tokens, ends, max(lengths)
-
-        (q, ends_q, longest_q), (k, ends_k, longest_k) = stream("q", way.first), stream("k", 0)
-        given = {"q": q, "k": k, "v": stream("v", 0)[0], "cu_seqlens_q": ends_q, "cu_seqlens_k": ends_k}
-        given |= {"max_seqlen_q": longest_q, "max_seqlen_k": longest_k}
-        rows = slice(way.place * way.before, way.place * way.before + way.count)
-        tables = self._later_tables(made, 0, max(way.before, way.after))
-        return given | tables, lambda o, lse: (o[rows].transpose(0, 1), lse[:, rows])
-
-    def _step(self, way: Way, made: dict[str, Any], generator: torch.Generator) -> tuple[dict[str, Any], Any]:
-        page = self.page_size if way.kind == "pages" else 1
-        rows = -(-(way.before + way.end + way.after) // page) * page
-        caches = [_around(made[name][:, :, :0], way, rows, 0, generator) for name in ("k", "v")]
-        table = None
-        if way.kind == "pages":
-            needed = torch.ones(way.batch, rows // page, dtype=torch.bool, device=caches[0].device)
-            caches, table = in_pages(caches, page, needed, generator)
-        names = ("q", "k", "v") if way.appends else ("q",)
-        given = {name: _around(made[name][:, :, way.first : way.end], way, 0, 0, generator) for name in names}
-        given |= self._later_tables(made, way.before, rows - way.before - way.end)
-        length = way.before + (way.first if way.appends else way.end)
-        given |= {"k_cache": caches[0], "v_cache": caches[1], "block_table": table, "cache_is_rotated": self.rotated}
-        given["cache_seqlens"] = _lengths(way, length, rows - way.count, generator)
-        if way.before:
-            given["kv_starts"] = _lengths(way, way.before, rows, generator)
-        return given, lambda o, lse: (o[way.place], lse[way.place])
-
-    def _fill(self, way: Way, made: dict[str, Any], given: dict[str, Any]) -> None:
+    def _fill(self, way: Way, own: testing.Inputs, given: dict[str, Any]) -> None:
         """Write the keys and values before the step into its cache; sm_90 kernels have no such calls."""
         done = way.first if way.appends else way.end
         if not done:
             return
         here, table = slice(way.place, way.place + 1), given["block_table"]
-        store = {name: given[name] for name in ("cos", "sin", "cache_is_rotated")}
-        store |= {name: given[name] if table is not None else given[name][here] for name in ("k_cache", "v_cache")}
+        store = {name: given[name] for name in ("cos", "sin")} | {"cache_is_rotated": self.rotated}
+        store |= {name: given[name] if table is not None else given[name][here] for name in CACHES}
         store["block_table"] = None if table is None else table[here]
-        store["cache_seqlens"] = torch.full((1,), way.before, dtype=torch.int32, device=made["q"].device)
-        rows = {name: made[name][:, :, :done] for name in ("k", "v")}
+        store["cache_seqlens"] = torch.full((1,), way.before, dtype=torch.int32, device=own.q.device)
+        rows = {name: getattr(own, name)[:, :, :done] for name in ("k", "v")}
         if self.norms is None:
             run_write(**rows, **store, rotary_dim=self.rotary, interleaved=self.interleaved, backend="triton")
             return
         # By a step, because a write takes keys that are normed already.
-        norms = {name: made[name] for name in ("q_norm", "k_norm")}
-        FUNCTIONS[STEP](
-            made["q"][:, :, :done], **rows, **store, **norms, **self.options(PARAMETERS[STEP], backend="triton")
-        )
-
-    def _later_tables(self, made: dict[str, Any], before: int, after: int) -> dict[str, Tensor]:
-        """Return the tables with other rows before and after those of the sequence."""
-        found = {}
-        for name in ("cos", "sin"):
-            x = made[name]
-            found[name] = torch.cat((x.new_full((before, x.shape[1]), 0.5), x, x.new_zeros(after, x.shape[1])))
-        return found
-
-
-def _normal(shape: tuple[int, ...], like: Tensor, generator: torch.Generator) -> Tensor:
-    return torch.randn(shape, generator=generator, device=like.device, dtype=like.dtype)
-
-
-def _around(x: Tensor, way: Way, before: int, after: int, generator: torch.Generator) -> Tensor:
-    """Put x (1, H, N, D) into a batch of random numbers, with NaN in the rows before and after it."""
-    _, heads, count, columns = x.shape
-    found = _normal((way.batch, heads, before + count + after, columns), x, generator)
-    found[way.place] = math.nan
-    found[way.place, :, before : before + count] = x[0]
-    return found
-
-
-def _lengths(way: Way, own: int, most: int, generator: torch.Generator) -> Tensor:
-    """Return (batch,) int32: ``own`` for this sequence, and random ones up to ``most`` for the others."""
-    found = torch.randint(0, most + 1, (way.batch,), generator=generator, device=generator.device, dtype=torch.int32)
-    found[way.place] = own
-    return found
+        norms = {name: given[name] for name in ("q_norm", "k_norm")}
+        options = self.options(PARAMETERS[STEP], backend="triton")
+        FUNCTIONS[STEP](own.q[:, :, :done], kv_starts=store["cache_seqlens"], **rows, **store, **norms, **options)
