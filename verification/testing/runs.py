@@ -1,13 +1,15 @@
 """The results of attention for a case: the reference in any dtype, and the operator in any backend."""
 
 import functools
+import itertools
 import math
 import warnings
-from collections.abc import Iterator
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from fused_rope_attn.attention import reference
 from fused_rope_attn.attention.problem import Tensors, describe
@@ -49,8 +51,8 @@ def run_reference(inputs: Inputs, case: Case, dtype: torch.dtype | None = None) 
     """The reference's outputs and gradients: `ref64` with dtype=torch.float64, `eager` with None (the inputs' dtype).
 
     Inputs and tables are taken as given and cast, so that a low-precision table is not an error. Goes through
-    batches, groups of heads and, where one head's scores are too large, blocks of rows; partial gradients are summed in
-    at least float32 and rounded once.
+    sequences, groups of heads and, where one head's scores are too large, blocks of rows; partial gradients are summed
+    in at least float32 and rounded once.
     """
     results = _summed(inputs, case, case.dtype if dtype is None else dtype)
     if dtype != torch.float64:
@@ -61,48 +63,38 @@ def run_reference(inputs: Inputs, case: Case, dtype: torch.dtype | None = None) 
 
 def _summed(inputs: Inputs, case: Case, dtype: torch.dtype) -> Results:
     """``run_reference`` in a dtype, before the gradients of sinks and of norms' weights are rounded."""
-    q, k = inputs.q, inputs.k
-    sums, device = torch.promote_types(dtype, torch.float32), q.device
-    o, dq, dk, dv = (torch.zeros(x.shape, dtype=dtype, device=device) for x in (q, q, k, k))
-    lse = torch.full(q.shape[:3], -math.inf, dtype=sums, device=device)
-    masks, weights = masks_of(case, device), {name: x.to(sums) for name, x in _weights(case, device).items()}
-    sums_of_weights = {name: torch.zeros_like(weight) for name, weight in weights.items()}
-    sequences = list(_sequences(case))
-    max_logit = lse.new_full((len(sequences), case.heads_q), -math.inf)
-    group = case.heads_q // case.heads_kv
-    for sequence, (b, rows_q, rows_k) in enumerate(sequences):
-        len_q, len_k = rows_q.stop - rows_q.start, rows_k.stop - rows_k.start
-        if len_q == len_k == 0:  # there may be thousands
-            continue
-        own = slice(b, b + 1)
-        seen = {name: masks[name] for name in ("kv_starts", "kv_lens", "query_starts", "query_ends")}
-        seen = {name: x[own] if x is not None and len(x) > 1 else x for name, x in seen.items()}
-        if case.seqlens is not None:
-            # Lengths on the device: queries before position 0 see nothing, causal or not.
-            seen["kv_lens"] = torch.tensor([len_k], device=device)
-        cos, sin = (x[..., rows_k, :] if case.token_tables else x for x in (inputs.cos, inputs.sin))
-        cos, sin = reference.normalise_tables(cos, sin, case.rotary, case.interleaved)
-        cos, sin = (x[own] if len(x) > 1 else x for x in (cos, sin))
-        head_bytes = max(1, group * len_q * len_k * (8 if dtype == torch.float64 else 4))
-        limit = BLOCK_BYTES.get(device.type, BLOCK_BYTES["cpu"])
-        step = max(1, limit // head_bytes)  # key-value heads at once
-        rows = max(1, len_q if step > 1 else min(len_q, limit * len_q // head_bytes))
-        for first in range(0, case.heads_kv, step):
-            heads = slice(first * group, (first + step) * group)
-            qs, kv = (own, heads, rows_q), (own, slice(first, first + step), rows_k)
-            leaves = {"dq": q[qs], "dk": k[kv], "dv": inputs.v[kv]}
-            leaves = {name: x.detach().to(dtype).requires_grad_() for name, x in leaves.items()}
-            for name, weight in weights.items():
-                leaves[name] = (weight[heads] if name == "dsinks" else weight).detach().requires_grad_()
-            upstream = [inputs.do[qs].to(dtype), *(x[qs].to(sums) for x in (inputs.dlse,) if x is not None)]
-            part = _reference_heads(leaves, cos, sin, case, seen, rows, upstream)
-            o[qs], lse[qs], max_logit[sequence, heads], dq[qs], dk[kv], dv[kv], *of_weights = part
-            for (name, whole), gradient in zip(sums_of_weights.items(), of_weights):
-                whole[heads if name == "dsinks" else slice(None)] += gradient
-    results = Results(o, lse, dq, dk, dv)
-    results.max_logit = max_logit
-    for name, whole in sums_of_weights.items():
-        setattr(results, name, whole)
+    device, sums = inputs.q.device, torch.promote_types(dtype, torch.float32)
+    rows = [x.detach().to(dtype).requires_grad_() for x in inputs[:3]]
+    weights = {name: x.detach().to(sums).requires_grad_() for name, x in _weights(case, device).items()}
+    tables = reference.normalise_tables(inputs.cos, inputs.sin, case.rotary, case.interleaved)
+    cos, sin = (x.double() if dtype == torch.float64 else x for x in tables)
+    given = masks_of(case, device)
+    masks = {name: given[name] for name in ("kv_starts", "kv_lens", "query_starts", "query_ends")}
+    lengths = [(case.len_q, case.len_k)]
+    if case.seqlens is not None:  # queries after the last sequence are one without keys
+        lengths = [*case.seqlens, (case.len_q - sum(len_q for len_q, _ in case.seqlens), 0)]
+    of_q, of_k = ([pair[i] for pair in lengths] for i in range(2))
+    of_k.append(case.len_k - sum(of_k))
+    found, first_k = [], 0
+    with torch.enable_grad():
+        for q, k, v in zip(*(x.split(sizes, 2) for x, sizes in zip(rows, (of_q, of_k, of_k)))):
+            own = slice(first_k, first_k + k.shape[2]) if case.token_tables else slice(None)
+            first_k += k.shape[2]
+            if q.shape[2] == k.shape[2] == 0:  # there may be thousands
+                found.append((q, q[..., 0].to(sums), q.new_full(q.shape[:2], -math.inf, dtype=sums)))
+                continue
+            if case.seqlens is not None:
+                # Lengths on the device: queries before position 0 see nothing, causal or not.
+                masks = masks | {"kv_lens": torch.tensor([k.shape[2]], device=device)}
+            found.append(_attend((q, k, v), (cos[:, own], sin[:, own]), case, masks, weights))
+        o, lse = (torch.cat(x, 2) for x in list(zip(*found))[:2])
+    upstream = [inputs.do.to(dtype), *(x.to(sums) for x in (inputs.dlse,) if x is not None)]
+    leaves = [*rows, *weights.values()]
+    gradients = torch.autograd.grad((o, lse)[: len(upstream)], leaves, upstream, materialize_grads=True)
+    results = Results(o.detach(), lse.detach(), *gradients[:3])
+    results.max_logit = torch.cat([x for *_, x in found])[: None if case.seqlens is None else -1]
+    for name, gradient in zip(weights, gradients[3:]):
+        setattr(results, name, gradient)
     return results
 
 
@@ -112,65 +104,46 @@ def _weights(case: Case, device: torch.device) -> dict[str, Tensor]:
     return {f"d{name}": given[name] for name in ("sinks", "q_norm", "k_norm") if given.get(name) is not None}
 
 
-def _sequences(case: Case) -> Iterator[tuple[int, slice, slice]]:
-    """Yield the batch entry, the queries and the keys of each sequence: no mask of packed sequences is involved."""
-    if case.seqlens is None:
-        yield from ((b, slice(0, case.len_q), slice(0, case.len_k)) for b in range(case.batch))
-        return
-    first_q = first_k = 0
-    for len_q, len_k in case.seqlens:
-        yield 0, slice(first_q, first_q + len_q), slice(first_k, first_k + len_k)
-        first_q, first_k = first_q + len_q, first_k + len_k
-
-
-def _reference_heads(
-    leaves: dict[str, Tensor],
-    cos: Tensor,
-    sin: Tensor,
-    case: Case,
-    masks: dict[str, Any],
-    rows: int,
-    upstream: list[Tensor],
-) -> tuple[Tensor, ...]:
-    """`reference.attention` and its gradients for a few heads, `rows` queries at a time: o, lse, max_logit, and the
-    gradients of the leaves. upstream: of o, and of lse if it has one."""
-    q, k, v = (leaves[name] for name in ("dq", "dk", "dv"))
-    sums = torch.promote_types(q.dtype, torch.float32)
-    if q.dtype == torch.float64:
-        cos, sin = cos.double(), sin.double()
+def _attend(
+    rows: Sequence[Tensor], tables: tuple[Tensor, Tensor], case: Case, masks: dict[str, Any], weights: dict[str, Tensor]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return o, lse and max_logit of `reference.attention` for q, k and v, a few heads and rows of q at a time."""
+    q, k, v = rows
+    dtype, sums, group = q.dtype, torch.promote_types(q.dtype, torch.float32), case.heads_q // case.heads_kv
     position, key = reference.positions(q.shape[2], k.shape[2], masks["kv_lens"], q.device)
-    parts = [slice(start, start + rows) for start in range(0, max(1, q.shape[2]), rows)]
+    limit = BLOCK_BYTES.get(q.device.type, BLOCK_BYTES["cpu"])
+    head_bytes = max(1, len(q) * group * q.shape[2] * k.shape[2] * sums.itemsize)
+    step = max(1, limit // head_bytes)  # key-value heads at once
+    size = max(1, q.shape[2] if step > 1 else min(q.shape[2], limit * q.shape[2] // head_bytes))  # queries at once
 
-    def visible(part: slice) -> Tensor:
-        pairs = position[:, part], key, case.causal
-        return reference.visible_pairs(*pairs, window=case.window, first_row=part.start, **masks)
+    def visible(first: int) -> Tensor:
+        pairs = position[:, first : first + size], key, case.causal
+        return reference.visible_pairs(*pairs, window=case.window, first_row=first, **masks)
 
-    with torch.enable_grad():
-        dead = torch.cat([~visible(part).any(-1) for part in parts], 1)
-        absent = ~functools.reduce(torch.logical_or, [visible(part).any(-2) for part in parts])
-        q, k, v = reference.hide(q, dead), reference.hide(k, absent), reference.hide(v, absent)
-        options: dict[str, Any] = {name: getattr(case, name) for name in ("interleaved", "norm_eps")}
-        options["norm_offset"] = case.norms
-        q = reference.norm_rotate(q, leaves.get("dq_norm"), *reference.table_rows(cos, sin, position), **options)
-        k = reference.norm_rotate(k, leaves.get("dk_norm"), *reference.table_rows(cos, sin, key), **options)
-        # Cut the graph at the rotated tensors: blocks of rows add up there, and the rotation is undone once.
-        cut = [x.detach().requires_grad_() for x in (k, v, *(leaves[name] for name in leaves if name == "dsinks"))]
-        added, found = [torch.zeros_like(x, dtype=sums) for x in cut], []
-        options = {"softmax_scale": case.scale, "softcap": case.softcap, "return_max_logit": True}
-        for part in parts:
-            rows_q, sinks = q[:, :, part].detach().requires_grad_(), cut[2] if case.sinks else None
-            given = rows_q, cut[0], cut[1], visible(part)
-            o, lse, row_max = reference.masked_attention(*given, sinks=sinks, **options)
-            dq, *others = torch.autograd.grad(
-                (o, lse)[: len(upstream)], [rows_q, *cut], [x[:, :, part] for x in upstream]
-            )
-            for total, x in zip(added, others):
-                total += x
-            found.append((o.detach(), lse.detach(), row_max, dq))
-        o, lse, row_max, dq = (torch.cat(x, 2) for x in zip(*found))
-        rotated = [leaves[name] for name in leaves if name not in ("dv", "dsinks")]
-        dq, dk, *dweights = torch.autograd.grad((q, k), rotated, (dq, added[0].to(k.dtype)))
-    return o, lse, reference.largest(row_max), dq, dk, *added[1:], *dweights
+    def block(first: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, ...]:
+        given = q, k.to(dtype), v.to(dtype), visible(first)
+        scores: dict[str, Any] = {"softmax_scale": case.scale, "softcap": case.softcap, "return_max_logit": True}
+        return reference.masked_attention(*given, sinks=sinks, **scores)
+
+    blocks = range(0, max(1, q.shape[2]), size)
+    dead = torch.cat([~visible(first).any(-1) for first in blocks], 1)
+    absent = ~functools.reduce(torch.logical_or, [visible(first).any(-2) for first in blocks])
+    q, k, v = reference.hide(q, dead), reference.hide(k, absent), reference.hide(v, absent)
+    options: dict[str, Any] = {"interleaved": case.interleaved, "norm_eps": case.norm_eps, "norm_offset": case.norms}
+    q = reference.norm_rotate(q, weights.get("dq_norm"), *reference.table_rows(*tables, position), **options)
+    k = reference.norm_rotate(k, weights.get("dk_norm"), *reference.table_rows(*tables, key), **options)
+    # Several blocks are computed again, because their scores do not fit the memory, and because `RandomRounding` wants
+    # the backward pass of a block after its forward pass.
+    is_whole = case.seqlens is None and len(blocks) == 1 and step >= case.heads_kv
+    run = block if is_whole else functools.partial(checkpoint, block, use_reentrant=False, preserve_rng_state=False)
+    sinks = weights["dsinks"].split(step * group) if case.sinks else itertools.repeat(None)
+    found = []
+    # In ``sums``, so that autograd adds the gradients of blocks up in it.
+    for queries, *others in zip(q.split(step * group, 1), k.to(sums).split(step, 1), v.to(sums).split(step, 1), sinks):
+        parts = [run(first, part, *others) for first, part in zip(blocks, queries.split(size, 2))]
+        found.append([torch.cat(x, 2) for x in zip(*parts)])
+    o, lse, row_max = (torch.cat(x, 1) for x in zip(*found))
+    return o, lse, reference.largest(row_max)
 
 
 class RotationResults(NamedTuple):
