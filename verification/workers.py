@@ -14,9 +14,9 @@ import threading
 import time
 import warnings
 from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent import futures
+from concurrent.futures import BrokenExecutor, ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
@@ -84,26 +84,24 @@ class Worker:
     """Run checks in a process, one at a time, and in a new process after it has died."""
 
     def __init__(self, machine: Machine):
-        self.machine, self.process = machine, None
+        self.machine, self.pool = machine, None
         self.log = tempfile.NamedTemporaryFile("r", prefix="verification-", errors="replace")
 
     def run(self, check: Any, longest: float = LONGEST_SECONDS) -> Outcome:
-        if self.process is None:
+        if self.pool is None:
             context = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
-            self.connection, theirs = context.Pipe()
-            self.process = context.Process(target=_serve, args=(theirs, self.machine, self.log.name))
-            self.process.start()
-            theirs.close()
+            self.pool = ProcessPoolExecutor(1, context, _begin, (self.machine, self.log.name))
         try:
-            self.connection.send(check)
-            if self.connection.poll(longest):
-                outcome = self.connection.recv()
-                if outcome.is_fatal:
-                    self.stop()
-                return outcome
+            future = self.pool.submit(run_check, check, self.machine)
+            (self.process,) = self.pool._processes.values()
+            outcome = future.result(longest)
+            if outcome.is_fatal:
+                self.stop()
+            return outcome
+        except futures.TimeoutError:
             why = f"hung for {longest:.0f} s"
-        except (EOFError, ConnectionError):
-            self.process.join(timeout=30)
+        except BrokenExecutor:
+            self.pool.shutdown()
             why = f"died, exit status {self.process.exitcode}"
         self.log.seek(0)
         said = self.log.read().strip() or "it said nothing"
@@ -113,28 +111,19 @@ class Worker:
 
     def stop(self, patience: float = 0.0) -> None:
         """End the process: in good order, so that it can end processes of its own, if it takes no longer than this."""
-        if self.process is not None:
-            self.connection.close()
+        if self.pool is not None:
+            self.pool.shutdown(wait=False)
             self.process.join(patience)
             self.process.kill()
-            self.process.join()
-            self.process = None
+            self.pool = None
 
 
-def _serve(connection: Connection, machine: Machine, log: str) -> None:
-    """Run checks until the pipe closes. Whatever is printed goes to ``log``."""
+def _begin(machine: Machine, log: str) -> None:
+    """Prepare a worker's process, and send to ``log`` whatever is printed there."""
     with open(log, "w") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     prepare_process(machine)
-    with contextlib.suppress(EOFError, BrokenPipeError, KeyboardInterrupt):
-        while True:
-            outcome = run_check(connection.recv(), machine)
-            connection.send(outcome)
-            if outcome.is_fatal:
-                # Nothing more can run here, and leaving in good order would wait for the GPU.
-                connection.close()
-                os._exit(1)
 
 
 def run_checks(
