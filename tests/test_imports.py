@@ -137,6 +137,8 @@ assert callable({PACKAGE}.rope_attention) and callable({PACKAGE}.plan) and isins
 assert not torch.cuda.is_initialized()
 assert had_compiler or "torch._dynamo" not in sys.modules, "importing it takes seconds"
 assert not [name for name in loaded() if name.split(".")[1] in ("integrations", "experimental")]
+before = set(sys.modules)
+assert not {PACKAGE}.runtime.entry.in_context_parallel() and set(sys.modules) == before
 assert callable({PACKAGE}.experimental.corope_attention) and callable({PACKAGE}.distributed.rope_attention_cp)
 for name in names:
     getattr({PACKAGE}, name)

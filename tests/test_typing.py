@@ -75,8 +75,8 @@ def calls():
 
 def mypy(folder, cache):
     """Return the errors (file, line) in a folder's files."""
-    options = ["--config-file=", f"--cache-dir={cache}", "--follow-imports=silent", "--no-error-summary"]
-    command = [sys.executable, "-m", "mypy", *options, "--hide-error-context", *os.listdir(folder)]
+    options = [f"--config-file={ROOT}/pyproject.toml", f"--cache-dir={cache}", "--follow-imports=silent"]
+    command = [sys.executable, "-m", "mypy", *options, "--no-error-summary", *os.listdir(folder)]
     environment = os.environ | {"MYPYPATH": str(ROOT)}
     result = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=500)
     assert result.returncode == 1, result.stdout + result.stderr

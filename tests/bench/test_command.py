@@ -3,45 +3,42 @@
 import contextlib
 import importlib
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
 
-from baselines import BASELINES
 from bench import __main__ as command, decode, report, results
-from bench.attention import cases, providers
+from bench.attention import cases
 from bench.attention.providers import OURS, fused
 from bench.attention.suite import ATTENTION, LOAD_USUAL, visited
-from bench.environment import RESULTS, ROOT, commit, environment
+from bench.environment import commit, environment
 from bench.models import suite as models
 from bench.report import case_report
 from bench.rope import PROVIDERS as ROTATIONS, ROPE, RopeCase, RopeProvider
 from bench.suite import forward_or_backward
-from tests.support.bench import SHORT, TINY, WallClock, run, scripted, status
+from tests.support.bench import FACTS, SHORT, TINY, WallClock, run, scripted, status
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ("nonsense", "no command nonsense; there are attention"),
-        ("decode --cases B3-", "no case fits 'B3-'; groups are b1, b8, b64, mixed, names B1-4K"),
-        ("--providers nobody", "unknown provider nobody; there are fused"),
-        ("--passes sideways", "--passes takes fwd, fwd_grad, bwd, both, not 'sideways'"),
-        ("--round-ms 0", "--round-ms must be above 0, not 0"),
-        ("--mode load,graph", "--mode load has a clock of its own: it takes no other mode with it"),
-        ("results no-such-file --to attention-h200", "no-such-file"),
+        ("decode --dry-run --cases B3-", "no case fits 'B3-'; groups are b1, b8, b64, mixed, names B1-4K"),
+        ("--dry-run --providers nobody", "unknown provider nobody; there are fused"),
+        ("--dry-run --passes sideways", "--passes takes fwd, fwd_grad, bwd, both, not 'sideways'"),
+        ("--dry-run --round-ms 0", "--round-ms must be above 0, not 0"),
+        ("--dry-run --mode load,graph", "--mode load has a clock of its own: it takes no other mode with it"),
     ],
 )
 def test_wrong_arguments_are_named(arguments, message, capsys):
-    words = arguments.split()
-    assert command.main(words if words[0] in ("nonsense", "results") else [*words, "--dry-run"]) == 2
-    assert message in capsys.readouterr().err
+    assert command.main(arguments.split()) == 2 and message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", [name for name, (_, entry) in command.COMMANDS.items() if entry != "main"])
 def test_a_suite_lists_what_would_run_and_needs_a_gpu(name, capsys, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert command.main([name, "--dry-run"]) == 0
+    assert name in command.HELP and command.main([name, "--dry-run"]) == 0
     cases_and_people = capsys.readouterr().out.split("\n\n")
     assert all(len(text.splitlines()) > 2 for text in cases_and_people) and len(cases_and_people) == 2
     assert command.main([name]) == 2 and "no GPU here" in capsys.readouterr().err
@@ -50,10 +47,8 @@ def test_a_suite_lists_what_would_run_and_needs_a_gpu(name, capsys, monkeypatch)
 @pytest.mark.parametrize(
     ("arguments", "listed", "left_out"),
     [
-        ("--cases table", [*cases.TABLE, *providers.table("plain")], ["Host"]),
-        ("--cases Llama70B-1K --providers fused", ["Llama70B-1K"], ["Small", "hf_sdpa"]),
+        ("--cases Llama70B-1K --providers fused", ["Llama70B-1K", " here"], ["Small", "hf_sdpa"]),
         ("--mode host", ["B1 H4 N128 D64 causal bf16", "bare_cudnn_chosen"], ["Small-512"]),
-        ("--mode graph", ["Small-512"], ["\nHost "]),
         ("--mode graph,host", ["Small-512", "\nHost "], []),
         ("--mode load", [*cases.TABLE, *LOAD_USUAL], ["\nHost ", "hf_sdpa"]),
     ],
@@ -62,18 +57,6 @@ def test_cases_and_providers_are_chosen(arguments, listed, left_out, capsys):
     assert command.main([*arguments.split(), "--dry-run"]) == 0
     text = capsys.readouterr().out
     assert not [word for word in listed if word not in text] and not [word for word in left_out if word in text]
-    for baseline in BASELINES.values() if "table" in arguments else ():
-        assert (baseline.missing() or "here") in text
-
-
-@pytest.mark.parametrize("name", ["", *command.COMMANDS])
-def test_help(name, capsys):
-    with pytest.raises(SystemExit) as stopped:
-        command.main([*name.split(), "--help"])
-    text = capsys.readouterr().out
-    assert stopped.value.code == 0 and "usage: python -m bench" in text and name in command.HELP
-    if not name:
-        assert len(text.splitlines()) <= 24 and max(map(len, text.splitlines())) <= 80, "it fits on one screen"
 
 
 def test_of_several_ranks_the_first_writes_the_rows(measure, monkeypatch, capsys):
@@ -82,22 +65,19 @@ def test_of_several_ranks_the_first_writes_the_rows(measure, monkeypatch, capsys
     assert not capsys.readouterr().err
 
 
-def raises(error):
-    def run(*given):
-        raise error
-
-    return run
+def raising(error):
+    return mock.Mock(side_effect=error)
 
 
 class Lost(WallClock):
-    synchronize = raises(RuntimeError("an illegal memory access was encountered"))
+    synchronize = raising(RuntimeError("an illegal memory access was encountered"))
 
 
 @pytest.mark.parametrize(
     ("run", "clock", "status", "message"),
     [
-        (raises(RuntimeError("broken")), WallClock(), 1, "broken"),
-        (raises(KeyboardInterrupt), WallClock(), 130, "0 rows in"),
+        (raising(RuntimeError("broken")), WallClock(), 1, "broken"),
+        (raising(KeyboardInterrupt), WallClock(), 130, "0 rows in"),
         (fused, Lost(), 3, "illegal memory access"),
     ],
 )
@@ -106,12 +86,10 @@ def test_exit_statuses(measure, capsys, run, clock, status, message):
     assert message in capsys.readouterr().out
 
 
-def test_facts_of_the_machine_and_the_tree(monkeypatch, tmp_path):
-    """FUSED_ROPE_COMMIT names the commit, because a copied tree may contain an older repository."""
+def test_rows_have_facts_and_the_commit_of_a_copied_tree(monkeypatch, tmp_path):
+    """FUSED_ROPE_COMMIT names it, because a copied tree may contain an older repository."""
     monkeypatch.setenv("FUSED_ROPE_COMMIT", "0123abcd")
-    facts = environment()
-    assert {"gpu", "driver", "torch", "cuda", "cudnn", "triton", "packages", "commit", "date"} == set(facts)
-    assert facts["commit"] == "0123abcd" and RESULTS.is_relative_to(ROOT)
+    assert FACTS.keys() <= environment().keys() and commit() == "0123abcd"
     monkeypatch.delenv("FUSED_ROPE_COMMIT")
     assert commit() != "0123abcd"
     monkeypatch.setattr("bench.environment.ROOT", tmp_path)
@@ -149,14 +127,11 @@ def test_flops():
     assert full.flops("fwd") == 2 * case.flops("fwd")
 
 
-def test_visited_blocks_of_intervals():
+def test_visited_blocks_are_those_of_committed_rows():
     """Blocks are counted for the cases as they are measured."""
     counted = {case.name: visited(*case.case.intervals(case.case.len_k)[:2]) for case in cases.BY_INTERVALS}
-    assert counted["causal-4K"] == counted["causal-16K"] == 1
+    assert {row["case"]: row["visited"] for row in results.read("intervals-h200")} == pytest.approx(counted, rel=1e-3)
     assert counted["chunks"] == (4 * 64 * 65) / (256 * 257)
-    assert counted["prefix"] == (32 * 33 + 8 * 8 * 9 + 2 * 8 * 8 * 32) / (96 * 97)
-    assert counted["image-blocks"] == (64 * 65 + 2 * 16) / (64 * 65)
-    assert 0.04 < counted["documents"] < 0.12
 
 
 # The run
@@ -171,15 +146,14 @@ def test_who_does_not_run_is_named_and_the_others_are_timed():
 
     people = [
         OURS,
-        scripted("broken", raises(RuntimeError("kernel exploded\nwith a long trace"))),
-        scripted("hungry", raises(torch.OutOfMemoryError("out of memory"))),
-        scripted("limited", raises(NotImplementedError("no such mask"))),
+        scripted("broken", raising(RuntimeError("kernel exploded\nwith a long trace"))),
+        scripted("hungry", raising(torch.OutOfMemoryError("out of memory"))),
+        scripted("limited", raising(NotImplementedError("no such mask"))),
         scripted("absent", lacks="pip install absent"),
         scripted("forward", forward_only, backward=False),
     ]
     rows, measurement = run(ATTENTION, TINY, providers=people, modes=("eager",), passes=("fwd", "bwd", "both"))
     found = {(row["provider"], row["pass"]): (row["status"], row["detail"]) for row in rows}
-    lacks = "unsupported", "forward has a forward pass only"
     assert found == {
         ("broken", None): ("error", "RuntimeError: kernel exploded"),
         ("hungry", None): ("oom", "OutOfMemoryError: out of memory"),
@@ -187,30 +161,23 @@ def test_who_does_not_run_is_named_and_the_others_are_timed():
         ("absent", None): ("missing", "pip install absent"),
         **{("fused", part): ("ok", "") for part in ("fwd", "bwd", "both")},
         ("forward", "fwd"): ("ok", ""),
-        ("forward", "bwd"): lacks,
-        ("forward", "both"): lacks,
+        **{("forward", part): ("unsupported", "forward has a forward pass only") for part in ("bwd", "both")},
     }
     assert len(report.timed(rows)) == 4 and not report.red(rows) and not measurement.not_run
     assert "! forward (bwd eager): unsupported: forward has a forward pass only" in case_report(rows)
 
 
 def test_a_failed_capture_is_tried_once_and_reported():
-    class NoCapture(WallClock):
-        attempts = 0
-
-        def capture(self, make):
-            self.attempts += 1
-            raise RuntimeError("operation not permitted when stream is capturing")
-
-    clock = NoCapture()
+    clock = WallClock()
+    clock.capture = mock.Mock(side_effect=RuntimeError("operation not permitted when stream is capturing"))
     rows, _ = run(ATTENTION, TINY, providers=[OURS], clock=clock, modes=("eager", "graph"), passes=("fwd", "bwd"))
-    assert clock.attempts == 1
-    assert [row["status"] for row in rows if row["mode"] == "graph"] == ["no-graph", "no-graph"]
-    assert all("not permitted" in row["detail"] for row in rows if row["mode"] == "graph")
+    assert clock.capture.call_count == 1
+    found = [row for row in rows if row["mode"] == "graph"]
+    assert len(found) == 2 and all(row["status"] == "no-graph" and "not permitted" in row["detail"] for row in found)
 
 
 def test_a_case_whose_inputs_do_not_fit_is_named():
-    full = replace(decode.DECODE, trial=raises(torch.OutOfMemoryError("out of memory")))
+    full = replace(decode.DECODE, trial=raising(torch.OutOfMemoryError("out of memory")))
     rows, measurement = run(full, decode.DecodeCase(2, 32, 4, 2, 16, torch.float32), providers=[])
     assert rows == [] and measurement.not_run == ["B2-32 B2 H4/2 S32 D16 fp32 (memory)"]
 
@@ -252,20 +219,14 @@ def test_providers_in_place_get_copies_and_leave_the_inputs_alone():
 
 def test_the_context_of_a_provider_is_entered_around_its_calls_alone():
     """cuDNN's attention is chosen by such a context, once for many calls, because choosing costs host time."""
-    entered, seen = [], {"inside": set(), "outside": set()}
-
-    @contextlib.contextmanager
-    def active():
-        entered.append(True)
-        yield
-        entered.pop()
+    seen, people = set(), {"inside": torch.inference_mode, "outside": contextlib.nullcontext}
 
     def watching(place):
-        return lambda *given: (seen[place].add(bool(entered)), fused(*given))[1]
+        return lambda *given: (seen.add((place, torch.is_inference_mode_enabled())), fused(*given))[1]
 
-    people = [scripted("inside", watching("inside"), active=active), scripted("outside", watching("outside"))]
-    run(ATTENTION, TINY, providers=people, modes=("eager",), passes=("fwd",))
-    assert seen == {"inside": {True}, "outside": {False}} and not entered
+    scripts = [scripted(name, watching(name), active=active) for name, active in people.items()]
+    run(ATTENTION, TINY, providers=scripts, modes=("eager",), passes=("fwd",))
+    assert seen == {("inside", True), ("outside", False)} and not torch.is_inference_mode_enabled()
 
 
 def test_forward_with_gradient_builds_a_graph_and_forward_does_not():

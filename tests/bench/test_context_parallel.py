@@ -14,18 +14,12 @@ from tests.support.bench import FACTS, WallClock
 
 
 def test_the_number_of_ranks_chooses_the_cases(capsys, monkeypatch):
-    assert main(["cp", "--dry-run", "--cases", "p=2+packed+32k,p=2+plain-128k"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[:2] for line in lines[2:4]] == [["plain-128K", "P=2"], ["packed-32K", "P=2"]]
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert main(["cp", "--dry-run"]) == 0
     text = capsys.readouterr().out
     assert text.count("P=2") == 9 and "P=4" not in text
     monkeypatch.setenv("WORLD_SIZE", "3")
     assert main(["cp", "--dry-run"]) == 2 and "no case of 3 ranks" in capsys.readouterr().err
-
-
-def test_a_process_for_each_gpu_is_asked_for():
     with pytest.raises(RuntimeError, match="torchrun --nproc-per-node P"):
         CP.clock(torch.device("cpu"), Options())
 

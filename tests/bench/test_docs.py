@@ -12,21 +12,6 @@ from bench.tables import CARDS, Table
 # Every page that a person reads about results; experiments are a record and have figures of their own.
 _GUIDES = tuple(f"docs/guides/{name}.md" for name in ("same-bits", "intervals", "latent"))
 _PAGES = ("README.md", "docs/benchmarks.md", *_GUIDES)
-_END = "<!-- table:end -->\n"
-_TOY = f"<!-- table:toy: written -->\n{_END}"
-
-
-@pytest.fixture
-def toy(tmp_path, monkeypatch):
-    """A page with one block, of two committed rows of attention."""
-    rows = [row for row in results.read("attention-h200") if row["case"] == "Llama7B-4K" and row["pass"] == "fwd"]
-    monkeypatch.setattr(docs, "ROOT", tmp_path)
-    monkeypatch.setattr(results, "RESULTS", tmp_path)
-    results.write("rows-h200", [row | {"ms": 0.598} for row in rows])
-    monkeypatch.setattr(docs, "BLOCKS", {"page.md": {"toy": Table("rows")}})
-    page = tmp_path / "page.md"
-    page.write_text(f"# before\n{_TOY}after\n", encoding="utf-8")
-    return page
 
 
 def test_figures_are_those_of_the_committed_rows(capsys):
@@ -57,29 +42,19 @@ def test_there_are_no_figures_beside_the_generated_ones(page):
     assert re.findall(r"\d[\d.,]*\s?(?:ms|µs|TFLOP/s|GB/s|×|%)", text) == []
 
 
-def test_the_command_writes_checks_and_complains(toy, capsys):
-    assert main(["docs", "--check"]) == 1 and "page.md does not match the rows in toy" in capsys.readouterr().err
-    assert "Llama7B-4K" not in toy.read_text(encoding="utf-8")
-    assert main(["docs"]) == 0
-    text = toy.read_text(encoding="utf-8")
-    assert text.startswith("# before\n<!-- table:toy: written by `python -m bench docs`")
-    assert text.endswith(f"{_END}after\n") and "(bench/results/rows-h200.csv)" in text
-    assert main(["docs", "--check"]) == 0
-    toy.write_text(text.replace("Llama7B-4K | 0.598", "Llama7B-4K | 0.498"), encoding="utf-8")
-    assert main(["docs", "--check"]) == 1
-    (results.RESULTS / "rows-h200.csv").unlink()
-    assert main(["docs"]) == 2 and "no rows of rows" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("nothing", "must have the blocks toy"),
-        (_TOY.replace("toy", "nonsense"), "but has nonsense"),
-        (2 * _TOY, "each once"),
-        (_TOY + "<!-- table:toy -->\n", "but has toy and 3 markers"),
-    ],
-)
-def test_bad_markers_are_refused(text, message, toy):
-    with pytest.raises(ValueError, match=message):
-        docs.rewrite("page.md", text)
+def test_the_command_checks_rewrites_and_complains(tmp_path, monkeypatch, capsys):
+    """A page with one other digit, one with a block that is missing, and one without rows."""
+    name = "docs/guides/latent.md"
+    right, page = (ROOT / name).read_text(encoding="utf-8"), tmp_path / name
+    page.parent.mkdir(parents=True)
+    page.write_text(right.replace("H128-1K | 0.", "H128-1K | 1."), encoding="utf-8")
+    monkeypatch.setattr(docs, "ROOT", tmp_path)
+    monkeypatch.setattr(docs, "BLOCKS", {name: docs.BLOCKS[name]})
+    assert main(["docs", "--check"]) == 1 and f"{name} does not match the rows in mla" in capsys.readouterr().err
+    assert page.read_text(encoding="utf-8") != right
+    assert main(["docs"]) == 0 and page.read_text(encoding="utf-8") == right
+    for wrong in ("nothing", right.replace("table:mla", "table:nonsense"), 2 * right, right + "<!-- table:mla -->\n"):
+        with pytest.raises(ValueError, match="must have the blocks mla, each once"):
+            docs.rewrite(name, wrong)
+    monkeypatch.setattr(results, "RESULTS", tmp_path)
+    assert main(["docs"]) == 2 and "no rows of mla" in capsys.readouterr().err

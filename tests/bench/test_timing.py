@@ -1,14 +1,14 @@
 """Clocks at a machine of arithmetic, the arithmetic of times, interleaving, and ``--mode load``."""
 
 import gc
-import sys
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from bench import load, timing
-from bench.load import CALLS, Load, LoadClock, Loads, Nvml
+from bench.load import CALLS, Load, LoadClock, Loads
 from bench.timing import Measurement, interleave, ratio
 
 CPU = torch.device("cpu")
@@ -64,14 +64,12 @@ class Machine:
                 assert self.timed and end.timed
                 return 1e3 * (end.at - self.at)
 
-        class Stream:
-            def __init__(self, *device):
-                pass
-
-            def __enter__(self):
-                machine.streams += 1
-
-            def __exit__(self, *error):
+        @contextmanager
+        def stream(stream):
+            machine.streams += 1
+            try:
+                yield
+            finally:
                 machine.streams -= 1
 
         class Graph:
@@ -89,11 +87,9 @@ class Machine:
         clock.perf_counter_ns = lambda: 1e9 * machine.now
         for module in (timing, load):
             monkeypatch.setattr(module, "time", clock)
-        for name, stand_in in (("Event", Event), ("Stream", Stream), ("CUDAGraph", Graph)):
+        replaced = {"Event": Event, "CUDAGraph": Graph, "stream": stream, "Stream": lambda *device: None}
+        for name, stand_in in (replaced | {"synchronize": self.synchronize, "empty_cache": lambda: None}).items():
             monkeypatch.setattr(torch.cuda, name, stand_in)
-        monkeypatch.setattr(torch.cuda, "stream", lambda stream: stream)
-        monkeypatch.setattr(torch.cuda, "synchronize", self.synchronize)
-        monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
         monkeypatch.setattr(timing, "_FLUSH_BYTES", 64)
         return self
 
@@ -103,19 +99,15 @@ def machine(monkeypatch):
     return Machine().install(monkeypatch)
 
 
-def gpu_clock(**options):
-    return timing.GpuClock(CPU, **options)
-
-
 def test_device_time_and_the_calls_of_a_round(machine):
-    clock = gpu_clock()
+    clock = timing.GpuClock(CPU)
     assert clock.sample(machine.work, 3) == pytest.approx([0.1] * 3)
     assert [clock.calls_for(machine.work, round_ms) for round_ms in (0.05, 1.0, 100.0)] == [1, 10, 100]
 
 
 @pytest.mark.parametrize("reads", [True, False])
 def test_the_cache_is_flushed_by_reading_or_by_writing(machine, reads):
-    clock = gpu_clock(reads=reads)
+    clock = timing.GpuClock(CPU, reads=reads)
     clock._bytes.fill_(1)
     clock.sample(machine.work, 1)
     assert clock._bytes.any() == reads and (clock._sum == 16 or not reads)
@@ -124,7 +116,7 @@ def test_the_cache_is_flushed_by_reading_or_by_writing(machine, reads):
 def test_host_time_is_taken_in_bursts_that_wait_for_nothing(machine, monkeypatch):
     """The device is waited for between bursts, out of the time that is taken, and no garbage is collected in them."""
     monkeypatch.setattr(timing, "_BURST", 3)
-    clock, collected, collects = gpu_clock(), [], gc.isenabled()
+    clock, collected, collects = timing.GpuClock(CPU), [], gc.isenabled()
 
     def call():
         collected.append(gc.isenabled())
@@ -135,11 +127,11 @@ def test_host_time_is_taken_in_bursts_that_wait_for_nothing(machine, monkeypatch
     assert collected == [collects, *[False] * 7] and machine.now == machine.end and gc.isenabled() == collects
 
 
-@pytest.mark.parametrize(("clock", "calls"), [(gpu_clock, 1), (lambda: LoadClock(CPU), CALLS)], ids=["single", "load"])
+@pytest.mark.parametrize(("clock", "calls"), [(timing.GpuClock, 1), (LoadClock, CALLS)], ids=["single", "load"])
 def test_a_graph_that_leaves_its_outputs_unwritten_is_refused(machine, clock, calls):
     """Two graphs' calls warm up, and one graph's are captured; of these the last one's outputs count."""
     out, made = torch.zeros(4), []
-    replay = clock().capture(lambda: lambda: machine.work(out))
+    replay = clock(CPU).capture(lambda: lambda: machine.work(out))
     out.zero_()
     replay()
     assert out.tolist() == [1.0] * 4
@@ -149,7 +141,7 @@ def test_a_graph_that_leaves_its_outputs_unwritten_is_refused(machine, clock, ca
         return (made[-1], made[-1]) if len(made) < 3 * calls else (torch.zeros(1), made[-1])
 
     with pytest.raises(RuntimeError, match="does not write its outputs: work ran on another stream"):
-        clock().capture(lambda: call)
+        clock(CPU).capture(lambda: call)
     assert len(made) == 3 * calls
 
 
@@ -161,7 +153,7 @@ def test_a_failed_capture_restores_the_stream(machine):
         return machine.work(torch.zeros(1)) if len(streams) < 3 else 1 / 0
 
     with pytest.raises(ZeroDivisionError):
-        gpu_clock().capture(lambda: third_call_fails)
+        timing.GpuClock(CPU).capture(lambda: third_call_fails)
     assert streams == [1, 1, 1] and machine.streams == 0
 
 
@@ -240,24 +232,6 @@ def test_a_counter_that_does_not_move_is_an_error_and_no_figure(monkeypatch):
     machine = Machine(1.0, 10.0).install(monkeypatch)
     with pytest.raises(RuntimeError, match="must move twice a sample, not 0 times: give more --round-ms"):
         LoadClock(CPU, machine).sample(machine.work, 100)
-
-
-@pytest.mark.parametrize(
-    ("energy", "message"),
-    [({"card": 5000}.get, None), (None, "pip install"), ({}.__getitem__, "Toy 9000 must have an")],
-)
-def test_the_counter_of_the_card_is_found_or_said_to_be_missing(monkeypatch, energy, message):
-    """The card has used 5 J."""
-    nvml = SimpleNamespace(NVMLError=KeyError, nvmlInit=lambda: None, nvmlDeviceGetTotalEnergyConsumption=energy)
-    nvml.nvmlDeviceGetHandleByUUID = {"GPU-1234": "card"}.get
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="1234"))
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Toy 9000")
-    monkeypatch.setitem(sys.modules, "pynvml", energy and nvml)
-    if message is None:
-        assert Nvml(torch.device("cuda", 0)).millijoules() == 5000
-    else:
-        with pytest.raises(RuntimeError, match=message):
-            Nvml(torch.device("cuda", 0))
 
 
 def test_energies_of_a_row_are_medians_over_rounds():

@@ -12,6 +12,7 @@ from collections import namedtuple
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -225,26 +226,25 @@ def odd(x):
     return torch.zeros(x.numel() + 1, dtype=x.dtype)[1:].view(x.shape)
 
 
-REASONS = ("a profiler", "another GPU", "no context to launch", "no context to make a map", X, Y)
+CHANGES = {"a profiler": (knobs.runtime, "launch_enter_hook", lambda metadata: None),
+           "another GPU": (calls.device, "is_current", lambda where: False)}  # fmt: skip
 
 
-@pytest.mark.parametrize("why", REASONS, ids=str)
+@pytest.mark.parametrize("why", [*CHANGES, "code", "code_of_encode", X, Y], ids=str)
 def test_where_the_driver_cannot_the_call_itself_runs(toy, monkeypatch, why):
     """Triton's launcher calls a profiler's hooks. An allocation from PyTorch's cache makes no context current. The
     address of a tensor may be odd."""
     call, given = recorded(toy), [*inputs()]
     with monkeypatch.context() as changed:
-        if why == "a profiler":
-            changed.setattr(knobs.runtime, "launch_enter_hook", lambda metadata: None)
-        elif why == "another GPU":
-            changed.setattr(calls.device, "is_current", lambda where: False)
+        if why in CHANGES:
+            changed.setattr(*CHANGES[why])
         elif why in (X, Y):
             given[why] = odd(given[why])
         else:
-            changed.setattr(toy.driver, "code" if "launch" in why else "code_of_encode", driver.INVALID_CONTEXT)
+            changed.setattr(toy.driver, why, driver.INVALID_CONTEXT)
         call(given)
         assert toy.ran == 3 and [len(launch.kernel.runs) for launch in toy.launches] == [3, 3]
-        assert len(toy.driver.launches) == (why == "no context to launch")
+        assert len(toy.driver.launches) == (why == "code")
     call(inputs())
     assert toy.ran == 3
 
@@ -252,19 +252,13 @@ def test_where_the_driver_cannot_the_call_itself_runs(toy, monkeypatch, why):
 @pytest.mark.parametrize("says", ["Failed to create tensor map descriptor: invalid device context", "out of memory"])
 def test_triton_in_a_thread_without_a_context(toy, monkeypatch, says):
     """It raises where the driver refuses; other errors of its stay what they are."""
-    contexts, call = [], Call(toy.run)
-    monkeypatch.setattr(calls.device, "make_context_current", lambda: contexts.append(True))
+    make_context, call = mock.Mock(), Call(toy.run)
+    monkeypatch.setattr(calls.device, "make_context_current", make_context)
     call(inputs())
-
-    def fail_once():
-        if not contexts:
-            raise RuntimeError(f"Triton Error [CUDA]: {says}")
-
-    for launch in toy.launches:
-        launch.kernel.begin = fail_once
+    toy.launches[0].kernel.begin = mock.Mock(side_effect=[RuntimeError(f"Triton Error [CUDA]: {says}"), None])
     with pytest.raises(RuntimeError, match=says) if says == "out of memory" else contextlib.nullcontext():
         call(inputs())
-    assert contexts == [True] * (says != "out of memory")
+    assert make_context.call_count == (says != "out of memory")
 
 
 def test_an_error_of_the_driver_names_the_kernels_and_ends_the_launches(toy):
@@ -348,58 +342,45 @@ def test_a_recording_ends_with_its_call(toy):
 def test_a_signature_has_one_call(monkeypatch):
     """Shapes, strides, dtypes, alignment, what is given, the problem and the configuration are its parts."""
     monkeypatch.setattr(calls, "_known", {})
-    prepared = []
-
-    def prepare(*given):
-        prepared.append(given)
-        return lambda tensors: None
-
+    prepare = mock.Mock()
     x, config = torch.zeros(4, 6), object()
     tensors = ((x, None), (x, x), (x.t(), None), (x.half(), None), (x[:, :4], None), (odd(x), None))
     signatures = [("problem", given) for given in tensors]
     signatures += [("another", (x, None)), ("problem", (x, None), config), ("problem", (x, None), object())]
     every = [call_of(prepare, *signature) for signature in signatures]
-    assert len(set(map(id, every))) == len(every) == len(prepared)
-    assert [call_of(prepare, *signature) for signature in signatures] == every and len(prepared) == len(every)
+    assert len(set(map(id, every))) == len(every) == prepare.call_count
+    assert [call_of(prepare, *signature) for signature in signatures] == every and prepare.call_count == len(every)
     assert call_of(prepare, "problem", (x.clone(), None)) is every[0]
-    assert call_of(lambda *given: prepare(*given), "problem", (x, None)) is not every[0]
+    assert call_of(mock.Mock(), "problem", (x, None)) is not every[0]
     monkeypatch.setattr(calls, "_MAX_CALLS", len(every) + 1)
     call_of(prepare, "a third", (x, None))  # forgets all others
     assert call_of(prepare, "problem", (x, None)) is not every[0]
 
 
-class Library:
-    """A libcuda that tells of kernels with parameters of SIZES, or that lacks a function."""
+def library(*functions):
+    """Return a libcuda that tells of kernels with parameters of SIZES, with these functions in addition."""
 
-    def __init__(self, *functions):
-        for name in functions:
-            setattr(self, name, None)
-
-    def cuGetErrorString(self, code, found):
+    def explain(code, found):
         found._obj.value = b"it is broken"
 
-    def cuFuncGetParamInfo(self, function, index, offset, size):
+    def info(function, index, offset, size):
         size._obj.value = (*SIZES, 0)[index.value]
         return index.value == len(SIZES)
 
+    return SimpleNamespace(cuGetErrorString=explain, cuFuncGetParamInfo=info, **dict.fromkeys(functions))
 
-NEW, OLDER = Library("cuLaunchKernelEx", "cuTensorMapEncodeTiled"), Library("cuTensorMapEncodeTiled")
+
+NEW, OLDER = library("cuLaunchKernelEx", "cuTensorMapEncodeTiled"), library("cuTensorMapEncodeTiled")
 
 
-@pytest.mark.parametrize(("library", "hip"), [(NEW, None), (OLDER, None), (None, None), (NEW, "6")])
-def test_the_driver_is_libcuda(monkeypatch, library, hip):
+@pytest.mark.parametrize("found", [NEW, OLDER, OSError("no such library"), None])
+def test_the_driver_is_libcuda(monkeypatch, found):
     """None without the library, with one that is older than a function, and for AMD."""
-
-    def load(name):
-        assert name == "libcuda.so.1"
-        if library is None:
-            raise OSError("no such library")
-        return library
-
+    load = mock.Mock(side_effect=[found or NEW])
     monkeypatch.setattr(driver.ctypes, "CDLL", load)
-    monkeypatch.setattr(driver.torch.version, "hip", hip)
-    found = driver.cuda_driver.__wrapped__()
-    if library is not NEW or hip:
-        assert found is None
-    else:
-        assert found.message(9) == "CUDA error 9: it is broken" and found.parameter_sizes(None) == SIZES
+    monkeypatch.setattr(driver.torch.version, "hip", None if found else "6")
+    made = driver.cuda_driver.__wrapped__()
+    assert (made is None) == (found is not NEW)
+    if made:
+        load.assert_called_once_with("libcuda.so.1")
+        assert made.message(9) == "CUDA error 9: it is broken" and made.parameter_sizes(None) == SIZES

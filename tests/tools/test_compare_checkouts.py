@@ -46,16 +46,6 @@ def test_a_case_has_a_row_for_each_pass_or_says_that_results_differ(copy, monkey
     assert [row["error"] for row in rows] == ["the results differ"] * 3
 
 
-def test_rows_show_medians_and_errors():
-    x = torch.tensor([1.0, -4.0])
-    assert compare.largest_difference((x, x), (x, x + torch.tensor([0.0, 0.4]))) == pytest.approx(0.1)
+def test_rows_show_medians():
     row = {"case": "4K", "part": "forward", "unit": "ms", "before": [1.0, 9.0, 2.0], "after": [3.0, 3.0, 3.0]}
     assert compare.shown(row)["after / before"] == "1.500"
-    assert compare.shown({"case": "4K", "part": "forward", "error": "they differ"})["before"] == "they differ"
-
-
-def test_usage_errors(tmp_path, capsys):
-    for arguments in ([str(tmp_path)], [str(ROOT), "--cases", "nothing is called so"]):
-        with pytest.raises(SystemExit):
-            compare.main(arguments)
-    assert "holds no fused_rope_attn" in capsys.readouterr().err

@@ -74,7 +74,8 @@ def test_what_becomes_of_changes(tmp_path):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
     source = (ROOT / "tools/mutation.py").read_text(encoding="utf-8")
-    (tmp_path / "tools/mutation.py").write_text(source.replace("LEAST_LIMIT = 20.0", "LEAST_LIMIT = 3.0"))
+    source = source.replace("LEAST_LIMIT = 20.0", "LEAST_LIMIT = 3.0").replace("(PRELOADED)", '(["pytest"])')
+    (tmp_path / "tools/mutation.py").write_text(source)
     command = [sys.executable, "-m", "tools.mutation", "toy.py", "--session", "toy.sqlite"]
     for _ in range(2):  # the second command takes all results from the session
         result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
@@ -107,12 +108,9 @@ def test_a_sample_is_the_same_for_the_same_seed(tmp_path, monkeypatch):
 
 def test_modules_and_the_tests_that_mirror_them():
     modules = every_module()
-    assert "masks.py" in modules and "integrations/transformers/obstacles.py" in modules
-    assert not {"attention/hopper/configs.py", "integrations/litgpt.py"} & {*modules}
+    assert "integrations/transformers/obstacles.py" in modules and "attention/hopper/configs.py" not in modules
     assert calls_for("rotation/tables.py") == [f"{CALLS}::test_calls[{name}-0]" for name in ("rope", "rope of several")]
-    assert f"{CALLS}::test_calls[write-0]" in calls_for("kernels/masks.py") and calls_for("masks.py") == []
     assert mirrors_of("kernels/masks.py") == ["tests/kernels/test_masks.py"]
-    assert "tests/attention/test_planning.py" in mirrors_of("attention/planning.py")
     assert mirrors_of("integrations/transformers/obstacles.py")[0].startswith("tests/integrations/transformers")
 
 

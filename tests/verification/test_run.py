@@ -1,6 +1,7 @@
 """``python -m verification``: cases, drawn calls and context parallelism tell right from wrong, and say so in the
 table, the JSON and the exit status. A call that fails is shrunk and repeated."""
 
+import functools
 import json
 import math
 import os
@@ -22,12 +23,10 @@ from verification import __main__ as command, attention, context_parallel, repor
 from verification.attention import AttentionCheck, CoRopeCheck
 from verification.calls import Finding, Machine, literal, parse
 from verification.context_parallel import CpCheck, compared
-from verification.decode import DecodeCheck
 from verification.matrix import ATTENTION, CHECKS, ROTATION, SIZES
 from verification.refusals import KINDS, MUTATIONS, IllegalCheck, nothing_comes_of
 from verification.rotation import RopeCheck
 from verification.strategies import FAMILIES, draw, drawn_call
-from verification.table import format_table
 from verification.testing import Case, make_inputs, run_reference
 from verification.workers import Outcome, Worker, run_check, run_checks
 
@@ -67,14 +66,9 @@ def test_the_command_of_a_user(tmp_path):
     assert result.returncode == 0 and "1/1" in result.stderr, result.stderr  # the progress bar
     assert "15 of 15 tensors within tolerance, 0 not, 0 skipped" in result.stdout
     content = json.loads((tmp_path / "rows.json").read_text())
-    assert content["failures"] == 0 and content.keys() == {"environment", "seconds", "failures", "rows"}
-    assert content["environment"]["interpreter"] is True and "commit" in content["environment"]
+    assert content["failures"] == 0 and content["environment"]["interpreter"] is True
     assert {row["backend"] for row in content["rows"]} == {"reference", "triton inline", "triton prepass"}
-    for row in content["rows"]:
-        assert set(row) == {
-            "case", "dtype", "backend", "tensor", "error", "eager", "ratio", "row_ratio", "verdict", "detail",
-        }  # fmt: skip
-        assert 0 <= row["error"] < 1e-4 and row["verdict"] == "ok" and row["dtype"] == "float32"
+    assert all(0 <= row["error"] < 1e-4 and row["verdict"] == "ok" for row in content["rows"])
 
 
 def shifted(table):
@@ -158,40 +152,34 @@ def test_a_large_case_compares_some_heads_and_sees_a_fault_in_the_last(monkeypat
     assert "o" in [row.tensor for row in rows_for(check) if row.verdict == "FAIL"]
 
 
-USAGE_ERRORS = """--large | --small --large | --dtype bfloat16 | --dtype int8 | --backend cuda | --backend hopper
-    | --only 3 | --family pairs | --random 0 | --call x --list | --random 5 --small | --random 5 --filter x
-    | --random 5 --family x"""
+USAGE_ERRORS = """--device cpu --large | --device cpu --dtype bfloat16 | --device cpu --backend hopper | --device cuda
+    | --only 3 | --random 0 | --random 5 --small"""
 
 
 @pytest.mark.parametrize("arguments", USAGE_ERRORS.split("|"), ids=str.strip)
-def test_usage_errors(arguments, capsys):
-    with pytest.raises(SystemExit) as stopped:
-        command.main(["--device", "cpu", *arguments.split()])
-    assert stopped.value.code == 2 and "error:" in capsys.readouterr().err
+def test_usage_errors(arguments, capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit):
+        command.main(arguments.split())
+    assert "error:" in capsys.readouterr().err
 
 
-def on(monkeypatch, *capability):
-    """Let the command believe that it runs on a GPU of this compute capability."""
+def test_the_sm_90_backend_is_verified_where_it_runs(monkeypatch):
+    capability = [9, 0]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *device: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *device: tuple(capability))
+    monkeypatch.setattr(run, "drawn_cases", functools.cache(run.drawn_cases))  # for time
 
-
-def test_the_sm_90_backend_is_verified_where_it_runs(monkeypatch, capsys):
     def checks(*arguments):
         return run.make_checks(command.parse(["--small", "--device", "cuda", *arguments]))
 
-    on(monkeypatch, 9, 0)
     served = [check for check in checks() if ("hopper", "auto") in getattr(check, "variants", ())]
     assert {check.dtype for check in served} == {F16, BF16} and not any("N40x0" in check.name for check in served)
     assert [replace(check, variants=(("hopper", "auto"),)) for check in served] == checks("--backend", "hopper")
     assert not any(("hopper", "auto") in check.variants for check in checks("--strategy", "inline"))
     with pytest.raises(SystemExit):
         checks("--backend", "hopper", "--strategy", "inline")
-    on(monkeypatch, 10, 0)
-    with pytest.raises(SystemExit):
-        checks("--backend", "hopper")
-    err = capsys.readouterr().err
-    assert "no --strategy inline" in err and "needs an sm_90 GPU" in err
+    capability[0] = 10
     assert command.parse(["--device", "cuda"]).backend == ["reference", "triton"]
 
 
@@ -203,33 +191,28 @@ def test_cases_have_names_of_their_own():
         assert check.size != "huge" or check.batch * check.len_q * heads * check.head_dim > 2**31
 
 
-def test_json_holds_no_nan_and_the_table_is_aligned(tmp_path):
-    figures = (math.nan, 0.0, math.inf, 1.0)
-    row = report.Row("case", "float32", "triton inline", "o", *figures, "FAIL", "not finite")
+def test_json_holds_no_nan(tmp_path):
+    row = report.Row("case", "float32", "triton inline", "o", math.nan, 0.0, math.inf, 1.0, "FAIL", "not finite")
     report.write_json(tmp_path / "deep" / "rows.json", {}, 1.0, [row])
-    (row,) = json.loads((tmp_path / "deep" / "rows.json").read_text())["rows"]
-    assert row["error"] is None and row["ratio"] is None and row["row_ratio"] == 1.0
-    text = format_table(("name", "value"), [{"name": "a", "value": 1.0}, {"name": "longer", "value": 12345.678}])
-    assert text.splitlines() == ["name       value", "------  --------", "a              1", "longer  1.23e+04"]
+    (found,) = json.loads((tmp_path / "deep" / "rows.json").read_text())["rows"]
+    assert found == vars(row) | {"error": None, "ratio": None}
 
 
 # Context parallelism.
 
 
-def test_calls_of_ranks_a_list_and_an_error(ranks, capsys, monkeypatch):
+def test_calls_of_ranks_and_an_error(ranks, capsys, monkeypatch):
     asked = ["--cp", "--device", "cpu", "--dtype", "float32", "--jobs", "0", "--json", "", "--filter"]
-    some = "softcap=5.0 sinks"
     monkeypatch.setattr(context_parallel, "pool_of", lambda device: ranks)
-    assert command.main([*asked, some, "--list"]) == 0
+    monkeypatch.setattr(context_parallel, "DRAWN", 20)
+    assert command.main([*asked, "softcap=5.0", "--list"]) == 0
     names = capsys.readouterr().out.splitlines()
-    assert names and len(names) == len(set(names)) and all(some in name for name in names)
-    assert command.main([*asked, some]) == 0
+    assert len(set(names)) == len(names) > 1 and all("softcap=5.0" in name for name in names)
+    assert command.main([*asked, "softcap=5.0"]) == 0
     assert f" not, 0 skipped; {len(names)} cases" in capsys.readouterr().out
-    assert command.main([*asked, "no such case"]) == 2
-    assert "no such case" in capsys.readouterr().err
     wrong = CpCheck(Case(1, 2, 1, 24, 24, 16), (0, 1), {"sharding": "ring"})
     monkeypatch.setattr(context_parallel, "cp_calls", lambda *_: st.just(wrong))
-    monkeypatch.setattr(context_parallel, "DRAWN", 1)
+    assert command.main([*asked, "no such case"]) == 2
     assert command.main([*asked, ""]) == 1
     assert "sharding must be" in capsys.readouterr().out
 
@@ -248,25 +231,26 @@ def test_a_wrong_rank_is_seen():
 # Drawn calls.
 
 
-@pytest.mark.parametrize("machine", [INTERPRETER, GPU], ids=lambda machine: machine.device)
-def test_a_seed_and_an_index_draw_one_call(machine):
+INDICES = range(0, 1000, 67)
+
+
+def test_a_seed_and_an_index_draw_one_call():
     """Earlier imports and draws make no difference: another process draws the same calls."""
-    indices = range(0, 1000, 37)
-    drawn = [drawn_call(5, index, machine) for index in indices]
-    assert len(set(drawn)) == len(drawn)
-    assert drawn != [drawn_call(6, index, machine) for index in indices]
+    drawn = [drawn_call(5, index, machine) for machine in (INTERPRETER, GPU) for index in INDICES]
+    assert len(set(drawn)) == len(drawn) and drawn[0] != drawn_call(6, 0, INTERPRETER)
     assert [parse(literal(call), KINDS) for call in drawn] == drawn
     program = (
         "from verification.calls import Machine, literal\n"
         "from verification.strategies import drawn_call\n"
-        f"print(*(literal(drawn_call(5, index, {machine})) for index in {indices}), sep='\\n')"
+        f"for machine in {INTERPRETER, GPU}:\n"
+        f"    print(*(literal(drawn_call(5, index, machine)) for index in {INDICES}), sep='\\n')"
     )
     result = python("-c", program, TRITON_INTERPRET="1")
     assert result.stdout.splitlines() == [literal(call) for call in drawn], result.stderr
 
 
 def test_everything_is_drawn():
-    drawn = [drawn_call(0, index, GPU) for index in range(0, 30_000, 31)]
+    drawn = [drawn_call(0, index, GPU) for index in range(0, 30_000, 62)]
     assert {call.function for call in drawn} == {
         "rope_attention", "rope_attention_varlen", "rope_attention_with_kvcache", "apply_rope", "apply_rope_qk",
         "corope_attention", "write_kvcache", "rope_attention_mla", "rope_attention_mla_varlen", "batch_invariant",
@@ -286,11 +270,11 @@ def test_everything_is_drawn():
 def test_what_kernels_branch_on_comes_together():
     """Norms, interleaved pairs, a narrow head, one strategy and a mask: one of 200 prototypes of attention, or more."""
     family = FAMILIES["attention"]
-    drawn = [draw(family.prototypes(GPU), "together", i) for i in range(1000)]
+    drawn = [draw(family.prototypes(GPU), "together", i) for i in range(600)]
     together = [p for p in drawn if p.norms is not None and p.interleaved and p.head_dim <= 64]
     together = [p for p in together if p.window or p.softcap or p.sinks or p.kv_starts is not None]
     for strategy in ("inline", "prepass"):
-        assert sum(("triton", strategy) in p.variants for p in together) >= 5
+        assert sum(("triton", strategy) in p.variants for p in together) >= 3
 
 
 def test_a_run_of_the_reference(capsys):
@@ -304,8 +288,8 @@ def test_a_run_of_the_reference(capsys):
     assert tuple(FAMILIES) == command.FAMILIES
     assert command.main(["--random", "3", "--family", "pairs", *ARGUMENTS]) == 0
     assert "3 calls (0 of them refusals) with seed 0, 0 failed" in capsys.readouterr().out
-    assert command.main(["--random", "200", "--minutes", "0.001", *ARGUMENTS]) in (0, 2)
-    assert "of 200, stopped by --minutes 0.001" in capsys.readouterr().out
+    assert command.main(["--random", "99", "--minutes", "0.001", *ARGUMENTS]) in (0, 2)
+    assert "of 99, stopped by --minutes 0.001" in capsys.readouterr().out
     assert command.main(["--random", "24", "--seed", "12", "--only", "7", *ARGUMENTS]) == 0
     assert shlex.quote(literal(drawn_call(12, 7, REFERENCE))) in capsys.readouterr().out
 
@@ -323,20 +307,6 @@ def test_each_mutation_makes_some_drawn_call_illegal(mutation, legal_calls):
     legal = next(call for call, arguments in legal_calls if mutation.applies(arguments))
     outcome = run_check(IllegalCheck(legal, mutation.name), REFERENCE)
     assert outcome.findings[0].found.tensor == f"refusal of {mutation.name}" and not outcome.failures, outcome.failures
-
-
-@pytest.mark.parametrize(
-    ("legal", "mutation", "found"),
-    [
-        *((DecodeCheck(1, 3, 3, 1, 16, 16, lengths=(7,), float8=kind), "k_scale too long", "k_scale too long")
-            for kind in ("tensor", "head")),  # three scales would be legal for three heads
-        # A mutation that does not apply is replaced by the next one, for example by a tangent.
-        (CoRopeCheck(1, 1, 1, 5, 5, 32), "v is left out", "a tangent of q"),
-    ],
-)  # fmt: skip
-def test_mutations_of_written_calls(legal, mutation, found):
-    outcome = run_check(IllegalCheck(legal, mutation), REFERENCE)
-    assert not outcome.failures and outcome.findings[0].found.tensor == f"refusal of {found}"
 
 
 def test_nothing_may_come_of_wrong_ends_on_a_gpu():
@@ -398,6 +368,14 @@ FOUND = {
     # A position before 0, less a left bound of 2**31 - 1, is no int32: NaN was put into keys that are seen.
     "the widest window of a step": "DecodeCheck(2, 2, 1, 8, 23, 16, rotary_dim=16, window=(2147483647, -1), seed=1, "
     "lengths=(2, 20), append=False)",
+    # Three scales would be legal for three heads.
+    **{
+        f"scales of a {kind}": f'IllegalCheck(DecodeCheck(1, 3, 3, 1, 16, 16, lengths=(7,), float8="{kind}"), '
+        '"k_scale too long")'
+        for kind in ("tensor", "head")
+    },
+    # It does not apply, and the next one does: a tangent.
+    "a mutation that does not apply": 'IllegalCheck(CoRopeCheck(1, 1, 1, 5, 5, 32), "v is left out")',
     # The interpreter's conversion turned -0 into 0.
     "small negative values in float8": "WriteCheck(3, 1, 1, 88, 37, 24, rotary_dim=24, dtype=float32, extra_rows=8, "
     'seed=3134, form="bshd", lengths=(10, 0, 0), float8="head", new=(11, 42, 35), packed=True)',
@@ -447,18 +425,13 @@ def test_a_worker_that_dies_or_hangs_costs_one_check():
     failures = {i: outcome.failures[0].found for i, outcome in outcomes.items() if outcome.failures}
     assert failures.keys() == {1, 4} and failures[4].detail == "negative"
     assert failures[1].tensor == "process" and "the process died, exit status -9" in failures[1].detail
-    worker = Worker(REFERENCE)
-    try:
-        (lost,) = worker.run(Fatal(4, hangs=True), longest=1.0).failures
-        assert "the process hung for 1 s" in lost.found.detail
-        assert not worker.run(Fatal(1)).failures
-    finally:
-        worker.stop()
+    (lost,) = Worker(REFERENCE).run(Fatal(4, hangs=True), longest=1.0).failures
+    assert "the process hung for 1 s" in lost.found.detail
 
 
 def test_a_crash_is_shrunk_by_new_processes_and_in_time(monkeypatch):
     def ask(seed, index, machine, fails):
-        assert [fails(Fatal(size)) for size in (7, 2, 4, 0, 7)] == [True, False, True, False, True]
+        assert [fails(Fatal(size)) for size in (4, 2, 4)] == [True, False, True]
         return Fatal(4)
 
     monkeypatch.setattr(strategies, "shrunk_call", ask)

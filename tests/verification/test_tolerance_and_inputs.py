@@ -290,16 +290,6 @@ def test_blocks_of_the_reference_add_up(monkeypatch, dtype):
         assert getattr(whole, name).dtype == (F64 if dtype else F32)
 
 
-def test_gradients_of_weights_are_rounded_once():
-    """Sequences are added up in float32, and the sums have the dtype of the weights."""
-    case = Case(1, 4, 2, 9, 9, 16, sinks=True, sinks_dtype=BF16, norms=0.0, norm_dtype=F16, seqlens=((5, 5), (4, 4)))
-    inputs = make_inputs(case)
-    eager, sums = run_reference(inputs, case), testing.runs._summed(inputs, case, case.dtype)
-    for name, dtype in (("dsinks", BF16), ("dq_norm", F16), ("dk_norm", F16)):
-        found, whole = getattr(eager, name), getattr(sums, name)
-        assert found.dtype == dtype and torch.equal(found, whole.to(dtype)) and not torch.equal(found.float(), whole)
-
-
 def test_poison_empty_and_back():
     names = ("empty", "empty_like", "empty_strided")
     originals, x = [getattr(torch, name) for name in names] + [torch.Tensor.new_empty], torch.zeros(3)
