@@ -5,6 +5,8 @@ Run by `make test-places`, in an environment that has LitGPT.
 
 import copy
 import runpy
+from collections import Counter
+from functools import partial
 
 import pytest
 import torch
@@ -21,6 +23,8 @@ from litgpt.model import GPT, CausalSelfAttention
 from fused_rope_attn.integrations import litgpt as integration
 
 pytestmark = pytest.mark.unpoisoned
+assert_close = partial(torch.testing.assert_close, rtol=1e-4, atol=1e-4)
+ATTENTION, STEP, OWN = "rope_attention", "rope_attention_with_kvcache", "_own_forward"
 SIZES = {"n_layer": 2, "n_embd": 64, "padded_vocab_size": 96, "block_size": 64}
 GROUPED = {"n_head": 4, "n_query_groups": 2, "head_size": 16, "intermediate_size": 96}
 # LitGPT's own configurations, cut to a few small layers.
@@ -49,89 +53,78 @@ def ids(rows=3, length=29):
 
 
 @pytest.fixture
-def served(monkeypatch):
-    """Count the calls of each function, and those of LitGPT's own forward by patched modules as "own"."""
-    counts = {}
+def patched(monkeypatch):
+    """Patch a copy of a model, and count the calls of each function and of LitGPT's own forward by it."""
 
-    def count(name, function):
-        def counted(*args, **kwargs):
-            counts[name] = counts.get(name, 0) + 1
-            return function(*args, **kwargs)
+    def patch(model):
+        fused, counts = integration.patch_model(copy.deepcopy(model)), Counter()
+        functions = {name: getattr(integration, name) for name in (ATTENTION, STEP, OWN)}
+        for name, function in functions.items():
 
-        return counted
+            def counted(*args, name=name, function=function, **kwargs):
+                counts[name] += 1
+                return function(*args, **kwargs)
 
-    for name in ("rope_attention", "rope_attention_with_kvcache"):
-        monkeypatch.setattr(integration, name, count(name, getattr(integration, name)))
-    patch = integration.patch_model
+            monkeypatch.setattr(integration, name, counted)
+        return fused, counts
 
-    def patch_and_count(model):
-        patch(model)  # compares the own forward with that of the class
-        monkeypatch.setattr(integration, "_own_forward", count("own", CausalSelfAttention.forward))
-        return model
-
-    monkeypatch.setattr(integration, "patch_model", patch_and_count)
-    return counts
+    return patch
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_training(name, served):
+def test_training(name, patched):
     """Logits and all gradients."""
     own = make(name)
-    fused = integration.patch_model(copy.deepcopy(own))
+    fused, counts = patched(own)
     logits, expected = fused(ids()), own(ids())
-    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+    assert_close(logits, expected)
     do = torch.randn_like(logits)
     logits.backward(do), expected.backward(do)
     for parameter, reference in zip(fused.parameters(), own.parameters()):
         torch.testing.assert_close(parameter.grad, reference.grad, rtol=1e-3, atol=1e-3 * reference.grad.abs().max())
-    assert served == {"rope_attention": 2}
+    assert counts == {ATTENTION: 2}
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_generation(name, served):
+def test_generation(name, patched):
     """Greedy text of LitGPT's own loop: a prompt, then steps onto its cache, or its forward on rings of windows.
 
     With capped scores it is always LitGPT's forward.
     """
     own, texts = make(name).eval(), []
-    fused = integration.patch_model(copy.deepcopy(own))
+    fused, counts = patched(own)
     windows = sum(block.attn.apply_sliding_window_attention for block in own.transformer.h)
     for model in (own, fused):
         model.set_kv_cache(batch_size=1)
-        prompt = ids(1, 6)[0]
-        texts.append(generate(model, prompt, max_returned_tokens=20, temperature=0.0, top_k=1))
+        texts.append(generate(model, ids(1, 6)[0], max_returned_tokens=20, temperature=0.0, top_k=1))
     assert torch.equal(*texts)
-    expected = {"rope_attention": 2, "rope_attention_with_kvcache": 13 * (2 - windows), "own": 13 * windows}
-    if own.config.attention_logit_softcapping is not None:
-        expected = {"own": 14 * 2}
-    assert served == {function: count for function, count in expected.items() if count}
+    capped = own.config.attention_logit_softcapping is not None
+    expected = {OWN: 14 * 2} if capped else {ATTENTION: 2, STEP: 13 * (2 - windows), OWN: 13 * windows}
+    assert counts == {function: count for function, count in expected.items() if count}
 
 
-def test_a_batch_with_positions_of_its_own(served):
+def test_a_batch_with_positions_of_its_own(patched):
     """Steps at another position in each row, and a chunk, which takes the own forward on the same cache."""
     own = make("Llama-3.2-1B").eval()
-    fused, tokens = integration.patch_model(copy.deepcopy(own)), ids(2, 12)
-    results = []
+    (fused, counts), tokens, results = patched(own), ids(2, 12), []
     for model in (own, fused):
         model.set_kv_cache(batch_size=2)
         with torch.no_grad():
             model(tokens[:, :5], torch.arange(5), input_pos_maxp1=5)
             chunk = model(tokens[:, 5:8], torch.arange(5, 8), input_pos_maxp1=8)
-            step = model(tokens[:, 8:9], torch.tensor([[8], [4]]))
-        results.append((chunk, step))
-    torch.testing.assert_close(results[1], results[0], rtol=1e-4, atol=1e-4)
-    assert served == {"rope_attention": 2, "own": 2, "rope_attention_with_kvcache": 2}
+            results.append(torch.cat((chunk, model(tokens[:, 8:9], torch.tensor([[8], [4]]))), 1))
+    assert_close(*results)
+    assert counts == {ATTENTION: 2, OWN: 2, STEP: 2}
 
 
-def test_lora_is_served_and_unpatching_is_exact(served):
+def test_lora_is_served_and_unpatching_is_exact(patched):
     lora = {"lora_r": 4, "lora_alpha": 8, "lora_query": True, "lora_value": True}
-    model = make("Llama-3.2-1B", kind=(LoraGPT, LoraConfig), **lora).eval()
-    expected, before = model(ids()), [dict(module.__dict__) for module in model.modules()]
-    torch.testing.assert_close(integration.patch_model(model)(ids()), expected, rtol=1e-4, atol=1e-4)
-    assert served == {"rope_attention": 2}
-    assert all("forward" in block.attn.__dict__ for block in model.transformer.h)
+    own = make("Llama-3.2-1B", kind=(LoraGPT, LoraConfig), **lora).eval()
+    (model, counts), expected = patched(own), own(ids())
+    assert_close(model(ids()), expected)
+    assert counts == {ATTENTION: 2} and all("forward" in block.attn.__dict__ for block in model.transformer.h)
     integration.unpatch_model(model)
-    assert [module.__dict__.keys() for module in model.modules()] == [entry.keys() for entry in before]
+    assert [module.__dict__.keys() for module in model.modules()] == [x.__dict__.keys() for x in own.modules()]
     assert torch.equal(model(ids()), expected)
 
 
@@ -146,9 +139,8 @@ def test_attention_of_adapters_is_refused():
 
 def test_compilation_in_one_graph():
     model = integration.patch_model(make("Llama-3.2-1B"))
-    expected = model(ids())
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-    torch.testing.assert_close(compiled(ids()), expected, rtol=1e-5, atol=1e-5)
+    assert_close(compiled(ids()), model(ids()), rtol=1e-5, atol=1e-5)
 
 
 def test_the_command_runs_that_of_litgpt(monkeypatch):
@@ -165,4 +157,4 @@ def test_the_command_runs_that_of_litgpt(monkeypatch):
     monkeypatch.setattr(CausalSelfAttention, "forward", CausalSelfAttention.forward)  # put back after the test
     runpy.run_module("fused_rope_attn.integrations.litgpt", run_name="__main__")
     assert CausalSelfAttention.forward.__name__ == "_forward_or_refuse"
-    torch.testing.assert_close(seen[0], expected, rtol=1e-4, atol=1e-4)
+    assert_close(seen[0], expected)

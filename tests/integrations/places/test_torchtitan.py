@@ -5,10 +5,8 @@ Run by `make test-places`, in an environment that has torchtitan.
 """
 
 import functools
-import json
-import os
-import subprocess
-import sys
+import itertools
+from contextlib import closing
 
 import pytest
 import torch
@@ -26,7 +24,7 @@ from torchtitan.models.qwen3 import model_registry as qwen3
 
 from fused_rope_attn.integrations import torchtitan as integration
 from tests.support.operators import Record
-from tests.support.paths import ROOT
+from verification.ranks import Ranks
 
 pytestmark = pytest.mark.unpoisoned
 OURS = "fused_rope_attn.integrations.torchtitan"
@@ -160,19 +158,15 @@ def test_what_is_refused():
 @pytest.mark.parametrize("parallelism", ["fsdp", "tp"])
 def test_two_ranks(parallelism):
     """Losses and norms of all gradients. With tensor parallelism the kernels get the local heads."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    command = [*launcher, __file__, parallelism]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "TRITON_INTERPRET": "0", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
-    assert done.returncode == 0, done.stderr
-    results = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    with closing(Ranks(2)) as pool:
+        results = pool.results(losses_and_norms, parallelism)[0]
     for own, fused in zip(results[::2], results[1::2]):
         assert own == pytest.approx(fused, rel=1e-4, abs=1e-6)
     assert len(results) == 4 and any("q_norm" in name for name in results[2])
 
 
-def _run_rank(parallelism):
-    """Print the loss and the gradients' norms of both models, without and with the override, in one of two ranks."""
+def losses_and_norms(parallelism):
+    """Return the loss and the gradients' norms of each model, without and with the override, in one of two ranks."""
     from torch.distributed.fsdp import FSDPModule
     from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
     from torchtitan.distributed import ParallelDims, parallel_dims, utils
@@ -181,7 +175,6 @@ def _run_rank(parallelism):
     from torchtitan.models.qwen3.parallelize import parallelize_qwen3
     from torchtitan.models.qwen3.sharding import set_qwen3_sharding_config
 
-    torch.distributed.init_process_group("gloo")
     parallel_dims.device_type, attention.VarlenAttention.forward = "cpu", per_document
     # The newer backends of torchtitan 0.3.0 need a newer torch.
     backend, tp = "partial_dtensor", 2 if parallelism == "tp" else 1
@@ -197,27 +190,20 @@ def _run_rank(parallelism):
     }
     shard_qwen3 = functools.partial(set_qwen3_sharding_config, enable_ep=False)
     kinds = (llama3, parallelize_llama, set_llama3_sharding_config), (qwen3, parallelize_qwen3, shard_qwen3)
-    for registry, parallelize, shard in kinds:
-        for fused in (False, True):
-            model = make(registry, fused, layers=1, change=functools.partial(shard, enable_sp=tp > 1))
-            model = parallelize(model, **options)
-            for module in model.modules():
-                if isinstance(module, FSDPModule):
-                    module.set_force_sum_reduction_for_comms(True)  # gloo knows no other reduction
-            ids, positions = next(iter(batches()))
-            masks = model.get_attention_masks(positions)
-            logits = _whole(model(ids[:, :-1], positions=positions, attention_masks=masks))
-            loss = F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
-            loss.backward()
-            result = {name: _whole(p.grad).norm().item() for name, p in model.named_parameters()}
-            if torch.distributed.get_rank() == 0:
-                print(json.dumps({"loss": loss.item()} | result), flush=True)
-    torch.distributed.destroy_process_group()
+    results, (ids, positions) = [], next(iter(batches()))
+    for (registry, parallelize, shard), fused in itertools.product(kinds, (False, True)):
+        model = make(registry, fused, layers=1, change=functools.partial(shard, enable_sp=tp > 1))
+        model = parallelize(model, **options)
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_force_sum_reduction_for_comms(True)  # gloo knows no other reduction
+        logits = model(ids[:, :-1], positions=positions, attention_masks=model.get_attention_masks(positions))
+        loss = F.cross_entropy(whole(logits).flatten(0, 1), ids[:, 1:].flatten())
+        loss.backward()
+        norms = {name: whole(p.grad).norm().item() for name, p in model.named_parameters()}
+        results.append({"loss": loss.item()} | norms)
+    return results
 
 
-def _whole(x):
+def whole(x):
     return x.full_tensor() if hasattr(x, "full_tensor") else x
-
-
-if __name__ == "__main__":
-    _run_rank(sys.argv[1])
