@@ -2,7 +2,7 @@
 
 import gc
 import os
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 
 import pytest
 import torch
@@ -74,6 +74,5 @@ def ranks():
     """Four processes that share sequences, for the tests of every folder: each takes seconds to begin."""
     from verification.ranks import Ranks
 
-    pool = Ranks(4, preload=("tests.support.cp_models", "verification.context_parallel"))
-    yield pool
-    pool.close()
+    with closing(Ranks(4, preload=("tests.support.cp_models", "verification.context_parallel"))) as pool:
+        yield pool

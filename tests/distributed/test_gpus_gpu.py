@@ -7,6 +7,7 @@ every worker of ``pytest -n`` would begin a pool of its own on the same GPUs.
 
 import random
 import time
+from contextlib import closing
 from dataclasses import replace
 
 import pytest
@@ -176,8 +177,7 @@ def test_several_gpus(size):
     if size > GPUS:
         pytest.skip(f"needs {size} GPUs, and here are {GPUS}")
     members, failures = tuple(range(size)), []
-    pool = Ranks(size, "nccl")
-    try:
+    with closing(Ranks(size, "nccl")) as pool:
         for program, *given in checks_of(members):
             try:
                 pool.results(program, *given, ranks=members) if given else numbers(pool, members)
@@ -185,6 +185,4 @@ def test_several_gpus(size):
                 raise
             except Exception as error:
                 failures.append(f"{program.__name__} {given}: {type(error).__name__}: {error}")
-    finally:
-        pool.close()
     assert not failures, "\n".join(failures)

@@ -5,9 +5,13 @@ from __future__ import annotations
 import copy
 import pickle
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.experimental import context_parallel
+from transformers import DynamicCache
 
 from fused_rope_attn.distributed import cp_shard, cp_shift_labels, plan_varlen_cp
 from fused_rope_attn.integrations.transformers import patch_model, patch_report, unpatch_model
@@ -27,76 +31,74 @@ def labels_of(ids: torch.Tensor, documents: tuple[int, ...]) -> torch.Tensor:
     return shifted
 
 
+DEFAULTS = {"sharding": "zigzag", "rows": 1, "planned": None, "checkpoints": False, "by_torch": False}
+DEFAULTS |= {"batch_invariant": False, "copied": False}
+
+
 def step(
     ranks: tuple[int, ...], family: str, documents: tuple[int, ...], options: dict[str, Any]
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
     """(logits of this rank's rows, its part of the mean loss, its parts of the gradients) of a patched model."""
-    options = dict(options)
-    cut = {"group": group_of(ranks), "sharding": options.pop("sharding", "zigzag")}
-    rows = options.pop("rows", 1)
-    planned = options.pop("planned", None)
-    checkpoints, by_torch = options.pop("checkpoints", False), options.pop("by_torch", False)
-    invariant = options.pop("batch_invariant", False)
-    shares = {"cp_group": cut["group"], "cp_sharding": cut["sharding"]}
-    model = patch_model(make_model(family), **shares, batch_invariant=invariant)
-    if options.pop("copied", False):
+    chosen, group = SimpleNamespace(**DEFAULTS | options), group_of(ranks)
+    shares = {"cp_group": group, "cp_sharding": chosen.sharding, "batch_invariant": chosen.batch_invariant}
+    model = patch_model(make_model(family), **shares)
+    if chosen.copied:
         model = copy.deepcopy(model)
-    if checkpoints:
+    if chosen.checkpoints:
         model.train()
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    ids, positions = make_ids(rows, sum(documents)), positions_of(documents)
+    ids = make_ids(chosen.rows, sum(documents))
+    positions, labels = positions_of(documents).expand(chosen.rows, -1), labels_of(ids, documents)
     limits = torch.tensor((0, *documents)).cumsum(0)
-    given: dict[str, Any] = {}
-    if planned:
-        given["cp_plan"] = plan_varlen_cp(limits, group=cut["group"], sharding=planned)
-        cut["sharding"] = given["cp_plan"].sharding
-    given |= {
-        "input_ids": cp_shard(ids, 1, **cut),
-        "position_ids": cp_shard(positions, 1, **cut).expand(rows, -1),
-        "labels": cp_shard(ids, 1, **cut),
-        "shift_labels": cp_shift_labels(ids, **cut, cu_seqlens=limits),
-        "num_items_in_batch": int((labels_of(ids, documents) != -100).sum()),
-    }
-    if by_torch:  # as transformers' Trainer cuts a batch, with accelerate's ParallelismConfig
-        from torch.distributed.device_mesh import DeviceMesh
-        from torch.distributed.tensor.experimental import context_parallel
-
-        whole = [ids.clone(), positions.clone().expand(rows, -1).contiguous(), ids.clone(), labels_of(ids, documents)]
-        given |= dict(zip(("input_ids", "position_ids", "labels", "shift_labels"), whole))
-        mesh = DeviceMesh.from_group(cut["group"], "cpu", mesh_dim_names=("cp",))
-        cutting = context_parallel(mesh, buffers=whole, buffer_seq_dims=[1] * 4, no_restore_buffers=set(whole))
-    with cutting if by_torch else nullcontext():
-        found = model(**given)
+    given: dict[str, Any] = {"num_items_in_batch": int((labels != -100).sum())}
+    if chosen.planned:
+        given["cp_plan"] = plan_varlen_cp(limits, group=group, sharding=chosen.planned)
+    whole = {"input_ids": ids.clone(), "position_ids": positions.contiguous(), "labels": ids, "shift_labels": labels}
+    cutting: Any = nullcontext()
+    if chosen.by_torch:  # as transformers' Trainer cuts a batch, with accelerate's ParallelismConfig
+        mesh, buffers = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("cp",)), list(whole.values())
+        cutting = context_parallel(mesh, buffers=buffers, buffer_seq_dims=[1] * 4, no_restore_buffers=set(buffers))
+    else:
+        cut: dict[str, Any] = {"group": group, "sharding": chosen.planned or chosen.sharding}
+        whole = {name: cp_shard(x, 1, **cut) for name, x in whole.items()}
+        whole["shift_labels"] = cp_shift_labels(ids, **cut, cu_seqlens=limits)
+    with cutting:
+        found = model(**whole, **given)
         found.loss.backward()
     assert all(row.patched for row in patch_report(model))
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     return found.logits.detach(), found.loss.detach(), gradients
 
 
-def refused(ranks: tuple[int, ...], what: str) -> None:
-    """Give a patched model of shards a forward pass that it refuses."""
-    from transformers import DynamicCache
+_ROWS = {"input_ids": make_ids(2, 8), "position_ids": torch.arange(4).repeat(2, 2)}
+# The message of a refusal, and what the model is given; of a plan the number of tokens that it has on two ranks.
+REFUSALS: dict[str, dict[str, Any]] = {
+    "position_ids must be given": {"position_ids": None},
+    "shift_labels must be given": {"labels": make_ids(1, 8)},
+    "attention_mask with padding": {"attention_mask": torch.tensor([[0] + [1] * 7])},
+    "a cache": {"past_key_values": DynamicCache()},
+    "several rows of packed documents": _ROWS,
+    "several rows of packed doc": _ROWS | {"cp_plan": 16},
+    "cp_plan must be of the 16 tokens that all ranks have, but is of 32": {"cp_plan": 32},
+    "cp_plan must be given to a model whose ranks patch_model knows": {"cp_plan": 16},
+    "call the model": {},
+    "output_attentions=True is not served by a model that patch_model has given": {"output_attentions": True},
+}
 
-    group, ids, rows = group_of(ranks), make_ids(1, 8), make_ids(2, 8)
-    positions = cp_shard(torch.arange(16)[None], 1, group=group)
-    plan, longer = (plan_varlen_cp([0, 9, end], group=group) for end in (16, 32))
+
+def refused(ranks: tuple[int, ...], message: str) -> None:
+    """Give a patched model of shards a forward pass that it refuses."""
+    group = group_of(ranks)
+    given = {"input_ids": make_ids(1, 8), "position_ids": cp_shard(torch.arange(16)[None], 1, group=group)}
+    given |= REFUSALS[message]
+    if "cp_plan" in given:
+        given["cp_plan"] = plan_varlen_cp([0, 9, given["cp_plan"]], group=group)
     model = patch_model(make_model("llama"), cp_group=group)
-    changes: dict[str, dict[str, Any]] = {
-        "no positions": {"position_ids": None},
-        "labels": {"labels": ids},
-        "padding": {"attention_mask": torch.tensor([[0] + [1] * 7])},
-        "cache": {"past_key_values": DynamicCache()},
-        "rows": {"input_ids": rows, "position_ids": torch.arange(4).repeat(2, 2)},
-        "plan of rows": {"cp_plan": plan, "input_ids": rows, "position_ids": positions.expand(2, -1)},
-        "plan, longer": {"cp_plan": longer},
-        "plan of nobody": {"cp_plan": plan},
-        "attentions": {"output_attentions": True},
-    }
-    if what == "layer":
+    if message == "call the model":
         model.model.layers[0](torch.randn(1, 8, 64), position_embeddings=(torch.ones(1, 8, 16),) * 2)
-    if "nobody" in what:
+    if message.endswith("whose ranks patch_model knows"):
         patch_model(unpatch_model(model))
-    model(**{"input_ids": ids, "position_ids": positions} | changes[what])
+    model(**given)
 
 
 def undone(ranks: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:

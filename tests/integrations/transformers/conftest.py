@@ -1,6 +1,7 @@
 """Fixtures of the tests of patched models: what runs where the kernels would, and how often."""
 
 import functools
+from collections import Counter
 
 import pytest
 
@@ -27,19 +28,14 @@ def eager_rotation(request, monkeypatch):
 @pytest.fixture
 def calls(monkeypatch):
     """Count the calls of each operator in place of a module's own attention."""
-    counts = {}
+    counts = Counter()
+    for name, operator in [(name, getattr(attention, name)) for name in OPERATORS_OF_A_PATCHED_MODEL]:
 
-    def count(name):
-        operator = getattr(attention, name)
-
-        def counted(*args, **kwargs):
-            counts[name] = counts.get(name, 0) + 1
+        def counted(*args, name=name, operator=operator, **kwargs):
+            counts[name] += 1
             return operator(*args, **kwargs)
 
         monkeypatch.setattr(attention, name, counted)
-
-    for name in OPERATORS_OF_A_PATCHED_MODEL:
-        count(name)
     return counts
 
 

@@ -13,7 +13,7 @@ from fused_rope_attn.integrations.transformers.families import RELEASE
 from fused_rope_attn.integrations.transformers.obstacles import Pass
 from fused_rope_attn.integrations.transformers.patch import Preparation
 from tests.support.hf_models import attentions_of, make_ids, make_model
-from tests.support.hf_runs import noted
+from tests.support.hf_runs import make_cache, noted
 
 CAPACITY = 8
 needs_is_causal = pytest.mark.skipif(RELEASE < (5, 6), reason="bidirectional attention is served from there on")
@@ -37,14 +37,6 @@ def numbers_of(value):
     return {name: numbers_of(field) for name, field in fields.items() if getattr(PLAIN, name) is not field}
 
 
-def dynamic(model, tokens):
-    return filled(model, transformers.DynamicCache(config=model.config), tokens)
-
-
-def static(model, tokens):
-    return filled(model, transformers.StaticCache(config=model.config, max_cache_len=CAPACITY), tokens)
-
-
 def filled(model, past, tokens):
     """A cache with so many more tokens in each layer, of two rows."""
     if tokens:
@@ -52,6 +44,14 @@ def filled(model, past, tokens):
         for i in range(model.config.num_hidden_layers):
             past.update(x, x, i, {"cache_position": torch.arange(tokens)})
     return past
+
+
+def dynamic(model, tokens):
+    return filled(model, make_cache(model, "dynamic"), tokens)
+
+
+def static(model, tokens):
+    return filled(model, make_cache(model, "static", CAPACITY), tokens)
 
 
 def mask(*rows):

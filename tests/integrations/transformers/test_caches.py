@@ -44,6 +44,13 @@ def test_the_cache_of_a_call(is_renamed, monkeypatch):
     assert caches.is_paged(PAGED) and not any(map(caches.is_paged, (None, OLD, object())))
 
 
+def assert_same_layers(past, plain):
+    for layer, other in zip(past.layers, plain.layers, strict=True):
+        assert layer.get_seq_length() == other.get_seq_length() and layer.keys.shape == other.keys.shape
+        assert_close(layer.keys, other.keys, 1e-5)
+        assert_close(layer.values, other.values, 1e-5)
+
+
 # Steps.
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("kind", ["dynamic", "static"])
@@ -59,22 +66,11 @@ def test_steps_of_every_length(name, kind, padded, calls):
     present = torch.ones_like(ids).bool() if mask is None else mask.bool()
     assert_close(got[present], expected[present], 1e-5)
     assert calls == {"rope_attention": 2 * 2, "rope_attention_with_kvcache": 2 * (len(ENDS) - 2)}
-    for layer, other in zip(patched.layers, plain.layers):
-        assert layer.get_seq_length() == other.get_seq_length()
-        if not padded:  # the values of padding tokens in later layers do not matter
-            assert_close(layer.keys, other.keys, 1e-5)
-            assert_close(layer.values, other.values, 1e-5)
-
-
-@torch.no_grad()
-def test_a_cache_that_is_used_again(calls):
-    """A reset leaves layers that count on the device as they are; the first one of gemma3 counts on the host."""
-    model, ids = patch_model(make_model("gemma3")), make_ids(2, ENDS[-1])
-    past = make_cache(model, "static")
-    first = parts(model, past, ids)
-    past.reset()
-    assert_close(parts(model, past, ids), first, 1e-6)  # the first part of it is a step, this time
-    assert calls == {"rope_attention": 4 + 3, "rope_attention_with_kvcache": 8 + 9}
+    if not padded:  # the values of padding tokens in later layers do not matter
+        assert_same_layers(patched, plain)
+    if kind == "static":  # a reset leaves layers that count on the device initialised: the first part is a step
+        patched.reset()
+        assert_close(parts(model, patched, ids, mask)[present], got[present], 1e-6)
 
 
 def test_gradients_go_without_the_step(calls):
@@ -160,9 +156,7 @@ def test_a_dynamic_cache_grows_in_place():
         assert vars(layer).keys() - vars(other).keys() <= {"dtype"}  # which 5.24 no longer notes
         notes = vars(other).keys() - {"keys", "values"}
         assert all(getattr(layer, name) == getattr(other, name) for name in notes)
-        assert layer.keys.shape == other.keys.shape
-        assert_close(layer.keys, other.keys, 1e-5)
-        assert_close(layer.values, other.values, 1e-5)
+    assert_same_layers(past, plain)
 
 
 @pytest.mark.parametrize("fork", ["copied", "shared", "cropped"])
@@ -230,49 +224,41 @@ def test_buffers_grow_by_a_fraction_of_their_rows():
         assert buffer.shape == (2, 3, expected, 4) and buffer.dtype is torch.float16 and buffer.is_contiguous()
 
 
+def stored():
+    """A layer with 12 rows in buffers of 16, and these: (B, HKV, rows, D) = (2, 2, 16, 4)."""
+    layer, buffers = DynamicLayer(), torch.zeros(2, 2, 2, 16, 4).unbind()
+    caches.store(layer, *(x[:, :, :12] for x in buffers), buffers[0])
+    return layer, buffers
+
+
 def test_a_buffer_is_used_to_its_last_row():
-    layer = DynamicLayer()
-    buffer, values = (torch.zeros(1, 1, 16, 2) for _ in range(2))
-    caches.store(layer, buffer[:, :, :12], values[:, :, :12], buffer)
+    layer, (buffer, values) = stored()
     assert layer.is_initialized and layer.dtype is torch.float32 and layer.device == buffer.device
     for tokens, kept in ((1, True), (4, True), (5, False)):
         keys, others = caches.buffers_of(layer, tokens)
         assert (keys.data_ptr() == buffer.data_ptr()) is (others.data_ptr() == values.data_ptr()) is kept
-        assert keys.shape == others.shape == ((1, 1, 16, 2) if kept else (1, 1, 32, 2))
+        assert keys.shape == others.shape == (2, 2, 16 if kept else 32, 4)
     layer.values = layer.values.clone()  # one of the two is another's
     keys, others = caches.buffers_of(layer, 1)
     assert keys.data_ptr() != buffer.data_ptr() and torch.equal(others[:, :, :12], layer.values)
 
 
-@pytest.mark.parametrize("part", ["other", "shorter", "fewer", "transposed"])
-@torch.no_grad()
-def test_other_memory_under_the_same_tensor(part):
+VIEWS = {
+    "other": lambda x: torch.ones(2, 2, 40, 4)[:, :, :12],
+    "transposed": lambda x: torch.ones(2, 40, 2, 4).transpose(1, 2)[:, :, :12],
+    "shorter": lambda x: x.data[:, :, :7],
+    "fewer": lambda x: x.data[:1],
+}
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_other_memory_under_the_same_tensor(view):
     """After `keys.data = view` the tensor is still the layer's, but the rows after it belong to another buffer."""
-    model, ids = make_model("llama", num_hidden_layers=1), make_ids(2, 14)
-
-    def other_view(x):
-        """(the buffer, a view of it in place of keys or values)."""
-        if part in ("shorter", "fewer"):
-            return x.data, x.data[:, :, :7] if part == "shorter" else x.data[:1]
-        buffer = torch.full((2, 2, 40, 16) if part == "other" else (2, 40, 2, 16), 3.0)
-        view = (buffer if part == "other" else buffer.transpose(1, 2))[:, :, :10]
-        return buffer, view.copy_(x)
-
-    def run():
-        past, before = make_cache(model, "dynamic"), []
-        parts(model, past, ids, ends=(9, 10))
-        layer = past.layers[0]
-        for x in (layer.keys, layer.values):
-            buffer, x.data = other_view(x)
-            before.append((buffer, buffer.clone()))
-        rows, _, start, _ = layer.keys.shape
-        logits = steps(model, past, ids[:rows, : start + 3], start)
-        assert all(torch.equal(buffer, then) for buffer, then in before)
-        return logits
-
-    expected = run()
-    patch_model(model)
-    assert_close(run(), expected, 1e-5)
+    layer, _ = stored()
+    for x in (layer.keys, layer.values):
+        x.data = VIEWS[view](x)
+    for buffer, x in zip(caches.buffers_of(layer, 1), (layer.keys, layer.values)):
+        assert buffer.data_ptr() != x.data_ptr() and torch.equal(buffer[:, :, : x.shape[2]], x)
 
 
 # Caches of a user's own: attention reads the keys and values that they return.

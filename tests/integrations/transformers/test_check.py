@@ -1,9 +1,6 @@
 """`python -m fused_rope_attn.integrations.transformers`: its report, and that it plans the calls that a model makes."""
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -12,7 +9,7 @@ import transformers
 from fused_rope_attn.integrations.transformers import __main__ as check, attention, patch_model
 from tests.support.hf_models import MODELS, attentions_of, make_ids, make_model
 from tests.support.hf_runs import noted
-from tests.support.paths import ROOT
+from tests.support.paths import python
 
 # The poisoned torch.empty would make weights on the CPU instead of the meta device.
 pytestmark = [pytest.mark.filterwarnings("ignore::DeprecationWarning"), pytest.mark.unpoisoned]
@@ -53,10 +50,8 @@ def test_the_command_reports_a_checkpoint(tmp_path):
     config = transformers.LlamaConfig(hidden_size=4096, num_attention_heads=32, num_key_value_heads=8, head_dim=128)
     config.architectures = ["LlamaForCausalLM"]
     config.save_pretrained(tmp_path)
-    command = [sys.executable, "-m", "fused_rope_attn.integrations.transformers", str(tmp_path / "config.json")]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "TRITON_INTERPRET": "0"}
-    command += ["--batch", "2", "--length", "8192"]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+    command = "-m", "fused_rope_attn.integrations.transformers", str(tmp_path / "config.json")
+    done = python(*command, "--batch", "2", "--length", "8192")
     assert done.returncode == 0, done.stderr
     assert "model.layers.{0-31}.self_attn" in done.stdout
     assert "Kernels for bfloat16, batch 2, 8192 tokens:" in done.stdout

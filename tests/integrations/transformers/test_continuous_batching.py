@@ -3,6 +3,7 @@
 import gc
 from collections import Counter
 from contextlib import nullcontext
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -72,8 +73,12 @@ def answers(model, given, implementation="eager", new=NEW_TOKENS, **options):
 
 @pytest.fixture(autouse=True)
 def no_collection(monkeypatch):
-    """Managers collect garbage several times, which takes longer than all else that happens here."""
+    """Managers collect garbage several times, which takes longer than all else that happens here. If a collection frees
+    a CUDA graph of another test while one is captured, PyTorch aborts."""
+    gc.disable()
     monkeypatch.setattr("gc.collect", lambda *given: 0)
+    yield
+    gc.enable()
 
 
 def logits_of(model, *given, **options):
@@ -257,24 +262,20 @@ def test_obstacles_that_last():
         assert lasting_obstacle(attentions_of(model), model.config) == (of and f"continuous batching of {of}")
 
 
-class Runner:
-    """A model runner with passes that cannot be captured, or not even be run."""
+def test_models_that_graphs_cannot_capture():
+    """The pass has been computed before it is captured; nothing is captured from then on."""
 
-    use_cuda_graph_varlen = use_cuda_graph_decode = True
-
-    def _capture_graph(self, forward, stream, *args):
+    def fail(forward, stream, *args):
         forward(*args)
         raise RuntimeError("a copy during capture")
 
-
-def test_models_that_graphs_cannot_capture():
-    """The pass has been computed before it is captured; nothing is captured from then on."""
-    runner, other, seen = Runner(), Runner(), []
+    runner, other = (SimpleNamespace(use_cuda_graph_varlen=True, use_cuda_graph_decode=True) for _ in range(2))
+    seen = []
     with pytest.warns(UserWarning, match="cannot be captured .a copy during capture.; it runs without"):
-        capture(runner, runner._capture_graph, seen.append, None, 1)
+        capture(runner, fail, seen.append, None, 1)
     assert seen == [1] and not runner.use_cuda_graph_varlen and not runner.use_cuda_graph_decode
     with pytest.raises(ZeroDivisionError):
-        capture(other, other._capture_graph, lambda x: 1 // x, None, 0)
+        capture(other, fail, lambda x: 1 // x, None, 0)
     assert other.use_cuda_graph_decode
 
 
@@ -287,17 +288,7 @@ BFLOAT16 = {"lengths": (5, 17, 40, 100, 300, 290, 33, 64), "like": torch.bfloat1
 MANY = torch.randint(1, 120, (80,), generator=torch.Generator().manual_seed(5)).tolist()
 
 
-@pytest.fixture
-def uncollected():
-    """Collect no garbage while graphs are captured: where that frees a graph of another test, PyTorch aborts."""
-    gc.collect()
-    gc.disable()
-    yield
-    gc.enable()
-
-
 @pytest.mark.gpu
-@pytest.mark.usefixtures("uncollected")
 @pytest.mark.filterwarnings("ignore::UserWarning")  # gpt-oss's experts in float32 copy to the host: no graphs
 @pytest.mark.parametrize(
     ("name", "given", "options"),

@@ -59,17 +59,14 @@ def forward(bind, own=True):
     return Change(lambda m, patch: setattr(m, "forward", bind(m)), reason, only_before=True)
 
 
-class Doubled(torch.Tensor):
-    """A weight that is more than its numbers."""
+class Odd(torch.Tensor):
+    """A weight that may be more than its numbers."""
 
-    @classmethod
-    def __torch_function__(cls, function, kinds, args=(), kwargs=None):
-        plain = [2 * x.as_subclass(torch.Tensor) if isinstance(x, Doubled) else x for x in args]
-        return function(*plain, **kwargs or {})
+    __torch_function__ = torch._C._disabled_torch_function_impl
 
 
 def odd_weight(norm):
-    weight = norm.weight.detach().as_subclass(Doubled)
+    weight = norm.weight.detach().as_subclass(Odd)
     del norm.weight
     norm.weight = weight
 
@@ -84,9 +81,8 @@ def rms_norm(self, x):
 
 
 # The function that Liger binds to the norms of a model, from a module of its package's name.
-liger_forward = types.FunctionType(
-    rms_norm.__code__, {"torch": torch, "__name__": "liger_kernel.transformers.rms_norm"}
-)
+IN_LIGER = {"torch": torch, "__name__": "liger_kernel.transformers.rms_norm"}
+liger_forward = types.FunctionType(rms_norm.__code__, IN_LIGER)
 liger_forward.__qualname__ = "LigerRMSNorm.forward"
 
 
@@ -139,7 +135,7 @@ CHANGES = {
     "norm, eps": norm("and k_norm differ in more than their weights", lambda n: setattr(n, "variance_epsilon", 0.5)),
     "norm, eps of the dtype": norm("has an eps of None", lambda n: become(n, nn.RMSNorm(24))),
     "norm, other": norm("is LayerNorm", lambda n: become(n, nn.LayerNorm(24))),
-    "norm, odd weight": norm("has a weight of type Doubled", odd_weight),
+    "norm, odd weight": norm("has a weight of type Odd", odd_weight),
     "norm, new weight": norm("fused", lambda n: setattr(n, "weight", nn.Parameter(torch.linspace(-1, 2, 24)))),
     "norm, trained": norm("fused", lambda n: n.weight.data.mul_(-1.5)),
     "norm, call": norm("is Changed", lambda n: subclass(n, __call__=lambda self, x: self.forward(x) + 1)),

@@ -43,23 +43,9 @@ def test_same_as_the_whole(ranks, members, family, documents, options):
             assert_close(sum(gradients[name] for _, _, gradients in parts), parameter.grad, 1e-4, name)
 
 
-@pytest.mark.parametrize(
-    ("what", "message"),
-    [
-        ("no positions", "position_ids must be given"),
-        ("labels", "shift_labels must be given"),
-        ("padding", "attention_mask with padding"),
-        ("cache", "a cache"),
-        ("rows", "several rows of packed documents"),
-        ("plan of rows", "several rows of packed documents"),
-        ("plan, longer", "cp_plan must be of the 16 tokens that all ranks have, but is of 32"),
-        ("plan of nobody", "cp_plan must be given to a model whose ranks patch_model knows"),
-        ("layer", "call the model"),
-        ("attentions", "output_attentions=True is not served by a model that patch_model has given a cp_group"),
-    ],
-)
-def test_refusals(ranks, what, message):
-    for error in ranks.run(cp_models.refused, (0, 1), what, ranks=(0, 1)):
+@pytest.mark.parametrize("message", cp_models.REFUSALS)
+def test_refusals(ranks, message):
+    for error in ranks.run(cp_models.refused, (0, 1), message, ranks=(0, 1)):
         assert isinstance(error, (ValueError, NotImplementedError)) and message in str(error), error
 
 

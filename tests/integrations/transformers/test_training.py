@@ -16,18 +16,7 @@ from tests.support.hf_models import make_ids, make_model
 from tests.support.hf_runs import LENGTH, assert_close, assert_same, left_padded, run
 
 MASK = left_padded(LENGTH, 0, 6)
-
-
-def test_left_padding_predicts_the_first_real_token():
-    """Its label must be -100, because outputs of padding are unspecified: the loss depends on them otherwise."""
-    model, ids = make_model("llama"), make_ids(2, LENGTH)
-    labels = ids.masked_fill(MASK == 0, -100)
-    right = labels.clone()
-    right[:, 1:][MASK[:, :-1] == 0] = -100
-    inputs = {"input_ids": ids, "attention_mask": MASK, "use_cache": False}
-    for given, same in ((labels, False), (right, True)):
-        plain, patched = (patch(model)(**inputs, labels=given).loss for patch in (unpatch_model, patch_model))
-        assert (abs(patched - plain) <= 1e-5 * plain) if same else (abs(patched - plain) > 1e-3 * plain)
+needs_5 = pytest.mark.skipif(transformers.__version__ < "5", reason="4.57 cannot trace it, patched or not")
 
 
 @pytest.mark.unpoisoned
@@ -48,7 +37,7 @@ def test_compiled(name, padded):
     assert torch.equal(run(model, ids, **inputs)[0], expected)
 
 
-@pytest.mark.skipif(transformers.__version__ < "5", reason="its models cannot be traced, patched or not")
+@needs_5
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
 @pytest.mark.unpoisoned
 @pytest.mark.parametrize(("name", "implementation"), [("llama", "eager"), ("mistral", "sdpa"), ("gemma3", "sdpa")])
@@ -68,38 +57,32 @@ def test_traced(name, implementation, calls):
     assert sum(calls.values()) == 2
 
 
-traceable_experts = pytest.mark.skipif(
-    transformers.__version__ < "5", reason="its experts look at their numbers of tokens, patched or not"
-)
-
-
 @pytest.mark.unpoisoned
 @pytest.mark.parametrize(
-    ("name", "implementation", "is_padded", "kind"),
+    ("name", "implementation", "is_padded", "kind", "layers"),
     [
-        ("llama", "eager", False, "named"),
-        ("llama", "sdpa", True, "named"),
-        pytest.param("gpt_oss", "eager", True, "named", marks=traceable_experts),
-        pytest.param("deepseek_v3", "sdpa", False, "named", marks=traceable_experts),
-        ("llama4", "sdpa", True, "named"),
-        ("mistral", "sdpa", True, "AUTO"),
-        ("gemma3", "sdpa", True, "DYNAMIC"),
+        ("llama", "eager", False, "named", 1),
+        ("llama", "sdpa", True, "named", 1),
+        pytest.param("gpt_oss", "eager", True, "named", 2, marks=needs_5),
+        pytest.param("deepseek_v3", "sdpa", False, "named", 1, marks=needs_5),
+        ("llama4", "sdpa", True, "named", 2),
+        ("mistral", "sdpa", True, "AUTO", 1),
+        ("gemma3", "sdpa", True, "DYNAMIC", 2),
     ],
 )
-def test_export(name, implementation, is_padded, kind):
+def test_export(name, implementation, is_padded, kind, layers):
     """A program gives what the model gives without a patch, for batches and lengths other than those of the export."""
-    model, batches = make_model(name), []
+    model, runs = make_model(name, num_hidden_layers=layers), []
     model.config._attn_implementation = implementation
     for batch, length in ((3, 17), (2, 9), (4, 33)):
         mask = torch.ones(batch, length, dtype=torch.int64)
         mask[0, :5] = 0
         ids, inputs = make_ids(batch, length), {"use_cache": False, "attention_mask": mask if is_padded else None}
-        batches.append((ids, inputs, mask != 0 if is_padded else slice(None), model(ids, **inputs).logits))
+        runs.append((ids, inputs, mask != 0 if is_padded else slice(None), model(ids, **inputs).logits))
     axes = {0: dimension(kind, "b"), 1: dimension(kind, "n")}
     shapes = {"input_ids": axes, "use_cache": None, "attention_mask": axes if is_padded else None}
-    ids, inputs, *_ = batches[0]
-    program = exported(patch_model(model), (ids,), shapes, **inputs)
-    for ids, inputs, present, logits in batches:
+    program = exported(patch_model(model), runs[0][:1], shapes, **runs[0][1])
+    for ids, inputs, present, logits in runs:
         assert_close(program(ids, **inputs).logits[present], logits[present], 1e-5)
 
 
