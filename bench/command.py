@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from bench import report
-from bench.environment import RESULTS, card, environment
+from bench.environment import RESULTS, environment
 from bench.report import Row
 from bench.runner import DeviceLost, Run
 from bench.suite import Options, Suite, words
@@ -50,7 +50,8 @@ def main(suite: Suite, argv: list[str]) -> int:
 
     run = Run(suite, options, clock, facts, lambda case: suite.providers(case, names), progress)
     stamp = time.strftime("%Y%m%d-%H%M%S", time.gmtime())
-    out = args.out or RESULTS / f"{suite.name.replace(' ', '-')}-{card(facts['gpu'])}-{stamp}.jsonl"
+    card = "-".join(str(facts["gpu"]).lower().replace("nvidia", "").split())
+    out = args.out or RESULTS / f"{suite.name}-{card}-{stamp}.jsonl"
     versions = {name: facts[name] for name in ("driver", "torch", "triton", "cudnn", "commit")} | facts["packages"]
     print(f"{facts['gpu']}, {', '.join(f'{name} {found}' for name, found in versions.items())}")
     print(f"Rows go to {out}")

@@ -18,11 +18,6 @@ _PACKAGES = (
 )
 
 
-def card(gpu: object) -> str:
-    """The name of a GPU as result files are named by it."""
-    return "-".join(str(gpu).lower().replace("nvidia", "").split()) or "gpu"
-
-
 def environment() -> dict[str, object]:
     """Facts of this machine and this tree, JSON-ready."""
     import triton

@@ -25,14 +25,11 @@ class MlaCase(LatentCase):
     """A causal problem."""
 
     groups = ("mla",)
+    heads = property(lambda case: case.heads_q)  # rows have this name
 
     @property
     def name(self) -> str:
         return f"H{self.heads}-{length_name(self.len_q)}"
-
-    @property
-    def heads(self) -> int:
-        return self.heads_q
 
     @property
     def shape(self) -> str:

@@ -12,21 +12,9 @@ from torch import Tensor
 
 from baselines.norms import liger_norm
 from baselines.rotations import LIGER, specialised
+from bench import suite
 from bench.gate import Compared, Verdict, ends, judge
 from bench.report import Row
-from bench.suite import (
-    SHORT_DTYPES,
-    Entry,
-    Provider,
-    Suite,
-    Times,
-    Trial,
-    by_name,
-    forward_or_backward,
-    keep_tables,
-    length_name,
-    normal,
-)
 from bench.timing import bandwidths
 from fused_rope_attn import apply_rope_qk, rope_tables
 from verification import testing
@@ -52,13 +40,13 @@ class RopeCase:
 
     @property
     def name(self) -> str:
-        return f"{self.family}-{length_name(self.length)}"
+        return f"{self.family}-{suite.length_name(self.length)}"
 
     @property
     def shape(self) -> str:
         """Return ``B2 H32+8 N4096 D128 bf16 half``."""
         sizes = f"B{self.batch} H{'+'.join(map(str, self.heads))} N{self.length} D{self.head_dim}"
-        return f"{sizes} {SHORT_DTYPES[self.dtype]} half{' norms' * self.norms}"
+        return f"{sizes} {suite.SHORT_DTYPES[self.dtype]} half{' norms' * self.norms}"
 
     @property
     def bytes(self) -> int:
@@ -86,7 +74,7 @@ def _cases() -> Iterator[RopeCase]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RopeProvider(Provider):
+class RopeProvider(suite.Provider):
     """One rotation.
 
     run: ``run([q, k], tables, weights)`` returns both rotated, differentiable. It norms them first where there are
@@ -96,7 +84,7 @@ class RopeProvider(Provider):
 
     run: Callable[[list[Tensor], Any, list[Tensor]], list[Tensor]]
     in_place: bool = False
-    prepare: Callable[[Tensor, Tensor, torch.dtype], tuple[Tensor, Tensor]] = keep_tables
+    prepare: Callable[[Tensor, Tensor, torch.dtype], tuple[Tensor, Tensor]] = suite.keep_tables
 
 
 def _fused(xs: list[Tensor], tables: Any, weights: list[Tensor]) -> list[Tensor]:
@@ -139,7 +127,7 @@ class _Copy(torch.autograd.Function):
 
 
 OURS, COPY = "apply_rope", "copy"
-PROVIDERS: dict[str, RopeProvider] = by_name(
+PROVIDERS: dict[str, RopeProvider] = suite.by_name(
     (
         RopeProvider(OURS, "apply_rope (ours)", "ours", run=_fused),
         # One launch for both. It overwrites q and k, which saves it the allocation of outputs but no memory traffic.
@@ -155,7 +143,7 @@ PROVIDERS: dict[str, RopeProvider] = by_name(
 # The trial
 
 
-class RopeTrial(Trial):
+class RopeTrial(suite.Trial):
     """One case."""
 
     case: RopeCase
@@ -164,7 +152,7 @@ class RopeTrial(Trial):
     def open(self) -> None:
         case, device = self.case, self.clock.device
         shapes = [(case.batch, case.length, heads, case.head_dim) for heads in case.heads]
-        tensors = normal([*shapes, *shapes, *[(case.head_dim,)] * 2 * case.norms], case.dtype, device)
+        tensors = suite.normal([*shapes, *shapes, *[(case.head_dim,)] * 2 * case.norms], case.dtype, device)
         views, self._weights = [x.transpose(1, 2) for x in tensors[:4]], tensors[4:]
         self._xs, self._dos = views[:2], views[2:]
         self._tables = rope_tables(case.length, case.head_dim, device=device)
@@ -183,7 +171,7 @@ class RopeTrial(Trial):
 
         return run, xs + [weight for weight in weights if weight.requires_grad], [own(x) for x in self._dos]
 
-    def enter(self, provider: RopeProvider) -> Entry:
+    def enter(self, provider: RopeProvider) -> suite.Entry:
         run, leaves, dos = self._call(provider)
         outs = run(*leaves)
         results = [out.detach().clone() for out in outs]
@@ -195,11 +183,11 @@ class RopeTrial(Trial):
             verdict = judge(self._compared(results, gradients), self.case.dtype, forgiving=not provider.ours)
 
         def make(part: str) -> Callable[[], Any]:
-            fn = forward_or_backward(*self._call(provider), part)
+            fn = suite.forward_or_backward(*self._call(provider), part)
             # Return the tensors that a replay of the graph overwrites: none that the provider works on.
             return (lambda: fn() and []) if provider.in_place else fn
 
-        return Entry(provider, verdict, make)
+        return suite.Entry(provider, verdict, make)
 
     def _compared(self, outs: list[Tensor], gradients: tuple[Tensor, ...]) -> Iterator[Compared]:
         """Yield the first and the last head of q and k, (N, D), and the weights' gradients, (1, D)."""
@@ -215,13 +203,13 @@ class RopeTrial(Trial):
             if ref64.dweight is not None and eager.dweight is not None:
                 yield "dweight", gradients[2 + i][None], ref64.dweight[None], eager.dweight[None]
 
-    def figures(self, part: str, mode: str, measured: Times) -> dict[str, Row]:
+    def figures(self, part: str, mode: str, measured: suite.Times) -> dict[str, Row]:
         # The gradient of a norm also reads the normed tensor: three tensors where a copy moves two.
         others = 1.5 * self.case.bytes if part == "bwd" and self._weights else self.case.bytes
         return bandwidths(dict.fromkeys(measured, others) | {COPY: self.case.bytes}, measured, COPY)
 
 
-ROPE = Suite(
+ROPE = suite.Suite(
     name="rope",
     description="Time the rotation alone.",
     cases=tuple(_cases()),

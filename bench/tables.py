@@ -11,20 +11,8 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, NamedTuple
 
-from bench import results
-from bench.report import (
-    PASSES,
-    Group,
-    Row,
-    card_name,
-    faster,
-    groups,
-    mark,
-    markdown,
-    strongest,
-    three_digits,
-    timed,
-)
+from bench import report, results
+from bench.report import Group, Row
 from bench.timing import EVEN
 
 CARDS = ("h200", "h100")
@@ -76,7 +64,7 @@ def render(table: Table) -> str:
         shown[card] = [row for passes in found.values() for group in passes for row in group.values()]
         columns = _columns(table, shown[card])
         blank[card] = [""] * len(columns)
-        header += [f"{card_name(rows[0]['gpu'])}, {name}" if i == 0 else name for i, name in enumerate(columns)]
+        header += [f"{report.card_name(rows[0]['gpu'])}, {name}" if i == 0 else name for i, name in enumerate(columns)]
         for (case, shape), passes in found.items():
             cells = lines.setdefault(f"{case} ({shape})" if table.shapes else case, {})
             cells[card] = [make(passes) for make in columns.values()]
@@ -84,14 +72,14 @@ def render(table: Table) -> str:
     if missing := set(table.cases.split()) - {row["case"] for row in every}:
         raise ValueError(f"no times of {table.mine} at {', '.join(sorted(missing))} in the rows of {table.suite}")
     body = [[name, *(cell for card in shown for cell in line.get(card, blank[card]))] for name, line in lines.items()]
-    legend = "~: outside the tolerance that ours is held to. " * bool(mark(*every))
-    return f"{markdown(header, body)}\n\n{legend}{origins(table.suite, shown)}"
+    legend = "~: outside the tolerance that ours is held to. " * bool(report.mark(*every))
+    return f"{report.markdown(header, body)}\n\n{legend}{origins(table.suite, shown)}"
 
 
 def _lines(table: Table, rows: list[Row]) -> dict[tuple[str, str], list[Group]]:
     """Return (case, shape) -> the groups of its passes, where ours was timed, in the order of the cases."""
     found: dict[tuple[str, str], list[Group]] = {}
-    for (case, shape, _, _), group in groups(rows, table.mode).items():
+    for (case, shape, _, _), group in report.groups(rows, table.mode).items():
         if table.mine in group and re.search(table.within, shape):
             found.setdefault((case, shape), []).append(group)
     for passes in found.values():
@@ -117,7 +105,7 @@ def _columns(table: Table, rows: list[Row]) -> dict[str, Callable[[list[Group]],
 
 
 def _ours(table: Table, passes: list[Group]) -> str:
-    return " / ".join(three_digits(group[table.mine][table.shows]) for group in passes)
+    return " / ".join(report.three_digits(group[table.mine][table.shows]) for group in passes)
 
 
 def _fact(table: Table, field: str, text: Callable[[Any], str], passes: list[Group]) -> str:
@@ -128,19 +116,19 @@ def _fact(table: Table, field: str, text: Callable[[Any], str], passes: list[Gro
 
 def _cost(table: Table, without: str, passes: list[Group]) -> str:
     """Return our time over that of ours without the option."""
-    return " / ".join(f"{faster(group[table.mine], group[without]):.3f}" for group in passes if without in group)
+    return " / ".join(f"{report.faster(group[table.mine], group[without]):.3f}" for group in passes if without in group)
 
 
 def _other(table: Table, who: str, passes: list[Group]) -> str:
     """Return a provider's time over ours."""
     found = [(group[who], group[table.mine]) for group in passes if who in group]
-    return " / ".join(f"{faster(row, own, table.over):.2f}{mark(row)}" for row, own in found) or "-"
+    return " / ".join(f"{report.faster(row, own, table.over):.2f}{report.mark(row)}" for row, own in found) or "-"
 
 
 def _best(table: Table, role: str, passes: list[Group]) -> str:
     """Return the time of the best of a role over ours, with its label."""
-    best = [(strongest(group.values(), role), group[table.mine]) for group in passes]
-    return _named([(faster(row, own, table.over), row["label"], mark(row)) for row, own in best if row])
+    best = [(report.strongest(group.values(), role), group[table.mine]) for group in passes]
+    return _named([(report.faster(row, own, table.over), row["label"], report.mark(row)) for row, own in best if row])
 
 
 def _named(found: list[tuple[float, str, str]]) -> str:
@@ -159,7 +147,7 @@ def origins(suite: str, rows: dict[str, list[Row]]) -> str:
         triton = ", ".join(sorted({row["triton"] for row in found}))
         dates = ", ".join(sorted({row["date"][:10] for row in found}))
         commits = ", ".join(sorted({row["commit"][:7] for row in found}))
-        link = f"[{card_name(found[0]['gpu'])}]({{results}}/{suite}-{card}.csv)"
+        link = f"[{report.card_name(found[0]['gpu'])}]({{results}}/{suite}-{card}.csv)"
         parts.append(f"{link} (Triton {triton}; {dates}; {commits})")
     return f"Rows: {', '.join(parts)}."
 
@@ -168,13 +156,13 @@ def standing(suite: str, names: Iterable[str]) -> str:
     """Say at how many of all shapes ours is not slower than each rival, and the range of the ratio."""
     header, lines, cards = ["ours is not slower at, theirs / ours"], {name: [""] for name in names}, committed(suite)
     for rows in cards.values():
-        header += [f"{card_name(rows[0]['gpu'])} {words}" for words in PASSES.values()]
-        every = groups(rows, "graph").items()
+        header += [f"{report.card_name(rows[0]['gpu'])} {words}" for words in report.PASSES.values()]
+        every = report.groups(rows, "graph").items()
         for name, line in lines.items():
-            labels = {row["label"] for row in timed(rows) if row["provider"] == name}
+            labels = {row["label"] for row in report.timed(rows) if row["provider"] == name}
             line[0] = next(iter(labels), line[0])
-            for part in PASSES:
-                ratios = [faster(g[name], g["fused"]) for (_, _, at, _), g in every if at == part and name in g]
+            for part in report.PASSES:
+                ratios = [report.faster(g[name], g["fused"]) for (_, _, at, _), g in every if at == part and name in g]
                 count = f"{sum(x >= EVEN for x in ratios)} of {len(ratios)}"
                 line.append(f"{count}, {min(ratios):.2f} to {max(ratios):.2f}" if ratios else "no such pass")
-    return f"{markdown(header, list(lines.values()))}\n\n{origins(suite, cards)}"
+    return f"{report.markdown(header, list(lines.values()))}\n\n{origins(suite, cards)}"

@@ -70,16 +70,6 @@ def bandwidths(moved: Mapping[str, float], measured: Mapping[str, Measurement], 
     }
 
 
-def order(names: list[str], index: int) -> list[str]:
-    """Return the shuffled order of round ``index``; every second round has the reverse order of the one before.
-
-    So each neighbour runs before as often as after. Seeds are fixed so that a run can be repeated. A mere rotation
-    would keep the neighbours.
-    """
-    forwards = random.Random(index // 2).sample(names, len(names))
-    return forwards[::-1] if index % 2 else forwards
-
-
 def interleave(
     fns: dict[str, Callable[[], Any]],
     sample: Callable[[Callable[[], Any], int], Any],
@@ -89,12 +79,15 @@ def interleave(
 ) -> tuple[dict[str, Any], dict[str, Exception]]:
     """Measure every callable once a round, in another order each round, because the call before sets the card's clock.
 
-    A callable that raises drops out with its exception. measurement: makes what collects the samples.
+    Orders are shuffled, because a mere rotation would keep the neighbours, and the same in every run. A callable that
+    raises drops out with its exception. measurement: makes what collects the samples.
     """
     measured = {name: measurement() for name in fns}
     failed: dict[str, Exception] = {}
     for index in range(rounds):
-        for name in order(list(fns), index):
+        # Every second round has the reverse order, so that each neighbour runs before as often as after.
+        names = random.Random(index // 2).sample(list(fns), len(fns))
+        for name in reversed(names) if index % 2 else names:
             if name in failed:
                 continue
             try:

@@ -37,11 +37,8 @@ class BenchCase:
         """Return ``B2 H32/8 N4096 D128 causal bf16``, then the mask or the norms, as the committed rows have it."""
         c = self.case
         heads = f"{c.heads_q}/{c.heads_kv}" if c.heads_q != c.heads_kv else str(c.heads_q)
-        words = [
-            f"B{c.batch} H{heads} N{c.len_q} D{c.head_dim}",
-            "causal" if c.causal else "full",
-            SHORT_DTYPES[c.dtype],
-        ]
+        mask = "causal" if c.causal else "full"
+        words = [f"B{c.batch} H{heads} N{c.len_q} D{c.head_dim} {mask} {SHORT_DTYPES[c.dtype]}"]
         if c.window is not None:
             words.append("window={},{}".format(*c.window))
         if c.norms is not None:
@@ -122,8 +119,7 @@ HOST = BenchCase("Host", "Host", ("host",), Case(1, 4, 4, 128, 128, 64, dtype=to
 def mixed_lengths(count: int, shortest: int, longest: int, seed: int = 0) -> tuple[int, ...]:
     """Return ``count`` lengths, uniform between the two; both extremes occur."""
     generator = random.Random(seed)
-    middle = [generator.randint(shortest, longest) for _ in range(count - 2)]
-    lengths = [shortest, longest, *middle]
+    lengths = [shortest, longest, *(generator.randint(shortest, longest) for _ in range(count - 2))]
     generator.shuffle(lengths)
     return tuple(lengths)
 
@@ -163,10 +159,7 @@ _BY_INTERVALS: dict[str, tuple[int, Callable[[int], Sequence[torch.Tensor]]]] = 
     "documents": (32768, lambda n: masks.documents(torch.tensor((0, *_DOCUMENTS)).cumsum(0), n)),
     "prefix": (12288, lambda n: masks.prefix_tree([-1] + [0] * 8, [4096] + [1024] * 8)),
     "tree": (10240, lambda n: masks.prefix_tree(_PARENTS, [256] * len(_PARENTS))),
-    "image-blocks": (
-        8192,
-        lambda n: masks.bidirectional_blocks(torch.where(_PIECE % 2 == 1, _PIECE, -1)[None]),
-    ),
+    "image-blocks": (8192, lambda n: masks.bidirectional_blocks(torch.where(_PIECE % 2 == 1, _PIECE, -1)[None])),
     "chunks": (32768, lambda n: masks.chunks(8192, n)),
     "causal-4K": (4096, lambda n: masks.chunks(n, n)),
     "causal-16K": (16384, lambda n: masks.chunks(n, n)),
