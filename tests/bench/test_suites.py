@@ -102,7 +102,7 @@ class Measured(NamedTuple):
     people: list
     passes: tuple[str, ...] = ("fwd", "bwd")
     modes: tuple[str, ...] = ("graph",)
-    figure: tuple[str, Any] | None = None
+    figure: str = ""
     arguments: str = ""
     clock: Any = None
 
@@ -117,22 +117,19 @@ class Steady(WallClock):
         return Load(calls, ms, 700.0 * ms)
 
 
-def energy(case, row):
-    return sum(row["mj_rounds"]) / 2
-
-
-def tflops(case, row):
-    return case.flops(row["pass"]) / row["ms"] * 1e-9
-
-
 def rate(case, row):
     """The gradient of a norm reads what was normed too; float8 is half as large."""
     moved = 1.5 if row.get("norms") and row["pass"] == "bwd" and row["provider"] != "copy" else 1.0
     return moved * case.bytes / row["ms"] * 1e-6 / (2 if row["provider"] == "fused_float8" else 1)
 
 
-def tokens(case, row):
-    return case.work.tokens / row["ms"] * 1e3
+# What a field of a row is, in terms of its case and of others.
+FIGURES = {
+    "mj": lambda case, row: sum(row["mj_rounds"]) / 2,
+    "tflops": lambda case, row: case.flops(row["pass"]) / row["ms"] * 1e-9,
+    "gb_s": rate,
+    "tokens_s": lambda case, row: case.work.tokens / row["ms"] * 1e3,
+}
 
 
 def select(table, *names):
@@ -151,12 +148,12 @@ ROTATIONS = [rope.RopeCase("Tiny", 2, (4, 2), 16, 8, (), torch.float32),
 RUNS = {
     "attention": Measured(
         [TINY], [*select(PLAIN, "fused", "hf_sdpa", "hf_flash_attn", "bare_flash"), wrong(PLAIN["fused"])],
-        ("fwd", "bwd", "both"), BOTH_MODES, ("tflops", tflops), "--mode eager,graph --passes fwd,bwd,both"),
+        ("fwd", "bwd", "both"), BOTH_MODES, "tflops", "--mode eager,graph --passes fwd,bwd,both"),
     "attention: host": Measured(
         [SHORT], [*select(HOST, "fused", "bare_sdpa", "nothing"), wrong(HOST["nothing"])],
         ("fwd", "fwd_grad", "both"), ("host",)),
     "attention: load": Measured(
-        [TINY], [PLAIN["fused"], scripted("rival"), wrong(scripted("rival"))], modes=("load",), figure=("mj", energy),
+        [TINY], [PLAIN["fused"], scripted("rival"), wrong(scripted("rival"))], modes=("load",), figure="mj",
         arguments="--mode load --providers fused,rival,wrong", clock=Steady()),
     "attention: corope": Measured(
         [of_kind("corope", Case(2, 4, 2, 9, 9, 8, dtype=torch.float32))], [*COROPE.values(), wrong(COROPE["corope"])],
@@ -173,21 +170,21 @@ RUNS = {
     "attention: unsplit": Measured(
         [of_kind("unsplit", TINY.case, batch=1, len_q=140, len_k=140)],
         select(providers.table("unsplit"), "fused", "fused_same_bits", "flex16", "flex64"),
-        ("fwd",), figure=("tflops", tflops), arguments="--passes fwd"),
+        ("fwd",), figure="tflops", arguments="--passes fwd"),
     "norm": Measured(
         [of_kind("norm", NORMED, f"offset-{offset}", norms=float(offset)) for offset in (0, 1)],
-        [*select(NORM, "fused", "fused_without", "norm_hf_sdpa"), wrong(NORM["fused"])], figure=("tflops", tflops)),
+        [*select(NORM, "fused", "fused_without", "norm_hf_sdpa"), wrong(NORM["fused"])], figure="tflops"),
     "mla": Measured(LATENTS, [*select(mla.PROVIDERS, "fused", "hf_sdpa"),
                               *(Provider(b.name, b.label, b.role) for b in LATENT_RIVALS.values())]),
     "rope": Measured(ROTATIONS, [*select(rope.PROVIDERS, "apply_rope", "copy"), wrong(rope.PROVIDERS["apply_rope"])],
-                     figure=("gb_s", rate)),
+                     figure="gb_s"),
     "decode": Measured(
         [STEP], [*select(decode.PROVIDERS, "fused", "fused_page16", "fused_float8", "fused_same_bits", "copy"),
                  decode.rival("sdpa", attentions.SDPA), decode.DecodeProvider("wrong", "wrong", make=wrong_step)],
-        ("decode",), BOTH_MODES, ("gb_s", rate)),
+        ("decode",), BOTH_MODES, "gb_s"),
     "models": Measured(
         [models.ModelCase(TINY_MODEL, shapes.Work(kind, 2, 16)) for kind in ("train", "step", "prefill", "decode")],
-        select(OF_MODELS, "sdpa", "fused"), (), EAGER, ("tokens_s", tokens)),
+        select(OF_MODELS, "sdpa", "fused"), (), EAGER, "tokens_s"),
 }  # fmt: skip
 
 
@@ -218,7 +215,7 @@ def test_who_is_right_is_timed_and_who_is_wrong_is_not(name, measure, monkeypatc
         assert row["status"] in (("ok",) if who.ours else ("ok", "loose")) and len(row["rounds"]) == 2
         assert row["p20"] <= row["ms"] <= row["p80"]
         if figure:
-            assert row[figure[0]] == pytest.approx(figure[1](of_case[row["case"], row["shape"]], row))
+            assert row[figure] == pytest.approx(FIGURES[figure](of_case[row["case"], row["shape"]], row))
     out, err = capsys.readouterr()
     assert ("under load" in out) == (modes == ("load",))
     assert "toy, driver 1, torch 2, triton 3" in out and f"{len(rows)} rows in" in out and "gate" in err

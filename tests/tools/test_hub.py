@@ -3,14 +3,13 @@
 import ast
 import os
 import re
-import subprocess
 import sys
 
 import pytest
 import torch
 
 from fused_rope_attn import apply_rope_qk, rope_tables
-from tests.support.paths import ROOT
+from tests.support.paths import ROOT, python
 from tools.hub.__main__ import build
 
 # Runs in a process of its own. The package and einops cannot be imported there, unless they are asked for.
@@ -82,9 +81,8 @@ def test_results_are_those_of_the_package(folder, tmp_path, company):
     case = {"rows": rows, "half": half, "full": full, "norms": norms, "gradients": gradients}
     torch.save(case, tmp_path / "case.pt")
     path = os.pathsep.join([str(folder / "torch-ext"), *([str(ROOT)] if company != "alone" else [])])
-    environment = os.environ | {"PYTHONPATH": path, "TRITON_INTERPRET": "1"}
-    command = [sys.executable, "-c", SCRIPT, str(tmp_path), company]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path, timeout=300)
+    environment = {"PYTHONPATH": path, "TRITON_INTERPRET": "1"}
+    done = python("-c", SCRIPT, str(tmp_path), company, **environment)
     assert done.returncode == 0, done.stderr
     q, k = (x.requires_grad_() for x in rows)
     expected = []

@@ -278,9 +278,8 @@ def test_tables(tables, interleaved):
 
 @pytest.mark.parametrize("dtype", [None, F64])
 def test_blocks_of_the_reference_add_up(monkeypatch, dtype):
-    case = Case(
-        2, 6, 3, 37, 41, 16, dtype=F32, table_batch=True, rotary_dim=10, interleaved=True, sinks=True, norms=0.0
-    )
+    options = {"table_batch": True, "rotary_dim": 10, "interleaved": True, "sinks": True, "norms": 0.0}
+    case = Case(2, 6, 3, 37, 41, 16, dtype=F32, **options)
     inputs = make_inputs(case)
     whole = run_reference(inputs, case, dtype)
     monkeypatch.setitem(testing.runs.BLOCK_BYTES, "cpu", 2 * 10 * 41 * 8)  # ten rows of one group
