@@ -29,13 +29,9 @@ def test_json_names_versions_and_the_plan(interpreter):
 
 
 def test_a_missing_triton_is_said_and_cards_are_listed(monkeypatch):
-    def version(name):
-        if name == "triton":
-            raise env.metadata.PackageNotFoundError(name)
-        return "1.0"
-
+    assert env.package_version("no-such-package-anywhere") is None
     card = {"index": 0, "name": "NVIDIA H200", "arch": "sm_90", "multiprocessors": 132, "memory_gib": 139.8}
-    monkeypatch.setattr(env.metadata, "version", version)
+    monkeypatch.setattr(env, "package_version", lambda name: None if name == "triton" else "1.0")
     monkeypatch.setattr(env.device, "cards", lambda: [card])
     monkeypatch.setattr(env, "typical_plan", lambda: {"backend": "hopper"})
     facts = env.environment()

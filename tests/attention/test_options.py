@@ -101,9 +101,7 @@ KEYWORDS = [
     *(({name: None}, rf"^rope_attention\(\) does not take '{name}' \(did you mean {near}") for name, near in (
         ("casual", "causal"), ("return_lsd", "return_lse or return_max_logit"),
         # Words of other libraries.
-        ("is_causal", "causal"), ("scale", "softmax_scale"), ("sm_scale", "softmax_scale"), ("window_size", "window"),
-        ("sliding_window", "window"), ("logits_soft_cap", "softcap"), ("rotary_interleaved", "interleaved"),
-        ("return_softmax_lse", "return_lse or return_max_logit"))),
+        ("is_causal", "causal"), ("sm_scale", "softmax_scale"), ("logits_soft_cap", "softcap"))),
     ({"is_causal": True, "scale": 1.0}, r"'is_causal' \(did you mean causal\?\) and 'scale' \(did you mean softmax_s"),
     # Other errors stay what they are: Python's own, and ours of arguments of a wrong type.
     ({"q": None}, "multiple values for argument 'q'"),
@@ -111,7 +109,6 @@ KEYWORDS = [
 ]  # fmt: skip
 
 
-@pytest.mark.unpoisoned
 @pytest.mark.parametrize(("keywords", "message"), KEYWORDS, ids=lambda x: ",".join(x) if isinstance(x, dict) else "")
 def test_close_keywords_are_recognised(keywords, message):
     """By the function, and by its plan, which is told what the function is."""
@@ -125,7 +122,3 @@ def test_close_keywords_are_recognised(keywords, message):
             call(*given, **keywords)
     with pytest.raises(TypeError, match="missing 2 required positional arguments: 'cos' and 'sin'"):
         rope_attention(*given[:3])
-    if keywords == {"is_causal": None}:
-        torch._dynamo.reset()
-        with pytest.raises(Exception, match="is_causal"):
-            torch.compile(rope_attention, fullgraph=True, backend="eager")(*given, **keywords)

@@ -31,10 +31,6 @@ def to(dtype, *names):
     return {name: DENSE[name].to(dtype) for name in names}
 
 
-def leaf(*shape):
-    return zeros(*shape).requires_grad_()
-
-
 ENDS = torch.tensor([0, 2, N], dtype=I32)
 DENSE = heads() | tables(N, D // 2) | {"causal": True}
 LATENT = {"q_nope": zeros(2, 3, 9, 32), "q_rope": zeros(2, 3, 9, 16), "k_nope": zeros(2, 3, 12, 32)}
@@ -42,14 +38,12 @@ LATENT |= {"k_rope": zeros(2, 1, 12, 16), "v": zeros(2, 3, 12, 32)} | tables(12,
 PACK = {"cu_seqlens_q": ENDS, "cu_seqlens_k": ENDS, "max_seqlen_q": 4, "max_seqlen_k": 4}
 CALLS = {
     "rope_attention": DENSE,
-    "bshd": dict.fromkeys("kv", zeros(2, 12, 2, D)) | {"q": zeros(2, 9, 4, D), "layout": "bshd"} | tables(12, 8),
     "rope_attention_varlen": {"q": zeros(N, HQ, D), "k": zeros(N, HKV, D), "v": zeros(N, HKV, D)} | tables(N, 8) | PACK,
     "rope_attention_mla": LATENT,
     "rope_attention_mla_varlen": {name: x if name in ("cos", "sin") else x[0].transpose(0, 1)
                                   for name, x in LATENT.items()}
     | {"cu_seqlens_q": ENDS, "cu_seqlens_k": 2 * ENDS, "max_seqlen_q": 4, "max_seqlen_k": 8},
 }  # fmt: skip
-FUNCTIONS = {"bshd": "rope_attention"}
 
 # By function: the argument at fault, what is changed, and the rest of the message. A row for each wording and for each
 # limit: tests/verification/test_run.py makes every argument wrong in every way, and checks that it is named. Those of
@@ -98,7 +92,8 @@ VALUE_ERRORS = {
         ("cos", tables(N, 11), "with 11 columns is full-width for D = 16, and .* even"),
         *(("rotary_dim", {"rotary_dim": n}, f"even and between 2 and D = 16, but is {n}") for n in (0, 7, 18)),
         *(("cos", {"rotary_dim": 8} | tables(N, n), f"= 8 or rotary_dim / 2 = 4 columns, but has {n}") for n in (3, 6)),
-        *((name, {name: leaf(N, 8)}, f"must not require a gradient: .* {name}.detach") for name in ("cos", "sin")),
+        *((name, {name: zeros(N, 8).requires_grad_()}, f"must not require a gradient: .* {name}.detach")
+          for name in ("cos", "sin")),
         *(("softmax_scale", {"softmax_scale": x}, "must be finite, but is") for x in (NAN, INF, -INF)),
         ("softcap", {"softcap": -0.5}, "must be finite and positive, .* but is -0.5"),
         ("norm_eps", {"q_norm": zeros(D), "k_norm": zeros(D), "norm_eps": -1.0}, "must be at least 0 and finite"),
@@ -109,10 +104,10 @@ VALUE_ERRORS = {
           for n in ((6,), (3, 6))),
         ("backend", {"backend": "cuda"}, "must be 'auto', 'reference', 'triton' or 'hopper', but is 'cuda'"),
         ("strategy", {"backend": "reference", "strategy": "inline"}, "selects among kernels, but backend='reference'"),
+        # In the caller's axes.
+        ("v", {"layout": "bshd", "q": zeros(2, 9, 4, D), "k": zeros(2, 12, 2, D), "v": zeros(2, 11, 2, D)},
+         r"\(B, NK, HKV, D\) with NK = 12 of k, but has \(2, 11, 2, 16\)"),
         ("k_norm", {"q_norm": zeros(D)}, "must be given where q_norm is, or neither, but is None"),
-    ],
-    "bshd": [  # in the caller's axes
-        ("v", {"v": zeros(2, 11, 2, D)}, r"\(B, NK, HKV, D\) with NK = 12 of k, but has \(2, 11, 2, 16\)"),
     ],
     "rope_attention_varlen": [
         *(("cu_seqlens_q", {"cu_seqlens_q": x}, rf"\(sequences\+1,\).*{re.escape(str(tuple(x.shape)))}")
@@ -155,16 +150,14 @@ REFUSALS = [
 @pytest.mark.parametrize(("function", "changes", "error", "message"), REFUSALS)
 def test_refusals(function, changes, error, message):
     """By the function and by its plan."""
-    given, name = CALLS[function] | changes, FUNCTIONS.get(function, function)
-    for call in (getattr(package, name), getattr(package, name.replace("rope_attention", "plan"))):
+    for name in (function, function.replace("rope_attention", "plan")):
         with pytest.raises(error, match=message):
-            call(**given)
+            getattr(package, name)(**CALLS[function] | changes)
 
 
 @pytest.mark.parametrize("function", CALLS)
 def test_the_calls_that_refusals_change_are_legal(function):
-    name = FUNCTIONS.get(function, function)
-    assert not getattr(package, name)(**CALLS[function]).any()
+    assert not getattr(package, function)(**CALLS[function]).any()
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fused_rope_attn import rope_attention_with_kvcache
 from fused_rope_attn.generation import configs
 from fused_rope_attn.generation.configs import DecodeConfig
 from fused_rope_attn.generation.planning import configured
@@ -118,19 +117,6 @@ def test_only_the_new_rows_of_a_larger_buffer_are_written():
     assert bool((o[0, :, :2] != 0).all()) and bool(lse[0, :, :2].isfinite().all())
     for dead, dead_lse in ((o[0, :, 2:], lse[0, :, 2:]), (o[1:], lse[1:])):
         assert bool((dead == 0).all()) and bool((dead_lse == -math.inf).all())
-
-
-def test_pages_of_keys_and_values_take_turns():
-    """transformers stores the values of a page one page after its keys, and uses every second number."""
-    pool = torch.zeros(9, 2, 16, 16)
-    q = new = torch.ones(1, 2, 1, 16)
-    table = torch.tensor([[4, 2]], dtype=torch.int32)
-    cos, sin, ends = torch.ones(32, 8), torch.zeros(32, 8), torch.tensor([17], dtype=torch.int32)
-    caches = pool[:8], pool[1:]
-    o = rope_attention_with_kvcache(q, *caches, cos, sin, new, 2 * new, cache_seqlens=ends, block_table=table)
-    expected = 2 / (1 + 17 / math.exp(4.0))  # 17 keys of zeros with values of zeros, and the new one
-    torch.testing.assert_close(o, torch.full_like(o, expected))
-    assert torch.equal(pool.nonzero()[:, [0, 2]].unique(dim=0), torch.tensor([[2, 1], [3, 1]]))
 
 
 @interpreted

@@ -81,13 +81,7 @@ def test_steps_with_the_bits_of_training(on_sm_90, changes, is_ordered):
 
 @pytest.mark.parametrize(
     ("changes", "is_copied"),
-    [
-        ({}, True),
-        ({"tokens": 256}, False),
-        ({"causal": False}, False),
-        ({"capacity": 1 << 19}, False),
-        ({"dtype": F32}, False),
-    ],
+    [({}, True), *((x, False) for x in ({"tokens": 256}, {"causal": False}, {"capacity": 1 << 19}, {"dtype": F32}))],
 )
 def test_large_chunks_are_attentions(on_sm_90, changes, is_copied):
     """On sm_90, with tiles of queries for most multiprocessors, and caches that are not too large for a copy."""

@@ -23,10 +23,6 @@ def ints(*shape):
     return torch.zeros(shape, dtype=torch.int32)
 
 
-def leaf(*shape):
-    return zeros(*shape).requires_grad_()
-
-
 def changed(given, changes):
     """Return arguments with changes; a shape means zeros, and two names with a space mean both arguments."""
     for names, value in changes.items():
@@ -73,7 +69,7 @@ WRITES = [  # random calls make no illegal ones
     ({"cu_seqlens": torch.tensor([0, 2, 5]).int(), "k v": (4, 2, 16)}, "cu_seqlens must end at or before k's 4 tokens"),
     ({"k v": (2, 4, 2, 16)}, "HKV = 4 of k, but has (9, 2, 16, 16)"),
     ({"block_table": None}, "k_cache must have one entry for each of 2 sequences, but has 9"),
-    ({"k": leaf(2, 2, 2, 16)}, "k must not require a gradient"),
+    ({"k": zeros(2, 2, 2, 16).requires_grad_()}, "k must not require a gradient"),
     ({"k_cache": HALF_A_PAGE_LATER, "v_cache": POOL[:9]}, "but begins -256 elements after it in one"),
 ]
 # fmt: on

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from fused_rope_attn import rope_attention, rope_attention_with_kvcache, rope_tables, write_kvcache
+from fused_rope_attn import rope_attention, rope_tables, write_kvcache
 from tests.support.dtypes import F64
 from tests.support.internals import with_kvcache
 
@@ -44,9 +44,3 @@ def test_steps_are_attention_to_the_keys_so_far(rotated, interleaved, causal, ma
         torch.testing.assert_close(found, expected)
         lens = ends
     assert torch.equal(caches[1, 0, :, :16], v[0, :, :16]) and caches[:, 1, :, 13:].isnan().all()
-
-
-def test_queries_before_position_0_see_nothing():
-    q, caches = torch.randn(1, 1, 3, 16), torch.randn(2, 1, 1, 8, 16)
-    o = rope_attention_with_kvcache(q, *caches, *rope_tables(8, 16), cache_seqlens=torch.ones(1, dtype=torch.int32))
-    assert not o[:, :, :2].any() and o[:, :, 2].all()

@@ -9,36 +9,15 @@ import json
 
 import torch
 
+from fused_rope_attn.attention.configs import ForwardConfig, Tile
+from fused_rope_attn.generation.configs import decode
 from tests.support.paths import python
-from tools import aot
-from tools.jobs import int32, meta
+from tools import aot, compile_kernels, decode_jobs
+from tools.jobs import feature_options
 
-OPTIONS = {"rotary_dim": 64, "causal": True, "softmax_scale": 0.1}
-
-
-def attend(window):
-    """Run the portable forward pass in bfloat16, 1000 tokens of 8 heads of 64 columns."""
-    from fused_rope_attn.attention.configs import ForwardConfig, Tile
-    from fused_rope_attn.attention.portable.forward import ForwardCall
-    from fused_rope_attn.attention.problem import Tensors, describe
-
-    q, k, v = (meta(2, 8, 1000, 64, dtype=torch.bfloat16) for _ in range(3))
-    tensors = Tensors(q, k, v, meta(1000, 32), meta(1000, 32))
-    problem = describe(tensors, **OPTIONS, window=window)
-    ForwardCall(problem.for_launch(), tensors, ForwardConfig("prepass", Tile(64, 64, 4, 2)))(tensors)
-
-
-def decode(window):
-    """Run a generation step of one new token in bfloat16, with caches of 1000 rows of 2 heads of 64 columns."""
-    from fused_rope_attn.generation.configs import decode
-    from fused_rope_attn.generation.launch import step_call
-    from fused_rope_attn.generation.problem import StepTensors, describe_step
-
-    q, k, v = (meta(2, heads, 1, 64, dtype=torch.bfloat16) for heads in (8, 2, 2))
-    caches = (meta(2, 2, 1000, 64, dtype=torch.bfloat16) for _ in range(2))
-    tensors = StepTensors(q, *caches, meta(1000, 32), meta(1000, 32), k, v, int32(2))
-    problem = describe_step(tensors, cache_is_rotated=True, **OPTIONS, window=window)
-    step_call(problem.for_launch(), tensors, decode("sm_90", 2, 64, True))(tensors)
+PLAIN = {"arch": "sm_90", "dtype": torch.bfloat16, "head_dim": 64}
+FORWARD = compile_kernels.Job(**PLAIN, direction="forward", config=ForwardConfig("prepass", Tile(64, 64, 4, 2)))
+STEP = decode_jobs.DecodeJob(**PLAIN, config=decode("sm_90", 2, 64, True))
 
 
 def count(lefts):
@@ -54,8 +33,10 @@ def count(lefts):
     with aot.compiling_for("sm_90"), triton.knobs.runtime.scope():
         triton.knobs.runtime.jit_cache_hook = decline
         for left in lefts:
-            for call in (attend, decode):
-                call(None if left is None else (left, -1))
+            options = feature_options(False, False, False) | {"window": None if left is None else (left, -1)}
+            for module, job in ((compile_kernels, FORWARD), (decode_jobs, STEP)):
+                module.feature_options = lambda *features, options=options: options
+                job.launch()
     return {name: len(found) for name, found in keys.items()}
 
 

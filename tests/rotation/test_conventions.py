@@ -71,7 +71,6 @@ CONVENTIONS = {
                                    False),
     "torchtune": ("bshd", every_two, twice(angles(D)), IDS, False),
     "Metal": ("sbhd", every_two, twice(angles(D)), None, False),
-    "flash-attn": ("bshd", half, two_halves(angles(10)), None, False),
 }  # fmt: skip
 
 

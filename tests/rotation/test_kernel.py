@@ -122,10 +122,8 @@ norms = {"q_norm": torch.randn(24), "k_norm": torch.randn(24)}
 for shape, layout, width, options in (
     ((1, 3, 37, 24), "bhsd", 5, {"rotary_dim": 10}),
     ((1, 37, 3, 24), "bshd", 24, {"interleaved": True}),
-    ((2, 5, 9, 12), "bhsd", 6, {"interleaved": True, "position_ids": torch.randint(0, 40, (2, 9))}),
     ((2, 5, 9, 12), "bhsd", 3, {"rotary_dim": 12, "position_ids": torch.randint(0, 40, (2, 2, 9))}),
     ((19, 3, 10), "thd", 5, {"cu_seqlens": torch.tensor([0, 4, 11, 19], dtype=torch.int32)}),
-    ((1, 3, 9, 24), "bhsd", 12, norms),
     ((1, 3, 9, 24), "bhsd", 5, {"interleaved": True, **norms}),
 ):
     tables = {name: torch.randn(40, width) for name in ("cos", "sin")}

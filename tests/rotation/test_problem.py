@@ -109,12 +109,11 @@ def test_the_narrowest_rotations():
     assert rotary_dim_of(nothing, table[:0], table[:0], rotary_dim=4, position_ids=ints(0)) == 4
 
 
-@pytest.mark.parametrize("eps", [0, 0.0, 1e-5])
-def test_norms_of_any_dtype_that_fits(eps):
+def test_norms_of_any_dtype_that_fits():
     """Whole numbers are numbers too, and without gradients a leaf may have ``out``."""
     q, k = zeros(1, 2, 4, 8, dtype=F16), zeros(1, 1, 4, 8, dtype=F16)
     outs = torch.empty_like(q), torch.empty_like(k)
     weights = {"q_norm": zeros(8).requires_grad_(), "k_norm": zeros(8, dtype=F16)}
     with torch.no_grad():
-        apply_rope_qk(q, k, zeros(4, 4), zeros(4, 4), **weights, norm_eps=eps, norm_offset=1, out=outs)
+        apply_rope_qk(q, k, zeros(4, 4), zeros(4, 4), **weights, norm_eps=0, norm_offset=1, out=outs)
     assert not any(out.any() for out in outs)
