@@ -143,7 +143,10 @@ def test_nothing_outside_the_tensors_is_read():
     hold_within_bounds(GUARD)
 
 
-def test_bfloat16_takes_the_reference_here():
-    x, (cos, sin) = normal(1, 2, 5, 16).bfloat16(), rope_tables(5, 16)
-    out = apply_rope(x, cos, sin)
-    assert out.dtype == torch.bfloat16 and torch.equal(out, apply_rope(x.double(), cos, sin).bfloat16())
+@interpreted
+def test_the_reference_takes_bfloat16_here_and_everything_without_the_interpreter(monkeypatch):
+    x, tables = normal(1, 2, 5, 16), rope_tables(5, 16)
+    assert "_Rotation" in type(apply_rope(x.float().requires_grad_(), *tables).grad_fn).__name__
+    assert torch.equal(apply_rope(x.bfloat16(), *tables), apply_rope(x.bfloat16().double(), *tables).bfloat16())
+    monkeypatch.setattr("fused_rope_attn.rotation.api.is_interpreted", lambda: False)
+    assert "_Rotation" not in type(apply_rope(x.float().requires_grad_(), *tables).grad_fn).__name__
