@@ -167,6 +167,8 @@ def _in_chunks(batch: Batch, call: obstacles.Pass) -> Batch:
     layer = obstacles.chunked_layer(call.attentions)
     if layer is None:
         return batch
+    if not batch.causal:  # masks of chunks are causal, whatever the config says
+        return Batch("bidirectional attention in chunks")
     past, (size, length), device = call.past, call.tokens.shape[:2], call.tokens.device
     chunk: int = state.state_of(layer, state.PATCH).convention.chunk_of(layer)
     seen = 0 if past is None else caches.tokens_seen(past, obstacles.layer_of(layer))
@@ -177,8 +179,6 @@ def _in_chunks(batch: Batch, call: obstacles.Pass) -> Batch:
         is_one_chunk = seen is not None and not caches.reused(past) and seen + length <= chunk
     if is_one_chunk:
         return batch
-    if not batch.causal:
-        return Batch("bidirectional attention in chunks")
     first = torch.zeros(size, dtype=torch.int32, device=device) if batch.kv_starts is None else batch.kv_starts
     if seen == 0:
         token = torch.arange(length, dtype=torch.int32, device=device).expand(size, -1)
@@ -303,7 +303,7 @@ def _padded_both_ways(mask: Tensor) -> Batch:
     rows = torch.arange(size, dtype=torch.int32, device=mask.device)[:, None] * length
     limits = (torch.stack((starts, ends), 1) + rows).flatten()
     cu_seqlens = torch.nn.functional.pad(torch.nn.functional.pad(limits, (1, 0)), (0, 1), value=size * length)
-    return Batch(cu_seqlens=cu_seqlens, max_seqlen=2 * length)
+    return Batch(cu_seqlens=cu_seqlens, max_seqlen=min(size, 2) * length)
 
 
 def _starts(present: Tensor) -> Tensor:

@@ -240,14 +240,16 @@ def is_causal(call: Pass) -> bool | None:
     follows the modules, because it gets no causal mask. SDPA follows them only without a mask."""
     config, wanted = call.config, call.asked_is_causal
     own = {bool(module.is_causal) for module in call.attentions}
+    # Gemma 1 and 2 tell their modules only.
+    of_masks = not (getattr(config, "use_bidirectional_attention", False) and config.model_type == "gemma3_text")
     if wanted is None:
-        switched = getattr(config, "use_bidirectional_attention", False)
-        of_masks = not (switched and config.model_type == "gemma3_text")  # Gemma 1 and 2 tell their modules only
         if own != {of_masks} and not uses_flash(config):
             masked = _gets_a_mask(call, of_masks) if "sdpa" in implementation_of(config) else True
             if masked is None:
                 return None
             own = {of_masks} if masked else own
+    elif wanted and not of_masks:  # the masks hide no key, whatever is asked for
+        own.add(False)
     if len(own) > 1 or wanted is True and own == {False}:
         return None
     return bool(own.pop() if wanted is None else wanted)
