@@ -23,7 +23,7 @@ SIZES = {
 }
 WINDOW = 8
 _EXPERTS = 4
-# What every config is given besides, whether its class reads it or not: the same numbers under several names.
+# All configs are given these, whether their classes read them or not: the same numbers under several names.
 _COMMON = SIZES | {
     "head_dim": 16,
     **dict.fromkeys("num_experts num_local_experts n_routed_experts moe_num_experts".split(), _EXPERTS),
@@ -115,15 +115,10 @@ _FOLDERS = {path.name for path in (Path(transformers.__file__).parent / "models"
 _FOLDERS -= {path.split(".")[0] for path in UNSUPPORTED}
 # Those that the installed transformers has and that are supported with it.
 MODELS = {name: row for names, row in _ROWS.items() for name in names.split() if name.split("-")[0] in _FOLDERS}
-# One of each peculiarity.
-THOROUGH = (
-    "llama llama-yarn mistral mixtral qwen2 qwen3 phi3 gemma2 gemma3 gpt_neox cohere cohere-norm glm4 olmo2 granite "
-    "smollm3 gpt_oss"
-).split()
 
 
 def class_of(folder: str, end: str) -> type[transformers.PreTrainedModel]:
-    """The class of a folder of transformers whose name has this end."""
+    """Return the class of a folder of transformers by the end of its name."""
     file = vars(importlib.import_module(f"transformers.models.{folder}.modeling_{folder}"))
     return next(file[name] for name in file if name.endswith(end))
 

@@ -13,6 +13,7 @@ LENGTH = 3 * WINDOW + 1
 # longer than the generation step takes.
 ENDS = (5, 7, 10, 11, 13, 53)
 CAPACITY = 56
+STATIC = {"cache_implementation": "static"}
 
 
 def assert_close(got, expected, tolerance, what=""):
@@ -71,6 +72,21 @@ def assert_same(model, ids, present=None, grad=False, unsupported="raise", toler
     assert grads.keys() == patched_grads.keys() and bool(grads) is grad
     for parameter, expected in grads.items():
         assert_close(patched_grads[parameter], expected, 10 * tolerance, parameter)
+
+
+def generate(model, new, **options):
+    """Greedy tokens and their logits."""
+    options |= {"max_new_tokens": new, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
+    model.__dict__.pop("_cache", None)  # transformers 4.57 keeps it for the next call, full of tokens
+    out = model.generate(**options)
+    return out.sequences, torch.stack(out.logits)
+
+
+def assert_same_generation(model, new, unsupported="raise", **options):
+    tokens, logits = generate(unpatch_model(model), new, **options)
+    patched_tokens, patched_logits = generate(patch_model(model, unsupported=unsupported), new, **options)
+    assert torch.equal(tokens, patched_tokens)
+    assert_close(patched_logits, logits, 1e-5)
 
 
 def make_cache(model, kind, capacity=CAPACITY):

@@ -12,66 +12,36 @@ BEFORE, IMAGE_TOKENS, BEHIND = 6, 4, 7
 LENGTH = BEFORE + IMAGE_TOKENS + BEHIND
 PROMPT = BEFORE + IMAGE_TOKENS + 3
 PIXELS, PATCH = 16, 4
-_TEXT = {name: value for name, value in SIZES.items() if name != "initializer_range"}
-_QWEN = _TEXT | {"rope_scaling": {"rope_type": "default", "mrope_section": [4, 2, 2]}}
-_QWEN_TOWER = {"depth": 2, "num_heads": 2, "patch_size": PATCH, "temporal_patch_size": 2, "spatial_merge_size": 2}
-_WIDTHS = {"hidden_size": 16, "intermediate_size": 32}
-_QWEN3_TOWER = _QWEN_TOWER | _WIDTHS | {"out_hidden_size": 64}
-_QWEN3_TOWER |= {"num_position_embeddings": 16, "deepstack_visual_indexes": [0]}
-_QWEN_TOKENS = {"image_token_id": IMAGE, "video_token_id": VIDEO, "vision_start_token_id": START}
-_QWEN_TOKENS |= {"vision_end_token_id": END}
-_OF_16, _MOE = {"head_dim": 16}, {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-_TOWER = _WIDTHS | {"num_hidden_layers": 2, "num_attention_heads": 2, "image_size": PIXELS, "patch_size": PATCH}
-_SCALED_DOWN = {"image_token_id": IMAGE, "scale_factor": 2}
-_LLAMA4_WIDTHS = "projector_input_dim", "projector_output_dim", "vision_output_dim"
-
-
-def _text(model_type: str, **options) -> dict:
-    return _TEXT | {"model_type": model_type} | options
-
-
-def _tower(model_type: str, **options) -> dict:
-    return _TOWER | {"model_type": f"{model_type}_vision_model"} | options
-
-
-# What the config of the text, of the vision tower and of the whole say, by folder of transformers.
-MODELS = {
-    "qwen2_vl": (_QWEN, _QWEN_TOWER | {"embed_dim": 16, "hidden_size": 64}, _QWEN_TOKENS),
-    "qwen2_5_vl": (
-        _QWEN | {"use_sliding_window": True, "max_window_layers": 1} | WINDOWED,
-        _QWEN_TOWER | _WIDTHS | {"out_hidden_size": 64, "fullatt_block_indexes": [0]},
-        _QWEN_TOKENS,
-    ),
-    "qwen3_vl": (_QWEN | _OF_16, _QWEN3_TOWER, _QWEN_TOKENS),
-    "qwen3_vl_moe": (_QWEN | _OF_16 | _MOE, _QWEN3_TOWER, _QWEN_TOKENS),
-    "gemma3": (
-        _text("gemma3_text", head_dim=16, query_pre_attn_scalar=10, **WINDOWED),
-        _tower("siglip"),
-        {"image_token_index": IMAGE, "mm_tokens_per_image": IMAGE_TOKENS},
-    ),
-    "paligemma": (
-        _text("gemma", head_dim=16),
-        _tower("siglip", image_size=PIXELS // 2),
-        {"image_token_index": IMAGE, "projection_dim": 64, "hidden_size": 64, "vocab_size": SIZES["vocab_size"]},
-    ),
-    "llama4": (
-        _TEXT | _OF_16 | {"attention_chunk_size": WINDOW, "no_rope_layers": [1, 0], "num_local_experts": 2},
-        _TOWER | {"intermediate_size": 64} | dict.fromkeys(_LLAMA4_WIDTHS, 32),
-        {"image_token_index": IMAGE},
-    ),
-    "llava": (_text("llama"), _tower("clip", image_size=PIXELS // 2), {"image_token_index": IMAGE}),
-    "mistral3": (
-        _text("mistral", sliding_window=WINDOW, head_dim=16),
-        _TOWER | {"model_type": "pixtral", "head_dim": 8},
-        {"image_token_index": IMAGE, "spatial_merge_size": 2},
-    ),
-    "internvl": (
-        _text("qwen2"),
-        _TOWER | {"model_type": "internvl_vision", "image_size": [PIXELS] * 2, "patch_size": [PATCH] * 2},
-        {"image_token_id": IMAGE, "downsample_ratio": 0.5},
-    ),
-    "idefics3": (_text("llama"), _TOWER, _SCALED_DOWN),
-    "smolvlm": (_text("llama"), _TOWER, _SCALED_DOWN),
+# All configs of texts, of vision towers and of whole models get these, whether their classes read them or not.
+_TEXT = {name: value for name, value in SIZES.items() if name != "initializer_range"} | {"head_dim": 16}
+_TEXT |= {"num_experts": 4, "num_local_experts": 2, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+_TOWER = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+_TOWER |= {"image_size": PIXELS, "patch_size": PATCH, "depth": 2, "num_heads": 2, "temporal_patch_size": 2}
+_TOWER |= {"spatial_merge_size": 2, "out_hidden_size": 64, "num_position_embeddings": 16}
+_TOWER |= {"deepstack_visual_indexes": [0], "fullatt_block_indexes": [0]}
+_WHOLE = {"image_token_id": IMAGE, "image_token_index": IMAGE, "video_token_id": VIDEO, "vision_start_token_id": START}
+_WHOLE |= {"vision_end_token_id": END, "mm_tokens_per_image": IMAGE_TOKENS, "spatial_merge_size": 2, "scale_factor": 2}
+_WHOLE |= {"projection_dim": 64, "hidden_size": 64, "vocab_size": SIZES["vocab_size"]}
+_SIGLIP = "siglip_vision_model"
+_QWEN = {"rope_scaling": {"rope_type": "default", "mrope_section": [4, 2, 2]}}
+_SMALL = {"image_size": PIXELS // 2}
+_INTERN = {"model_type": "internvl_vision", "image_size": [PIXELS] * 2, "patch_size": [PATCH] * 2}
+_CHUNKED = {"attention_chunk_size": WINDOW, "no_rope_layers": [1, 0]}
+_LLAMA4_WIDTHS = dict.fromkeys(("projector_input_dim", "projector_output_dim", "vision_output_dim"), 32)
+# Folder of transformers to options of the text's config, and of the tower's.
+MODELS: dict[str, tuple[dict, dict]] = {
+    "qwen2_vl": (_QWEN, {"embed_dim": 16, "hidden_size": 64}),
+    "qwen2_5_vl": (_QWEN | {"use_sliding_window": True, "max_window_layers": 1} | WINDOWED, {}),
+    "qwen3_vl": (_QWEN, {}),
+    "qwen3_vl_moe": (_QWEN, {}),
+    "gemma3": ({"model_type": "gemma3_text", "query_pre_attn_scalar": 10} | WINDOWED, {"model_type": _SIGLIP}),
+    "paligemma": ({"model_type": "gemma"}, {"model_type": _SIGLIP} | _SMALL),
+    "llama4": (_CHUNKED, _LLAMA4_WIDTHS | {"intermediate_size": 64}),
+    "llava": ({"model_type": "llama"}, {"model_type": "clip_vision_model"} | _SMALL),
+    "mistral3": ({"model_type": "mistral", "sliding_window": WINDOW}, {"model_type": "pixtral", "head_dim": 8}),
+    "internvl": ({"model_type": "qwen2"}, _INTERN),
+    "idefics3": ({"model_type": "llama"}, {}),
+    "smolvlm": ({"model_type": "llama"}, {}),
 }
 
 if transformers.__version__.startswith("5.24."):  # its Llama 4 reads image_outputs of the text's output, and fails
@@ -81,10 +51,10 @@ if transformers.__version__.startswith("5.24."):  # its Llama 4 reads image_outp
 def make_vision_model(name: str, seed: int = 0, **text) -> transformers.PreTrainedModel:
     """A model of MODELS in float32 on the CPU, in eval mode, with eager attention: every parameter is random.
     text: what the config of the language model says besides."""
-    text_config, vision_config, config = MODELS[name]
+    text_config, vision_config = MODELS[name]
     cls = class_of(name, "ForConditionalGeneration")
-    configs = {"text_config": text_config | text, "vision_config": dict(vision_config)}
-    return with_random_weights(cls, cls.config_class(**configs, **config), seed, spread=0.2)
+    configs = {"text_config": _TEXT | text_config | text, "vision_config": _TOWER | vision_config}
+    return with_random_weights(cls, cls.config_class(**configs, **_WHOLE), seed, spread=0.2)
 
 
 def language_model(model: transformers.PreTrainedModel) -> transformers.PreTrainedModel:

@@ -80,19 +80,28 @@ def test_a_prompt_leaves_free_rows_after_it(llama, cache, gradients, monkeypatch
     assert len(updates) == (0 if cache == "described" else 2)
 
 
-@pytest.mark.parametrize("name", ["k", "v"])
-def test_gradients_through_the_cache_of_a_prompt(name, monkeypatch):
+@pytest.mark.parametrize(("name", "weight"), [("llama", "k_proj"), ("llama", "v_proj"), ("qwen3", "q_norm")])
+def test_gradients_of_one_parameter_through_a_cache(name, weight, calls, monkeypatch):
     """The kernel that writes in place has no gradient, so a gradient of the keys or of the values alone avoids it."""
     updates = noted(monkeypatch, DynamicLayer, "update")
-    model = patch_model(make_model("llama")).requires_grad_(False)
-    weight = getattr(attentions_of(model)[1], f"{name}_proj").weight.requires_grad_(True)
-    past = make_cache(model, "dynamic")
-    model(make_ids(1, 6), past_key_values=past)
-    layer = past.layers[1]
-    assert [args[0] for args, _ in updates] == [layer]
-    assert (layer.keys.requires_grad, layer.values.requires_grad) == (name == "k", name == "v")
-    parts(model, past, make_ids(1, 1), ends=(1,)).sum().backward()
-    assert weight.grad.abs().max() > 0
+    model, ids = make_model(name, use_sliding_window=False).requires_grad_(False), make_ids(1, 8)
+    parameter = getattr(attentions_of(model)[1], weight).weight.requires_grad_(True)
+
+    def gradient():
+        past = make_cache(model, "dynamic")
+        updates.clear()
+        parts(model, past, ids, ends=(7, 8))[:, 7:].square().sum().backward()
+        found, parameter.grad = parameter.grad, None
+        return found, [args[0] for args, _ in updates], past.layers[1]
+
+    expected, *_ = gradient()
+    patch_model(model)
+    found, updated, layer = gradient()
+    assert_close(found, expected, 1e-4)
+    # q and k are normed together.
+    assert (layer.keys.requires_grad, layer.values.requires_grad) == (weight != "v_proj", weight == "v_proj")
+    assert set(updated) == {layer}
+    assert calls == {"rope_attention": 3, "rope_attention_with_kvcache": 1}
 
 
 def test_where_to_write_is_told_to_caches_that_ask_for_it(llama, monkeypatch):

@@ -1,10 +1,13 @@
-"""A patched model against the unpatched one, a row each: masks, documents, chunks, causality, changed windows.
+"""A patched model against the unpatched one: drawn calls of every class, and a row for each call that is not drawn.
 
 A row with a reason is a call that the kernels do not serve: the modules' own attention runs, with a warning that gives
 the reason, and the results are the same bits.
 """
 
+import copy
 import functools
+import random
+import re
 import sys
 from collections import Counter
 from contextlib import nullcontext
@@ -13,24 +16,21 @@ from types import SimpleNamespace
 import pytest
 import torch
 import transformers
-from torch.nn.attention.flex_attention import create_block_mask
 from transformers import masking_utils, modeling_flash_attention_utils
 from transformers.integrations import flash_attention
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from fused_rope_attn import masks
-from fused_rope_attn.integrations.transformers import attention, patch_model, patch_report, unpatch_model
-from fused_rope_attn.integrations.transformers.families import RELEASE
-from fused_rope_attn.integrations.transformers.obstacles import Pass, obstacle
+from fused_rope_attn import masks, rope_attention, rope_attention_varlen
+from fused_rope_attn.integrations.transformers import attention, patch_model, patch_report
+from fused_rope_attn.integrations.transformers.families import RELEASE, convention_of
 from tests.support.hf_models import MODELS, WINDOW, attentions_of, make_ids, make_model
 from tests.support.hf_runs import LENGTH, assert_close, assert_same, declared, make_cache, parts, run
-from tests.support.hf_vision_models import make_inputs, make_vision_model
+from tests.support.hf_vision_models import MODELS as VISION_MODELS, make_inputs, make_vision_model
 
 IGNORES_IS_CAUSAL = RELEASE < (5, 6)  # here or there
 COUNTS_BY_DOCUMENT = RELEASE >= (5, 23)  # chunks
 HAS_SWITCH = hasattr(transformers.Gemma3TextConfig(), "use_bidirectional_attention")
-LATENT = [name for name in ("deepseek_v2", "deepseek_v3", "minicpm3", "longcat_flash") if name in MODELS]
-OF_OLD, OWN_IS_CAUSAL = "is_causal=False with transformers", "is_causal = False of the att"
+OTHER_WINDOW = "a layer that was made with the window"
 PLACES = torch.arange(LENGTH)
 FLASH = "flash_attention_3"  # transformers imports its functions without a look at the GPU
 
@@ -47,25 +47,19 @@ def flash(monkeypatch):
 
 
 def attend(q, k, v, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, s_aux=None):
-    """Attend within rows (B, N, H, D), aligned at the bottom right."""
-    k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], 2) for x in (k, v))
-    scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * softmax_scale
-    if softcap:
-        scores = softcap * torch.tanh(scores / softcap)
-    distance = torch.arange(k.shape[1] - q.shape[1], k.shape[1])[:, None] - torch.arange(k.shape[1])
-    left, right = window_size[0], 0 if causal else window_size[1]
-    hidden = (distance > left) & (left >= 0) | (distance < -right) & (right >= 0)
-    scores = scores.masked_fill(hidden, -torch.inf)
-    if s_aux is not None:
-        scores = torch.cat((scores, s_aux[:, None, None].expand(len(q), -1, q.shape[1], 1)), 3)
-    return torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1)[..., : k.shape[1]], v)
+    options = {"softmax_scale": softmax_scale, "window": window_size, "softcap": softcap, "sinks": s_aux}
+    return rope_attention(q, k, v, *nothing_turned(k.shape[1]), causal, layout="bshd", **options)
 
 
 def attend_packed(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale=None, causal=False,
                   window_size=(-1, -1), softcap=0.0, s_aux=None):  # fmt: skip
-    parts = (x.split(ends.diff().tolist()) for x, ends in ((q, cu_seqlens_q), (k, cu_seqlens_k), (v, cu_seqlens_k)))
-    options = softmax_scale, causal, window_size, softcap, s_aux
-    return torch.cat([attend(*(x[None] for x in rows), *options)[0] for rows in zip(*parts)])
+    options = {"softmax_scale": softmax_scale, "window": window_size, "softcap": softcap, "sinks": s_aux}
+    ends = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+    return rope_attention_varlen(q, k, v, *nothing_turned(max_seqlen_k), *ends, causal, **options)
+
+
+def nothing_turned(rows):
+    return torch.ones(rows, 1), torch.zeros(rows, 1)
 
 
 def row(model, what, reason="", skip=False, **given):
@@ -122,9 +116,8 @@ def checkpointing(model, reentrant=False):
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
 
 
-def of_modules(model, count=None, config=None):
+def of_modules(model, count=None):
     """Set ``is_causal`` of the first modules, as recipes of embedding models do."""
-    model.config.update(config or {})
     for module in attentions_of(model)[:count]:
         module.is_causal = False
 
@@ -138,74 +131,171 @@ def documents(*lengths):
     return torch.cat([torch.arange(length) for length in lengths])[None]
 
 
-# Padding on the left, on the right, on both sides, and a row without a token.
-LEFT = columns((3, LENGTH), (0, LENGTH), (LENGTH - 2, LENGTH))
-RIGHT = columns((0, LENGTH), (0, LENGTH - WINDOW - 1), (0, 1))
-BOTH = columns((2, LENGTH - 4), (0, LENGTH - 1), (5, LENGTH))
-EMPTY_ROW = columns((0, LENGTH - 3), (0, 0), (1, LENGTH))
-HOLES = (torch.arange(2 * LENGTH).view(2, LENGTH) % 7 != 3).long()
+MASKS = {
+    "left": columns((3, LENGTH), (0, LENGTH), (LENGTH - 2, LENGTH)),
+    "right": columns((0, LENGTH), (0, LENGTH - WINDOW - 1), (0, 1)),
+    "both": columns((2, LENGTH - 4), (0, LENGTH - 1), (5, LENGTH)),
+    "an empty row": columns((0, LENGTH - 3), (0, 0), (1, LENGTH)),
+    "ones": columns(*[(0, LENGTH)] * 3),
+    "holes": (torch.arange(3 * LENGTH).view(3, LENGTH) % 7 != 3).long(),
+}
+# Position ids of a row, which masks and flash-attention understand in different ways.
+POSITIONS = {
+    "documents": documents(9, 1, 15),
+    "a short document": documents(3, 5, 17),
+    "documents in float": documents(9, 1, 15).float(),
+    "a gap": torch.cat((PLACES[:9], PLACES[:16] + 14))[None],
+    "a gap in a document": torch.cat((PLACES[:4], PLACES[:6] + 9, PLACES[:15]))[None],
+    "one document": PLACES[None] + 3,
+    "one token each": torch.zeros(1, LENGTH, dtype=torch.int64),
+    "halves": PLACES[None] / 2,
+    "other numbers": torch.cat((PLACES[:12] + 5, PLACES[:13] + 3))[None],
+    "other halves": torch.cat((PLACES[:12] + 0.5, PLACES[:13] + 3.5))[None],
+    "two rows": torch.cat((documents(LENGTH), documents(2, 23))),
+}
+# Attributes of a config, which are changed if another value is drawn.
+OF_CONFIG = {"config": "is_causal", "switch": "use_bidirectional_attention", "window": "sliding_window"}
+FIELDS = {
+    "rows": [1, 1, 2, 3],
+    "length": [WINDOW - 1, WINDOW, WINDOW + 1, LENGTH, LENGTH],
+    "mask": [None] * 3 + [*MASKS],
+    "positions": [None] * 3 + [*POSITIONS],
+    "use_cache": [None, False, True],
+    "training": [False, True],
+    "declared": [False, True],  # by cu_seqlens, which of the unpatched models' attention only flash-attention reads
+    # The call, the config and the modules may each say whether attention is causal.
+    "call": [None] * 5 + [True, False],
+    "config": [None] * 5 + [True, False],
+    "modules": [None] * 5 + [1, 2],  # how many of the first attention modules are not
+    "switch": [None, True],  # of Gemma 3
+    "window": [None] * 5 + [3],
+}
+
+
+def implementations_of(name, model):
+    """The implementations of attention by which the unpatched model computes what its config says."""
+    yield "eager"
+    # Releases before 5.23 run SDPA without the softcap.
+    if model._supports_sdpa and (COUNTS_BY_DOCUMENT or not convention_of(attentions_of(model)[0]).softcap):
+        yield "sdpa"
+    # The last two do not hand their windows on, and multimodal models make masks of their own.
+    if model._supports_flash_attn and not name.startswith(("vision", "phimoe", "qwen2_moe")):
+        yield FLASH
+
+
+def drawn(name, model, count):
+    """Settings of calls, the same in every process."""
+    draw = random.Random(name)
+    fields = FIELDS | {"implementation": list(implementations_of(name, model))}
+    for _ in range(count):
+        setting = SimpleNamespace(**{field: draw.choice(values) for field, values in fields.items()})
+        if not (name == "gemma3" and HAS_SWITCH):
+            setting.switch = None
+        if getattr(model.config, "sliding_window", None) is None:
+            setting.window = None
+        if setting.implementation != FLASH or setting.rows > 1 or setting.mask is not None:
+            setting.declared = False
+        if name.startswith("vision"):
+            setting.call = setting.config = setting.modules = None
+        yield setting
+
+
+def expected_reasons(name, setting):
+    """A pattern of the reasons for which modules' own attention may run."""
+    kinds = [setting.call, setting.config, setting.modules, setting.switch]
+    by_document = setting.positions is None or COUNTS_BY_DOCUMENT
+    reasons = {
+        "holes": setting.mask == "holes",
+        "causal|bidirectional": any(kind is not None for kind in kinds) or name == "vision paligemma",
+        "first position is not 0": setting.implementation == FLASH,
+        "packed sequences in chunks": "llama4" in name and not by_document,
+        OTHER_WINDOW: setting.window is not None and setting.implementation != FLASH,  # which gets those of modules
+    }
+    return "|".join(reason for reason, holds in reasons.items() if holds) or "none is expected"
+
+
+def changed_copy(model, setting):
+    model = copy.deepcopy(model).train(setting.training)
+    for module in model.modules():
+        if hasattr(module, "config"):
+            module.config._attn_implementation = setting.implementation
+    for field, name in OF_CONFIG.items():
+        if getattr(setting, field) is not None:
+            setattr(attentions_of(model)[0].config, name, getattr(setting, field))
+    of_modules(model, setting.modules or 0)
+    return model
+
+
+def outcome(model, setting):
+    """Return logits, and in training the gradient of the embedding, or the error that the model raised."""
+    size = rows, length = setting.rows, setting.length
+    given = {"use_cache": setting.use_cache, "is_causal": setting.call}
+    given = {name: value for name, value in given.items() if value is not None}
+    present = torch.ones(size, dtype=torch.bool)
+    if setting.mask is not None:
+        given["attention_mask"] = MASKS[setting.mask][:rows, :length]
+        present = given["attention_mask"].bool()
+    if setting.positions is not None:
+        given["position_ids"] = POSITIONS[setting.positions].repeat(3, 1)[:rows, :length]
+    if setting.declared:
+        given |= declared(1, length - 3, 2)
+    torch.manual_seed(5)  # of dropout, also of that after attention
+    try:
+        # Token ids below 82, because the multimodal models use larger ones for images and videos.
+        logits = model(make_ids(*size) % 80 + 2, **given).logits[present]
+        if not setting.training:
+            return [logits.detach()]
+        weight = torch.randn(logits.shape, generator=torch.Generator().manual_seed(3))
+        return [logits.detach(), *torch.autograd.grad((logits * weight).sum(), model.get_input_embeddings().weight)]
+    except Exception as error:
+        return error
+
+
+@pytest.mark.filterwarnings("ignore:patch_model")
+@pytest.mark.parametrize("count", [12, pytest.param(120, marks=pytest.mark.sweep)])
+@pytest.mark.parametrize("name", [*MODELS, *(f"vision {name}" for name in VISION_MODELS)])
+def test_drawn_calls(name, count, calls):
+    """A model decides by its inputs, its config and its modules which tokens see each other."""
+    _, is_vision, vision = name.rpartition("vision ")
+    unchanged, compared = make_vision_model(vision) if is_vision else make_model(name), 0
+    for setting in drawn(name, unchanged, count):
+        model = changed_copy(unchanged, setting)
+        expected = outcome(model, setting)
+        if isinstance(expected, Exception):
+            continue
+        calls.clear()
+        got = outcome(patch_model(model, unsupported="skip" if is_vision else "raise"), setting)
+        assert not isinstance(got, Exception), (setting, got)
+        reasons = own_reasons(model)
+        assert bool(reasons) is not bool(calls), (setting, reasons, calls)
+        assert all(re.search(expected_reasons(name, setting), reason) for reason in reasons), (setting, reasons)
+        for x, y in zip(got, expected, strict=True):
+            # A square root of less than this is rounding: nothing else is left of a gradient of 0.
+            error = ((x - y).abs().max() / y.square().mean().sqrt().clamp(min=1e-6)).item() if y.numel() else 0
+            assert error <= 2e-4, (setting, error)
+        compared += 1
+    assert compared >= count // 3
+
+
 VARLEN, BIDIRECTIONAL = "rope_attention_varlen", {"skip": IGNORES_IS_CAUSAL, "change": changed(is_causal=False)}
-PADDED = BIDIRECTIONAL | {"operator": VARLEN, "size": (3, LENGTH), "grad": True}
-TWICE = functools.partial(of_modules, config={"is_causal": False})
-# The case that was silently causal. The windows of masks reach one key further both ways than those of modules.
-CAUSALITY = [
-    row("llama", "bidirectional", **BIDIRECTIONAL, grad=True),
-    row("mistral", "bidirectional", **BIDIRECTIONAL, implementation="sdpa"),
-    row("llama", "bidirectional, both", **PADDED, attention_mask=BOTH),
-    row("mistral", "bidirectional, left", **PADDED, implementation="sdpa", attention_mask=LEFT),
-    row("mistral", "bidirectional, right", **PADDED, implementation="sdpa", attention_mask=RIGHT),
-    row("gemma3", "bidirectional, both", **PADDED, attention_mask=BOTH),
-    row("llama", "bidirectional, empty row", **PADDED | {"grad": False}, attention_mask=EMPTY_ROW),
-    *(
-        row(name, "bidirectional", **PADDED | {"operator": "rope_attention_mla_varlen"}, attention_mask=BOTH)
-        for name in ("deepseek_v2", "minicpm3")
-        if name in MODELS
-    ),
-    row("llama", "bidirectional, holes", "holes", **BIDIRECTIONAL, attention_mask=HOLES),
-    row("llama", "by the call", skip=IGNORES_IS_CAUSAL, is_causal=False),
-    row("llama", "causal by the call", **BIDIRECTIONAL, is_causal=True),
-    row("llama", "causal twice", is_causal=True),
-    row("llama", "of old", OF_OLD, skip=not IGNORES_IS_CAUSAL, is_causal=False),
-    row("mistral", "positions alone", **BIDIRECTIONAL, size=(1, LENGTH), position_ids=documents(9, 1, 15)),
-    *(
-        row(name, "modules and config", "" if RELEASE >= (5, 6) else OF_OLD, change=TWICE)
-        for name in ("mistral", "gemma3")
-    ),
-]
-TWO = documents(22, 3).expand(2, -1)
+SHORT = {"implementation": "sdpa", "size": (2, WINDOW), "use_cache": False}
 SWITCHED = {"options": {"use_bidirectional_attention": True}, "skip": not HAS_SWITCH}
 LATER = {"change": changed(use_bidirectional_attention=True), "skip": not HAS_SWITCH}
-# Gemma 3's own switch changes its masks, also after loading; its windows end one key before those of is_causal=False.
-SWITCH = [
-    row("gemma3", "its switch, both", **SWITCHED, operator=VARLEN, size=(3, LENGTH), attention_mask=BOTH),
-    row("gemma3", "its switch and is_causal", "causal in some modules", **SWITCHED, is_causal=True),
+CAUSALITY = [
+    row("llama", "bidirectional", **BIDIRECTIONAL, grad=True),  # it was silently causal
+    row("mistral", "bidirectional, padded", **BIDIRECTIONAL, operator=VARLEN, size=(3, LENGTH), grad=True,
+        attention_mask=MASKS["both"]),
+    row("llama", "bidirectional, one padded row", **BIDIRECTIONAL, operator=VARLEN, size=(1, LENGTH),
+        attention_mask=MASKS["left"][:1]),  # there were too few rows of tables
+    row("llama4", "bidirectional, a chunk", "bidirectional attention in chunks", **BIDIRECTIONAL, size=(2, WINDOW)),
+    row("llama", "of old", "is_causal=False with transformers", skip=not IGNORES_IS_CAUSAL, is_causal=False),
+    row("mistral", "alone, the window", "is_causal = False of the att", change=of_modules, **SHORT),
+    row("mistral", "alone, eager", change=of_modules),
     *(
-        row("gemma3", f"its switch, {what}, {implementation}, {when}", **by | given, implementation=implementation)
-        for when, by in (("loaded", SWITCHED), ("later", LATER))
-        for implementation in ("eager", "sdpa")
-        for what, given in {
-            "nothing": {},
-            "padding": {"attention_mask": LEFT[:2], "operator": VARLEN},
-            "packed": {"position_ids": TWO, "use_cache": False, "operator": VARLEN},
-        }.items()
+        row("gemma3", f"its switch and is_causal, {when}", "causal in some modules", **given, is_causal=True)
+        for when, given in (("loaded", SWITCHED), ("later", LATER))
     ),
-]
-
-
-ALONE, FIRST = ({"change": functools.partial(of_modules, count=count)} for count in (None, 1))
-SHORT = {"implementation": "sdpa", "size": (2, WINDOW - 1), "use_cache": False}
-FULL, PADDED_LEFT = columns(*[(0, WINDOW - 1)] * 2, length=WINDOW - 1), columns((0, 7), (3, 7), length=WINDOW - 1)
-SOME = "attention that is causal in some"
-# The recipe of embedding models: a causal mask stays one, and SDPA without a mask becomes bidirectional. `is_causal` in
-# test_obstacles.py has all cases.
-MODULES_ALONE = [
-    *(row(name, "alone, eager", **by) for name, by in (("llama", ALONE), ("mistral", FIRST))),
-    row("mistral", "alone, no mask", "" if RELEASE >= (5,) else OWN_IS_CAUSAL, **ALONE, **SHORT),
-    row("mistral", "alone, padding", **ALONE, **SHORT, attention_mask=PADDED_LEFT),
-    row("mistral", "alone, the window", OWN_IS_CAUSAL, **ALONE, **SHORT | {"size": (2, WINDOW)}),
-    row("mistral", "alone, packed", OWN_IS_CAUSAL, **ALONE, **SHORT, position_ids=documents(4, 3)),
-    row("mistral", "the first, a full mask", SOME, **FIRST, **SHORT, attention_mask=FULL),
-]
+]  # fmt: skip
 
 
 def dense(starts, ends):
@@ -254,135 +344,50 @@ DENSE_MASKS = [
     row("llama", "bool that eager adds", NOT_DENSE, attention_mask=causal(), use_cache=False),
     row("llama", "a gradient", NOT_DENSE, attention_mask=added(causal()).requires_grad_(), use_cache=False),
 ]  # fmt: skip
-CHUNKED = {"grad": True, "use_cache": False, "implementation": "sdpa"}
-TWO_OPERATORS = "rope_attention rope_attention_varlen"
-TWO_ROWS = {"position_ids": torch.cat((documents(11, 1, 13), documents(2, 23))), "use_cache": False}
-COUNTED = {"position_ids": torch.cat((PLACES[:12] + 5, PLACES[:13] + 3))[None], "size": (1, LENGTH)}
-# The chunks of a row, and of a document, begin at its first token, or are counted by positions.
-CHUNKS = [
-    *(
-        row("llama4", f"{length} tokens", **CHUNKED, size=(3, length), attention_mask=mask)
-        for length in (WINDOW, WINDOW + 1, LENGTH)
-        for mask in (None, columns((0, length), (3, length), (0, length - 4), length=length))
-    ),
-    row("llama4", "documents in a chunk", size=(1, 8), operator=VARLEN, position_ids=documents(3, 5), use_cache=False),
-    row("llama4", "documents", skip=not COUNTS_BY_DOCUMENT, operator=TWO_OPERATORS, **TWO_ROWS, grad=True),
-    row("llama4", "documents of old", "packed sequences in chunks", skip=COUNTS_BY_DOCUMENT, **TWO_ROWS),
-    *(
-        row("llama4", f"from {first} and {second}", skip=not COUNTS_BY_DOCUMENT, operator=TWO_OPERATORS,
-            size=(1, LENGTH), position_ids=torch.cat((PLACES[:12] + first, PLACES[:13] + second))[None],
-            use_cache=False)
-        for first, second in ((0, 3), (5, 3), (0, 14), (0.5, 3.5))
-    ),
-    row("llama4", "a cache hides documents", skip=not COUNTS_BY_DOCUMENT, **COUNTED),
-]  # fmt: skip
-DOCUMENTS = {"size": (1, LENGTH), "position_ids": documents(9, 1, 15)}
-PACKED = DOCUMENTS | {"use_cache": False, "grad": True}
+DOCUMENTS = {"size": (1, LENGTH), "position_ids": POSITIONS["documents"]}
 OTHERS = [
-    *(row(name, "packed", **PACKED, operator="rope_attention_mla_varlen") for name in LATENT),
-    *(row(name, "packed", **PACKED, operator=VARLEN) for name in ("llama", "gemma3", "qwen3")),
-    row("gpt_oss", "packed", **PACKED),  # its decoder makes masks without position ids, which show every document
-    row("gemma3", "one packed row", **PACKED | {"position_ids": torch.cat((documents(9, 1, 15), documents(LENGTH)))}
-        | {"size": (2, LENGTH)}, operator=VARLEN),
     # With gradient checkpointing layers get no cache, and neither do the masks: documents are separated.
     row("llama", "checkpointing, packed", **DOCUMENTS, grad=True, operator=VARLEN, passes=2, change=checkpointing),
     *(
-        row(name, f"checkpointing, {reentrant}", grad=True, attention_mask=LEFT[:2], passes=2,
+        row(name, f"checkpointing, {reentrant}", grad=True, attention_mask=MASKS["left"][:2], passes=2,
             change=functools.partial(checkpointing, reentrant=reentrant))
         for name in ("llama", "gemma3", "gpt_neox") for reentrant in (False, True)
     ),
-    row("llama", "packed, with a cache", **DOCUMENTS, use_cache=True),  # transformers does not look for sequences
-    row("llama", "one sequence from 5", position_ids=PLACES[None] + 5, use_cache=False),
     row("deepseek_v3", "widths", "heads of 24, 16 and 48 columns", options={"qk_nope_head_dim": 24}),
     row("gemma2", "its softcap switched off", options={"attn_logit_softcapping": None}),
-    row("llama", "holes", "holes", attention_mask=HOLES),
+    row("llama", "holes", "holes", attention_mask=MASKS["holes"][:2]),
     row("llama", "output_attentions", "output_attentions", output_attentions=True),
     row("llama", "dropout", "dropout", options={"attention_dropout": 0.5}, change=lambda model: model.train()),
-    # Masks of these follow the config, and so do their modules.
+    # Masks follow the config as it is now, modules of the first three too. Before 5 layers remember their type.
     *(row(name, "another window", change=changed(sliding_window=3)) for name in ("mistral", "phi3")),
     row("mistral", "no window", change=changed(sliding_window=None)),
-    # Masks follow the config as it is now, modules of these have a window of their own. Before transformers 5 layers
-    # remember their type, and all those of Qwen 3 MoE are alike.
-    *(
-        row(name, f"other {what}", "a layer that was made with the window .* is not served", use_cache=False,
-            change=changed(sliding_window=3) if what == "window" else turned_round)
-        for name in "qwen2 qwen3_moe gemma2 gemma3 cohere2 gpt_oss olmo3 exaone4 smollm3".split()
-        for what in ("window", "types")
-        if name in MODELS and (what == "window" or RELEASE >= (5,) and name != "qwen3_moe")
-    ),
+    row("gemma2", "another window", OTHER_WINDOW, change=changed(sliding_window=3), use_cache=False),
+    row("gemma2", "other types", OTHER_WINDOW, change=turned_round, use_cache=False, skip=RELEASE < (5,)),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("name", "reason", "given"),
-    [*CAUSALITY, *SWITCH, *MODULES_ALONE, *DENSE_MASKS, *CHUNKS, *OTHERS],
-)
+@pytest.mark.parametrize(("name", "reason", "given"), [*CAUSALITY, *DENSE_MASKS, *OTHERS])
 def test_one_pass(name, reason, given, calls):
     compare(name, reason, calls, **given)
-
-
-@pytest.mark.parametrize("name", [*LATENT, "mistral", "llama", "gemma3", "gpt_oss"])
-def test_sequences_that_are_declared(name, calls):
-    """By cu_seqlens each sequence sees itself, and no other; Mistral is bidirectional here."""
-    if name == "mistral" and IGNORES_IS_CAUSAL:
-        pytest.skip("another release of transformers")
-    model, lengths = make_model(name), (5, 1, 12, 7)
-    model.config.is_causal = name != "mistral"
-    pieces = make_ids(1, LENGTH).split(lengths, dim=1)
-    expected = torch.cat([run(model, piece, use_cache=False)[0] for piece in pieces], 1)
-    patch_model(model)
-    for given in ({"position_ids": documents(*lengths)}, {"use_cache": False}):  # positions need not restart
-        assert_close(run(model, torch.cat(pieces, 1), **given, **declared(*lengths))[0], expected, 1e-5)
-    assert calls == {"rope_attention_mla_varlen" if name in LATENT else VARLEN: 2 * len(attentions_of(model))}
-
-
-# Positions (1, LENGTH) that masks and flash-attention understand in different ways.
-POSITIONS = {
-    "restarts": documents(9, 1, 15),
-    "a gap": torch.cat((PLACES[:9], PLACES[:16] + 14))[None],
-    "a gap in a document": torch.cat((PLACES[:4], PLACES[:6] + 9, PLACES[:15]))[None],
-    "one document": PLACES[None] + 3,
-    "one token each": torch.zeros(1, LENGTH, dtype=torch.int64),
-    "restarts, float": documents(9, 1, 15).float(),
-    "halves": PLACES[None] / 2,
-}
-FLASH_MODELS = [(name, FLASH) for name in ("llama", "gemma3", "gpt_oss", "granitemoehybrid", "persimmon")]
-
-
-@pytest.mark.parametrize(("name", "implementation"), [("gemma3", "eager"), ("gemma3", "sdpa"), *FLASH_MODELS])
-def test_positions(name, implementation):
-    """flash-attention reads the positions of one row, with a cache and a mask of ones too; other attention does where
-    there is no cache. Granite's and Persimmon's layers hand flash-attention none."""
-    if name in ("granitemoehybrid", "persimmon") and RELEASE < (5,):
-        pytest.skip("the unpatched models fail with this release")
-    model, ids = make_model(name), make_ids(1, LENGTH)
-    model.config._attn_implementation = implementation
-    for position_ids in POSITIONS.values():
-        for inputs in ({}, {"use_cache": True}, {"use_cache": False}, {"attention_mask": torch.ones_like(ids)}):
-            assert_same(model, ids, position_ids=position_ids, **inputs)
-    assert_same(model, make_ids(2, LENGTH), position_ids=documents(9, 1, 15).expand(2, -1), use_cache=False)
-    assert not own_reasons(model)
-    mask = (PLACES < LENGTH - 4)[None].long()  # flash-attention removes padding, and then reads no positions
-    assert_same(model, ids, mask.bool(), position_ids=documents(9, 1, 15), attention_mask=mask)
 
 
 @pytest.mark.unpoisoned
 @pytest.mark.skipif(IGNORES_IS_CAUSAL, reason="another release of transformers")
 def test_compiled_without_causality():
     """A graph cannot look into the mask: padded rows are found on the device."""
-    model, ids = make_model("mistral"), make_ids(3, LENGTH)
+    model, ids, both = make_model("mistral"), make_ids(3, LENGTH), MASKS["both"]
     model.config.is_causal = False
-    expected = run(model, ids, attention_mask=BOTH, use_cache=False)[0]
+    expected = run(model, ids, attention_mask=both, use_cache=False)[0]
     compiled = torch.compile(patch_model(model), backend="eager", fullgraph=True)
-    got = run(compiled, ids, attention_mask=BOTH, use_cache=False)[0]
-    assert_close(got[BOTH.bool()], expected[BOTH.bool()], 1e-5)
+    got = run(compiled, ids, attention_mask=both, use_cache=False)[0]
+    assert_close(got[both.bool()], expected[both.bool()], 1e-5)
 
 
 @torch.no_grad()
 def test_arguments_without_names(calls):
     decoder, ids = patch_model(make_model("llama")).model, make_ids(3, LENGTH)
-    expected = decoder(input_ids=ids, attention_mask=LEFT).last_hidden_state
-    assert torch.equal(decoder(ids, LEFT).last_hidden_state, expected)
+    expected = decoder(input_ids=ids, attention_mask=MASKS["left"]).last_hidden_state
+    assert torch.equal(decoder(ids, MASKS["left"]).last_hidden_state, expected)
     assert calls == {"rope_attention": 4}
 
 
@@ -422,28 +427,29 @@ ONTO_CACHES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "reason", "given"), ONTO_CACHES)
-@torch.no_grad()
-def test_parts_of_a_sequence(name, reason, given, calls):
-    given = {"kind": "dynamic", "mask": None, "implementation": "eager", "steps": 0, "prompt": 1} | given
-    model, ends, mask = make_model(name), given["ends"], given["mask"]
-    model.config.update({"is_causal": given.get("is_causal", True)})
-    model.config._attn_implementation = given["implementation"]
-    ids = make_ids(2, ends[-1])
+def compare_parts(name, reason, calls, *, ends, mask=None, kind="dynamic", implementation="eager", is_causal=True,
+                  prompt=1, steps=0, operator="rope_attention"):  # fmt: skip
+    model, ids = make_model(name), make_ids(2, ends[-1])
+    model.config.update({"is_causal": is_causal})
+    model.config._attn_implementation = implementation
 
     def logits():
-        past = transformers.DynamicCache() if given["kind"] == "bare" else make_cache(model, given["kind"])
+        past = transformers.DynamicCache() if kind == "bare" else make_cache(model, kind)
         return parts(model, past, ids, mask, ends)
 
     expected = logits()
     patch_model(model)
     with said(reason):
-        got = logits()
-    assert_close(got[present_of(mask)], expected[present_of(mask)], 1e-5)
-    prompt = {given.get("operator", "rope_attention"): 2} if given["prompt"] else {}
-    assert calls == prompt | ({"rope_attention_with_kvcache": 2 * given["steps"]} if given["steps"] else {})
-    rest = len(ends) - given["prompt"] if reason else 0
+        assert_close(logits()[present_of(mask)], expected[present_of(mask)], 1e-5)
+    assert Counter(calls) == Counter({operator: 2 * prompt, "rope_attention_with_kvcache": 2 * steps})
+    rest = len(ends) - prompt if reason else 0
     assert all(sum(part.own.values()) == rest and reason in str(part.own) for part in patch_report(model))
+
+
+@pytest.mark.parametrize(("name", "reason", "given"), ONTO_CACHES)
+@torch.no_grad()
+def test_parts_of_a_sequence(name, reason, given, calls):
+    compare_parts(name, reason, calls, **given)
 
 
 @torch.no_grad()
@@ -455,36 +461,14 @@ def test_dense_masks_and_caches(calls):
 
     def logits():
         past = make_cache(model, "dynamic")
-        first = model(ids, attention_mask=prompt, past_key_values=past).logits
-        yield torch.cat((first, model(ids[:, :1], past_key_values=past).logits), 1)
-        past.crop(-1)
-        yield model(ids, attention_mask=more, past_key_values=past).logits
+        return [model(ids, attention_mask=mask, past_key_values=past).logits for mask in (prompt, more)]
 
-    expected, got = list(logits()), logits()
+    expected = logits()
     patch_model(model)
-    assert_close(next(got), expected[0], 1e-5)
-    assert calls == {"rope_attention": 2, "rope_attention_with_kvcache": 2} and not own_reasons(model)
     with said("four dimensions with a cache that may hold tokens, is not served"):
-        assert_close(next(got), expected[1], 1e-5)
-
-
-@pytest.mark.parametrize(
-    ("implementation", "window", "reason"),
-    [
-        ("sdpa", None, "made with the window 8, for which config"),
-        ("sdpa", WINDOW, ""),
-        (FLASH, 3, ""),  # which gets the windows of modules
-        ("paged|eager", WINDOW, "'paged|eager' without the paged cache that it takes"),
-        ("flex_attention", WINDOW, "a BlockMask"),
-    ],
-)
-def test_obstacles_by_implementation(implementation, window, reason):
-    model, given = patch_model(make_model("gemma3")), {}
-    model.config._attn_implementation, model.config.sliding_window = implementation, window
-    if reason == "a BlockMask":
-        given["attention_mask"] = create_block_mask(lambda b, h, q, k: q >= k, 1, None, 16, 16, device="cpu")
-    found = obstacle(Pass(attentions_of(model), model.config, given), True)
-    assert reason in found and bool(found) is bool(reason)
+        for one, other in zip(logits(), expected):
+            assert_close(one, other, 1e-5)
+    assert calls == {"rope_attention": 2}
 
 
 # Attention functions that are not transformers' own.
@@ -515,30 +499,18 @@ def nothing_hidden(batch_size, *_, kv_length, **__):
 HUB = functools.partial(flash_attention.flash_attention_forward, implementation=None)
 REGISTERED = {  # name, attention, mask, reason
     "a user's": ("mine", halved, masking_utils.sdpa_mask, r"test_comparison.halved, registered as 'mine', is not ser"),
-    "partial": ("mine", functools.partial(halved), masking_utils.sdpa_mask, r"test_comparison.halved, registered as"),
     "another name": ("mine", sage, masking_utils.sdpa_mask, "the attention function .*sage, registered as 'mine'"),
     "wrapped": ("sdpa", Wrapper(), masking_utils.sdpa_mask, "Wrapper, registered as 'sdpa'"),
     "a mask": ("mine", sdpa_attention_forward, nothing_hidden, "the mask function .*nothing_hidden, registered as 'mi"),
-    "kernels of transformers' hub have names of their own": ("hub/kernel", HUB, masking_utils.sdpa_mask, ""),
+    "a kernel of transformers' hub": (FLASH, HUB, masking_utils.sdpa_mask, ""),
 }
 
 
-@pytest.mark.parametrize("what", REGISTERED)
-def test_functions_that_are_registered(what, calls, monkeypatch):
-    """Functions that users register, also after a model is patched, run."""
-    name, function, mask, reason = REGISTERED[what]
-    model, ids = make_model("llama"), make_ids(2, LENGTH)
-    model.config._attn_implementation = "sdpa"
-    plain = run(patch_model(model), ids)[0]
+@pytest.mark.parametrize(("name", "function", "mask", "reason"), REGISTERED.values(), ids=REGISTERED)
+def test_functions_that_are_registered(name, function, mask, reason, calls, monkeypatch):
     monkeypatch.setitem(transformers.AttentionInterface._global_mapping, name, function)
     monkeypatch.setitem(transformers.AttentionMaskInterface._global_mapping, name, mask)
-    model.config._attn_implementation = name
-    calls.clear()
-    with said(reason):
-        found = run(model, ids)[0]
-    assert calls == ({} if reason else {"rope_attention": 2})
-    assert_close(found, run(unpatch_model(model), ids)[0] if reason else plain, 0 if reason else 1e-5)
-    assert torch.allclose(found, plain, atol=0.01) is (reason == "")
+    compare("llama", reason, calls, implementation=name)
 
 
 def test_a_function_below_flash_attention(monkeypatch, calls):

@@ -26,14 +26,6 @@ def test_what_single_modules_say():
     assert on.attention_dropout(SimpleNamespace()) == 0
 
 
-def test_columns_are_chosen_by_section():
-    """Reorder tables in time, height and width: as many columns of each as a section has, then from the first again."""
-    table = torch.stack([100 * kind + torch.arange(10) + torch.zeros(2, 5, 1) for kind in range(3)])
-    chosen = on.by_section(table, (2, 3, 1, 4))
-    assert chosen.shape == (2, 5, 10)
-    assert chosen[1, 4].tolist() == [0, 1, 102, 103, 104, 205, 6, 7, 8, 9]
-
-
 def test_positions_of_the_text():
     """(B, N), or (kinds, B, N), in which the text's own are the first of four."""
     for shape, text, of_four, row in (
@@ -49,16 +41,6 @@ def test_positions_of_the_text():
         for function, kind in ((on.text_positions, text), (on.first_of_four, of_four), (on.first_row, row)):
             found = function(ids)
             assert found is None if kind == "none" else torch.equal(found, expected[kind]), (function, shape)
-
-
-def test_gates_of_columns_and_of_heads():
-    """A gate has a column for every column of the rows, or one for every head of them."""
-    rows, module = torch.arange(1.0, 13.0).view(1, 2, 6), SimpleNamespace(o_proj=lambda x: x)
-    gate = torch.tensor([[[0.0, 30.0], [30.0, 0.0]]])  # sigmoid .5 and 1
-    sigmoid, softplus = (on.Convention(finish=(name, "o_proj")) for name in ("sigmoid", "softplus"))
-    for each in (gate, gate.repeat_interleave(3, -1)):
-        assert sigmoid.output(module, rows, each).tolist() == [[[0.5, 1.0, 1.5, 4, 5, 6], [7, 8, 9, 5, 5.5, 6]]]
-    torch.testing.assert_close(softplus.output(module, rows, gate)[0, 0, 3:], 30 * rows[0, 0, 3:])
 
 
 @pytest.mark.parametrize("release", [(5, 3), (5, 4)])

@@ -45,11 +45,8 @@ def test_in_the_interpreter(name, interpreted_attention):
 @pytest.mark.parametrize("name", NAMES)
 def test_on_a_gpu(name):
     """The same, and greedy tokens with both kinds of caches."""
-    model, ids, mask = (
-        make_model(name).to(DEVICE),
-        make_ids(2, LENGTH).to(DEVICE),
-        left_padded(LENGTH, 0, 7, device=DEVICE),
-    )
+    model, ids = make_model(name).to(DEVICE), make_ids(2, LENGTH).to(DEVICE)
+    mask = left_padded(LENGTH, 0, 7, device=DEVICE)
     options = {"attention_mask": mask, "max_new_tokens": 12, "do_sample": False}
     expected = model.generate(ids, **options)
     assert_same(model, ids, mask.bool(), True, tolerance=1e-4, attention_mask=mask, use_cache=False)

@@ -103,25 +103,6 @@ def test_norms_that_peft_wraps(calls):
     assert calls == {"rope_attention": 2}
 
 
-def test_gradients_of_norms_alone(calls):
-    """Nobody wants a gradient but the norms: they get it through a cache too, and then no step is taken."""
-    model, ids = make_model("qwen3"), make_ids(1, 8)
-    model.requires_grad_(False)
-    weights = {n: p.requires_grad_(True) for n, p in model.named_parameters() if n.endswith("q_norm.weight")}
-
-    def gradients():
-        model.zero_grad()
-        past = model(ids[:, :7]).past_key_values
-        model(ids[:, 7:], past_key_values=past).logits.square().sum().backward()
-        return {name: p.grad.clone() for name, p in weights.items()}
-
-    expected = gradients()
-    patch_model(model)
-    for name, gradient in gradients().items():
-        assert_close(gradient, expected[name], 1e-4, name)
-    assert fused_of(model) == ["fused"] * 2 and calls == {"rope_attention": 4}
-
-
 @torch.no_grad()
 def test_layers_share_the_tables_of_a_step(calls, monkeypatch):
     """Several tokens, which are normed and rotated before a step, are not turned again, by tables of the pass."""

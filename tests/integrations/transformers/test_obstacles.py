@@ -28,7 +28,9 @@ def cache_of_two_kinds():
     return past
 
 
+BLOCKS = create_block_mask(lambda b, h, q, k: q >= k, 1, None, 16, 16, device="cpu")
 MASK = "an attention_mask that is not (B, keys)"
+PAGED = "attn_implementation='paged|eager' without the paged cache that it takes (continuous batching)"
 WEIGHTS = "output_attentions=True"
 FOREIGN_CACHE = "a cache of type DynamicCache"
 
@@ -42,6 +44,8 @@ FOREIGN_CACHE = "a cache of type DynamicCache"
         ({"attention_mask": torch.ones(2, 1, 5, 5)}, MASK),
         ({"attention_mask": "causal"}, MASK),
         ({"attention_mask": {}}, "a mask for each type of layer, made outside of the patched model,"),
+        ({"attention_mask": BLOCKS, "implementation": "flex_attention"}, "a BlockMask"),
+        ({"implementation": "paged|eager"}, PAGED),
         # A call's argument overrides the config's.
         ({"of_config": False, "output_attentions": None}, ""),
         ({"of_config": True, "output_attentions": None}, WEIGHTS),
@@ -53,19 +57,18 @@ FOREIGN_CACHE = "a cache of type DynamicCache"
     ],
 )
 def test_reasons(given, reason):
-    modules = [attention(layer=layer) for layer in given.get("layers", (0,))]
-    config = SimpleNamespace(output_attentions=given.get("of_config", False))
-    given = {name: value for name, value in given.items() if name not in ("layers", "of_config")}
+    given = {"layers": (0,), "of_config": False, "implementation": "sdpa"} | given
+    name, config = given.pop("implementation"), SimpleNamespace(output_attentions=given.pop("of_config"))
+    modules = [attention(name, layer) for layer in given.pop("layers")]
     assert obstacle(Pass(modules, config, given), True) == reason
 
 
 def test_block_masks_are_for_flex_attention():
-    blocks = create_block_mask(lambda b, h, q, k: q >= k, 1, None, 16, 16, device="cpu")
     for implementation in ("flex_attention", "paged|flex_attention"):
-        obstacles.refuse_wrong_calls(Pass([attention(implementation)], None, {"attention_mask": blocks}))
+        obstacles.refuse_wrong_calls(Pass([attention(implementation)], None, {"attention_mask": BLOCKS}))
     for implementation in ("sdpa", "eager"):
         with pytest.raises(ValueError, match=f"attention_mask is a BlockMask.*model's is '{implementation}'"):
-            obstacles.refuse_wrong_calls(Pass([attention(implementation)], None, {"attention_mask": blocks}))
+            obstacles.refuse_wrong_calls(Pass([attention(implementation)], None, {"attention_mask": BLOCKS}))
 
 
 def test_images():

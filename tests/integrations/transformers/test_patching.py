@@ -62,13 +62,10 @@ def test_hooks_of_accelerate(first, calls):
 
     model, ids, seen = make_model("llama"), make_ids(1, 9), []
 
-    class Hook(ModelHook):
-        def pre_forward(self, module, *args, **kwargs):
-            seen.append(module)
-            return args, kwargs
-
+    hook = ModelHook()
+    hook.pre_forward = lambda module, *args, **kwargs: seen.append(module) or (args, kwargs)
     expected = run(model, ids)[0]
-    steps = [lambda: add_hook_to_module(attentions_of(model)[0], Hook()), lambda: patch_model(model)]
+    steps = [lambda: add_hook_to_module(attentions_of(model)[0], hook), lambda: patch_model(model)]
     for step in steps if first == "hook" else reversed(steps):
         step()
     assert_close(run(model, ids)[0], expected, 1e-5)

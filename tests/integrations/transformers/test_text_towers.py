@@ -13,7 +13,7 @@ import transformers
 from fused_rope_attn.integrations.transformers import is_patched, obstacles, patch_model, patch_report, unpatch_model
 from fused_rope_attn.integrations.transformers.families import RELEASE
 from tests.support.hf_models import attentions_of, make_ids
-from tests.support.hf_runs import assert_close, assert_same, declared, run
+from tests.support.hf_runs import STATIC, assert_close, assert_same, assert_same_generation, declared, run
 from tests.support.hf_vision_models import MODELS, language_model, make_inputs, make_vision_model
 
 pytestmark = pytest.mark.filterwarnings("error:patch_model. ")
@@ -49,16 +49,9 @@ def test_images(name, calls):
 
 
 @every_model
-@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("cache", [{}, STATIC], ids=["dynamic", "static"])
 def test_generation(name, cache, calls):
-    model, inputs = make_vision_model(name), make_inputs(name, padding=LEFT)
-    options = {"max_new_tokens": 6, "do_sample": False, "return_dict_in_generate": True, "output_scores": True}
-    options |= {} if cache == "dynamic" else {"cache_implementation": "static"}
-    expected = model.generate(**inputs, **options)
-    model.__dict__.pop("_cache", None)  # transformers 4.57 keeps a static cache for the next call
-    got = patch_model(model, unsupported="skip").generate(**inputs, **options)
-    assert torch.equal(got.sequences, expected.sequences)
-    assert_close(torch.stack(got.scores), torch.stack(expected.scores), 1e-5, "scores")
+    assert_same_generation(make_vision_model(name), 6, "skip", **make_inputs(name, padding=LEFT) | cache)
     assert calls == {"rope_attention": 2, "rope_attention_with_kvcache": 2 * 5}
 
 
@@ -157,30 +150,15 @@ def test_images_in_a_graph_take_the_own_forward(calls, monkeypatch):
 def test_modules_that_are_bidirectional_under_causal_masks(implementation):
     """The masks that the model makes do not heed ``use_bidirectional_attention``, but sdpa without a mask does."""
     model = gemma(implementation, use_bidirectional_attention=True)
-    told = pytest.warns(UserWarning, match="made outside of the decoder")
     for padding in ((), LEFT):
         images, inputs = make_inputs("gemma3", padding=padding), make_inputs("gemma3", image=False, padding=padding)
         mask = images["attention_mask"].bool()
         assert_same(model, images.pop("input_ids"), mask, unsupported="skip", **images)  # an image's masks are read
-        del inputs["token_type_ids"]
-        for cache in (None, "static"):
-            options = {"max_new_tokens": 4, "do_sample": False, "cache_implementation": cache}
-            expected = unpatch_model(model)(**inputs).logits, model.generate(**inputs, **options)
-            model.__dict__.pop("_cache", None)
-            patch_model(model, unsupported="skip")
-            with told:
-                assert torch.equal(model(**inputs).logits, expected[0])
-                assert torch.equal(model.generate(**inputs, **options), expected[1])
-            model.__dict__.pop("_cache", None)
-
-
-def test_attention_weights_that_only_the_config_asks_for():
-    model, inputs = gemma(), make_inputs("gemma3", image=False)
-    model.config.output_attentions = True
-    expected = model(**inputs)
-    with pytest.warns(UserWarning, match="output_attentions=True"):
-        out = patch_model(model, unsupported="skip")(**inputs)
-    assert torch.equal(out.logits, expected.logits) and len(out.attentions or ()) == len(expected.attentions or ())
+        ids, padded = inputs["input_ids"], {"attention_mask": inputs["attention_mask"]}
+        with pytest.warns(UserWarning, match="made outside of the decoder"):
+            assert_same(model, ids, unsupported="skip", tolerance=0, **padded)
+            for cache in ({}, STATIC):
+                assert_same_generation(model, 4, "skip", input_ids=ids, **padded | cache)
 
 
 def test_hooks_before_the_masks():
