@@ -103,8 +103,9 @@ def test_the_narrowest_rotations():
     for head_dim in (2, 3):
         assert rotary_dim_of([zeros(1, 1, 1, head_dim)], zeros(1, 1), zeros(1, 1)) == 2
     for head_dim, rotary_dim in ((16, 12), (16, 4), (8, 8)):
-        table, x = zeros(9, rotary_dim // 4), [zeros(1, 1, 3, head_dim)]
+        table, x = zeros(2, rotary_dim // 4), [zeros(1, 1, 3, head_dim)]
         assert rotary_dim_of(x, table, table, rotary_dim=rotary_dim, position_ids=ints(1, 2, 3)) == rotary_dim
+    assert rotary_dim_of([zeros(1, 1, 3, 16)], zeros(2, 8), zeros(2, 8), position_ids=ints(1, 3)) == 16
     nothing = [zeros(1, 1, 0, 8)]
     assert rotary_dim_of(nothing, table[:0], table[:0], rotary_dim=4, position_ids=ints(0)) == 4
 
