@@ -61,15 +61,17 @@ class AttentionCheck(Call):
             for name, rows in self._unseen(device).items():
                 tensors[name] = tensors[name].masked_fill(rows[:, None, :, None], math.nan)
         tensors = self.laid(tensors)
-        tables = self.tables_of(inputs)
-        do = tensors.pop("do")
+        tables, do = self.tables_of(inputs), tensors.pop("do")
         masks = {name: x for name, x in testing.masks_of(self, device).items() if name in (*WEIGHTS, *_BOUNDS)}
         if self.seqlens is not None:
-            rows = self.len_k if self.token_tables else self.longest[1] + self.extra_rows
-            tables = {name: x[..., :rows, :] for name, x in tables.items()}
             masks = {name: masks[name] for name in WEIGHTS if name in masks} | self._ends(device)
         upstream = {"o": do} if inputs.dlse is None else {"o": do, "lse": inputs.dlse}
         return Made(tensors | tables | masks | self.norms_of(device), upstream)
+
+    def tables_of(self, inputs: testing.Inputs | testing.LatentInputs) -> dict[str, Tensor]:
+        rows = self.len_k if self.token_tables else self.longest[1] + self.extra_rows
+        tables = super().tables_of(inputs)
+        return tables if self.seqlens is None else {name: x[..., :rows, :] for name, x in tables.items()}
 
     def _ends(self, device: torch.device) -> dict[str, Any]:
         return testing.ends_of(self, device) | {f"max_seqlen_{x}": self.longest[i] for i, x in enumerate("qk")}

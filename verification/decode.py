@@ -136,8 +136,8 @@ class DecodeCheck(Call):
 
     def further(self, ran: Ran) -> Iterator[Finding]:
         """Hold new keys against float64; values, keys that are copied, and all rows that are not new, to the bit."""
-        written, caches = self.written(ran.made), {name: self._axes_of(ran.given[name]) for name in CACHES}
-        before = {name: self._axes_of(ran.before[name]) for name in CACHES}
+        written, caches = self.written(ran.made), {name: self.back(ran.given[name]) for name in CACHES}
+        before = {name: self.back(ran.before[name]) for name in CACHES}
         new = {name: _rows(caches[name], written) for name in CACHES}
         eager = {name: _rows(ran.references.eager[name], written) for name in CACHES}
         if self.float8 is not None:
@@ -149,10 +149,6 @@ class DecodeCheck(Call):
         if not all(same_bits(_rows(caches[name], ~written), _rows(before[name], ~written)) for name in CACHES):
             faults.append("a row of the caches that is not new was written")
         yield Finding(ran.label, testing.Comparison("v_cache", 0.0, 0.0, 0.0, 0.0, not faults, "; ".join(faults)))
-
-    def _axes_of(self, cache: Tensor) -> Tensor:
-        """Return a cache, as the call passes it, with axes (B, HKV, S_max, D)."""
-        return cache.transpose(1, 2) if self.form == "bshd" else cache
 
     def written(self, made: Made) -> Tensor:
         """Return (B, S_max), or (num_pages, page_size): True in the rows of the caches that the call writes."""

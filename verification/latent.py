@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,14 +27,10 @@ class LatentCheck(testing.LatentCase, AttentionCheck):
 
     def make(self, device: str) -> Made:
         inputs = testing.make_latent_inputs(self, device)
-        rows = self.laid({name: getattr(inputs, name) for name in (*ROWS, "do")})
-        tables = self.tables_of(inputs)
-        if self.seqlens is not None:
-            tables = {name: x[..., : self.longest[1] + self.extra_rows, :] for name, x in tables.items()}
-        return self.made(inputs._replace(**rows, **tables))
+        return self.made(inputs._replace(**self.laid({name: getattr(inputs, name) for name in (*ROWS, "do")})))
 
     def made(self, inputs: testing.LatentInputs) -> Made:
-        given, device = inputs._asdict(), inputs.v.device
+        given, device = inputs._asdict() | self.tables_of(inputs), inputs.v.device
         upstream = {"o": given.pop("do"), "lse": given.pop("dlse")}
         masks = latent_masks(self, device) if self.seqlens is None else self._ends(device)
         return Made(given | masks, {name: x for name, x in upstream.items() if x is not None})
@@ -52,7 +47,3 @@ class LatentCheck(testing.LatentCase, AttentionCheck):
             return run_latent_reference(inputs, self, dtype)._asdict()
 
         return References(run, device, self.judged(given), lambda name: noise_of_latent_zero(name, self, inputs))
-
-    def results(self, function: Callable[..., Any], given: dict[str, Any], made: Made) -> dict[str, Tensor]:
-        # Not those of ``AttentionCheck``, which leaves out weights' gradients in large cases.
-        return super(AttentionCheck, self).results(function, given, made)

@@ -302,7 +302,7 @@ def _variants(draw: Draw, machine: Machine, weights: Mapping[tuple[str, str], fl
     return tuple(dict.fromkeys(found))
 
 
-def _dense_prototype(draw: Draw, machine: Machine, **others: Any) -> AttentionCheck:
+def _attention_prototype(draw: Draw, machine: Machine, **others: Any) -> AttentionCheck:
     weights = {("triton", "inline"): 3, ("triton", "prepass"): 3, ("triton", "auto"): 1, ("hopper", "auto"): 0.2}
     weights |= {("auto", "auto"): 2 if machine.has_gpu else 0.5, ("auto", "inline"): 0.5, ("auto", "prepass"): 0.5}
     if "hopper" in machine.backends:  # elsewhere it must be refused
@@ -310,10 +310,6 @@ def _dense_prototype(draw: Draw, machine: Machine, **others: Any) -> AttentionCh
     memory, fields = (*[_MEMORY] * 3, _GRADIENT), _masks(draw) | others
     fields["return_max_logit"] = chance(draw, 0.2)
     return _prototype(draw, AttentionCheck, machine, _OF_ATTENTION, memory, variants=weights, **fields)
-
-
-def _packed_prototype(draw: Draw, machine: Machine) -> AttentionCheck:
-    return _dense_prototype(draw, machine, **_PACKED)
 
 
 def _latent_prototype(draw: Draw, machine: Machine) -> LatentCheck:
@@ -567,8 +563,8 @@ class Family:
 
 
 FAMILIES = {
-    "attention": Family(_dense_prototype, _attention_call, (8, 8)),
-    "packed": Family(_packed_prototype, _attention_call, (4, 4)),
+    "attention": Family(_attention_prototype, _attention_call, (8, 8)),
+    "packed": Family(functools.partial(_attention_prototype, **_PACKED), _attention_call, (4, 4)),
     "mla": Family(_latent_prototype, _attention_call, (3, 3)),
     "decode": Family(_decode_prototype, _decode_call, (5, 2)),
     "rope": Family(functools.partial(_rope_prototype, several=False), _rope_call, (1.5, 2)),
