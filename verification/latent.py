@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import Tensor
 from verification import testing
 from verification.attention import AttentionCheck
 from verification.calls import Made, References
-from verification.testing.latent import ROWS, latent_masks, noise_of_latent_zero, run_latent_reference
+from verification.testing.latent import ROWS, latent_masks, run_latent_reference
 
 
 @dataclass(frozen=True)
@@ -46,4 +47,5 @@ class LatentCheck(testing.LatentCase, AttentionCheck):
         def run(dtype: torch.dtype | None) -> dict[str, Tensor]:
             return run_latent_reference(inputs, self, dtype)._asdict()
 
-        return References(run, device, self.judged(given), lambda name: noise_of_latent_zero(name, self, inputs))
+        zero = functools.partial(testing.noise_of_zero, case=self, inputs=inputs)
+        return References(run, device, self.judged(given), zero)

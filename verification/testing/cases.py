@@ -58,8 +58,13 @@ class Case:
         return self.head_dim if self.rotary_dim is None else self.rotary_dim
 
     @property
+    def score_dim(self) -> int:
+        """The number of columns that a score sums up."""
+        return self.head_dim
+
+    @property
     def scale(self) -> float:
-        return self.head_dim**-0.5 if self.softmax_scale is None else self.softmax_scale
+        return self.score_dim**-0.5 if self.softmax_scale is None else self.softmax_scale
 
     @property
     def name(self) -> str:

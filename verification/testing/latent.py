@@ -10,7 +10,6 @@ from torch import Tensor
 
 from verification.testing.cases import Case, ends_of, make_inputs, masks_of
 from verification.testing.runs import reference_attention
-from verification.testing.tolerance import largest_norm
 
 ROWS = ("q_nope", "q_rope", "k_nope", "k_rope", "v")
 
@@ -23,8 +22,8 @@ class LatentCase(Case):
     value: int = 32
 
     @property
-    def scale(self) -> float:
-        return (self.nope + self.head_dim) ** -0.5 if self.softmax_scale is None else self.softmax_scale
+    def score_dim(self) -> int:
+        return self.nope + self.head_dim
 
 
 class LatentInputs(NamedTuple):
@@ -101,14 +100,3 @@ def run_latent_op(
     check = LatentCheck.of(case, deterministic=deterministic)
     made = check.made(inputs)
     return LatentResults(**check.results(*check.call(made, (backend, "auto")), made))
-
-
-def noise_of_latent_zero(name: str, case: LatentCase, inputs: LatentInputs) -> float:
-    """Return what `noise_of_zero` returns, for a result of latent attention."""
-    columns = case.nope + case.head_dim
-    factor = max(1.0, columns / 128)
-    if name == "dk_rope":
-        factor *= case.heads_q**0.5
-    if name[:2] in ("dq", "dk"):
-        factor *= largest_norm(inputs.cos, inputs.sin) * max(1.0, abs(case.scale) * columns**0.5)
-    return factor

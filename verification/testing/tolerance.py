@@ -7,12 +7,13 @@ bugs: a table shifted by one in the last rows, or one key dropped for them, pass
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from verification.testing.cases import Case, Inputs
+from verification.testing.cases import Case
 from verification.testing.rounding import RandomRounding
 
 # The float32 noise of zeros: two sums of one row's products, in another order, for inputs of order 1.
@@ -129,16 +130,19 @@ def _judge(
     return Comparison(name, error, eager_error, ratio, 2.5 * worst_excess, not detail, "; ".join(detail))
 
 
-def noise_of_zero(name: str, case: Case, inputs: Inputs) -> float:
+def noise_of_zero(name: str, case: Case, inputs: Any) -> float:
     """Return how much more float32 noise a tensor of a case has than usual at exact zeros: `zero` of `compare`.
 
     The noise is that of two sums over D products, and the tensor cores cut off a little at every step, so that it grows
-    with D. dk and dv add it up over the heads of a group, with random signs; dq and dk carry it through rotated vectors
-    and back through the rotation, which lengthens them twice, each time by at most the largest norm of a pair in the
-    tables, and are multiples of the softmax scale, which is D ** -0.5 by default. A norm divides them by the rms of
-    short rows, about one half, and its weights' gradients add them up over all rows.
+    with D. dk and dv add it up over the heads of a group, and dk_rope over all heads, with random signs; dq and dk
+    carry it through rotated vectors and back through the rotation, which lengthens them twice, each time by at most the
+    largest norm of a pair in the tables ``inputs.cos`` and ``inputs.sin``, and are multiples of the softmax scale,
+    which is D ** -0.5 by default. A norm divides them by the rms of short rows, about one half, and its weights'
+    gradients add them up over all rows.
     """
-    factor = max(1.0, case.head_dim / 128)
+    factor = max(1.0, case.score_dim / 128)
+    if name == "dk_rope":
+        factor *= case.heads_q**0.5
     if name in ("dk", "dv", "dk_norm"):
         factor *= (case.heads_q / case.heads_kv) ** 0.5
     if name in ("dq_norm", "dk_norm"):
@@ -146,16 +150,10 @@ def noise_of_zero(name: str, case: Case, inputs: Inputs) -> float:
         factor *= max(1, case.batch * heads * length) ** 0.5
     elif case.norms is not None and name in ("dq", "dk"):
         factor *= 2.0
-    if name in ("dq", "dk", "dq_norm", "dk_norm") and inputs.cos.numel():
-        factor *= largest_norm(inputs.cos, inputs.sin)
-        if case.softmax_scale is not None:
-            factor *= max(1.0, abs(case.softmax_scale) * case.head_dim**0.5)
+    if name[:2] in ("dq", "dk") and inputs.cos.numel():
+        factor *= max(1.0, float((inputs.cos.float().square() + inputs.sin.float().square()).max()))
+        factor *= max(1.0, abs(case.scale) * case.score_dim**0.5)
     return factor
-
-
-def largest_norm(cos: Tensor, sin: Tensor) -> float:
-    """Return by how much two rotations lengthen a pair at most: the largest ``cos**2 + sin**2``, 1 or more."""
-    return max(1.0, float((cos.float().square() + sin.float().square()).max())) if cos.numel() else 1.0
 
 
 def _slack(ref64: Tensor, eager_row: Tensor, *, grad: bool, dtype: torch.dtype, zero: float) -> tuple[float, Tensor]:
