@@ -1,6 +1,8 @@
 """`python -m fused_rope_attn.integrations.transformers`: its report, and that it plans the calls that a model makes."""
 
 import json
+import runpy
+import sys
 
 import pytest
 import torch
@@ -9,7 +11,6 @@ import transformers
 from fused_rope_attn.integrations.transformers import __main__ as check, attention, patch_model
 from tests.support.hf_models import MODELS, attentions_of, make_ids, make_model
 from tests.support.hf_runs import noted
-from tests.support.paths import python
 
 # The poisoned torch.empty would make weights on the CPU instead of the meta device.
 pytestmark = [pytest.mark.filterwarnings("ignore::DeprecationWarning"), pytest.mark.unpoisoned]
@@ -45,18 +46,19 @@ def test_the_planned_call_is_the_one_that_the_model_makes(name, monkeypatch):
         assert planned == given
 
 
-def test_the_command_reports_a_checkpoint(tmp_path):
+def test_the_command_reports_a_checkpoint(tmp_path, monkeypatch, capsys):
     """A checkpoint of the size of Llama-3.1-8B is examined without its weights, from a file or a folder."""
     config = transformers.LlamaConfig(hidden_size=4096, num_attention_heads=32, num_key_value_heads=8, head_dim=128)
     config.architectures = ["LlamaForCausalLM"]
     config.save_pretrained(tmp_path)
-    command = "-m", "fused_rope_attn.integrations.transformers", str(tmp_path / "config.json")
-    done = python(*command, "--batch", "2", "--length", "8192")
-    assert done.returncode == 0, done.stderr
-    assert "model.layers.{0-31}.self_attn" in done.stdout
-    assert "Kernels for bfloat16, batch 2, 8192 tokens:" in done.stdout
-    assert "32 x LlamaAttention, 32/8 heads of 128" in done.stdout
-    assert "training, a prompt: reference (" in done.stdout and "a step of generation: reference (" in done.stdout
+    monkeypatch.setattr(sys, "argv", ["", str(tmp_path / "config.json"), "--batch", "2", "--length", "8192"])
+    with pytest.raises(SystemExit, match="^0$"):
+        runpy.run_path(check.__file__, run_name="__main__")
+    out = capsys.readouterr().out
+    assert "model.layers.{0-31}.self_attn" in out
+    assert "Kernels for bfloat16, batch 2, 8192 tokens:" in out
+    assert "32 x LlamaAttention, 32/8 heads of 128" in out
+    assert "training, a prompt: reference (" in out and "a step of generation: reference (" in out
 
 
 def test_what_keeps_a_checkpoint_out_is_said(tmp_path, capsys):

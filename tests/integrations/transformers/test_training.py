@@ -62,7 +62,6 @@ def test_traced(name, implementation, calls):
     ("name", "implementation", "is_padded", "kind", "layers"),
     [
         ("llama", "eager", False, "named", 1),
-        ("llama", "sdpa", True, "named", 1),
         pytest.param("gpt_oss", "eager", True, "named", 2, marks=needs_5),
         pytest.param("deepseek_v3", "sdpa", False, "named", 1, marks=needs_5),
         ("llama4", "sdpa", True, "named", 2),
