@@ -226,7 +226,7 @@ def test_buffers_grow_by_a_fraction_of_their_rows():
 
 def stored():
     """A layer with 12 rows in buffers of 16, and these: (B, HKV, rows, D) = (2, 2, 16, 4)."""
-    layer, buffers = DynamicLayer(), torch.zeros(2, 2, 2, 16, 4).unbind()
+    layer, buffers = DynamicLayer(), torch.randn(2, 2, 2, 16, 4).unbind()
     caches.store(layer, *(x[:, :, :12] for x in buffers), buffers[0])
     return layer, buffers
 
@@ -238,24 +238,29 @@ def test_a_buffer_is_used_to_its_last_row():
         keys, others = caches.buffers_of(layer, tokens)
         assert (keys.data_ptr() == buffer.data_ptr()) is (others.data_ptr() == values.data_ptr()) is kept
         assert keys.shape == others.shape == (2, 2, 16 if kept else 32, 4)
-    layer.values = layer.values.clone()  # one of the two is another's
-    keys, others = caches.buffers_of(layer, 1)
-    assert keys.data_ptr() != buffer.data_ptr() and torch.equal(others[:, :, :12], layer.values)
+    for name in ("keys", "values"):  # one of the two is another's
+        layer, (buffer, _) = stored()
+        setattr(layer, name, getattr(layer, name)[:])
+        keys, others = caches.buffers_of(layer, 1)
+        assert keys.data_ptr() != buffer.data_ptr() and torch.equal(others[:, :, :12], layer.values)
 
 
 VIEWS = {
-    "other": lambda x: torch.ones(2, 2, 40, 4)[:, :, :12],
-    "transposed": lambda x: torch.ones(2, 40, 2, 4).transpose(1, 2)[:, :, :12],
+    "other memory": lambda x: torch.randn(2, 2, 16, 4)[:, :, :12],
+    "rows apart": lambda x: x.data.as_strided(x.shape, (128, 64, 5, 1)),
     "shorter": lambda x: x.data[:, :, :7],
     "fewer": lambda x: x.data[:1],
 }
+PLACES = [(name, view) for name in ("keys", "values") for view in ("other memory", "rows apart")]
+PLACES += [("keys values", "shorter"), ("keys values", "fewer")]
 
 
-@pytest.mark.parametrize("view", VIEWS)
-def test_other_memory_under_the_same_tensor(view):
+@pytest.mark.parametrize(("names", "view"), PLACES)
+def test_other_memory_under_the_same_tensor(names, view):
     """After `keys.data = view` the tensor is still the layer's, but the rows after it belong to another buffer."""
     layer, _ = stored()
-    for x in (layer.keys, layer.values):
+    for name in names.split():
+        x = getattr(layer, name)
         x.data = VIEWS[view](x)
     for buffer, x in zip(caches.buffers_of(layer, 1), (layer.keys, layer.values)):
         assert buffer.data_ptr() != x.data_ptr() and torch.equal(buffer[:, :, : x.shape[2]], x)
