@@ -39,36 +39,41 @@ _DIFFERENTIABLE = ("q", "k", "v", "sinks", "q_norm", "k_norm", "q_nope", "k_nope
 
 @overload
 def rope_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, causal: bool = False, *,
-    return_lse: Literal[False] = False, return_max_logit: Literal[False] = False, **options: Unpack[AttentionOptions],
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cos: torch.Tensor | None, sin: torch.Tensor | None,
+    causal: bool = False, *, return_lse: Literal[False] = False, return_max_logit: Literal[False] = False,
+    **options: Unpack[AttentionOptions],
 ) -> torch.Tensor: ...  # fmt: skip
 @overload
 def rope_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, causal: bool = False, *,
-    return_lse: Literal[True], return_max_logit: Literal[False] = False, **options: Unpack[AttentionOptions],
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cos: torch.Tensor | None, sin: torch.Tensor | None,
+    causal: bool = False, *, return_lse: Literal[True], return_max_logit: Literal[False] = False,
+    **options: Unpack[AttentionOptions],
 ) -> tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
 @overload
 def rope_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, causal: bool = False, *,
-    return_lse: bool, return_max_logit: Literal[False] = False, **options: Unpack[AttentionOptions],
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cos: torch.Tensor | None, sin: torch.Tensor | None,
+    causal: bool = False, *, return_lse: bool, return_max_logit: Literal[False] = False,
+    **options: Unpack[AttentionOptions],
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
 @overload
 def rope_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, causal: bool = False,
-    *, return_max_logit: Literal[True], return_lse: bool = False, **options: Unpack[AttentionOptions],
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cos: torch.Tensor | None, sin: torch.Tensor | None,
+    causal: bool = False, *, return_max_logit: Literal[True], return_lse: bool = False,
+    **options: Unpack[AttentionOptions],
 ) -> tuple[torch.Tensor, ...]: ...  # fmt: skip
 @overload
 def rope_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, causal: bool = False,
-    *, return_max_logit: bool, return_lse: bool = False, **options: Unpack[AttentionOptions],
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cos: torch.Tensor | None, sin: torch.Tensor | None,
+    causal: bool = False, *, return_max_logit: bool, return_lse: bool = False,
+    **options: Unpack[AttentionOptions],
 ) -> torch.Tensor | tuple[torch.Tensor, ...]: ...  # fmt: skip
 @entry.explain_keywords
 def rope_attention(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
+    cos: torch.Tensor | None,
+    sin: torch.Tensor | None,
     causal: bool = False,
     *,
     softmax_scale: float | None = None,
@@ -177,31 +182,31 @@ def rope_attention(
 
 @overload
 def rope_attention_varlen(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cos: torch.Tensor | None, sin: torch.Tensor | None,
     cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor, max_seqlen_q: int, max_seqlen_k: int, causal: bool = False,
     *, return_lse: Literal[False] = False, return_max_logit: Literal[False] = False, **options: Unpack[VarlenOptions],
 ) -> torch.Tensor: ...  # fmt: skip
 @overload
 def rope_attention_varlen(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cos: torch.Tensor | None, sin: torch.Tensor | None,
     cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor, max_seqlen_q: int, max_seqlen_k: int, causal: bool = False,
     *, return_lse: Literal[True], return_max_logit: Literal[False] = False, **options: Unpack[VarlenOptions],
 ) -> tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
 @overload
 def rope_attention_varlen(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cos: torch.Tensor | None, sin: torch.Tensor | None,
     cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor, max_seqlen_q: int, max_seqlen_k: int, causal: bool = False,
     *, return_lse: bool, return_max_logit: Literal[False] = False, **options: Unpack[VarlenOptions],
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
 @overload
 def rope_attention_varlen(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cos: torch.Tensor | None, sin: torch.Tensor | None,
     cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor, max_seqlen_q: int, max_seqlen_k: int, causal: bool = False,
     *, return_max_logit: Literal[True], return_lse: bool = False, **options: Unpack[VarlenOptions],
 ) -> tuple[torch.Tensor, ...]: ...  # fmt: skip
 @overload
 def rope_attention_varlen(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cos: torch.Tensor | None, sin: torch.Tensor | None,
     cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor, max_seqlen_q: int, max_seqlen_k: int, causal: bool = False,
     *, return_max_logit: bool, return_lse: bool = False, **options: Unpack[VarlenOptions],
 ) -> torch.Tensor | tuple[torch.Tensor, ...]: ...  # fmt: skip
@@ -210,8 +215,8 @@ def rope_attention_varlen(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
+    cos: torch.Tensor | None,
+    sin: torch.Tensor | None,
     cu_seqlens_q: torch.Tensor,
     cu_seqlens_k: torch.Tensor,
     max_seqlen_q: int,

@@ -31,8 +31,15 @@ def scale_and_sign(softmax_scale: float, softcap: float = 0.0) -> tuple[float, f
 def tables_of(problem: Problem, tensors: Tensors) -> Any:
     """Return the ``RotaryTables`` of a call."""
     cos, sin = tensors.cos, tensors.sin
+    if cos is None:
+        return rotation.RotaryTables.host(None, None, None, None, R=0, INTERLEAVED=True)
     strides = table_strides(cos, sin, problem.rotary_dim, problem.interleaved)
     return rotation.RotaryTables.host(cos, sin, *strides, problem.rotary_dim, problem.interleaved)
+
+
+def table_rows(tensors: Any) -> int | None:
+    """Return the rows of the tables; None without tables."""
+    return None if tensors.cos is None else tensors.cos.shape[-2]
 
 
 def norm_of(problem: Problem, weight: torch.Tensor | None) -> Any:
@@ -87,7 +94,7 @@ def masks_of(problem: Problem, tensors: Tensors, blocks: torch.Tensor | None = N
 def rotation_of(problem: Problem, tensors: Tensors, inline: bool) -> Any:
     """Return the ``CallRotation`` of a call. inline: kernels rotate the keys that they read."""
     norms = norm_of(problem, tensors.q_norm), norm_of(problem, tensors.k_norm)
-    sign = scale_and_sign(problem.softmax_scale)[1]
+    sign = None if problem.is_plain and not inline else scale_and_sign(problem.softmax_scale)[1]
     return rotation.CallRotation.host(tables_of(problem, tensors), *norms, sign, inline)
 
 

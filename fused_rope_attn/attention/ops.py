@@ -287,7 +287,7 @@ def _key(tensors: Tensors, layout: Any, options: tuple) -> tuple | None:
         return None
     return (
         signature(tensors),
-        tensors.cos.requires_grad or tensors.sin.requires_grad,  # refused
+        tensors.cos is not None and (tensors.cos.requires_grad or tensors.sin.requires_grad),  # refused
         layout,
         options,
         *map(type, options),

@@ -233,13 +233,15 @@ def _plan(problem: Problem, arch: str) -> Plan:
     # configurations of the sm_90 forward differ in ways that change no bit.
     shape = ("long", True) if problem.batch_invariant else (length, problem.has_masks, latent)
     why = "the shared key head is rotated once" if latent else "strategy asked for"
-    if strategy == "auto":
+    if problem.is_plain:
+        strategy, why = "prepass" if strategy == "auto" else strategy, "q and k are read as they are given"
+    elif strategy == "auto":
         strategy, why = "prepass", "K is rotated once instead of once per query block"
         if work < configs.TWO_LAUNCHES and not (forward[0] or problem.batch_invariant or problem.fills_results):
             strategy, why = "inline", "so little work that one launch less is worth rotating K in the loop"
     # Forward must rotate before its loop. Up to 128 columns the sm_90 forward rotates queries itself and stores them in
     # whole tiles, with padding between packed sequences, but the portable backward reads them without padding.
-    rotates_before = forward[0] or strategy == "prepass"
+    rotates_before = (forward[0] or strategy == "prepass") and not problem.is_plain
     stores_tiles = forward[0] and problem.head_dim <= hopper_configs.HEAD_DIM
     words = [f"{'sm_90' if is_hopper else 'portable'} kernels: {reason}" for is_hopper, reason in (forward, backward)]
     kernels = words[0] if forward == backward else f"forward, {words[0]}; backward, {words[1]}"

@@ -51,7 +51,7 @@ class _Prepass:
             B=problem.batch,
             HKV=heads_kv,
             pitch=pitch,
-            position_limit=tensors.cos.shape[-2],
+            position_limit=arguments.table_rows(tensors),
             HEADS=chunk,
             BLOCK_N=block,
             PAD_TO=arguments.PADDED_TILE_ROWS if is_padded else 0,

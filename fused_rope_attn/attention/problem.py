@@ -24,13 +24,13 @@ _WIDEST_WINDOW = 2**30
 class Tensors(NamedTuple):
     """The tensors of one call, None for those that are not given.
 
-    q ``(B, HQ, NQ, D)``, k and v ``(B, HKV, NK, D)``, any strides; cos and sin ``([1|B,] S, R/2 | R)``; sinks
-    ``(HQ,)``; kv_starts and kv_lens ``(B,)`` int32; cu_seqlens_q and cu_seqlens_k ``(sequences + 1,)`` int32. Packed
-    sequences follow one another along NQ and NK, with B = 1. q_norm and k_norm ``(D,)``: the weights of the norms.
-    query_starts and query_ends ``(1|B, NK)`` int32: the query rows that see each key. Tensors that only the device
-    reads (sinks to query_ends, dlse) are contiguous when they reach a launcher. In a backward pass only: raw_q and
-    raw_k, the caller's q and k, if there are norms and q and k are the normed and rotated ones; dlse ``(B, HQ, NQ)``
-    float32, the gradient of lse.
+    q ``(B, HQ, NQ, D)``, k and v ``(B, HKV, NK, D)``, any strides; cos and sin ``([1|B,] S, R/2 | R)``, None in calls
+    that do not rotate; sinks ``(HQ,)``; kv_starts and kv_lens ``(B,)`` int32; cu_seqlens_q and cu_seqlens_k
+    ``(sequences + 1,)`` int32. Packed sequences follow one another along NQ and NK, with B = 1. q_norm and k_norm
+    ``(D,)``: the weights of the norms. query_starts and query_ends ``(1|B, NK)`` int32: the query rows that see each
+    key. Tensors that only the device reads (sinks to query_ends, dlse) are contiguous when they reach a launcher. In a
+    backward pass only: raw_q and raw_k, the caller's q and k, if there are norms and q and k are the normed and rotated
+    ones; dlse ``(B, HQ, NQ)`` float32, the gradient of lse.
 
     With multi-head latent attention q and k hold the rotated columns alone, q ``(B, H, NQ, R)`` and k ``(B, 1, NK,
     R)``, and q_nope ``(B, H, NQ, DN)`` and k_nope ``(B, H, NK, DN)`` the columns that are not rotated; v and o have DV
@@ -40,8 +40,8 @@ class Tensors(NamedTuple):
     q: Any
     k: Any
     v: Any
-    cos: Any
-    sin: Any
+    cos: Any = None
+    sin: Any = None
     sinks: Any = None
     kv_starts: Any = None
     kv_lens: Any = None
@@ -226,18 +226,26 @@ class Problem(NamedTuple):
         return self.norm_eps is not None
 
     @property
-    def reads_lengths(self) -> bool:
-        """True if a query may have a negative position or see no key, or the first key may be masked.
+    def is_plain(self) -> bool:
+        """True if kernels read q and k as they are given: nothing is rotated, normed or negated."""
+        return self.rotary_dim == 0 and not self.has_norms and self.softmax_scale > 0
 
-        This is so if the device reads lengths or intervals, or if there are more queries than keys.
+    @property
+    def reads_lengths(self) -> int:
+        """Nonzero if a query may have a negative position or see no key, or the first key may be masked.
+
+        This is so if the device reads lengths or intervals, or if there are more queries than keys. It is 2 if queries
+        at negative positions see keys: without tables, which lack their rows, and without a causal mask.
         """
         has_tensors = self.has_kv_starts or self.has_kv_lens or self.has_intervals or self.sequences is not None
-        return has_tensors or self.len_q > self.len_k
+        if not has_tensors and self.len_q <= self.len_k:
+            return 0
+        return 1 if self.rotary_dim or self.causal else 2
 
     @property
     def has_masks(self) -> bool:
         """True if the call has masks, in addition to the causal one, or other options that take registers."""
-        return self.window is not None or self.softcap != 0.0 or self.has_sinks or self.reads_lengths
+        return self.window is not None or self.softcap != 0.0 or self.has_sinks or self.reads_lengths > 0
 
     @property
     def window_left(self) -> int | None:

@@ -18,6 +18,9 @@ from torch import Tensor
 
 from fused_rope_attn.rotation.reference import norm, normalise_tables, rotate
 
+# The position of a query that sees no key.
+NOWHERE = -(2**32)
+
 
 def visible_pairs(
     position: Tensor,
@@ -30,15 +33,17 @@ def visible_pairs(
     query_starts: Tensor | None = None,
     query_ends: Tensor | None = None,
     first_row: int = 0,
+    has_tables: bool = True,
 ) -> Tensor:
     """Return whether each query sees each key, (1|B, NQ, NK): every mask of the contract is a comparison here.
 
-    position (1|B, NQ), key (1|B, NK): of queries and keys. A query at a negative position has no table row and sees no
-    key. first_row: the number of the first query, from which query_starts and query_ends (1|B, NK) count.
+    position (1|B, NQ), key (1|B, NK): of queries and keys. With tables a query at a negative position has no row, and
+    sees no key; without them only one `NOWHERE` sees none. first_row: the number of the first query, from which
+    query_starts and query_ends (1|B, NK) count.
     """
     row = torch.arange(first_row, first_row + position.shape[1], device=position.device).unsqueeze(-1)
     position, key = position.unsqueeze(-1), key.unsqueeze(-2)
-    bounds = [(position >= 0) & (key >= 0)]
+    bounds = [(position >= 0 if has_tables else position > NOWHERE) & (key >= 0)]
     if causal:
         bounds.append(key <= position)
     if window is not None and window[0] >= 0:
@@ -69,15 +74,15 @@ def packed_positions(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return `positions` within packed sequences, and whether query and key are of one sequence, (1, NQ, NK).
 
-    Queries after the last sequence have position -1. If either of `cu_seqlens` does not begin with 0, falls, or ends
-    past the last token, all queries have it.
+    Queries after the last sequence are `NOWHERE`. If either of `cu_seqlens` does not begin with 0, falls, or ends
+    past the last token, all queries are.
     """
     ends = ((cu_seqlens_q, len_q), (cu_seqlens_k, len_k))
     wrong = [(cu[0] != 0) | (cu[1:] < cu[:-1]).any() | (cu[-1] > length) for cu, length in ends]
     (sequence, index), (sequence_k, key) = (_sequences(*x) for x in ends)
     more_keys = F.pad((cu_seqlens_k - cu_seqlens_q).diff().long(), (0, 1))  # 0 after the last sequence
     is_outside = wrong[0] | wrong[1] | (sequence == cu_seqlens_q.shape[0] - 1)
-    position = torch.where(is_outside, -1, index + more_keys[sequence])
+    position = torch.where(is_outside, NOWHERE, index + more_keys[sequence])
     return position, key, sequence.unsqueeze(-1) == sequence_k.unsqueeze(-2)
 
 
@@ -237,8 +242,9 @@ def attention(problem: Any, tensors: Any) -> tuple[Tensor, ...]:
     """
     q, k, v, q_nope, k_nope = tensors.q, tensors.k, tensors.v, tensors.q_nope, tensors.k_nope
     cu_seqlens, len_k = (tensors.cu_seqlens_q, tensors.cu_seqlens_k), k.shape[2]
-    cos, sin = normalise_tables(tensors.cos, tensors.sin, problem.rotary_dim, problem.interleaved)
+    tables = normalise_tables(tensors.cos, tensors.sin, problem.rotary_dim, problem.interleaved)
     masks = {name: getattr(tensors, name) for name in ("kv_starts", "kv_lens", "query_starts", "query_ends")}
+    masks["has_tables"] = problem.rotary_dim > 0
     apart = cu_seqlens[0] is not None
     if apart:
         position, key, is_same = packed_positions(*cu_seqlens, q.shape[2], len_k)
@@ -253,8 +259,8 @@ def attention(problem: Any, tensors: Any) -> tuple[Tensor, ...]:
     q, q_nope = hide(q, dead), hide(q_nope, dead)
     k, v, k_nope = hide(k, absent), hide(v, absent), hide(k_nope, absent)
     options: dict[str, Any] = {name: getattr(problem, name) for name in ("interleaved", "norm_eps", "norm_offset")}
-    q_rot = norm_rotate(q, tensors.q_norm, *table_rows(cos, sin, position), **options)
-    k_rot = norm_rotate(k, tensors.k_norm, *table_rows(cos, sin, key), **options)
+    q_rot = norm_rotate(q, tensors.q_norm, *table_rows(*tables, position), **options)
+    k_rot = norm_rotate(k, tensors.k_norm, *table_rows(*tables, key), **options)
     if q_nope is not None:
         q_rot = torch.cat((q_nope, q_rot), -1)
         k_rot = torch.cat((k_nope, k_rot.expand(-1, k_nope.shape[1], -1, -1)), -1)
@@ -266,21 +272,27 @@ def attention(problem: Any, tensors: Any) -> tuple[Tensor, ...]:
 def norm_rotate(
     x: Tensor,
     weight: Tensor | None,
-    cos: Tensor,
-    sin: Tensor,
+    cos: Tensor | None,
+    sin: Tensor | None,
     *,
     interleaved: bool,
     norm_eps: float | None,
     norm_offset: float | None,
 ) -> Tensor:
-    """Norm, if there is a `weight` (D,), and rotate rows (B, H, N, D) of q or k; round once to x's dtype."""
-    if weight is None or norm_eps is None or norm_offset is None:
-        return rotate(x, cos, sin, interleaved=interleaved)
-    return rotate(norm(x, weight, norm_eps, norm_offset), cos, sin, interleaved=interleaved).to(x.dtype)
+    """Norm, if there is a `weight` (D,), and rotate rows (B, H, N, D) of q or k, if there are tables; round once to x's
+    dtype."""
+    dtype = x.dtype
+    if weight is not None and norm_eps is not None and norm_offset is not None:
+        x = norm(x, weight, norm_eps, norm_offset)
+    if cos is not None and sin is not None:
+        x = rotate(x, cos, sin, interleaved=interleaved)
+    return x.to(dtype)
 
 
-def table_rows(cos: Tensor, sin: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
+def table_rows(cos: Tensor | None, sin: Tensor | None, position: Tensor) -> tuple[Tensor | None, Tensor | None]:
     """Return the table rows of positions (1|B, N), (1|B, 1, N, R/2); of those without a row the nearest, or 1 and 0."""
+    if cos is None or sin is None:
+        return None, None
     if cos.shape[1] == 0:
         cos, sin = F.pad(cos, (0, 0, 0, 1), value=1.0), F.pad(sin, (0, 0, 0, 1))
     rows = position.clamp(0, cos.shape[1] - 1)

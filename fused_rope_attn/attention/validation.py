@@ -30,7 +30,7 @@ def check_attention(
     latent: bool = False,
     token_tables: Any = False,
 ) -> int:
-    """Check a call of attention as its caller gave it, and return the rotary dim R.
+    """Check a call of attention as its caller gave it, and return the rotary dim R, 0 without tables.
 
     tensors, options: ``Tensors`` in the caller's layout, and ``Options``. longest: max_seqlen_q and max_seqlen_k of
     packed sequences. rows: that the tables need, if not NK or max_seqlen_k. latent: it is multi-head latent attention,
@@ -53,9 +53,13 @@ def check_attention(
         names, rotary_dim = ("q_rope", "k_rope"), head_dim
     if rows is None:
         rows = len_k if longest is None else check_sequences(tensors, longest, names)
-        if longest is None and len_q > len_k and tensors.kv_lens is None:
+        if longest is None and len_q > len_k and tensors.kv_lens is None and (options.causal or cos is not None):
             _check_more_queries(q, k, options.causal, layout, names)
     check_options(tensors, options, (batch, heads_q, len_k, head_dim))
+    if not latent and checks.lacks_tables(cos, sin, rotary_dim, options.interleaved):
+        if token_tables is not False:
+            raise ValueError(f"token_tables must be False where cos and sin are None, but is {token_tables!r}")
+        return 0
     rotary_dim = checks.check_tables(cos, sin, q, batch, rows, head_dim, rotary_dim, *names)
     if token_tables is not False:
         _check_token_tables(token_tables, tensors)

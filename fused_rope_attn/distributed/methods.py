@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -143,8 +144,8 @@ class TwoStreams:
             self.wait_for_other(1)
 
 
-def _whole_tables(call: ParallelCall, tensors: Tensors) -> list[torch.Tensor]:
-    """Return cos and sin with the rows of the whole sequence."""
+def _whole_tables(call: ParallelCall, tensors: Tensors) -> list[Any]:
+    """Return cos and sin with the rows of the whole sequence; None without tables."""
     both = [tensors.cos, tensors.sin]
     return [join_rows(call.group, call.owners, x, x.ndim - 2) for x in both] if call.tables_are_local else both
 
@@ -165,9 +166,9 @@ class _Pass:
         length = problem.len_q * call.group.size
         self.plan = _plan_of(problem._replace(len_q=length, len_k=length))
 
-    def _tables_of(self, segment: Segment, both: list[torch.Tensor]) -> list[torch.Tensor]:
+    def _tables_of(self, segment: Segment, both: list[Any]) -> list[Any]:
         """Return the rows of cos and sin for the keys of a segment."""
-        if segment.cu_seqlens_k:
+        if segment.cu_seqlens_k or both[0] is None:
             return both
         parts = [(run.chunk * self.call.chunk + run.first, run.rows) for run in self.call.own.buffer]
         if segment.position is not None:

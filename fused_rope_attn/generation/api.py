@@ -25,7 +25,7 @@ if has_triton():  # elsewhere planning sends every call to the reference
 # fmt: off
 @overload
 def rope_attention_with_kvcache(
-    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor,
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, cos: torch.Tensor | None, sin: torch.Tensor | None,
     k: torch.Tensor | None = None, v: torch.Tensor | None = None, *, cache_seqlens: torch.Tensor,
     return_lse: Literal[False] = False, **options: Unpack[StepOptions],
 ) -> torch.Tensor: ...
@@ -33,7 +33,7 @@ def rope_attention_with_kvcache(
 
 @overload
 def rope_attention_with_kvcache(
-    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor,
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, cos: torch.Tensor | None, sin: torch.Tensor | None,
     k: torch.Tensor | None = None, v: torch.Tensor | None = None, *, cache_seqlens: torch.Tensor,
     return_lse: Literal[True], **options: Unpack[StepOptions],
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
@@ -41,7 +41,7 @@ def rope_attention_with_kvcache(
 
 @overload
 def rope_attention_with_kvcache(
-    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor,
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, cos: torch.Tensor | None, sin: torch.Tensor | None,
     k: torch.Tensor | None = None, v: torch.Tensor | None = None, *, cache_seqlens: torch.Tensor,
     return_lse: bool, **options: Unpack[StepOptions],
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
@@ -53,8 +53,8 @@ def rope_attention_with_kvcache(
     q: torch.Tensor,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
+    cos: torch.Tensor | None,
+    sin: torch.Tensor | None,
     k: torch.Tensor | None = None,
     v: torch.Tensor | None = None,
     *,
@@ -174,8 +174,8 @@ def write_kvcache(
     v: torch.Tensor,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
+    cos: torch.Tensor | None,
+    sin: torch.Tensor | None,
     *,
     cache_seqlens: torch.Tensor | None = None,
     new_lens: torch.Tensor | None = None,

@@ -158,31 +158,34 @@ def float8_of(cache, head_kv):
 
 
 @triton.jit
-def query_positions(keys, tokens, S):
+def query_positions(keys, tokens, S, NOWHERE: tl.constexpr = -1):
     """Return the positions of queries of a sequence with these ``CachedKeys``.
 
-    A query with a token past the end of the cache, which has S rows, sees nothing, like one before position 0.
+    A query with a token past the end of the cache, which has S rows, sees nothing, and is at position NOWHERE.
     """
     positions = keys.q_offset + tokens
-    return tl.where(positions < S, positions, -1)
+    return tl.where(positions < S, positions, NOWHERE)
 
 
 @triton.jit
 def load_step_queries(inputs, rows, keys, float8):
     """Load ``StepQueries`` of ``QueryRows``: normed, rotated, ready for products, IN_ORDER in pair order."""
-    positions = query_positions(keys, rows.tokens, inputs.lengths.S)
-    q_rows = rows_of_queries(inputs.q, rows, inputs.format)
     rotations, scale = inputs.rotations, inputs.scale
+    READS_LENGTHS: tl.constexpr = 2 if rotations.tables.cos_ptr is None else 1
+    NOWHERE: tl.constexpr = masks.NO_POSITION if READS_LENGTHS == 2 else -1
+    positions = query_positions(keys, rows.tokens, inputs.lengths.S, NOWHERE)
+    q_rows = rows_of_queries(inputs.q, rows, inputs.format)
     of_queries = rotation.head_rotation(rotations.tables, rows.batch, inputs.position_limit, rotations.q_norm)
     DTYPE: tl.constexpr = None if float8.DTYPE is None else tl.float32
     q = rotation.load_rotated(q_rows, rows.offs_m, of_queries, positions - rows.offs_m, rotations.q_sign, DTYPE=DTYPE)
     if inputs.cache.IS_ROTATED and not inputs.lengths.IN_ORDER:
         q = running.in_memory_order(q, of_queries, inputs.format.D)
     if float8.DTYPE is None:
-        return running.StepQueries(q, None, positions, inputs.window, scale)
+        return running.StepQueries(q, None, positions, inputs.window, scale, READS_LENGTHS)
     else:
         q, q_scale = scaled_queries(q, float8.DTYPE)
-        return running.StepQueries(q, q_scale, positions, inputs.window, softmax.scaled(scale, float8.k_scale))
+        scale = softmax.scaled(scale, float8.k_scale)
+        return running.StepQueries(q, q_scale, positions, inputs.window, scale, READS_LENGTHS)
 
 
 @triton.jit

@@ -34,9 +34,10 @@ class StepQueries:
 
     q: tl.tensor  # (BLOCK_M, BLOCK_D), rotated; for float8 caches ``Halves`` of it
     q_scale: tl.tensor | None  # for float8 caches (BLOCK_M, 1), a factor of the scores
-    positions: tl.tensor  # (BLOCK_M,); at a negative position a query sees nothing
+    positions: tl.tensor  # (BLOCK_M,)
     window: masks.Window
     scale: softmax.ScoreScale
+    READS_LENGTHS: tl.constexpr  # as in ``masks.Mask``
 
 
 @record
@@ -238,7 +239,7 @@ def attend_tile(sums, queries, k, v, positions_k, num_keys, first_key):
     else:
         scores = eight_bits.score_halves(queries.q, queries.q_scale, k, queries.scale)
     if positions_k is not None:
-        mask = masks.Mask(num_keys, first_key, queries.window, READS_LENGTHS=True)
+        mask = masks.Mask(num_keys, first_key, queries.window, queries.READS_LENGTHS)
         sees = masks.visible(mask, queries.positions[:, None], positions_k[None, :])
         scores = tl.where(sees, scores, float("-inf"))
     p, correction, row_max, row_sum = softmax.online_softmax(

@@ -57,7 +57,7 @@ def numbers_of(problem: Problem, given: StepTensors | Written) -> dict[str, Any]
         "B": problem.batch,
         "S": problem.len_k,
         "num_pages": None if given.block_table is None else given.k_cache.shape[0],
-        "position_limit": given.cos.shape[-2],
+        "position_limit": arguments.table_rows(given),
     }
 
 

@@ -213,7 +213,7 @@ def mask_and_cap(scores, scale, walk, positions, start, window, DTYPE: gl.conste
     scores = cap_scores(scores, scale, DTYPE)
     offs = gl.arange(0, scores.shape[0], gl.SliceLayout(1, scores.type.layout))
     if (start < walk.seen_from) | (start + walk.BLOCK_N > walk.seen_until):
-        mask = masks.Mask(walk.keys.num_keys, walk.keys.first_key, window, READS_LENGTHS=True)
+        mask = masks.Mask(walk.keys.num_keys, walk.keys.first_key, window, READS_LENGTHS=1)
         scores = gl.where(masks.visible(mask, positions[None, :], (start + offs)[:, None]), scores, float("-inf"))
     return scores
 

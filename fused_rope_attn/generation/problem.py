@@ -23,19 +23,19 @@ class StepTensors(NamedTuple):
     """q ``(B, HQ, NQ, D)``; caches ``(B, HKV, S_max, D)``, or with a block_table ``(B, pages)`` int32 pools
     ``(num_pages, HKV, page_size, D)``; new k and v ``(B, HKV, NQ, D)`` or None, any strides.
 
-    cos and sin ``([1|B,] S, R/2 | R)``; cache_seqlens and kv_starts ``(B,)`` int32; sinks ``(HQ,)``; k_scale and
-    v_scale of one element or ``(HKV,)``, float32; q_norm and k_norm ``(D,)``, the weights of the norms. What only the
-    device reads (cache_seqlens, kv_starts, sinks, the norms) is contiguous.
+    cos and sin ``([1|B,] S, R/2 | R)`` or None; cache_seqlens and kv_starts ``(B,)`` int32; sinks ``(HQ,)``; k_scale
+    and v_scale of one element or ``(HKV,)``, float32; q_norm and k_norm ``(D,)``, the weights of the norms. What only
+    the device reads (cache_seqlens, kv_starts, sinks, the norms) is contiguous.
     """
 
     q: Any
     k_cache: Any
     v_cache: Any
-    cos: Any
-    sin: Any
-    k: Any
-    v: Any
-    cache_seqlens: Any
+    cos: Any = None
+    sin: Any = None
+    k: Any = None
+    v: Any = None
+    cache_seqlens: Any = None
     kv_starts: Any = None
     sinks: Any = None
     block_table: Any = None
@@ -55,7 +55,8 @@ def describe_step(tensors: Any, *, cache_is_rotated: bool, options: Any = None, 
     options as ``attention.problem.describe`` takes them."""
     q, k_cache, v_cache, cos, sin, k, _, cache_seqlens, kv_starts, sinks, block_table, _, _, q_norm, k_norm = tensors
     page_size = None if block_table is None else k_cache.shape[2]
-    cache = Cache(cache_is_rotated, k is not None, page_size, k_cache.dtype is FLOAT8)
+    # Without tables keys are read as they are, like rotated ones.
+    cache = Cache(cache_is_rotated or cos is None, k is not None, page_size, k_cache.dtype is FLOAT8)
     # The call is described as attention to the whole cache.
     seen = Tensors(q, k_cache, v_cache, cos, sin, sinks, kv_starts, cache_seqlens, None, None, q_norm, k_norm)
     if options is None:
@@ -79,8 +80,8 @@ class Written(NamedTuple):
     v: Any
     k_cache: Any
     v_cache: Any
-    cos: Any
-    sin: Any
+    cos: Any = None
+    sin: Any = None
     block_table: Any = None
     cache_seqlens: Any = None
     new_lens: Any = None
@@ -120,7 +121,7 @@ _OPTIONS = of_attention.forms_of(StepTensors)
 
 
 def check_kvcache(tensors: StepTensors, options: Any, cache_is_rotated: bool, layout: str = "bhsd") -> int:
-    """Check a call of `rope_attention_with_kvcache` as its caller gave it, and return the rotary dim R.
+    """Check a call of `rope_attention_with_kvcache` as its caller gave it, and return R, 0 without tables.
 
     tensors, options: `StepTensors` in the caller's `layout`, and attention's `Options`. `cache_seqlens` is not read.
     Raises TypeError or ValueError.
@@ -140,8 +141,10 @@ def check_kvcache(tensors: StepTensors, options: Any, cache_is_rotated: bool, la
         if len_q > capacity:
             raise ValueError(f"k must have at most {of_rows}'s S_max = {capacity} positions, but has {len_q}")
     _LENGTHS.check("cache_seqlens", cache_seqlens, "q", q, {"B": batch})
-    rotary_dim = checks.check_tables(cos, sin, q, batch, capacity, head_dim, options.rotary_dim, "q", of_rows)
     of_attention.check_options(tensors, options, (batch, heads_q, capacity, head_dim), _OPTIONS)
+    rotary_dim = 0
+    if not checks.lacks_tables(cos, sin, options.rotary_dim, options.interleaved):
+        rotary_dim = checks.check_tables(cos, sin, q, batch, capacity, head_dim, options.rotary_dim, "q", of_rows)
     refuse_gradients("rope_attention_with_kvcache", tensors)
     return rotary_dim
 
@@ -264,7 +267,10 @@ def check_write(tensors: Written, *, cache_is_rotated: Any, rotary_dim: Any, int
             _LENGTHS.check(name, bounds, "k", k, {"B": batch})
     check_apart(k_cache, v_cache, paged=block_table is not None)
     check_written(k_cache, v_cache)
-    rotary_dim = checks.check_tables(cos, sin, k, batch, rows, head_dim, rotary_dim, "k", of_rows)
+    if checks.lacks_tables(cos, sin, rotary_dim, interleaved):
+        rotary_dim = 0
+    else:
+        rotary_dim = checks.check_tables(cos, sin, k, batch, rows, head_dim, rotary_dim, "k", of_rows)
     refuse_gradients("write_kvcache", tensors)
     return rotary_dim
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fused_rope_attn.attention.reference import hide, masked_attention, norm_rotate, table_rows, visible_pairs
+from fused_rope_attn.attention.reference import NOWHERE, hide, masked_attention, norm_rotate, table_rows, visible_pairs
 from fused_rope_attn.rotation.reference import norm, normalise_tables, rotate
 from fused_rope_attn.runtime.registration import is_plain
 
@@ -107,7 +107,7 @@ def write_kvcache(problem: Any, tensors: Any) -> None:
     append(problem, tensors._replace(k=k, v=v), tables, position, needed_pages(tensors, needed))
 
 
-def append(problem: Any, tensors: Any, tables: tuple[Tensor, Tensor], position: Tensor, entries: Tensor) -> None:
+def append(problem: Any, tensors: Any, tables: tuple[Any, Any], position: Tensor, entries: Tensor) -> None:
     """Write the new k and v (B, HKV, N, D) into rows `position` (B, N) of the caches; negative ones are left out.
 
     tables: of `normalise_tables`. entries (B, pages): of `needed_pages`.
@@ -136,27 +136,28 @@ def attention_with_kvcache(problem: Any, tensors: Any) -> tuple[Tensor, Tensor]:
     without a row in the cache is not written, and its query is dead. Queries see new tokens as the cache stores them.
     """
     q, k_cache, v_cache, len_q, capacity = tensors.q, tensors.k_cache, tensors.v_cache, problem.len_q, problem.len_k
-    cos, sin = normalise_tables(tensors.cos, tensors.sin, problem.rotary_dim, problem.interleaved)
+    tables = normalise_tables(tensors.cos, tensors.sin, problem.rotary_dim, problem.interleaved)
     cached = cached_rows(problem, tensors)
     new = 0 if tensors.k is None else len_q
     position = cached + new - len_q + torch.arange(len_q, device=q.device)
-    position = torch.where(position < capacity, position, -1)
+    position = torch.where(position < capacity, position, NOWHERE)
     length = (cached + new).clamp(max=capacity)
     row = torch.arange(capacity, device=q.device)[None]
     masks: dict[str, Any] = {"window": problem.window, "kv_starts": tensors.kv_starts, "kv_lens": length.squeeze(1)}
-    visible = visible_pairs(position, row, problem.causal, **masks)
+    visible = visible_pairs(position, row, problem.causal, **masks, has_tables=problem.rotary_dim > 0)
     absent = ~visible.any(-2)
-    rows_of_q = table_rows(cos, sin, position)
+    rows_of_q = table_rows(*tables, position)
     q_rot = norm_rotate(hide(q, ~visible.any(-1)), tensors.q_norm, *rows_of_q, **options_of(problem))
     # New rows are written, whether or not a query sees them.
     entries = needed_pages(tensors, ~absent | ((row >= cached) & (row < length)))
     if tensors.k is not None:
-        append(problem, tensors, (cos, sin), position, entries)
+        append(problem, tensors, tables, position, entries)
     keys, values = (x if tensors.block_table is None else gather_pages(x, entries) for x in (k_cache, v_cache))
     if k_cache.dtype == FLOAT8:
         keys, values = dequantise(keys, tensors.k_scale, q.dtype), dequantise(values, tensors.v_scale, q.dtype)
     keys, values = hide(keys, absent), hide(values, absent)
     if not problem.cache_is_rotated:
+        cos, sin = tables
         keys = rotate(keys, cos[:, None, :capacity], sin[:, None, :capacity], interleaved=problem.interleaved)
     scores: dict[str, Any] = {"softmax_scale": problem.softmax_scale, "softcap": problem.softcap}
     o, lse = masked_attention(q_rot, keys, values, visible, **scores, sinks=tensors.sinks)

@@ -22,6 +22,8 @@ from fused_rope_attn.kernels.records import record
 
 # Past every query row, and far enough from 2**31 that tiles can be counted from it.
 NO_ROW = tl.constexpr(2**30)
+# The position of a query that sees nothing where queries at negative positions see keys.
+NO_POSITION = tl.constexpr(-(2**30))
 # Keys or rows of a bit mask's word.
 WORD = tl.constexpr(32)
 
@@ -102,8 +104,8 @@ def row_interval(mask, positions_k):
     first, end = load_interval(mask.intervals, positions_k, exists)
     first += mask.intervals.shift
     end += mask.intervals.shift
-    # Queries at negative positions see no key.
-    first = tl.maximum(first, 0)
+    if mask.READS_LENGTHS != 2:
+        first = tl.maximum(first, 0)
     if mask.window.right is not None:
         first = tl.maximum(first, positions_k - mask.window.right)
     if mask.window.left is not None:
@@ -118,7 +120,9 @@ class Mask:
     num_keys: tl.tensor  # keys from this one on do not exist
     first_key: tl.tensor | None  # no query sees a key before this one, 0 <= first_key <= num_keys
     window: Window
-    READS_LENGTHS: tl.constexpr  # the device reads lengths: queries at negative positions see no key
+    # 0: all queries have positions from 0 on and see a key. Otherwise the device reads lengths, or there are more
+    # queries than keys. 1: queries at negative positions see no key. 2: they see the keys that the other bounds leave.
+    READS_LENGTHS: tl.constexpr
     intervals: Intervals | None = None  # of query rows, of each key
 
 
@@ -134,7 +138,7 @@ def checks_positions(reads_lengths, right):
 
     If causal it hides them anyway, because all keys are after such a query.
     """
-    return reads_lengths and not is_causal(right)
+    return reads_lengths == 1 and not is_causal(right)
 
 
 @triton.jit
@@ -164,6 +168,8 @@ def visible(mask, positions_q, positions_k, rows=None):
         sees = sees & (positions_k >= mask.first_key)
     if checks_positions(mask.READS_LENGTHS, mask.window.right):
         sees = sees & (positions_q >= 0)
+    elif mask.READS_LENGTHS == 2:
+        sees = sees & (positions_q > NO_POSITION)
     return sees
 
 
@@ -183,10 +189,15 @@ def first_query(mask, q_offset):
     """Return the first query row that sees a key: the rows before it, and no others, see nothing. NO_ROW where none
     sees one because there are no keys from first_key on."""
     row = tl.maximum(0, -q_offset)
-    if mask.first_key is not None:
+    first_key = mask.first_key
+    if mask.READS_LENGTHS == 2:
+        row = 0
+        if first_key is None:
+            first_key = 0
+    if first_key is not None:
         if mask.window.right is not None:
-            row = tl.maximum(row, mask.first_key - mask.window.right - q_offset)
-        row = tl.where(mask.first_key < mask.num_keys, row, NO_ROW)
+            row = tl.maximum(row, first_key - mask.window.right - q_offset)
+        row = tl.where(first_key < mask.num_keys, row, NO_ROW)
     return row
 
 

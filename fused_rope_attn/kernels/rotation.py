@@ -27,12 +27,15 @@ from fused_rope_attn.kernels.tiles import (
 
 @record
 class RotaryTables:
-    """The tables of a call, and how they pair columns."""
+    """The tables of a call, and how they pair columns.
 
-    cos_ptr: tl.tensor  # ([1|B,] S, R/2), float32 or q's dtype
-    sin_ptr: tl.tensor
-    cos_strides: tl.tuple  # (batch, row, pair)
-    sin_strides: tl.tuple
+    A call that does not rotate has no tables, R = 0 and INTERLEAVED, so that pair order is the order of memory.
+    """
+
+    cos_ptr: tl.tensor | None  # ([1|B,] S, R/2), float32 or q's dtype; None: no rotation
+    sin_ptr: tl.tensor | None
+    cos_strides: tl.tuple | None  # (batch, row, pair)
+    sin_strides: tl.tuple | None
     R: tl.constexpr
     INTERLEAVED: tl.constexpr
 
@@ -47,7 +50,7 @@ class CallRotation:
     tables: RotaryTables
     q_norm: Norm | None
     k_norm: Norm | None
-    q_sign: tl.tensor
+    q_sign: tl.tensor | None  # None: q is read as it is given, without norm and rotation
     ROTATE_INLINE: tl.constexpr
 
 
@@ -63,19 +66,25 @@ class Rotation:
 
 
 @triton.jit
+def tables_after(tables, index, AXIS: tl.constexpr):
+    """Return the ``RotaryTables`` that begin with ``index`` (int64) along an axis."""
+    if tables.cos_ptr is not None:
+        cos_ptr = tables.cos_ptr + index * tables.cos_strides[AXIS]
+        tables = replace(tables, cos_ptr=cos_ptr, sin_ptr=tables.sin_ptr + index * tables.sin_strides[AXIS])
+    return tables
+
+
+@triton.jit
 def head_rotation(tables, batch, num_positions, norm=None):
     """Return the ``Rotation`` of batch entry ``batch`` (int64) by the call's ``RotaryTables``."""
-    cos_ptr, sin_ptr = tables.cos_ptr + batch * tables.cos_strides[0], tables.sin_ptr + batch * tables.sin_strides[0]
-    of_batch = replace(tables, cos_ptr=cos_ptr, sin_ptr=sin_ptr)
-    return Rotation(of_batch, num_positions, norm, R=tables.R, INTERLEAVED=tables.INTERLEAVED)
+    tables = tables_after(tables, batch, AXIS=0)
+    return Rotation(tables, num_positions, norm, R=tables.R, INTERLEAVED=tables.INTERLEAVED)
 
 
 @triton.jit
 def tables_from(tables, row):
     """Return the ``RotaryTables`` that begin with ``row``."""
-    first = tl.cast(row, tl.int64)
-    cos_ptr, sin_ptr = tables.cos_ptr + first * tables.cos_strides[1], tables.sin_ptr + first * tables.sin_strides[1]
-    return replace(tables, cos_ptr=cos_ptr, sin_ptr=sin_ptr)
+    return tables_after(tables, tl.cast(row, tl.int64), AXIS=1)
 
 
 @triton.jit
@@ -99,22 +108,33 @@ def rotate(first, second, cos, sin, CONJUGATE: tl.constexpr):
 
 
 @triton.jit
+def rotate_back(first, second, cos, sin):
+    """Rotate pairs of a gradient back by their angles; cos None: return them as they are."""
+    if cos is not None:
+        first, second = rotate(first, second, cos, sin, CONJUGATE=True)
+    return first, second
+
+
+@triton.jit
 def load_angles(rotation, positions, BLOCK_D: tl.constexpr, LAYOUT: tl.constexpr = None, pairs=None):
-    """Load cos and sin (len(positions), BLOCK_D / 2) float32.
+    """Load cos and sin (len(positions), BLOCK_D / 2) float32; both None without tables.
 
     Pairs past R/2 and positions that the tables do not have get angle 0. With ``pairs`` the columns of the result
     belong to these pairs instead of 0 .. BLOCK_D / 2.
     """
-    if pairs is None:
-        pairs = tile_range(BLOCK_D // 2, 1, LAYOUT)
-    rows = positions.to(tl.int64)[:, None]
     tables = rotation.tables
-    cos_pointers = tables.cos_ptr + rows * tables.cos_strides[1] + pairs[None, :] * tables.cos_strides[2]
-    sin_pointers = tables.sin_ptr + rows * tables.sin_strides[1] + pairs[None, :] * tables.sin_strides[2]
-    mask = (pairs[None, :] < rotation.R // 2) & (rows >= 0) & (rows < rotation.num_positions)
-    cos = tl.load(cos_pointers, mask=mask, other=1.0)
-    sin = tl.load(sin_pointers, mask=mask, other=0.0)
-    return cos.to(tl.float32), sin.to(tl.float32)
+    if tables.cos_ptr is None:
+        return None, None
+    else:
+        if pairs is None:
+            pairs = tile_range(BLOCK_D // 2, 1, LAYOUT)
+        rows = positions.to(tl.int64)[:, None]
+        cos_pointers = tables.cos_ptr + rows * tables.cos_strides[1] + pairs[None, :] * tables.cos_strides[2]
+        sin_pointers = tables.sin_ptr + rows * tables.sin_strides[1] + pairs[None, :] * tables.sin_strides[2]
+        mask = (pairs[None, :] < rotation.R // 2) & (rows >= 0) & (rows < rotation.num_positions)
+        cos = tl.load(cos_pointers, mask=mask, other=1.0)
+        sin = tl.load(sin_pointers, mask=mask, other=0.0)
+        return cos.to(tl.float32), sin.to(tl.float32)
 
 
 @triton.jit
@@ -294,5 +314,5 @@ def store_unrotated(rows, gradient, offs, rotation, position_offset):
     """
     first, second = unpack_pairs(gradient)
     cos, sin = load_angles(rotation, offs + position_offset, rows.format.BLOCK_D)
-    first, second = rotate(first, second, cos, sin, CONJUGATE=True)
+    first, second = rotate_back(first, second, cos, sin)
     store_pairs(rows, first, second, offs, rotation)

@@ -139,7 +139,7 @@ class MaskArguments:
     cu_k_ptr: tl.tensor | None
     num_sequences: tl.tensor | None
     window: masking.Window | None
-    READS_LENGTHS: tl.constexpr  # whether the call has any of the tensors
+    READS_LENGTHS: tl.constexpr  # as in ``masks.Mask``
     # A sequence begins at its kv_starts: blocks are counted from there, as they are in packed sequences.
     FROM_START: tl.constexpr
     TOKEN_TABLES: tl.constexpr = False  # row t of the tables belongs to packed token t
@@ -262,14 +262,16 @@ def sequence_of_queries(tile, NK, masks):
 def sequence_of_keys(tile, NQ, NK, masks):
     """Return the ``Sequence`` of a tile of keys, with NQ rows of queries and NK rows of keys in the tensors.
 
-    FROM_START: its queries begin with the first one that has a position, because blocks of queries are counted too.
+    FROM_START: its queries begin with the first one that can see a key, because blocks of queries are counted too.
     """
     first_q, num_queries = packed_partner(masks.cu_q_ptr, tile.sequence, masks.num_sequences, NQ)
     batch = tile.origin.batch
     if masks.FROM_START:
         sequence = described_sequence(batch, first_q, num_queries, 0, NK, masks)
-        first_q = tl.maximum(0, -sequence.q_offset)
-        return described_sequence(batch, first_q, num_queries - first_q, 0, NK, masks)
+        if masks.READS_LENGTHS != 2:
+            first_q = tl.maximum(0, -sequence.q_offset)
+            sequence = described_sequence(batch, first_q, num_queries - first_q, 0, NK, masks)
+        return sequence
     else:
         num_rows = tile.num_rows
         if masks.cu_k_ptr is not None:

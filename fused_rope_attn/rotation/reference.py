@@ -3,17 +3,21 @@
 Runs on any device, in any floating dtype (float64 included), is differentiable and never synchronises with the device.
 """
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 
-def normalise_tables(cos: Tensor, sin: Tensor, rotary_dim: int, interleaved: bool) -> tuple[Tensor, Tensor]:
-    """Bring tables of any accepted form to (1|B, S, R/2). Views only: strides change, nothing is copied.
+def normalise_tables(cos: Any, sin: Any, rotary_dim: int, interleaved: bool) -> tuple[Any, Any]:
+    """Bring tables of any accepted form to (1|B, S, R/2). Views only: strides change, nothing is copied. None stays.
 
     `cos`, `sin`: (S, R/2), (S, R), or either with a leading 1 or B. A full-width table holds each angle twice, the way
     the layout pairs columns: [c, c] for halves, [c0, c0, c1, c1, ...] for `interleaved`. Idempotent.
     """
+    if cos is None:
+        return None, None
     cos, sin = (table.unsqueeze(0) if table.ndim == 2 else table for table in (cos, sin))
     if cos.shape[-1] == rotary_dim:
         cos, sin = _pairs(cos, interleaved)[0], _pairs(sin, interleaved)[0]

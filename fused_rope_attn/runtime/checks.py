@@ -104,6 +104,19 @@ def check_tables(
     return rotary_dim
 
 
+def lacks_tables(cos: Any, sin: Any, rotary_dim: int | None, interleaved: bool) -> bool:
+    """Return whether a call has no tables, and so no rotation. Refuse one of two, and options that describe them."""
+    if cos is not None and sin is not None:
+        return False
+    if cos is not None or sin is not None:
+        refuse_one_of_two(cos=cos, sin=sin)
+    for name, value, default in (("rotary_dim", rotary_dim, None), ("interleaved", interleaved, False)):
+        if value is not default:
+            why = "nothing is rotated where cos and sin are None"
+            raise ValueError(f"{name} must be {default}, because {why}, but is {value!r}")
+    return True
+
+
 def check_bool(name: str, value: Any, _: Any = None) -> None:
     if not isinstance(value, bool):
         raise TypeError(f"{name} must be a bool, but is {kind_of(value)}")

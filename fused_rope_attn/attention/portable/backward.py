@@ -28,6 +28,7 @@ class BackwardCall:
     """The launches of one backward signature: pre-process, dkdv, dq, norms; each None if it has nothing to do.
 
     is_rotated: q and k are the ``Outputs.q_rot`` and ``k_rot`` of the forward pass, so that nothing is left to rotate.
+    Nor is there in a plain call.
 
     In multi-head latent attention dkdv writes ``dk_parts``, one sum for every few heads, and one more launch adds them.
     """
@@ -51,7 +52,7 @@ class BackwardCall:
         self.key_dtype = arguments.key_gradient_dtype(problem)
         # Of the parts of the sinks' gradient, one for each tile of queries and each head.
         self.dsinks_shape = (query_tiles * batch, problem.heads_q) if problem.has_sinks else None
-        self.is_rotated = is_rotated
+        self.is_rotated = is_rotated or problem.is_plain
         q_rot, k_rot = self._rotated(q, k)
         self.tma = config.tma and all(map(has_descriptor, (q_rot, k_rot, v, do)))
         # dq_kernel may only skip its wait when dkdv_kernel, which does wait, runs between it and the pre-process.
@@ -60,7 +61,7 @@ class BackwardCall:
             self.norms = NormGradients(problem, given, self.strides, is_rotated, pdl)
         counted = None if self.norms is None else self.norms.num_counters
         self.preprocess = Preprocess(
-            problem, given, do, o, config, rotates=not is_rotated, in_tiles=False, pdl=pdl, num_counters=counted
+            problem, given, do, o, config, rotates=not self.is_rotated, in_tiles=False, pdl=pdl, num_counters=counted
         )
         pdl = pdl and self.preprocess.programs > 0
         pad_d = block_d(problem.head_dim)

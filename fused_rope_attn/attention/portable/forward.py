@@ -181,8 +181,8 @@ def forward_kernel(
     k_rotation = replace(rotation, norm=rotations.k_norm) if rotations.ROTATE_INLINE else None
     head_kv = tile.origin.head // GROUP_SIZE
     keys = parts.keys_of_head(inputs, sequence, head_kv, mask.first_key, k_rotation, BLOCK_N, inputs.USE_TMA)
-    rotation = replace(rotation, norm=rotations.q_norm)
-    queries = parts.query_parts(inputs, sequence, tile.origin, None, rotation, rotations.q_sign, USE_TMA=False)
+    q_rotation = None if rotations.q_sign is None else replace(rotation, norm=rotations.q_norm)
+    queries = parts.query_parts(inputs, sequence, tile.origin, None, q_rotation, rotations.q_sign, USE_TMA=False)
     offs = tl.arange(0, BLOCK_M)
     positions_q = start_m + sequence.q_offset + offs
     q = parts.load_parts(queries, start_m, offs)
@@ -265,6 +265,7 @@ class ForwardCall:
         self.problem = problem
         self.rotate_keys = None
         k_like = k
+        keys_are_ready = keys_are_ready or problem.is_plain
         if config.strategy == "prepass" and not keys_are_ready and problem.batch * problem.len_k > 0:
             num_maxima = math.prod(problem.maxima_shape) if problem.fills_results else None
             self.rotate_keys = Rotate("k", given, problem, config, num_maxima=num_maxima)
@@ -279,8 +280,8 @@ class ForwardCall:
         tma = config.tma and not inline and layouts.has_descriptor(v) and layouts.has_descriptor(k_like)
         block = [1, 1, tile.block_n, pad_d] if tma else None
         self.k_source, self.v_source = Source(k_like, block), Source(v, block)
-        # Without a pre-pass there is no launch of this call to overlap with.
-        pdl = config.pdl and not inline
+        # Without a launch before this one there is none to overlap with.
+        pdl = config.pdl and not (inline or problem.is_plain)
         self.find_blocks = IntervalBlocks(problem, tile.block_n) if problem.has_intervals else None
         is_wide = layouts.is_long(self.o_strides, *(x.stride() for x in arguments.rows_of(given)))
         self.formats = [
@@ -297,7 +298,7 @@ class ForwardCall:
             {**tile.launch_options, "launch_pdl": True} if pdl else tile.launch_options,
             arguments.numbers_of(problem),
             # Only such calls have queries past the last row of the tables.
-            position_limit=given.cos.shape[-2] if keys_are_ready else None,
+            position_limit=arguments.table_rows(given) if keys_are_ready else None,
             num_heads=num_heads,
             heads_per_section=schedule.heads_per_section(num_heads, problem.group_size, kv_bytes, config.section_bytes),
             BLOCK_M=tile.block_m,
