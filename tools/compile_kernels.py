@@ -73,6 +73,7 @@ class Job(LaunchJob):
     sums: bool = False  # dk and dv in float32, as context parallelism adds them up
     deterministic: bool = False  # the sm_90 backward adds dQ in a fixed order
     latent: bool = False  # multi-head latent attention, with 64 of the head_dim columns rotated
+    unrotated: bool = False  # no tables
 
     @property
     def is_hopper(self) -> bool:
@@ -106,6 +107,8 @@ class Job(LaunchJob):
             q, k, v = (self.heads(batch, length, heads) for heads in (heads_q, heads_kv, heads_kv))
         # Full-width tables where they are read at another stride than half-width ones.
         cos = sin = meta(length, rotary_dim if self.interleaved else rotary_dim // 2)
+        if self.unrotated:
+            cos, sin, rotary_dim = None, None, 0
         sinks = meta(heads_q) if "sinks" in self.masks else None
         bounds = (int32(batch) if name in self.masks else None for name in ("kv_starts", "kv_lens"))
         ends, weight = int32(9) if packed else None, meta(self.head_dim) if self.norms else None

@@ -15,6 +15,8 @@ from fused_rope_attn.runtime.layouts import block_d, contiguous_strides, is_long
 
 # Rows by heads of one program of ``norm_gradient_kernel``, which writes one sum of its rows' weight gradients.
 ROWS, HEADS = 32, 4
+# Programs of a launch that describes tiles of packed queries, and does nothing else.
+MOST_PROGRAMS = 256
 
 
 def raw(tensors: Tensors, is_rotated: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -23,7 +25,7 @@ def raw(tensors: Tensors, is_rotated: bool) -> tuple[torch.Tensor, torch.Tensor]
 
 
 class _Prepass:
-    """A launch of ``prepass_kernel`` for queries (their rotation, their statistics or both), for keys, or for all.
+    """A launch of ``prepass_kernel`` for queries (their rotation, their statistics or both), keys, all, or neither.
 
     in_tiles: heads have ``arguments.padded_rows`` in the statistics, and in the rotated q if they are packed. overlaps:
     the launch may begin while the one before it still runs. numbers: ``num_counters`` and ``num_maxima``.
@@ -43,6 +45,8 @@ class _Prepass:
         if keys:
             blocks = tile_count(problem.len_k, problem.sequences, block)
             self.programs += problem.batch * blocks * triton.cdiv(heads_kv, chunk)
+        if not queries and not keys:
+            self.programs = min(MOST_PROGRAMS, pitch) if problem.is_packed else 1
         self.launch = Launch(
             prepass_kernel.prepass_kernel,
             self.programs,
@@ -89,10 +93,10 @@ class Rotate(_Prepass):
     a ``counter`` also zeroes its first int32 word, in which the next launch counts, and sets ``maxima`` to -inf.
 
     Args:
-        name: ``"q"`` or ``"k"``.
+        name: ``"q"`` or ``"k"``, or ``""`` in a plain call: nothing is copied, and the next launch is prepared.
         in_tiles: store packed queries as ``Saving.TILES`` does, with zeros after each sequence.
-        tile_rows: rows of a tile of queries. If they are packed, the launch that rotates k also describes each tile, in
-            the words after the counter; both are ``counter_size`` words.
+        tile_rows: rows of a tile of queries. If they are packed, the launch also describes each tile, in the words
+            after the counter; both are ``counter_size`` words.
         overlaps: the launch may begin while the one before it still runs. That one must not write this one's inputs.
     """
 
@@ -107,8 +111,10 @@ class Rotate(_Prepass):
         self.shape = arguments.rotated_shape(problem, in_tiles=in_tiles) if name == "q" else tensors.k.shape
         self.strides = contiguous_strides(self.shape)
 
-    def __call__(self, stream: int, tensors: Tensors, counter=None, maxima=None) -> torch.Tensor:
-        out = torch.empty_strided(self.shape, self.strides, dtype=tensors.q.dtype, device=tensors.q.device)
+    def __call__(self, stream: int, tensors: Tensors, counter=None, maxima=None) -> Any:
+        out = None
+        if self.name:
+            out = torch.empty_strided(self.shape, self.strides, dtype=tensors.q.dtype, device=tensors.q.device)
         rotated = (out, None) if self.name == "q" else (None, out)
         self.start(stream, tensors, (counter, maxima, self.tile_rows), None, *rotated)
         return out

@@ -249,7 +249,8 @@ def prepass_kernel(statistics, queries, keys, ends, following, num_counters, num
     q_blocks = pitch // BLOCK_N if PAD_TO else schedule.count_tiles(pitch, num_sequences, BLOCK_N)
     q_chunks = tl.cdiv(HQ, HEADS)
     if statistics is None and queries is None:
-        rotate_keys(pid, keys, ends, HKV, NK, num_sequences, position_limit, HEADS, BLOCK_N)
+        if keys is not None:
+            rotate_keys(pid, keys, ends, HKV, NK, num_sequences, position_limit, HEADS, BLOCK_N)
     elif pid < q_blocks * q_chunks * B:
         block, chunk, batch = schedule.block_of_heads(pid, q_blocks, q_chunks)
         first_head, last_head = chunk * HEADS, tl.minimum(chunk * HEADS + HEADS, HQ)

@@ -276,7 +276,9 @@ def gathered_call(problem: Problem, given: StepTensors, config: HopperForwardCon
 def seen_tensors(given: StepTensors, k: torch.Tensor, v: torch.Tensor, lens: torch.Tensor) -> Tensors:
     """Return the tensors of attention to gathered keys."""
     weights = {"q_norm": given.q_norm, "k_norm": given.k_norm}
-    return Tensors(given.q, k, v, given.cos, given.sin, given.sinks, given.kv_starts, lens, **weights)
+    return Tensors(
+        layouts.with_aligned_rows(given.q), k, v, given.cos, given.sin, given.sinks, given.kv_starts, lens, **weights
+    )
 
 
 def ordered_call(problem: Problem, given: StepTensors, config: OrderedConfig) -> Call:

@@ -128,7 +128,7 @@ class BackwardCall:
         given, outputs = split_outputs(of_forward, 3)
         q, k, v = given.q, given.k, given.v
         batch, heads_q, len_q, len_k = problem.batch, problem.heads_q, problem.len_q, problem.len_k
-        sequences, self.problem, self.is_rotated = problem.sequences, problem, is_rotated
+        sequences, self.problem = problem.sequences, problem
         self.stages = config.q_stages, config.do_stages, config.pdl
         all_strides = call_arguments.result_strides(outputs, call_arguments.gradient_strides(given, o, is_rotated))
         key_dtype = call_arguments.key_gradient_dtype(problem)
@@ -161,8 +161,11 @@ class BackwardCall:
             self.norms = prepass.NormGradients(problem, given, all_strides, is_rotated, config.pdl, num_counters)
             num_counters = self.norms.num_counters
         shapes: dict[str, tuple] = {"accumulator": ((batch, heads_q, pitch, columns), torch.float32)}
-        if not is_rotated:
-            shapes |= {"q_rot": (call_arguments.rotated_shape(problem), q.dtype), "k_rot": (k.shape, q.dtype)}
+        if not is_rotated and (problem.is_packed or not problem.is_plain):
+            # In a plain call too, because packed queries are read in whole tiles.
+            shapes["q_rot"] = call_arguments.rotated_shape(problem), q.dtype
+        if not is_rotated and not problem.is_plain:
+            shapes["k_rot"] = k.shape, q.dtype
         if ordered:
             shapes["progress"] = (batch * heads_q * pitch // block_m,), torch.int32
         if num_counters:
@@ -175,7 +178,7 @@ class BackwardCall:
             name: (x, torch.empty(x, device="meta").stride(), dtype) for name, (x, dtype) in shapes.items()
         }
         options = {"num_warps": 4, **({"launch_pdl": True} if config.pdl else {})}
-        written = {"rotates": not is_rotated, "columns": columns, "num_counters": num_counters or None}
+        written = {"rotates": "k_rot" in shapes, "columns": columns, "num_counters": num_counters or None}
         self.preprocess = prepass.Preprocess(problem, given, do, o, config, in_tiles=True, pdl=config.pdl, **written)
         stats_size = self.preprocess.stats_size
         # Descriptors, of workspaces that are only allocated for this.
@@ -249,8 +252,8 @@ class BackwardCall:
         tables = call_arguments.tables_of(self.problem, tensors)
         self.main(
             stream,
-            q_desc=self.q_source(q if self.is_rotated else rotated[0]),
-            k_desc=self.k_source(k if self.is_rotated else rotated[1]),
+            q_desc=self.q_source(work.get("q_rot", q)),
+            k_desc=self.k_source(work.get("k_rot", k)),
             v_desc=self.v_source(v),
             do_desc=self.do_source(do),
             stats_desc=self.stats_source(stats),

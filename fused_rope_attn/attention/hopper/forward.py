@@ -1,13 +1,14 @@
 # mypy: disable-error-code="attr-defined"
 """Launches of the sm_90 forward pass."""
 
+import dataclasses
 import math
 
 import torch
 
 from fused_rope_attn.attention import arguments, prepass
 from fused_rope_attn.attention.configs import HopperForwardConfig
-from fused_rope_attn.attention.hopper import forward_kernel, forward_producers, forward_tiles, intervals
+from fused_rope_attn.attention.hopper import channels, forward_kernel, forward_producers, forward_tiles, intervals
 from fused_rope_attn.attention.hopper.channels import ROWS
 from fused_rope_attn.attention.prepass_kernel import TILE_WORDS
 from fused_rope_attn.attention.problem import Outputs, Problem, Saving, split_outputs
@@ -52,6 +53,9 @@ class ForwardCall:
         keys_are_ready: bool = False,
     ):
         given, outputs = split_outputs(tensors, 1)
+        if problem.is_plain and config.rotates_queries:  # no warps take registers to rotate
+            registers = channels.MULTIPLY_REGISTERS.value
+            config = dataclasses.replace(config, rotates_queries=False, attend_registers=registers)
         latent = problem.nope_dim is not None
         # The columns that are not rotated are those of the kernel's main tiles.
         q, k, v = (given.q_nope, given.k_nope, given.v) if latent else (given.q, given.k, given.v)
@@ -74,13 +78,14 @@ class ForwardCall:
         # The TMA reads q_nope, which has no padding, and the rotated columns are read by the same rows.
         in_tiles = saving is Saving.TILES and not latent
         self.rotate_queries = None
-        if reads_rotated:
+        if reads_rotated and not problem.is_plain:
             overlaps = self.visits is not None
             self.rotate_queries = prepass.Rotate("q", given, problem, config, in_tiles=in_tiles, overlaps=overlaps)
         self.rotate_keys = None
         if not keys_are_ready:
-            overlaps = reads_rotated or self.visits is not None
-            self.rotate_keys = prepass.Rotate("k", given, problem, config, tile_rows=block_m, overlaps=overlaps)
+            overlaps = self.rotate_queries is not None or self.visits is not None
+            name = "" if problem.is_plain else "k"
+            self.rotate_keys = prepass.Rotate(name, given, problem, config, tile_rows=block_m, overlaps=overlaps)
         element = gl.bfloat16 if q.dtype is torch.bfloat16 else gl.float16
 
         def source(x: torch.Tensor, rows: int, columns: int) -> Source:
@@ -91,8 +96,9 @@ class ForwardCall:
         rot_d = problem.head_dim if latent else pad_d
         q_shape = arguments.rotated_shape(problem, in_tiles=in_tiles)
         self.q_rot_layout = q_shape, layouts.contiguous_strides(q_shape)
-        self.q_rot = source(q.new_empty(q_shape), ROWS.value, rot_d)
-        self.k_rot = source(given.k.new_empty(given.k.shape), block_n, rot_d)
+        # A plain call reads q and k themselves.
+        self.q_rot = source(q if problem.is_plain else q.new_empty(q_shape), ROWS.value, rot_d)
+        self.k_rot = source(k if problem.is_plain else given.k.new_empty(given.k.shape), block_n, rot_d)
         self.v = source(v, block_n, pad_d)
         o_like = torch.empty_strided(q.shape, self.o_strides, dtype=q.dtype, device=q.device)
         # The buffers of wide heads and latent attention leave shared memory for half of O's columns.
@@ -115,7 +121,7 @@ class ForwardCall:
             window_left=None if problem.has_intervals else numbers["window_left"],
             window_right=None if problem.has_intervals else numbers["window_right"],
             # Only such calls have queries past the last row of the tables.
-            position_limit=given.cos.shape[-2] if keys_are_ready else None,
+            position_limit=arguments.table_rows(given) if keys_are_ready else None,
             sizes=forward_kernel.ForwardSizes.host(
                 D=columns,
                 STAGES=config.stages,
@@ -164,6 +170,8 @@ class ForwardCall:
         q_rot = query_source = None
         if self.rotate_queries is not None:
             q_rot = self.rotate_queries(stream, tensors)
+        elif problem.is_plain:
+            q_rot = q
         else:
             block_d = max(64, layouts.block_d(problem.head_dim))
             query_source = forward_producers.QuerySource.host(
@@ -176,7 +184,8 @@ class ForwardCall:
             )
             if self.saves_rotated:
                 q_rot = torch.empty_strided(*self.q_rot_layout, dtype=q.dtype, device=q.device)
-        k = tensors.k if self.rotate_keys is None else self.rotate_keys(stream, tensors, counter)
+        k_rot = None if self.rotate_keys is None else self.rotate_keys(stream, tensors, counter)
+        k = tensors.k if k_rot is None else k_rot
         self.launch(
             stream,
             q_rot_desc=None if q_rot is None else self.q_rot(q_rot),

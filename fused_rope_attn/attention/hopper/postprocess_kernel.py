@@ -113,7 +113,7 @@ def postprocess_kernel(accumulator_ptr, progress_ptr, dq_out, tables, sinks, len
             added = exists if added is None else exists & added
         dq = tiles.load_where(words, added, 0.0) * softmax_scale
         first, second = rotations.unpack_pairs(dq)
-        first, second = rotations.rotate(first, second, cos, sin, CONJUGATE=True)
+        first, second = rotations.rotate_back(first, second, cos, sin)
         dq_rows = tiles.head_rows(dq_out, origin, NQ - start, row_format)
         rotations.store_pairs(dq_rows, first, second, offs, rotation)
         if sinks is not None:
