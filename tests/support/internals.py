@@ -147,8 +147,8 @@ def count_tables_that_turn_nothing(monkeypatch):
     """A list that gets an entry for each pair of tables that a patched model makes to turn nothing."""
     from fused_rope_attn.integrations.transformers import rotations
 
-    made, identity = [], rotations.identity_tables
-    monkeypatch.setattr(rotations, "identity_tables", lambda *given: made.append(given) or identity(*given))
+    made, identity = [], rotations.identity_row
+    monkeypatch.setattr(rotations, "identity_row", lambda *given: made.append(given) or identity(*given))
     return made
 
 

@@ -76,10 +76,10 @@ def forward(module: AttentionModule, hidden_states: Tensor, *args: Any, **kwargs
             # rotated queries and read them back.
             o = _attend(tokens, batch, trained)
             if tokens.latent is not None:
-                rows = patch.convention.latent_rows(module, tokens.latent, tokens.rotated_keys(), tokens.v)
-                past.update(*rows, place, *cache_options)
+                keys = tokens.rotated_keys(kept_of(batch))
+                past.update(*patch.convention.latent_rows(module, tokens.latent, keys, tokens.v), place, *cache_options)
             else:
-                _begin_cache(tokens, past, place, kept_of(batch) is not None, cache_options)
+                _begin_cache(tokens, past, place, kept_of(batch), cache_options)
     return patch.convention.output(module, o.transpose(1, 2).flatten(2), *gate), None
 
 
@@ -103,7 +103,7 @@ def prepared(
     tokens = rotations.Tokens(q, k, v, tables, norms, latent)
     after = convention.norms_of(module, after_rotation=True)
     if after is not None:
-        tokens = tokens.rotated(rotations.identity_tables(q.shape[2], q.device))
+        tokens = tokens.rotated(kept_of(batch))
         tokens = tokens._replace(q=after[0](tokens.q), k=after[1](tokens.k))
     keys, window = convention.window_of(module) if batch.intervals is None else None, None
     if keys is not None:  # a number that includes the query's own
@@ -143,11 +143,11 @@ def _attend(tokens: rotations.Tokens, batch: Batch, options: dict[str, Any]) -> 
         return attend(*tokens.rows, *tokens.tables.arrays, kv_starts=batch.kv_starts, **options | tokens.options)
     size, _, length, _ = tokens.q.shape
     if tokens.latent is not None:  # it takes no tables by token
-        tokens = tokens.rotated(rotations.identity_row(tokens.q.device, kept_of(batch)))
+        tokens = tokens.rotated(kept_of(batch))
         cos, sin = tokens.tables.long(batch.max_seqlen)
     else:
-        cos, sin = (table.expand(size, length, -1).flatten(0, 1) for table in tokens.tables.arrays)
-        options["token_tables"] = True
+        cos, sin = tokens.tables.mapped(lambda table: table.expand(size, length, -1).flatten(0, 1))
+        options["token_tables"] = cos is not None
     rows = (x.transpose(1, 2).flatten(0, 1) for x in tokens.rows)
     lengths = batch.cu_seqlens, batch.cu_seqlens, batch.max_seqlen, batch.max_seqlen
     o = attend_packed(*rows, cos, sin, *lengths, **options | tokens.options)
@@ -158,30 +158,32 @@ def _attend_shard(tokens: rotations.Tokens, batch: Batch, options: dict[str, Any
     """Attend with this rank's rows of a sequence that several ranks share: o (B, HQ, N / P, D)."""
     if batch.plan is not None:
         # A document's rows have different tables on each rank, so rotate them before attention.
-        tokens = tokens.rotated(rotations.identity_tables(batch.plan.max_seqlen, tokens.q.device))
+        tokens = tokens.rotated(kept_of(batch))
         q, k, v = (x[0].transpose(0, 1) for x in tokens[:3])
         o = rope_attention_varlen_cp(q, k, v, *tokens.tables.arrays, batch.plan, **options | tokens.options)
         return o.transpose(0, 1).unsqueeze(0)
     q, k, v, tables = tokens[:4]
     (cos, sin), ranks = tables.arrays, cast(state.Shards, batch.shared).options
     if kept_of(batch) is not None:  # gather the rows of all ranks once for all layers of a pass
-        cos, sin = tables.joined = tables.joined or [cp_unshard(table, 1, **ranks) for table in (cos, sin)]
+        cos, sin = tables.joined = tables.joined or tables.mapped(lambda table: cp_unshard(table, 1, **ranks))
     return rope_attention_cp(q, k, v, cos, sin, **ranks | options | tokens.options)
 
 
-def _begin_cache(tokens: rotations.Tokens, past: Cache, layer_idx: int, in_place: bool, cache_options: tuple) -> None:
-    """Put a batch's normed and rotated keys, and its values, into an empty cache. Attention has checked them. in_place:
-    write into buffers if the cache allows it; otherwise always call its ``update``."""
+def _begin_cache(
+    tokens: rotations.Tokens, past: Cache, layer_idx: int, kept: rotations.Kept | None, cache_options: tuple
+) -> None:
+    """Put a batch's normed and rotated keys, and its values, into an empty cache. Attention has checked them. kept: of
+    the pass. With one, write into buffers if the cache allows it; otherwise always call its ``update``."""
     layer = past.layers[layer_idx] if layer_idx < len(past.layers) else None
     wanted = torch.is_grad_enabled() and any(x.requires_grad for x in (tokens.k, tokens.v, *tokens.weights))
     # Do not ask Batch.rows: the model may have made the cache itself, after its batch was described.
-    if not in_place or type(layer) is not DynamicLayer or wanted or not caches.may_be_written(past):
-        past.update(tokens.rotated_keys(), tokens.v, layer_idx, *cache_options)
+    if kept is None or type(layer) is not DynamicLayer or wanted or not caches.may_be_written(past):
+        past.update(tokens.rotated_keys(kept), tokens.v, layer_idx, *cache_options)
         return
     length = tokens.k.shape[2]
     kv_buffers = [caches.new_buffer(x, length) for x in (tokens.k, tokens.v)]
     keys, values = (cache.narrow(2, 0, length) for cache in kv_buffers)
-    tokens.rotated_keys(out=keys)
+    tokens.rotated_keys(kept, out=keys)
     values.copy_(tokens.v)
     caches.store(layer, keys, values, kv_buffers[0])
 
@@ -194,10 +196,10 @@ def _attend_cache(
     layer, length = past.layers[layer_idx], tokens.q.shape[2]
     step = _is_step(tokens, layer, options["sinks"])
     # Attention reads table rows by place in the cache, but transformers gives those of the new tokens. One token's row
-    # can serve all places. Several tokens are normed and rotated before, and attention rotates by the angle 0.
+    # can serve all places. Several tokens are normed and rotated before.
     single = step and length == 1
     if not single:
-        tokens = tokens.rotated(rotations.identity_row(tokens.q.device, kept_of(batch)))
+        tokens = tokens.rotated(kept_of(batch))
     tables, options = tokens.tables, options | tokens.options
     if step and batch.cached is not None:
         static, kv_caches = type(layer) is StaticLayer, None
@@ -216,7 +218,7 @@ def _attend_cache(
                 keys, values = (cache.narrow(2, 0, rows) for cache in kv_caches)
                 caches.store(layer, keys, values, kv_caches[0])
             return cast(Tensor, o)
-    k = tokens.rotated_keys() if single else tokens.k
+    k = tokens.rotated_keys(kept_of(batch)) if single else tokens.k
     keys, values = past.update(k, tokens.v, layer_idx, *cache_options)
     options["kv_starts"], arrays = batch.kv_starts, tables.long(keys.shape[2])
     if batch.kv_starts is not None and layer.is_sliding:  # it has dropped its first tokens, and counts on the host
@@ -253,11 +255,11 @@ def attend_paged(layer: int, tokens: rotations.Tokens, batch: Batch, features: d
     if pages is not None:
         # Each token of the row becomes a sequence of its own.
         q, k, v = (x.transpose(0, 2) for x in tokens[:3])
-        cos, sin = (table.transpose(0, 1) for table in tokens.tables.arrays)
+        cos, sin = tokens.tables.mapped(lambda table: table.transpose(0, 1))
         tables = rotations.Tables(cos, sin, tokens.tables.options["interleaved"])
         tokens = rotations.Tokens(q, k, v, tables, tokens.norms)
         return _step_in_pages(tokens, pool, pages, features, batch).transpose(0, 2)
-    tokens = tokens.rotated(rotations.identity_row(tokens.q.device, kept_of(batch)))
+    tokens = tokens.rotated(kept_of(batch))
     keys, values = requests.update(tokens.k, tokens.v, layer)
     cu_seqlens_k, longest = requests.keys_of(pool.kind)
     q, (cos, sin) = tokens.q[0].transpose(0, 1), tokens.tables.long(longest)
@@ -279,7 +281,7 @@ def _step_in_pages(
         # any order, because they are rotated.
         k, tables = tokens.k, tokens.tables
         if tokens.norms is not None:  # write_kvcache has no norms
-            k, tables = tokens.rotated_keys(), rotations.identity_row(k.device, kept_of(batch))
+            k, tables = tokens.rotated_keys(kept_of(batch)), rotations.Tables()
         places = tables.options | {"cache_seqlens": lengths % pool.window, "block_table": block_table}
         write_kvcache(k, tokens.v, *kv_caches, *tables.long(rows), **places)
         new, lengths, options["window"] = (None, None), (lengths + 1).clamp(max=pool.window), None

@@ -140,18 +140,26 @@ def _form_of_instance(norm: nn.Module) -> RmsNorm | None:
 _MOST_TABLES = 8
 
 
+Both = tuple[Any, Any]  # cos and sin, or None and None
+
+
 class Tables:
-    """cos and sin (1|B, N, R/2) of a batch's tokens, and the operators' options for these tables."""
+    """cos and sin (1|B, N, R/2) of a batch's tokens, or None, and the operators' options for these tables."""
 
-    def __init__(self, cos: Tensor, sin: Tensor, interleaved: bool):
-        self.arrays = cos, sin
-        self.options: dict[str, Any] = {"rotary_dim": 2 * cos.shape[-1], "interleaved": interleaved}
-        self.joined: list[Tensor] | None = None  # the tables of all ranks that share the sequence
+    def __init__(self, cos: Tensor | None = None, sin: Tensor | None = None, interleaved: bool = False):
+        self.arrays: Both = (cos, sin)
+        rotary_dim = None if cos is None else 2 * cos.shape[-1]
+        self.options: dict[str, Any] = {"rotary_dim": rotary_dim, "interleaved": interleaved}
+        self.joined: Both | None = None  # the tables of all ranks that share the sequence
 
-    def long(self, rows: int) -> tuple[Tensor, Tensor]:
-        """Expand tables of one row to (1|B, rows, R/2), all rows the same."""
+    def mapped(self, function: Callable[[Tensor], Tensor]) -> Both:
+        """Return function(cos) and function(sin), or None and None."""
         cos, sin = self.arrays
-        return cos.expand(-1, rows, -1), sin.expand(-1, rows, -1)
+        return (None, None) if cos is None else (function(cos), function(sin))
+
+    def long(self, rows: int) -> Both:
+        """Expand tables of one row to (1|B, rows, R/2), all rows the same."""
+        return self.mapped(lambda table: table.expand(-1, rows, -1))
 
 
 class Kept:
@@ -183,7 +191,7 @@ class Tokens(NamedTuple):
     q: Tensor
     k: Tensor
     v: Tensor
-    tables: Tables  # of the rotation that q and k still need
+    tables: Tables  # of the rotation that q and k still need, if they need one
     norms: HeadNorms | None = None  # those that the kernels compute before it
     latent: Latent | None = None
 
@@ -205,19 +213,33 @@ class Tokens(NamedTuple):
     def weights(self) -> tuple[Tensor, ...]:
         return () if self.norms is None else (self.norms.q_norm, self.norms.k_norm)
 
-    def rotated(self, identity: Tables) -> Tokens:
-        """Norm and rotate q and k, by one launch. identity: the result's tables, which rotate by the angle 0."""
-        q, k = apply_rope_qk(self.q, self.k, *self.tables.arrays, **self.options)
-        if self.latent is not None:  # all columns are rotated, but the tables have one pair
-            cos, sin = (table.expand(-1, -1, q.shape[-1] // 2) for table in identity.arrays)
-            identity = Tables(cos, sin, False)
-        return Tokens(q, k, self.v, identity, latent=self.latent)
+    def turning(self, kept: Kept | None) -> Tables:
+        """Return the tables, or those of angle 0 if there are none, for launches that norm and rotate."""
+        if self.tables.arrays[0] is not None:
+            return self.tables
+        return Tables(*identity_row(self.k.device, kept).long(self.k.shape[2]))
 
-    def rotated_keys(self, out: Tensor | None = None) -> Tensor:
+    def rotated(self, kept: Kept | None) -> Tokens:
+        """Norm and rotate q and k, by one launch. The result needs neither, but latent attention has no calls without
+        tables: there it has tables of one row, of angle 0."""
+        if self.tables.arrays[0] is None and self.norms is None:
+            return self
+        given = self._replace(tables=self.turning(kept))
+        q, k = apply_rope_qk(self.q, self.k, *given.tables.arrays, **given.options)
+        tables = Tables()
+        if self.latent is not None:  # all columns are rotated, but the tables have one pair
+            row = identity_row(q.device, kept)
+            tables = Tables(*row.mapped(lambda table: table.expand(-1, -1, q.shape[-1] // 2)))
+        return Tokens(q, k, self.v, tables, latent=self.latent)
+
+    def rotated_keys(self, kept: Kept | None, out: Tensor | None = None) -> Tensor:
         """Return normed and rotated k. Call this only after attention has checked the tokens."""
-        options = RotationOptions(**self.tables.options, inverse=False, layout="bhsd")
+        if self.tables.arrays[0] is None and self.norms is None:
+            return self.k if out is None else out.copy_(self.k)
+        tables = self.turning(kept)
+        options = RotationOptions(**tables.options, inverse=False, layout="bhsd")
         outs = None if out is None else [out]
-        tensors = RotationTensors([self.k], outs, *self.tables.arrays, position_ids=None, cu_seqlens=None)
+        tensors = RotationTensors([self.k], outs, *tables.arrays, position_ids=None, cu_seqlens=None)
         if self.norms is not None:
             options = options._replace(norm_eps=self.norms.norm_eps, norm_offset=self.norms.norm_offset)
             tensors = tensors._replace(weights=[self.norms.k_norm])
@@ -228,9 +250,9 @@ def tables_for(
     module: AttentionModule, convention: Convention, embeddings: Any, q: Tensor, kept: Kept | None
 ) -> Tables:
     """Return the tables for q (B, HQ, N, D). embeddings: (cos, sin) of the model's rotary embedding, or cos + i sin. A
-    layer that does not rotate ignores them; they may then be None."""
+    layer that does not rotate ignores them; they may then be None, and it has no tables."""
     if not convention.rotates_in(module, embeddings):
-        return identity_tables(q.shape[2], q.device)
+        return Tables()
     interleaved = convention.is_interleaved(module)
     sources = (embeddings,) if isinstance(embeddings, Tensor) else embeddings
     sections = convention.sections_of(module, sources[0])
@@ -247,12 +269,9 @@ def tables_for(
     return _once(kept, sources, options, make)
 
 
-def identity_tables(rows: int, device: torch.device) -> Tables:
-    """Return tables that rotate one pair by the angle 0, which is exact in every dtype."""
-    cos, sin = torch.ones((1, 1, 1), device=device), torch.zeros((1, 1, 1), device=device)
-    return Tables(cos.expand(1, rows, 1), sin.expand(1, rows, 1), False)
-
-
 def identity_row(device: torch.device, kept: Kept | None) -> Tables:
-    """Return identity tables of one row, the same for all layers of a pass."""
-    return _once(kept, (), (device,), lambda: identity_tables(1, device))
+    """Return tables of one row that rotate one pair by the angle 0, which is exact in every dtype, the same for all
+    layers of a pass."""
+    shape = 1, 1, 1
+    make = lambda: Tables(torch.ones(shape, device=device), torch.zeros(shape, device=device))  # noqa: E731
+    return _once(kept, (), (device,), make)
