@@ -111,6 +111,8 @@ def rope_attention(
         v: shape, dtype and device of k.
         cos: ``(S, R/2)``, ``(S, R)``, or either with a leading 1 or B; float32 (preferred) or q's dtype; ``S >= NK``. A
             full-width table carries each angle twice, as the layout does. Need not be unit-norm (YaRN); no gradient.
+            None, with sin: nothing is rotated, as in cross-attention or layers without positions. Then NQ may exceed NK
+            without a causal mask, and ``rotary_dim`` and ``interleaved`` must keep their defaults.
         sin: shape and dtype of cos.
         causal: bottom-right aligned: query ``i`` sees keys ``j <= L - NQ + i``.
         softmax_scale: default ``D ** -0.5``; any finite float.
@@ -244,12 +246,13 @@ def rope_attention_varlen(
     """Attend as ``rope_attention`` does, within packed sequences: no padding, positions restart in each, no host sync.
 
     Sequences may be empty, and there may be thousands of them. Within a sequence of LQ queries and LK keys everything
-    is as in ``rope_attention``: query ``i`` has position ``LK - LQ + i``, and one before position 0 sees nothing.
+    is as in ``rope_attention``: query ``i`` has position ``LK - LQ + i``, and with tables one before position 0 sees
+    nothing.
 
     Args:
         q: ``(T_q, HQ, D)``, the tokens of all sequences one after another; dtypes as in ``rope_attention``.
         k, v: ``(T_k, HKV, D)``.
-        cos, sin: ``(S, R/2)``, ``(S, R)``, or either with a leading 1; ``S >= max_seqlen_k``.
+        cos, sin: ``(S, R/2)``, ``(S, R)``, or either with a leading 1; ``S >= max_seqlen_k``. Both None: no rotation.
         cu_seqlens_q, cu_seqlens_k: ``(sequences + 1,)`` int32 on q's device, as in flash-attn: sequence ``s`` is rows
             ``[cu[s], cu[s + 1])``; ``cu_seqlens_from_position_ids`` makes them from position ids. Rows after the last
             sequence give 0, lse -inf and gradients 0. They begin with 0, never fall, and end at or before T. On a CPU

@@ -81,7 +81,8 @@ def rope_attention_cp(
         q: ``(B, HQ, N / P, D)``, this rank's rows, as ``cp_shard`` cuts them.
         k, v: ``(B, HKV, N / P, D)``.
         cos, sin: as in ``rope_attention``. With N rows or more they are indexed by the position in the whole sequence;
-            with exactly N / P rows they are this rank's rows, which models make from sharded position ids.
+            with exactly N / P rows they are this rank's rows, which models make from sharded position ids. Both None:
+            no rotation.
         group: a ProcessGroup or a DeviceMesh of one dimension.
         sharding: ``"zigzag"``, ``"contiguous"`` (rank r has the rows from ``rN / P`` on) or another of ``cp_shard``'s.
         total_len: keys from there on do not exist, and rows from there on give 0, lse -inf and gradients 0. Default N.
@@ -154,7 +155,7 @@ def rope_attention_varlen_cp(
         q: ``(T / P, HQ, D)``, this rank's tokens, as ``cp_shard`` cuts the stream.
         k, v: ``(T / P, HKV, D)``.
         cos, sin: as in ``rope_attention_varlen``: row i is for position i of every document; at least as many rows as
-            the longest document has tokens.
+            the longest document has tokens. Both None: no rotation.
         plan: of this batch, by ``plan_varlen_cp``, which knows the group and the sharding.
 
     The other arguments are those of ``rope_attention_cp``; results as in ``rope_attention_varlen``, of this rank's

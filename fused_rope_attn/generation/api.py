@@ -92,8 +92,8 @@ def rope_attention_with_kvcache(
     caches, and its key and query are rotated by that row of the tables. ``cache_seqlens`` is not changed.
 
     - Without ``k`` and ``v`` the caches are only read and ``cache_seqlens`` counts what is there: the queries are
-      aligned with the last keys, query ``i`` at position ``cache_seqlens[b] - NQ + i``. One before position 0 sees
-      nothing. (flash-attn masks so too; it does not rotate in such calls.)
+      aligned with the last keys, query ``i`` at position ``cache_seqlens[b] - NQ + i``. With tables one before position
+      0 sees nothing. (flash-attn masks so too; it does not rotate in such calls.)
     - A token beyond the end of the cache, ``cache_seqlens[b] + i >= S_max``, is not written, no query sees it, and its
       row gives o = 0 and lse = -inf. Negative lengths count as 0.
     - ``cache_is_rotated=False``: the cache holds keys as they were given. They are rotated each time they are read, by
@@ -120,7 +120,8 @@ def rope_attention_with_kvcache(
             where k and v are given. They may be views of one allocation, for example ``pool[:, 0]`` and ``pool[:, 1]``,
             but must share no element.
         cos, sin: ``(S, R/2)``, ``(S, R)``, or either with a leading 1 or B; float32 (preferred) or q's dtype;
-            ``S >= S_max``. With a rotated cache only the new tokens' rows are read.
+            ``S >= S_max``. With a rotated cache only the new tokens' rows are read. Both None: no rotation, and
+            ``cache_is_rotated`` means nothing.
         k, v: ``(B, HKV, NQ, D)``, the new tokens', k not rotated; or both None.
         cache_seqlens: ``(B,)`` int32 on q's device: keys in the caches before this call.
         cache_is_rotated: whether the keys in the cache are, and hence whether k is rotated before it is written.
