@@ -44,13 +44,14 @@ CALLS = {
                                   for name, x in LATENT.items()}
     | {"cu_seqlens_q": ENDS, "cu_seqlens_k": 2 * ENDS, "max_seqlen_q": 4, "max_seqlen_k": 8},
 }  # fmt: skip
+WITHOUT = {"cos": None, "sin": None}
 
 # By function: the argument at fault, what is changed, and the rest of the message. A row for each wording and for each
 # limit: tests/verification/test_run.py makes every argument wrong in every way, and checks that it is named. Those of
 # ``Forms`` are in tests/runtime/test_checks.py.
 TYPE_ERRORS = {
     "rope_attention": [
-        ("sin", {"sin": None}, "must be a torch.Tensor, but is NoneType"),
+        ("sin", {"sin": 1.0}, "must be a torch.Tensor, but is float 1.0"),
         ("k", to(F16, "k"), "must have q's dtype float32, but is float16"),
         ("causal", {"causal": 1}, "must be a bool, but is int 1"),
         *((name, {name: 1}, "must be a bool") for name in ("batch_invariant", "return_max_logit")),
@@ -108,8 +109,12 @@ VALUE_ERRORS = {
         ("v", {"layout": "bshd", "q": zeros(2, 9, 4, D), "k": zeros(2, 12, 2, D), "v": zeros(2, 11, 2, D)},
          r"\(B, NK, HKV, D\) with NK = 12 of k, but has \(2, 11, 2, 16\)"),
         ("k_norm", {"q_norm": zeros(D)}, "must be given where q_norm is, or neither, but is None"),
+        *((name, {name: None}, f"must be given where {other} is") for name, other in (("cos", "sin"), ("sin", "cos"))),
+        *((name, WITHOUT | {name: x}, f"must be {other}, because nothing is rotated .*, but is {x}")
+          for name, x, other in (("rotary_dim", 16, None), ("interleaved", True, False))),
     ],
     "rope_attention_varlen": [
+        ("token_tables", WITHOUT | {"token_tables": True}, "must be False where cos and sin are None, but is True"),
         *(("cu_seqlens_q", {"cu_seqlens_q": x}, rf"\(sequences\+1,\).*{re.escape(str(tuple(x.shape)))}")
           for x in (ENDS[None], ENDS[:0])),
         ("cu_seqlens_q", {"cu_seqlens_q": ENDS.repeat_interleave(2)[::2]}, "must be contiguous, but has stride 2"),

@@ -48,6 +48,7 @@ STEPS = [  # the call, what changes, the message
     (FLOAT8, {"v_cache": (2, 2, 40, 16)}, "v_cache must have k_cache's dtype float8_e4m3fn"),
     (PLAIN, {"k": None}, "k must be given where v is"),
     (PLAIN, {"v": None}, "v must be given where k is"),
+    (PLAIN, {"cos": None}, "cos must be given where sin is"),
     (PLAIN, {"k_cache": ONE_OF_TWO}, "k_cache must not be expanded"),
     (PLAIN, {"q": (2, 4, 41, 16), "k v": (2, 2, 41, 16)}, "k must have at most k_cache's S_max = 40 positions, but"),
     (PLAIN, {"cos sin": (39, 8)}, "cos must"),

@@ -24,7 +24,7 @@ class Bounds(NamedTuple):
     left: int | None = None
     right: int | None = None
     start: int | None = None  # as in kv_starts: before the first key, or past the last one
-    reads_lengths: bool = False  # also where no tensor says which keys exist
+    reads_lengths: int = 0  # as in ``masks.Mask``; also where no tensor says which keys exist
 
     @property
     def first_key(self):
@@ -37,7 +37,7 @@ class Bounds(NamedTuple):
         position, keys = torch.arange(64)[:, None] + self.num_keys - self.num_queries, torch.arange(64)
         left, right = (1000 if side is None else side for side in (self.left, self.right))
         would = (keys >= position - left) & (keys <= position + (0 if self.causal else right))
-        would &= (position >= 0) | (not self.reads_lengths)
+        would &= (position >= 0) | (self.reads_lengths != 1)
         return would, would & (keys >= self.first_key) & (keys < self.num_keys)
 
 
@@ -72,7 +72,7 @@ def drawn(count, seed):
     """Masks of all kinds: every bound is there or not, and the fewest keys that any may leave are none."""
     draw = random.Random(seed)
     for _ in range(count):
-        reads_lengths, causal = draw.random() < 0.6, draw.random() < 0.5
+        reads_lengths, causal = draw.choice([0, 0, 1, 1, 2]), draw.random() < 0.5
         num_keys = draw.randint(0 if reads_lengths else 1, 37)
         num_queries = draw.randint(1, 37) if reads_lengths or causal else draw.randint(1, num_keys)
         left, right = draw.choice([None, None, 0, 2, 5, 9, 18]), draw.choice([None, 0, 1, 4, 11, 14])
@@ -82,7 +82,7 @@ def drawn(count, seed):
 
 
 # In the last two a block begins one position before the keys.
-MASKS = (*drawn(80, 0), Bounds(21, 16, reads_lengths=True), Bounds(21, 16, right=14, reads_lengths=True))
+MASKS = (*drawn(80, 0), Bounds(21, 16, reads_lengths=1), Bounds(21, 16, right=14, reads_lengths=1))
 each_mask = pytest.mark.parametrize("bounds", MASKS, ids=str)
 both_sizes = pytest.mark.parametrize("blocks", [(4, 8), (8, 4)], ids=str)
 
@@ -116,7 +116,7 @@ def test_the_blocks_of_queries_that_a_block_of_keys_visits(bounds, blocks):
     Keys that do not exist are zeros where some in their block do, and blocks in which none does visit nothing.
     """
     block_m, block_n = blocks
-    count = -(-bounds.num_keys // block_n) + bounds.reads_lengths  # a tensor may have more keys than exist
+    count = -(-bounds.num_keys // block_n) + (bounds.reads_lengths > 0)  # a tensor may have more keys than exist
     would, _ = bounds.pairs()
     found = ranges(bounds, blocks, count, of_queries=True)
     of = [slice(row, min(row + block_m, bounds.num_queries)) for row in range(0, bounds.num_queries, block_m)]

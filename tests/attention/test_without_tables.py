@@ -1,0 +1,84 @@
+"""Calls without tables: the results of tables of angle 0, and neither launches nor copies for a rotation."""
+
+import pytest
+import torch
+
+from fused_rope_attn import rope_attention, rope_attention_varlen, rope_attention_with_kvcache, write_kvcache
+from fused_rope_attn.runtime.launch import Launch
+from tests.support.marks import interpreted
+
+NORMS = {"q_norm": torch.linspace(-1, 2, 32), "k_norm": torch.linspace(2, 1, 32)}
+OPTIONS = [
+    {"causal": True, "softcap": 3.0, "sinks": torch.ones(4)},
+    {"causal": True, "window": (9, -1), "kv_lens": torch.tensor([20, 33], dtype=torch.int32)},
+    {"softmax_scale": -0.2},
+    NORMS,
+]
+
+
+def heads(*shape):
+    generator = torch.Generator().manual_seed(len(shape))
+    return [torch.randn(2, heads, n, 32, generator=generator) for heads, n in shape]
+
+
+def results(arguments, tables, **options):
+    leaves = [x.clone().requires_grad_() for x in arguments]
+    o, lse = rope_attention(*leaves, *tables, return_lse=True, **options)
+    return o, lse, *torch.autograd.grad(o.square().sum() + lse.sum(), leaves)
+
+
+@interpreted
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("chosen", [{"backend": "reference"}, {"strategy": "inline"}, {"strategy": "prepass"}])
+def test_angle_zero(options, chosen):
+    given = heads((4, 33), (2, 33), (2, 33))
+    expected = results(given, (torch.ones(33, 16), torch.zeros(33, 16)), **options, backend="reference")
+    torch.testing.assert_close(results(given, (None, None), **options | chosen), expected, rtol=1e-5, atol=1e-5)
+
+
+@interpreted
+@pytest.mark.parametrize("window", [None, (-1, 4)])
+def test_more_queries_than_keys(window):
+    """All queries see all keys, and a window is aligned with the last key."""
+    q, k, v = heads((4, 60), (2, 33), (2, 33))
+    distance = torch.arange(33) - (torch.arange(60)[:, None] - 27)
+    visible = distance <= (60 if window is None else window[1])
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, visible, enable_gqa=True).nan_to_num()
+    for backend in ("reference", "triton"):
+        o = rope_attention(q, k, v, None, None, window=window, backend=backend)
+        torch.testing.assert_close(o, expected, rtol=1e-5, atol=1e-5)
+    ends = [torch.tensor([0, n], dtype=torch.int32) for n in (60, 33)]
+    rows = [x[0].transpose(0, 1) for x in (q, k, v)]
+    o = rope_attention_varlen(*rows, None, None, *ends, 60, 33, window=window, backend="triton")
+    torch.testing.assert_close(o.transpose(0, 1), expected[0], rtol=1e-5, atol=1e-5)
+
+
+@interpreted
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+def test_cached_keys_are_raw(backend):
+    """A query whose token is past the end of the cache sees nothing, and one before the first key sees all of them."""
+    q, k, v, new_k, new_v = heads((4, 3), (2, 40), (2, 40), (2, 3), (2, 3))
+    lengths, options = torch.tensor([1, 39], dtype=torch.int32), {"causal": False, "backend": backend}
+    read = rope_attention_with_kvcache(q, k, v, None, None, cache_seqlens=lengths, **options)
+    torch.testing.assert_close(read[0], v[0, :, :1].repeat_interleave(2, 0).expand(-1, 3, -1), rtol=1e-5, atol=1e-5)
+    copies = k.clone(), v.clone()
+    write_kvcache(new_k, new_v, *copies, None, None, cache_seqlens=lengths)
+    o = rope_attention_with_kvcache(q, k, v, None, None, new_k, new_v, cache_seqlens=lengths, **options)
+    assert torch.equal(k, copies[0]) and torch.equal(k[0, :, 1:4], new_k[0]) and torch.equal(v, copies[1])
+    assert o[0].all() and o[1, :, 0].all() and not o[1, :, 1:].any()
+
+
+@interpreted
+def test_launches(monkeypatch):
+    """A forward pass is one launch, and a backward pass rotates nothing before its statistics."""
+    names, run = [], Launch._launch
+    monkeypatch.setattr(
+        Launch, "_launch", lambda self, *given: names.append(self.kernel.fn.__name__) or run(self, *given)
+    )
+    q, k, v = (x.requires_grad_() for x in heads((4, 33), (2, 33), (2, 33)))
+    o = rope_attention(q, k, v, None, None, causal=True, backend="triton")
+    assert names == ["forward_kernel"] and {x.data_ptr() for x in (q, k)} <= {
+        x.data_ptr() for x in o.grad_fn.saved_tensors if x is not None
+    }
+    o.backward(torch.ones_like(o))
+    assert names[1:] == ["prepass_kernel", "dkdv_kernel", "dq_kernel"]
