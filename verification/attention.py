@@ -85,6 +85,7 @@ class AttentionCheck(Call):
             return {"q": past_q, "do": past_q, "k": past_k, "v": past_k}
         bounds = {name: x for name, x in testing.masks_of(self, device).items() if name in _BOUNDS}
         positions = reference.positions(self.len_q, self.len_k, bounds["kv_lens"], device)
+        bounds["has_tables"] = self.rotary > 0
         visible = reference.visible_pairs(*positions, self.causal, window=self.window, **bounds)
         dead, absent = ~visible.any(-1), ~visible.any(-2)
         return {"q": dead, "do": dead} | ({"k": absent, "v": absent} if self.len_q else {})
@@ -113,7 +114,8 @@ class AttentionCheck(Call):
             bounds = {name: getattr(self, name) for name in _BOUNDS[:2]}
             bounds = {name: x and tuple(x[b] for b in batches) for name, x in bounds.items()}
             case = replace(self, batch=len(heads), heads_q=group, heads_kv=1, **bounds)
-            tables = {name: x[batches] if self.table_batch else x for name, x in tables.items()}
+            if self.table_batch and self.rotary:
+                tables = {name: x[batches] for name, x in tables.items()}
         dlse = some.pop("dlse", None)
         inputs = testing.Inputs(**some, **tables).with_dlse(dlse)
 

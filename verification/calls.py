@@ -326,8 +326,10 @@ class Call(testing.Case):
             return tensors
         return {name: lay(x, layout) for (name, x), layout in zip(tensors.items(), self.memory)}
 
-    def tables_of(self, inputs: testing.Inputs | testing.LatentInputs) -> dict[str, Tensor]:
+    def tables_of(self, inputs: testing.Inputs | testing.LatentInputs) -> dict[str, Any]:
         """Return cos and sin as the call passes them."""
+        if inputs.cos is None:
+            return {"cos": None, "sin": None}
         tables = {name: lay_table(getattr(inputs, name), self.table_memory) for name in ("cos", "sin")}
         return {name: x[None] if self.leading_one and x.ndim == 2 else x for name, x in tables.items()}
 

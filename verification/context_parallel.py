@@ -145,6 +145,8 @@ def cp_calls(draw: Draw, size: int = 4, scale: int = 1) -> CpCheck:
     side = {-1: 2, 0: 1, st.integers(1, rows): 4, st.integers(1, 9): 2}
     right = 0 if fields["causal"] else pick(draw, side)
     fields["window"] = (pick(draw, side), right) if chance(draw, 0.5) else None
+    if fields["tables"] == "none":
+        fields |= {"rotary_dim": None, "interleaved": False}
     if chance(draw, 0.4):
         ends = sorted(draw(st.lists(st.integers(0, rows), min_size=1, max_size=7)) + [rows] * chance(draw, 0.5))
         lengths = [end - begin for begin, end in itertools.pairwise([0, *ends])]
@@ -152,7 +154,7 @@ def cp_calls(draw: Draw, size: int = 4, scale: int = 1) -> CpCheck:
     else:
         if chance(draw, 0.4):
             given["total_len"] = pick(draw, {0: 1, st.integers(1, rows): 8})
-        if chance(draw, 0.3):
+        if fields["tables"] != "none" and chance(draw, 0.3):
             given["local_tables"], fields["extra_rows"] = True, 0
     given |= {"method": pick(draw, {"auto": 1, "all_gather": 3} | ({} if heads_kv % count else {"all_to_all": 4}))}
     given |= {"deterministic": chance(draw, 0.2)}

@@ -122,7 +122,7 @@ class DecodeCheck(Call):
             if (x := found.get(name)) is not None:
                 to = x.dtype if x.dtype == torch.float8_e4m3fn else dtype
                 found[name] = x.to(to, copy=True, memory_format=torch.contiguous_format)
-        if dtype == torch.float64:
+        if dtype == torch.float64 and self.rotary:
             found |= {name: found[name].double() for name in ("cos", "sin")}
         is_write = self.function == "write_kvcache"
         tensors = fill(Written if is_write else StepTensors, found)
@@ -144,7 +144,8 @@ class DecodeCheck(Call):
             yield Finding(ran.label, same_float8("k_cache", new["k_cache"], eager["k_cache"]))
         else:
             yield Finding(ran.label, replace(ran.references.compare("keys", new["k_cache"]), tensor="k_cache"))
-        copied = {"v_cache"} | ({"k_cache"} if not self.rotated and self.norms is None else set())
+        is_raw = not (self.rotated and self.rotary) and self.norms is None
+        copied = {"v_cache"} | ({"k_cache"} if is_raw else set())
         faults = [f"{name[0]} is no copy" for name in sorted(copied) if not same_bits(new[name], eager[name])]
         if not all(same_bits(_rows(caches[name], ~written), _rows(before[name], ~written)) for name in CACHES):
             faults.append("a row of the caches that is not new was written")

@@ -39,8 +39,9 @@ def _named(check: Call) -> Any:
 # Cases of one feature: its field or argument, and the values.
 _ONE = {
     "causal": (True, False), "length": (1, 63), "batch": (0,), "rotary_dim": (2,), "interleaved": (True,),
-    "full_width": (True,), "tables": ("yarn",), "extra_rows": (9,), "layout": ("bhnd", "odd"), "window": ((20, 0),),
-    "softmax_scale": (0.0, -0.3, 1.0), "softcap": (5.0,), "sinks": (True,), "norms": (0.0,),
+    "full_width": (True,), "tables": ("yarn", "none"), "extra_rows": (9,), "layout": ("bhnd", "odd"),
+    "window": ((20, 0),), "softmax_scale": (0.0, -0.3, 1.0), "softcap": (5.0,), "sinks": (True,),
+    "norms": (0.0,),
 }  # fmt: skip
 _SMALL = (
     *(_small(**{name: value}) for name, values in _ONE.items() for value in values),
@@ -50,6 +51,7 @@ _SMALL = (
     *(_small(causal=False, intervals=kind, hides_nan=True) for kind in INTERVALS),
     _small(heads_q=6, heads_kv=2, length=50),
     _small(batch=2, kv_lens=(80, 37)),
+    _small(len_q=100, len_k=33, causal=False, tables="none"),
     _small(seqlens=((50, 50), (0, 0), (30, 30))),
 )
 

@@ -139,7 +139,8 @@ class PairCheck(Call):
                 made.given[name][place, :, there] = getattr(own, name)[0, :, here]
         for name in ("cos", "sin"):
             table, before = made.given[name], 0 if is_packed else way.before
-            table[..., before : before + way.end, :] = getattr(own, name)[: way.end]
+            if table is not None:
+                table[..., before : before + way.end, :] = getattr(own, name)[: way.end]
         if fills and is_step:
             self._fill(way, own, made.given)
         function, given = check.call(made, (backend, "auto"))
@@ -182,7 +183,8 @@ class PairCheck(Call):
         store["cache_seqlens"] = torch.full((1,), way.before, dtype=torch.int32, device=own.q.device)
         rows = {name: getattr(own, name)[:, :, :done] for name in ("k", "v")}
         if self.norms is None:
-            run_write(**rows, **store, rotary_dim=self.rotary, interleaved=self.interleaved, backend="triton")
+            rotary_dim = self.rotary or None
+            run_write(**rows, **store, rotary_dim=rotary_dim, interleaved=self.interleaved, backend="triton")
             return
         # By a step, because a write takes keys that are normed already.
         norms = {name: given[name] for name in ("q_norm", "k_norm")}

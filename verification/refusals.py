@@ -83,7 +83,7 @@ def _leaf(x: Tensor) -> Tensor:
 
 
 def _ints(a: Arguments, count: int, dtype: torch.dtype) -> Tensor:
-    return torch.zeros(count, dtype=dtype, device=a["cos"].device)
+    return torch.zeros(count, dtype=dtype, device=a[_first(a)].device)
 
 
 def _heads_axis(a: Arguments) -> int:
@@ -124,14 +124,24 @@ def _more_tokens_than_rows(a: Arguments) -> Arguments:
     return _each(a, ("q", "k", "v"), lambda x: _resized(x, axis, a["k_cache"].shape[axis] * pages + 1))
 
 
+def _may_lack_tables(a: Arguments) -> bool:
+    return a.get("cos") is not None and not _rotates(a) and "q_rope" not in a
+
+
+def _without_tables(a: Arguments, **changes: Any) -> Arguments:
+    """Leave the tables out, and what describes them, but for these changes."""
+    none = {"cos": None, "sin": None, "rotary_dim": None, "interleaved": False, "token_tables": False}
+    return {name: value for name, value in (none | changes).items() if name in a}
+
+
 def _in_float64(a: Arguments) -> Arguments:
     return _each(a, ("q", "k", "v", "cos", "sin", *NORMS), Tensor.double) | _each(a, ("sinks",), Tensor.float)
 
 
 def _of_320_columns(a: Arguments) -> Arguments:
     widened = _each(a, ("q", "k", "v", *NORMS), lambda x: torch.cat([x] * 160, -1)[..., :320])
-    width = a["cos"].shape[-1]
-    return widened | {"rotary_dim": width if width % 2 == 0 else 2 * width}
+    width = 0 if a["cos"] is None else a["cos"].shape[-1]
+    return widened | {"rotary_dim": (width if width % 2 == 0 else 2 * width) or None}
 
 
 def _out(a: Arguments, make: Callable[[Tensor], Any]) -> Arguments:
@@ -244,15 +254,20 @@ _OTHERS: tuple[tuple[str, Condition, Change, type[Exception], tuple[str, ...]], 
     ("k_nope of other columns", _has("k_nope"), lambda a: {"k_nope": a["k_nope"][..., :-1]}, ValueError, ("k_nope",)),
     ("v of other heads", _has("v", "k_rope"),
      lambda a: {"v": torch.cat([a["v"]] * 2, _heads_axis(a))}, ValueError, ("v",)),
-    ("queries at negative positions", lambda a: "kv_lens" in a and "q" in a,
+    ("queries at negative positions", lambda a: "kv_lens" in a and a.get("cos") is not None and "q" in a,
      lambda a: {"q": _resized(a["q"], _rows_axis(a), a["k"].shape[_rows_axis(a)] + 1), "causal": False,
                 "kv_lens": None}, ValueError, ("q",)),
     ("cu_seqlens_q with gaps", lambda a: len(a.get("cu_seqlens_q", ())) > 1,
      lambda a: {"cu_seqlens_q": a["cu_seqlens_q"].repeat_interleave(2)[::2]}, ValueError, ("cu_seqlens_q",)),
     ("more new tokens than rows", _writes_cache, _more_tokens_than_rows, ValueError, ("k",)),
-    ("tables too short", lambda a: "cos" in a and a.get("position_ids") is None and a.get("cu_seqlens") is None
-     and _needed_rows(a) > 0, lambda a: _each(a, ("cos", "sin"), lambda x: x[..., : _needed_rows(a) - 1, :]),
+    ("tables too short", lambda a: a.get("cos") is not None and a.get("position_ids") is None
+     and a.get("cu_seqlens") is None and _needed_rows(a) > 0, lambda a: _each(a, ("cos", "sin"), lambda x: x[..., : _needed_rows(a) - 1, :]),
      ValueError, ("cos",)),
+    *((f"only {x}", _may_lack_tables, lambda a, x=x: {x: None}, ValueError, ("cos", "sin")) for x in ("cos", "sin")),
+    *((f"{x} without tables", lambda a, x=x: _may_lack_tables(a) and x in a,
+         lambda a, x=x, value=value: _without_tables(a, **{x: value}), ValueError, (x,))
+        for x, value in (("rotary_dim", 4), ("interleaved", True), ("token_tables", True))
+    ),
     ("tables of another dtype", _has("cos"),
      lambda a: _each(a, ("cos", "sin"), lambda x: x.to(_other_float(a[_first(a)]))), TypeError, ("cos",)),
     ("tables of rank 1", _has("cos"), lambda a: _each(a, ("cos", "sin"), Tensor.flatten), ValueError, ("cos",)),

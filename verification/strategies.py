@@ -329,13 +329,20 @@ def _call(draw: Draw, prototype: Call, **fields: Any) -> Any:
     # An int; where heads are wide, only the largest score would count.
     scales |= {1: 0.5} if prototype.head_dim <= 64 else {}
     found = _fields(draw, _OF_CALLS) | {"softmax_scale": pick(draw, scales)}
+    found |= {"tables": "none"} if prototype.tables == "none" else {}
     if prototype.norms is not None:
         found["norms"] = pick(draw, {0.0: 3, 1.0: 3, 0.5: 1, -0.25: 1})
     return replace(prototype, **(found | fields))
 
 
+def _with_or_without_tables(draw: Draw, p: Any) -> Any:
+    """Return the prototype, or now and then one whose calls have no tables."""
+    return replace(p, tables="none", rotary_dim=None, interleaved=False) if chance(draw, 0.15) else p
+
+
 def _attention_call(draw: Draw, p: AttentionCheck, machine: Machine) -> AttentionCheck:
     is_latent = isinstance(p, LatentCheck)
+    p = p if is_latent else _with_or_without_tables(draw, p)
     most = pick(draw, {600: 14, 1024: 1, 3000: 1}) if machine.has_gpu else 90
     group = 1 if is_latent else _size(draw, machine, "group")
     fields = (_dense_sizes if p.seqlens is None else _packed_sizes)(draw, p, machine, group, most)
@@ -354,7 +361,7 @@ def _dense_sizes(draw: Draw, p: AttentionCheck, machine: Machine, group: int, mo
             len_q = max(1, len_k - _near_border(draw, len_k))  # then the diagonal crosses tiles at their borders
     len_q, len_k = _length(draw, most) if len_q is None else len_q, 0 if kind == "no keys" else len_k
     batch, heads_kv, len_q, len_k = _fitted(machine, batch, heads_kv, group, len_q, len_k)
-    if not p.causal and p.kv_lens is None:
+    if not p.causal and p.kv_lens is None and p.tables != "none":
         len_q = min(len_q, len_k)  # more queries than keys are refused then: ``refusals``
     bounds = [name for name in ("kv_starts", "kv_lens") if getattr(p, name) is not None]
     found = {name: _bounds(draw, batch, len_k, upper=name == "kv_lens") for name in bounds}
@@ -363,7 +370,7 @@ def _dense_sizes(draw: Draw, p: AttentionCheck, machine: Machine, group: int, mo
 
 
 def _packed_sizes(draw: Draw, p: AttentionCheck, machine: Machine, group: int, most: int) -> dict[str, Any]:
-    own_tables, seqlens = type(p) is AttentionCheck and chance(draw, 0.2), []
+    own_tables, seqlens = type(p) is AttentionCheck and p.tables != "none" and chance(draw, 0.2), []
     for _ in range(pick(draw, {1: 2, 2: 5, 3: 3, st.integers(4, 12) if machine.has_gpu else 3: 2, 0: 0.3})):
         len_k = _length(draw, most)
         len_q = pick(draw, {len_k: 6, st.integers(0, len_k): 2, 1: 1, st.integers(1, most): 1})
@@ -428,7 +435,7 @@ def _decode_call(draw: Draw, p: DecodeCheck, machine: Machine) -> DecodeCheck:
         fields["kv_starts"] = tuple(
             pick(draw, {0: 3, st.integers(0, max(0, n)): 5, n + 1: 0.4, n + p.len_q + 3: 0.2, -2: 0.2}) for n in lengths
         )
-    return _call(draw, p, **fields, window=_window(draw, p.window, capacity))
+    return _call(draw, _with_or_without_tables(draw, p), **fields, window=_window(draw, p.window, capacity))
 
 
 def _in_pages(check: DecodeCheck, rows: int) -> int:
@@ -450,7 +457,8 @@ def _write_call(draw: Draw, p: WriteCheck, machine: Machine) -> WriteCheck:
     cached = {0: 4, st.integers(0, capacity): 4, -2: 0.3, capacity + 3: 0.3}
     rows = (sum(new) if p.packed else max(new)) + pick(draw, {0: 2, 7: 1})
     fields = {"batch": len(new), "len_q": rows, "len_k": capacity, "new": new}
-    return _call(draw, p, **fields, lengths=tuple(pick(draw, cached) for _ in new))
+    lengths = tuple(pick(draw, cached) for _ in new)
+    return _call(draw, _with_or_without_tables(draw, p), **fields, lengths=lengths)
 
 
 def _rope_prototype(draw: Draw, machine: Machine, several: bool = True) -> RopeCheck:
@@ -521,7 +529,7 @@ def _pair_call(draw: Draw, p: PairCheck, machine: Machine) -> PairCheck:
     row = _number(draw, 0, length - 1)
     fields = {"heads_q": heads_kv * p.heads_q, "heads_kv": heads_kv, "len_q": length, "len_k": length, "form": "bhsd"}
     fields["ways"] = tuple(_way(draw, p, machine, length, row, batch) for _ in range(2))
-    return _call(draw, p, **fields, window=_window(draw, p.window, length))
+    return _call(draw, _with_or_without_tables(draw, p), **fields, window=_window(draw, p.window, length))
 
 
 def _way(draw: Draw, p: PairCheck, machine: Machine, length: int, row: int, most: int) -> Way:

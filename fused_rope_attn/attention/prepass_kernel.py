@@ -85,7 +85,7 @@ def rotate_block(
         rotation = rotations.rotation_from(rotation, rows.first_row)
     BLOCK_D: tl.constexpr = inputs.format.BLOCK_D
     offs = tl.arange(0, BLOCK_N)
-    cos, sin = rotations.load_angles(rotation, offs + (start + position), BLOCK_D)
+    angles = rotations.load_angles(rotation, offs + (start + position), BLOCK_D)
     weights = None
     if inputs.norm is not None:
         weights = rotations.pair_norm_weights(inputs.norm, rotation, BLOCK_D)
@@ -94,7 +94,7 @@ def rotate_block(
         origin = tiles.Origin(batch, tl.cast(head, tl.int64), rows.first_row + start)
         x = tiles.head_rows(inputs.x, origin, rows.num_rows - start, inputs.format)
         first, second = rotations.load_pairs(x, offs, rotation)
-        first, second = rotations.norm_and_rotate(first, second, cos, sin, sign, rotation, weights)
+        first, second = rotations.norm_and_rotate(first, second, angles, sign, rotation, weights)
         origin = replace(origin, row=rows.first_padded + start)
         out = tiles.head_rows(inputs.out, origin, rows.num_padded - start, inputs.format)
         tiles.store_tile(out, rotations.pack_pairs(first, second), offs)

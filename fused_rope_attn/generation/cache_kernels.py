@@ -103,9 +103,9 @@ def write_kernel(
     weights = None
     if inputs.k_norm is not None:
         weights = rotation.pair_norm_weights(inputs.k_norm, of_sequence, inputs.format.BLOCK_D)
-    cos, sin = None, None
+    angles = rotation.Angles(cos=None, sin=None)
     if cache.IS_ROTATED:
-        cos, sin = rotation.load_angles(of_sequence, positions, inputs.format.BLOCK_D)
+        angles = rotation.load_angles(of_sequence, positions, inputs.format.BLOCK_D)
     for head in range(first_head, tl.minimum(first_head + HEADS, HKV)):
         head64 = tl.cast(head, tl.int64)
         origin = tiles.Origin(batch=batch, head=head64, row=first_row + start)
@@ -114,7 +114,7 @@ def write_kernel(
         float8 = step.float8_of(cache, head64)
         v = eight_bits.as_stored(tiles.load_tile(v_rows, offs, CHECK_ROWS=True), float8, float8.v_scale)
         first, second = rotation.load_pairs(k_rows, offs, of_sequence)
-        first, second = rotation.norm_and_rotate(first, second, cos, sin, 1.0, of_sequence, weights)
+        first, second = rotation.norm_and_rotate(first, second, angles, 1.0, of_sequence, weights)
         first = eight_bits.as_stored(first, float8, float8.k_scale)
         second = eight_bits.as_stored(second, float8, float8.k_scale)
         rotation.store_pairs(slots_of_head(cache.k, cache, head64, slots), first, second, offs, of_sequence)
@@ -149,7 +149,7 @@ def gather_kernel(
     slots = slots_of_tile(cache, sequence, tl.maximum(start + offs, first_seen), end)
     of_sequence = rotation.head_rotation(tables, slots.sequence, position_limit)
     if not cache.IS_ROTATED:
-        cos, sin = rotation.load_angles(of_sequence, start + offs, cache.format.BLOCK_D)
+        angles = rotation.load_angles(of_sequence, start + offs, cache.format.BLOCK_D)
     for head in range(first_head, tl.minimum(first_head + HEADS, HKV)):
         head64 = tl.cast(head, tl.int64)
         first, second = rotation.load_pairs(slots_of_head(cache.k, cache, head64, slots), offs, of_sequence)
@@ -157,7 +157,7 @@ def gather_kernel(
         if float8.DTYPE is not None:
             first, second = first * float8.k_scale, second * float8.k_scale
         if not cache.IS_ROTATED:
-            first, second = rotation.rotate(first, second, cos, sin, CONJUGATE=False)
+            first, second = rotation.rotate(first, second, angles.cos, angles.sin, CONJUGATE=False)
         origin = tiles.Origin(batch=slots.sequence, head=head64, row=start)
         k_rows = tiles.head_rows(k, origin, end - start, cache.format)
         tiles.store_tile(k_rows, rotation.pack_pairs(first, second), offs)

@@ -316,9 +316,9 @@ def load_new_keys(new, rows, offs, position, float8, CACHE_IS_ROTATED: tl.conste
     if of_keys.norm is not None:
         weights = rotation.pair_norm_weights(of_keys.norm, of_keys, BLOCK_D)
     first, second = rotation.load_pairs(rows, offs, of_keys)
-    cos, sin = rotation.load_angles(of_keys, offs + position, BLOCK_D)
-    angle = cos if CACHE_IS_ROTATED else None
-    first, second = rotation.norm_and_rotate(first, second, angle, sin, 1.0, of_keys, weights)
+    angles = rotation.load_angles(of_keys, offs + position, BLOCK_D)
+    of_cache = angles if CACHE_IS_ROTATED else rotation.Angles(cos=None, sin=None)
+    first, second = rotation.norm_and_rotate(first, second, of_cache, 1.0, of_keys, weights)
     DTYPE: tl.constexpr = rows.ptr.dtype.element_ty if float8.DTYPE is None else tl.float32
     kept = in_memory_order(rotation.pack_pairs(first, second).to(DTYPE), of_keys, rows.format.D)
     if float8.DTYPE is None:
@@ -333,7 +333,7 @@ def load_new_keys(new, rows, offs, position, float8, CACHE_IS_ROTATED: tl.conste
         first = eight_bits.as_stored(first, float8, float8.k_scale).to(tl.float32)
         second = eight_bits.as_stored(second, float8, float8.k_scale).to(tl.float32)
         if not CACHE_IS_ROTATED:
-            first, second = rotation.rotate(first, second, cos, sin, CONJUGATE=False)
+            first, second = rotation.rotate(first, second, angles.cos, angles.sin, CONJUGATE=False)
         halves = eight_bits.Halves(first.to(float8.DTYPE), second.to(float8.DTYPE))
         return halves, eight_bits.as_stored(kept, float8, float8.k_scale)
 

@@ -65,6 +65,14 @@ class Rotation:
     INTERLEAVED: tl.constexpr
 
 
+@record
+class Angles:
+    """cos and sin of pairs, (rows, BLOCK_D / 2) float32; None: they are not rotated."""
+
+    cos: tl.tensor | None
+    sin: tl.tensor | None
+
+
 @triton.jit
 def tables_after(tables, index, AXIS: tl.constexpr):
     """Return the ``RotaryTables`` that begin with ``index`` (int64) along an axis."""
@@ -108,23 +116,23 @@ def rotate(first, second, cos, sin, CONJUGATE: tl.constexpr):
 
 
 @triton.jit
-def rotate_back(first, second, cos, sin):
-    """Rotate pairs of a gradient back by their angles; cos None: return them as they are."""
-    if cos is not None:
-        first, second = rotate(first, second, cos, sin, CONJUGATE=True)
+def rotate_back(first, second, angles):
+    """Rotate pairs of a gradient back by their ``Angles``."""
+    if angles.cos is not None:
+        first, second = rotate(first, second, angles.cos, angles.sin, CONJUGATE=True)
     return first, second
 
 
 @triton.jit
 def load_angles(rotation, positions, BLOCK_D: tl.constexpr, LAYOUT: tl.constexpr = None, pairs=None):
-    """Load cos and sin (len(positions), BLOCK_D / 2) float32; both None without tables.
+    """Load the ``Angles`` of positions.
 
     Pairs past R/2 and positions that the tables do not have get angle 0. With ``pairs`` the columns of the result
     belong to these pairs instead of 0 .. BLOCK_D / 2.
     """
     tables = rotation.tables
     if tables.cos_ptr is None:
-        return None, None
+        return Angles(cos=None, sin=None)
     else:
         if pairs is None:
             pairs = tile_range(BLOCK_D // 2, 1, LAYOUT)
@@ -134,7 +142,7 @@ def load_angles(rotation, positions, BLOCK_D: tl.constexpr, LAYOUT: tl.constexpr
         mask = (pairs[None, :] < rotation.R // 2) & (rows >= 0) & (rows < rotation.num_positions)
         cos = tl.load(cos_pointers, mask=mask, other=1.0)
         sin = tl.load(sin_pointers, mask=mask, other=0.0)
-        return cos.to(tl.float32), sin.to(tl.float32)
+        return Angles(cos.to(tl.float32), sin.to(tl.float32))
 
 
 @triton.jit
@@ -234,10 +242,10 @@ def load_pairs(rows, offs, pairing, layouts=None, CHECK_ROWS: tl.constexpr = Tru
 
 
 @triton.jit
-def norm_and_rotate(first, second, cos, sin, sign, rotation, weights, LAYOUT: tl.constexpr = None):
+def norm_and_rotate(first, second, angles, sign, rotation, weights, LAYOUT: tl.constexpr = None):
     """Norm pairs of ``load_pairs`` if ``rotation`` has a norm, rotate them, and multiply them by ``sign``; all float32.
 
-    cos None: they are not rotated. weights: ``pair_norm_weights``, or None without a norm. LAYOUT: of the pairs in
+    angles: ``Angles``. weights: ``pair_norm_weights``, or None without a norm. LAYOUT: of the pairs in
     Gluon kernels. A row's factor is the last one, with the sign, because it commutes with the rotation: only one
     multiplication waits for the row's sum, and calls without norms have it too. All kernels multiply in this order,
     because they are to give the same bits.
@@ -245,8 +253,8 @@ def norm_and_rotate(first, second, cos, sin, sign, rotation, weights, LAYOUT: tl
     if rotation.norm is not None:
         sign = pair_inverse_rms(first, second, rotation.norm, LAYOUT) * sign
         first, second = first * weights[0], second * weights[1]
-    if cos is not None:
-        first, second = rotate(first, second, cos, sin, CONJUGATE=False)
+    if angles.cos is not None:
+        first, second = rotate(first, second, angles.cos, angles.sin, CONJUGATE=False)
     return first * sign, second * sign
 
 
@@ -301,8 +309,8 @@ def load_rotated_pairs(rows, offs, rotation, position_offset, sign=1.0, CHECK_RO
     if rotation.norm is not None:
         weights = pair_norm_weights(rotation.norm, rotation, BLOCK_D)
     first, second = load_pairs(rows, offs, rotation, CHECK_ROWS=CHECK_ROWS)
-    cos, sin = load_angles(rotation, offs + position_offset, BLOCK_D)
-    return norm_and_rotate(first, second, cos, sin, sign, rotation, weights)
+    angles = load_angles(rotation, offs + position_offset, BLOCK_D)
+    return norm_and_rotate(first, second, angles, sign, rotation, weights)
 
 
 @triton.jit
@@ -313,6 +321,6 @@ def store_unrotated(rows, gradient, offs, rotation, position_offset):
     gradient (len(offs), BLOCK_D), rounded once to the memory's dtype; row i has position ``position_offset + i``.
     """
     first, second = unpack_pairs(gradient)
-    cos, sin = load_angles(rotation, offs + position_offset, rows.format.BLOCK_D)
-    first, second = rotate_back(first, second, cos, sin)
+    angles = load_angles(rotation, offs + position_offset, rows.format.BLOCK_D)
+    first, second = rotate_back(first, second, angles)
     store_pairs(rows, first, second, offs, rotation)

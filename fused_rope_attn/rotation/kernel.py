@@ -135,7 +135,8 @@ def load_token_angles(tile, rotation, positions):
 
     A position without a row in the tables gives NaN. A token that belongs to no sequence has angle 0.
     """
-    cos, sin = rotations.load_angles(rotation, positions, 2 * tile.shape.BLOCK_PAIRS)
+    found = rotations.load_angles(rotation, positions, 2 * tile.shape.BLOCK_PAIRS)
+    cos, sin = found.cos, found.sin
     if tile.angles.ids_ptr is not None:
         cos = tl.where(((positions < 0) | (positions >= rotation.num_positions))[:, None], float("nan"), cos)
     elif tile.angles.cu_seqlens_ptr is not None:

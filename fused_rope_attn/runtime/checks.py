@@ -110,6 +110,8 @@ def lacks_tables(cos: Any, sin: Any, rotary_dim: int | None, interleaved: bool) 
         return False
     if cos is not None or sin is not None:
         refuse_one_of_two(cos=cos, sin=sin)
+    if rotary_dim is not None:
+        check_int("rotary_dim", rotary_dim, "an int or None")
     for name, value, default in (("rotary_dim", rotary_dim, None), ("interleaved", interleaved, False)):
         if value is not default:
             why = "nothing is rotated where cos and sin are None"

@@ -12,7 +12,7 @@ from fused_rope_attn import masks
 from verification.memory import lay
 
 LAYOUTS = ("bnhd", "bhnd", "odd", "one batch")
-TABLES = ("rope", "yarn", "random")
+TABLES = ("rope", "yarn", "random", "none")
 # Masks by intervals of query rows. Those up to ``blocks`` have as many queries as keys.
 INTERVALS = ("documents", "tree", "prefix", "chunks", "blocks", "random", "shared", "starts", "ends")
 
@@ -32,7 +32,8 @@ class Case:
     interleaved: bool = False
     dtype: torch.dtype = torch.float16
     softmax_scale: float | None = None
-    tables: str = "rope"  # "yarn": interpolated and scaled, not unit-norm; "random": not a rotation at all
+    # "yarn": interpolated and scaled, not unit-norm; "random": not a rotation at all; "none": cos and sin are None
+    tables: str = "rope"
     table_dtype: torch.dtype = torch.float32
     table_batch: bool = False  # (B, S, W) tables, another angle in every batch
     full_width: bool = False  # every angle twice: width R instead of R/2
@@ -55,6 +56,8 @@ class Case:
 
     @property
     def rotary(self) -> int:
+        if self.tables == "none":
+            return 0
         return self.head_dim if self.rotary_dim is None else self.rotary_dim
 
     @property
@@ -170,8 +173,8 @@ class _Inputs(NamedTuple):
     q: Tensor
     k: Tensor
     v: Tensor
-    cos: Tensor
-    sin: Tensor
+    cos: Any
+    sin: Any
     do: Tensor
 
 
@@ -206,7 +209,9 @@ def _random(shape: tuple[int, int, int, int], dtype: torch.dtype, layout: str, g
     return lay(x if layout == "bhnd" else x.transpose(1, 2), layout)
 
 
-def _tables(case: Case, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+def _tables(case: Case, generator: torch.Generator) -> tuple[Any, Any]:
+    if case.tables == "none":
+        return None, None
     rows, half = case.len_k + case.extra_rows, case.rotary // 2
     batch = case.batch if case.table_batch else 1
     device = generator.device

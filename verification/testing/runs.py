@@ -67,9 +67,10 @@ def _summed(inputs: Inputs, case: Case, dtype: torch.dtype) -> Results:
     rows = [x.detach().to(dtype).requires_grad_() for x in inputs[:3]]
     weights = {name: x.detach().to(sums).requires_grad_() for name, x in _weights(case, device).items()}
     tables = reference.normalise_tables(inputs.cos, inputs.sin, case.rotary, case.interleaved)
-    cos, sin = (x.double() if dtype == torch.float64 else x for x in tables)
+    cos, sin = (x if x is None or dtype != torch.float64 else x.double() for x in tables)
     given = masks_of(case, device)
     masks = {name: given[name] for name in ("kv_starts", "kv_lens", "query_starts", "query_ends")}
+    masks["has_tables"] = cos is not None
     lengths = [(case.len_q, case.len_k)]
     if case.seqlens is not None:  # queries after the last sequence are one without keys
         lengths = [*case.seqlens, (case.len_q - sum(len_q for len_q, _ in case.seqlens), 0)]
@@ -84,9 +85,10 @@ def _summed(inputs: Inputs, case: Case, dtype: torch.dtype) -> Results:
                 found.append((q, q[..., 0].to(sums), q.new_full(q.shape[:2], -math.inf, dtype=sums)))
                 continue
             if case.seqlens is not None:
-                # Lengths on the device: queries before position 0 see nothing, causal or not.
+                # Lengths on the device: with tables, queries before position 0 see nothing, causal or not.
                 masks = masks | {"kv_lens": torch.tensor([k.shape[2]], device=device)}
-            found.append(_attend((q, k, v), (cos[:, own], sin[:, own]), case, masks, weights))
+            of_own = (None, None) if cos is None else (cos[:, own], sin[:, own])
+            found.append(_attend((q, k, v), of_own, case, masks, weights))
         o, lse = (torch.cat(x, 2) for x in list(zip(*found))[:2])
     upstream = [inputs.do.to(dtype), *(x.to(sums) for x in (inputs.dlse,) if x is not None)]
     leaves = [*rows, *weights.values()]
@@ -105,7 +107,7 @@ def _weights(case: Case, device: torch.device) -> dict[str, Tensor]:
 
 
 def _attend(
-    rows: Sequence[Tensor], tables: tuple[Tensor, Tensor], case: Case, masks: dict[str, Any], weights: dict[str, Tensor]
+    rows: Sequence[Tensor], tables: tuple[Any, Any], case: Case, masks: dict[str, Any], weights: dict[str, Tensor]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return o, lse and max_logit of `reference.attention` for q, k and v, a few heads and rows of q at a time."""
     q, k, v = rows

@@ -150,8 +150,9 @@ def noise_of_zero(name: str, case: Case, inputs: Any) -> float:
         factor *= max(1, case.batch * heads * length) ** 0.5
     elif case.norms is not None and name in ("dq", "dk"):
         factor *= 2.0
-    if name[:2] in ("dq", "dk") and inputs.cos.numel():
-        factor *= max(1.0, float((inputs.cos.float().square() + inputs.sin.float().square()).max()))
+    if name[:2] in ("dq", "dk") and (inputs.cos is None or inputs.cos.numel()):
+        if inputs.cos is not None:
+            factor *= max(1.0, float((inputs.cos.float().square() + inputs.sin.float().square()).max()))
         factor *= max(1.0, abs(case.scale) * case.score_dim**0.5)
     return factor
 

@@ -89,8 +89,8 @@ def store_dk(rows, dk, stage, keys, num_keys, tables, FIRST_PAIR: gl.constexpr):
     pairs = None
     if FIRST_PAIR:
         pairs = gl.arange(0, COLUMNS // 2, gl.SliceLayout(0, PAIRS)) + FIRST_PAIR
-    cos, sin = rotations.load_angles(rotation, offs + keys.start_n, COLUMNS, PAIRS, pairs)
-    first, second = rotations.rotate_back(first, second, cos, sin)
+    angles = rotations.load_angles(rotation, offs + keys.start_n, COLUMNS, PAIRS, pairs)
+    first, second = rotations.rotate_back(first, second, angles)
     rotations.store_pairs(rows, first, second, offs, rotation, rotations.PairLayouts(PAIRS, WHOLE), FIRST_PAIR)
 
 

@@ -166,8 +166,8 @@ class TileQueries:
         offs = gl.arange(0, COUNT, gl.SliceLayout(1, PAIRS))
         rows, position = tiles.rows_from(self.rows, start), self.tile.position(start)
         first, second = rotary.load_pairs(rows, offs, self.rotation, layouts)
-        cos, sin = rotary.load_angles(self.rotation, offs + position, BLOCK_D, PAIRS)
-        first, second = rotary.norm_and_rotate(first, second, cos, sin, self.sign, self.rotation, self.weights, PAIRS)
+        angles = rotary.load_angles(self.rotation, offs + position, BLOCK_D, PAIRS)
+        first, second = rotary.norm_and_rotate(first, second, angles, self.sign, self.rotation, self.weights, PAIRS)
         return rotary.pack_pairs(first, second)
 
 

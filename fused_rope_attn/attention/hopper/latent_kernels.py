@@ -223,8 +223,8 @@ def store_dq(dq, dq_rope, out, tile, start_m, position):
     rotation = rotary.head_rotation(out.tables, tile.batch.to(gl.int64), tile.num_keys)
     # Otherwise the addresses of the angles of all pairs are kept for the next tile, on the stack.
     pairs = gl.arange(0, out.rope_format.BLOCK_D // 2, gl.SliceLayout(0, PAIRS)) + ptxas.opaque(0)
-    cos, sin = rotary.load_angles(rotation, offs + position, out.rope_format.BLOCK_D, PAIRS, pairs)
-    first, second = rotary.rotate(first, second, cos, sin, CONJUGATE=True)
+    angles = rotary.load_angles(rotation, offs + position, out.rope_format.BLOCK_D, PAIRS, pairs)
+    first, second = rotary.rotate_back(first, second, angles)
     rope_rows = tiles.head_rows(out.dq, origin, num_rows, out.rope_format)
     rotary.store_pairs(rope_rows, first, second, offs, rotation, rotary.PairLayouts(PAIRS, dq_rope.type.layout))
 

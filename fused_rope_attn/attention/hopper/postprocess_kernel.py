@@ -87,7 +87,7 @@ def postprocess_kernel(accumulator_ptr, progress_ptr, dq_out, tables, sinks, len
     rotation = rotations.head_rotation(tables, batch, NK)
     if sizes.TOKEN_TABLES:
         rotation = rotations.rotation_from(rotation, first_k)
-    cos, sin = rotations.load_angles(rotation, offs + (start + NK - NQ), BLOCK_D)
+    angles = rotations.load_angles(rotation, offs + (start + NK - NQ), BLOCK_D)
     columns = tl.arange(0, BLOCK_D)
     schedule.wait_for_previous_launch(sizes.PDL)
     for head in range(chunk * HEADS, tl.minimum(chunk * HEADS + HEADS, HQ)):
@@ -113,7 +113,7 @@ def postprocess_kernel(accumulator_ptr, progress_ptr, dq_out, tables, sinks, len
             added = exists if added is None else exists & added
         dq = tiles.load_where(words, added, 0.0) * softmax_scale
         first, second = rotations.unpack_pairs(dq)
-        first, second = rotations.rotate_back(first, second, cos, sin)
+        first, second = rotations.rotate_back(first, second, angles)
         dq_rows = tiles.head_rows(dq_out, origin, NQ - start, row_format)
         rotations.store_pairs(dq_rows, first, second, offs, rotation)
         if sinks is not None:
