@@ -261,8 +261,8 @@ _OTHERS: tuple[tuple[str, Condition, Change, type[Exception], tuple[str, ...]], 
      lambda a: {"cu_seqlens_q": a["cu_seqlens_q"].repeat_interleave(2)[::2]}, ValueError, ("cu_seqlens_q",)),
     ("more new tokens than rows", _writes_cache, _more_tokens_than_rows, ValueError, ("k",)),
     ("tables too short", lambda a: a.get("cos") is not None and a.get("position_ids") is None
-     and a.get("cu_seqlens") is None and _needed_rows(a) > 0, lambda a: _each(a, ("cos", "sin"), lambda x: x[..., : _needed_rows(a) - 1, :]),
-     ValueError, ("cos",)),
+     and a.get("cu_seqlens") is None and _needed_rows(a) > 0,
+     lambda a: _each(a, ("cos", "sin"), lambda x: x[..., : _needed_rows(a) - 1, :]), ValueError, ("cos",)),
     *((f"only {x}", _may_lack_tables, lambda a, x=x: {x: None}, ValueError, ("cos", "sin")) for x in ("cos", "sin")),
     *((f"{x} without tables", lambda a, x=x: _may_lack_tables(a) and x in a,
          lambda a, x=x, value=value: _without_tables(a, **{x: value}), ValueError, (x,))

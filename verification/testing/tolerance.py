@@ -145,6 +145,8 @@ def noise_of_zero(name: str, case: Case, inputs: Any) -> float:
         factor *= case.heads_q**0.5
     if name in ("dk", "dv", "dk_norm"):
         factor *= (case.heads_q / case.heads_kv) ** 0.5
+    if name in ("dk", "dk_norm") and inputs.cos is None:  # all queries may see one key, and none may be missing
+        factor *= max(1, case.len_q) ** 0.5
     if name in ("dq_norm", "dk_norm"):
         heads, length = (case.heads_q, case.len_q) if name == "dq_norm" else (case.heads_kv, case.len_k)
         factor *= max(1, case.batch * heads * length) ** 0.5
