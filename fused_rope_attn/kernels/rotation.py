@@ -211,6 +211,20 @@ def pair_norm_weights(norm, pairing, BLOCK_D: tl.constexpr, LAYOUT: tl.constexpr
 
 
 @triton.jit
+def row_norm_weights(norm, pairing, offs, BLOCK_D: tl.constexpr):
+    """Load ``pair_norm_weights`` for each row of a tile, (len(offs), BLOCK_D / 2), in calls without tables.
+
+    Call this after the rows are loaded, as ``load_angles``. With no such load there Triton norms the tile in the layout
+    of a product's operand, and spills 3 KB.
+    """
+    pairs = tile_range(BLOCK_D // 2, 1, None)[None, :] + offs[:, None] * 0
+    columns1, columns2, exists = norm_columns(pairs, norm.D, pairing)
+    weight1 = tl.load(norm.weight_ptr + columns1, mask=exists, other=0.0).to(tl.float32) + norm.offset
+    weight2 = tl.load(norm.weight_ptr + columns2, mask=exists, other=0.0).to(tl.float32) + norm.offset
+    return weight1, weight2
+
+
+@triton.jit
 def load_pairs(rows, offs, pairing, layouts=None, CHECK_ROWS: tl.constexpr = True):
     """Load first and second members of every pair of the rows ``offs``, as float32 tiles (len(offs), BLOCK_D / 2).
 
@@ -306,9 +320,11 @@ def load_rotated_pairs(rows, offs, rotation, position_offset, sign=1.0, CHECK_RO
     """
     BLOCK_D: tl.constexpr = rows.format.BLOCK_D
     weights = None
-    if rotation.norm is not None:
+    if rotation.norm is not None and rotation.tables.cos_ptr is not None:
         weights = pair_norm_weights(rotation.norm, rotation, BLOCK_D)
     first, second = load_pairs(rows, offs, rotation, CHECK_ROWS=CHECK_ROWS)
+    if rotation.norm is not None and rotation.tables.cos_ptr is None:
+        weights = row_norm_weights(rotation.norm, rotation, offs, BLOCK_D)
     angles = load_angles(rotation, offs + position_offset, BLOCK_D)
     return norm_and_rotate(first, second, angles, sign, rotation, weights)
 
