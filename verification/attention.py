@@ -68,10 +68,11 @@ class AttentionCheck(Call):
         upstream = {"o": do} if inputs.dlse is None else {"o": do, "lse": inputs.dlse}
         return Made(tensors | tables | masks | self.norms_of(device), upstream)
 
-    def tables_of(self, inputs: testing.Inputs | testing.LatentInputs) -> dict[str, Tensor]:
+    def tables_of(self, inputs: testing.Inputs | testing.LatentInputs) -> dict[str, Any]:
         rows = self.len_k if self.token_tables else self.longest[1] + self.extra_rows
         tables = super().tables_of(inputs)
-        return tables if self.seqlens is None else {name: x[..., :rows, :] for name, x in tables.items()}
+        is_whole = self.seqlens is None or inputs.cos is None
+        return tables if is_whole else {name: x[..., :rows, :] for name, x in tables.items()}
 
     def _ends(self, device: torch.device) -> dict[str, Any]:
         return testing.ends_of(self, device) | {f"max_seqlen_{x}": self.longest[i] for i, x in enumerate("qk")}

@@ -263,7 +263,7 @@ def test_layouts():
     assert q["one batch"].stride(0) == 0 and q["bhnd"].is_contiguous() and q["bnhd"].transpose(1, 2).is_contiguous()
 
 
-@pytest.mark.parametrize("tables", testing.TABLES)
+@pytest.mark.parametrize("tables", testing.TABLES[:-1])  # the last kind is none
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_tables(tables, interleaved):
     case = Case(2, 1, 1, 5, 7, 16, rotary_dim=10, tables=tables, interleaved=interleaved, extra_rows=3)

@@ -140,24 +140,21 @@ def _form_of_instance(norm: nn.Module) -> RmsNorm | None:
 _MOST_TABLES = 8
 
 
-Both = tuple[Any, Any]  # cos and sin, or None and None
-
-
 class Tables:
     """cos and sin (1|B, N, R/2) of a batch's tokens, or None, and the operators' options for these tables."""
 
     def __init__(self, cos: Tensor | None = None, sin: Tensor | None = None, interleaved: bool = False):
-        self.arrays: Both = (cos, sin)
+        self.arrays: tuple[Any, Any] = (cos, sin)
         rotary_dim = None if cos is None else 2 * cos.shape[-1]
         self.options: dict[str, Any] = {"rotary_dim": rotary_dim, "interleaved": interleaved}
-        self.joined: Both | None = None  # the tables of all ranks that share the sequence
+        self.joined: tuple[Any, Any] | None = None  # the tables of all ranks that share the sequence
 
-    def mapped(self, function: Callable[[Tensor], Tensor]) -> Both:
+    def mapped(self, function: Callable[[Tensor], Tensor]) -> tuple[Any, Any]:
         """Return function(cos) and function(sin), or None and None."""
         cos, sin = self.arrays
         return (None, None) if cos is None else (function(cos), function(sin))
 
-    def long(self, rows: int) -> Both:
+    def long(self, rows: int) -> tuple[Any, Any]:
         """Expand tables of one row to (1|B, rows, R/2), all rows the same."""
         return self.mapped(lambda table: table.expand(-1, rows, -1))
 
@@ -272,6 +269,5 @@ def tables_for(
 def identity_row(device: torch.device, kept: Kept | None) -> Tables:
     """Return tables of one row that rotate one pair by the angle 0, which is exact in every dtype, the same for all
     layers of a pass."""
-    shape = 1, 1, 1
-    make = lambda: Tables(torch.ones(shape, device=device), torch.zeros(shape, device=device))  # noqa: E731
-    return _once(kept, (), (device,), make)
+    one = torch.ones((1, 1, 1), device=device)
+    return _once(kept, (), (device,), lambda: Tables(one, torch.zeros_like(one)))
