@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from fused_rope_attn import rope_attention_with_kvcache, rope_tables
 from fused_rope_attn.generation import configs
 from fused_rope_attn.generation.configs import DecodeConfig
 from fused_rope_attn.generation.planning import configured
@@ -131,3 +132,13 @@ def test_offsets_beyond_32_bits():
     found = with_kvcache(**far, backend="triton")
     assert all(torch.equal(x, y) for x, y in zip(found, expected))
     assert torch.equal(far["v_cache"][0, 0, 37], given["v"][0, 0, 0])
+
+
+@interpreted
+def test_a_step_on_a_copy_reads_unaligned_queries():
+    """Attention takes aligned rows, and a step passes its queries on."""
+    q, k_cache, v_cache = torch.randn(1, 4, 3, 33)[..., :32], torch.randn(1, 2, 40, 32), torch.randn(1, 2, 40, 32)
+    given = k_cache, v_cache, *rope_tables(40, 32)
+    options = {"cache_seqlens": torch.tensor([20], dtype=torch.int32), "batch_invariant": True, "backend": "triton"}
+    found, expected = (rope_attention_with_kvcache(x, *given, **options) for x in (q, q.contiguous()))
+    assert torch.equal(found, expected)
