@@ -56,6 +56,9 @@ PLANS = [
     (call(backend="triton", strategy="inline"), "PP", "strategy asked for"),
     (call(strategy="prepass"), "HH", "strategy asked for"),
     (call(strategy="inline"), "PP", "strategy must be 'auto' or 'prepass' for backend='hopper', but is 'inline'"),
+    (call(8192, causal=False, cos=None, sin=None), "HH", "q and k are read as they are given"),
+    *((call(n, 4096, causal=False, cos=None, sin=None, **mask), "PP", "with lengths and without causal: the portable")
+      for n, mask in ((8192, {}), (4096, {"kv_lens": int32(2)}))),
     # However long the sequence, one query is over before a second launch.
     (call(1, 4096, heads=(4, 4), batch=1), "PP", "so little work that one launch less"),
     # Forward only, whatever the work; packed sequences are counted on average instead.
@@ -83,7 +86,9 @@ def test_plans(arch, given, expected, words):
     chosen = plan(**given)
     assert kinds(chosen) == expected and chosen.backend == ("hopper" if expected[0] == "H" else "triton")
     assert all(part in chosen.reason for part in words.split(" .* ")), chosen.reason
-    assert chosen.reason.count("made for this card") <= 1 and (expected != "HH" or chosen.saves_rotated)
+    assert chosen.reason.count("made for this card") <= 1 and (
+        expected != "HH" or chosen.saves_rotated == (given["cos"] is not None)
+    )
     if given["q"].shape[-1] > 128 and expected == "HH":
         # 227 KB of shared memory hold 64 keys in two stages next to 128 rows of Q and half of those of O.
         assert (chosen.forward.block_n, chosen.forward.stages) == (64, 2)

@@ -70,7 +70,7 @@ def masks_of(problem: Problem, tensors: Tensors, rows: dict[str, torch.Tensor]) 
         key_rows_ptr=rows.get("key_rows_ptr"),
         blocks_ptr=rows.get("blocks_ptr"),
         blind_ptr=rows.get("blind_ptr"),
-        READS_LENGTHS=problem.reads_lengths and not rows,
+        READS_LENGTHS=0 if rows else problem.reads_lengths,
         HAS_KEYS_BEFORE_WINDOW=left is not None and problem.len_k - problem.len_q > left and not rows,
     )
 

@@ -199,7 +199,7 @@ class ForwardCall:
                 counter,
                 tensors.kv_starts,
                 tensors.kv_lens,
-                READS_LENGTHS=problem.reads_lengths and not lists,
+                READS_LENGTHS=0 if lists else problem.reads_lengths,
                 FROM_START=problem.batch_invariant and problem.has_kv_starts,
                 IS_ALIGNED=self.is_aligned,
                 **lists,

@@ -131,9 +131,8 @@ def forward_kernel(q_rot_desc, q_nope_desc, k_rot_desc, k_nope_desc, v_desc, o_d
         else:
             q_rope = channels.tiles_of(q_rope_desc, CONSUMERS)
     TILE_READERS: gl.constexpr = CONSUMERS + 1 if ROTATES_QUERIES else CONSUMERS
-    # With intervals only the warps that rotate queries by tables read NK.
-    READS_TABLES: gl.constexpr = ROTATES_QUERIES and query_source.tables.cos_ptr is not None
-    own_nk = NK if READS_TABLES or not HAS_INTERVALS else None
+    # With intervals only the warps that rotate queries read NK.
+    own_nk = NK if ROTATES_QUERIES or not HAS_INTERVALS else None
     announced = forward_tiles.announcements(HAS_BOUNDS, IS_PACKED, TILE_READERS, NQ, own_nk)
     queries = replace(channels.channel_of(q_smem, CONSUMERS, q_rope), STAGES=Q_STAGES, TILES=TILES)
     # In latent attention the loading warp and ``rotate_rope`` fill a slot.
