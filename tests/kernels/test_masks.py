@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from fused_rope_attn.kernels.masks import key_range, query_range, sequence_mask, window_of
+from fused_rope_attn.kernels.masks import first_query, key_range, query_range, sequence_mask, window_of
 from tests.support.marks import interpreted
 
 # NumPy divides truth values without an error, and with the result of `and` where it does not warn.
@@ -46,8 +46,10 @@ def write_ranges(
     out_ptr, starts_ptr, q_offset, num_keys, window, NQ, READS_LENGTHS: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCKS: tl.constexpr, OF_QUERIES: tl.constexpr,
 ):  # fmt: skip
-    """Write the bounds of each block's visits, (BLOCKS, 4) float32, because that shows a bound that is no integer."""
+    """Write the bounds of each block's visits, (BLOCKS, 4) float32, because that shows a bound that is no integer, and
+    the first query row that sees a key."""
     mask = sequence_mask(starts_ptr, 1, q_offset, num_keys, window_of(window), READS_LENGTHS)
+    tl.store(out_ptr + 4 * BLOCKS, first_query(mask, q_offset))
     for i in tl.static_range(BLOCKS):
         if OF_QUERIES:
             bounds = query_range(mask, i * BLOCK_N, q_offset, NQ, BLOCK_M, BLOCK_N)
@@ -58,14 +60,14 @@ def write_ranges(
 
 
 def ranges(bounds, blocks, count, *, of_queries):
-    """Return the bounds that the kernel writes of so many blocks."""
+    """Return the bounds that the kernel writes of so many blocks, and then the first query."""
     starts = None if bounds.start is None else torch.tensor([1 << 20, bounds.start], dtype=torch.int32)
     window = bounds.left, tl.constexpr(0) if bounds.causal else bounds.right
     q_offset = bounds.num_keys - bounds.num_queries
     given = starts, q_offset, bounds.num_keys, window, bounds.num_queries, bounds.reads_lengths
-    out = torch.full((count, 4), -1.0)
+    out = torch.full((4 * count + 1,), -1.0)
     write_ranges[(1,)](out, *given, *blocks, BLOCKS=count, OF_QUERIES=of_queries)
-    return out.tolist()
+    return [*out[:-1].view(count, 4).tolist(), out[-1].item()]
 
 
 def drawn(count, seed):
@@ -94,7 +96,9 @@ def test_the_keys_that_a_block_of_queries_visits(bounds, blocks):
     block_m, block_n = blocks
     count = -(-bounds.num_queries // block_m)
     would, sees = bounds.pairs()
-    found = ranges(bounds, blocks, count, of_queries=False)
+    *found, first_row = ranges(bounds, blocks, count, of_queries=False)
+    rows_that_see = sees[: bounds.num_queries].any(1).nonzero().flatten().tolist()
+    assert first_row == rows_that_see[0] if rows_that_see else first_row >= bounds.num_queries
     for i, (first, full_first, full_last, last) in enumerate(found):
         rows = slice(i * block_m, (i + 1) * block_m)
         seen, by_all = sees[rows].any(0).nonzero().flatten().tolist(), sees[rows].all(0)
@@ -118,7 +122,7 @@ def test_the_blocks_of_queries_that_a_block_of_keys_visits(bounds, blocks):
     block_m, block_n = blocks
     count = -(-bounds.num_keys // block_n) + (bounds.reads_lengths > 0)  # a tensor may have more keys than exist
     would, _ = bounds.pairs()
-    found = ranges(bounds, blocks, count, of_queries=True)
+    *found, _ = ranges(bounds, blocks, count, of_queries=True)
     of = [slice(row, min(row + block_m, bounds.num_queries)) for row in range(0, bounds.num_queries, block_m)]
     for i, (first, full_first, full_last, last) in enumerate(found):
         keys = slice(i * block_n, (i + 1) * block_n)
@@ -137,7 +141,7 @@ def test_blocks_outside_a_window_are_not_visited():
     """The ranges are as long as the window, however long the sequence."""
     bounds = Bounds(16448, 32768, causal=True, left=1024)
     # The first row, 16320, sees keys from 15296 on, and the last of its block, 16383, from 15359 on.
-    assert ranges(bounds, (64, 64), 1, of_queries=False) == [[15296, 15360, 16320, 16384]]
+    assert ranges(bounds, (64, 64), 1, of_queries=False)[:1] == [[15296, 15360, 16320, 16384]]
     bounds = Bounds(32768, 16448, causal=True, left=32000)
     # The first key is at row 16320, and row 48320 is the last to see it.
-    assert ranges(bounds, (64, 64), 1, of_queries=True) == [[255, 256, 512, 512]]
+    assert ranges(bounds, (64, 64), 1, of_queries=True)[:1] == [[255, 256, 512, 512]]
