@@ -54,8 +54,10 @@ SPARED_OPERATORS = r"ComparisonOperator_((?!Is)\w+_Is|Is_Eq$|IsNot_NotEq$)"
 
 
 def mirrors_of(module: str) -> list[str]:
-    """Return the tests that mirror a module: ``tests/folder/test_module*.py``, or else all of ``tests/folder``."""
+    """Return the tests that mirror a module: ``tests/folder/test_module*.py``, or else all of the nearest folder."""
     folder = ROOT / "tests" / Path(module).parent
+    while not folder.exists():
+        folder = folder.parent
     found = sorted(folder.glob(f"test_{Path(module).stem}*.py"))
     return [str(path.relative_to(ROOT)) for path in found or [folder]]
 
