@@ -51,7 +51,7 @@ verify: $(ENVIRONMENT)
 test: $(ENVIRONMENT)
 	$(MAKE) --no-print-directory --jobs=2 lint docs
 	TRITON_INTERPRET=1 $(PY) -m pytest -n 2 --dist worksteal $(ARGS)
-	$(PY) -m pytest -m aot -n 2 --dist loadfile tests/kernels tests/tools
+	$(PY) -m pytest -m aot -n 2 --dist loadfile tests/tools
 
 test-hf-4: $(VENV_HF4)/.installed
 	TRITON_INTERPRET=1 $(VENV_HF4)/bin/python -m pytest $(ARGS) tests/integrations/transformers
