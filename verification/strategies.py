@@ -336,7 +336,7 @@ def _call(draw: Draw, prototype: Call, **fields: Any) -> Any:
 
 
 def _with_or_without_tables(draw: Draw, p: Any) -> Any:
-    """Return the prototype, or now and then one whose calls have no tables."""
+    """Return the prototype, and in 15 of 100 draws a copy of it without tables."""
     return replace(p, tables="none", rotary_dim=None, interleaved=False) if chance(draw, 0.15) else p
 
 

@@ -24,8 +24,8 @@ class StepTensors(NamedTuple):
     ``(num_pages, HKV, page_size, D)``; new k and v ``(B, HKV, NQ, D)`` or None, any strides.
 
     cos and sin ``([1|B,] S, R/2 | R)`` or None; cache_seqlens and kv_starts ``(B,)`` int32; sinks ``(HQ,)``; k_scale
-    and v_scale of one element or ``(HKV,)``, float32; q_norm and k_norm ``(D,)``, the weights of the norms. What only
-    the device reads (cache_seqlens, kv_starts, sinks, the norms) is contiguous.
+    and v_scale of one element or ``(HKV,)``, float32; q_norm and k_norm ``(D,)``, the weights of the norms. Tensors
+    that only the device reads (cache_seqlens, kv_starts, sinks, the norms) are contiguous.
     """
 
     q: Any

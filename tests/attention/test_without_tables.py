@@ -63,7 +63,7 @@ def test_more_queries_than_keys(window):
 @interpreted
 @pytest.mark.parametrize("backend", ["reference", "triton"])
 def test_cached_keys_are_raw(backend):
-    """A query whose token is past the end of the cache sees nothing, and one before the first key sees all of them."""
+    """A query sees nothing if its token is past the end of the cache, and all keys if it is before the first key."""
     q, k, v, new_k, new_v = heads((4, 3), (2, 40), (2, 40), (2, 3), (2, 3))
     lengths, options = torch.tensor([1, 39], dtype=torch.int32), {"causal": False, "backend": backend}
     read = rope_attention_with_kvcache(q, k, v, None, None, cache_seqlens=lengths, **options)

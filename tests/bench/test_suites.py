@@ -123,7 +123,7 @@ def rate(case, row):
     return moved * case.bytes / row["ms"] * 1e-6 / (2 if row["provider"] == "fused_float8" else 1)
 
 
-# What a field of a row is, in terms of its case and of others.
+# Each figure of a row, computed from its case and its other fields.
 FIGURES = {
     "mj": lambda case, row: sum(row["mj_rounds"]) / 2,
     "tflops": lambda case, row: case.flops(row["pass"]) / row["ms"] * 1e-9,

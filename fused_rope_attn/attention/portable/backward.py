@@ -28,7 +28,7 @@ class BackwardCall:
     """The launches of one backward signature: pre-process, dkdv, dq, norms; each None if it has nothing to do.
 
     is_rotated: q and k are the ``Outputs.q_rot`` and ``k_rot`` of the forward pass, so that nothing is left to rotate.
-    Nor is there in a plain call.
+    A plain call has nothing to rotate either.
 
     In multi-head latent attention dkdv writes ``dk_parts``, one sum for every few heads, and one more launch adds them.
     """

@@ -269,5 +269,7 @@ def tables_for(
 def identity_row(device: torch.device, kept: Kept | None) -> Tables:
     """Return tables of one row that rotate one pair by the angle 0, which is exact in every dtype, the same for all
     layers of a pass."""
-    ones, zeros = torch.ones, torch.zeros
-    return _once(kept, (), (device,), lambda: Tables(ones(1, 1, 1, device=device), zeros(1, 1, 1, device=device)))
+    shape = (1, 1, 1)
+    return _once(
+        kept, (), (device,), lambda: Tables(torch.ones(shape, device=device), torch.zeros(shape, device=device))
+    )

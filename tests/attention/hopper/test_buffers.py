@@ -92,7 +92,7 @@ def test_the_backward_around_its_main_kernel(case):
     call.main = main
     dq = call(given).dq
     if case.norms is not None:
-        return  # whose gradient is another kernel's
+        return  # another kernel computes the gradient of norms
     for first_q, len_q, _, len_k in sequences:
         seen = slice(first_q + max(0, len_q - len_k), first_q + len_q)  # other rows see no key
         torch.testing.assert_close(dq[:, :, seen], expected[:, :, seen])

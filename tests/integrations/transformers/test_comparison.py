@@ -172,7 +172,7 @@ FIELDS = {
 }
 
 
-# Of unpatched models with flash-attention: positions that do not begin with 0, recurrences, and Persimmon before 5.
+# Unpatched models fail so with flash-attention: positions that do not begin with 0, recurrences, Persimmon before 5.
 ERRORS = "must begin with 0|can't keep packed sequences apart|index .* is out of bounds"
 
 
