@@ -143,15 +143,6 @@ def count_prepared_steps():
     return sum(key[0] is generation_launch.prepare_step for key in calls._known)
 
 
-def count_tables_that_turn_nothing(monkeypatch):
-    """A list that gets an entry for each pair of tables that a patched model makes to turn nothing."""
-    from fused_rope_attn.integrations.transformers import rotations
-
-    made, identity = [], rotations.identity_row
-    monkeypatch.setattr(rotations, "identity_row", lambda *given: made.append(given) or identity(*given))
-    return made
-
-
 def rotate_without_the_kernel(monkeypatch):
     """The rotation takes its reference, as on a CPU without the interpreter."""
     monkeypatch.setattr("fused_rope_attn.rotation.api._has_kernel", lambda x: False)

@@ -5,11 +5,11 @@ import torch
 import transformers
 from transformers.cache_utils import DynamicLayer
 
-from fused_rope_attn.integrations.transformers import attention, caches, patch_model, rotations
+from fused_rope_attn.integrations.transformers import attention, caches, patch_model, rotations, unpatch_model
 from fused_rope_attn.integrations.transformers.batch import describe
 from fused_rope_attn.integrations.transformers.obstacles import Pass
-from tests.support.hf_models import SIZES, attentions_of, make_ids, make_model
-from tests.support.hf_runs import assert_close, make_cache, noted, parts
+from tests.support.hf_models import SIZES, WINDOW, attentions_of, make_ids, make_model
+from tests.support.hf_runs import assert_close, assert_same, make_cache, noted, parts
 from tests.support.hf_vision_models import make_vision_model
 from tests.support.rotation import normal
 
@@ -65,6 +65,25 @@ def test_tables_of_three_kinds_of_positions(llama):
     chosen = torch.tensor([0.0, 0.1, 0.2, 0.3, 1.4, 1.5, 2.6, 2.7]).expand(1, 5, 8)
     for table, expected in zip(tables.arrays, (chosen.cos(), chosen.sin())):
         assert_close(table, expected, 1e-6)
+
+
+NO_POSITIONS = ("cohere2", "exaone4", "llama4-plain", "smollm3")  # in the second of two layers
+
+
+@pytest.mark.parametrize("name", [*NO_POSITIONS, "qwen3"])
+def test_attention_without_tables(name, monkeypatch):
+    """None, and not tables of angle 0: in a layer without positions in training, in a prompt and in a step of one
+    token, and in every layer in a step of several tokens, which are normed and rotated before it."""
+    made = [noted(monkeypatch, attention, each) for each in ("rope_attention", "rope_attention_with_kvcache")]
+    model, ids, ends = make_model(name), make_ids(2, WINDOW + 4), (WINDOW + 1, WINDOW + 2, WINDOW + 4)
+    assert_same(model, ids, grad=True, use_cache=False)
+    with torch.no_grad():
+        got = parts(model, make_cache(model, "dynamic"), ids, ends=ends)
+        assert_close(got, parts(unpatch_model(model), make_cache(model, "dynamic"), ids, ends=ends), 1e-5)
+    given = [[x is not None for x in args[3:5]] for calls in made for args, _ in calls]
+    by_layer = [[True] * 2, [name not in NO_POSITIONS] * 2]
+    assert given[:6] == by_layer * 3 and not any(map(any, given[6:]))
+    assert len(given) == (6 if name.startswith("llama4") else 8)  # its own attention takes parts in chunks
 
 
 @pytest.mark.parametrize("gradients", [True, False])  # they are switched on, but no tensor wants one

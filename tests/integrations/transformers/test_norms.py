@@ -12,7 +12,6 @@ from fused_rope_attn.integrations.transformers import patch_model, patch_report,
 from fused_rope_attn.integrations.transformers.rotations import RMS_NORMS, head_norms, unfit_for
 from tests.support.hf_models import MODELS, attentions_of, make_ids, make_model
 from tests.support.hf_runs import LENGTH, assert_close, assert_same, run
-from tests.support.internals import count_tables_that_turn_nothing
 
 
 def make_norm(name, head_dim=24, seed=0):
@@ -101,15 +100,3 @@ def test_norms_that_peft_wraps(calls):
     assert all("q_norm is ModulesToSaveWrapper" in said for said in fused_of(model))
     assert any("q_norm" in name for name, p in model.named_parameters() if p.grad is not None)
     assert calls == {"rope_attention": 2}
-
-
-@torch.no_grad()
-def test_normed_and_rotated_tokens_need_no_tables(calls, monkeypatch):
-    """Several tokens are normed and rotated before a step, which then has no tables."""
-    made = count_tables_that_turn_nothing(monkeypatch)
-    model, ids = make_model("qwen3", use_sliding_window=False), make_ids(1, 9)
-    expected = model(ids, use_cache=False).logits[:, 6:]
-    past = patch_model(model)(ids[:, :6]).past_key_values
-    got = [model(part, past_key_values=past).logits for part in (ids[:, 6:8], ids[:, 8:])]
-    assert_close(torch.cat(got, 1), expected, 1e-5)
-    assert calls == {"rope_attention": 2, "rope_attention_with_kvcache": 4} and not made
