@@ -86,11 +86,6 @@ def obstacle(backend: str, problem: Problem, arch: str) -> Obstacle | None:
         return NotImplementedError, "strategy must be 'auto' or 'prepass' for backend='hopper', but is 'inline'"
     if problem.len_k == 0:
         return NotImplementedError, "k must have at least one position for backend='hopper', but has 0"
-    if problem.rotary_dim == 0 and (problem.has_intervals or problem.reads_lengths == 2):
-        return NotImplementedError, (
-            "cos and sin must not be None for backend='hopper' with intervals, or with lengths and without causal: the "
-            "portable kernels serve such calls, because the sm_90 ones are not tested with them yet"
-        )
     if arch != "sm_90":
         return RuntimeError, f"backend='hopper' needs an sm_90 GPU (H100, H200), but q is on {arch}"
     return None
