@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from types import MethodType
 from typing import Any
 from unittest import mock
 
@@ -17,84 +16,48 @@ from baselines.attentions import FLASH_4
 from baselines.base import Package
 from bench.suite import Provider, by_name
 
-_HEAD_NORMS = ("q_norm", "k_norm")
-Switch = Callable[[nn.Module], AbstractContextManager]
+# It changes a model; the stack undoes that.
+Switch = Callable[[Any, ExitStack], None]
+# transformers' Trainer applies it by this function.
+LIGER = Package("liger-kernel", "liger_kernel.transformers", "_apply_liger_kernel_to_instance")
+LIGER_NORM = Package("liger-kernel", "liger_kernel.transformers.monkey_patch", "_patch_rms_norm_module")
 
 
-@contextmanager
-def _attention(name: str, model: Any) -> Iterator[None]:
+def _attention(name: str, model: Any, stack: ExitStack) -> None:
     """Choose an attention of transformers."""
-    before = model.config._attn_implementation
+    stack.callback(model.set_attn_implementation, model.config._attn_implementation)
     model.set_attn_implementation(name)
-    try:
-        yield
-    finally:
-        model.set_attn_implementation(before)
 
 
-def _liger_rotation(model: nn.Module) -> AbstractContextManager:
-    """Replace transformers' rotation by Liger's in the module, as its own patches do."""
-    from liger_kernel.transformers.rope import liger_rotary_pos_emb
+def _liger(model: Any, stack: ExitStack, norms_of_heads: bool = False, **kernels: bool) -> None:
+    """Apply Liger's whole patch: rotation, norms, MLPs, and a loss that computes no logits.
 
-    return mock.patch.object(sys.modules[type(model).__module__], "apply_rotary_pos_emb", liger_rotary_pos_emb)
-
-
-@contextmanager
-def _liger_norms(model: nn.Module) -> Iterator[None]:
-    """Bind Liger's RMSNorm to the norms of heads, as its patches do."""
-    from liger_kernel.transformers.rms_norm import LigerRMSNorm
-
-    with ExitStack() as stack:
-        for module in _head_norms(model):
-            bound = {
-                "offset": 0.0,
-                "casting_mode": "llama",
-                "variance_epsilon": module.variance_epsilon,
-                "in_place": True,
-                "row_mode": None,
-                "forward": MethodType(LigerRMSNorm.forward, module),
-            }
-            stack.enter_context(mock.patch.dict(module.__dict__, bound))
-        yield
-
-
-@contextmanager
-def _liger_kernels(model: nn.Module) -> Iterator[None]:
-    """Apply Liger's whole patch: rotation, norms, MLPs, and a loss that computes no logits."""
-    places = (vars(sys.modules[type(model).__module__]), *map(vars, model.modules()))
-    with ExitStack() as stack:
-        for place in places:
-            stack.enter_context(mock.patch.dict(place))
-        LIGER.load()(model)
-        yield
+    kernels: False for those that stay as they are. norms_of_heads: apply these norms where the others stay.
+    """
+    for place in (vars(sys.modules[type(model).__module__]), *map(vars, model.modules())):
+        stack.enter_context(mock.patch.dict(place))
+    LIGER.load()(model, **kernels)
+    for norm in _head_norms(model) if norms_of_heads else ():
+        LIGER_NORM.load()(norm)
 
 
 def _head_norms(model: nn.Module) -> list[Any]:
-    return [module for path, module in model.named_modules() if path.endswith(_HEAD_NORMS)]
+    return [module for path, module in model.named_modules() if path.endswith(("q_norm", "k_norm"))]
 
 
-@contextmanager
-def _hooked_norms(model: nn.Module) -> Iterator[None]:
+def _hooked_norms(model: Any, stack: ExitStack) -> None:
     """Give the norms of heads hooks that do nothing, which keeps them outside of our kernels."""
-    with ExitStack() as stack:
-        for norm in _head_norms(model):
-            stack.enter_context(norm.register_forward_hook(lambda *given: None))
-        yield
+    for norm in _head_norms(model):
+        stack.enter_context(norm.register_forward_hook(lambda *given: None))
 
 
-@contextmanager
-def _fused(model: nn.Module) -> Iterator[None]:
+def _fused(model: Any, stack: ExitStack) -> None:
     from fused_rope_attn.integrations.transformers import patch_model, unpatch_model
 
     patch_model(model)
-    try:
-        yield
-    finally:
-        unpatch_model(model)
+    stack.callback(unpatch_model, model)
 
 
-# transformers' Trainer applies it by this function.
-LIGER = Package("liger-kernel", "liger_kernel.transformers", "_apply_liger_kernel_to_instance")
 _PASSES = ("train", "prefill", "decode")
 _STEP, _SERVED = ("step",), ("serve",)
 
@@ -103,8 +66,8 @@ _STEP, _SERVED = ("step",), ("serve",)
 class ModelProvider(Provider):
     """A way to run a model's attention.
 
-    switches: the contexts that are entered while a round of it runs. norms: only for models that norm heads. kinds: the
-    works that it takes part in. manager: options of the manager of continuous batching.
+    switches: applied while a round of it runs. norms: only for models that norm heads. kinds: the works that it takes
+    part in. manager: options of the manager of continuous batching.
     """
 
     switches: tuple[Switch, ...]
@@ -114,10 +77,10 @@ class ModelProvider(Provider):
 
     @contextmanager
     def on(self, model: nn.Module) -> Iterator[None]:
-        """Enter all switches of a model."""
+        """Apply all switches to a model."""
         with ExitStack() as stack:
             for switch in self.switches:
-                stack.enter_context(switch(model))
+                switch(model, stack)
             yield
 
 
@@ -128,21 +91,22 @@ _LIGER_FLASH_4: dict[str, Any] = {
     "missing": lambda: "; ".join(filter(None, (LIGER.missing(), FLASH_4.missing()))) or None,
 }
 _sdpa, _flash_4 = partial(_attention, "sdpa"), partial(_attention, "flash_attention_4")
-_all_sdpa, _all_flash_4, _all_fused = ((_liger_kernels, attention) for attention in (_sdpa, _flash_4, _fused))
+_all_sdpa, _all_flash_4, _all_fused = ((_liger, attention) for attention in (_sdpa, _flash_4, _fused))
 _graphs: dict[str, Any] = {"kinds": _SERVED, "manager": {"use_cuda_graph": True}}
-_liger, _liger_norm = (_liger_rotation, _sdpa), (_liger_norms, _liger_rotation, _sdpa)
+_liger_rotation = partial(_liger, rms_norm=False, swiglu=False, fused_linear_cross_entropy=False)
+_rotation, _norms = (_liger_rotation, _sdpa), (partial(_liger_rotation, norms_of_heads=True), _sdpa)
 _own_norms = (_hooked_norms, _fused)
 _norm_label, _with_liger = "Liger's norms of heads, rotation + sdpa", "patch_model + Liger's other kernels"
 PROVIDERS: dict[str, ModelProvider] = by_name(
     (
         ModelProvider("sdpa", "sdpa", switches=(_sdpa,), kinds=_EVERYTHING),
         ModelProvider("sdpa_graphs", "sdpa, CUDA graphs", switches=(_sdpa,), **_graphs),
-        ModelProvider("liger", "Liger's rotation + sdpa", switches=_liger, **_LIGER),
+        ModelProvider("liger", "Liger's rotation + sdpa", switches=_rotation, **_LIGER),
         ModelProvider("liger_all", "Liger + sdpa", switches=_all_sdpa, kinds=_STEP, **_LIGER),
         ModelProvider(
             "liger_all_fa4", "Liger + flash_attention_4", switches=_all_flash_4, kinds=_STEP, **_LIGER_FLASH_4
         ),
-        ModelProvider("liger_norm", _norm_label, switches=_liger_norm, norms=True, **_LIGER),
+        ModelProvider("liger_norm", _norm_label, switches=_norms, norms=True, **_LIGER),
         ModelProvider("own_norms", "patch_model, norms of heads outside", switches=_own_norms, norms=True),
         ModelProvider("fused", "patch_model", "ours", switches=(_fused,), kinds=_EVERYTHING),
         ModelProvider("fused_liger", _with_liger, "ours", switches=_all_fused, kinds=_STEP, **_LIGER),

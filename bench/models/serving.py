@@ -7,9 +7,9 @@ requests, because it would remember the prompts of the call before.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -35,7 +35,6 @@ class Served:
         self.prompts = [torch.randint(vocabulary, (length,), generator=generator).tolist() for length in lengths]
         self.result: Tensor | None = None
         self._manager: Any = None
-        self._implementation = ""
         model.eval()
 
     def begin(self, **chosen: Any) -> None:
@@ -43,7 +42,6 @@ class Served:
         from transformers import ContinuousBatchingConfig, GenerationConfig
 
         model: Any = self.model
-        implementation = model.config._attn_implementation
         pages = sum(math.ceil((len(prompt) + NEW_TOKENS) / PAGE) for prompt in self.prompts)
         options: dict[str, Any] = {
             "page_size": PAGE,
@@ -54,26 +52,18 @@ class Served:
             "auto_switch_to_flash": False,  # where it is installed
         }
         greedy = GenerationConfig(max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=-1)
-        try:
+        self._attention = model.config._attn_implementation
+        with self.active():
             self._manager = model.init_continuous_batching(
                 generation_config=greedy, continuous_batching_config=ContinuousBatchingConfig(**options | chosen)
             )
             self._manager.warmup()
             self._manager.start()
-            self._implementation = model.config._attn_implementation
-        finally:
-            model.config._attn_implementation = implementation
+            self._attention = model.config._attn_implementation
 
-    @contextmanager
-    def active(self) -> Iterator[None]:
-        """Give the model's config the state in which the manager has left it."""
-        config: Any = self.model.config
-        before = config._attn_implementation
-        config._attn_implementation = self._implementation
-        try:
-            yield
-        finally:
-            config._attn_implementation = before
+    def active(self) -> AbstractContextManager:
+        """Give the model's config the attention in which the manager has left it, and restore it after."""
+        return mock.patch.object(self.model.config, "_attn_implementation_internal", self._attention)
 
     @staticmethod
     def distance(result: Tensor, first: Tensor) -> float:
