@@ -22,9 +22,10 @@ from bench.gate import Compared, Verdict, ends, judge
 from bench.report import Row
 from bench.suite import SHORT_DTYPES, Entry, Provider, Suite, Times, Trial, by_name, length_name, normal
 from fused_rope_attn import apply_rope_qk, rope_attention_with_kvcache, rope_tables
-from fused_rope_attn.generation import reference
-from fused_rope_attn.generation.problem import StepTensors, describe_step
-from fused_rope_attn.generation.reference import quantise, stored
+from fused_rope_attn.generation.problem import StepTensors
+from fused_rope_attn.generation.reference import quantise
+from verification.calls import Made
+from verification.decode import DecodeCheck
 
 # A power of two, with which normally distributed numbers fill float8_e4m3fn's range.
 _FLOAT8_SCALE = 2.0**-6
@@ -112,19 +113,13 @@ def pools_of(step: StepTensors, page_size: int) -> tuple[Tensor, Tensor, Tensor]
 
     In memory a pool is (num_pages, page_size, HKV, D), as servers have it. Entries past a sequence's end are -1.
     """
-    _, heads, capacity, head_dim = step.k_cache.shape
-    counts = [-(-(length + 1) // page_size) for length in step.cache_seqlens.tolist()]
-    generator = torch.Generator().manual_seed(0)
-    order = torch.randperm(sum(counts), generator=generator).to(step.q.device)
-    shape = (sum(counts), page_size, heads, head_dim)
-    pools = [torch.empty(shape, dtype=step.k_cache.dtype, device=step.q.device).transpose(1, 2) for _ in range(2)]
-    table = torch.full((len(counts), capacity // page_size), -1, dtype=torch.int32, device=step.q.device)
-    for b, entries in enumerate(order.split(counts)):
-        table[b, : len(entries)] = entries
-        for pool, cache in zip(pools, (step.k_cache, step.v_cache)):
-            rows = stored(cache)[b, :, : len(entries) * page_size]
-            stored(pool)[entries] = rows.unflatten(1, (-1, page_size)).transpose(0, 1)
-    return pools[0], pools[1], table
+    device = step.q.device
+    exists = torch.arange(0, step.k_cache.shape[2], page_size, device=device) <= step.cache_seqlens[:, None]
+    order = torch.randperm(int(exists.sum()), generator=torch.Generator().manual_seed(0)).to(device)
+    table = torch.full_like(exists, -1, dtype=torch.int32).masked_scatter_(exists, order.int())
+    caches = (cache.unflatten(2, (-1, page_size)).permute(0, 2, 3, 1, 4) for cache in (step.k_cache, step.v_cache))
+    k_pool, v_pool = (pages[exists][order.argsort()].contiguous().transpose(1, 2) for pages in caches)
+    return k_pool, v_pool, table
 
 
 def in_float8(step: StepTensors) -> StepTensors:
@@ -179,18 +174,17 @@ def _copy(step: StepTensors) -> Callable[[], Tensor]:
     return lambda: target.copy_(source)
 
 
-OURS, SAME_BITS, COPY = "fused", "fused_same_bits", "copy"
 PROVIDERS: dict[str, DecodeProvider] = by_name(
     (
-        ours(OURS, "rope_attention_with_kvcache"),
+        ours("fused", "rope_attention_with_kvcache"),
         *(ours(f"fused_page{size}", f"the same, pages of {size}", size) for size in (16, 64, 256)),
         ours("fused_float8", "the same, float8", float8=True),
-        ours(SAME_BITS, "the same, batch_invariant", batch_invariant=True),
+        ours("fused_same_bits", "the same, batch_invariant", batch_invariant=True),
         rival("sdpa_flash", SDPA_FLASH),
         rival("sdpa_cudnn", CUDNN, "SDPA cuDNN"),
         rival("fa4", FA4, "FlashAttention-4", causal=True),
         *(rival(name, attention) for name, attention in UNSPLIT.items()),
-        DecodeProvider(COPY, "copy (ceiling)", "ceiling", make=_copy),
+        DecodeProvider("copy", "copy (ceiling)", "ceiling", make=_copy),
     )
 )
 
@@ -201,19 +195,13 @@ PROVIDERS: dict[str, DecodeProvider] = by_name(
 def compared(o: Tensor, step: StepTensors, float8: bool) -> Iterator[Compared]:
     """Yield the group of the first key head of the first sequence, and the last of the last, with float64 and eager."""
     group, head_dim = step.q.shape[1] // step.k.shape[1], step.q.shape[3]
-    options = {"causal": True, "softmax_scale": head_dim**-0.5, "rotary_dim": head_dim}
+    check = DecodeCheck(1, group, 1, 1, step.k_cache.shape[2], head_dim, dtype=step.q.dtype)
     for b, h in ends(step.q.shape[0], step.k.shape[1]):
-        heads, results = slice(h * group, (h + 1) * group), []
-        for dtype in (torch.float64, step.q.dtype):
-            # Copies, because the reference writes too. It does not read what others wrote into the last row.
-            q = step.q[b : b + 1, heads].to(dtype, copy=True)
-            k_cache, v_cache, k, v = (x[b : b + 1, h : h + 1].to(dtype, copy=True) for x in (*step[1:3], *step[5:7]))
-            cos, sin = (table.double() if dtype is torch.float64 else table for table in step[3:5])
-            tensors = StepTensors(q, k_cache, v_cache, cos, sin, k, v, step.cache_seqlens[b : b + 1])
-            tensors = in_float8(tensors) if float8 else tensors
-            problem = describe_step(tensors, cache_is_rotated=True, **options)
-            results.append(reference.attention_with_kvcache(problem, tensors)[0])
-        yield "o", o[b : b + 1, heads], results[0], results[1]
+        batch, heads = slice(b, b + 1), slice(h * group, (h + 1) * group)
+        own = {name: getattr(step, name)[batch, h : h + 1] for name in ("k", "v", "k_cache", "v_cache")}
+        own = step._replace(q=step.q[batch, heads], cache_seqlens=step.cache_seqlens[batch], **own)
+        made = Made((in_float8(own) if float8 else own)._asdict(), {})
+        yield "o", o[batch, heads], *(check.reference(made, dtype)["o"] for dtype in (torch.float64, check.dtype))
 
 
 class DecodeTrial(Trial):
@@ -244,7 +232,7 @@ class DecodeTrial(Trial):
 
     def figures(self, part: str, mode: str, measured: Times) -> dict[str, Row]:
         moved = {p.name: self.case.bytes / 2 if p.float8 else self.case.bytes for p in self.providers}
-        return timing.bandwidths(moved, measured, COPY)
+        return timing.bandwidths(moved, measured, "copy")
 
 
 DECODE = Suite(
