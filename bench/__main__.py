@@ -40,7 +40,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run a command. Exit status: 0 fine, 1 ours failed or a document is stale, 2 cannot run, 3 the GPU was lost."""
+    """Run a command. Exit status: 0 fine, 1 ours failed or a document is stale, 2 cannot run."""
     argv = sys.argv[1:] if argv is None else argv
     if argv[:1] in (["-h"], ["--help"]):
         print(HELP, end="")

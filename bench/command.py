@@ -1,7 +1,7 @@
 """The command line that every suite shares: options, the run, and the file of rows.
 
-Exit status: 0 fine, 1 one of ours failed its gate or did not run, 2 cannot run here (no GPU, wrong arguments), 3 the
-GPU was lost on the way, 130 it was interrupted.
+Exit status: 0 fine, 1 one of ours failed its gate or did not run, 2 cannot run here (no GPU, wrong arguments). A run
+that is interrupted, or that loses the GPU, has written the rows of the cases before.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ import torch
 from bench import report
 from bench.environment import RESULTS, environment
 from bench.report import Row
-from bench.runner import DeviceLost, Run
+from bench.runner import Run
 from bench.suite import Options, Suite, words
 
 
 def main(suite: Suite, argv: list[str]) -> int:
-    """Choose, time, print, and append the rows to a file."""
+    """Choose, time, print, and write the rows to a new file, because times of two runs are not compared."""
     args = parser(suite).parse_args(argv)
     try:
         options = options_of(suite, args)
@@ -31,6 +31,8 @@ def main(suite: Suite, argv: list[str]) -> int:
         suite.check_providers(cases, names)
     except ValueError as error:
         return refuse(suite.name, str(error))
+    if args.out and args.out.exists():
+        return refuse(suite.name, f"--out needs a new file, but {args.out} exists")
     if args.dry_run:
         print(listing(suite, cases, names))
         return 0
@@ -56,23 +58,16 @@ def main(suite: Suite, argv: list[str]) -> int:
     print(f"{facts['gpu']}, {', '.join(f'{name} {found}' for name, found in versions.items())}")
     print(f"Rows go to {out}")
     rows: list[Row] = []
-    status = 0
-    try:
-        for block in run.rows(cases):
-            rows += block
-            if writes:
-                report.write_lines(out, block)
-            if block:
-                print("\n" + report.case_report(block), flush=True)
-    except DeviceLost as lost:
-        print(f"\nbench: {lost}\nbench: the rows before this case are kept; leave that provider out with --providers.")
-        status = 3
-    except KeyboardInterrupt:
-        status = 130
+    for block in run.rows(cases):
+        rows += block
+        if writes:
+            report.write_lines(out, block)
+        if block:
+            print("\n" + report.case_report(block), flush=True)
     if run.not_run:
         print(f"\nNot run: {'; '.join(run.not_run)}")
     print(f"\n{len(rows)} rows in {out} after {time.monotonic() - begin:.0f} s")
-    return status or int(report.red(rows))
+    return int(report.red(rows))
 
 
 def refuse(command: str, reason: str) -> int:
@@ -109,7 +104,7 @@ def parser(suite: Suite) -> argparse.ArgumentParser:
         add("--mode", default="", metavar="NAMES", help=f"of {', '.join(suite.modes)}")
     add("--rounds", type=int, help="interleaved rounds")
     add("--round-ms", type=float, metavar="MS", help="how long each provider runs in each round")
-    add("--out", type=Path, metavar="FILE", help="JSON lines, appended (default: in bench/results)")
+    add("--out", type=Path, metavar="FILE", help="JSON lines, a new file (default: in bench/results)")
     add("--dry-run", action="store_true", help="list what would run, and what is missing; no GPU needed")
     return made
 

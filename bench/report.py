@@ -17,7 +17,6 @@ Losses are printed like wins, and providers without a time are named.
 from __future__ import annotations
 
 import json
-import math
 import os
 from collections.abc import Iterable
 from pathlib import Path
@@ -51,30 +50,14 @@ def write_lines(path: Path, rows: Iterable[Row]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", encoding="utf-8") as file:
         for row in rows:
-            file.write(json.dumps(_finite(row), ensure_ascii=False) + "\n")
+            file.write(json.dumps(row, ensure_ascii=False) + "\n")
         file.flush()
         os.fsync(file.fileno())
 
 
-def _finite(row: Row) -> Row:
-    """Replace infinities by None, because JSON cannot hold them: the detail of a failed gate says what happened."""
-    return {key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in row.items()}
-
-
 def read_file(path: Path) -> list[Row]:
-    """Return the rows of a file, of each case, pass and mode those of the latest run: times of two are not compared.
-
-    ValueError where a line is no row.
-    """
-    runs: dict[tuple, list[Row]] = {}
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-        try:
-            row = json.loads(line)
-            runs.setdefault(place(row), []).append(row)
-        except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"{path}, line {number} is no result row: {error!r}") from None
-    dates = {key: max(row["date"] for row in group) for key, group in runs.items()}
-    return [row for key, group in runs.items() for row in group if row["date"] == dates[key]]
+    """Return the rows of a run."""
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 # Selection

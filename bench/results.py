@@ -56,8 +56,8 @@ def main(argv: list[str]) -> int:
             taken = {place(row) for row in new}
             rows = [row for row in rows if place(row) not in taken] + new
         print(f"wrote {write(args.to, rows)}")
-    except (OSError, ValueError) as error:
-        return refuse("results", str(error))
+    except (OSError, ValueError, KeyError) as error:
+        return refuse("results", f"{type(error).__name__}: {error}")
     return 0
 
 

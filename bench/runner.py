@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,10 +18,6 @@ _HOST_CALLS = 100
 _HOST_WARM_UP = 5
 # Modes that run CUDA graphs; in "load" they run back to back, with nothing between them.
 _GRAPHS = ("graph", "load")
-
-
-class DeviceLost(RuntimeError):
-    """The GPU no longer answers; the message names what ran last."""
 
 
 @dataclass
@@ -71,17 +68,13 @@ class Run:
                 rows.append(self._row(trial, provider, status, reason, {}))
                 continue
             self.progress(f"{title}: gate {provider.name}")
-            try:
+            with self._row_of_error(rows, trial, provider, {}):
                 entry = trial.enter(provider)
                 self.clock.synchronize()  # an error of the device is this provider's
-            except Exception as error:
-                self._check_device(provider, error)
-                rows.append(self._row(trial, provider, status_of(error), sentence(error), {}))
-                continue
-            if entry.verdict.status == "failed":
-                rows.append(self._row(trial, provider, "failed", entry.verdict.detail, entry.facts))
-            else:
-                entries[provider.name] = entry
+                if entry.verdict.status == "failed":
+                    rows.append(self._row(trial, provider, "failed", entry.verdict.detail, entry.facts))
+                else:
+                    entries[provider.name] = entry
         return rows, entries
 
     def _timed(self, trial: Trial, entries: dict[str, Entry], part: str, mode: str) -> list[Row]:
@@ -89,23 +82,16 @@ class Run:
         fns: dict[str, tuple[Entry, Callable[[], Any]]] = {}
         calls: dict[str, int] = {}
         rows: list[Row] = []
-
-        def row(name: str, status: str, detail: str) -> Row:
-            entry = entries[name]
-            return self._row(trial, entry.provider, status, detail, {"pass": part, "mode": mode} | entry.facts)
-
+        facts = {name: {"pass": part, "mode": mode} | entry.facts for name, entry in entries.items()}
         for name, entry in entries.items():
             if reason := trial.unsupported_pass(entry.provider, part):
-                rows.append(row(name, "unsupported", reason))
+                rows.append(self._row(trial, entry.provider, "unsupported", reason, facts[name]))
                 continue
-            try:
-                with entry.active():
-                    fn = self._callable(entry, part, mode)
-                    calls[name] = self._calls(fn, mode)
+            failed = {"status": "no-graph"} if mode in _GRAPHS else {}
+            with self._row_of_error(rows, trial, entry.provider, facts[name] | failed), entry.active():
+                fn = self._callable(entry, part, mode)
+                calls[name] = self._calls(fn, mode)
                 fns[name] = entry, fn
-            except Exception as error:
-                self._check_device(entry.provider, error)
-                rows.append(row(name, "no-graph" if mode in _GRAPHS else status_of(error), sentence(error)))
         clock_sample = self.clock.host_sample if mode == "host" else self.clock.sample
 
         def sample(pair: tuple[Entry, Callable[[], Any]], count: int) -> list[float]:
@@ -115,12 +101,13 @@ class Run:
 
         measured, errors = interleave(fns, sample, calls, self.options.rounds, self.clock.measurement)
         for name, error in errors.items():
-            self._check_device(entries[name].provider, error)
-            rows.append(row(name, status_of(error), sentence(error)))
+            with self._row_of_error(rows, trial, entries[name].provider, facts[name]):
+                raise error
         figures = trial.figures(part, mode, measured)
         for name, found in measured.items():
-            verdict = entries[name].verdict
-            rows.append(row(name, verdict.status, verdict.detail) | found.fields() | figures.get(name, {}))
+            entry, verdict = entries[name], entries[name].verdict
+            row = self._row(trial, entry.provider, verdict.status, verdict.detail, facts[name])
+            rows.append(row | found.fields() | figures.get(name, {}))
         return rows
 
     def _callable(self, entry: Entry, part: str, mode: str) -> Callable[[], Any]:
@@ -145,14 +132,15 @@ class Run:
             return _HOST_CALLS
         return self.clock.calls_for(fn, self.options.round_ms)
 
-    def _check_device(self, provider: Any, error: Exception) -> None:
-        """Raise DeviceLost when the failure broke the GPU's context: nothing after it could run."""
+    @contextmanager
+    def _row_of_error(self, rows: list[Row], trial: Trial, provider: Any, facts: Row) -> Iterator[None]:
+        """Add a row for an error of the provider. If the GPU no longer answers, raise: nothing after it could run."""
         try:
+            yield
+        except Exception as error:
             self.clock.synchronize()
-        except Exception as lost:
-            reason = f"{provider.name} broke the GPU's context: {sentence(error)}; then {sentence(lost)}"
-            raise DeviceLost(reason) from error
-        self.clock.release()
+            self.clock.release()
+            rows.append(self._row(trial, provider, status_of(error), sentence(error), facts))
 
     def _row(self, trial: Trial, provider: Any, status: str, detail: str, facts: Row) -> Row:
         """Return a row without times. ``report`` describes the format."""

@@ -69,21 +69,15 @@ def raising(error):
     return mock.Mock(side_effect=error)
 
 
-class Lost(WallClock):
-    synchronize = raising(RuntimeError("an illegal memory access was encountered"))
-
-
-@pytest.mark.parametrize(
-    ("run", "clock", "status", "message"),
-    [
-        (raising(RuntimeError("broken")), WallClock(), 1, "broken"),
-        (raising(KeyboardInterrupt), WallClock(), 130, "0 rows in"),
-        (fused, Lost(), 3, "illegal memory access"),
-    ],
-)
-def test_exit_statuses(measure, capsys, run, clock, status, message):
-    assert measure("attention", [TINY], [scripted("fused", run, role="ours")], clock=clock)[0] == status
-    assert message in capsys.readouterr().out
+def test_an_error_of_ours_is_an_exit_status_and_that_of_the_gpu_ends_the_run(measure, capsys, tmp_path):
+    broken = scripted("fused", raising(RuntimeError("broken")), role="ours")
+    assert measure("attention", [TINY], [broken])[0] == 1 and "broken" in capsys.readouterr().out
+    assert measure("attention", [TINY], [broken])[0] == 2 and "needs a new file" in capsys.readouterr().err
+    (tmp_path / "rows.jsonl").unlink()
+    lost = WallClock()
+    lost.synchronize = raising(RuntimeError("an illegal memory access was encountered"))
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        measure("attention", [TINY], [OURS], clock=lost)
 
 
 def test_rows_have_facts_and_the_commit_of_a_copied_tree(monkeypatch, tmp_path):
