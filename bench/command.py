@@ -19,6 +19,7 @@ from bench.environment import RESULTS, environment
 from bench.report import Row
 from bench.runner import Run
 from bench.suite import Options, Suite, words
+from verification.table import format_table
 
 
 def main(suite: Suite, argv: list[str]) -> int:
@@ -78,13 +79,12 @@ def refuse(command: str, reason: str) -> int:
 
 def listing(suite: Suite, cases: list, names: list[str]) -> str:
     """Return what would run: cases, then providers and what they lack on this machine."""
-    lines = [[case.name, case.shape, " ".join(case.groups)] for case in cases]
     chosen = {provider.label: provider for case in cases for provider in suite.providers(case, names)}
-    people = [[p.name, p.label, ", ".join(p.pip) or "-", p.missing() or "here"] for p in chosen.values()]
-    return (
-        f"{report.table(['case', 'shape', 'groups'], lines, left=3)}\n\n"
-        f"{report.table(['provider', 'label', 'pip', 'status'], people, left=4)}"
+    tables = (
+        [{"case": case.name, "shape": case.shape, "groups": " ".join(case.groups)} for case in cases],
+        [{"provider": p.name, "label": label, "status": p.missing() or "here"} for label, p in chosen.items()],
     )
+    return "\n\n".join(format_table(list(lines[0]), lines) for lines in tables)
 
 
 def parser(suite: Suite) -> argparse.ArgumentParser:

@@ -163,7 +163,7 @@ def rival(name: str, attention: Attention, label: str = "", causal: bool = False
         return run
 
     label = f"rotate + write + {label or attention.label}"
-    return DecodeProvider(name, label, "rival", attention.missing, attention.pip, make=make, even=True)
+    return DecodeProvider(name, label, "rival", attention.missing, make=make, even=True)
 
 
 def _copy(step: StepTensors) -> Callable[[], Tensor]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,13 +11,13 @@ from torch import Tensor
 
 from baselines.latent import LATENT
 from bench.gate import Verdict, judge
-from bench.suite import Entry, Provider, Suite, Trial, by_name, forward_or_backward, length_name
+from bench.suite import Provider, Suite, Trial, by_name, length_name
 from fused_rope_attn import rope_attention_mla
 from verification.calls import dtype_name
 from verification.testing import LatentCase, LatentInputs, LatentResults, make_latent_inputs, run_latent_reference
 
 OURS = Provider("fused", "rope_attention_mla (ours)", "ours")
-PROVIDERS = by_name((OURS, *(Provider(b.name, b.label, b.role, b.missing, b.pip, b.backward) for b in LATENT.values())))
+PROVIDERS = by_name((OURS, *(Provider(b.name, b.label, b.role, b.missing, b.backward) for b in LATENT.values())))
 
 
 @dataclass(frozen=True)
@@ -48,32 +48,17 @@ class MlaTrial(Trial):
         self._do[-1, self._heads] = self._inputs.do[-1, self._heads]
         self._references: dict[bool, list[LatentResults]] = {}
 
-    def _call(self, provider: Provider) -> tuple[Callable[..., Any], list[Tensor]]:
-        """Return the function and its leaves."""
+    def call(self, provider: Provider, part: str) -> tuple[Callable[..., Any], list[Tensor], Tensor]:
         rows, tables, b = list(self._inputs[:5]), self._inputs[5:7], LATENT.get(provider.name)
         prepared = b.prepare(*tables, self.case.dtype) if b else None
 
         def run(*x: Tensor) -> Any:
             return b.run(list(x), prepared) if b else rope_attention_mla(*x, *tables, True, interleaved=True)
 
-        return run, [x.detach().requires_grad_() for x in (b.leaves(rows) if b else rows)]
+        leaves = [x.detach().requires_grad_() for x in (b.leaves(rows) if b else rows)]
+        return run, leaves, self._do if part == "gate" else self._inputs.do
 
-    def enter(self, provider: Provider) -> Entry:
-        grads = self.options.passes != ("fwd",) and provider.backward
-        run, leaves = self._call(provider)
-
-        def once() -> list[Tensor]:
-            with torch.set_grad_enabled(grads):
-                out = run(*leaves)
-            return [out, *(torch.autograd.grad(out, leaves, self._do) if grads else ())]
-
-        def make(part: str) -> Callable[[], Any]:
-            return forward_or_backward(*self._call(provider), self._inputs.do, part)
-
-        verdict = self._judge(provider, *once())
-        return Entry(provider, verdict, make, {"peak_mib": self.clock.peak_mib(once)})
-
-    def _judge(self, provider: Provider, o: Tensor, *grads: Tensor) -> Verdict:
+    def judge(self, provider: Provider, out: Tensor, grads: Sequence[Tensor]) -> Verdict:
         """Compare the first and the last head of the last batch entry."""
         b, x, bare = LATENT.get(provider.name), self._inputs, provider.role == "bare"
 
@@ -84,8 +69,9 @@ class MlaTrial(Trial):
             tables = (torch.ones_like(x.cos), torch.zeros_like(x.sin)) if bare else (x.cos, x.sin)
             inputs = LatentInputs(*map(chosen, x[:5]), *tables, chosen(self._do), None)
             self._references[bare] = [run_latent_reference(inputs, self.case, dtype) for dtype in (torch.float64, None)]
-        outs = zip(("o", *LatentResults._fields[2:]), (o, *(b.gradients(list(grads), self.case.nope) if b else grads)))
-        compared = [(name, chosen(out), *(getattr(y, name) for y in self._references[bare])) for name, out in outs]
+        outs = [out, *(b.gradients(list(grads), self.case.nope) if b else grads)]
+        names = zip(("o", *LatentResults._fields[2:]), outs)
+        compared = [(name, chosen(x), *(getattr(y, name) for y in self._references[bare])) for name, x in names]
         return judge(compared, self.case.dtype, forgiving=not provider.ours)
 
 

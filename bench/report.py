@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.timing import EVEN, ratio
+from verification.table import format_table
 
 Row = dict[str, Any]
 Group = dict[str, Row]  # by provider
@@ -30,16 +31,9 @@ PASSES = {"fwd": "forward", "bwd": "backward"}
 MODES = {"graph": "CUDA graphs", "eager": "eager calls", "host": "host time of eager calls", "load": "under load"}
 # The status of a row with a time that counts.
 TIMED = ("ok", "loose")
-# Columns in the text of a case: field, header, format. A column without a value is left out.
-_FIGURES = (
-    ("tflops", "TFLOP/s", "{:.0f}"),
-    ("gb_s", "GB/s", "{:.0f}"),
-    ("of_copy", "of copy", "{:.0%}"),
-    ("tokens_s", "tokens/s", "{:.0f}"),
-    ("efficiency", "of ideal", "{:.1%}"),
-    ("mj", "mJ", "{:#.4g}"),
-    ("peak_mib", "MiB", "{:.0f}"),
-)
+# Columns in the text of a case, by field. A column without a value is left out.
+_FIGURES = {"ms": "ms", "p20": "p20", "p80": "p80", "tflops": "TFLOP/s", "gb_s": "GB/s", "of_copy": "of copy"}
+_FIGURES |= {"tokens_s": "tokens/s", "efficiency": "of ideal", "mj": "mJ", "peak_mib": "MiB"}
 
 
 # Files
@@ -110,37 +104,23 @@ def red(rows: Iterable[Row]) -> bool:
 # Text for the terminal
 
 
-def table(header: list[str], lines: list[list[str]], left: int = 1) -> str:
-    """Return aligned columns, the first ``left`` of them to the left, with a rule under the header."""
-    widths = [max(len(line[i]) for line in [header, *lines]) for i in range(len(header))]
-
-    def render(line: list[str]) -> str:
-        cells = [text.ljust(w) if i < left else text.rjust(w) for i, (text, w) in enumerate(zip(line, widths))]
-        return "  ".join(cells).rstrip()
-
-    return "\n".join([render(header), "  ".join("-" * w for w in widths), *map(render, lines)])
-
-
 def case_report(rows: list[Row]) -> str:
     """Return everything about one case: a table for each mode, then who was not timed and why."""
     blocks = [f"{rows[0]['case']}   {rows[0]['shape']}"]
     for mode, words in MODES.items():
-        found = timed(rows, mode=mode)
-        shown = [each for each in _FIGURES if any(row.get(each[0]) is not None for row in found)]
-        lines = []
-        for (_, _, part, _), group in groups(found).items():
+        lines: list[dict[str, Any]] = []
+        for (_, _, part, _), group in groups(rows, mode).items():
             mine = ours(group.values())
             for row in group.values():
-                times = [f"{row['ms']:#.4g}", f"{row['p20']:#.4g}-{row['p80']:#.4g}"]
-                figures = [text.format(row[name]) if row.get(name) is not None else "" for name, _, text in shown]
-                against = ""
+                found = {header: row[name] for name, header in _FIGURES.items() if row.get(name) is not None}
+                figures = {header: x if x < 100 else round(x) for header, x in found.items()}
+                lines.append({words: row["label"] + mark(row), "pass": part} | figures)
                 if mine is not None and row is not mine:
                     value = faster(row, mine)
-                    against = f"{value:.2f}x{' LOSS' * (value < EVEN and row['role'] in ('rival', 'bare'))}"
-                lines.append([row["label"] + mark(row), part, *times, *figures, against])
+                    loss = " LOSS" * (value < EVEN and row["role"] in ("rival", "bare"))
+                    lines[-1]["/ ours"] = f"{value:.2f}x{loss}"
         if lines:
-            header = [words, "pass", "ms", "p20-p80", *(name for _, name, _ in shown), "/ ours"]
-            blocks.append(table(header, lines, left=2))
+            blocks.append(format_table(list(dict.fromkeys(name for line in lines for name in line)), lines))
     notes = []
     for row in rows:
         where = " ".join(filter(None, (row["pass"], row["mode"])))

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -131,9 +131,7 @@ PROVIDERS: dict[str, RopeProvider] = suite.by_name(
     (
         RopeProvider(OURS, "apply_rope (ours)", "ours", run=_fused),
         # One launch for both. It overwrites q and k, which saves it the allocation of outputs but no memory traffic.
-        RopeProvider(
-            "liger", "Liger", "rival", LIGER.missing, LIGER.pip, run=_liger, in_place=True, prepare=LIGER.prepare
-        ),
+        RopeProvider("liger", "Liger", "rival", LIGER.missing, run=_liger, in_place=True, prepare=LIGER.prepare),
         RopeProvider("compiled", "torch.compile", run=lambda *given: _compiled()(*given)),
         RopeProvider(COPY, "copy (ceiling)", "ceiling", run=lambda xs, tables, weights: list(_Copy.apply(*xs))),
     )
@@ -157,51 +155,48 @@ class RopeTrial(suite.Trial):
         self._xs, self._dos = views[:2], views[2:]
         self._tables = rope_tables(case.length, case.head_dim, device=device)
 
-    def _call(self, provider: RopeProvider) -> tuple[Callable[..., list[Tensor]], list[Tensor], list[Tensor]]:
-        """Return the function, its leaves and the gradients of its results, in memory of their own where needed."""
+    def call(self, provider: RopeProvider, part: str) -> tuple[Callable[..., Any], list[Tensor], list[Tensor]]:
         tables = provider.prepare(*self._tables, self.case.dtype)
         own = torch.clone if provider.in_place else torch.detach
         xs = [own(x).requires_grad_() for x in self._xs]
-        # A copy is a ceiling for bandwidth and computes no gradient for the weights.
-        weights = [weight.detach().requires_grad_(provider.role != "ceiling") for weight in self._weights]
+        weights = [weight.detach().requires_grad_() for weight in self._weights]
 
         def run(*leaves: Tensor) -> list[Tensor]:
             # Views, because a provider that works in place may not overwrite a leaf.
             return provider.run([x.view_as(x) for x in leaves[:2]], tables, weights)
 
-        return run, xs + [weight for weight in weights if weight.requires_grad], [own(x) for x in self._dos]
+        # A copy is a ceiling for bandwidth and computes no gradient for the weights.
+        return run, xs + weights * (provider.role != "ceiling"), [own(x) for x in self._dos]
 
     def enter(self, provider: RopeProvider) -> suite.Entry:
-        run, leaves, dos = self._call(provider)
-        outs = run(*leaves)
-        results = [out.detach().clone() for out in outs]
-        gradients = torch.autograd.grad(outs, leaves, dos)
-        if provider.role == "ceiling":
-            same = all(torch.equal(a, b) for a, b in zip((*results, *gradients), (*self._xs, *self._dos)))
-            verdict = Verdict() if same else Verdict("failed", detail="is no copy")
-        else:
-            verdict = judge(self._compared(results, gradients), self.case.dtype, forgiving=not provider.ours)
+        entry = super().enter(provider)
 
         def make(part: str) -> Callable[[], Any]:
-            fn = suite.forward_or_backward(*self._call(provider), part)
-            # Return the tensors that a replay of the graph overwrites: none that the provider works on.
-            return (lambda: fn() and []) if provider.in_place else fn
+            fn = entry.make(part)
+            return lambda: fn() and []  # the tensors that a replay of the graph overwrites: none that it works on
 
-        return suite.Entry(provider, verdict, make)
+        return replace(entry, make=make) if provider.in_place else entry
 
-    def _compared(self, outs: list[Tensor], gradients: tuple[Tensor, ...]) -> Iterator[Compared]:
+    def judge(self, provider: RopeProvider, out: list[Tensor], grads: Sequence[Tensor]) -> Verdict:
+        if provider.role == "ceiling":
+            same = all(torch.equal(a, b) for a, b in zip((*out, *grads), (*self._xs, *self._dos)))
+            return Verdict() if same else Verdict("failed", detail="is no copy")
+        return judge(self._compared(out, grads), self.case.dtype, forgiving=not provider.ours)
+
+    def _compared(self, outs: list[Tensor], grads: Sequence[Tensor]) -> Iterator[Compared]:
         """Yield the first and the last head of q and k, (N, D), and the weights' gradients, (1, D)."""
         options: dict[str, Any] = {"rotary_dim": self.case.head_dim, "interleaved": False}
-        for i, (x, dy, y, dx) in enumerate(zip(self._xs, self._dos, outs, gradients)):
+        for i, (x, dy) in enumerate(zip(self._xs, self._dos)):
             if self._weights:
                 options |= {"weight": self._weights[i], "norm_eps": _NORM_EPS, "norm_offset": 0.0}
-            given = x, dy, *self._tables
-            ref64, eager = (testing.run_rotation_reference(*given, dtype, **options) for dtype in (torch.float64, None))
-            for batch, head in ends(x.shape[0], x.shape[1]):
-                yield "o", y[batch, head], ref64.y[batch, head], eager.y[batch, head]
-                yield "dx", dx[batch, head], ref64.dx[batch, head], eager.dx[batch, head]
-            if ref64.dweight is not None and eager.dweight is not None:
-                yield "dweight", gradients[2 + i][None], ref64.dweight[None], eager.dweight[None]
+            dtypes = torch.float64, None
+            near = [testing.run_rotation_reference(x, dy, *self._tables, dtype, **options) for dtype in dtypes]
+            for at in ends(*x.shape[:2]):
+                yield "o", outs[i].detach()[at], *(found.y[at] for found in near)
+                if grads:
+                    yield "dx", grads[i][at], *(found.dx[at] for found in near)
+            if grads and self._weights:
+                yield "dweight", grads[2 + i][None], *(found.dweight[None] for found in near)
 
     def figures(self, part: str, mode: str, measured: suite.Times) -> dict[str, Row]:
         # The gradient of a norm also reads the normed tensor: three tensors where a copy moves two.

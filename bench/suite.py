@@ -32,14 +32,13 @@ class Provider:
     """One implementation. Suites add fields for their calls.
 
     role: "ours", "rival", "bare" (attention without the rotation) or "ceiling" (computes nothing: a copy, one GPU).
-    missing: returns why it cannot run on this machine, or None. pip: the packages that it needs. backward: it has one.
+    missing: returns why it cannot run on this machine, or None. backward: it has one.
     """
 
     name: str
     label: str
     role: str = "rival"
     missing: Callable[[], str | None] = nothing_missing
-    pip: tuple[str, ...] = ()
     backward: bool = True
 
     @property
@@ -128,9 +127,29 @@ class Trial:
         """Return why a provider that serves this case has no such pass, or None."""
         return None if provider.backward or part == "fwd" else f"{provider.label} has a forward pass only"
 
+    def call(self, provider: Any, part: str) -> tuple[Callable[..., Any], list[Tensor], Any]:
+        """Return ``run``, the tensors that it takes and the gradient of its result, for a pass or for the "gate"."""
+        raise NotImplementedError
+
+    def judge(self, provider: Any, out: Any, grads: Sequence[Tensor]) -> Verdict:
+        """Compare the result and the gradients, of which there may be none, with float64."""
+        raise NotImplementedError
+
     def enter(self, provider: Any) -> Entry:
         """Run the provider once and judge what it computes. Raises what the provider raises."""
-        raise NotImplementedError
+        needs_grads = provider.backward and self.options.passes != ("fwd",)
+        run, leaves, given = self.call(provider, "gate")
+
+        def once() -> tuple[Any, Sequence[Tensor]]:
+            with torch.set_grad_enabled(needs_grads):
+                out = run(*leaves)
+            return out, torch.autograd.grad(out, leaves, given) if needs_grads else ()
+
+        def make(part: str) -> Callable[[], Any]:
+            return forward_or_backward(*self.call(provider, part), part)
+
+        verdict = self.judge(provider, *once())
+        return Entry(provider, verdict, make, {"peak_mib": self.clock.peak_mib(once)})
 
     def gated(self) -> None:
         """Free what only the gate needed; called after every provider has entered."""

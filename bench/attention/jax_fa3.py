@@ -162,7 +162,7 @@ PROVIDERS = by_name(
         OURS,
         rival(BASELINES["bare_fa4"]),
         AttentionProvider(
-            *(FA3, "bare FA3, from JAX", "bare", _missing, ("jax", _PIP)),
+            *(FA3, "bare FA3, from JAX", "bare", _missing),
             run=lambda q, k, v, given: _Fa3.apply(q, k, v, given.case.causal),
         ),
     )

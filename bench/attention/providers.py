@@ -95,7 +95,7 @@ def rival(b: Baseline) -> AttentionProvider:
     names = ("prepare", "unsupported", "in_place", "half_tables", "backward")
     role = "rival" if b.rotates else "bare"
     fields = {name: getattr(b, name) for name in names}
-    return AttentionProvider(b.name, b.label, role, b.missing, b.pip, run=run, **fields)
+    return AttentionProvider(b.name, b.label, role, b.missing, run=run, **fields)
 
 
 def masked_rival(attention: MaskedAttention, kind: str, rotation: Any) -> AttentionProvider:

@@ -85,11 +85,8 @@ class ModelProvider(Provider):
 
 
 _EVERYTHING = _PASSES + _STEP + _SERVED
-_LIGER: dict[str, Any] = LIGER.fields()
-_LIGER_FLASH_4: dict[str, Any] = {
-    "pip": (LIGER.pip, FLASH_4.pip),
-    "missing": lambda: "; ".join(filter(None, (LIGER.missing(), FLASH_4.missing()))) or None,
-}
+_LIGER: dict[str, Any] = {"missing": LIGER.missing}
+_LIGER_FLASH_4: dict[str, Any] = {"missing": lambda: LIGER.missing() or FLASH_4.missing()}
 _sdpa, _flash_4 = partial(_attention, "sdpa"), partial(_attention, "flash_attention_4")
 _all_sdpa, _all_flash_4, _all_fused = ((_liger, attention) for attention in (_sdpa, _flash_4, _fused))
 _graphs: dict[str, Any] = {"kinds": _SERVED, "manager": {"use_cuda_graph": True}}

@@ -52,7 +52,7 @@ class WallClock(DeviceClock):
 
 def scripted(name, run=providers.fused, label="", role="rival", lacks=None, **fields):
     """Return a provider of attention that runs ``run(q, k, v, given)``, as in ``AttentionProvider``."""
-    return AttentionProvider(name, label or name, role, lambda: lacks, ("scripted",), run=run, **fields)
+    return AttentionProvider(name, label or name, role, lambda: lacks, run=run, **fields)
 
 
 def run(suite, *chosen, providers=None, clock=None, **options):
