@@ -132,7 +132,7 @@ class Trial:
         raise NotImplementedError
 
     def judge(self, provider: Any, out: Any, grads: Sequence[Tensor]) -> Verdict:
-        """Compare the result and the gradients, of which there may be none, with float64."""
+        """Compare the result with float64, and the gradients; ``grads`` may be empty."""
         raise NotImplementedError
 
     def enter(self, provider: Any) -> Entry:
