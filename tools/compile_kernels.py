@@ -66,14 +66,13 @@ class Job(LaunchJob):
     causal: bool = True
     gqa: bool = False
     interleaved: bool = False
-    rotary_dim: int | None = None
+    rotary_dim: int | None = None  # 0: no tables
     masks: tuple[str, ...] = ()  # of MASKS
     rotated: bool = False  # forward saves rotated q and k, backward takes them
     norms: bool = False  # of q and k, before their rotation
     sums: bool = False  # dk and dv in float32, as context parallelism adds them up
     deterministic: bool = False  # the sm_90 backward adds dQ in a fixed order
     latent: bool = False  # multi-head latent attention, with 64 of the head_dim columns rotated
-    unrotated: bool = False  # no tables
 
     @property
     def is_hopper(self) -> bool:
@@ -106,9 +105,7 @@ class Job(LaunchJob):
         else:
             q, k, v = (self.heads(batch, length, heads) for heads in (heads_q, heads_kv, heads_kv))
         # Full-width tables where they are read at another stride than half-width ones.
-        cos = sin = meta(length, rotary_dim if self.interleaved else rotary_dim // 2)
-        if self.unrotated:
-            cos, sin, rotary_dim = None, None, 0
+        cos = sin = meta(length, rotary_dim if self.interleaved else rotary_dim // 2) if rotary_dim else None
         sinks = meta(heads_q) if "sinks" in self.masks else None
         bounds = (int32(batch) if name in self.masks else None for name in ("kv_starts", "kv_lens"))
         ends, weight = int32(9) if packed else None, meta(self.head_dim) if self.norms else None
@@ -186,8 +183,10 @@ def table_jobs(arch: str, full: bool = False) -> list[Job]:
 
 
 def _variants(job: Job) -> list[Job]:
-    """Return the job with interleaved pairs, with a head dimension that is no power of two, and in float16."""
-    found = [replace(job, interleaved=True, rotary_dim=job.head_dim // 2), replace(job, head_dim=job.head_dim - 8)]
+    """Return the job with interleaved pairs, without tables, with a head dimension that is no power of two, and in
+    float16."""
+    found = [replace(job, interleaved=True, rotary_dim=job.head_dim // 2), replace(job, rotary_dim=0)]
+    found.append(replace(job, head_dim=job.head_dim - 8))
     return found + ([replace(job, dtype=torch.float16)] if job.dtype == torch.bfloat16 else [])
 
 
@@ -206,7 +205,8 @@ def mask_jobs(arch: str, full: bool = False) -> list[Job]:
 
     The masks that take most registers where a row is for masks alone (sm_90 and sm_100, D 64 and 256), and at D 128 on
     sm_90 (inline) and sm_86; intervals at D 128 on sm_90 and gfx942: the other cards have the instructions of one of
-    them. ``full``: every combination, strategy and width everywhere.
+    them. Those of sm_86 have no tables, and norms in forward. ``full``: every combination, strategy and width, and the
+    most masks without tables.
     """
     chosen = [("prepass", 64, _MOST), ("prepass", 256, _MOST)] if arch in ("sm_90", "sm_100") else []
     if arch in aot.THOROUGH:
@@ -222,7 +222,11 @@ def mask_jobs(arch: str, full: bool = False) -> list[Job]:
             config = replace(find_config(direction, arch, 2, head_dim, strategy, "medium", True), section_bytes=0)
             rotated = is_forward and strategy == "prepass" and not full
             call = {"direction": direction, "head_dim": head_dim, "config": config, "rotated": rotated, "masks": masks}
-            jobs.append(Job(**BF16, **call, arch=arch, gqa=True))
+            job = Job(**BF16, **call, arch=arch, gqa=True)
+            if full or arch != "sm_86":
+                jobs.append(job)
+            if masks == _MOST and (full or arch == "sm_86"):
+                jobs.append(replace(job, rotary_dim=0, norms=is_forward))
     if arch == "sm_90":
         # Rows that are no multiple of 16 elements apart, which ptxas 12.8 has miscompiled (``tools.uninitialised``).
         config = portable_configs.forward_config(arch, 2, 24, "inline", "tiny", True)
@@ -283,7 +287,8 @@ def hopper_jobs(arch: str, full: bool = False) -> list[Job]:
       keys with three warpgroups, at 64;
     - norms at 128 columns, with packed sequences where a row serves them, backward also with keys' sums in float32;
     - rotated q and k without norms at 256 columns, in backward;
-    - dQ added in a fixed order at 64 columns, where steps are shortest, and with the masks of 128 and 256, there alone.
+    - dQ added in a fixed order at 64 columns, where steps are shortest, and with the masks of 128 and 256, there alone;
+    - without tables at 128 columns: no causal mask, intervals in backward, and intervals with norms in forward.
 
     ``full`` as in ``table_jobs``, and each feature alone at every width."""
     jobs: list[Job] = []
@@ -306,7 +311,7 @@ def hopper_jobs(arch: str, full: bool = False) -> list[Job]:
             others = [x for x in jobs if (x.direction, x.head_dim, x.causal) == (direction, *key[:2])]
             is_first = key[:2] == (hopper_configs.HEAD_DIM, False) and not others
             if is_first or full or replace(job, causal=True) not in jobs:
-                jobs += [job, *(_variants(job) if full else ())]
+                jobs += [job, *_variants(job)] if full else [replace(job, rotary_dim=0) if is_first else job]
         chosen = _HOPPER_CHOSEN + (((64, _MANY),) if direction == "forward" else ())
         for head_dim, causal, masks in itertools.product(head_dims, (True, False), _HOPPER_MASKED):
             if head_dim in dims and (full or causal and (head_dim, masks) in chosen):
@@ -314,7 +319,10 @@ def hopper_jobs(arch: str, full: bool = False) -> list[Job]:
                 call = {"head_dim": head_dim, "config": config, "causal": causal, "masks": masks}
                 dtypes = (torch.bfloat16, torch.float16) if full else (torch.bfloat16,)
                 gqa = masks == _MOST and not full
-                jobs += [Job(arch=arch, direction=direction, dtype=dtype, gqa=gqa, **call) for dtype in dtypes]
+                found = [Job(arch=arch, direction=direction, dtype=dtype, gqa=gqa, **call) for dtype in dtypes]
+                jobs += found
+                if masks == _INTERVALS:
+                    jobs += [replace(job, rotary_dim=0, norms=direction == "forward") for job in found]
     # Calls of a training step; narrower heads leave more registers in the same code.
     trained = [job for job in jobs if job.masks in ((), ("packed",)) and (job.causal or full)]
     if not full:
@@ -331,7 +339,7 @@ def hopper_jobs(arch: str, full: bool = False) -> list[Job]:
         ordered = list(
             {(job.head_dim, job.masks): job for job in reversed(ordered) if (job.head_dim, job.masks) in kinds}.values()
         )
-        jobs = [job for job in jobs if job not in ordered or job.head_dim != 256]
+        jobs = [job for job in jobs if job not in ordered or job.head_dim == 64]
     jobs += [replace(job, deterministic=True) for job in ordered]
     if full:
         backward = [job for job in trained if job.direction == "backward"]

@@ -21,7 +21,7 @@ class DecodeJob(LaunchJob):
 
     # HopperForwardConfig: attention on a contiguous copy of the keys; OrderedConfig: with the bits of training.
     config: configs.DecodeConfig | HopperForwardConfig | configs.OrderedConfig
-    rotary_dim: int | None = None
+    rotary_dim: int | None = None  # 0: no tables
     of_rotated: bool = True
     interleaved: bool = False
     len_q: int = 1
@@ -47,7 +47,7 @@ class DecodeJob(LaunchJob):
         q, k, v = (self.heads(2, self.len_q, n) for n in (8, 2, 2))
         caches = (self.heads(pages, rows, 2, cache_dtype) for _ in range(2))
         rotary_dim = self.head_dim if self.rotary_dim is None else self.rotary_dim
-        cos = sin = meta(1000, rotary_dim // 2)
+        cos = sin = meta(1000, rotary_dim // 2) if rotary_dim else None
         tensors = StepTensors(
             q,
             *caches,
@@ -112,7 +112,8 @@ def write_jobs(arch: str, full: bool = False) -> list[WriteJob]:
 
 def decode_jobs(arch: str, full: bool = False) -> list[DecodeJob]:
     """A job for each row of the table that serves ``arch``; in ``aot.THOROUGH`` also D 128 with masks, 16 tokens and
-    raw keys, on sm_90 pages and chunks of a prompt. ``full`` adds those everywhere, and layouts."""
+    raw keys, on sm_90 pages and chunks of a prompt, on sm_86 norms without tables. ``full`` adds those everywhere, and
+    layouts."""
     jobs = []
     for row, size, rotated in itertools.product(configs.DECODE, (1, 2, 4), (True, False)):
         if arch not in row.arch or size not in row.element_size or (size == 1 and arch not in configs.FLOAT8):
@@ -154,12 +155,16 @@ def decode_jobs(arch: str, full: bool = False) -> list[DecodeJob]:
                 config = configs.OrderedConfig(block_n=128, least_units=least_units)
                 jobs.append(replace(ordered, config=config, page_size=16))
                 wide = configs.OrderedConfig(block_n=64, least_units=least_units)
-                jobs.append(replace(ordered, config=wide, head_dim=256, len_q=8, masked=True, norms=True))
+                of_one = replace(ordered, config=wide, head_dim=256, len_q=8, masked=True, norms=True)
+                jobs.append(replace(of_one, rotary_dim=0) if least_units == 1 and not full else of_one)
         # On sm_90 raw keys have the fewest registers left.
         if featured and (rotated != (arch == "sm_90") or full):
-            jobs.append(replace(job, masked=True, interleaved=True, rotary_dim=64, head_dim=120, len_q=16))
+            is_turned = arch == "sm_90" or full
+            tables = {"rotary_dim": 64, "interleaved": True} if is_turned else {"rotary_dim": 0, "norms": True}
+            jobs.append(replace(job, masked=True, head_dim=120, len_q=16, **tables))
         if full:
             jobs += [replace(job, len_q=16), replace(job, append=False), replace(job, interleaved=True)]
+            jobs.append(replace(job, rotary_dim=0, norms=True))
             jobs.append(replace(job, masked=True, rotary_dim=row.head_dim // 2, head_dim=row.head_dim - 8))
             if size == 2:
                 jobs.append(replace(job, dtype=torch.float16))

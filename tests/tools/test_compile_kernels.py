@@ -112,6 +112,7 @@ def test_no_product_of_a_rotation_is_left_for_the_compiler_to_fuse(compiled):
     # The squares of two sections are added one after the other (docs/design/numerics.md).
     rows = [row for row in rows if not re.search("norm backward|two ids norm", row["job"])]
     rotating = [row for row in rows if row["kernel"] in ("forward_kernel", "prepass_kernel", "rotation_kernel")]
+    rotating = [row for row in rotating if " R0 " not in row["job"]]
     rotating = [row for row in rotating if row["kernel"] != "forward_kernel" or "queries=False" not in row["job"]]
     assert len(rotating) >= 30 and all(row["fused"] for row in rotating)
     assert any(" norm" in row["job"] for row in rotating)
