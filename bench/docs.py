@@ -115,8 +115,8 @@ def main(argv: list[str]) -> int:
                 print(f"{page}: " + (f"rewrote {stale}" if stale else "matches the rows"))
     except ImportError as error:
         return refuse("docs", f"plots need matplotlib: pip install matplotlib ({error})")
-    except (OSError, ValueError) as error:
-        return refuse("docs", str(error))
+    except (OSError, ValueError, KeyError) as error:
+        return refuse("docs", f"{type(error).__name__}: {error}")
     return status
 
 

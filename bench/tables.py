@@ -92,49 +92,36 @@ def _columns(table: Table, rows: list[Row]) -> dict[str, Callable[[list[Group]],
     """Return header -> the function that makes a cell from the groups of a case's passes, of columns with content."""
     fields = {field for row in rows for field in row}
     providers, roles = ({row[name] for row in rows} for name in ("provider", "role"))
-    columns = {f"ours, {_UNITS[table.shows]}": partial(_ours, table)}
+    columns = {f"ours, {_UNITS[table.shows]}": partial(_figures, table.mine, table.shows, report.three_digits)}
     if table.cost:
-        columns[table.cost[0]] = partial(_cost, table, table.cost[1])
+        columns[table.cost[0]] = partial(_over, table, table.mine, table.cost[1], "{:.3f}")
+    for name, (field, text) in table.facts.items():
+        if field in fields:
+            columns[name] = partial(_figures, table.mine, field, text.format, once=True)
     columns |= {
-        name: partial(_fact, table, field, text.format)
-        for name, (field, text) in table.facts.items()
-        if field in fields
+        name: partial(_over, table, who, table.mine, "{:.2f}") for name, who in table.others.items() if who in providers
     }
-    columns |= {name: partial(_other, table, who) for name, who in table.others.items() if who in providers}
     return columns | {_ROLES[role]: partial(_best, table, role) for role in table.roles if role in roles}
 
 
-def _ours(table: Table, passes: list[Group]) -> str:
-    return " / ".join(report.three_digits(group[table.mine][table.shows]) for group in passes)
+def _figures(mine: str, field: str, text: Callable[[Any], str], passes: list[Group], once: bool = False) -> str:
+    """Return a field of ours in each pass. once: name equal ones once."""
+    cells = [text(group[mine][field]) for group in passes if field in group[mine]]
+    return " / ".join(dict.fromkeys(cells) if once else cells)
 
 
-def _fact(table: Table, field: str, text: Callable[[Any], str], passes: list[Group]) -> str:
-    """Return a field of ours, once if it is the same in all passes."""
-    mine = [group[table.mine] for group in passes]
-    return " / ".join(dict.fromkeys(text(row[field]) for row in mine if field in row))
-
-
-def _cost(table: Table, without: str, passes: list[Group]) -> str:
-    """Return our time over that of ours without the option."""
-    return " / ".join(f"{report.faster(group[table.mine], group[without]):.3f}" for group in passes if without in group)
-
-
-def _other(table: Table, who: str, passes: list[Group]) -> str:
-    """Return a provider's time over ours."""
-    found = [(group[who], group[table.mine]) for group in passes if who in group]
-    return " / ".join(f"{report.faster(row, own, table.over):.2f}{report.mark(row)}" for row, own in found) or "-"
+def _over(table: Table, who: str, by: str, text: str, passes: list[Group]) -> str:
+    """Return a provider's time over that of another one."""
+    found = [(group[who], group[by]) for group in passes if who in group and by in group]
+    return " / ".join(text.format(report.faster(row, of, table.over)) + report.mark(row) for row, of in found) or "-"
 
 
 def _best(table: Table, role: str, passes: list[Group]) -> str:
-    """Return the time of the best of a role over ours, with its label."""
-    best = [(report.strongest(group.values(), role), group[table.mine]) for group in passes]
-    return _named([(report.faster(row, own, table.over), row["label"], report.mark(row)) for row, own in best if row])
-
-
-def _named(found: list[tuple[float, str, str]]) -> str:
-    """Return ratios with their labels, which are named once if they are the same: ``1.04 / 1.16 FA4``."""
-    labels = [_PREFIX.sub("", label) for _, label, _ in found]
-    figures = [f"**{ratio:.2f}**{loose}" for ratio, _, loose in found]
+    """Return the time of the best of a role over ours, with labels, equal ones once: ``1.04 / 1.16 FA4``."""
+    pairs = [(report.strongest(group.values(), role), group[table.mine]) for group in passes]
+    found = [(row, own) for row, own in pairs if row]
+    figures = [f"**{report.faster(row, own, table.over):.2f}**{report.mark(row)}" for row, own in found]
+    labels = [_PREFIX.sub("", row["label"]) for row, _ in found]
     if len(set(labels)) == 1:
         return f"{' / '.join(figures)} {labels[0]}"
     return " / ".join(f"{figure} {label}" for figure, label in zip(figures, labels))
