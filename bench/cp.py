@@ -67,12 +67,6 @@ class CpCase:
             limits.append(min(self.length, limits[-1] + int(2 ** generator.uniform(9, 15))))
         return limits
 
-    def inputs(self, device: torch.device) -> list[Tensor]:
-        """Return q, k, v and do of the whole sequence, (1, H, N, D), the same on every GPU."""
-        heads = self.heads_q, self.heads_kv, self.heads_kv, self.heads_q
-        shapes = [(1, self.length, count, self.head_dim) for count in heads]
-        return [x.transpose(1, 2) for x in normal(shapes, self.dtype, device)]
-
 
 class Prepared(NamedTuple):
     """A provider's call of one case: ``run(q, k, v) -> o``, its q, k, v and gradient of o, and when it is active."""
@@ -124,6 +118,8 @@ def _torch(case: CpCase, inputs: list[Tensor], tables: tuple[Tensor, Tensor], gr
     K and V have as many heads as Q, because its ring takes no grouped ones.
     """
     from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor.experimental import context_parallel
+    from torch.nn.attention import SDPBackend, sdpa_kernel
 
     q, k, v, do = inputs
     k, v = (x.repeat_interleave(case.heads_q // case.heads_kv, dim=1) for x in (apply_rope(k, *tables), v))
@@ -133,13 +129,9 @@ def _torch(case: CpCase, inputs: list[Tensor], tables: tuple[Tensor, Tensor], gr
 
     @contextmanager
     def active() -> Iterator[None]:
-        from torch.distributed.tensor.experimental import context_parallel
-        from torch.nn.attention import SDPBackend, sdpa_kernel
-
-        # It reads the length of the sequence from a buffer.
-        buffer = torch.zeros(case.length, device=do.device)
-        flash = sdpa_kernel([SDPBackend.FLASH_ATTENTION])
-        with flash, context_parallel(mesh, buffers=[buffer], buffer_seq_dims=[0]):
+        buffer = torch.zeros(case.length, device=do.device)  # it reads the length of the sequence from a buffer
+        ring = context_parallel(mesh, buffers=[buffer], buffer_seq_dims=[0])
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION), ring:
             yield
 
     return Prepared(lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True), shards, active)
@@ -164,17 +156,14 @@ class RanksClock(DeviceClock):
         super().__init__(device)
         self.group = group
 
-    def _most(self, values: list[float]) -> list[float]:
-        found = torch.tensor(values, device=self.device)
-        dist.all_reduce(found, dist.ReduceOp.MAX, group=self.group)
-        return found.tolist()
-
     def sample(self, fn: Callable[[], Any], calls: int) -> list[float]:
         """Return the ms of each of ``calls`` calls in succession, after one that is not measured."""
         fn()
         self.synchronize()
         dist.barrier(self.group)
-        return self._most(self._times(fn, calls))
+        times = torch.tensor(self._times(fn, calls), device=self.device)
+        dist.all_reduce(times, dist.ReduceOp.MAX, group=self.group)
+        return times.tolist()
 
     def _times(self, fn: Callable[[], Any], calls: int) -> list[float]:
         events = [torch.cuda.Event(enable_timing=True) for _ in range(calls + 1)]
@@ -198,8 +187,11 @@ class CpTrial(Trial):
     facts = ("kind", "length", "ranks", "heads_q", "heads_kv", "head_dim", "dtype")
 
     def open(self) -> None:
-        self._inputs = self.case.inputs(self.clock.device)
-        self._tables = rope_tables(self.case.length, self.case.head_dim, base=500000.0, device=self.clock.device)
+        case, device = self.case, self.clock.device
+        heads = case.heads_q, case.heads_kv, case.heads_kv, case.heads_q
+        tensors = normal([(1, case.length, count, case.head_dim) for count in heads], case.dtype, device)
+        self._inputs = [x.transpose(1, 2) for x in tensors]  # q, k, v and do of the whole sequence, on every GPU
+        self._tables = rope_tables(case.length, case.head_dim, base=500000.0, device=device)
 
     def enter(self, provider: CpProvider) -> Entry:
         run, shards, active = provider.prepare(self.case, self._inputs, self._tables, self.clock.group)
@@ -211,17 +203,11 @@ class CpTrial(Trial):
 
         return Entry(provider, Verdict(), make, active=active)
 
-    def gated(self) -> None:
-        self._inputs = []
-
     def figures(self, part: str, mode: str, measured: Times) -> dict[str, Row]:
         """Return one GPU's time divided by the number of GPUs, over this time: 1 is ideal."""
-        rounds = {name: found.round_medians for name, found in measured.items()}
-        one = rounds.pop("one", None)
-        if one is None:
-            return {}
-        ranks = self.case.ranks
-        return {name: {"efficiency": ratio(one, times) / ranks} for name, times in rounds.items()}
+        one, others = measured.get("one"), measured.keys() - {"one"}
+        rounds = {name: measured[name].round_medians for name in others if one is not None}
+        return {name: {"efficiency": ratio(one.round_medians, x) / self.case.ranks} for name, x in rounds.items()}
 
 
 def _adapt(chosen: list[CpCase], options: Options, args: argparse.Namespace) -> list[CpCase]:
