@@ -66,12 +66,11 @@ _STEP, _SERVED = ("step",), ("serve",)
 class ModelProvider(Provider):
     """A way to run a model's attention.
 
-    switches: applied while a round of it runs. norms: only for models that norm heads. kinds: the works that it takes
-    part in. manager: options of the manager of continuous batching.
+    switches: applied while a round of it runs. kinds: the works that it takes part in. manager: options of the manager
+    of continuous batching.
     """
 
     switches: tuple[Switch, ...]
-    norms: bool = False
     kinds: tuple[str, ...] = _PASSES
     manager: Mapping[str, Any] = field(default_factory=dict)
 
@@ -103,8 +102,8 @@ PROVIDERS: dict[str, ModelProvider] = by_name(
         ModelProvider(
             "liger_all_fa4", "Liger + flash_attention_4", switches=_all_flash_4, kinds=_STEP, **_LIGER_FLASH_4
         ),
-        ModelProvider("liger_norm", _norm_label, switches=_norms, norms=True, **_LIGER),
-        ModelProvider("own_norms", "patch_model, norms of heads outside", switches=_own_norms, norms=True),
+        ModelProvider("liger_norm", _norm_label, switches=_norms, **_LIGER),
+        ModelProvider("own_norms", "patch_model, norms of heads outside", switches=_own_norms),
         ModelProvider("fused", "patch_model", "ours", switches=(_fused,), kinds=_EVERYTHING),
         ModelProvider("fused_liger", _with_liger, "ours", switches=_all_fused, kinds=_STEP, **_LIGER),
     )

@@ -15,13 +15,12 @@ from bench.suite import length_name
 class Model:
     """A model: the family of its config class, and the config.
 
-    norms: it norms the heads of q and k. kinds: the works that it is for. out: providers that cannot run it.
+    kinds: the works that it is for. out: providers that cannot run it.
     """
 
     name: str
     family: str
     config: dict[str, Any]
-    norms: bool = False
     kinds: tuple[str, ...] = ("train", "step", "prefill", "decode", "serve")
     out: tuple[str, ...] = ()
 
@@ -35,12 +34,13 @@ def _sizes(hidden: int, intermediate: int, layers: int, heads: tuple[int, int], 
 _LLAMA3 = {"vocab_size": 128256, "max_position_embeddings": 131072, "rope_theta": 500000.0}
 _QWEN3 = {"vocab_size": 151936, "max_position_embeddings": 40960, "rope_theta": 1000000.0}
 _DEEPSEEK3 = _sizes(7168, 18432, 4, (128, 128), 64, first_k_dense_replace=61)
+_NORMS = ("liger_norm", "own_norms")  # of heads
 MODELS = (
-    Model("Llama-3.2-1B", "Llama", _sizes(2048, 8192, 16, (32, 8), 64, **_LLAMA3)),
-    Model("Llama-3.1-8B", "Llama", _sizes(4096, 14336, 8, (32, 8), 128, **_LLAMA3)),
-    Model("Qwen3-0.6B", "Qwen3", _sizes(1024, 3072, 28, (16, 8), 128, **_QWEN3), norms=True),
+    Model("Llama-3.2-1B", "Llama", _sizes(2048, 8192, 16, (32, 8), 64, **_LLAMA3), out=_NORMS),
+    Model("Llama-3.1-8B", "Llama", _sizes(4096, 14336, 8, (32, 8), 128, **_LLAMA3), out=_NORMS),
+    Model("Qwen3-0.6B", "Qwen3", _sizes(1024, 3072, 28, (16, 8), 128, **_QWEN3)),
     # Dense layers are as wide as a token's nine experts. Liger rotates halves.
-    Model("DeepSeek-V3", "DeepseekV3", _DEEPSEEK3, kinds=("train", "prefill"), out=("liger",)),
+    Model("DeepSeek-V3", "DeepseekV3", _DEEPSEEK3, kinds=("train", "prefill"), out=("liger", *_NORMS)),
 )
 # New tokens of each request of continuous batching.
 NEW_TOKENS = 64

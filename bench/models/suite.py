@@ -127,9 +127,6 @@ class ModelTrial(Trial):
             made = ModelTrial._made = case.model, model, AdamW(model.parameters(), lr=0.0, fused=True)
         _, self._model, self._optimizer = made
 
-    def unsupported(self, provider: ModelProvider) -> str | None:
-        return "the model has no norms of heads" if provider.norms and not self.case.model.norms else None
-
     def enter(self, provider: ModelProvider) -> Entry:
         work = self.case.work
         optimizer = self._optimizer if work.kind == "step" else None
@@ -142,19 +139,15 @@ class ModelTrial(Trial):
             with provider.on(self._model), step.active():
                 yield
 
+        self._model.zero_grad(set_to_none=True)  # of a provider that has failed
         # A manager sizes its pages by the free memory, and PyTorch's allocator keeps what earlier providers have freed.
         self.clock.release()
-        try:
-            with provider.on(self._model):
-                step.begin(**provider.manager)
-            with active():
-                facts: Row = {"peak_mib": self.clock.peak_mib(step)}
-        except Exception:
-            self._model.zero_grad(set_to_none=True)
-            raise
-        result = step.result
-        self._first = result if self._first is None else self._first
-        facts["off_first"] = step.distance(result, self._first)
+        with provider.on(self._model):
+            step.begin(**provider.manager)
+        with active():
+            peak = self.clock.peak_mib(step)
+        self._first = step.result if self._first is None else self._first
+        facts = {"peak_mib": peak, "off_first": step.distance(step.result, self._first)}
         return Entry(provider, Verdict(), lambda part: step, facts, active)
 
     def fields(self) -> Row:

@@ -10,7 +10,7 @@ from bench.models import providers, serving, shapes, suite
 from fused_rope_attn.integrations.transformers import patch_report
 from tests.support.bench import TINY_MODEL, run as run_suite, status
 
-NORMED = shapes.Model("Qwen", "Qwen3", TINY_MODEL.config | {"head_dim": 16, "num_key_value_heads": 1}, norms=True)
+NORMED = shapes.Model("Qwen", "Qwen3", TINY_MODEL.config | {"head_dim": 16, "num_key_value_heads": 1})
 IDS = torch.zeros(1, 4, dtype=torch.int64)
 
 
@@ -56,9 +56,9 @@ def test_requests_of_mixed_lengths(monkeypatch):
     for module in (serving, shapes):
         monkeypatch.setattr(module, "NEW_TOKENS", 5)
     work = shapes.Work("serve", 3, 24)
-    rows = run(["sdpa", "sdpa_graphs", "own_norms", "fused"], work)
-    assert status(rows) == dict.fromkeys(("sdpa", "sdpa_graphs", "fused"), "ok") | {"own_norms": "unsupported"}
-    for row in (row for row in rows if row["status"] == "ok"):
+    rows = run(["sdpa", "sdpa_graphs", "fused"], work)
+    assert status(rows) == dict.fromkeys(("sdpa", "sdpa_graphs", "fused"), "ok")
+    for row in rows:
         assert row["off_first"] == 0.0 and row["tokens_s"] == pytest.approx(3 * 5 / row["ms"] * 1e3)
 
 
