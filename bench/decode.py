@@ -98,14 +98,12 @@ CASES += (DecodeCase(64, 65536, mixed=True),)
 class DecodeProvider(Provider):
     """``make(step)`` prepares and returns a function that runs one step and returns o (B, HQ, 1, D).
 
-    float8: its cache is. stored: its cache is a copy, in pages or in float8. even: it serves sequences of one length
-    only.
+    float8: its cache is. stored: its cache is a copy, in pages or in float8.
     """
 
     make: Callable[[StepTensors], Callable[[], Tensor]]
     float8: bool = False
     stored: bool = False
-    even: bool = False
 
 
 def pools_of(step: StepTensors, page_size: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -163,7 +161,7 @@ def rival(name: str, attention: Attention, label: str = "", causal: bool = False
         return run
 
     label = f"rotate + write + {label or attention.label}"
-    return DecodeProvider(name, label, "rival", attention.missing, make=make, even=True)
+    return DecodeProvider(name, label, "rival", attention.missing, make=make)
 
 
 def _copy(step: StepTensors) -> Callable[[], Tensor]:
@@ -216,7 +214,7 @@ class DecodeTrial(Trial):
         self._step = self.case.step(self.clock.device)
 
     def unsupported(self, provider: DecodeProvider) -> str | None:
-        if provider.even and self.case.mixed:
+        if provider.role == "rival" and self.case.mixed:
             return "serves sequences of one length only"
         if provider.stored and self.case.bytes > _MOST_STORED_BYTES:
             return "its caches would be another copy of so many bytes"

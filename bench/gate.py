@@ -114,7 +114,7 @@ class Gate:
             # The reference takes packed sequences without a batch: one head after the other.
             parts = [self._heads] if case.seqlens is None else [[head] for head in self._heads]
             found = [
-                [self._named(self._reference(*self._problem(case, heads, cos, sin), dtype)) for heads in parts]
+                [self._results(*self._problem(case, heads, cos, sin), dtype) for heads in parts]
                 for dtype in (torch.float64, None)
             ]
             exact, near = ({name: torch.cat([p[name] for p in results]) for name in results[0]} for results in found)
@@ -127,11 +127,10 @@ class Gate:
         case = replace(case, batch=len(heads), heads_q=q.shape[1], heads_kv=1)
         return testing.Inputs(q, k, v, cos, sin, do), case
 
-    @staticmethod
-    def _named(results: testing.Results) -> dict[str, Tensor]:
-        found = {name: getattr(results, name) for name in ("o", "dq", "dk", "dv")}
-        weights = {name: getattr(results, name, None) for name in OF_WEIGHTS}
-        return found | {name: x[None] for name, x in weights.items() if x is not None}
+    def _results(self, *given: Any) -> dict[str, Tensor]:
+        results = self._reference(*given)
+        found = {name: getattr(results, name) for name in ("o", "dq", "dk", "dv", *OF_WEIGHTS)}
+        return {name: x[None] if name in OF_WEIGHTS else x for name, x in found.items() if x is not None}
 
     def _chosen(self, x: Tensor, heads: list[tuple[int, int]]) -> Tensor:
         """Return some heads of (B, H, N, D), a batch entry for each group."""

@@ -26,26 +26,19 @@ _POLL_S = 2e-4
 
 
 class Nvml:
-    """The energy counter of a card, of all processes on it. RuntimeError says what is missing where there is none."""
+    """The energy counter of a card, of all processes on it: ``millijoules()`` since the driver was loaded."""
 
     def __init__(self, device: torch.device) -> None:
         try:
             import pynvml
-        except ImportError:
-            raise RuntimeError("energy is read through NVML: pip install nvidia-ml-py") from None
-        self._nvml = pynvml
-        try:
+
             pynvml.nvmlInit()
             identity = f"GPU-{torch.cuda.get_device_properties(device).uuid}"  # NVML ignores CUDA_VISIBLE_DEVICES
-            self._card: Any = pynvml.nvmlDeviceGetHandleByUUID(identity)
+            card: Any = pynvml.nvmlDeviceGetHandleByUUID(identity)
+            self.millijoules = partial(pynvml.nvmlDeviceGetTotalEnergyConsumption, card)
             self.millijoules()
-        except pynvml.NVMLError as error:
-            name = torch.cuda.get_device_name(device)
-            raise RuntimeError(f"{name} must have an energy counter that NVML reads, but NVML says: {error}") from error
-
-    def millijoules(self) -> int:
-        """Return the energy since the driver was loaded."""
-        return self._nvml.nvmlDeviceGetTotalEnergyConsumption(self._card)
+        except Exception as error:
+            raise RuntimeError(f"needs nvidia-ml-py, and a card with an energy counter: {error}") from error
 
 
 class Load(NamedTuple):

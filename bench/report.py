@@ -17,7 +17,6 @@ Losses are printed like wins, and providers without a time are named.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -40,13 +39,10 @@ _FIGURES |= {"tokens_s": "tokens/s", "efficiency": "of ideal", "mj": "mJ", "peak
 
 
 def write_lines(path: Path, rows: Iterable[Row]) -> None:
-    """Append rows to a JSON-lines file and force them to the disk, so that a run that dies later has kept them."""
+    """Append rows to a JSON-lines file, which is closed each time, so that a run that dies later has kept them."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", encoding="utf-8") as file:
-        for row in rows:
-            file.write(json.dumps(row, ensure_ascii=False) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
+        file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
 
 
 def read_file(path: Path) -> list[Row]:
@@ -94,11 +90,6 @@ def ours(rows: Iterable[Row]) -> Row | None:
 def faster(row: Row, mine: Row, rounds: str = "rounds") -> float:
     """Return their time over ours, the median over rounds; with ``mj_rounds`` their energy."""
     return ratio(row[rounds], mine[rounds])
-
-
-def red(rows: Iterable[Row]) -> bool:
-    """Return True when one of ours failed its gate or did not run where it should have."""
-    return any(row["role"] == "ours" and row["status"] in ("failed", "error", "oom") for row in rows)
 
 
 # Text for the terminal

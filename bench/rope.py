@@ -126,10 +126,10 @@ class _Copy(torch.autograd.Function):
     backward = forward
 
 
-OURS, COPY = "apply_rope", "copy"
+COPY = "copy"
 PROVIDERS: dict[str, RopeProvider] = suite.by_name(
     (
-        RopeProvider(OURS, "apply_rope (ours)", "ours", run=_fused),
+        RopeProvider("apply_rope", "apply_rope (ours)", "ours", run=_fused),
         # One launch for both. It overwrites q and k, which saves it the allocation of outputs but no memory traffic.
         RopeProvider("liger", "Liger", "rival", LIGER.missing, run=_liger, in_place=True, prepare=LIGER.prepare),
         RopeProvider("compiled", "torch.compile", run=lambda *given: _compiled()(*given)),

@@ -15,7 +15,6 @@ from bench.timing import interleave
 
 # Calls of one round of host time.
 _HOST_CALLS = 100
-_HOST_WARM_UP = 5
 # Modes that run CUDA graphs; in "load" they run back to back, with nothing between them.
 _GRAPHS = ("graph", "load")
 
@@ -90,7 +89,7 @@ class Run:
             failed = {"status": "no-graph"} if mode in _GRAPHS else {}
             with self._row_of_error(rows, trial, entry.provider, facts[name] | failed), entry.active():
                 fn = self._callable(entry, part, mode)
-                calls[name] = self._calls(fn, mode)
+                calls[name] = _HOST_CALLS if mode == "host" else self.clock.calls_for(fn, self.options.round_ms)
                 fns[name] = entry, fn
         clock_sample = self.clock.host_sample if mode == "host" else self.clock.sample
 
@@ -125,12 +124,6 @@ class Run:
             # A failed capture can leave its stream broken, and the same provider would only break the next one too.
             self.no_graphs[name] = f"capture failed: {sentence(error)}"
             raise
-
-    def _calls(self, fn: Callable[[], Any], mode: str) -> int:
-        if mode == "host":
-            self.clock.host_sample(fn, _HOST_WARM_UP)
-            return _HOST_CALLS
-        return self.clock.calls_for(fn, self.options.round_ms)
 
     @contextmanager
     def _row_of_error(self, rows: list[Row], trial: Trial, provider: Any, facts: Row) -> Iterator[None]:

@@ -11,6 +11,7 @@ import math
 import random
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
@@ -128,10 +129,8 @@ class DeviceClock:
             try:
                 out = fn()
             except BaseException:
-                try:
+                with suppress(Exception):  # the capture is broken already; the first error is the one to report
                     graph.capture_end()
-                except Exception:  # the capture is broken already; the first error is the one to report
-                    pass
                 raise
             graph.capture_end()
         outputs = [tensor.detach() for tensor in ([out] if isinstance(out, torch.Tensor) else out)]
