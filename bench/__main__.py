@@ -12,6 +12,7 @@ suites, each timed on one GPU after a check against float64:
                --mode host: host time of eager calls; --mode load: energy
                --cases masks: windows, packing; corope: Co-RoPE; same-bits
   norm       attention with norms of q and k
+  block      the attention of a layer with its projections
   mla        multi-head latent attention
   fa3        FlashAttention-3 with its backward, which is installed for JAX
   rope       the rotation alone
@@ -28,6 +29,7 @@ from committed rows:
 COMMANDS: dict[str, tuple[str, str]] = {
     "attention": ("attention.suite", "ATTENTION"),
     "norm": ("attention.suite", "NORM"),
+    "block": ("block", "BLOCK"),
     "mla": ("mla", "MLA"),
     "fa3": ("attention.jax_fa3", "FA3_SUITE"),
     "rope": ("rope", "ROPE"),

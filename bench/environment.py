@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"
 _PACKAGES = (
     *("transformers", "liger-kernel", "flash-attn", "fa3-fwd", "flash-attn-4", "nvidia-cutlass-dsl"),
-    *("jax", "dew-flash-attn-cu13"),
+    *("quack-kernels", "jax", "dew-flash-attn-cu13"),
 )
 
 

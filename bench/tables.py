@@ -9,6 +9,8 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable
 from functools import partial
+from itertools import product
+from statistics import geometric_mean
 from typing import Any, NamedTuple
 
 from bench import report, results
@@ -153,3 +155,23 @@ def standing(suite: str, names: Iterable[str]) -> str:
                 count = f"{sum(x >= EVEN for x in ratios)} of {len(ratios)}"
                 line.append(f"{count}, {min(ratios):.2f} to {max(ratios):.2f}" if ratios else "no such pass")
     return f"{report.markdown(header, list(lines.values()))}\n\n{origins(suite, cards)}"
+
+
+def rotation(suite: str, without: str = "bare_fused") -> str:
+    """Show geometric means and the worst over all shapes: the cost of the rotation, and the best others over ours."""
+    header, cards = ["time over time, mean (worst)"], committed(suite)
+    lines = {
+        "ours / ours without rotation": ("ours", without, max),
+        "fastest without rotation / ours without rotation": ("bare", without, min),
+        "fastest without rotation / ours": ("bare", "fused", min),
+        "strongest with rotation / ours": ("rival", "fused", min),
+    }
+    found: dict[str, list[str]] = {words: [] for words in lines}
+    for rows in cards.values():
+        header += [f"{report.card_name(rows[0]['gpu'])} {words}" for words in report.PASSES.values()]
+        every = [g for g in report.groups(rows, "graph").values() if {"fused", without} <= g.keys()]
+        for part, (words, (role, mine, worst)) in product(report.PASSES, lines.items()):
+            of_part = [(report.strongest(g.values(), role), g) for g in every if g["fused"]["pass"] == part]
+            ratios = [report.faster(g["fused"] if role == "ours" else best, g[mine]) for best, g in of_part if best]
+            found[words].append(f"{geometric_mean(ratios):.3f} ({worst(ratios):.3f})" if ratios else "-")
+    return f"{report.markdown(header, [[words, *line] for words, line in found.items()])}\n\n{origins(suite, cards)}"

@@ -164,6 +164,7 @@ PROVIDERS = by_name(
         AttentionProvider(
             *(FA3, "bare FA3, from JAX", "bare", _missing),
             run=lambda q, k, v, given: _Fa3.apply(q, k, v, given.case.causal),
+            rotates=False,
         ),
     )
 )

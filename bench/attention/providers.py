@@ -55,6 +55,7 @@ class AttentionProvider(Provider):
     unsupported: Callable[[testing.Case], str | None] = lambda case: None
     in_place: bool = False
     half_tables: bool = False
+    rotates: bool = True
     active: Callable[[], AbstractContextManager] = nullcontext
 
 
@@ -77,6 +78,8 @@ def ours(name: str, label: str, **fields: Any) -> AttentionProvider:
 
 
 OURS = ours("fused", "fused (auto)")
+# Ours over this is the cost of the rotation.
+BARE = ours("bare_fused", "ours, without rotation", prepare=lambda *tables: (None, None), rotates=False)
 
 
 # Rivals
@@ -92,7 +95,7 @@ def rival(b: Baseline) -> AttentionProvider:
             norms = Norms(given.weights["q_norm"], given.weights["k_norm"], case.norm_eps, case.norms)
         return b.run(q, k, v, given.tables, case.causal, norms)
 
-    names = ("prepare", "unsupported", "in_place", "half_tables", "backward")
+    names = ("prepare", "unsupported", "in_place", "half_tables", "rotates", "backward")
     role = "rival" if b.rotates else "bare"
     fields = {name: getattr(b, name) for name in names}
     return AttentionProvider(b.name, b.label, role, b.missing, run=run, **fields)
@@ -163,7 +166,7 @@ def table(kind: str) -> dict[str, AttentionProvider]:
 
 def _providers(kind: str) -> list[AttentionProvider]:
     if kind == "plain":
-        return [OURS, *map(rival, BASELINES.values())]
+        return [OURS, BARE, *map(rival, BASELINES.values())]
     if kind == "host":
         # PyTorch's context that chooses cuDNN costs host time, so that it is entered before the calls.
         chosen = replace(attentions.CUDNN, label="cuDNN, chosen once", attend=attentions.SDPA.attend)

@@ -173,7 +173,7 @@ class AttentionTrial(Trial):
             x = self.problem.inputs
             right = torch.equal(outputs.pop("o"), x.q) and all(torch.equal(found, x.do) for found in outputs.values())
             return Verdict() if right else Verdict("failed", detail="must return q, and do as every gradient")
-        tables = "none" if provider.role == "bare" else "half" if provider.half_tables else "float32"
+        tables = "none" if not provider.rotates else "half" if provider.half_tables else "float32"
         return self.gate.judge(outputs, tables, case=subject.case, forgiving=not provider.ours)
 
     def gated(self) -> None:
@@ -197,7 +197,7 @@ class AttentionTrial(Trial):
 # The suites
 
 # Under load ours and the strongest of any case, because a provider costs some seconds at each case.
-LOAD_USUAL = ("fused", "liger_cudnn", "liger_fa3", "liger_fa4", "bare_cudnn", "bare_fa3", "bare_fa4")
+LOAD_USUAL = ("fused", "bare_fused", "liger_cudnn", "liger_fa3", "liger_fa4", "bare_cudnn", "bare_fa3", "bare_fa4")
 
 
 def _adapt(chosen: list[BenchCase], options: Options, args: argparse.Namespace) -> list[BenchCase]:

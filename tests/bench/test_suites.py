@@ -11,10 +11,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from baselines import attentions, latent, masked
+from baselines import attentions, latent, masked, projections
+from baselines.base import Baseline
 from baselines.latent import LATENT, LatentBaseline
 from baselines.rotations import LIGER
-from bench import decode, gate, mla, rope
+from bench import block, decode, gate, mla, rope
 from bench.attention import cases, providers, suite
 from bench.attention.suite import ATTENTION
 from bench.gate import Gate
@@ -33,6 +34,8 @@ NORMED = Case(2, 4, 2, 24, 24, 16, causal=True, dtype=torch.float32)
 LATENTS = [mla.MlaCase(1, 3, 3, 33, 33, 16, value=48, dtype=torch.float32, interleaved=True)]
 LATENTS.append(mla.MlaCase(2, 2, 2, 16, 16, 16, nope=16, value=16, dtype=torch.float32, interleaved=True))
 ROTATED = rope.RopeCase("Normed", 1, (2, 1), 16, 8, (), torch.float32, norms=True)
+BLOCKS = [block.BlockCase(1, 4, 2, 40, 40, 16, dtype=torch.float16, norms=norms, norm_dtype=torch.float16, width=48)
+          for norms in (None, 0.0)]  # fmt: skip
 STEP = decode.DecodeCase(2, 32, 4, 2, 16, torch.float32)
 
 
@@ -84,10 +87,30 @@ def masked_people(kind, right, wrong):
     return [*mine, rival("right", right), rival("wrong", wrong)]
 
 
+def eager_gemm(project, x, weight):
+    """QuACK's projection with its epilogue, in eager PyTorch."""
+    q, k, v = project.split(F.linear(x.float(), weight.float()))
+    rstd = torch.cat([x.square().mean(-1).add(project.eps).rsqrt() for x in (q, k, v)], 1)
+    cos, sin = project.tables
+    parts = zip((q, k), rstd.split([*project.heads, v.shape[1]], 1), project.norms or (1, 1))
+    q, k = (
+        projections._unrotate(x * (scale[..., None] * weight if project.norms else 1), cos, -sin)
+        for x, scale, weight in parts
+    )
+    return torch.cat((q, k, v), 1).flatten(1).to(x.dtype), rstd
+
+
 def wrong_build(rows, tables):
     return latent._hf([rows[0], rows[1].flip(-1), *rows[2:]], tables)
 
 
+BARE_SDPA = Baseline("", None, attentions.SDPA)
+FULL = replace(attentions.SDPA, attend=lambda q, k, v, causal: attentions.SDPA.attend(q, k, v, False))
+EAGER_BLOCK = block.PROVIDERS["eager"]
+UNMASKED = {name: replace(getattr(EAGER_BLOCK, name), attention=FULL) for name in ("plain", "normed")}
+UNMASKED = replace(EAGER_BLOCK, name="wrong", label="wrong", **UNMASKED)
+IN_EPILOGUE = [replace(block.PROVIDERS[name], missing=lambda: None) for name in ("quack_fused", "quack_fa4")]
+IN_EPILOGUE[1] = replace(IN_EPILOGUE[1], plain=BARE_SDPA, normed=BARE_SDPA)
 # They take part in ``python -m bench mla`` here.
 LATENT_RIVALS = {
     "bare_sdpa": LatentBaseline("bare_sdpa", None, attentions.SDPA),
@@ -147,7 +170,8 @@ ROTATIONS = [rope.RopeCase("Tiny", 2, (4, 2), 16, 8, (), torch.float32),
              rope.RopeCase("Wide", 1, (2, 2), 256, 8, (), torch.float32), ROTATED]  # fmt: skip
 RUNS = {
     "attention": Measured(
-        [TINY], [*select(PLAIN, "fused", "hf_sdpa", "hf_flash_attn", "bare_flash"), wrong(PLAIN["fused"])],
+        [TINY],
+        [*select(PLAIN, "fused", "bare_fused", "hf_sdpa", "hf_flash_attn", "bare_flash"), wrong(PLAIN["fused"])],
         ("fwd", "bwd", "both"), BOTH_MODES, "tflops", "--mode eager,graph --passes fwd,bwd,both"),
     "attention: host": Measured(
         [SHORT], [*select(HOST, "fused", "bare_sdpa", "nothing"), wrong(HOST["nothing"])],
@@ -174,6 +198,7 @@ RUNS = {
     "norm": Measured(
         [of_kind("norm", NORMED, f"offset-{offset}", norms=float(offset)) for offset in (0, 1)],
         [*select(NORM, "fused", "fused_without", "norm_hf_sdpa"), wrong(NORM["fused"])], figure="tflops"),
+    "block": Measured(BLOCKS, [*select(block.PROVIDERS, "fused", "eager"), *IN_EPILOGUE, UNMASKED], ("fwd", "both")),
     "mla": Measured(LATENTS, [*select(mla.PROVIDERS, "fused", "hf_sdpa"),
                               *(Provider(b.name, b.label, b.role) for b in LATENT_RIVALS.values())]),
     "rope": Measured(ROTATIONS, [*select(rope.PROVIDERS, "apply_rope", "copy"), wrong(rope.PROVIDERS["apply_rope"])],
@@ -192,6 +217,8 @@ RUNS = {
 def test_who_is_right_is_timed_and_who_is_wrong_is_not(name, measure, monkeypatch, capsys):
     for rival, baseline in LATENT_RIVALS.items():
         monkeypatch.setitem(LATENT, rival, baseline)
+    monkeypatch.setattr(projections.Projection, "gemm", eager_gemm)
+    monkeypatch.setattr(projections, "_compiled", lambda: projections._gradients)
     monkeypatch.setattr(masked, "compiled_flex", lambda: flex)
     monkeypatch.setattr(attentions, "compiled_flex", lambda: flex)
     chosen, people, passes, modes, figure, arguments, clock = RUNS[name]

@@ -94,6 +94,18 @@ def test_passes_with_different_rivals_name_both_and_loose_ones_are_marked(files)
     assert cells(text, "Small-1K")[1] == "**0.80** FA4 / **1.10** ~ cuDNN" and "\n~: outside" in text
 
 
+def test_the_cost_of_the_rotation_is_shown_with_its_worst_case(files):
+    rows = measured()
+    for row in [row for row in rows if row["provider"] == "fused"]:
+        factor = 0.5 if row["case"] == "Small-1K" else 1.0
+        rows.append(row | {"provider": "bare_fused", "rounds": [factor * ms for ms in row["rounds"]]})
+    results.write("attention-h200", rows)
+    text = tables.rotation("attention")
+    assert cells(text, "ours / ours without") == ["1.091 (2.000)"] * 2 + ["-"] * 2
+    assert cells(text, "fastest without rotation / ours without")[0] == "0.545 (0.500)"
+    assert cells(text, "strongest with rotation / ours")[:3] == ["0.800 (0.800)"] * 2 + ["-"]
+
+
 def test_readme_has_the_sums_of_one_provider(files):
     for card in ("h200", "h100"):
         load = [row | {"mode": "load"} for row in results.read(f"attention-{card}")]
