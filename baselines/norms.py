@@ -31,6 +31,11 @@ def hf_norm(x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
     return GEMMA_NORM.load().forward(module, x)
 
 
+def eager_norm(x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
+    """Run PyTorch's norm on x (B, N, H, D). ``offset`` must be 0."""
+    return torch.nn.functional.rms_norm(x, x.shape[-1:], weight, eps)
+
+
 def liger_norm(x: Tensor, weight: Tensor, eps: float, offset: float, in_place: bool = True) -> Tensor:
     """Run Liger's kernel as its patches call it, on x (B, N, H, D).
 

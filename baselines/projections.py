@@ -111,14 +111,17 @@ def _compiled() -> Callable[..., list[Tensor]]:
 class Projection:
     """``projection(x, weight, *norms) -> q, k, v``, (1, H, N, D) of neighbours; x is (1, N, width).
 
-    heads: of q and of k. angles: (N, D/2) float64, linear in the positions. norms: as they are given to each call, of
-    neighbours; the epilogue multiplies by those that it was made with, so that repeating them costs nothing.
+    heads: of q and of k. cos, sin: (N, D/2) float32, of the angles that ``base`` gives. norms: as they are given to
+    each call, of neighbours; the epilogue multiplies by those that it was made with, so that repeating them costs
+    nothing.
     """
 
-    def __init__(self, heads: tuple[int, int], angles: Tensor, norms: list[Tensor], eps: float) -> None:
-        self.heads, self.head_dim, self.angles, self.norms, self.eps = heads, 2 * angles.shape[1], angles, norms, eps
-        cos, sin = angles.cos(), angles.sin()
-        self.tables = [torch.stack(x, -1).flatten(1)[:, None].float() for x in ((cos, cos), (sin, -sin))]
+    def __init__(
+        self, heads: tuple[int, int], cos: Tensor, sin: Tensor, base: float, norms: list[Tensor], eps: float
+    ) -> None:
+        self.heads, self.base, self.norms, self.eps = heads, base, norms, eps
+        self.length, self.head_dim = len(cos), 2 * cos.shape[1]
+        self.tables = [torch.stack(x, -1).flatten(1)[:, None] for x in ((cos, cos), (sin, -sin))]
 
     def __call__(self, x: Tensor, weight: Tensor, *norms: Tensor) -> tuple[Tensor, ...]:
         return _Project.apply(self, x, weight, *norms)
@@ -129,8 +132,10 @@ class Projection:
         from quack.epilogue.rotary import make_interleaved_inv_freq
 
         turned, plain = self.head_dim * sum(self.heads), self.head_dim * self.heads[1]
-        position = torch.arange(len(self.angles), dtype=torch.float32, device=self.angles.device)
-        found = {"pos": position[None], "freq": make_interleaved_inv_freq(self.angles[1], turned, plain)[None]}
+        device = self.tables[0].device
+        position, even = torch.arange(self.length, device=device), torch.arange(0, self.head_dim, 2, device=device)
+        frequencies = self.base ** (-even.double() / self.head_dim)
+        found = {"pos": position[None].float(), "freq": make_interleaved_inv_freq(frequencies, turned, plain)[None]}
         if not self.norms:
             return found
         repeated = torch.cat([weight.float().repeat(count) for weight, count in zip(self.norms, self.heads)])

@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from baselines.base import Package, Rotation
@@ -64,6 +65,16 @@ LIGER = Rotation("Liger rope", _rotate_liger, in_place=True, **LIGER_ROTATION.fi
 
 # The same formula as HF's, one fused kernel each way, float32 tables, rounded once.
 COMPILED = Rotation("compiled rope", _rotate_compiled, **HF_ROTATION.fields())
+
+
+def _rotate_eager(q: Tensor, k: Tensor, tables: Tables) -> tuple[Tensor, Tensor]:
+    cos, sin = tables
+    (q1, q2), (k1, k2) = q.chunk(2, -1), k.chunk(2, -1)
+    return q * cos + torch.cat((-q2, q1), -1) * sin, k * cos + torch.cat((-k2, k1), -1) * sin
+
+
+# The formula of HF without a package, so that a compiler can trace the code around it too.
+EAGER = Rotation("eager rope", _rotate_eager, half_tables=True)
 
 
 def _rotate_apart(q: Tensor, k: Tensor, tables: Tables) -> tuple[Tensor, Tensor]:

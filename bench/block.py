@@ -7,7 +7,7 @@ Providers have one weight for q, k and v; those whose rotation would copy slices
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,13 +15,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from baselines import attentions
-from baselines.base import Baseline, Norms, Rotation, dtype_name
-from baselines.norms import by_head, liger_norm
+from baselines import attentions, norms, rotations
+from baselines.base import Baseline, Norms, dtype_name
 from baselines.projections import QUACK, Projection, neighbours
-from baselines.rotations import LIGER, specialised
-from bench.gate import Verdict, judge
-from bench.suite import Entry, Provider, Suite, Trial, by_name, forward_or_backward, length_name, normal
+from bench import gate
+from bench.gate import Verdict
+from bench.suite import Provider, Suite, Trial, by_name, length_name, normal
 from fused_rope_attn import rope_attention, rope_tables
 from verification import testing
 
@@ -77,42 +76,33 @@ class _Ours(Baseline):
         return cos, sin
 
     def run(self, q: Tensor, k: Tensor, v: Tensor, tables: Any, causal: bool, norms: Norms | None = None) -> Tensor:
-        given = {} if norms is None else {"q_norm": norms.q_norm, "k_norm": norms.k_norm, "norm_eps": norms.eps}
+        given = dict(zip(("q_norm", "k_norm", "norm_eps", "norm_offset"), norms or ()))
         return rope_attention(q, k, v, *(tables or (None, None)), causal, **given)
 
 
-def _rotate(q: Tensor, k: Tensor, tables: Any) -> tuple[Tensor, Tensor]:
-    """Rotate by the formula of Hugging Face, which a compiler can trace."""
-    cos, sin = tables
-    (q1, q2), (k1, k2) = q.chunk(2, -1), k.chunk(2, -1)
-    return q * cos + torch.cat((-q2, q1), -1) * sin, k * cos + torch.cat((-k2, k1), -1) * sin
-
-
-def _norm(x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
-    return F.rms_norm(x, x.shape[-1:], weight, eps)
-
-
 def _provider(name: str, label: str, b: Baseline, role: str = "rival", norm: Any = None, **fields: Any) -> Any:
-    needs, pip = [b.missing], b.pip
+    missing = b.missing
     if fields.get("epilogue"):
-        needs, label, pip = [QUACK.missing, b.missing], f"QuACK's epilogue + {label}", (QUACK.pip, *pip)
-    normed = replace(b, norm_and_rotate=by_head(norm, b.rotation)) if norm and b.rotation else b
-    found: dict[str, Any] = {"backward": b.backward, "plain": b, "normed": normed} | fields
-    return BlockProvider(name, label, role, lambda: next(filter(None, (need() for need in needs)), None), pip, **found)
+        label, missing = f"QuACK's epilogue + {label}", lambda: QUACK.missing() or b.missing()
+    normed = replace(b, norm_and_rotate=norms.by_head(norm, b.rotation)) if norm and b.rotation else b
+    return BlockProvider(name, label, role, missing, b.backward, plain=b, normed=normed, **fields)
 
 
+_FLASH = {"fa4": attentions.FA4, "fa3": attentions.FA3}
+_LIGER, _EAGER_NORM = norms.liger_norm, norms.eager_norm
 _OURS = _Ours("", None, attentions.SDPA)
-_EAGER = Baseline("", Rotation("", _rotate, half_tables=True), attentions.SDPA)
+_EAGER = Baseline("", rotations.EAGER, attentions.SDPA)
 PROVIDERS: dict[str, BlockProvider] = by_name(
     (
         _provider("fused", "rope_attention", _OURS, "ours"),
         _provider("quack_fused", "rope_attention, bare", _OURS, "ours", epilogue=True),
-        _provider("quack_fa4", "FA4", Baseline("", None, attentions.FA4), epilogue=True),
-        _provider("quack_fa3", "FA3", Baseline("", None, attentions.FA3), epilogue=True),
-        _provider("liger_fa4", "Liger + FA4", Baseline("", LIGER, attentions.FA4), norm=liger_norm, weights=3),
-        _provider("liger_fa3", "Liger + FA3", Baseline("", LIGER, attentions.FA3), norm=liger_norm, weights=3),
-        _provider("compiled", "SDPA, all compiled", _EAGER, norm=_norm, compiled=True),
-        _provider("eager", "SDPA, eager", _EAGER, norm=_norm, weights=3),
+        *(_provider(f"quack_{n}", a.label, Baseline("", None, a), epilogue=True) for n, a in _FLASH.items()),
+        *(
+            _provider(f"liger_{n}", f"Liger + {a.label}", Baseline("", rotations.LIGER, a), norm=_LIGER, weights=3)
+            for n, a in _FLASH.items()
+        ),
+        _provider("compiled", "SDPA, all compiled", _EAGER, norm=_EAGER_NORM, compiled=True),
+        _provider("eager", "SDPA, eager", _EAGER, norm=_EAGER_NORM, weights=3),
     )
 )
 
@@ -132,9 +122,8 @@ class BlockTrial(Trial):
         self._of_o *= flat**-0.5
         self._norms = [x for name, x in testing.norms_of(case, device).items() if name in ("q_norm", "k_norm")]
         self._tables = rope_tables(case.len_q, case.head_dim, base=_BASE, device=device)
-        frequencies = _BASE ** (-torch.arange(0, case.head_dim, 2, dtype=torch.float64, device=device) / case.head_dim)
-        self._angles = torch.outer(torch.arange(case.len_q, dtype=torch.float64, device=device), frequencies)
         self._references: list[dict[str, Tensor]] = []
+        self._calls: dict[str, tuple[Callable[..., Tensor], list[Tensor]]] = {}
 
     def _reordered(self, x: Tensor, back: bool = False) -> Tensor:
         """Return the weight of QuACK's projection, in which the rows of v stay, or ``back``."""
@@ -143,16 +132,16 @@ class BlockTrial(Trial):
 
     def _call(self, provider: BlockProvider) -> tuple[Callable[..., Tensor], list[Tensor]]:
         """Return ``run(x, of_o, *norms, *of_qkv)`` and its leaves."""
-        case, norms, b = self.case, self._norms, provider.normed if self._norms else provider.plain
+        case, of_norms, b = self.case, self._norms, provider.normed if self._norms else provider.plain
         tables = None if provider.epilogue else b.prepare(*self._tables, case.dtype)
         weights = [self._of_qkv] if provider.weights == 1 else list(self._of_qkv.split(case.columns))
         project: Any = None
         if provider.epilogue:
-            weights, norms = [self._reordered(self._of_qkv)], [neighbours(x, case.head_dim) for x in norms]
-            project = Projection((case.heads_q, case.heads_kv), self._angles, norms, case.norm_eps)
+            weights, of_norms = [self._reordered(self._of_qkv)], [neighbours(x, case.head_dim) for x in of_norms]
+            project = Projection((case.heads_q, case.heads_kv), *self._tables, _BASE, of_norms, case.norm_eps)
 
         def run(x: Tensor, of_o: Tensor, *others: Tensor) -> Tensor:
-            of_heads, of_qkv = others[: len(norms)], others[len(norms) :]
+            of_heads, of_qkv = others[: len(of_norms)], others[len(of_norms) :]
             given = Norms(*of_heads, case.norm_eps, case.norms) if of_heads else None
             if provider.epilogue:
                 (q, k, v), given = project(x, *of_qkv, *of_heads), None
@@ -162,27 +151,20 @@ class BlockTrial(Trial):
                 q, k, v = (case.heads(F.linear(x, weight)) for weight in of_qkv)
             return F.linear(b.run(q, k, v, tables, True, given).transpose(1, 2).flatten(2), of_o)
 
-        leaves = [x.detach().requires_grad_() for x in (self._x, self._of_o, *norms, *weights)]
-        return specialised(run) if provider.compiled else run, leaves
+        leaves = [x.detach().requires_grad_() for x in (self._x, self._of_o, *of_norms, *weights)]
+        return rotations.specialised(run) if provider.compiled else run, leaves
 
-    def enter(self, provider: BlockProvider) -> Entry:
-        run, leaves = self._call(provider)
-        grads = provider.backward and self.options.passes != ("fwd",)
+    def call(self, provider: BlockProvider, part: str) -> tuple[Callable[..., Tensor], list[Tensor], Tensor]:
+        """Return the same function for all passes, because it is compiled, or has chosen a tile."""
+        if provider.name not in self._calls:
+            self._calls[provider.name] = self._call(provider)
+        return *self._calls[provider.name], self._dy
 
-        def once() -> list[Tensor]:
-            with torch.set_grad_enabled(grads):
-                y = run(*leaves)
-            return [y.detach(), *(torch.autograd.grad(y, leaves, self._dy) if grads else ())]
-
-        verdict = self._judge(provider, *once())
-        facts = {"peak_mib": self.clock.peak_mib(once)}
-        return Entry(provider, verdict, lambda part: forward_or_backward(run, leaves, self._dy, part), facts)
-
-    def _judge(self, provider: BlockProvider, y: Tensor, *grads: Tensor) -> Verdict:
-        """Compare y, and the gradients where there are some, with the same block in float64 and in eager PyTorch."""
+    def judge(self, provider: BlockProvider, out: Tensor, grads: Sequence[Tensor]) -> Verdict:
+        """Compare with the same block in float64 and in eager PyTorch."""
         if not self._references:
             self._references = [self._reference(dtype) for dtype in (torch.float64, self.case.dtype)]
-        found = {"o": y}
+        found = {"o": out.detach()}
         if grads:
             dx, of_o, *rest = grads
             of_norms, of_qkv = rest[: len(self._norms)], torch.cat(rest[len(self._norms) :])
@@ -193,7 +175,7 @@ class BlockTrial(Trial):
             found |= {name: x[None] for name, x in zip(("dq_norm", "dk_norm"), of_norms)}
         exact, near = self._references
         compared = ((name, x, exact[name], near[name]) for name, x in found.items())
-        return judge(compared, self.case.dtype, forgiving=provider is not PROVIDERS["fused"])
+        return gate.judge(compared, self.case.dtype, forgiving=provider is not PROVIDERS["fused"])
 
     def _reference(self, dtype: torch.dtype) -> dict[str, Tensor]:
         case = self.case
@@ -211,25 +193,25 @@ class BlockTrial(Trial):
         self._references.clear()
 
 
-def _case(model: str, width: int, heads_q: int, heads_kv: int, head_dim: int, length: int, **options: Any) -> BlockCase:
-    options = {"dtype": torch.bfloat16, "norm_dtype": torch.bfloat16, "model": model, "width": width} | options
-    return BlockCase(1, heads_q, heads_kv, length, length, head_dim, **options)
-
-
+_HALF: dict[str, Any] = {"dtype": torch.bfloat16, "norm_dtype": torch.bfloat16}
+# Name, width, heads of q and k, D, offset of norms.
 _MODELS = (
-    (("Llama3-8B", 4096, 32, 8, 128), {}),
-    (("Qwen3-8B", 4096, 32, 8, 128), {"norms": 0.0}),
-    (("Llama3-70B-TP8", 8192, 8, 1, 128), {}),  # one of eight GPUs
-    (("SmolLM2-360M", 960, 15, 5, 64), {}),
+    ("Llama3-8B", 4096, 32, 8, 128, None),
+    ("Qwen3-8B", 4096, 32, 8, 128, 0.0),
+    ("Llama3-70B-TP8", 8192, 8, 1, 128, None),  # one of eight GPUs
+    ("SmolLM2-360M", 960, 15, 5, 64, None),
 )
 BLOCK = Suite(
     name="block",
     description="Time the attention of a layer with its projections, rotated in attention, before it or in a GEMM.",
-    # A run that is interrupted has then covered the most important ones.
-    cases=[_case(*sizes, length, **more) for length in (4096, 16384, 2048) for sizes, more in _MODELS],
+    # The most important lengths first, because a run may be interrupted.
+    cases=[
+        BlockCase(1, heads, heads_kv, n, n, head_dim, norms=offset, model=model, width=width, **_HALF)
+        for n in (4096, 16384, 2048)
+        for model, width, heads, heads_kv, head_dim, offset in _MODELS
+    ],
     trial=BlockTrial,
     table=lambda case: PROVIDERS,
     passes=("fwd", "both"),
-    modes=("eager", "graph"),
     round_ms=20.0,
 )
