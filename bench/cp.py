@@ -176,6 +176,7 @@ class RanksClock(DeviceClock):
         return [a.elapsed_time(b) for a, b in zip(events, events[1:])]
 
     def calls_for(self, fn: Callable[[], Any], round_ms: float) -> int:
+        """Return the same number on all ranks."""
         return max(1, min(_MOST_CALLS, int(round_ms / max(self.sample(fn, 1)[0], 1e-3))))
 
 

@@ -70,7 +70,7 @@ class Loads(Measurement):
 class LoadClock(DeviceClock):
     """A clock that returns a ``Load`` for each sample."""
 
-    measurement = Loads
+    measurement, most_calls = Loads, 1 << 30
 
     def __init__(self, device: torch.device, counter: Any = None):
         super().__init__(device)
@@ -85,15 +85,6 @@ class LoadClock(DeviceClock):
             return fn()
 
         return super().capture(lambda: partial(several, make()))
-
-    def calls_for(self, fn: Callable[[], Any], round_ms: float) -> int:
-        """Return how many replays fill ``round_ms`` of device time."""
-        fn()
-        self.synchronize()
-        begin = time.perf_counter()
-        fn()
-        self.synchronize()
-        return max(1, round(1e-3 * round_ms / (time.perf_counter() - begin)))
 
     def sample(self, fn: Callable[[], Any], calls: int) -> Load:
         """Replay ``calls`` times, after a share that is not measured, and watch the card while waiting.

@@ -10,6 +10,7 @@ import gc
 import math
 import random
 import time
+import timeit
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -103,6 +104,7 @@ class DeviceClock:
     """The base of the clocks of a GPU: host time by the wall clock, memory by the allocator, graphs by capture."""
 
     measurement: Callable[[], Any] = Measurement  # makes what collects the samples of one provider
+    most_calls = 100  # of a provider in a round
 
     def __init__(self, device: torch.device):
         self.device = device
@@ -159,24 +161,25 @@ class DeviceClock:
         """Return the ms of host time of a call, a mean for each burst of at most ``_BURST`` calls.
 
         A burst does not wait for the device: the queue is empty before it and holds all that a burst launches. The
-        garbage collector runs between bursts only.
+        garbage collector runs between bursts only: ``timeit`` disables it.
         """
         fn()
-        samples, collects = [], gc.isenabled()
+        samples = []
         for first in range(0, calls, _BURST):
             count = min(_BURST, calls - first)
             self.synchronize()
-            gc.disable()
-            try:
-                begin = time.perf_counter_ns()
-                for _ in range(count):
-                    fn()
-                samples.append(1e-6 * (time.perf_counter_ns() - begin) / count)
-            finally:
-                if collects:
-                    gc.enable()
+            samples.append(1e3 * timeit.timeit(fn, timer=time.perf_counter, number=count) / count)
         self.synchronize()
         return samples
+
+    def calls_for(self, fn: Callable[[], Any], round_ms: float) -> int:
+        """Warm ``fn`` up, and return how many calls fill ``round_ms``, from 1 to ``most_calls``."""
+        fn()
+        self.synchronize()
+        begin = time.perf_counter()
+        fn()
+        self.synchronize()
+        return max(1, min(self.most_calls, round(1e-3 * round_ms / (time.perf_counter() - begin))))
 
     def release(self) -> None:
         """Return unused memory to the driver. Collect the tensors first that only reference cycles keep alive."""
@@ -196,7 +199,6 @@ class GpuClock(DeviceClock):
         self._bytes = torch.zeros(_FLUSH_BYTES // 4, dtype=torch.int32, device=device)
         self._sum = torch.empty((), dtype=torch.int64, device=device)
         self._reads = reads
-        self.flush_ms = min(self.sample(self._flush, 3))
 
     def _flush(self) -> None:
         if self._reads:
@@ -215,13 +217,3 @@ class GpuClock(DeviceClock):
             end.record()
         self.synchronize()
         return [start.elapsed_time(end) for start, end in zip(starts, ends)]
-
-    def calls_for(self, fn: Callable[[], Any], round_ms: float) -> int:
-        """Warm ``fn`` up, and return how many calls fill ``round_ms`` of device time, from 1 to 100."""
-        fn()
-        self.synchronize()
-        once = self.sample(fn, 1)[0]
-        if once > round_ms:
-            return 1
-        estimate = min(self.sample(fn, 3)) + self.flush_ms
-        return max(1, min(100, round(round_ms / estimate)))
