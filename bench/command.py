@@ -118,15 +118,8 @@ def options_of(suite: Suite, args: argparse.Namespace) -> Options:
             raise ValueError(f"--{name} takes {', '.join(known)}, not {getattr(args, name)!r}")
         return tuple(each for each in known if each in asked) or None
 
-    if args.round_ms is not None and args.round_ms <= 0:
-        raise ValueError(f"--round-ms must be above 0, not {args.round_ms:g}")
     modes = chosen("mode", suite.modes) or (suite.modes if len(suite.modes) == 1 else None)
-    options = Options(chosen("passes", suite.passes), modes, suite.rounds, suite.round_ms)
     # "load" runs graphs back to back in their steady state.
-    if options.modes == ("load",):
-        options.rounds, options.round_ms = 4, 1000.0
-    if options.modes == ("host",):
-        options.rounds = 25
-    options.rounds = options.rounds if args.rounds is None else args.rounds
-    options.round_ms = options.round_ms if args.round_ms is None else args.round_ms
-    return options
+    usual = {("load",): (4, 1000.0), ("host",): (25, suite.round_ms)}
+    rounds, round_ms = usual.get(modes or (), (suite.rounds, suite.round_ms))
+    return Options(chosen("passes", suite.passes), modes, args.rounds or rounds, args.round_ms or round_ms)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -135,9 +134,8 @@ def ours(name: str, label: str, page_size: int | None = None, float8: bool = Fal
         if page_size is not None:
             k_cache, v_cache, table = pools_of(step, page_size)
             step = step._replace(k_cache=k_cache, v_cache=v_cache, block_table=table)
-        found = {name: getattr(step, name) for name in ("cache_seqlens", "block_table", "k_scale", "v_scale")}
-        given: dict[str, Any] = {name: x for name, x in found.items() if x is not None} | options
-        return lambda: rope_attention_with_kvcache(*step[:7], **given)
+        given = {name: getattr(step, name) for name in ("cache_seqlens", "block_table", "k_scale", "v_scale")}
+        return lambda: rope_attention_with_kvcache(*step[:7], **given, **options)
 
     return DecodeProvider(name, label, "ours", make=make, float8=float8, stored=float8 or page_size is not None)
 

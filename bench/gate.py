@@ -78,20 +78,13 @@ class Gate:
             for at in self._heads:
                 self._part(self.do, *at).copy_(self._part(inputs.do, *at))
 
-    def judge(
-        self,
-        outputs: dict[str, Tensor],
-        tables: str = "float32",
-        *,
-        case: testing.Case | None = None,
-        forgiving: bool = False,
-    ) -> Verdict:
+    def judge(self, outputs: dict[str, Tensor], tables: str, *, case: testing.Case, forgiving: bool = False) -> Verdict:
         """Compare whole outputs, named o, dq, dk, dv, dq_norm and dk_norm, on the chosen heads.
 
         tables: those that the computation was given: "float32", "half" (rounded to the dtype) or "none". case: the
-        problem that was computed, where it has another mask than the gate's or no norms.
+        problem that was computed, which may have another mask than the gate's or no norms.
         """
-        exact, near = self._of(case or self.case, tables)
+        exact, near = self._of(case, tables)
         compared = (
             (name, out[None] if name in OF_WEIGHTS else self._chosen(out, self._heads), exact[name], near[name])
             for name, out in outputs.items()

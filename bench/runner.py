@@ -118,11 +118,10 @@ class Run:
             raise RuntimeError(self.no_graphs[name])
         try:
             return self.clock.capture(lambda: entry.make(part))
-        except torch.OutOfMemoryError:
-            raise
         except Exception as error:
             # A failed capture can leave its stream broken, and the same provider would only break the next one too.
-            self.no_graphs[name] = f"capture failed: {sentence(error)}"
+            if not isinstance(error, torch.OutOfMemoryError):
+                self.no_graphs[name] = f"capture failed: {sentence(error)}"
             raise
 
     @contextmanager
