@@ -7,6 +7,7 @@ Providers have one weight for q, k and v; those whose rotation would copy slices
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -130,20 +131,25 @@ class BlockTrial(Trial):
         turned = sum(self.case.columns[:2])
         return torch.cat((neighbours(x[:turned], self.case.head_dim, back), x[turned:]))
 
+    @functools.cached_property
+    def _projection(self) -> Projection:
+        """Return QuACK's projection, which chooses a tile once for all providers."""
+        case, of_norms = self.case, [neighbours(x, self.case.head_dim) for x in self._norms]
+        return Projection((case.heads_q, case.heads_kv), *self._tables, _BASE, of_norms, case.norm_eps)
+
     def _call(self, provider: BlockProvider) -> tuple[Callable[..., Tensor], list[Tensor]]:
         """Return ``run(x, of_o, *norms, *of_qkv)`` and its leaves."""
         case, of_norms, b = self.case, self._norms, provider.normed if self._norms else provider.plain
         tables = None if provider.epilogue else b.prepare(*self._tables, case.dtype)
         weights = [self._of_qkv] if provider.weights == 1 else list(self._of_qkv.split(case.columns))
-        project: Any = None
-        if provider.epilogue:
-            weights, of_norms = [self._reordered(self._of_qkv)], [neighbours(x, case.head_dim) for x in of_norms]
-            project = Projection((case.heads_q, case.heads_kv), *self._tables, _BASE, of_norms, case.norm_eps)
+        project = self._projection if provider.epilogue else None
+        if project:
+            weights, of_norms = [self._reordered(self._of_qkv)], project.norms
 
         def run(x: Tensor, of_o: Tensor, *others: Tensor) -> Tensor:
             of_heads, of_qkv = others[: len(of_norms)], others[len(of_norms) :]
             given = Norms(*of_heads, case.norm_eps, case.norms) if of_heads else None
-            if provider.epilogue:
+            if project:
                 (q, k, v), given = project(x, *of_qkv, *of_heads), None
             elif provider.weights == 1:
                 q, k, v = map(case.heads, F.linear(x, *of_qkv).split(case.columns, 2))
@@ -155,7 +161,7 @@ class BlockTrial(Trial):
         return rotations.specialised(run) if provider.compiled else run, leaves
 
     def call(self, provider: BlockProvider, part: str) -> tuple[Callable[..., Tensor], list[Tensor], Tensor]:
-        """Return the same function for all passes, because it is compiled, or has chosen a tile."""
+        """Return the same function for all passes, because it may be compiled."""
         if provider.name not in self._calls:
             self._calls[provider.name] = self._call(provider)
         return *self._calls[provider.name], self._dy

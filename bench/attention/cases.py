@@ -92,7 +92,7 @@ _CASES = (
     ),
 )
 PLAIN: tuple[BenchCase, ...] = tuple(
-    replace(case, groups=(*case.groups, "all", *(["table"] if case.name in TABLE else []))) for case in _CASES
+    replace(case, groups=(*case.groups, "all", "table" if case.name in TABLE else "others")) for case in _CASES
 )
 
 # The heads of one GPU: of eight that share Llama 3 70B by tensor parallelism, of four that share 8B, and all of 8B.
