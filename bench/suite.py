@@ -32,7 +32,8 @@ class Provider:
     """One implementation. Suites add fields for their calls.
 
     role: "ours", "rival", "bare" (attention without the rotation) or "ceiling" (computes nothing: a copy, one GPU).
-    missing: returns why it cannot run on this machine, or None. backward: it has one.
+    missing: returns why it cannot run on this machine, or None. backward: it has one. active: a context that is entered
+    while it runs.
     """
 
     name: str
@@ -40,6 +41,7 @@ class Provider:
     role: str = "rival"
     missing: Callable[[], str | None] = nothing_missing
     backward: bool = True
+    active: Callable[[], AbstractContextManager] = nullcontext
 
     @property
     def ours(self) -> bool:
@@ -141,15 +143,16 @@ class Trial:
         run, leaves, given = self.call(provider, "gate")
 
         def once() -> tuple[Any, Sequence[Tensor]]:
-            with torch.set_grad_enabled(needs_grads):
-                out = run(*leaves)
-            return out, torch.autograd.grad(out, leaves, given) if needs_grads else ()
+            with provider.active():
+                with torch.set_grad_enabled(needs_grads):
+                    out = run(*leaves)
+                return out, torch.autograd.grad(out, leaves, given) if needs_grads else ()
 
         def make(part: str) -> Callable[[], Any]:
             return forward_or_backward(*self.call(provider, part), part)
 
         verdict = self.judge(provider, *once())
-        return Entry(provider, verdict, make, {"peak_mib": self.clock.peak_mib(once)})
+        return Entry(provider, verdict, make, {"peak_mib": self.clock.peak_mib(once)}, provider.active)
 
     def gated(self) -> None:
         """Free what only the gate needed; called after every provider has entered."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -44,7 +43,7 @@ class AttentionProvider(Provider):
 
     prepare: brings (N, D/2) float32 tables into its form before any clock runs. variant: fields of the case that it
     changes, for example its mask. form: how tensors are handed over, see ``suite.Problem``. options: further
-    keywords of ours. unsupported: why it does not serve a case. active: a context that is entered while it runs.
+    keywords of ours. unsupported: why it does not serve a case.
     """
 
     run: Callable[[Tensor, Tensor, Tensor, Given], Tensor]
@@ -56,7 +55,6 @@ class AttentionProvider(Provider):
     in_place: bool = False
     half_tables: bool = False
     rotates: bool = True
-    active: Callable[[], AbstractContextManager] = nullcontext
 
 
 # Ours

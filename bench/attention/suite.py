@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +16,7 @@ from bench.attention.providers import AttentionProvider, Given
 from bench.gate import OF_WEIGHTS, Gate, Verdict
 from bench.load import LoadClock, Nvml
 from bench.report import Row
-from bench.suite import Entry, Options, Suite, Times, Trial, forward_or_backward
+from bench.suite import Options, Suite, Times, Trial
 from bench.timing import GpuClock
 from verification import testing
 
@@ -71,56 +70,6 @@ def visited(starts: Tensor, ends: Tensor) -> float:
     return 2 * sum(int(block.any(1).sum()) for block in sees.split(128, 1)) / (len(first) * (len(first) + 1))
 
 
-class Subject:
-    """One provider on a problem. ``case``: the problem with the provider's variant."""
-
-    def __init__(self, provider: AttentionProvider, problem: Problem):
-        self.provider, self.problem = provider, problem
-        self.case = replace(problem.case, **provider.variant)
-        cos, sin = problem.inputs.cos, problem.inputs.sin
-        if provider.form == "packed" and not provider.ours:  # these rotate each token by its own row
-            cos, sin = cos[problem.position], sin[problem.position]
-        masks = testing.masks_of(self.case, problem.device) if provider.form == "dense" else {}
-        # Leave defaults out, because host time is that of a call as a user writes it.
-        found = {name: value for name, value in masks.items() if value is not None and (name != "softcap" or value)}
-        found |= testing.norms_of(self.case, problem.device)
-        self._weights = {name: found.pop(name) for name in ("q_norm", "k_norm") if name in found}
-        tables = provider.prepare(cos, sin, self.case.dtype)
-        options = {**found, **provider.options}
-        self._given = Given(self.case, tables, options, self._weights, problem.ends, problem.longest)
-
-    def _run(self) -> Callable[..., Tensor]:
-        """Return ``run(q, k, v, *weights)``."""
-        run, given, names = self.provider.run, self._given, tuple(self._weights)
-        if not names:
-            return lambda q, k, v: run(q, k, v, given)
-        return lambda q, k, v, *weights: run(q, k, v, given._replace(weights=dict(zip(names, weights))))
-
-    def _leaves(self, grads: bool = True) -> list[Tensor]:
-        """Return q, k, v and the weights as leaves. A provider that works in place gets copies of q and k."""
-        q, k, v, _ = self.problem.tensors(self.provider.form)
-        qk = [x.detach().clone() if self.provider.in_place else x.detach() for x in (q, k)]
-        weights = [weight.detach() for weight in self._weights.values()]
-        return [x.requires_grad_(grads) for x in (*qk, v.detach(), *weights)]
-
-    def once(self, grads: bool, do: Tensor | None = None) -> dict[str, Tensor]:
-        """Return o, and with ``grads`` the gradients that the gate compares, as the case has them."""
-        leaves = self._leaves(grads)
-        with torch.set_grad_enabled(grads):
-            o = self._run()(*leaves)
-        found = {"o": o.detach()}
-        if grads:
-            names = ("dq", "dk", "dv", *(f"d{name}" for name in self._weights))
-            given = self.problem.tensors(self.provider.form)[3] if do is None else do
-            found |= dict(zip(names, torch.autograd.grad(o, leaves, given)))
-        form = self.provider.form
-        return {name: x if name in OF_WEIGHTS else self.problem.as_case(x, form) for name, x in found.items()}
-
-    def make(self, part: str) -> Callable[[], Any]:
-        """Return the function of a pass, as ``suite.forward_or_backward`` has it."""
-        return forward_or_backward(self._run(), self._leaves(), self.problem.tensors(self.provider.form)[3], part)
-
-
 def corope_results(inputs: testing.Inputs, case: testing.Case, dtype: torch.dtype | None = None) -> testing.Results:
     """Return outputs and gradients of Co-RoPE by its definition, in float64 or in the dtype of the inputs."""
     q, k, v, do = (x.to(dtype or x.dtype) for x in (inputs.q, inputs.k, inputs.v, inputs.do))
@@ -144,7 +93,7 @@ class AttentionTrial(Trial):
             heads = [(case.case.batch - 1, case.case.heads_kv - 1)]
         reference = corope_results if case.kind == "corope" else testing.run_reference
         self.gate = Gate(case.case, self.problem.inputs, heads=heads, reference=reference)
-        self._grads = self.options.passes != ("fwd",)
+        self._given: dict[str, Given] = {}  # by provider, because FlexAttention's masks are made once for each tensor
         self.default_modes = _MODES.get(case.kind, ("eager",))
         if "host" in self.modes():
             self.default_passes = ("fwd", "fwd_grad", "both")
@@ -158,23 +107,44 @@ class AttentionTrial(Trial):
     def unsupported(self, provider: AttentionProvider) -> str | None:
         return provider.unsupported(self.case.case)
 
-    def enter(self, provider: AttentionProvider) -> Entry:
-        grads = self._grads and provider.backward
-        subject = Subject(provider, self.problem)
-        with provider.active():
-            do = self.gate.do if provider.form == "dense" else None
-            outputs = subject.once(grads, do)
-            peak = self.clock.peak_mib(lambda: subject.once(grads))  # of forward and backward together
-        verdict = self._judge(provider, subject, outputs)
-        return Entry(provider, verdict, subject.make, {"peak_mib": peak}, provider.active)
+    def _prepared(self, provider: AttentionProvider) -> Given:
+        """Return the arguments of a provider in addition to q, k and v."""
+        problem, case = self.problem, replace(self.problem.case, **provider.variant)
+        cos, sin = problem.inputs.cos, problem.inputs.sin
+        if provider.form == "packed" and not provider.ours:  # these rotate each token by its own row
+            cos, sin = cos[problem.position], sin[problem.position]
+        masks = testing.masks_of(case, problem.device) if provider.form == "dense" else {}
+        # Leave defaults out, because host time is that of a call as a user writes it.
+        found = {name: value for name, value in masks.items() if value is not None and (name != "softcap" or value)}
+        found |= testing.norms_of(case, problem.device)
+        weights = {name: found.pop(name) for name in ("q_norm", "k_norm") if name in found}
+        tables = provider.prepare(cos, sin, case.dtype)
+        return Given(case, tables, {**found, **provider.options}, weights, problem.ends, problem.longest)
 
-    def _judge(self, provider: AttentionProvider, subject: Subject, outputs: dict[str, Tensor]) -> Verdict:
+    def call(self, provider: AttentionProvider, part: str) -> tuple[Callable[..., Tensor], list[Tensor], Tensor]:
+        if provider.name not in self._given:
+            self._given[provider.name] = self._prepared(provider)
+        given = self._given[provider.name]
+
+        def run(q: Tensor, k: Tensor, v: Tensor, *of_heads: Tensor) -> Tensor:
+            own = given._replace(weights=dict(zip(given.weights, of_heads))) if of_heads else given
+            return provider.run(q, k, v, own)
+
+        q, k, v, do = self.problem.tensors(provider.form)
+        if provider.in_place:
+            q, k = q.clone(), k.clone()
+        leaves = [x.detach().requires_grad_() for x in (q, k, v, *given.weights.values())]
+        return run, leaves, self.gate.do if part == "gate" and provider.form == "dense" else do
+
+    def judge(self, provider: AttentionProvider, out: Tensor, grads: Sequence[Tensor]) -> Verdict:
+        x, rows = self.problem.inputs, (self.problem.as_case(y, provider.form) for y in (out.detach(), *grads[:3]))
+        found = dict(zip(("o", "dq", "dk", "dv"), rows))
         if provider.role == "ceiling":  # no attention: q, and the gradient as it came
-            x = self.problem.inputs
-            right = torch.equal(outputs.pop("o"), x.q) and all(torch.equal(found, x.do) for found in outputs.values())
+            right = torch.equal(found.pop("o"), x.q) and all(torch.equal(grad, x.do) for grad in found.values())
             return Verdict() if right else Verdict("failed", detail="must return q, and do as every gradient")
         tables = "none" if not provider.rotates else "half" if provider.half_tables else "float32"
-        return self.gate.judge(outputs, tables, case=subject.case, forgiving=not provider.ours)
+        found |= dict(zip(OF_WEIGHTS, grads[3:]))
+        return self.gate.judge(found, tables, case=self._given[provider.name].case, forgiving=not provider.ours)
 
     def gated(self) -> None:
         self.gate.release()
