@@ -113,14 +113,14 @@ SDPA = Attention("SDPA", _sdpa, _ANY_DTYPE, max_head_dim=1024, head_dim_multiple
 SDPA_FLASH = Attention("SDPA flash", _sdpa_flash)
 CUDNN = Attention("cuDNN", _sdpa_cudnn)
 # The official package; where it is absent, the same kernels as PyTorch builds them, and the label says so.
-FLASH_ATTN = Attention(_flash_attn_label, _flash_attn_or_sdpa, pip=(FLASH_2.pip,))
+FLASH_ATTN = Attention(_flash_attn_label, _flash_attn_or_sdpa)
 # The wheel has no backward kernels and none for float16.
-FA3 = Attention("FA3", _fa3, (torch.bfloat16,), backward=False, **FLASH_3.fields())
-FA4 = Attention("FA4", _fa4, **FLASH_4.fields())
+FA3 = Attention("FA3", _fa3, (torch.bfloat16,), backward=False, missing=FLASH_3.missing)
+FA4 = Attention("FA4", _fa4, missing=FLASH_4.missing)
 
 # The order of their sums is the same for any batch. vLLM's batch-invariant mode has blocks of 16.
 UNSPLIT: dict[str, Attention] = {
     "flex16": Attention("FlexAttention, blocks of 16", functools.partial(_flex, 16), backward=False),
     "flex64": Attention("FlexAttention, blocks of 64", functools.partial(_flex, 64), backward=False),
-    "fa3_unsplit": Attention("FA3, one split", _fa3_unsplit, FA3.dtypes, backward=False, **FLASH_3.fields()),
+    "fa3_unsplit": Attention("FA3, one split", _fa3_unsplit, FA3.dtypes, backward=False, missing=FLASH_3.missing),
 }

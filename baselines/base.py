@@ -56,10 +56,6 @@ class Package(NamedTuple):
         error = import_error(self.module, self.attribute)
         return None if error is None else f"pip install {self.pip} ({error})"
 
-    def fields(self) -> dict[str, Any]:
-        """Return the fields of a rival that needs it."""
-        return {"pip": (self.pip,), "missing": self.missing}
-
 
 def nothing_missing() -> None:
     """Return None: a rival that needs no package beyond PyTorch is never missing."""
@@ -77,7 +73,6 @@ class Rotation:
     rotate: Callable[[Tensor, Tensor, Any], tuple[Tensor, Tensor]]
     in_place: bool = False
     half_tables: bool = False
-    pip: tuple[str, ...] = ()
     missing: Callable[[], str | None] = nothing_missing
 
     def prepare(self, cos: Tensor, sin: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -96,7 +91,6 @@ class Attention:
     max_head_dim: int = 256
     head_dim_multiple: int = 8
     backward: bool = True
-    pip: tuple[str, ...] = ()
     missing: Callable[[], str | None] = nothing_missing
 
 
@@ -153,12 +147,6 @@ class Baseline:
     def half_tables(self) -> bool:
         """Return whether ``prepare`` rounds the tables to q's dtype."""
         return self.rotation is not None and self.rotation.half_tables
-
-    @property
-    def pip(self) -> tuple[str, ...]:
-        """Return the pip names of the rival's packages, without torch and triton."""
-        names = (*(self.rotation.pip if self.rotation else ()), *self.attention.pip)
-        return tuple(dict.fromkeys(names))
 
     def missing(self) -> str | None:
         """Return every package that the rival lacks, by pip name, with the import error; None if it can run."""

@@ -36,7 +36,6 @@ class Build:
     build: Callable[[list[Tensor], Tables], tuple[Tensor, Tensor]]
     half_tables: bool = False
     sorted_columns: bool = False
-    pip: tuple[str, ...] = ()
     missing: Callable[[], str | None] = nothing_missing
 
     def prepare(self, cos: Tensor, sin: Tensor, dtype: torch.dtype) -> Tables:
@@ -81,11 +80,11 @@ def _compiled(rows: list[Tensor], tables: Tables) -> tuple[Tensor, Tensor]:
 
 
 # transformers' own lines: rotation, concatenation and expansion are separate launches, every step rounded.
-HF = Build("HF build", _hf, half_tables=True, **HF_INTERLEAVED.fields())
+HF = Build("HF build", _hf, half_tables=True, missing=HF_INTERLEAVED.missing)
 # One kernel each way.
 COMPILED = Build("compiled build", _compiled)
 # Liger's kernel rotates halves in place; views of wider rows are copied before.
-LIGER = Build("Liger rope, concatenated", _liger, sorted_columns=True, **rotations.LIGER_ROTATION.fields())
+LIGER = Build("Liger rope, concatenated", _liger, sorted_columns=True, missing=rotations.LIGER_ROTATION.missing)
 
 
 @dataclass(frozen=True)
@@ -111,11 +110,6 @@ class LatentBaseline:
     def backward(self) -> bool:
         """Return whether it has gradients. Liger's kernel is measured forward only, with an attention that is."""
         return self.attention.backward
-
-    @property
-    def pip(self) -> tuple[str, ...]:
-        """Return the pip names of its packages."""
-        return tuple(dict.fromkeys(name for part in (self.build, self.attention) if part for name in part.pip))
 
     def missing(self) -> str | None:
         """Return every package that it lacks, with the import error; None if it can run."""

@@ -30,9 +30,3 @@ BASELINES: dict[str, Baseline] = {
         Baseline("bare_fa4", None, attentions.FA4),
     )
 }
-
-
-def missing() -> dict[str, str]:
-    """Rivals that cannot run here, each with the pip names that it lacks. Imports what it asks about."""
-    reasons = {name: baseline.missing() for name, baseline in BASELINES.items()}
-    return {name: reason for name, reason in reasons.items() if reason}

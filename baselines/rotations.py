@@ -55,16 +55,16 @@ def _rotate_compiled(q: Tensor, k: Tensor, tables: Tables) -> tuple[Tensor, Tens
 
 
 # The function of transformers as its models call it: eight launches, tables in q's dtype, every step rounded.
-HF = Rotation("HF rope", _rotate_hf, half_tables=True, **HF_ROTATION.fields())
+HF = Rotation("HF rope", _rotate_hf, half_tables=True, missing=HF_ROTATION.missing)
 
 # One launch for q and k, which are overwritten: in a model they are fresh projections without another reader, so
 # that is what is timed, without any copy. Timing it again and again on the same q and k rotates them further and
 # further: the same work on other values of the same size. In its backward the gradients that the attention hands over
 # are rotated in place too, after a copy where their memory order is not (B, N, H, D); the copy is what the pair costs.
-LIGER = Rotation("Liger rope", _rotate_liger, in_place=True, **LIGER_ROTATION.fields())
+LIGER = Rotation("Liger rope", _rotate_liger, in_place=True, missing=LIGER_ROTATION.missing)
 
 # The same formula as HF's, one fused kernel each way, float32 tables, rounded once.
-COMPILED = Rotation("compiled rope", _rotate_compiled, **HF_ROTATION.fields())
+COMPILED = Rotation("compiled rope", _rotate_compiled, missing=HF_ROTATION.missing)
 
 
 def _rotate_eager(q: Tensor, k: Tensor, tables: Tables) -> tuple[Tensor, Tensor]:
