@@ -1,6 +1,6 @@
 """``python -m bench docs``: write the generated tables and plots of the documents from committed rows.
 
-A block begins with ``<!-- table:NAME ... -->`` and ends with ``<!-- table:end -->``. ``BLOCKS`` says which page has
+A block begins with ``<!-- table:NAME -->`` and ends with ``<!-- table:end -->``. ``BLOCKS`` says which page has
 which blocks, and what they show.
 """
 
@@ -87,7 +87,7 @@ BLOCKS: dict[str, dict[str, Table | Callable[[], str]]] = {
 }
 # Figure in ``bench/results/plots`` -> the file of its rows, and the function that draws it.
 PLOTS = {"overview": ("attention-h200", plots.overview), "speedups": ("attention-h200", plots.speedups)}
-_BLOCK = re.compile(r"<!-- table:([\w-]+)[^>]*-->\n(?:(?!<!-- ).)*<!-- table:end -->", re.DOTALL)
+_BLOCK = re.compile(r"<!-- table:([\w-]+) -->\n(?:(?!<!-- ).)*<!-- table:end -->", re.DOTALL)
 
 
 def main(argv: list[str]) -> int:
@@ -137,7 +137,6 @@ def rewrite(page: str, text: str) -> str:
     def write(match: re.Match) -> str:
         block = blocks[match[1]]
         content = render(block) if isinstance(block, Table) else block()
-        begin = f"<!-- table:{match[1]}: written by `python -m bench docs`, not by hand -->"
-        return f"{begin}\n\n{content.replace('{results}', results)}\n\n<!-- table:end -->"
+        return f"<!-- table:{match[1]} -->\n\n{content.replace('{results}', results)}\n\n<!-- table:end -->"
 
     return _BLOCK.sub(write, text)
