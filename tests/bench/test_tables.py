@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from bench import readme, report, results, tables
+from bench import report, results, tables
 from bench.__main__ import main
 from bench.attention import cases
 from bench.report import case_report
@@ -104,17 +104,3 @@ def test_the_cost_of_the_rotation_is_shown_with_its_worst_case(files):
     assert cells(text, "ours / ours without") == ["1.091 (2.000)"] * 2 + ["-"] * 2
     assert cells(text, "fastest without rotation / ours without")[0] == "0.545 (0.500)"
     assert cells(text, "strongest with rotation / ours")[:3] == ["0.800 (0.800)"] * 2 + ["-"]
-
-
-def test_readme_has_the_sums_of_one_provider(files):
-    for card in ("h200", "h100"):
-        load = [row | {"mode": "load"} for row in results.read(f"attention-{card}")]
-        load = [row | {"provider": "bare_fa3_jax"} if row["provider"] == "bare_fa4" else row for row in load]
-        results.write(f"fa3-{card}", load)
-    text = readme.attention()
-    assert cells(text, "**`rope_attention`**")[:3] == ["**2.00**", "**6.00**", "**8.00**"]
-    assert cells(text, "best with")[2:4] == ["6.40 (80%) FA4", "1.60 (160%) FA4"]
-    assert cells(text, "FlashAttention-3 for JAX") == ["(50%)"] * 3 + ["(100%)"] * 3
-    results.write("attention-h200", [row for row in results.read("attention-h200") if row["provider"] != "fused"])
-    with pytest.raises(KeyError, match="fused"):
-        readme.attention()
