@@ -278,12 +278,11 @@ def _key(tensors: Tensors, layout: Any, options: tuple) -> tuple | None:
 
     It is None for traced calls, in modes and under autocast.
     """
-    if not is_plain(*tensors) or in_context_parallel():
-        return None
-    if torch.is_autocast_enabled() or torch.is_autocast_enabled("cpu"):
+    # The signature has the classes of the tensors, and ``remember`` takes plain ones alone.
+    if not is_plain() or in_context_parallel() or torch._C._is_any_autocast_enabled():  # a private name
         return None
     window, q = options[_WINDOW], tensors.q
-    if type(window) not in (tuple, type(None)):
+    if window is not None and type(window) is not tuple:
         return None
     return (
         signature(tensors),
@@ -313,7 +312,7 @@ def remember(tensors: Tensors, layout: Any, options: tuple, problem: Problem, de
 
     Forget all calls once there are more than any program uses in turn.
     """
-    key = _key(tensors, layout, options)
+    key = _key(tensors, layout, options) if is_plain(*tensors) else None
     if key is not None:
         if len(_known) >= _MAX_KNOWN:
             _known.clear()

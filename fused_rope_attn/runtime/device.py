@@ -118,6 +118,12 @@ def is_current(device: torch.device) -> bool:
     return device.index is None or device.index == torch._C._cuda_getDevice()
 
 
+# ``empty(shape, strides, dtype)`` of the CPU and of the current GPU. Private names: compiled graphs allocate with them.
+# They save the host 0.6 us of ``torch.empty_strided``, because they skip PyTorch's dispatcher.
+empty_on_cpu: Any = torch._C._dynamo.guards._empty_strided_cpu  # type: ignore[attr-defined]
+empty_on_gpu: Any = torch._C._dynamo.guards._empty_strided_cuda  # type: ignore[attr-defined]
+
+
 def guard(device: torch.device) -> AbstractContextManager[None]:
     """Return a context in which kernels launch on ``device``; free if it is the current GPU."""
     return _NO_GUARD if is_current(device) else torch.cuda.device(device)

@@ -13,7 +13,6 @@ and does nothing else with tensors, can be recorded. Any other call runs each ti
 import functools
 import itertools
 import math
-import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -179,7 +178,7 @@ class Replay:
         maps = [p for kernel in kernels for p in kernel.parameters if isinstance(p, driver.TensorMap)]
         self._make_block = functools.partial(driver.Block, kernels, numbers, len(maps))
         try:
-            self._results = results and [None if x is None else numbers[id(x)] for x in results]
+            self._results = results and [*map({**numbers, id(None): -1}.__getitem__, map(id, results))]
             self._maps = [(tensor_map, numbers[tensor_map.tensor]) for tensor_map in maps]
             self._free_blocks = [self._make_block()]
         except KeyError as error:
@@ -197,14 +196,11 @@ class Replay:
         if hooked() or not device.is_current(where):
             return None
         addresses = [*map(_address, inputs)]
-        if functools.reduce(operator.or_, addresses) % _ALIGNMENT:
-            return None
-        made = [
-            torch.empty_strided(shape, strides, dtype=dtype, device=where) for shape, strides, dtype in self._layouts
-        ]
+        empty = device.empty_on_cpu if where.index is None else device.empty_on_gpu
+        made = [empty(*layout) for layout in self._layouts]
         addresses += map(_address, made)
         if self._offsets:
-            workspace = torch.empty_strided((self._workspace_bytes // 4,), (1,), dtype=torch.float32, device=where)
+            workspace = empty((self._workspace_bytes // 4,), (1,), torch.float32)
             begin = _address(workspace)
             addresses += [begin + offset for offset in self._offsets]
         try:
@@ -225,8 +221,7 @@ class Replay:
             raise RuntimeError(f"{self._names} could not be launched: {self._driver.message(code)}")
         if not self._results:
             return ()
-        tensors = [*inputs, *made]
-        return self._make_results([None if i is None else tensors[i] for i in self._results])
+        return self._make_results(map([*inputs, *made, None].__getitem__, self._results))
 
 
 class Call:
@@ -267,13 +262,16 @@ _known: dict[tuple, tuple[Call, tuple]] = {}
 
 
 def signature(tensors: Sequence[torch.Tensor | None]) -> tuple:
-    """Return the shapes, strides, dtypes and devices of tensors, and whether Triton and the TMA see aligned addresses.
+    """Return the classes, shapes, strides, dtypes and devices of tensors, and whether Triton and the TMA see aligned
+    addresses.
 
     A tensor that is not given is None.
     """
-    return tuple(
-        [None if x is None else (x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % _ALIGNMENT) for x in tensors]
-    )
+    forms = [
+        None if x is None else (type(x), x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % _ALIGNMENT)
+        for x in tensors
+    ]
+    return tuple(forms)
 
 
 def call_of(

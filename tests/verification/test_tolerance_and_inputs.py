@@ -8,6 +8,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from fused_rope_attn.attention import reference
+from fused_rope_attn.runtime import device
 from tests.support.dtypes import BF16, F16, F32, F64
 from verification import testing
 from verification.attention import AttentionCheck
@@ -293,7 +294,8 @@ def test_poison_empty_and_back():
     names = ("empty", "empty_like", "empty_strided")
     originals, x = [getattr(torch, name) for name in names] + [torch.Tensor.new_empty], torch.zeros(3)
     with pytest.raises(RuntimeError, match="inside"), testing.poison_empty():
-        for y in (torch.empty(3, dtype=F16), torch.empty_like(x), torch.empty_strided((3,), (1,)), x.new_empty(3)):
+        made = torch.empty(3, dtype=F16), torch.empty_like(x), torch.empty_strided((3,), (1,)), x.new_empty(3)
+        for y in (*made, device.empty_on_cpu((3,), (1,), F32)):
             assert bool(y.isnan().all())
         assert torch.empty(3, dtype=torch.int32).shape == (3,) and torch.empty(3, requires_grad=True).requires_grad
         raise RuntimeError("inside")

@@ -8,15 +8,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fused_rope_attn.runtime import device
+
 # torch.empty of more elements is left as it is: poisoning would make the pages of a sparse allocation real.
 _POISON_LIMIT = 1 << 28
 
 
 @contextmanager
 def wrap_empty(wrap: Callable[[Callable[..., Tensor]], Callable[..., Tensor]]) -> Iterator[None]:
-    """Replace `torch.empty`, `empty_like`, `empty_strided` and `Tensor.new_empty` by ``wrap`` of each, inside."""
+    """Replace `torch.empty`, `empty_like`, `empty_strided` and `Tensor.new_empty` by ``wrap`` of each, inside, and the
+    allocations of replays."""
     targets = [(torch, "empty"), (torch, "empty_like"), (torch, "empty_strided"), (Tensor, "new_empty")]
-    originals = [getattr(owner, name) for owner, name in targets]
+    targets += [(device, "empty_on_cpu"), (device, "empty_on_gpu")]
+    originals: list[Any] = [getattr(owner, name) for owner, name in targets]
     try:
         for (owner, name), original in zip(targets, originals):
             setattr(owner, name, wrap(original))
