@@ -501,7 +501,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.compile_kernels", description=__doc__.split("\n")[0])
     parser.add_argument("--arch", action="append", choices=configs.ARCHS, help="may be repeated; all by default")
     parser.add_argument("--filter", default="", help="only jobs whose label contains this, such as 'backward prepass'")
-    parser.add_argument("--full", action="store_true", help="also what the default spares: see CONTRIBUTING.md")
+    parser.add_argument("--full", action="store_true", help="also what the default spares")
     parser.add_argument(
         "--tile", action="append", type=tile_of, help="try this one instead of the table's; may be repeated"
     )
