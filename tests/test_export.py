@@ -40,7 +40,6 @@ def rotated_with_norms(q, k, v, cos, sin, *_):
 
 
 def batch_and_length(batch, length):
-    """q, k, v, tables, bounds of keys, intervals."""
     starts, ends = (x.expand(batch, -1).contiguous() for x in masks.chunks(4, length))
     return (
         torch.randn(batch, length, 4, 16).transpose(1, 2),

@@ -47,7 +47,6 @@ MODULES = {module_of(path) for path in FILES}
 
 
 def imports_of(path: Path) -> list[str]:
-    """Return the full names that a file imports anywhere, `.` in front of a relative one."""
     names = []
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):

@@ -11,14 +11,12 @@ from tests.support.paths import python
 
 
 def dense(starts, ends, rows):
-    """Return the mask (B, rows, NK) of intervals (B, NK)."""
     assert starts.dtype == ends.dtype == torch.int32 and starts.shape == ends.shape
     row = torch.arange(rows)[:, None]
     return (row >= starts[:, None]) & (row < ends[:, None])
 
 
 def assert_sees(intervals, length, *sees):
-    """Compare intervals of each batch entry with the mask (length, length) of its ``sees(i, j)``."""
     rows = [[[bool(one(i, j)) for j in range(length)] for i in range(length)] for one in sees]
     expected = torch.tensor(rows, dtype=torch.bool).reshape(len(sees), length, length)
     assert torch.equal(dense(*intervals, length), expected)

@@ -54,7 +54,6 @@ MAX_LOGIT = """
 
 
 def calls():
-    """Yield user code that calls a public function, for every one with return_lse."""
     modules = fused_rope_attn, distributed
     for call, function in {f"{m.__name__}.{name}": getattr(m, name) for m in modules for name in m.__all__}.items():
         name = call.rpartition(".")[2]
@@ -74,7 +73,6 @@ def calls():
 
 
 def mypy(folder, cache):
-    """Return the errors (file, line) in a folder's files."""
     options = [f"--config-file={ROOT}/pyproject.toml", f"--cache-dir={cache}", "--follow-imports=silent"]
     command = [sys.executable, "-m", "mypy", *options, "--no-error-summary", *os.listdir(folder)]
     environment = os.environ | {"MYPYPATH": str(ROOT)}

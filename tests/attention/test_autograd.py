@@ -30,7 +30,6 @@ def test_activation_checkpointing(name, backend, use_reentrant):
 @operators.small_calls
 @both_backends
 def test_double_backward_raises(name, backend):
-    """Through each tensor and through the gradients of the results."""
     for strategy in ({},) if name == "latent" or backend == "reference" else ({"strategy": x} for x in STRATEGIES):
         run, tensors = operators.small_call(name, backend=backend, **strategy)
         leaves = [x.detach().clone().requires_grad_() for x in tensors.values()]
@@ -102,14 +101,12 @@ def test_autocast_and_the_reference():
 
 
 def with_tangent(function, tensors, i):
-    """Call ``function`` with the tensors; number ``i`` has a tangent."""
     with forward_ad.dual_level():
         given = [forward_ad.make_dual(x, torch.ones_like(x)) if i == j else x for j, x in enumerate(tensors)]
         return function(*given)
 
 
 def plain(backend):
-    """Return a function of q that returns o, and q."""
     run, tensors = operators.small_call("plain", backend=backend)
     q, k, v = tensors.values()
     return lambda q: run(q, k, v)[0], q

@@ -50,12 +50,10 @@ def attend(tensors, tables, **options):
 
 
 def padded(x, before):
-    """Put NaN before the rows of x (B, H, N, D)."""
     return torch.cat((torch.full_like(x[:, :, :1], math.nan).expand(-1, -1, before, -1), x), 2)
 
 
 def later(tables, before):
-    """Tables with ``before`` other rows before their own."""
     return [torch.cat((torch.rand(before, x.shape[1]), x)) for x in tables]
 
 
@@ -128,7 +126,6 @@ def test_gradients_with_intervals_and_left_padding(seed, first):
 @interpreted
 @pytest.mark.usefixtures("exact_products")
 def test_gradients_do_not_depend_on_the_rest_of_the_batch():
-    """A sequence alone, after padding, and in a pack."""
     tensors, tables, _, draw = drawn(3, 150)
     options, do = {"backend": "triton", "rotary_dim": 16}, torch.randn_like(tensors[0][:1])
     alone = [x[:1].clone().requires_grad_() for x in tensors]

@@ -22,7 +22,6 @@ both_backends = kernel_or_reference("triton", "reference")
 @small_calls
 @both_backends
 def test_one_graph_has_the_results_of_eager(name, backend):
-    """Values, gradients and memory order."""
     torch._dynamo.reset()
     run, tensors = small_call(name, backend=backend)
     expected = differentiated(run, tensors)

@@ -19,7 +19,6 @@ OF_OTHER_ROOMS = {
 
 
 def result_of(name, inputs):
-    """Return the first result of a public function."""
     if name in OF_OTHER_ROOMS:
         return OF_OTHER_ROOMS[name](*inputs)
     positional, options = public_calls(*inputs)[name]
@@ -52,7 +51,6 @@ def test_tensors_without_data_take_the_reference():
 
 
 def refused_calls(q, k, v, cos, sin):
-    """Yield calls of tensors of another kind, with the argument that is refused."""
     ends = torch.tensor([0, 3, 8], dtype=torch.int32)
     yield "q", lambda: rope_attention(q, k, v, cos, sin, True, layout="bshd")
     yield "q", lambda: package.rope_attention_varlen(q, k, v, cos, sin, ends, ends, 5, 5, True)
@@ -64,7 +62,6 @@ def refused_calls(q, k, v, cos, sin):
 @pytest.mark.parametrize("layout", [torch.jagged, torch.strided])
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
 def test_nested_tensors_are_sent_to_packed_attention(layout):
-    """And the advice for jagged tensors works."""
     sequences = [[torch.randn(n, heads, 16) for n in (3, 5)] for heads in (2, 1, 1)]
     q, k, v = (torch.nested.nested_tensor(x, layout=layout) for x in sequences)
     cos, sin = INPUTS[3:]

@@ -42,7 +42,6 @@ def call(inputs=INPUTS, causal=True, **options):
 
 @interpreted
 def test_a_known_call_gives_what_an_examined_one_gives(examined):
-    """A call is known with its gradients and without, and for other tensors of the same signature."""
     others = make_inputs(replace(CASE, seed=4))
     expected, found = call(others), []
     assert not torch.equal(expected, call())

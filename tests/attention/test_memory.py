@@ -34,7 +34,6 @@ ONE_HEAD = Case(1, 1, 1, 3, 3, 16)
     ids=["batch", "head", "row", "tiles of keys", "tiles of queries"],
 )
 def test_offsets_pass_two_to_the_31(case, strides, names, strategy):
-    """Results stay the same when one tensor at a time gets these strides."""
     inputs = make_inputs(case)
     expected = run_op(inputs, case, backend="triton", strategy=strategy)
     storage = torch.empty(FAR, dtype=case.dtype)
@@ -68,7 +67,6 @@ for strategy in ("inline", "prepass"):
 @interpreted
 @pytest.mark.skipif(sys.platform != "linux", reason="needs mprotect")
 def test_nothing_outside_the_tensors_is_read():
-    """In a process of its own: an access to a guard page ends it."""
     hold_within_bounds(GUARD)
 
 

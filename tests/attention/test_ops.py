@@ -82,7 +82,6 @@ def test_norms_without_unit_strides():
 @interpreted
 @pytest.mark.unpoisoned
 def test_nothing_of_bshd_is_copied():
-    """Only views and the two operators reach the dispatcher, in either direction."""
     run, tensors = small_call("bshd", backend="triton", return_lse=False)
     leaves = [x.contiguous().requires_grad_() for x in tensors.values()]
     with Record() as record:
@@ -163,7 +162,6 @@ def test_the_portable_forward_saves_the_tiles_that_the_sm_90_backward_reads(bloc
 
 
 def moved(x):
-    """The same tensor at an address that is no multiple of 16 bytes."""
     room = torch.empty(x.numel() + 1, dtype=x.dtype)
     return room[1:].view(x.shape).copy_(x)
 

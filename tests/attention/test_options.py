@@ -111,7 +111,6 @@ KEYWORDS = [
 
 @pytest.mark.parametrize(("keywords", "message"), KEYWORDS, ids=lambda x: ",".join(x) if isinstance(x, dict) else "")
 def test_close_keywords_are_recognised(keywords, message):
-    """By the function, and by its plan, which is told what the function is."""
     given = make_inputs(SMALL)[:5]
     for call in (
         rope_attention,

@@ -13,7 +13,6 @@ from verification.testing import reference_attention
 
 @pytest.mark.parametrize("seed", range(60))
 def test_against_loops(seed):
-    """Random calls of a few rows: masks, bounds beyond the keys, tables of all forms."""
     draw = random.Random(seed)
     batch, heads_kv, len_k, causal = draw.choice([1, 2]), draw.choice([1, 2]), draw.randint(1, 7), draw.random() < 0.5
     len_q = draw.randint(1, len_k + 3)
@@ -48,7 +47,6 @@ def test_against_loops(seed):
     ids=lambda options: ",".join(options),
 )
 def test_gradcheck(options):
-    """Also of queries that see nothing, and of keys that do not exist."""
     given = {"causal": True, "softmax_scale": 0.6, "rotary_dim": 4, "norm_eps": 1e-2, "norm_offset": 0.5} | options
     weights = given.pop("weights", {})
     names = ["q", "k", "v", *weights]

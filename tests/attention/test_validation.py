@@ -154,7 +154,6 @@ REFUSALS = [
 
 @pytest.mark.parametrize(("function", "changes", "error", "message"), REFUSALS)
 def test_refusals(function, changes, error, message):
-    """By the function and by its plan."""
     for name in (function, function.replace("rope_attention", "plan")):
         with pytest.raises(error, match=message):
             getattr(package, name)(**CALLS[function] | changes)

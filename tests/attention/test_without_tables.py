@@ -46,7 +46,6 @@ def test_angle_zero(options, chosen):
 @interpreted
 @pytest.mark.parametrize("window", [None, (-1, 4)])
 def test_more_queries_than_keys(window):
-    """All queries see all keys, and a window is aligned with the last key."""
     q, k, v = heads((4, 60), (2, 33), (2, 33))
     distance = torch.arange(33) - (torch.arange(60)[:, None] - 27)
     visible = distance <= (60 if window is None else window[1])

@@ -121,7 +121,6 @@ def test_flops():
 
 
 def test_visited_blocks_are_those_of_committed_rows():
-    """Blocks are counted for the cases as they are measured."""
     counted = {case.name: visited(*case.case.intervals(case.case.len_k)[:2]) for case in cases.BY_INTERVALS}
     assert {row["case"]: row["visited"] for row in results.read("intervals-h200")} == pytest.approx(counted, rel=1e-3)
     assert counted["chunks"] == (4 * 64 * 65) / (256 * 257)

@@ -25,8 +25,6 @@ def test_the_number_of_ranks_chooses_the_cases(capsys, monkeypatch):
 
 
 class _RanksOfCpus(RanksClock):
-    """The clock of ranks, by wall time."""
-
     synchronize = release = WallClock.synchronize
     _times = WallClock.sample
 

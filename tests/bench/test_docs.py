@@ -43,7 +43,6 @@ def test_there_are_no_figures_beside_the_generated_ones(page):
 
 
 def test_the_command_checks_rewrites_and_complains(tmp_path, monkeypatch, capsys):
-    """A page with one other digit, one with a block that is missing, and one without rows."""
     name = "docs/guides/latent.md"
     right, page = (ROOT / name).read_text(encoding="utf-8"), tmp_path / name
     page.parent.mkdir(parents=True)

@@ -38,7 +38,6 @@ def test_norms_of_heads_are_computed_by_whom_the_label_names():
 
 @pytest.mark.parametrize("kind", ["train", "step"])
 def test_all_providers_agree(kind):
-    """Steps of the optimizer leave the weights as they are."""
     names = [name for name, p in providers.PROVIDERS.items() if kind in p.kinds and "liger" not in name]
     rows = run(names, shapes.Work(kind, 1, 16), NORMED)
     assert status(rows) == dict.fromkeys(names, "ok") and all(row["off_first"] < 1e-5 for row in rows)

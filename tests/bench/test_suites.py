@@ -44,8 +44,6 @@ def of_kind(kind, case, name="Tiny", **changed):
 
 
 def wrong(provider):
-    """Return a provider with results that are 10 % too large."""
-
     def run(*given):
         out = provider.run(*given)
         return [1.1 * x for x in out] if isinstance(out, list) else 1.1 * out
@@ -73,8 +71,6 @@ def flex(q, k, v, *, block_mask, enable_gqa, kernel_options=None):
 
 
 def masked_people(kind, right, wrong):
-    """Return ours, a masked attention that is right, and one that is wrong."""
-
     def rotate(q, k, tables):
         return apply_rope_qk(q, k, *(table[..., : table.shape[-1] // 2] for table in tables))
 
@@ -88,7 +84,6 @@ def masked_people(kind, right, wrong):
 
 
 def eager_gemm(project, x, weight):
-    """QuACK's projection with its epilogue, in eager PyTorch."""
     q, k, v = project.split(F.linear(x.float(), weight.float()))
     rstd = torch.cat([x.square().mean(-1).add(project.eps).rsqrt() for x in (q, k, v)], 1)
     cos, sin = project.tables
@@ -131,8 +126,6 @@ class Measured(NamedTuple):
 
 
 class Steady(WallClock):
-    """A clock at 700 W."""
-
     measurement = Loads
 
     def sample(self, fn, calls):
@@ -253,7 +246,6 @@ def test_who_is_right_is_timed_and_who_is_wrong_is_not(name, measure, monkeypatc
 
 
 def verdict(suite, case, provider):
-    """Return the status and the detail of the only provider."""
     rows, _ = run(suite, case, providers=[provider], modes=("eager",))
     return rows[0]["status"], rows[0]["detail"]
 
@@ -284,7 +276,6 @@ def test_outputs_of_attention(run, role, status, detail):
 
 
 def steep(*xs):
-    """Return tensors with gradients that are 1 % too large."""
     return [1.01 * x - 0.01 * x.detach() for x in xs]
 
 

@@ -25,7 +25,6 @@ def measured(factor=1.0, **extra):
 
 @pytest.fixture
 def files(tmp_path, monkeypatch):
-    """Rows of two cards; on the second one ours takes half the time."""
     monkeypatch.setattr(results, "RESULTS", tmp_path)
     results.write("attention-h200", measured())
     results.write("attention-h100", measured(0.5, gpu="NVIDIA H100 80GB HBM3", commit="7654321"))

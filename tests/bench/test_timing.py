@@ -27,7 +27,6 @@ class Machine:
         self.gaps, self.outputs = [], []
 
     def work(self, out=None):
-        """Make one call, which fills ``out`` with ones and returns it."""
         begin = max(self.now, self.end)
         self.gaps.append(begin - self.end)
         self.end = begin + self.call_ms * 1e-3
@@ -187,7 +186,6 @@ def test_rounds_go_there_and_back_in_changing_orders():
 
 
 def test_who_fails_drops_out():
-    """A sample in the first round, the failure in the second, none after it."""
     order, measured, failed = interleaved(["a", "bad", "c"], 3)
     assert order.count("bad") == 2 and list(failed) == ["bad"] and list(measured) == ["a", "c"]
     assert measured["c"].rounds == [[1.0, 1.0]] * 3

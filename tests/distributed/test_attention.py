@@ -28,7 +28,6 @@ SMALL = Case(1, 4, 2, 24, 24, 16, dtype=F32, window=(9, 0))
 
 
 def attend_in_sections(*given):
-    """Return what ``attend`` does where heads travel one after the other."""
     usual, methods.SECTION_BYTES = methods.SECTION_BYTES, 1
     try:
         return attend(*given)
@@ -37,7 +36,6 @@ def attend_in_sections(*given):
 
 
 def attend_invariantly(case, ranks, options):
-    """Return what ``attend`` does of kernels with the same bits, in the interpreter."""
     with products_in_float64():
         return attend(case, ranks, "cpu", {"backend": "triton", "batch_invariant": True} | options)
 
@@ -91,7 +89,6 @@ FEATURES = {
 
 
 def under(ranks, feature):
-    """o and gradients under a feature of PyTorch are those of an ordinary call."""
     shard = Shard(SMALL, ranks)
     found = shard.both(FEATURES[feature](shard))  # first, because the eager call adds plans to the cache
     assert_close(found, shard.both())
@@ -105,7 +102,6 @@ def compiled_documents(ranks):
 
 
 def autocast(ranks):
-    """Autocast has bfloat16 and the inputs are float32."""
     shard = Shard(SMALL, ranks)
     with torch.autocast("cpu", dtype=BF16):
         o = shard(*shard.qkv)
@@ -138,7 +134,6 @@ def test_features(ranks, program):
 
 
 def planned(ranks, heads_kv, length, options):
-    """Return the method and the reason of ``plan_cp``, on tensors without data."""
     q, k = (torch.empty(1, heads, length, 128, dtype=BF16, device="meta") for heads in (32, heads_kv))
     table = torch.empty(length * len(ranks), 64, device="meta")
     plan = plan_cp(q, k, k, table, table, group=group_of(ranks), **options)
@@ -146,8 +141,6 @@ def planned(ranks, heads_kv, length, options):
 
 
 def test_plans(ranks):
-    """One rank alone may ask."""
-
     def plan(*arguments):
         return ranks.results(planned, (0, 1), *arguments, ranks=(1,))[0]
 

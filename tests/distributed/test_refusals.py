@@ -23,7 +23,6 @@ def refused(ranks, wrong):
 
 
 def refused_documents(ranks, ends, options):
-    """Make a packed call for which each rank's first document has its entry of ends as its length."""
     group = group_of(ranks)
     plan = plan_varlen_cp([0, ends[group.rank()], 12], group=group)
     x = torch.zeros(plan.local, 2, 16)
@@ -36,7 +35,6 @@ def double_backward(ranks):
 
 
 def forward_mode(ranks):
-    """Only the first rank passes a tangent."""
     shard = Shard(SMALL, ranks)
     q, k, v = (x.detach() for x in shard.qkv)
     with torch.autograd.forward_ad.dual_level():

@@ -25,7 +25,6 @@ REPOSITORY = r"`((?:examples|bench|docs|tools|tests|verification|baselines)/[\w.
 
 
 def test_links_and_named_files_exist():
-    """List the links, files and make targets that a page names and the repository lacks."""
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     dead = []
     for page in PAGES:
@@ -57,7 +56,6 @@ FENCE = re.compile(
 
 
 def test_snippets_run(tmp_path, monkeypatch):
-    """Run all snippets, and list those that raise."""
     monkeypatch.chdir(tmp_path)  # for the files that they write
     pages = [page for page in (ROOT / "docs").rglob("*.md") if "_build" not in page.relative_to(ROOT).parts]
     failed, count = [], 0

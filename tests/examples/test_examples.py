@@ -18,7 +18,6 @@ FOLDER = ROOT / "examples"
 
 @pytest.fixture
 def run(request, monkeypatch, capsys):
-    """Run an example as a script that lacks some modules, and return what it prints."""
     if "gpu" not in request.keywords:  # the interpreter would take minutes for each step of generation
         rotate_without_the_kernel(monkeypatch)
 
@@ -96,7 +95,6 @@ def test_a_tree_of_answers_has_the_loss_and_gradients_of_a_row_for_each(
 
 @torch.no_grad()
 def test_served_requests_generate_what_they_generate_alone():
-    """Requests share prefixes, shift their contexts and are evicted."""
     server, queue, _ = paged_server.serve(10, num_pages=14)
     assert server.reused > 0 and server.shifts > 0 and server.evictions > 0
     assert all(paged_server.alone(server.layer, request, 16, 6) == request.generated for request in queue)
@@ -151,7 +149,6 @@ ABORTED = "terminate called without an active exception"
 
 
 def test_train_long(run, tmp_path):
-    """The losses of two processes are those of one."""
     given = "--small", "--packed", "--steps", "3", "--length", "48", "--out", str(tmp_path)
     run("train_long.py", *given)
     launched = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(FOLDER / "train_long.py"))

@@ -25,7 +25,6 @@ def make(batch, heads_q, heads_kv, length, head_dim, dtype, device="cpu"):
 
 
 def results(function, inputs, dtype):
-    """(o, dq, dk, dv) of a function of q, k and v, computed in ``dtype`` from (q, k, v, do)."""
     q, k, v, do = (x.detach().to(dtype) for x in inputs)
     leaves = [x.requires_grad_() for x in (q, k, v)]
     o = function(*leaves)
@@ -37,7 +36,6 @@ def with_kernels(q, k, v):
 
 
 def by_hand(q, k, v, base, scale):
-    """The definition, one query at a time: q (HQ, N, D), k and v (HKV, N, D)."""
     group, half, o = len(q) // len(k), q.shape[2] // 2, torch.empty_like(q)
     omega = base ** (-torch.arange(half, dtype=F64) / half)
     for h, i in itertools.product(range(len(q)), range(q.shape[1])):

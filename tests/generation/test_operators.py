@@ -17,13 +17,11 @@ TENSORS = ("q", *CACHES, "cos", "sin", "k", "v", "cache_seqlens", "sinks")
 
 
 def finite(check):
-    """Return a step's arguments in which rows of the caches that do not exist are zero."""
     given = arguments(check)
     return given | {name: given[name].nan_to_num() for name in CACHES}
 
 
 def tokens_first(given):
-    """Return the same with contiguous (B, N, H, D)."""
     turned = {name: given[name].transpose(1, 2).contiguous() for name in ("q", *CACHES, "k", "v")}
     return given | turned | {"layout": "bshd"}
 

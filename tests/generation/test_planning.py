@@ -23,8 +23,6 @@ def on_sm_90(monkeypatch):
 
 
 def step_of(batch=2, heads=(8, 2), tokens=1, capacity=50, head_dim=40, dtype=BF16, where="meta", **options):
-    """Return the arguments of a step by name."""
-
     def zeros(count, length):
         return torch.zeros(batch, count, length, head_dim, device=where, dtype=dtype)
 

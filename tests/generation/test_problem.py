@@ -89,7 +89,6 @@ def test_refusals_of_a_write(changes, message):
 
 
 def test_axes_of_one_entry_may_be_expanded():
-    """Their stride says nothing."""
     x = zeros(1, 16).as_strided((1, 1, 1, 16), (0, 0, 0, 1))
     cos, sin, ends = zeros(1, 8) + 1, zeros(1, 8), ints(1)
     o = rope_attention_with_kvcache(zeros(1, 1, 1, 16), x, x.clone(), cos, sin, x + 1, x + 1, cache_seqlens=ends)

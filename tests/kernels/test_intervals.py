@@ -62,7 +62,6 @@ def visits(case, blocks):
 
 
 def write_bounds(bounds, first, end, num_rows, block_n):
-    """Launch the kernel for intervals [first, end) of each key, both (B, NK) int32."""
     batch, num_keys = first.shape
     intervals = Intervals.host(first, end, bounds, (num_keys, num_keys))
     given = MaskArguments.host(None, None, None, None, None, None, True, FROM_START=False, intervals=intervals)

@@ -138,7 +138,6 @@ def test_the_blocks_of_queries_that_a_block_of_keys_visits(bounds, blocks):
 
 
 def test_blocks_outside_a_window_are_not_visited():
-    """The ranges are as long as the window, however long the sequence."""
     bounds = Bounds(16448, 32768, causal=True, left=1024)
     # The first row, 16320, sees keys from 15296 on, and the last of its block, 16383, from 15359 on.
     assert ranges(bounds, (64, 64), 1, of_queries=False)[:1] == [[15296, 15360, 16320, 16384]]

@@ -13,8 +13,6 @@ pytestmark = interpreted
 
 @record
 class Rows:
-    """Rows of a matrix and where its visible columns begin."""
-
     ptr: tl.tensor
     strides: tl.tuple
     first: tl.tensor | None

@@ -37,7 +37,6 @@ def write_order(
     out_ptr, cu_ptr, num_sequences, window, NQ, NK, HEADS, num_heads, section, OF_QUERIES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write (tile, head of all batch entries) of each program."""
     masks = MaskArguments(
         starts_ptr=None, lens_ptr=None, cu_q_ptr=cu_ptr, cu_k_ptr=cu_ptr, num_sequences=num_sequences,
         window=window_of(window), READS_LENGTHS=cu_ptr is not None, FROM_START=False,
@@ -69,7 +68,6 @@ def test_the_longest_tiles_of_a_section_of_heads_start_first(batch, ends, causal
 
 @triton.jit
 def write_tiles(out_ptr, num_tiles, num_heads, heads_per_section, most_overlapping):
-    """Write (tile, head) of each program."""
     pid = tl.program_id(0)
     tile, head = overlapped_tile(pid, num_tiles, num_heads, heads_per_section, most_overlapping)
     tl.store(out_ptr + 2 * pid, tile)

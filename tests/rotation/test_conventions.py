@@ -1,9 +1,11 @@
 """The conventions of docs/guides/rotation.md, against the formula that their libraries share, written out."""
 
+from functools import partial
+
 import pytest
 import torch
 
-from fused_rope_attn import RotaryEmbedding, apply_rope, apply_rope_qk
+from fused_rope_attn import RotaryEmbedding, apply_rope
 from tests.support.dtypes import F64
 from tests.support.marks import ignore_overflow
 from tests.support.rotation import assert_close, normal
@@ -24,7 +26,6 @@ def every_two(x):
 
 
 def angles(dim, base=10000.0):
-    """Return (ROWS, dim / 2) angles."""
     return torch.arange(ROWS, dtype=F64)[:, None] * base ** -(torch.arange(0, dim, 2, dtype=F64) / dim)
 
 
@@ -44,16 +45,6 @@ def oracle(x, angle, ids, partner):
         parts.append(part * turn.cos() + partner(part) * turn.sin())
         first += angle.shape[1]
     return torch.cat((*parts, x[..., first:]), -1)
-
-
-def hold(ours, theirs, *xs):
-    """Outputs and gradients of ``ours`` in float32 are those of ``theirs`` in float64."""
-    mine, exact = ([x.to(dtype).requires_grad_() for x in xs] for dtype in (torch.float32, F64))
-    outs, wanted = ((y,) if isinstance(y, torch.Tensor) else y for y in (ours(*mine), theirs(*exact)))
-    dos = [normal(*out.shape, seed=7 + i) for i, out in enumerate(outs)]
-    gradients = torch.autograd.grad(outs, mine, [do.float() for do in dos])
-    for x, y in zip((*outs, *gradients), (*wanted, *torch.autograd.grad(wanted, exact, dos)), strict=True):
-        assert_close(x.detach(), y.detach(), 1e-5)
 
 
 # The layout, the partner of a column, the angle of each column, and the ids; the table holds a column for each if wide.
@@ -79,28 +70,18 @@ def test_conventions(name):
     layout, partner, angle, ids, is_wide = CONVENTIONS[name]
     rows = [ONE_AFTER_ANOTHER] if ids is None else [ids] if ids.ndim == 2 else ids.unbind(1)
     given = angle if is_wide else angle[:, ::2] if partner is every_two else angle.chunk(2, -1)[0]
-    options = {"layout": layout, "position_ids": ids}
-    more = {"rotary_dim": angle.shape[1] * len(rows), "interleaved": partner is every_two}
-    tables = given.cos().float(), given.sin().float()
-    back = [AXES[layout].index(axis) for axis in range(4)]
-
-    def ours(q, k, v):
-        if name == "torchtune":
-            module = RotaryEmbedding(D, max_seq_len=ROWS, interleaved=True)
-            return *module(q, k, **options), module(v, **options)
-        return apply_rope_qk(q, k, *tables, v=v, **options, **more)
-
-    def theirs(*xs):
-        return [oracle(x.permute(back), angle, rows, partner).permute(AXES[layout]) for x in xs]
-
-    hold(ours, theirs, *(normal(B, N, heads, D, seed=heads).permute(AXES[layout]).contiguous() for heads in (4, 2, 1)))
+    x, options = normal(B, N, 3, D), {"layout": layout, "position_ids": ids}
+    if name == "torchtune":
+        rotate = RotaryEmbedding(D, max_seq_len=ROWS, interleaved=True)
+    else:
+        options |= {"rotary_dim": angle.shape[1] * len(rows), "interleaved": partner is every_two}
+        rotate = partial(apply_rope, cos=given.cos().float(), sin=given.sin().float())
+    found = rotate(x.permute(AXES[layout]).contiguous().float(), **options)
+    assert_close(found, oracle(x, angle, rows, partner).permute(AXES[layout]), 1e-5)
 
 
 def test_packed_sequences_of_transformer_engine():
-    angle, ends = two_halves(angles(10)), torch.tensor([0, 3, 3, 9], dtype=torch.int32)
+    x, angle, ends = normal(11, 3, D), two_halves(angles(10)), torch.tensor([0, 3, 3, 9], dtype=torch.int32)
     ids = torch.tensor([[*range(3), *range(6), 0, 0]])  # the last two pass through, as at position 0
-    hold(
-        lambda t: apply_rope(t, angle.cos().float(), angle.sin().float(), layout="thd", cu_seqlens=ends),
-        lambda t: oracle(t[None], angle, [ids], half)[0],
-        normal(11, 3, D),
-    )
+    found = apply_rope(x.float(), angle.cos().float(), angle.sin().float(), layout="thd", cu_seqlens=ends)
+    assert_close(found, oracle(x[None], angle, [ids], half)[0], 1e-5)

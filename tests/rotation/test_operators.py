@@ -28,7 +28,6 @@ def gradients(outs, tensors):
 
 @pytest.fixture(params=[pytest.param("kernel", marks=interpreted), "reference"])
 def either_way(request, monkeypatch):
-    """The kernel and the reference, one after the other."""
     if request.param == "reference":
         rotate_without_the_kernel(monkeypatch)
 

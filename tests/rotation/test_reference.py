@@ -68,7 +68,6 @@ def test_the_norm_is_pytorchs(eps, offset):
 @pytest.mark.parametrize("inverse", [False, True])
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_gradients(interleaved, inverse):
-    """The rotation alone can be differentiated again."""
     cos, sin = normal(2, 3, 3, seed=3)
     leaves = [normal(1, heads, 3, 8, seed=heads).requires_grad_() for heads in (2, 1)]
     leaves += [normal(8, seed=5 + i).requires_grad_() for i in range(2)]

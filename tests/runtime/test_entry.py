@@ -21,7 +21,6 @@ def mesh():
 
 @pytest.fixture
 def context(mesh):
-    """torch's context manager over a buffer of its own."""
     from torch.distributed.tensor.experimental import context_parallel
 
     return lambda: context_parallel(mesh, buffers=[torch.zeros(1, 8)], buffer_seq_dims=[1])
@@ -30,7 +29,6 @@ def context(mesh):
 @pytest.mark.unpoisoned
 @pytest.mark.parametrize("compiled", [False, True])
 def test_both_forms_are_seen_while_they_last(context, compiled):
-    """The context manager, and the dispatcher that the wrapping of modules enables."""
     from torch.distributed.tensor.experimental import _attention as implementation
 
     def look(x):

@@ -41,8 +41,6 @@ Y = 2  # of inputs()
 
 
 class View(NamedTuple):
-    """A record as the host passes it."""
-
     ptr: torch.Tensor
     step: int = 1
 
@@ -69,7 +67,6 @@ class Kernel:
 
 
 def map_at(address):
-    """The tensor map that ``Recorder`` makes, recognisable."""
     return struct.pack("<Q120x", address)
 
 
@@ -129,7 +126,6 @@ class Toy:
 
 
 def inputs():
-    """Two tensors, and one that is not given."""
     return torch.zeros(8), None, torch.zeros(3, 2, 64, 64, dtype=torch.bfloat16)
 
 

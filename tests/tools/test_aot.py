@@ -22,7 +22,6 @@ pytestmark = pytest.mark.aot
 
 @triton.jit(do_not_specialize=["N"])
 def product_kernel(x_ptr, y_ptr, x_strides, N, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """y = x x^T of (BLOCK, BLOCK) tiles."""
     if PDL:
         tl.extra.cuda.gdc_wait()
     rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)

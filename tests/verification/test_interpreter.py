@@ -41,7 +41,6 @@ def combine(a, b, OPERATION: tl.constexpr):
 
 @triton.jit
 def write_combined(a_ptr, b_ptr, out_ptr, OPERATION: tl.constexpr, WIDE: tl.constexpr):
-    """Combine two pairs of integers of any type, as 64-bit ones with WIDE."""
     offs = tl.arange(0, 2)
     a, b = tl.load(a_ptr + offs), tl.load(b_ptr + offs)
     if WIDE:
@@ -50,7 +49,6 @@ def write_combined(a_ptr, b_ptr, out_ptr, OPERATION: tl.constexpr, WIDE: tl.cons
 
 
 def combined(a, b, operation, dtype=torch.int32, wide=False):
-    """Return the result for a and b, and another pair that is far from overflow."""
     out = torch.zeros(2, dtype=torch.int64)
     given = (torch.tensor([3, x]).to(dtype) for x in (a, b))
     write_combined[(1,)](*given, out, operation, wide)

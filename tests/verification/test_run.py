@@ -296,7 +296,6 @@ def test_a_run_of_the_reference(capsys):
 
 @pytest.fixture(scope="module")
 def legal_calls():
-    """One legal call of each of many prototypes, with its arguments."""
     drawn = [drawn_call(1, index, REFERENCE) for index in range(0, 600, 3)]
     legal = [call.legal if isinstance(call, IllegalCheck) else call for call in drawn]
     return [(x, x.arguments("cpu")[1]) for x in legal if x.function not in ("write_kvcache", "batch_invariant")]
@@ -406,8 +405,6 @@ def test_a_call_that_writes_or_raises_fails(replaced):
 
 @dataclass(frozen=True)
 class Fatal:
-    """A check that kills or stops its process, from a certain size on."""
-
     size_of_it: int
     hangs: bool = False
     function, backend = "rope_attention", "reference"

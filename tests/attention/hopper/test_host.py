@@ -36,7 +36,6 @@ NOT_ALIGNED = ({"len_k": 172}, {"len_q": 299}, {"causal": False}, {"window": (10
 
 @pytest.mark.parametrize("changes", [*ALIGNED, *NOT_ALIGNED], ids=str)
 def test_the_forward_skips_the_masked_half_of_diagonal_blocks(changes):
-    """In calls with a plain causal mask."""
     case = replace(SQUARE, **changes)
     problem, _ = described_for_launch(make_inputs(case), case)
     assert is_aligned(problem, 128, 128) is (changes in ALIGNED)

@@ -73,7 +73,6 @@ def patched(monkeypatch):
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_training(name, patched):
-    """Logits and all gradients."""
     own = make(name)
     fused, counts = patched(own)
     logits, expected = fused(ids()), own(ids())

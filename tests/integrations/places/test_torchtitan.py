@@ -72,7 +72,6 @@ def batches(steps=STEPS, rows=2, length=LENGTH):
 
 
 def train(model, steps=STEPS, **sizes):
-    """Return the losses of a training."""
     optimizer, losses = torch.optim.AdamW(model.parameters(), lr=1e-3), []
     for ids, positions in batches(steps, **sizes):
         masks = model.get_attention_masks(positions)
@@ -95,7 +94,6 @@ def test_losses_are_those_of_torchtitan(registry, attn_backend):
 
 
 def test_the_norms_of_heads_are_fused(monkeypatch):
-    """The modules of Qwen 3's norms do not run, and their weights have gradients."""
     model, (ids, positions) = make(qwen3, fused=True, layers=1), next(iter(batches()))
     (layer,) = model.layers.values()
     for norm in (layer.attention.q_norm, layer.attention.k_norm):
@@ -145,7 +143,6 @@ def test_the_command_line_of_the_guide():
 
 
 def test_what_is_refused():
-    """Context parallelism, and rotary embeddings of another kind."""
     blocks = make(llama3, fused=True).layers.values()
     with pytest.raises(NotImplementedError, match="Variable-length attention CP"):
         apply_cp_to_forward([block.attention.inner_attention for block in blocks], None)

@@ -26,7 +26,6 @@ COMMON = {"report_to": [], "logging_steps": 1, "use_cpu": True, "bf16": False, "
 
 
 def make():
-    """Return a small Llama and a tokenizer of letters."""
     torch.manual_seed(0)
     sizes = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "use_cache": False}
@@ -65,7 +64,6 @@ def test_supervised_training_on_packed_documents(tmp_path, strategy):
 
 
 def test_grpo(tmp_path):
-    """Sampled texts, losses and gradients: both ways sample the same tokens from the same logits."""
     sizes = {"per_device_train_batch_size": 4, "num_generations": 4, "max_completion_length": 12, "max_steps": 3}
     args = GRPOConfig(output_dir=str(tmp_path), learning_rate=1e-2, beta=0.0, **sizes, **COMMON)
     given = {"args": args, "train_dataset": Dataset.from_dict({"prompt": TEXTS})}

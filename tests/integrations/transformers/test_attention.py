@@ -28,7 +28,6 @@ def states(tokens=5, dtype=torch.float32):
 
 
 def angles(rows, dtype=torch.float32):
-    """(cos, sin) (1, rows, 16) as a rotary embedding gives them."""
     x = normal(1, rows, 8, seed=4).repeat_interleave(2, -1)
     return x.cos().to(dtype), x.sin().to(dtype)
 
@@ -150,8 +149,6 @@ def test_as_many_tokens_as_a_step_takes(heads_kv, most, calls, monkeypatch):
 
 
 class Stubborn(torch.nn.Linear):
-    """A projection in float32, whatever autocast says."""
-
     def forward(self, x):
         with torch.autocast("cpu", enabled=False):
             return super().forward(x.float())

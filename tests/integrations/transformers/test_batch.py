@@ -38,7 +38,6 @@ def numbers_of(value):
 
 
 def filled(model, past, tokens):
-    """A cache with so many more tokens in each layer, of two rows."""
     if tokens:
         x = torch.ones(2, model.config.num_key_value_heads, tokens, 16)
         for i in range(model.config.num_hidden_layers):

@@ -57,7 +57,6 @@ def assert_same_layers(past, plain):
 @pytest.mark.parametrize("name", ["llama", "gemma3", "smollm3"])
 @torch.no_grad()
 def test_steps_of_every_length(name, kind, padded, calls):
-    """Logits and the cache are the unpatched model's."""
     model, ids = make_model(name), make_ids(2, ENDS[-1])
     mask = left_padded(ENDS[-1], 0, 3) if padded else None
     plain, patched = (make_cache(model, kind) for _ in range(2))
@@ -162,7 +161,6 @@ def test_a_dynamic_cache_grows_in_place():
 @pytest.mark.parametrize("fork", ["copied", "shared", "cropped"])
 @torch.no_grad()
 def test_two_caches_of_the_same_tokens(fork):
-    """Each goes its own way, turn by turn, and finds nothing of the other's."""
     model, ids = patch_model(make_model("llama")), make_ids(2, 16)
     others = torch.cat((ids[:, :10], make_ids(2, 6, seed=5)), dim=1)
     past = make_cache(model, "dynamic")
@@ -279,7 +277,6 @@ def halving(cls):
 
 
 def dynamic(model, *layers):
-    """A dynamic cache with these as its last layers."""
     past = make_cache(model, "dynamic")
     past.layers[len(past.layers) - len(layers) :] = layers
     return past

@@ -188,7 +188,6 @@ def implementations_of(name, model):
 
 
 def drawn(name, model, count):
-    """Settings of calls, the same in every process."""
     draw = random.Random(name)
     fields = FIELDS | {"implementation": list(implementations_of(name, model))}
     for _ in range(count):
@@ -205,7 +204,6 @@ def drawn(name, model, count):
 
 
 def expected_reasons(name, setting):
-    """A pattern of the reasons for which modules' own attention may run."""
     kinds = [setting.call, setting.config, setting.modules, setting.switch]
     by_document = setting.positions is None or COUNTS_BY_DOCUMENT
     reasons = {
@@ -259,7 +257,6 @@ def outcome(model, setting):
 @pytest.mark.parametrize("count", [12, pytest.param(120, marks=pytest.mark.sweep)])
 @pytest.mark.parametrize("name", [*MODELS, *(f"vision {name}" for name in VISION_MODELS)])
 def test_drawn_calls(name, count, calls):
-    """A model decides by its inputs, its config and its modules which tokens see each other."""
     _, is_vision, vision = name.rpartition("vision ")
     unchanged, compared = make_vision_model(vision) if is_vision else make_model(name), 0
     for setting in drawn(name, unchanged, count):

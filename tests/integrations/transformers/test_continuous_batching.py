@@ -48,7 +48,6 @@ def options_of(page=16, most_tokens=64, blocks=64, **options):
 
 
 def answers(model, given, implementation="eager", new=NEW_TOKENS, **options):
-    """Return the answers of ``generate_batch``, a list of tokens for each prompt, in their order."""
     before, config, memory = model.config._attn_implementation, greedy(new), nullcontext()
     if RELEASE >= (5,):
         model.set_attn_implementation(implementation)
@@ -82,7 +81,6 @@ def no_collection(monkeypatch):
 
 
 def logits_of(model, *given, **options):
-    """(answers, the logits of all passes)."""
     seen = []
     handle = model.register_forward_hook(lambda module, args, output: seen.append(output.logits.flatten(0, 1)))
     try:

@@ -14,7 +14,6 @@ from tests.support.hf_vision_models import MODELS as VISION_MODELS, language_mod
 
 
 def prompts(length, *starts):
-    """Token ids of a row for each first token after padding on the left."""
     return {"input_ids": make_ids(len(starts), length), "attention_mask": left_padded(length, *starts)}
 
 

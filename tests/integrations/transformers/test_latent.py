@@ -17,7 +17,6 @@ KINDS = [
 
 @pytest.mark.parametrize("name", [name for name in MODELS if name.startswith("deepseek")])
 def test_attention_gets_views_of_the_projections(name, monkeypatch):
-    """Nothing is concatenated, expanded or copied between a projection and attention."""
     made, calls = {}, noted(monkeypatch, attention, "rope_attention_mla")
     model = patch_model(make_model(name))
     module = attentions_of(model)[0]

@@ -15,7 +15,6 @@ from tests.support.hf_runs import LENGTH, assert_close, assert_same, run
 
 
 def make_norm(name, head_dim=24, seed=0):
-    """A norm of RMS_NORMS with random weights, skipped where its package is not installed."""
     prefix = "" if name.startswith(("torch.", "liger")) else "transformers.models."
     module, _, cls = (prefix + name).rpartition(".")
     try:
@@ -28,7 +27,6 @@ def make_norm(name, head_dim=24, seed=0):
 
 
 def fused_of(model):
-    """Return the report's words on the norms of every attention module of a patched model."""
     return [row.norms for row in patch_report(model)]
 
 

@@ -17,7 +17,6 @@ UNMASKED = False if transformers.__version__ >= "5" else None
 
 
 def attention(implementation="sdpa", layer=0):
-    """An attention module with the attributes that these questions read."""
     config = SimpleNamespace(_attn_implementation=implementation)
     return SimpleNamespace(config=config, training=False, is_causal=True, layer_idx=layer)
 

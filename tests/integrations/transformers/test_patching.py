@@ -78,13 +78,11 @@ def test_hooks_of_accelerate(first, calls):
 
 
 def model_of(name, **options):
-    """Return a function that makes a small model of transformers."""
     options |= SIZES | {"num_hidden_layers": 1, "attn_implementation": "eager"}
     return lambda: getattr(transformers, f"{name}Model")(getattr(transformers, f"{name}Config")(**options))
 
 
 def with_attention(cls):
-    """A decoder with one layer of another class; it is a module by itself and has no path."""
     decoder = make_model("llama").model
     decoder.layers[1].self_attn.__class__ = cls
     return decoder

@@ -33,8 +33,6 @@ class Change(NamedTuple):
 
 
 def doubled(own):
-    """Return a wrapper that has the name of the function it wraps."""
-
     @functools.wraps(own)
     def forward(*args, **kwargs):
         out = own(*args, **kwargs)
@@ -48,13 +46,11 @@ def turned_back(own):
 
 
 def function(name, change, by=""):
-    """A function of Llama's modeling file is replaced."""
     reason = f"{name} of transformers.models.llama.modeling_llama, which was replaced by {by}.*, is not served"
     return Change(lambda m, patch: patch.setattr(modeling_llama, name, change(getattr(modeling_llama, name))), reason)
 
 
 def forward(bind, own=True):
-    """The first module has a forward of its own before it is patched."""
     reason = "module whose forward was replaced by .* before it was patched" if own else ""
     return Change(lambda m, patch: setattr(m, "forward", bind(m)), reason, only_before=True)
 
@@ -100,7 +96,6 @@ def liger(norms="fused", casting_mode="gemma", change=None):
 
 
 def norm(words, change, of="q_norm", model="qwen3"):
-    """One of the first module's norms runs itself, with these words in the report."""
     words = words if words == "fused" else f"{of} {words}"
     return Change(lambda m, _: change(getattr(m, of)), norms=words, model=model)
 

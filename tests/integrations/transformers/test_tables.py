@@ -44,7 +44,6 @@ REFUSED = {
 
 
 def configs() -> Iterator[PretrainedConfig]:
-    """Yield a config of default values of each class with rotary parameters."""
     for file in pkgutil.walk_packages(transformers.models.__path__, "transformers.models."):
         if ".configuration_" in file.name:
             for cls in vars(importlib.import_module(file.name)).values():
@@ -112,7 +111,6 @@ def agree(mine: torch.Tensor, theirs: torch.Tensor) -> bool:
 
 
 def compare(config: PretrainedConfig, seq_len: int, layer_type: str | None) -> str:
-    """Return what came of a comparison."""
     theirs = []
     for cls in own_classes(config):
         # Some modules want pixels instead of positions, and some do not take every rope type.
@@ -180,8 +178,6 @@ class OfLlama(LlamaConfig):
 
 
 class Own(PretrainedConfig):
-    """A config of a user's model that transformers does not know."""
-
     model_type = "somebody's"
 
     def __init__(self, rope_theta=10000.0, rope_scaling=None, **kwargs):

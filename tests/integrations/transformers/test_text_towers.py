@@ -23,7 +23,6 @@ LEFT, RIGHT = (3, 0), (0, -3)
 
 @every_model
 def test_images(name, calls):
-    """Logits and gradients; the report knows decoders from towers, and a refusal names the way out."""
     model = make_vision_model(name).train()
     decoder = language_model(model)
     within = next(path for path, module in model.named_modules() if module is decoder)
