@@ -135,12 +135,3 @@ def test_the_blocks_of_queries_that_a_block_of_keys_visits(bounds, blocks):
             assert (first, last) == (seen[0], seen[-1] + 1)
         whole = [j for j, rows in enumerate(of) if would[rows, keys].all() and rows.stop - rows.start == block_m]
         assert list(range(int(full_first), int(full_last))) == whole
-
-
-def test_blocks_outside_a_window_are_not_visited():
-    bounds = Bounds(16448, 32768, causal=True, left=1024)
-    # The first row, 16320, sees keys from 15296 on, and the last of its block, 16383, from 15359 on.
-    assert ranges(bounds, (64, 64), 1, of_queries=False)[:1] == [[15296, 15360, 16320, 16384]]
-    bounds = Bounds(32768, 16448, causal=True, left=32000)
-    # The first key is at row 16320, and row 48320 is the last to see it.
-    assert ranges(bounds, (64, 64), 1, of_queries=True)[:1] == [[255, 256, 512, 512]]

@@ -1,14 +1,13 @@
 """Wrong arguments of `apply_rope` and `apply_rope_qk`. The message names each.
 
 Types, dtypes and shapes are those of ``Forms``, which ``tests/runtime/test_checks.py`` and random calls test; tables
-and norms are checked as those of attention.
+and norms are checked as those of attention. Random calls have every width of tables in every layout.
 """
 
 import pytest
 import torch
 
 from fused_rope_attn import apply_rope, apply_rope_qk
-from fused_rope_attn.rotation.problem import RotationOptions, RotationTensors, check_rotation
 from tests.support.dtypes import F16, F32
 
 
@@ -18,12 +17,6 @@ def zeros(*shape, dtype=F32):
 
 def ints(*shape):
     return zeros(*shape, dtype=torch.int32)
-
-
-def rotary_dim_of(xs, cos, sin, *, position_ids=None, cu_seqlens=None, rotary_dim=None, layout="bhsd"):
-    """The rotary dim that the check of a right call returns."""
-    tensors = RotationTensors(xs, None, cos, sin, position_ids, cu_seqlens)
-    return check_rotation(RotationOptions(rotary_dim, False, True, layout), tensors)
 
 
 WEIGHT = zeros(8)
@@ -71,43 +64,12 @@ def test_refusals(function, error, name, changes, pattern):
         function(**given)
 
 
-@pytest.mark.parametrize("layout", ["bhsd", "bshd", "sbhd", "thd"])
-def test_each_axis_is_found_in_every_layout(layout):
-    """B = 3, H = 7, N = 5 and D = 16: tables of 10 columns hold each angle twice for no other D."""
-    x = zeros(*({"b": 3, "h": 7, "s": 5, "t": 5, "d": 16}[axis] for axis in layout))
-    ends = torch.tensor([0, 5], dtype=torch.int32) if layout == "thd" else None
-
-    def rotary_dim(*table):
-        return rotary_dim_of([x], zeros(*table), zeros(*table), layout=layout, cu_seqlens=ends)
-
-    assert rotary_dim(5, 10) == 10 and rotary_dim(5, 8) == 16
-    wrong = {(5, 17): "D = 16"}
-    if layout != "thd":
-        assert rotary_dim(3, 5, 10) == 10
-        wrong |= {(2, 5, 8): "B = 3", (5, 5, 8): "B = 3", (7, 5, 8): "B = 3", (4, 8): "5 positions"}
-    for table, pattern in wrong.items():
-        with pytest.raises(ValueError, match=f"^cos .*{pattern}"):
-            rotary_dim(*table)
-
-
 def test_axes_of_one_entry_may_be_expanded():
     """Their stride says nothing, nor does that of an axis of none."""
     cos, sin, x, out = zeros(1, 4) + 1, zeros(1, 4), zeros(1, 1, 1, 8) + 1, zeros(1, 8)
     apply_rope(x, cos, sin, out=out.as_strided((1, 1, 1, 8), (0, 0, 0, 1)))
     assert torch.equal(out, x[0, 0])
     assert apply_rope(zeros(0, 3, 1, 8), cos, sin, out=zeros(1, 1, 1, 8).expand(0, 3, 1, 8)).numel() == 0
-
-
-def test_the_narrowest_rotations():
-    """Two ids of a token take a multiple of four columns; tokens with ids need no rows of their own."""
-    for head_dim in (2, 3):
-        assert rotary_dim_of([zeros(1, 1, 1, head_dim)], zeros(1, 1), zeros(1, 1)) == 2
-    for head_dim, rotary_dim in ((16, 12), (16, 4), (8, 8)):
-        table, x = zeros(2, rotary_dim // 4), [zeros(1, 1, 3, head_dim)]
-        assert rotary_dim_of(x, table, table, rotary_dim=rotary_dim, position_ids=ints(1, 2, 3)) == rotary_dim
-    assert rotary_dim_of([zeros(1, 1, 3, 16)], zeros(2, 8), zeros(2, 8), position_ids=ints(1, 3)) == 16
-    nothing = [zeros(1, 1, 0, 8)]
-    assert rotary_dim_of(nothing, table[:0], table[:0], rotary_dim=4, position_ids=ints(0)) == 4
 
 
 def test_norms_of_any_dtype_that_fits():

@@ -6,7 +6,6 @@ import torch
 
 from fused_rope_attn.attention import configs, ops, planning
 from fused_rope_attn.attention.problem import Gradients, Options, Outputs, Tensors, describe, flatten, problem_of
-from fused_rope_attn.attention.validation import check_attention
 from fused_rope_attn.generation import launch as generation_launch, problem as generation_problem
 from fused_rope_attn.generation.api import rope_attention_with_kvcache
 from fused_rope_attn.runtime import checks, launch as calls
@@ -27,11 +26,6 @@ OPERATORS_OF_A_PATCHED_MODEL = (
     "rope_attention_with_kvcache",
     "write_kvcache",
 )
-
-
-def check_call(layout="bhsd", longest=None, rows=None, **given):
-    """Check the arguments of ``rope_attention``, by name, and return the rotary dim."""
-    return check_attention(fill(Tensors, given), fill(Options, given), layout, longest, rows)
 
 
 def described(inputs, case, *, strategy="auto", backend="triton"):

@@ -26,21 +26,10 @@ def test_what_single_modules_say():
     assert on.attention_dropout(SimpleNamespace()) == 0
 
 
-def test_positions_of_the_text():
-    """(B, N), or (kinds, B, N), in which the text's own are the first of four."""
-    for shape, text, of_four, row in (
-        ((4, 5), "all", "none", "all"),  # a batch of four rows
-        ((4, 2, 5), "first", "first", "first"),
-        ((3, 2, 5), "none", "none", "first"),
-        ((5, 2, 5), "none", "none", "first"),
-        ((4,), "none", "none", "first"),
-        ((4, 1, 2, 5), "none", "none", "first"),
-    ):
-        ids = torch.arange(torch.Size(shape).numel()).view(shape)
-        expected = {"all": ids, "first": ids[0], "none": None}
-        for function, kind in ((on.text_positions, text), (on.first_of_four, of_four), (on.first_row, row)):
-            found = function(ids)
-            assert found is None if kind == "none" else torch.equal(found, expected[kind]), (function, shape)
+def test_positions_in_time_are_the_texts():
+    """As decoders of Qwen 3 read them before 5.3."""
+    ids = torch.arange(30).view(3, 2, 5)
+    assert torch.equal(on.first_row(ids), ids[0]) and torch.equal(on.first_row(ids[1]), ids[1])
 
 
 @pytest.mark.parametrize("release", [(5, 3), (5, 4)])
