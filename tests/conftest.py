@@ -69,6 +69,14 @@ def poisoned_memory(request):
             yield
 
 
+@pytest.fixture
+def mesh():
+    """A mesh of this process alone: what torch does to classes, hooks and functions does not depend on their number."""
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield torch.distributed.init_device_mesh("cpu", (1,))
+    torch.distributed.destroy_process_group()
+
+
 @pytest.fixture(scope="session")
 def ranks():
     """Four processes that share sequences, for the tests of every folder: each takes seconds to begin."""

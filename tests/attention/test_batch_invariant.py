@@ -1,7 +1,4 @@
-"""``batch_invariant=True``: what the pairs of ``tests/test_calls.py`` do not draw, and on a GPU more pairs.
-
-The portable kernels show gradients, intervals, rows past the end of a cache, and refusals.
-"""
+"""``batch_invariant=True``: what the pairs of ``tests/test_calls.py`` do not draw, and on a GPU more pairs."""
 
 import math
 import random

@@ -75,13 +75,6 @@ def test_nested_tensors_are_sent_to_packed_attention(layout):
         torch.testing.assert_close(o, torch.cat(alone))
 
 
-@pytest.fixture
-def mesh():
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    yield torch.distributed.init_device_mesh("cpu", (1,))
-    torch.distributed.destroy_process_group()
-
-
 def test_distributed_tensors_are_refused(mesh):
     from torch.distributed.tensor import DTensor, Shard
 

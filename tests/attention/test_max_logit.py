@@ -39,10 +39,8 @@ def test_the_maximum_over_rows(ends):
 @both_strategies
 @pytest.mark.parametrize("largest", [1.0, -1.0])
 def test_the_largest_logit_of_one_pair(strategy, largest):
-    """One pair in turn has the largest logit of all: in each loop, in the first and the last row, past zero and below.
-
-    Padding of the last tile of rows has logits of 0, and must not win where all logits are negative.
-    """
+    """In each loop, in the first and the last row, past zero and below. Padding of the last tile of rows has logits of
+    0, and must not win where all logits are negative."""
     q, k, v, cos, sin, _ = make_inputs(replace(SMALL, heads_q=1, heads_kv=1))
     q, k = torch.zeros_like(q), torch.zeros_like(k)
     cos, sin = torch.ones_like(cos), torch.zeros_like(sin)

@@ -1,7 +1,4 @@
-"""The attention operators: as PyTorch's dispatcher sees them, the kernels that they run, and what they save.
-
-The portable kernels run in the interpreter.
-"""
+"""The attention operators: as PyTorch's dispatcher sees them, the kernels that they run, and what they save."""
 
 from dataclasses import replace
 

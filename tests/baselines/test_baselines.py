@@ -1,8 +1,4 @@
-"""The rivals without a GPU: the registry is complete and honest, and each part computes what it says.
-
-Rotations and PyTorch's attentions run on CPU tensors through the benchmark's gate, so that they have computed rotary
-attention once before a GPU sees them.
-"""
+"""The rivals without a GPU: the registry is complete and honest, and each part computes what it says."""
 
 import re
 

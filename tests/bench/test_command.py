@@ -89,9 +89,6 @@ def test_rows_have_facts_and_the_commit_of_a_copied_tree(monkeypatch, tmp_path):
     assert commit() == "unknown"
 
 
-# Shapes, and the groups that select them
-
-
 def test_shapes_are_those_of_committed_rows():
     """Rows of a run replace committed ones of the same case and shape, so that a new name would leave both."""
     suites = (command.COMMANDS[name] for name in ("attention", "norm", "mla", "decode"))
@@ -124,9 +121,6 @@ def test_visited_blocks_are_those_of_committed_rows():
     counted = {case.name: visited(*case.case.intervals(case.case.len_k)[:2]) for case in cases.BY_INTERVALS}
     assert {row["case"]: row["visited"] for row in results.read("intervals-h200")} == pytest.approx(counted, rel=1e-3)
     assert counted["chunks"] == (4 * 64 * 65) / (256 * 257)
-
-
-# The run
 
 
 def test_who_does_not_run_is_named_and_the_others_are_timed():

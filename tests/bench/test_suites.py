@@ -242,9 +242,6 @@ def test_who_is_right_is_timed_and_who_is_wrong_is_not(name, measure, monkeypatc
     assert ("FAILED the gate" in out) == ("wrong" in people) and all(each.label in out for each in people.values())
 
 
-# The gate
-
-
 def verdict(suite, case, provider):
     rows, _ = run(suite, case, providers=[provider], modes=("eager",))
     return rows[0]["status"], rows[0]["detail"]

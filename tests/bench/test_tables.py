@@ -36,9 +36,6 @@ def cells(text, begin):
     return [cell.strip() for cell in line.split("|")[2:-1]]
 
 
-# Files
-
-
 def test_committed_rows_give_back_what_was_written(files):
     changed = {"commit": "1234567", "stored": False, "detail": "left out", "ms": 0.123456789, "peak_mib": None}
     row = COMMITTED[0] | changed
@@ -60,18 +57,12 @@ def test_rows_of_a_run_replace_those_of_their_case(files, capsys):
     assert main(["results", str(run), "--to", "attention-h200"]) == 2 and "KeyError" in capsys.readouterr().err
 
 
-# Text for the terminal
-
-
 def test_text_marks_losses_and_reservations():
     bad = {"liger_cudnn": ("loose", "o: 3 rows too far off"), "bare_cudnn": ("failed", "dq: 7 rows beyond 2.5x")}
     rows = [row for row in measured() if (row["case"], row["pass"]) == ("Llama7B-4K", "fwd")]
     text = case_report([row | dict(zip(("status", "detail"), bad.get(row["provider"], ()))) for row in rows])
     for words in ("~ Liger rope + cuDNN", "tolerance: o: 3 rows", "0.80x LOSS", "FAILED the gate: dq: 7"):
         assert words in text
-
-
-# Tables of documents
 
 
 def test_losses_are_shown_like_wins_for_both_cards(files):

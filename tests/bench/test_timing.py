@@ -191,9 +191,6 @@ def test_who_fails_drops_out():
     assert measured["c"].rounds == [[1.0, 1.0]] * 3
 
 
-# Energy
-
-
 @pytest.mark.parametrize(("call_ms", "step"), [(0.02, 0.02), (0.02, 0.1), (12.0, 0.1)])
 def test_energy_is_power_times_time_whatever_the_steps_of_the_counter(monkeypatch, call_ms, step):
     """650 W for every call, while a reading at the ends of the sample would be late by up to a step."""

@@ -1,7 +1,4 @@
-"""Random calls on 2, 3 and 4 ranks against float64, the bits of one call, and PyTorch's features.
-
-A program is what every rank runs; it raises where something is wrong.
-"""
+"""Random calls on 2, 3 and 4 ranks against float64, the bits of one call, and PyTorch's features."""
 
 from dataclasses import replace
 from functools import partial

@@ -1,9 +1,6 @@
 """Pages: links, files and commands that they name exist, pictures are what their script draws, and snippets run.
 
-The build of the site checks the links within the site. Every Python snippet of README.md and of the documentation runs
-on a CPU as it is printed, by itself. A snippet after a line ``<!-- continued -->`` goes on in the namespace of the one
-before. One that cannot run (it would download something, or needs a GPU) is preceded by a line
-``<!-- not run: REASON -->``.
+The build of the site checks the links within the site. CONTRIBUTING.md says how snippets are marked.
 """
 
 import re

@@ -123,9 +123,6 @@ def test_same_bits(given, capsys):
         assert int(count) > 0 and tuple(map(float, with_option)) == (0, 5 * 64, 0)
 
 
-# Training
-
-
 @pytest.mark.parametrize(("steps", "limit"), [(10, 1e-4), pytest.param(50, 1e-2, marks=gpu)])
 def test_train_gpt(run, steps, limit):
     """The losses of separate steps; those of kernels in bfloat16 are less close."""

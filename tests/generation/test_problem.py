@@ -43,7 +43,6 @@ def refuse(function, given, message):
 POOL = zeros(10, 2, 16, 16)
 HALF_A_PAGE_LATER = POOL.as_strided((9, 2, 16, 16), POOL.stride(), 256)
 ONE_OF_TWO = zeros(1, 2, 40, 16).expand(2, 2, 40, 16)
-# fmt: off
 STEPS = [  # the call, what changes, the message
     (FLOAT8, {"v_cache": (2, 2, 40, 16)}, "v_cache must have k_cache's dtype float8_e4m3fn"),
     (PLAIN, {"k": None}, "k must be given where v is"),
@@ -59,7 +58,7 @@ STEPS = [  # the call, what changes, the message
     (PAGED, {"k_cache v_cache": POOL}, "v_cache must not overlap k_cache in memory, but is k_cache"),
     (PAGED, {"k_cache": POOL[:9], "v_cache": HALF_A_PAGE_LATER}, "but begins 256 elements after it in"),
     (PAGED, {"k_scale": torch.ones(1)}, "k_scale must be None unless the caches are float8"),
-]
+]  # fmt: skip
 WRITES = [  # random calls make no illegal ones
     ({"cache_is_rotated": 1}, "cache_is_rotated must be a bool, but is int 1"),
     ({"interleaved": None}, "interleaved must be a bool, but is NoneType"),
@@ -72,8 +71,7 @@ WRITES = [  # random calls make no illegal ones
     ({"block_table": None}, "k_cache must have one entry for each of 2 sequences, but has 9"),
     ({"k": zeros(2, 2, 2, 16).requires_grad_()}, "k must not require a gradient"),
     ({"k_cache": HALF_A_PAGE_LATER, "v_cache": POOL[:9]}, "but begins -256 elements after it in one"),
-]
-# fmt: on
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("check", "changes", "message"), STEPS)

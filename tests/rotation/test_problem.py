@@ -23,7 +23,6 @@ WEIGHT = zeros(8)
 OUTS = (zeros(2, 3, 4, 8), zeros(2, 1, 4, 8))
 ENDS = torch.tensor([0, 4], dtype=torch.int32)
 PACKED = {"x": zeros(4, 3, 8), "layout": "thd"}
-# fmt: off
 OF_ONE = [
     (ValueError, "x", {"x": zeros(2, 3, 4, 1)}, "head dim of at least 2"),
     (ValueError, "cos", {"cos sin": zeros(3, 4)}, "x's 4 positions.*3 rows"),
@@ -40,15 +39,14 @@ OF_ONE = [
     (ValueError, "out", {"out": zeros(2, 1, 4, 8).expand(2, 3, 4, 8)}, "expanded"),
     (ValueError, "out", {"x": zeros(2, 3, 4, 8).requires_grad_(), "out": zeros(2, 3, 4, 8)}, "x requires a gradient"),
     (ValueError, "out", {"out": zeros(2, 3, 4, 8).requires_grad_()}, "out requires a gradient"),
-]
+]  # fmt: skip
 OF_SEVERAL = [
     (TypeError, "out", {"out": zeros(2, 1, 4, 8)}, "tuple of 2 tensors.*Tensor"),
     (ValueError, "out", {"out": (zeros(2, 3, 4, 8),)}, "2 tensors, for q, k, but holds 1"),
     (ValueError, "q_norm", {"k_norm": WEIGHT}, "given where k_norm is.*None"),
     (ValueError, "k_norm", {"q_norm": WEIGHT}, "given where q_norm is.*None"),
     (ValueError, "out", {"q_norm": WEIGHT, "k_norm": zeros(8).requires_grad_(), "out": OUTS}, "k_norm requires a"),
-]
-# fmt: on
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(

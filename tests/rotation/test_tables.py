@@ -105,7 +105,6 @@ def test_permute_rope_layout(head_dim, rotary_dim):
     assert_close(outputs, permute_rope_layout((hidden @ weight.T).view(4, 3, head_dim), **order), 1e-12)
 
 
-# fmt: off
 REFUSALS = [
     (ValueError, "seq_len must be at least 0, but is -1", lambda: rope_tables(-1, 6)),
     (ValueError, "rotary_dim must be even and positive, but is 5", lambda: rope_tables(7, 5)),
@@ -123,8 +122,7 @@ REFUSALS = [
     (ValueError, "rotary_dim", lambda: permute_rope_layout(torch.zeros(8), 4, rotary_dim=6)),
     (ValueError, "rotary_dim", lambda: permute_rope_layout(torch.zeros(8), 4, rotary_dim=3)),
     (ValueError, "dim", lambda: permute_rope_layout(torch.zeros(8), dim=1)),
-]
-# fmt: on
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("error", "message", "call"), REFUSALS)

@@ -4,19 +4,10 @@ import functools
 
 import pytest
 import torch
-import torch.distributed
 import torch.nn.functional as functional
 
 import fused_rope_attn as package
 from fused_rope_attn.runtime.entry import in_context_parallel
-
-
-@pytest.fixture(scope="module")
-def mesh():
-    """A mesh of one rank, this process: torch patches its attention there as it does on many."""
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    yield torch.distributed.init_device_mesh("cpu", (1,))
-    torch.distributed.destroy_process_group()
 
 
 @pytest.fixture

@@ -57,9 +57,6 @@ def replaced(monkeypatch):
     return replace_by
 
 
-# Cases.
-
-
 def test_the_command_of_a_user(tmp_path):
     """No environment variable, worker processes, the interpreter switched on by the command."""
     result = python("-m", "verification", *ONE_CASE[:-1], "1", "--json", str(tmp_path / "rows.json"))
@@ -198,9 +195,6 @@ def test_json_holds_no_nan(tmp_path):
     assert found == vars(row) | {"error": None, "ratio": None}
 
 
-# Context parallelism.
-
-
 def test_calls_of_ranks_and_an_error(ranks, capsys, monkeypatch):
     asked = ["--cp", "--device", "cpu", "--dtype", "float32", "--jobs", "0", "--json", "", "--filter"]
     monkeypatch.setattr(context_parallel, "pool_of", lambda device: ranks)
@@ -226,9 +220,6 @@ def test_a_wrong_rank_is_seen():
     assert [comparison.ok for comparison in compared(case, found)] == [False, True]
     assert not compared(replace(case, window=(3, 0)), {"dk": right.dk})[0].ok
     assert not compared(case, {"o": right.o}, total=20)[0].ok  # rows after the first 20 are padding: they must be zero
-
-
-# Drawn calls.
 
 
 INDICES = range(0, 1000, 67)
@@ -398,9 +389,6 @@ def test_a_call_that_writes_or_raises_fails(replaced):
     assert any("x changed" in finding.found.detail for finding in outcome.failures)
     (failure,) = run_check(legal, REFERENCE).failures
     assert "ValueError: x is wrong" in failure.found.detail
-
-
-# Processes.
 
 
 @dataclass(frozen=True)

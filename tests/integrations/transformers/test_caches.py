@@ -51,7 +51,6 @@ def assert_same_layers(past, plain):
         assert_close(layer.values, other.values, 1e-5)
 
 
-# Steps.
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("kind", ["dynamic", "static"])
 @pytest.mark.parametrize("name", ["llama", "gemma3", "smollm3"])

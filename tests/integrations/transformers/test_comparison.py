@@ -357,13 +357,10 @@ OTHERS = [
     ),
     row("deepseek_v3", "widths", "heads of 24, 16 and 48 columns", options={"qk_nope_head_dim": 24}),
     row("gemma2", "its softcap switched off", options={"attn_logit_softcapping": None}),
-    row("llama", "holes", "holes", attention_mask=MASKS["holes"][:2]),
     row("llama", "output_attentions", "output_attentions", output_attentions=True),
     row("llama", "dropout", "dropout", options={"attention_dropout": 0.5}, change=lambda model: model.train()),
-    # Masks follow the config as it is now, modules of the first three too. Before 5 layers remember their type.
-    *(row(name, "another window", change=changed(sliding_window=3)) for name in ("mistral", "phi3")),
+    # Masks follow the config as it is now. Before 5 layers remember their type.
     row("mistral", "no window", change=changed(sliding_window=None)),
-    row("gemma2", "another window", OTHER_WINDOW, change=changed(sliding_window=3), use_cache=False),
     row("gemma2", "other types", OTHER_WINDOW, change=turned_round, use_cache=False, skip=RELEASE < (5,)),
 ]  # fmt: skip
 
@@ -404,7 +401,6 @@ def test_prompts_of_paligemma_2(calls):
     assert calls == {"rope_attention": 2} and not own_reasons(model)
 
 
-# Parts of a sequence onto a cache.
 STEPS = tuple(range(WINDOW + 3, 3 * WINDOW + 6))  # of one token each, after a prompt of more than a chunk
 PADDING = columns((0, STEPS[-1]), (3, STEPS[-1]), length=STEPS[-1])
 RIGHT_THEN_MORE = columns((0, 12), (0, 8), length=12)
@@ -473,7 +469,6 @@ def test_dense_masks_and_caches(calls):
     assert calls == {"rope_attention": 2}
 
 
-# Attention functions that are not transformers' own.
 def halved(module, query, key, value, attention_mask, **kwargs):
     """An attention of a user's own: another result than any other."""
     return sdpa_attention_forward(module, query, key, value / 2, attention_mask, **kwargs)

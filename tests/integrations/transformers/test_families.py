@@ -79,8 +79,7 @@ def test_generation_of_changed_models(name, options, implementation, cache, expe
 
 
 def test_every_supported_class_is_tested():
-    """A row of MODELS begins with its class's folder, and `test_family` sees to it that it has no other class. Those of
-    multimodal models are tested as text towers."""
+    """A row of MODELS begins with its class's folder, and `test_family` sees to it that it has no other class."""
     folders = [name.split(".")[0] for name in families.SUPPORTED if exists(name)]
     towers = set()
     for name in VISION_MODELS:

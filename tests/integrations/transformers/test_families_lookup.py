@@ -1,6 +1,4 @@
-"""Conventions, number by number; `convention_of`: the classes of the table, and subclasses that change nothing; and the
-table against the installed transformers, its attention classes as syntax trees.
-"""
+"""Conventions, subclasses that change nothing, and the table of classes against the installed transformers."""
 
 from types import SimpleNamespace
 
@@ -105,7 +103,6 @@ def test_classes_that_are_supported_since_transformers_5():
         assert (path in SUPPORTED) is (path not in UNSUPPORTED) is (RELEASE >= (5,)), path
 
 
-# Syntax.
 HOW = "compare `python -m tests.support.hf_syntax FOLDER.CLASS` with that of another release, see docs/howto"
 READ = tuple(map(int, NEWEST.split(".")))[:2]
 newest = pytest.mark.skipif(RELEASE < READ, reason="the tables name classes of later releases")

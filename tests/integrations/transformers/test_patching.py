@@ -14,15 +14,8 @@ import transformers
 from torch import nn
 from transformers.models.llama import modeling_llama
 
-from fused_rope_attn.integrations.transformers import (
-    attention,
-    families,
-    is_patched,
-    patch,
-    patch_model,
-    patch_report,
-    unpatch_model,
-)
+from fused_rope_attn.integrations.transformers import attention, is_patched, patch_model, patch_report, unpatch_model
+from fused_rope_attn.integrations.transformers.families import SUPPORTED
 from fused_rope_attn.integrations.transformers.state import DECODER, PATCH, state_of, warn_of
 from tests.support.hf_models import SIZES, WINDOW, attentions_of, make_ids, make_model
 from tests.support.hf_runs import LENGTH, assert_close, noted, run
@@ -214,7 +207,7 @@ def test_copies_are_patched(duplicate, calls):
 
 
 def test_conventions_are_pickled():
-    for convention in families.SUPPORTED.values():
+    for convention in SUPPORTED.values():
         assert pickle.loads(pickle.dumps(convention)) == convention
 
 
@@ -245,7 +238,7 @@ def test_a_release_with_another_name_for_caches_is_refused(monkeypatch):
 
 @pytest.mark.parametrize("version", ["5.25.0", "5.24.1", "5.23.0", "6.0.0.dev0"])
 def test_a_release_that_nobody_has_read(version, monkeypatch):
-    monkeypatch.setattr(patch, "transformers", SimpleNamespace(__version__=version))
+    monkeypatch.setattr(f"{patch_model.__module__}.transformers", SimpleNamespace(__version__=version))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         patch_model(make_model("llama"))
@@ -254,7 +247,6 @@ def test_a_release_that_nobody_has_read(version, monkeypatch):
     assert not texts or caught[-1].filename == __file__
 
 
-# The report.
 NEVER = "patch_model has not been called since the module came into the model"
 
 

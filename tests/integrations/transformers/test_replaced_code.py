@@ -1,7 +1,4 @@
-"""Changes of a model or of transformers, before a model is patched and after: the patched model computes them too.
-
-The kernels serve what they know, and the modules' own norms or their own forward run for everything else.
-"""
+"""Changes of a model or of transformers, before a model is patched and after: the patched model computes them too."""
 
 import functools
 import types

@@ -1,7 +1,4 @@
-"""`patch_model(model, unsupported="skip")` on tiny multimodal models: decoders are served, vision towers left alone.
-
-Sequences of text alone, packed or not, are compared in every model by test_families.py.
-"""
+"""`patch_model(model, unsupported="skip")` on tiny multimodal models: decoders are served, vision towers left alone."""
 
 import copy
 import re

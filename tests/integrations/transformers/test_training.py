@@ -1,11 +1,8 @@
-"""Patched models in training and in wrappers: checkpointing, compilation, traces, exports, adapters, the Trainer,
-autocast, FSDP2, and torch's parallelism that is refused.
-"""
+"""Patched models in training and in wrappers: compiled, traced, exported, adapted, sharded, under autocast."""
 
 import peft
 import pytest
 import torch
-import torch.distributed as dist
 import transformers
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.experimental import context_parallel
@@ -142,14 +139,6 @@ def test_autocast(calls):
             assert grads[norm].dtype is torch.float32 and (grads[norm] - exact_grads[norm]).norm() <= 1.5 * spread, norm
     assert {row.norms for row in patch_report(model)} == {"fused"}
     assert calls == {"rope_attention": 6}
-
-
-@pytest.fixture
-def mesh():
-    """A mesh of this process alone: what FSDP2 does to classes and hooks does not depend on how many there are."""
-    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
-    yield dist.init_device_mesh("cpu", (1,))
-    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("first", ["patch", "shard"])
