@@ -8,7 +8,7 @@ import json
 import re
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import MISSING, dataclass, fields, is_dataclass
+from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -21,6 +21,7 @@ from fused_rope_attn.experimental.corope import corope_attention
 from fused_rope_attn.runtime.device import arch
 from verification import testing
 from verification.memory import lay, lay_table
+from verification.testing import Finding
 
 FUNCTIONS = {
     name: getattr(fused_rope_attn, name)
@@ -63,33 +64,12 @@ class Machine:
         return self.device.startswith("cuda")
 
 
-@dataclass(frozen=True)
-class Finding:
-    """One comparison of one backend's results. Statements, which hold or not, are no tensors and have no figures."""
-
-    backend: str
-    found: testing.Comparison
-    is_tensor: bool = True
-
-    @classmethod
-    def that(cls, backend: str, subject: str, holds: bool, detail: str) -> Finding:
-        """A statement; ``detail`` says what came instead if it does not hold."""
-        found = testing.Comparison(subject, 0.0, 0.0, 0.0, 0.0, bool(holds), "" if holds else detail)
-        return cls(backend, found, is_tensor=False)
-
-    @classmethod
-    def raised(cls, backend: str, error: BaseException) -> Finding:
-        """Record an unexpected exception under its type's name."""
-        frames = traceback.extract_tb(error.__traceback__)
-        where = f" ({frames[-1].name}, line {frames[-1].lineno})" if frames else ""
-        text = (str(error).splitlines() or [""])[0][:300]
-        return cls.that(backend, type(error).__name__, False, f"{type(error).__name__}: {text}{where}")
-
-    @property
-    def share(self) -> float:
-        """The error divided by the tolerance; above 1 is too much."""
-        limit = 3.0 if self.found.tensor.startswith("d") else 2.0
-        return max(self.found.ratio / limit, self.found.row_ratio / 2.5)
+def raised(error: BaseException) -> Finding:
+    """Record an unexpected exception under its type's name."""
+    frames = traceback.extract_tb(error.__traceback__)
+    where = f" ({frames[-1].name}, line {frames[-1].lineno})" if frames else ""
+    text = (str(error).splitlines() or [""])[0][:300]
+    return Finding(type(error).__name__, False, f"{type(error).__name__}: {text}{where}")
 
 
 def literal(value: Any) -> str:
@@ -142,13 +122,11 @@ def copies(arguments: Mapping[str, Any]) -> dict[str, Tensor]:
     return found
 
 
-def untouched(
-    backend: str, arguments: Mapping[str, Any], before: Mapping[str, Tensor], but: Iterable[str] = ()
-) -> Finding:
+def untouched(arguments: Mapping[str, Any], before: Mapping[str, Tensor], but: Iterable[str] = ()) -> Finding:
     """State that no tensor has changed since ``before``, its ``copies``, apart from those of ``but``."""
     after = copies(arguments)
     touched = [name for name, x in before.items() if name not in but and not same_bits(x, after[name])]
-    return Finding.that(backend, "inputs", not touched, f"{', '.join(touched)} changed")
+    return Finding("inputs", not touched, f"{', '.join(touched)} changed")
 
 
 @dataclass
@@ -176,7 +154,7 @@ class References:
         with testing.RandomRounding(torch.Generator(self.device).manual_seed(0)):
             return [self.run(None) for _ in range(testing.DRAWS)]
 
-    def compare(self, name: str, x: Tensor) -> testing.Comparison:
+    def compare(self, name: str, x: Tensor) -> Finding:
         """Hold a result, or a part of one, against float64."""
         nan = self.exact[name].isnan() if self.may_be_nan else None
 
@@ -187,23 +165,22 @@ class References:
         options = {"grad": name.startswith("d"), "dtype": self.judged(name), "zero": self.zero(name)}
         return testing.compare(name, *tensors, **options, draws=lambda: (numbers(y[name]) for y in self._drawn))
 
-    def findings(self, label: str, name: str, x: Tensor) -> Iterator[Finding]:
+    def findings(self, name: str, x: Tensor) -> Iterator[Finding]:
         """Hold a whole result against float64. What is not compared must at least be written, and be numbers."""
         part = self.part(name, x)
         is_row = name in ("lse", "max_logit")
         dtype = torch.float32 if is_row else self.judged(name)
         is_right = (part.shape, x.dtype) == (self.exact[name].shape, dtype)
-        yield Finding.that(label, f"form of {name}", is_right, f"{tuple(x.shape)}, {x.dtype}")
+        yield Finding(f"form of {name}", is_right, f"{tuple(x.shape)}, {x.dtype}")
         if part.numel() < x.numel() and not is_row:
-            yield Finding.that(label, f"rest of {name}", bool(torch.isfinite(x).all()), "not finite everywhere")
+            yield Finding(f"rest of {name}", bool(torch.isfinite(x).all()), "not finite everywhere")
         if self.may_be_nan:
             is_same = torch.equal(part.isnan(), self.exact[name].isnan())
-            yield Finding.that(label, f"NaN of {name}", is_same, "NaN in other places")
-        yield Finding(label, self.compare(name, part))
+            yield Finding(f"NaN of {name}", is_same, "NaN in other places")
+        yield self.compare(name, part)
 
 
 def refusal(
-    backend: str,
     subject: str,
     function: Callable[..., Any],
     arguments: Mapping[str, Any],
@@ -219,14 +196,13 @@ def refusal(
         message = str(error)
         told = any(re.match(rf"{re.escape(word)}(\W|$)", message) or f"'{word}'" in message for word in words)
         detail = f"{wanted}, that names {' or '.join(words)}, but {type(error).__name__} came: {message}"
-        return Finding.that(backend, subject, type(error) is expected and told, detail[:600])
-    return Finding.that(backend, subject, False, f"{wanted}, but the call went through")
+        return Finding(subject, type(error) is expected and told, detail[:600])
+    return Finding(subject, False, f"{wanted}, but the call went through")
 
 
 class Ran(NamedTuple):
     """A call that has run. before: copies of ``given``; made, out: of ``Call.make`` and ``Call.results``."""
 
-    label: str
     function: Callable[..., Any]
     given: dict[str, Any]
     before: dict[str, Tensor]
@@ -391,20 +367,26 @@ class Call(testing.Case):
         references = self.references(made, machine.device)
         for variant in self.variants:
             label = " ".join(word for word in variant if word != "auto") or "auto"
-            function, given = self.call(made, variant)
-            before, obstacle = copies(given), self.obstacle(machine.arch, variant)
-            if obstacle is not None:
-                yield refusal(label, "refusal", function, given, obstacle[0], (obstacle[1].split(",")[0],))
-                yield untouched(label, given, before)
-                continue
             try:
-                with testing.poison_empty():
-                    out = self.results(function, given, made)
-                for name, x in out.items():
-                    yield from references.findings(label, name, x)
-                yield from self.further(Ran(label, function, given, before, made, out, references))
-                yield untouched(label, given, before, but=self.writes)
+                for finding in self.findings(machine, variant, made, references):
+                    yield replace(finding, backend=label)
             except torch.OutOfMemoryError:
                 raise
             except Exception as error:
-                yield Finding.raised(label, error)
+                yield replace(raised(error), backend=label)
+
+    def findings(
+        self, machine: Machine, variant: tuple[str, str], made: Made, references: References
+    ) -> Iterator[Finding]:
+        function, given = self.call(made, variant)
+        before, obstacle = copies(given), self.obstacle(machine.arch, variant)
+        if obstacle is not None:
+            yield refusal("refusal", function, given, obstacle[0], (obstacle[1].split(",")[0],))
+            yield untouched(given, before)
+            return
+        with testing.poison_empty():
+            out = self.results(function, given, made)
+        for name, x in out.items():
+            yield from references.findings(name, x)
+        yield from self.further(Ran(function, given, before, made, out, references))
+        yield untouched(given, before, but=self.writes)

@@ -18,10 +18,10 @@ from fused_rope_attn.distributed import cp_shard, plan_varlen_cp, rope_attention
 from fused_rope_attn.distributed.layout import owners_of
 from verification import testing
 from verification.attention import AttentionCheck
-from verification.calls import Finding, Machine, Made
+from verification.calls import Machine, Made
 from verification.ranks import GROUPS, Ranks, group_of
 from verification.strategies import Draw, chance, draw, pick
-from verification.testing import LAYOUTS, TABLES, Case, Comparison
+from verification.testing import LAYOUTS, TABLES, Case, Finding
 
 # Gradients that have no rows.
 OF_WEIGHTS = ("dsinks", "dq_norm", "dk_norm")
@@ -73,7 +73,7 @@ def joined(parts: list[dict[str, torch.Tensor]], sharding: str = "zigzag") -> di
 
 def compared(
     case: Case, found: dict[str, torch.Tensor], total: int | None = None, device: str = "cpu"
-) -> list[Comparison]:
+) -> list[Finding]:
     """Hold each tensor of all rows against float64, by the contract's tolerance; the gradient of a weight is one row.
 
     total: the rows after the first ``total`` are padding, and must be zero.
@@ -122,8 +122,7 @@ class CpCheck:
         device = machine.device.split(":")[0]
         parts = pool_of(device).results(attend, self.case, self.members, device, self.given, ranks=self.members)
         shards = joined(parts, self.given.get("sharding", "zigzag"))
-        for comparison in compared(self.case, shards, self.given.get("total_len"), device):
-            yield Finding("cp", comparison)
+        yield from compared(self.case, shards, self.given.get("total_len"), device)
 
 
 @st.composite

@@ -20,8 +20,9 @@ from fused_rope_attn.generation.problem import StepTensors, Written, describe_st
 from fused_rope_attn.generation.reference import quantise
 from fused_rope_attn.runtime.entry import fill
 from verification import testing
-from verification.calls import Call, Finding, Made, Ran, same_bits
+from verification.calls import Call, Made, Ran, same_bits
 from verification.memory import SHARED, in_pages, lay, rows_in_pool
+from verification.testing import Finding
 
 CACHES = ("k_cache", "v_cache")
 
@@ -141,15 +142,15 @@ class DecodeCheck(Call):
         new = {name: _rows(caches[name], written) for name in CACHES}
         eager = {name: _rows(ran.references.eager[name], written) for name in CACHES}
         if self.float8 is not None:
-            yield Finding(ran.label, same_float8("k_cache", new["k_cache"], eager["k_cache"]))
+            yield same_float8("k_cache", new["k_cache"], eager["k_cache"])
         else:
-            yield Finding(ran.label, replace(ran.references.compare("keys", new["k_cache"]), tensor="k_cache"))
+            yield replace(ran.references.compare("keys", new["k_cache"]), tensor="k_cache")
         is_raw = not (self.rotated and self.rotary) and self.norms is None
         copied = {"v_cache"} | ({"k_cache"} if is_raw else set())
         faults = [f"{name[0]} is no copy" for name in sorted(copied) if not same_bits(new[name], eager[name])]
         if not all(same_bits(_rows(caches[name], ~written), _rows(before[name], ~written)) for name in CACHES):
             faults.append("a row of the caches that is not new was written")
-        yield Finding(ran.label, testing.Comparison("v_cache", 0.0, 0.0, 0.0, 0.0, not faults, "; ".join(faults)))
+        yield Finding("v_cache", not faults, "; ".join(faults), 0.0, 0.0, 0.0, 0.0)
 
     def written(self, made: Made) -> Tensor:
         """Return (B, S_max), or (num_pages, page_size): True in the rows of the caches that the call writes."""
@@ -212,11 +213,10 @@ def _rows(cache: Tensor, written: Tensor) -> Tensor:
     return cache.transpose(1, 2)[written].transpose(0, 1)
 
 
-def same_float8(name: str, x: Tensor, y: Tensor) -> testing.Comparison:
+def same_float8(name: str, x: Tensor, y: Tensor) -> Finding:
     """Compare numbers of float8: equal but for one in a thousand, which another float32 rounding moves by one step."""
     wide, other = x.float(), y.float()
     off = torch.where(wide.isnan() & other.isnan(), 0.0, (wide - other).abs())
     moved = int((off != 0).sum())
     ok = bool((off <= 0.13 * other.abs() + 2e-3).all()) and moved <= 1 + 1e-3 * off.numel()
-    detail = "" if ok else f"{moved} of {off.numel()} numbers differ"
-    return testing.Comparison(name, 0.0, float(moved), 0.0, 0.0, ok, detail)
+    return Finding(name, ok, f"{moved} of {off.numel()} numbers differ", 0.0, float(moved), 0.0, 0.0)

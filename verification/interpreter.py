@@ -207,21 +207,6 @@ def _checked_by_numpy(check: Callable) -> Callable:
     return check_by_numpy
 
 
-@contextlib.contextmanager
-def products_in_float64() -> Iterator[None]:
-    """Give a row of a product the same bits whatever the other rows of its tile are, which BLAS does not do."""
-    multiply = np.matmul
-
-    def in_float64(a, b, dtype=None):
-        return multiply(a.astype(np.float64), b.astype(np.float64)).astype(dtype or a.dtype)
-
-    np.matmul = in_float64
-    try:
-        yield
-    finally:
-        np.matmul = multiply
-
-
 # Bytes before and after a tensor, a multiple of PyTorch's alignment: NaN in every format, -1 as integers.
 _GUARD = b"\xff" * 256
 

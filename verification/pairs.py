@@ -9,14 +9,16 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from fused_rope_attn.attention import planning
 from verification import testing
 from verification.attention import AttentionCheck
-from verification.calls import FUNCTIONS, PARAMETERS, Call, Finding, References, bits, refusal
+from verification.calls import FUNCTIONS, PARAMETERS, Call, Machine, Made, References, bits, refusal
 from verification.decode import CACHES, DecodeCheck, run_write
+from verification.testing import Finding
 
 STEP = "rope_attention_with_kvcache"
 LONGEST = 1024  # the float64 reference of more keys takes longer than the calls
@@ -46,6 +48,22 @@ class Way:
         return self.end - self.first
 
 
+@contextlib.contextmanager
+def products_in_float64() -> Iterator[None]:
+    """Give a row of a product in Triton's interpreter the same bits whatever the other rows of its tile are, which BLAS
+    does not do."""
+    multiply = np.matmul
+
+    def in_float64(a, b, dtype=None):
+        return multiply(a.astype(np.float64), b.astype(np.float64)).astype(dtype or a.dtype)
+
+    np.matmul = in_float64
+    try:
+        yield
+    finally:
+        np.matmul = multiply
+
+
 @dataclass(frozen=True)
 class PairCheck(Call):
     """One sequence of ``len_k`` tokens, and two ways to some of its rows.
@@ -60,22 +78,27 @@ class PairCheck(Call):
     page_size: int = 16
     function: ClassVar[str] = "batch_invariant"  # its name in reports: the calls are those of three functions
 
-    def _inputs(self, device: str) -> testing.Inputs:
+    def make(self, device: str) -> Made:
         inputs = testing.make_inputs(self, device)
         if self.peaks:
             inputs.k[:, :, ::7] *= 8
-        return inputs
+        return Made(inputs._asdict(), {})
 
-    def rows_of_references(self, device: str, rows: slice) -> References:
-        """Return what float64 and eager PyTorch give in some rows."""
-        inputs = self._inputs(device)
+    @property
+    def common(self) -> tuple[int, int]:
+        """The rows that both ways compute: the first, and the end."""
+        return max(way.first for way in self.ways), min(way.end for way in self.ways)
+
+    def references(self, made: Made, device: str) -> References | None:
+        """Return what float64 and eager PyTorch give in the common rows, or None if the sequence is long."""
+        inputs = testing.Inputs(**made.given)
 
         def run(dtype: torch.dtype | None) -> dict[str, Tensor]:
             results = testing.run_reference(inputs, self, dtype)
-            return {name: getattr(results, name)[:, :, rows] for name in self.outputs}
+            return {name: getattr(results, name)[:, :, slice(*self.common)] for name in self.outputs}
 
         zero = functools.partial(testing.noise_of_zero, case=self, inputs=inputs)
-        return References(run, device, lambda name: self.dtype, zero)
+        return References(run, device, lambda name: self.dtype, zero) if self.len_k <= LONGEST else None
 
     def obstacle(self, arch: str, variant: tuple[str, str]) -> planning.Obstacle | None:
         return (ValueError, "batch_invariant") if variant[0] == "reference" else super().obstacle(arch, variant)
@@ -83,52 +106,35 @@ class PairCheck(Call):
     def planned(self) -> dict[str, Any]:
         return {"batch_invariant": True}
 
-    def run(self, machine: Any) -> Iterator[Finding]:
-        """Compare the rows that both ways compute, to the bit, and those of the first way with float64 unless the
-        sequence is long. A backend that cannot keep the promise must refuse."""
-        products = contextlib.nullcontext()
-        if machine.arch == "interpreter":
-            from verification.interpreter import products_in_float64
-
-            products = products_in_float64()
-        with products, testing.poison_empty():
-            for variant in self.variants:
-                obstacle = self.obstacle(machine.arch, variant)
-                try:
-                    if obstacle is None:
-                        yield from self._compared(machine.device, variant[0])
-                        continue
-                    for way in self.ways:
-                        function, given, _ = self.call_of(way, machine.device, variant[0], fills=False)
-                        yield refusal(variant[0], "refusal", function, given, obstacle[0], (obstacle[1].split(",")[0],))
-                except torch.OutOfMemoryError:
-                    raise
-                except Exception as error:
-                    yield Finding.raised(variant[0], error)
-
-    def _compared(self, device: str, backend: str) -> Iterator[Finding]:
-        first, end = max(way.first for way in self.ways), min(way.end for way in self.ways)
-        found = []
-        for way in self.ways:
-            function, given, own = self.call_of(way, device, backend)
-            found.append([own(x)[:, first - way.first : end - way.first] for x in function(**given)])
-        for name, one, other in zip(self.outputs, *found):
+    def findings(
+        self, machine: Machine, variant: tuple[str, str], made: Made, references: References | None
+    ) -> Iterator[Finding]:
+        """Compare the common rows of both ways, to the bit, and those of the first way with float64. A backend that
+        cannot keep the promise must refuse."""
+        obstacle, found = self.obstacle(machine.arch, variant), []
+        with products_in_float64(), testing.poison_empty():
+            for way in self.ways:
+                function, given, own = self.call_of(way, made.given, variant[0], fills=obstacle is None)
+                if obstacle is not None:
+                    yield refusal("refusal", function, given, obstacle[0], (obstacle[1].split(",")[0],))
+                    continue
+                first, end = (row - way.first for row in self.common)
+                found.append([own(x)[:, first:end] for x in function(**given)])
+        for name, one, other in zip(self.outputs, *found) if found else ():
             differ = (bits(one) != bits(other)).view(*one.shape[:2], -1).any(-1)
             apart = (one.double() - other.double()).abs().max().item()
-            detail = f"{int(differ.sum())} of {differ.numel()} rows have other bits" if differ.any() else ""
-            yield Finding(backend, testing.Comparison(f"bits of {name}", apart, 0.0, 0.0, 0.0, not detail, detail))
-        if self.len_k <= LONGEST:
-            references = self.rows_of_references(device, slice(first, end))
-            for name, x in zip(self.outputs, found[0]):
-                yield from references.findings(backend, name, x[None])
+            detail = f"{int(differ.sum())} of {differ.numel()} rows have other bits"
+            yield Finding(f"bits of {name}", not differ.any(), detail, apart, 0.0, 0.0, 0.0)
+        for name, x in zip(self.outputs, found[0]) if found and references is not None else ():
+            yield from references.findings(name, x[None])
 
     def call_of(
-        self, way: Way, device: str, backend: str, fills: bool = True
+        self, way: Way, own: dict[str, Any], backend: str, fills: bool = True
     ) -> tuple[Callable[..., Any], dict[str, Any], Callable[[Tensor], Tensor]]:
         """Return the function of a way, its arguments by name, and what takes the rows (HQ, count, ...) of this
-        sequence from a result. fills: write the keys into a cache that the way reads."""
-        check, own = self.check_of(way), self._inputs(device)
-        made = replace(check, window=None).make(device)  # the rows that a window hides are written, too
+        sequence, whose tensors are ``own``, from a result. fills: write the keys into a cache that the way reads."""
+        check = self.check_of(way)
+        made = replace(check, window=None).make(own["q"].device)  # the rows that a window hides are written, too
         is_packed, is_step = way.kind == "pack", isinstance(check, DecodeCheck)
         place, start = (0, way.before * way.place) if is_packed else (way.place, way.before)
         first = check.len_q - way.count if way.kind == "batch" else start if is_packed else 0
@@ -136,11 +142,11 @@ class PairCheck(Call):
         keys = (rows, new) if is_step else (slice(start, start + way.end), slice(way.end))
         for name, (there, here) in {"q": (rows, new), "k": keys, "v": keys}.items():
             if made.given[name] is not None:
-                made.given[name][place, :, there] = getattr(own, name)[0, :, here]
+                made.given[name][place, :, there] = own[name][0, :, here]
         for name in ("cos", "sin"):
             table, before = made.given[name], 0 if is_packed else way.before
             if table is not None:
-                table[..., before : before + way.end, :] = getattr(own, name)[: way.end]
+                table[..., before : before + way.end, :] = own[name][: way.end]
         if fills and is_step:
             self._fill(way, own, made.given)
         function, given = check.call(made, (backend, "auto"))
@@ -171,7 +177,7 @@ class PairCheck(Call):
         fields |= {"len_k": capacity, "lengths": lengths, "page_size": page_size, "append": way.appends}
         return DecodeCheck.of(self, **fields)
 
-    def _fill(self, way: Way, own: testing.Inputs, given: dict[str, Any]) -> None:
+    def _fill(self, way: Way, own: dict[str, Any], given: dict[str, Any]) -> None:
         """Write the keys and values before the step into its cache; sm_90 kernels have no such calls."""
         done = way.first if way.appends else way.end
         if not done:
@@ -180,8 +186,8 @@ class PairCheck(Call):
         store = {name: given[name] for name in ("cos", "sin")} | {"cache_is_rotated": self.rotated}
         store |= {name: given[name] if table is not None else given[name][here] for name in CACHES}
         store["block_table"] = None if table is None else table[here]
-        store["cache_seqlens"] = torch.full((1,), way.before, dtype=torch.int32, device=own.q.device)
-        rows = {name: getattr(own, name)[:, :, :done] for name in ("k", "v")}
+        store["cache_seqlens"] = torch.full((1,), way.before, dtype=torch.int32, device=own["q"].device)
+        rows = {name: own[name][:, :, :done] for name in ("k", "v")}
         if self.norms is None:
             rotary_dim = self.rotary or None
             run_write(**rows, **store, rotary_dim=rotary_dim, interleaved=self.interleaved, backend="triton")
@@ -189,4 +195,4 @@ class PairCheck(Call):
         # By a step, because a write takes keys that are normed already.
         norms = {name: given[name] for name in ("q_norm", "k_norm")}
         options = self.options(PARAMETERS[STEP], backend="triton")
-        FUNCTIONS[STEP](own.q[:, :, :done], kv_starts=store["cache_seqlens"], **rows, **store, **norms, **options)
+        FUNCTIONS[STEP](own["q"][:, :, :done], kv_starts=store["cache_seqlens"], **rows, **store, **norms, **options)

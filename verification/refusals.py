@@ -14,11 +14,12 @@ from torch.autograd import forward_ad
 
 from verification import testing
 from verification.attention import AttentionCheck, CoRopeCheck
-from verification.calls import Finding, Machine, copies, refusal, untouched
+from verification.calls import Machine, copies, refusal, untouched
 from verification.decode import CACHES, DecodeCheck, WriteCheck
 from verification.latent import LatentCheck
 from verification.pairs import PairCheck, Way
 from verification.rotation import NORMS, RopeCheck
+from verification.testing import Finding
 
 Arguments = dict[str, Any]
 Condition = Callable[[Arguments], bool]
@@ -352,9 +353,9 @@ class IllegalCheck:
                 yield from nothing_comes_of(f"nothing of {mutation.name}", function, illegal)
             else:
                 subject = f"refusal of {mutation.name}"
-                yield refusal("refused", subject, function, illegal, mutation.error, mutation.words)
+                yield refusal(subject, function, illegal, mutation.error, mutation.words)
             if not (unseen and illegal.get("out") is not None):  # else it wrote where it was told to
-                yield untouched("refused", illegal, before)
+                yield untouched(illegal, before)
 
 
 def nothing_comes_of(subject: str, function: Callable[..., Any], illegal: Arguments) -> Iterator[Finding]:
@@ -371,9 +372,7 @@ def nothing_comes_of(subject: str, function: Callable[..., Any], illegal: Argume
         found = {"o": o, **dict(zip(leaves, torch.autograd.grad(o, list(leaves.values()), torch.ones_like(o))))}
     wrong = [name for name, x in found.items() if bool(x.any())]
     wrong += [name for name, x in zip(("lse", "max_logit"), maxima) if bool((x != -math.inf).any())]
-    yield Finding.that(
-        "refused", subject, not wrong, f"{', '.join(wrong)} must be 0 (lse and max_logit -inf), and are not"
-    )
+    yield Finding(subject, not wrong, f"{', '.join(wrong)} must be 0 (lse and max_logit -inf), and are not")
 
 
 # The names that a written call holds.

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import datetime
 import json
-import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ import torch
 from fused_rope_attn import env
 from verification.calls import dtype_name
 from verification.table import format_table
+from verification.testing import Finding
 from verification.workers import Outcome
 
 COLUMNS = ("case", "dtype", "backend", "tensor", "error", "eager", "ratio", "rows", "verdict")
@@ -26,57 +26,40 @@ LEGEND = (
 )
 
 
-@dataclass(frozen=True)
-class Row:
-    """One tensor of one case from one backend. ``ratio`` is error / eager_error, and 2.0 (3.0 for gradients) is the
-    limit; ``row_ratio`` the worst row's rms error over eager's, 2.5 is the limit. Errors are maxima over the tensor."""
+def rows_of(outcome: Outcome, case: str = "") -> list[dict[str, Any]]:
+    """Return a row of each tensor, and of each statement that does not hold. case: another name than the check's.
 
-    case: str
-    dtype: str
-    backend: str
-    tensor: str
-    error: float
-    eager: float
-    ratio: float
-    row_ratio: float
-    verdict: str  # "ok", "FAIL", or "SKIP" if the case does not fit this GPU
-    detail: str = ""
-
-
-def rows_of(outcome: Outcome, case: str = "") -> list[Row]:
-    """Return a row of each tensor, and of each statement that does not hold. case: another name than the check's."""
-    check, nan = outcome.check, math.nan
-    first, backend = (case or check.name, dtype_name(check.dtype)), check.backend
-    rows = []
-    for finding in outcome.findings:
-        found, verdict = finding.found, "ok" if finding.found.ok else "FAIL"
-        figures = (found.error, found.eager_error, found.ratio, found.row_ratio) if finding.is_tensor else (nan,) * 4
-        if finding.is_tensor or not found.ok:
-            rows.append(Row(*first, backend or finding.backend, found.tensor, *figures, verdict, found.detail))
-    if outcome.skipped:
-        rows.append(Row(*first, backend or "-", "-", nan, nan, nan, nan, "SKIP", outcome.skipped))
+    The verdict is "ok", "FAIL", or "SKIP" if the case does not fit this GPU.
+    """
+    check, rows = outcome.check, []
+    skipped = [Finding("-", False, outcome.skipped, backend="-")] if outcome.skipped else []
+    for finding in (*outcome.findings, *skipped):
+        if finding.is_tensor or not finding.ok:
+            row = {"case": case or check.name, "dtype": dtype_name(check.dtype)} | asdict(finding)
+            row["verdict"] = "ok" if row.pop("ok") else "SKIP" if finding in skipped else "FAIL"
+            rows.append(row | {"backend": check.backend or finding.backend})
     return rows
 
 
-def table(rows: Sequence[Row]) -> str:
+def table(rows: Sequence[Mapping[str, Any]]) -> str:
     return format_table(
-        COLUMNS, [{**asdict(row), "case": row.case[:_LONGEST_NAME], "rows": row.row_ratio} for row in rows]
+        COLUMNS, [row | {"case": row["case"][:_LONGEST_NAME], "rows": row["row_ratio"]} for row in rows]
     )
 
 
-def summary(rows: Sequence[Row]) -> str:
+def summary(rows: Sequence[Mapping[str, Any]]) -> str:
     """One line for each dtype and backend, then one for each tensor that failed or was skipped."""
     lines = []
-    for backend, dtype in dict.fromkeys((row.backend, row.dtype) for row in rows):
-        members = [row for row in rows if (row.backend, row.dtype) == (backend, dtype)]
-        passed = sum(row.verdict == "ok" for row in members)
-        worst = max(members, key=lambda row: (row.row_ratio == row.row_ratio, row.row_ratio))  # nan is no ratio
-        where = f"{worst.tensor} of {worst.case[:_LONGEST_NAME]}"
-        lines.append((backend, dtype, f"{passed} of {len(members)}", worst.row_ratio, where))
+    for backend, dtype in dict.fromkeys((row["backend"], row["dtype"]) for row in rows):
+        members = [row for row in rows if (row["backend"], row["dtype"]) == (backend, dtype)]
+        passed = sum(row["verdict"] == "ok" for row in members)
+        worst = max(members, key=lambda row: (row["row_ratio"] == row["row_ratio"], row["row_ratio"]))  # nan is none
+        where = f"{worst['tensor']} of {worst['case'][:_LONGEST_NAME]}"
+        lines.append((backend, dtype, f"{passed} of {len(members)}", worst["row_ratio"], where))
     columns = ("backend", "dtype", "within tolerance", "worst row", "where")
     text = format_table(columns, [dict(zip(columns, line)) for line in lines])
-    for row in (row for row in rows if row.verdict != "ok"):
-        text += f"\n{row.verdict} {row.case} | {row.dtype} | {row.backend} | {row.tensor}: {row.detail}"
+    for row in (row for row in rows if row["verdict"] != "ok"):
+        text += "\n{verdict} {case} | {dtype} | {backend} | {tensor}: {detail}".format_map(row)
     return text
 
 
@@ -97,12 +80,14 @@ def where(environment: Mapping[str, Any]) -> str:
     return f"{machine}, torch {environment['torch']}, triton {environment['triton']}"
 
 
-def write_json(path: Path, environment: Mapping[str, Any], seconds: float, rows: Sequence[Row], **facts: Any) -> None:
+def write_json(
+    path: Path, environment: Mapping[str, Any], seconds: float, rows: Sequence[Mapping[str, Any]], **facts: Any
+) -> None:
     """``{"environment", "seconds", "failures", "rows"}`` and ``facts``; a number that is not finite becomes null."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    failures = sum(row.verdict == "FAIL" for row in rows)
+    failures = sum(row["verdict"] == "FAIL" for row in rows)
     content = {"environment": environment, "seconds": round(seconds, 1), "failures": failures}
-    text = json.dumps(content | {"rows": [asdict(row) for row in rows]} | facts)
+    text = json.dumps(content | {"rows": rows} | facts)
     finite = json.loads(text, parse_constant=lambda constant: None)
     path.write_text(json.dumps(finite, indent=1) + "\n")
     print(f"rows written to {path}")

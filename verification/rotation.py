@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from verification import testing
-from verification.calls import Call, Finding, Made, Ran, References
+from verification.calls import Call, Made, Ran, References
 from verification.memory import lay_table
+from verification.testing import Finding
 
 NORMS = ("q_norm", "k_norm")
 
@@ -116,9 +117,10 @@ class RopeCheck(Call):
         returned, named = ran.function(**(ran.given | outs)), outs["out"]
         returned, named = (x if isinstance(x, tuple) else (x,) for x in (returned, named))
         is_same = all(x is y for x, y in zip(returned, named))
-        yield Finding.that(ran.label, "out", is_same, "another tensor was returned")
+        yield Finding("out", is_same, "another tensor was returned")
         for name, x in zip(self.names, returned):
-            yield Finding(ran.label, ran.references.compare(name, self.back(x)), is_tensor=False)
+            found = ran.references.compare(name, self.back(x))
+            yield Finding(f"{name} in out", found.ok, found.detail)
         if self.out == "in place":  # these may change
             for name in self.names:
                 ran.given[name].copy_(ran.before[name])

@@ -38,9 +38,9 @@ def describe_failures(outcome: Outcome) -> list[str]:
     """One line for each thing that is wrong with a call."""
     lines = []
     for finding in outcome.failures:
-        share = f" {finding.share:.3g} of the tolerance" if finding.share else ""
-        words = f"{outcome.check.function} {finding.backend} {finding.found.tensor}{share}"
-        lines.append(f"{words}: {finding.found.detail[:_LONGEST_DETAIL]}")
+        share = f" {finding.share:.3g} of the tolerance" if finding.is_tensor else ""
+        words = f"{outcome.check.function} {finding.backend or outcome.check.backend} {finding.tensor}{share}"
+        lines.append(f"{words}: {finding.detail[:_LONGEST_DETAIL]}")
     return lines
 
 
@@ -86,7 +86,7 @@ def shrink(seed: int, index: int, outcome: Outcome, machine: Machine, jobs: int)
     """Return the outcome of the simplest call found that fails as call ``index`` does; None if it fails no more."""
     from verification import strategies
 
-    subjects = {finding.found.tensor for finding in outcome.failures}
+    subjects = {finding.tensor for finding in outcome.failures}
     deadline, known = time.monotonic() + SHRINK_SECONDS, {outcome.check: outcome}
     worker = Worker(machine)
 
@@ -95,7 +95,7 @@ def shrink(seed: int, index: int, outcome: Outcome, machine: Machine, jobs: int)
             if time.monotonic() > deadline:
                 return False
             known[check] = worker.run(check, ATTEMPT_SECONDS) if jobs else run_check(check, machine)
-        return any(finding.found.tensor in subjects for finding in known[check].failures)
+        return any(finding.tensor in subjects for finding in known[check].failures)
 
     try:
         found = strategies.shrunk_call(seed, index, machine, fails)
@@ -116,7 +116,7 @@ def run_call(options: argparse.Namespace, machine: Machine) -> int:
     outcome = run_check(check, machine)
     print(command_of(check, machine), "\n")
     columns = ("backend", "found", "share", "verdict")
-    rows = [(one.backend, one.found.tensor, one.share, "ok" if one.found.ok else "FAIL") for one in outcome.findings]
+    rows = [(one.backend, one.tensor, one.share, "ok" if one.ok else "FAIL") for one in outcome.findings]
     print(format_table(columns, [dict(zip(columns, row)) for row in rows]))
     print("\n".join(["", *describe_failures(outcome), *([f"skipped: {outcome.skipped}"] if outcome.skipped else [])]))
     return 1 if outcome.failures else 0
@@ -170,10 +170,10 @@ def _outcomes_of_cases(checks: list[Any], machine: Machine, jobs: int) -> Iterat
 
 def _tell_cases(
     options: argparse.Namespace, found: Mapping[int, Outcome], machine: Machine
-) -> tuple[list[report.Row], dict[str, Any]]:
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Print a row of each tensor, and the beginning of the last line; return what a file holds of them."""
     rows = [row for outcome in found.values() for row in report.rows_of(outcome)]
-    ok, failed, skipped = (sum(row.verdict == verdict for row in rows) for verdict in ("ok", "FAIL", "SKIP"))
+    ok, failed, skipped = (sum(row["verdict"] == verdict for row in rows) for verdict in ("ok", "FAIL", "SKIP"))
     print(f"{report.table(rows)}\n\n{report.LEGEND}\n\n{report.summary(rows)}\n")
     counts = f"{ok} of {len(rows)} tensors within tolerance, {failed} not, {skipped} skipped"
     print(f"{counts}; {len(found)} cases", end="")
@@ -182,7 +182,7 @@ def _tell_cases(
 
 def _tell_calls(
     options: argparse.Namespace, found: Mapping[int, Outcome], machine: Machine
-) -> tuple[list[report.Row], dict[str, Any]]:
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Shrink some failures, and print the counts of each function; return what a file holds of the calls."""
     failed, shrunk = {i: outcome for i, outcome in found.items() if outcome.failures}, {}
     for index, outcome in list(failed.items())[:MOST_SHRUNK]:
@@ -207,4 +207,4 @@ def _tell_calls(
         for i, x in failed.items()
     ]
     facts = {"seed": options.seed, "calls": len(found), "refusals": refusals, "functions": lines, "failures": failures}
-    return [row for row in rows if row.verdict != "ok"], facts
+    return [row for row in rows if row["verdict"] != "ok"], facts

@@ -21,8 +21,9 @@ from typing import Any
 
 import torch
 
-from verification.calls import Finding, Machine
+from verification.calls import Machine, raised
 from verification.interpreter import guarded_memory, make_faster
+from verification.testing import Finding
 
 # A check that takes longer hangs: compiling takes a minute at most, and so does one in Triton's interpreter.
 LONGEST_SECONDS = 300.0
@@ -41,7 +42,7 @@ class Outcome:
 
     @property
     def failures(self) -> list[Finding]:
-        return [finding for finding in self.findings if not finding.found.ok]
+        return [finding for finding in self.findings if not finding.ok]
 
 
 def run_check(check: Any, machine: Machine) -> Outcome:
@@ -59,7 +60,7 @@ def run_check(check: Any, machine: Machine) -> Outcome:
     except torch.OutOfMemoryError:
         skipped = "does not fit this GPU's memory"
     except Exception as error:
-        findings.append(Finding.raised(check.backend or "reference", error))
+        findings.append(raised(error))
     if machine.has_gpu:
         try:
             torch.cuda.synchronize()
@@ -107,7 +108,7 @@ class Worker:
         said = self.log.read().strip() or "it said nothing"
         self.stop()
         detail = f"the process {why}: {said.splitlines()[-1][:300]}"
-        return Outcome(check, (Finding.that("?", "process", False, detail),))
+        return Outcome(check, (Finding("process", False, detail),))
 
     def stop(self, patience: float = 0.0) -> None:
         """End the process: in good order, so that it can end processes of its own, if it takes no longer than this."""

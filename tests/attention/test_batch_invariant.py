@@ -16,8 +16,7 @@ from tests.support.internals import forget_calls
 from tests.support.marks import ignore_overflow, interpreted
 from tests.support.places import needs_sm_90
 from verification.calls import Machine
-from verification.interpreter import products_in_float64
-from verification.pairs import PairCheck, Way
+from verification.pairs import PairCheck, Way, products_in_float64
 from verification.testing import Case
 from verification.testing.cases import intervals_of
 

@@ -97,8 +97,8 @@ def test_a_wrong_call_is_refused_next_to_a_known_one(examined):
         for mutation in MUTATIONS:
             if mutation.applies(given):
                 illegal = given | mutation.change(given)
-                finding = refusal("triton", mutation.name, function, illegal, mutation.error, mutation.words)
-                assert finding.found.ok, finding.found
+                finding = refusal(mutation.name, function, illegal, mutation.error, mutation.words)
+                assert finding.ok, finding
     for options in ({"causal": np.True_}, {"strategy": ["auto"]}, {"softcap": False}):
         call()
         with pytest.raises(TypeError, match=next(iter(options))):

@@ -17,7 +17,7 @@ from tests.support.marks import ignore_overflow, interpreted
 from tests.support.operators import assert_close
 from verification.attention import AttentionCheck
 from verification.context_parallel import attend, cp_calls, joined
-from verification.interpreter import products_in_float64
+from verification.pairs import products_in_float64
 from verification.ranks import group_of
 from verification.testing import Case
 

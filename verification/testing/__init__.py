@@ -23,4 +23,4 @@ from verification.testing.latent import (
 from verification.testing.poison import poison_empty
 from verification.testing.rounding import RandomRounding
 from verification.testing.runs import Results, reference_attention, run_op, run_reference, run_rotation_reference
-from verification.testing.tolerance import DRAWS, Comparison, compare, noise_of_zero
+from verification.testing.tolerance import DRAWS, Finding, compare, noise_of_zero

@@ -24,20 +24,31 @@ DRAWS = 32
 
 
 @dataclass(frozen=True)
-class Comparison:
-    """One tensor against float64. The errors are maxima over it; `detail` says what failed and where.
+class Finding:
+    """One tensor against float64, or a statement, which has no figures. `detail` says what is wrong if it is not `ok`.
 
-    `ratio` is error over eager_error and fails above 2 (3 for gradients), `row_ratio` the same for the rms error of the
-    worst row and fails above 2.5; eps is part of both, as a share of the limit.
+    `error` and `eager` are the largest distances from float64, of the tensor and of eager PyTorch. `ratio` is the one
+    over the other and fails above 2 (3 for gradients), `row_ratio` the same for the rms error of the worst row and
+    fails above 2.5; eps is part of both, as a share of the limit. `backend`: the one that the tensor comes from.
     """
 
     tensor: str
-    error: float
-    eager_error: float
-    ratio: float
-    row_ratio: float
     ok: bool
-    detail: str
+    detail: str = ""
+    error: float = math.nan
+    eager: float = math.nan
+    ratio: float = math.nan
+    row_ratio: float = math.nan
+    backend: str = ""
+
+    @property
+    def is_tensor(self) -> bool:
+        return not math.isnan(self.eager)
+
+    @property
+    def share(self) -> float:
+        """The error divided by the tolerance; above 1 is too much."""
+        return max(self.ratio / (3.0 if self.tensor.startswith("d") else 2.0), self.row_ratio / 2.5)
 
 
 def compare(
@@ -50,7 +61,7 @@ def compare(
     dtype: torch.dtype,
     draws: Callable[[], Iterable[Tensor]] | None = None,
     zero: float = 1.0,
-) -> Comparison:
+) -> Finding:
     """Hold `out` against the contract's tolerance. `name` "lse" or "max_logit" gets lse's rule, others the rules on
     rows.
 
@@ -78,7 +89,7 @@ def compare(
             f"{tuple(eager.shape)}"
         )
     if ref64.numel() == 0:
-        return Comparison(name, 0.0, 0.0, 0.0, 0.0, True, "empty")
+        return Finding(name, True, "empty", 0.0, 0.0, 0.0, 0.0)
     if name in ("lse", "max_logit"):
         return _compare_lse(name, out, ref64, eager, draws)
 
@@ -104,7 +115,7 @@ def _eager_errors(eager: Tensor, ref64: Tensor) -> tuple[float, Tensor]:
 
 def _judge(
     name: str, difference: Tensor, eager_error: float, eager_row: Tensor, eps: float, eps_row: Tensor, *, grad: bool
-) -> Comparison:
+) -> Finding:
     """The rules on the whole tensor and on its rows."""
     error, row_error = float(difference.abs().max()), _rms(difference)
     factor = 3.0 if grad else 2.0
@@ -127,7 +138,7 @@ def _judge(
                 f"{float(allowed_row.flatten()[worst]):.3g}, eager's {float(eager_row.flatten()[worst]):.3g}"
             )
     ratio = factor * error / max(allowed, 1e-300)
-    return Comparison(name, error, eager_error, ratio, 2.5 * worst_excess, not detail, "; ".join(detail))
+    return Finding(name, not detail, "; ".join(detail), error, eager_error, ratio, 2.5 * worst_excess)
 
 
 def noise_of_zero(name: str, case: Case, inputs: Any) -> float:
@@ -178,7 +189,7 @@ def _slack(ref64: Tensor, eager_row: Tensor, *, grad: bool, dtype: torch.dtype, 
 
 def _compare_lse(
     name: str, out: Tensor, ref64: Tensor, eager: Tensor, draws: Callable[[], Iterable[Tensor]] | None
-) -> Comparison:
+) -> Finding:
     infinite = torch.isinf(ref64)
     same = bool((out.double()[infinite] == ref64[infinite]).all())
     zero = torch.zeros_like(ref64)
@@ -199,7 +210,7 @@ def _compare_lse(
     if not float(excess.max()) <= 1.0:
         detail.append(f"error {error:.3g}, eager's {eager_error:.3g}, worst {_unravel(worst, ref64.shape)}")
     ratio = 2.0 * float(excess.max())
-    return Comparison(name, error, eager_error, ratio, ratio, not detail, "; ".join(detail))
+    return Finding(name, not detail, "; ".join(detail), error, eager_error, ratio, ratio)
 
 
 def _rms(x: Tensor) -> Tensor:
