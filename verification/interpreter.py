@@ -1,7 +1,6 @@
 """Triton's interpreter: faster, with exact products, and with overflow and writes outside of tensors found."""
 
 import contextlib
-import inspect
 import operator
 import sys
 from collections.abc import Callable, Iterator
@@ -11,6 +10,7 @@ import numpy as np
 import torch
 import triton.language as tl
 from torch.utils._python_dispatch import _get_current_dispatch_mode
+from triton.language import core  # noqa: F401
 from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
@@ -23,94 +23,39 @@ _OPERATIONS = {"add": operator.add, "sub": operator.sub, "mul": operator.mul}
 def make_faster() -> None:
     """Make the interpreter of this process four times as fast, and let it find overflow. Not within a kernel.
 
-    At every call of a device function Triton searches ``triton.language`` for its builtins and replaces them. From now
-    on it searches once, and replaces them once for each launch, by functions that call a builtin's body directly.
+    At every call of a device function Triton searches ``triton.language`` for its builtins and replaces them. Here it
+    does so once for all, by functions that call a builtin's body directly.
 
     For every sum of integers Triton computes whether it overflows, in ten operations, and ignores the answer. From now
     on three calls of NumPy compute it, and an overflow raises.
 
     Every operation makes types and shapes of its operands and of its result. From now on equal ones are made once.
-    Operands of one type are neither cast nor broadcast.
+    Operands of one type are not cast.
     """
     if interpreter._patch_lang.__module__ != __name__:
-        interpreter._patch_lang = _replaced_once(interpreter._patch_lang)
-        interpreter._patch_builtin = _replaced_by_name()
-        tl.core._unwrap_if_constexpr = _unless_plain(tl.core._unwrap_if_constexpr)
+        interpreter._patch_attr = _called_directly
+        interpreter._patch_lang(make_faster)  # the languages that this module sees
+        interpreter._patch_lang = lambda function: interpreter._LangPatchScope()
         interpreter.GridExecutor.__call__ = in_one_chunk(interpreter.GridExecutor.__call__)
         tl.block_type.__init__ = _made_once(tl.block_type.__init__)
         tl.tensor.__init__ = _with_fields_of_its_type(tl.tensor.__init__)
         tl.dtype.__eq__ = _of_identical_types(tl.dtype.__eq__)
         interpreter._get_np_dtype = _kept_in_the_type(interpreter._get_np_dtype)
         TritonSemantic.binary_op_type_checking_impl = _unless_types_are_one(TritonSemantic.binary_op_type_checking_impl)
-        TritonSemantic.broadcast_impl_value = _unless_shapes_are_one(TritonSemantic.broadcast_impl_value)
     check = getattr(TritonSemantic, "binary_op_sanitize_overflow_impl", None)
     if check is not None and check.__module__ != __name__:
         TritonSemantic.binary_op_sanitize_overflow_impl = _checked_by_numpy(check)
 
 
-def _replaced_once(replace: Callable) -> Callable:
-    """Return a replacement of the builtins that runs once for each launch, and not for the functions that it calls."""
-    replaced: set[Any] = set()
-    languages: dict[Callable, set[Any]] = {}
-    nothing = interpreter._LangPatchScope()
+def _called_directly(owner, name, builtin, builder, scope) -> None:
+    """Replace a builtin by a call of its body: Triton's wrapper only checks that the semantics are given."""
+    run = getattr(builtin, "__wrapped__", builtin)
 
-    def replace_once(function):
-        if function not in languages:
-            found = function.__globals__.values()
-            languages[function] = {x for x in found if inspect.ismodule(x) and x in (tl, tl.core)}
-        if languages[function] and languages[function] <= replaced:
-            return nothing
-        scope = replace(function)
-        replaced.update(languages[function])
-        restore = scope.restore
+    def call(*args, **kwargs):
+        kwargs["_semantic"] = interpreter.interpreter_semantic
+        return run(*args, **kwargs)
 
-        def forget_and_restore():
-            replaced.clear()
-            restore()
-
-        scope.restore = forget_and_restore
-        return scope
-
-    return replace_once
-
-
-def _replaced_by_name() -> Callable:
-    """Return a replacement of a package's builtins that finds them, and makes their replacements, once."""
-    found: dict[Any, dict[str, Callable]] = {}
-
-    @tl.core.builtin
-    def example():
-        pass
-
-    def interpreted(builtin: Callable) -> Callable:
-        # Triton's wrapper only checks that the semantics are given.
-        is_wrapped = getattr(builtin, "__code__", None) is example.__code__
-        run = builtin.__wrapped__ if is_wrapped else builtin
-
-        def call(*args, **kwargs):
-            kwargs["_semantic"] = interpreter.interpreter_semantic
-            return run(*args, **kwargs)
-
-        return call
-
-    def replace(package, builder, scope):
-        if package not in found:
-            found[package] = {
-                name: interpreted(member) for name, member in inspect.getmembers(package) if tl.core.is_builtin(member)
-            }
-        for name, function in found[package].items():
-            scope.set_attr(package, name, function)
-
-    return replace
-
-
-def _unless_plain(unwrap: Callable) -> Callable:
-    plain = {tl.tensor, tl.dtype, int, bool, float, str, type(None)}
-
-    def unwrap_fast(value):
-        return value if type(value) in plain else unwrap(value)
-
-    return unwrap_fast
+    scope.set_attr(owner, name, call)
 
 
 def _made_once(initialise: Callable) -> Callable:
@@ -172,17 +117,6 @@ def _unless_types_are_one(check: Callable) -> Callable:
         return check(self, lhs, rhs, allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod)
 
     return check_fast
-
-
-def _unless_shapes_are_one(broadcast: Callable) -> Callable:
-    """Return a broadcast of two tensors that leaves two of one shape, and two scalars, as they are."""
-
-    def broadcast_fast(self, lhs, rhs):
-        if lhs.type.__dict__.get("shape") is rhs.type.__dict__.get("shape"):
-            return lhs, rhs
-        return broadcast(self, lhs, rhs)
-
-    return broadcast_fast
 
 
 def _checked_by_numpy(check: Callable) -> Callable:
