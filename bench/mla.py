@@ -14,7 +14,7 @@ from bench.gate import Verdict, judge
 from bench.suite import Provider, Suite, Trial, by_name, length_name
 from fused_rope_attn import rope_attention_mla
 from verification.calls import dtype_name
-from verification.testing import LatentCase, LatentInputs, LatentResults, make_latent_inputs, run_latent_reference
+from verification.testing import ROWS, LatentCase, LatentInputs, make_latent_inputs, run_latent_reference
 
 OURS = Provider("fused", "rope_attention_mla (ours)", "ours")
 PROVIDERS = by_name((OURS, *(Provider(b.name, b.label, b.role, b.missing, b.backward) for b in LATENT.values())))
@@ -46,7 +46,7 @@ class MlaTrial(Trial):
         self._inputs, self._heads = make_latent_inputs(self.case, self.clock.device), [0, self.case.heads - 1]
         self._do = torch.zeros_like(self._inputs.do)  # 0 at other heads, because k_rope's gradient sums over all
         self._do[-1, self._heads] = self._inputs.do[-1, self._heads]
-        self._references: dict[bool, list[LatentResults]] = {}
+        self._references: dict[bool, list[dict[str, Tensor]]] = {}
 
     def call(self, provider: Provider, part: str) -> tuple[Callable[..., Any], list[Tensor], Tensor]:
         rows, tables, b = list(self._inputs[:5]), self._inputs[5:7], LATENT.get(provider.name)
@@ -70,8 +70,8 @@ class MlaTrial(Trial):
             inputs = LatentInputs(*map(chosen, x[:5]), *tables, chosen(self._do), None)
             self._references[bare] = [run_latent_reference(inputs, self.case, dtype) for dtype in (torch.float64, None)]
         outs = [out, *(b.gradients(list(grads), self.case.nope) if b else grads)]
-        names = zip(("o", *LatentResults._fields[2:]), outs)
-        compared = [(name, chosen(x), *(getattr(y, name) for y in self._references[bare])) for name, x in names]
+        names = zip(("o", *(f"d{x}" for x in ROWS)), outs)
+        compared = [(name, chosen(x), *(y[name] for y in self._references[bare])) for name, x in names]
         return judge(compared, self.case.dtype, forgiving=not provider.ours)
 
 

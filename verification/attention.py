@@ -1,4 +1,4 @@
-"""Calls of ``rope_attention``, ``rope_attention_varlen`` and ``corope_attention``: outputs and gradients."""
+"""Calls of attention, of latent attention and of Co-RoPE, packed or not: outputs and gradients."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fused_rope_attn.experimental.corope import CoRopeAttention, reference as co
 from verification import testing
 from verification.calls import FUNCTIONS, Call, Made, Ran, References, same_bits
 from verification.memory import SHARED
-from verification.testing import Finding
+from verification.testing import ROWS, Finding
 
 TENSORS = ("q", "k", "v", "do")
 WEIGHTS = ("sinks", "q_norm", "k_norm")
@@ -155,6 +155,39 @@ class AttentionCheck(Call):
 
 
 _BOUNDS = ("kv_starts", "kv_lens", "query_starts", "query_ends")
+
+
+@dataclass(frozen=True)
+class LatentCheck(testing.LatentCase, AttentionCheck):
+    """A call of multi-head latent attention. memory: of the five tensors and of do, in the order of ``ROWS``."""
+
+    wanted: tuple[str, ...] = ROWS
+    variants: tuple[tuple[str, str], ...] = (("auto", "auto"),)
+
+    @property
+    def function(self) -> str:
+        return "rope_attention_mla" if self.seqlens is None else "rope_attention_mla_varlen"
+
+    def make(self, device: str) -> Made:
+        inputs = testing.make_latent_inputs(self, device)
+        return self.made(inputs._replace(**self.laid({name: getattr(inputs, name) for name in (*ROWS, "do")})))
+
+    def made(self, inputs: testing.LatentInputs) -> Made:
+        given, device = inputs._asdict() | self.tables_of(inputs), inputs.v.device
+        upstream = {"o": given.pop("do"), "lse": given.pop("dlse")}
+        masks = testing.bounds_of(self, device) if self.seqlens is None else self._ends(device)
+        return Made(given | masks, {name: x for name, x in upstream.items() if x is not None})
+
+    def planned(self) -> dict[str, Any]:
+        own = {"nope_dim": self.nope, "value_dim": self.value, "softmax_scale": self.scale}
+        return super().planned() | own
+
+    def references(self, made: Made, device: str) -> References:
+        given, upstream = made.given, made.upstream
+        inputs = testing.LatentInputs(*(given[x] for x in (*ROWS, "cos", "sin")), upstream["o"], upstream.get("lse"))
+        run = functools.partial(testing.run_latent_reference, inputs, self)
+        zero = functools.partial(testing.noise_of_zero, case=self, inputs=inputs)
+        return References(run, device, self.judged(given), zero)
 
 
 @dataclass(frozen=True)

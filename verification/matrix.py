@@ -12,10 +12,9 @@ from typing import Any
 
 import torch
 
-from verification.attention import AttentionCheck, CoRopeCheck
+from verification.attention import AttentionCheck, CoRopeCheck, LatentCheck
 from verification.calls import Call, Machine
 from verification.decode import DecodeCheck
-from verification.latent import LatentCheck
 from verification.rotation import RopeCheck
 from verification.testing.cases import INTERVALS, described
 

@@ -13,10 +13,9 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from verification import testing
-from verification.attention import AttentionCheck, CoRopeCheck
+from verification.attention import AttentionCheck, CoRopeCheck, LatentCheck
 from verification.calls import Machine, copies, refusal, untouched
 from verification.decode import CACHES, DecodeCheck, WriteCheck
-from verification.latent import LatentCheck
 from verification.pairs import PairCheck, Way
 from verification.rotation import NORMS, RopeCheck
 from verification.testing import Finding

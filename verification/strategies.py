@@ -18,15 +18,14 @@ import torch
 from hypothesis import HealthCheck, Phase, Verbosity, given, seed, settings, strategies as st
 from hypothesis.internal.conjecture import providers
 
-from verification.attention import TENSORS, WEIGHTS, AttentionCheck, CoRopeCheck
+from verification.attention import TENSORS, WEIGHTS, AttentionCheck, CoRopeCheck, LatentCheck
 from verification.calls import DTYPES, Call, Machine
 from verification.decode import DecodeCheck, WriteCheck
-from verification.latent import ROWS, LatentCheck
 from verification.memory import SHARED
 from verification.pairs import PairCheck, Way
 from verification.refusals import MUTATIONS, IllegalCheck
 from verification.rotation import NORMS, RopeCheck
-from verification.testing import INTERVALS
+from verification.testing import INTERVALS, ROWS
 
 Draw = Callable[[st.SearchStrategy], Any]
 

@@ -36,7 +36,7 @@ def test_the_reference_is_what_models_compute(interleaved, window):
     )
     q, k = torch.cat((q_nope, q_rot), -1), torch.cat((k_nope, k_rot.expand(-1, case.heads_q, -1, -1)), -1)
     o = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=case.scale)
-    for x, y in zip((out.o, *out[2:]), [o, *torch.autograd.grad(o, leaves, inputs.do)], strict=True):
+    for x, y in zip((out[0], *out[2:]), [o, *torch.autograd.grad(o, leaves, inputs.do)], strict=True):
         torch.testing.assert_close(x, y, rtol=1e-10, atol=1e-10)
 
 

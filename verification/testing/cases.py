@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -75,6 +75,18 @@ class Case:
         return f"{described(self)} {_SHORT[self.dtype]}"
 
 
+@dataclass(frozen=True)
+class LatentCase(Case):
+    """One problem: head_dim is R, nope and value are DN and DV. heads_kv is heads_q, that of k_nope and of v."""
+
+    nope: int = 32
+    value: int = 32
+
+    @property
+    def score_dim(self) -> int:
+        return self.nope + self.head_dim
+
+
 def described(case: Case) -> str:
     """Name a case, or a call that has more fields, without its dtype."""
     heads = f"{case.heads_q}/{case.heads_kv}" if case.heads_q != case.heads_kv else f"{case.heads_q}"
@@ -110,6 +122,12 @@ def masks_of(case: Case, device: torch.device | str = "cpu") -> dict[str, Any]:
         "kv_starts": bounds(case.kv_starts),
         "kv_lens": bounds(case.kv_lens),
     }
+
+
+def bounds_of(case: Case, device: torch.device | str) -> dict[str, Any]:
+    """Return ``kv_starts`` and ``kv_lens`` by name, or the ends of packed sequences."""
+    bounds = {name: x for name, x in masks_of(case, device).items() if name.startswith("kv_")}
+    return bounds if case.seqlens is None else ends_of(case, device)
 
 
 def ends_of(case: Case, device: torch.device | str) -> dict[str, Tensor]:
@@ -244,3 +262,40 @@ def _tables(case: Case, generator: torch.Generator) -> tuple[Any, Any]:
         return table if case.table_batch else table[0]
 
     return finish(cos), finish(sin)
+
+
+class LatentInputs(NamedTuple):
+    """The tensors of a case, (B, H, N, columns), its tables, and the gradients of o and of lse."""
+
+    q_nope: Tensor
+    q_rope: Tensor
+    k_nope: Tensor
+    k_rope: Tensor
+    v: Tensor
+    cos: Tensor
+    sin: Tensor
+    do: Tensor
+    dlse: Tensor | None
+
+
+ROWS = LatentInputs._fields[:5]
+
+
+def make_latent_inputs(case: LatentCase, device: torch.device | str = "cpu") -> LatentInputs:
+    """Return normally distributed views, as a model's projections give them, and the tables of the case.
+
+    q_nope and q_rope are views of one tensor, k_nope and v of another, and k_rope of a third.
+    """
+    generator = torch.Generator(device).manual_seed(case.seed + 3)
+    others = make_inputs(replace(case, heads_kv=1, layout="bhnd"), device)
+
+    def normal(length: int, heads: int, *columns: int) -> tuple[Tensor, ...]:
+        shape = (case.batch, length, heads, sum(columns))
+        x = torch.randn(shape, generator=generator, device=generator.device, dtype=case.dtype)
+        return x.transpose(1, 2).split(columns, -1)
+
+    q_nope, q_rope = normal(case.len_q, case.heads_q, case.nope, case.head_dim)
+    k_nope, v = normal(case.len_k, case.heads_q, case.nope, case.value)
+    _, k_rope = normal(case.len_k, 1, 64, case.head_dim)
+    (do,) = normal(case.len_q, case.heads_q, case.value)
+    return LatentInputs(q_nope, q_rope, k_nope, k_rope, v, others.cos, others.sin, do, others.dlse)

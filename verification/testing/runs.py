@@ -13,8 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fused_rope_attn.attention import reference
 from fused_rope_attn.attention.problem import Tensors, describe
-from fused_rope_attn.rotation import reference as rotation_reference
-from verification.testing.cases import Case, Inputs, masks_of, norms_of
+from verification.testing.cases import ROWS, Case, Inputs, LatentCase, LatentInputs, bounds_of, masks_of, norms_of
 
 # Above this a score block of the reference is cut by rows: float64 and its gradient keep about eight such blocks alive.
 BLOCK_BYTES = {"cpu": 1 << 28, "cuda": 1 << 31}
@@ -148,33 +147,6 @@ def _attend(
     return o, lse, reference.largest(row_max)
 
 
-class RotationResults(NamedTuple):
-    """The output of one tensor, its gradient, and that of its norm's weight, None without a norm."""
-
-    y: Tensor
-    dx: Tensor
-    dweight: Tensor | None
-
-
-def run_rotation_reference(
-    x: Tensor, dy: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype | None = None, **options: Any
-) -> RotationResults:
-    """`rotation.reference.rotation` of x (B, H, N, D) with these ``options``, and its gradients for dy: `ref64` with
-    dtype=torch.float64, `eager` with None (the inputs' dtypes). Inputs, tables and weight are taken as given and cast.
-    """
-    if dtype is not None:
-        x, dy, cos, sin = (t.to(dtype) for t in (x, dy, cos, sin))
-    weight, inverse = options.pop("weight", None), options.pop("inverse", False)
-    if weight is None:  # the transposed rotation, which is rounded once also where autograd would add two gradients up
-        pairs = (x, inverse), (dy, not inverse)
-        y, dx = (rotation_reference.rotation(t, cos, sin, inverse=other, **options) for t, other in pairs)
-        return RotationResults(y, dx, None)
-    with torch.enable_grad():
-        leaf, weight = (t.detach().to(dtype or t.dtype).requires_grad_() for t in (x, weight))
-        y = rotation_reference.rotation(leaf, cos, sin, inverse=inverse, weight=weight, **options)
-        return RotationResults(y.detach(), *torch.autograd.grad(y, (leaf, weight), dy))
-
-
 def run_op(
     inputs: Inputs,
     case: Case,
@@ -201,3 +173,26 @@ def run_op(
         x, is_row = found.get(name), name != "max_logit" or case.seqlens is not None
         setattr(results, name, x[0] if x is not None and is_row else x)
     return results
+
+
+def run_latent_reference(inputs: LatentInputs, case: LatentCase, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+    """Return o, lse and gradients by name: `ref64` with dtype=torch.float64, `eager` with None (the inputs' dtype)."""
+    dtype = case.dtype if dtype is None else dtype
+    leaves = {name: getattr(inputs, name).detach().to(dtype).requires_grad_() for name in ROWS}
+    cos, sin = (x.double() if dtype == torch.float64 else x for x in (inputs.cos, inputs.sin))
+    options: dict[str, Any] = {name: getattr(case, name) for name in ("causal", "interleaved", "window")}
+    options |= {"softmax_scale": case.scale, "rotary_dim": case.head_dim} | bounds_of(case, inputs.v.device)
+    renamed = {{"q_rope": "q", "k_rope": "k"}.get(name, name): x for name, x in leaves.items()}
+    o, lse = reference_attention(**renamed, cos=cos, sin=sin, **options)
+    upstream = [inputs.do.to(o.dtype), *(x.to(lse.dtype) for x in (inputs.dlse,) if x is not None)]
+    gradients = torch.autograd.grad([o, lse][: len(upstream)], list(leaves.values()), upstream)
+    return {"o": o.detach(), "lse": lse.detach()} | {f"d{name}": x for name, x in zip(leaves, gradients)}
+
+
+def run_latent_op(inputs: LatentInputs, case: LatentCase, *, backend: str, deterministic: bool = False) -> list[Tensor]:
+    """Return o, lse and gradients of ``rope_attention_mla``, or of ``rope_attention_mla_varlen`` if it is packed."""
+    from verification.attention import LatentCheck  # here, as above
+
+    check = LatentCheck.of(case, deterministic=deterministic)
+    made = check.made(inputs)
+    return list(check.results(*check.call(made, (backend, "auto")), made).values())
