@@ -53,15 +53,7 @@ def run_reference(inputs: Inputs, case: Case, dtype: torch.dtype | None = None) 
     sequences, groups of heads and, where one head's scores are too large, blocks of rows; partial gradients are summed
     in at least float32 and rounded once.
     """
-    results = _summed(inputs, case, case.dtype if dtype is None else dtype)
-    if dtype != torch.float64:
-        for name, weight in _weights(case, inputs.q.device).items():
-            setattr(results, name, getattr(results, name).to(weight.dtype))
-    return results
-
-
-def _summed(inputs: Inputs, case: Case, dtype: torch.dtype) -> Results:
-    """``run_reference`` in a dtype, before the gradients of sinks and of norms' weights are rounded."""
+    dtype = case.dtype if dtype is None else dtype
     device, sums = inputs.q.device, torch.promote_types(dtype, torch.float32)
     rows = [x.detach().to(dtype).requires_grad_() for x in inputs[:3]]
     weights = {name: x.detach().to(sums).requires_grad_() for name, x in _weights(case, device).items()}
@@ -94,8 +86,8 @@ def _summed(inputs: Inputs, case: Case, dtype: torch.dtype) -> Results:
     gradients = torch.autograd.grad((o, lse)[: len(upstream)], leaves, upstream, materialize_grads=True)
     results = Results(o.detach(), lse.detach(), *gradients[:3])
     results.max_logit = torch.cat([x for *_, x in found])[: None if case.seqlens is None else -1]
-    for name, gradient in zip(weights, gradients[3:]):
-        setattr(results, name, gradient)
+    for (name, weight), gradient in zip(_weights(case, device).items(), gradients[3:]):
+        setattr(results, name, gradient if dtype == torch.float64 else gradient.to(weight.dtype))
     return results
 
 
