@@ -77,6 +77,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         options.dtype = list(DTYPES) if on_gpu else ["float16", "float32"]
     if "bfloat16" in options.dtype and not on_gpu and options.backend != ["reference"]:
         parser.error("--dtype bfloat16: Triton's interpreter computes it wrongly; on a CPU use --backend reference")
+    options.is_single = options.call is not None or options.only is not None
+    if options.is_single:
+        options.jobs, options.json = 0, options.json or ""
     if options.jobs is None:
         of_cpu = 1 if options.random is not None else 4
         options.jobs = min(16 if on_gpu else of_cpu, os.cpu_count() or 1)

@@ -22,6 +22,7 @@ from fused_rope_attn.runtime.device import arch
 from verification import testing
 from verification.memory import lay, lay_table
 from verification.testing import Finding
+from verification.testing.cases import described
 
 FUNCTIONS = {
     name: getattr(fused_rope_attn, name)
@@ -228,7 +229,7 @@ class Call(testing.Case):
     the call has them. variants: (backend, strategy) pairs that run it.
     """
 
-    name: str = ""
+    title: str = ""  # of a case in the table; "" names it after its fields
     size: str = "small"
     form: str = "bhsd"  # the layout of the call; packed sequences have "thd" whatever it says
     memory: tuple[str, ...] | None = None
@@ -248,6 +249,10 @@ class Call(testing.Case):
         """Return the call of a case, or another call with the same fields, with these changes."""
         names = {field.name for field in fields(cls)} & {field.name for field in fields(case)}
         return cls(**({name: getattr(case, name) for name in names} | changes))
+
+    @property
+    def name(self) -> str:
+        return self.title or described(self)
 
     @property
     def order(self) -> str:

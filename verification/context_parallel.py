@@ -9,6 +9,7 @@ import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import Any, ClassVar
 
 import torch
@@ -108,15 +109,12 @@ class CpCheck:
     size: ClassVar[str] = "small"
     backend: ClassVar[str] = "cp"
     function: ClassVar[str] = "rope_attention_cp"
+    dtype = property(attrgetter("case.dtype"))
 
     @property
     def name(self) -> str:
         words = (f"{key}={value}" for key, value in self.given.items())
         return f"{self.case.name} {' '.join(words)} ranks {self.members}"
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.case.dtype
 
     def run(self, machine: Machine) -> Iterator[Finding]:
         device = machine.device.split(":")[0]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
-from typing import Any
 
 import torch
 
@@ -16,7 +15,7 @@ from verification.attention import AttentionCheck, CoRopeCheck, LatentCheck
 from verification.calls import Call, Machine
 from verification.decode import DecodeCheck
 from verification.rotation import RopeCheck
-from verification.testing.cases import INTERVALS, described
+from verification.testing.cases import INTERVALS
 
 SIZES = ("small", "large", "huge")
 
@@ -27,12 +26,7 @@ _BASE = AttentionCheck(1, 2, 2, 80, 80, 32)
 def _small(heads: int = 2, length: int = 80, **changes) -> AttentionCheck:
     """Return a case of as many queries as keys, and of as many heads of both, but for the changes."""
     sizes = {"heads_q": heads, "heads_kv": heads, "len_q": length, "len_k": length}
-    return _named(replace(_BASE, **(sizes | changes)))
-
-
-def _named(check: Call) -> Any:
-    """Name a case after its fields, unless it has a name."""
-    return replace(check, name=check.name or described(check))
+    return replace(_BASE, **(sizes | changes))
 
 
 # Cases of one feature: its field or argument, and the values.
@@ -57,7 +51,7 @@ _SMALL = (
 
 def _large(name: str, batch: int, heads_q: int, heads_kv: int, length: int, head_dim: int, **changes) -> AttentionCheck:
     changes = {"size": "large", **changes}
-    return _named(AttentionCheck(batch, heads_q, heads_kv, length, length, head_dim, name=name, **changes))
+    return AttentionCheck(batch, heads_q, heads_kv, length, length, head_dim, title=name, **changes)
 
 
 # Sizes between 16 and 4096, in no order.
@@ -107,18 +101,18 @@ _LARGE = (
 
 def _rotation(name, batch=2, heads=(3, 1), length=37, head_dim=32, rotary_dim=32, **changes) -> RopeCheck:
     sizes = batch, *heads, length, max(length, 1), head_dim
-    return _named(RopeCheck(*sizes, rotary_dim=rotary_dim, name=name, **changes))
+    return RopeCheck(*sizes, rotary_dim=rotary_dim, title=name, **changes)
 
 
 def step(name, heads, len_q, capacity, head_dim, lengths, **changes) -> DecodeCheck:
     """Return a generation step of ``len_q`` tokens after ``lengths`` in caches of ``capacity`` rows."""
-    return _named(DecodeCheck(len(lengths), *heads, len_q, capacity, head_dim, lengths=lengths, name=name, **changes))
+    return DecodeCheck(len(lengths), *heads, len_q, capacity, head_dim, lengths=lengths, title=name, **changes)
 
 
 def in_dtype(check: Call, dtype: torch.dtype) -> Call:
     """Return a case in a dtype, which its tables and weights follow if they are not float32."""
     others = [x for x in ("table_dtype", "sinks_dtype", "norm_dtype") if getattr(check, x) != torch.float32]
-    return replace(check, dtype=dtype, **dict.fromkeys(others, dtype))
+    return replace(check, title=check.name, dtype=dtype, **dict.fromkeys(others, dtype))
 
 
 def drawn_cases() -> list[Call]:
@@ -138,7 +132,7 @@ def drawn_cases() -> list[Call]:
             call = call.legal if isinstance(call, strategies.IllegalCheck) else call
             if call.dtype != torch.float64:
                 backend = "auto" if name.startswith(("rope", "corope")) else "triton"
-                found.append(_named(replace(call, variants=((backend, "auto"),))))
+                found.append(replace(call, variants=((backend, "auto"),)))
     return found
 
 
@@ -191,7 +185,7 @@ DECODE = (
     )),
 )  # fmt: skip
 COROPE = tuple(
-    _named(CoRopeCheck(batch, heads_q, heads_kv, length, length, head_dim, size="small" if length < 100 else "large"))
+    CoRopeCheck(batch, heads_q, heads_kv, length, length, head_dim, size="small" if length < 100 else "large")
     for batch, heads_q, heads_kv, length, head_dim in (
         (1, 3, 1, 35, 32), (1, 32, 8, 1024, 128), (1, 16, 1, 1000, 64), (1, 4, 1, 8192, 128)
     )
@@ -203,7 +197,7 @@ def _latent(name: str, heads: int, length: int, widths: tuple[int, int, int], **
     nope, rope, value = widths
     fields = {"len_q": length, "len_k": length, "head_dim": rope, "nope": nope, "value": value, "interleaved": True}
     fields |= {"batch": 1, "heads_q": heads, "variants": (("triton", "auto"),)} | changes
-    return _named(LatentCheck(name=name, heads_kv=heads, **fields))
+    return LatentCheck(title=name, heads_kv=heads, **fields)
 
 
 _DEEPSEEK = (128, 64, 128)

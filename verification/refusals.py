@@ -6,6 +6,7 @@ import contextlib
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, ClassVar
 
 import torch
@@ -332,10 +333,9 @@ class IllegalCheck:
     legal: Any
     mutation: str
     backend: ClassVar[str] = "refused"
+    size: ClassVar[str] = "small"
 
-    @property
-    def function(self) -> str:
-        return self.legal.function
+    function, name, dtype = (property(attrgetter(f"legal.{x}")) for x in ("function", "name", "dtype"))
 
     def run(self, machine: Machine) -> Iterator[Finding]:
         function, arguments = self.legal.arguments(machine.device)

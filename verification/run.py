@@ -22,7 +22,7 @@ from verification.calls import Machine, dtype_name, literal, parse
 from verification.matrix import CHECKS, SIZES, drawn_cases, in_dtype
 from verification.refusals import KINDS, IllegalCheck
 from verification.table import format_table
-from verification.workers import Outcome, Worker, prepare_process, run_check, run_checks
+from verification.workers import Outcome, Worker, run_check, run_checks
 
 _LONGEST_DETAIL = 300
 # The number of failures that are shrunk, the seconds for each, and the seconds after which an attempt is given up.
@@ -104,30 +104,19 @@ def shrink(seed: int, index: int, outcome: Outcome, machine: Machine, jobs: int)
     return None if found is None else known[found]
 
 
-def run_call(options: argparse.Namespace, machine: Machine) -> int:
-    """``--call``, or ``--random --only``: run one call in this process, and print everything that was found."""
-    if options.call is not None:
-        check = parse(options.call, KINDS)  # without hypothesis
-    else:
-        from verification import strategies
-
-        check = strategies.drawn_call(options.seed, options.only, machine)
-    prepare_process(machine)
-    outcome = run_check(check, machine)
-    print(command_of(check, machine), "\n")
-    columns = ("backend", "found", "share", "verdict")
-    rows = [(one.backend, one.tensor, one.share, "ok" if one.ok else "FAIL") for one in outcome.findings]
-    print(format_table(columns, [dict(zip(columns, row)) for row in rows]))
-    print("\n".join(["", *describe_failures(outcome), *([f"skipped: {outcome.skipped}"] if outcome.skipped else [])]))
-    return 1 if outcome.failures else 0
-
-
 def run(options: argparse.Namespace) -> int:
     """Exit status 0: all is well; 1: something is not; 2: nothing ran."""
     machine = Machine.of(options.device, options.dtype, options.backend, options.family)
-    if options.call is not None or options.only is not None:
-        return run_call(options, machine)
-    checks = make_checks(options) if options.random is None else []
+    if options.call is not None:
+        checks = [parse(options.call, KINDS)]  # without hypothesis
+    elif options.only is not None:
+        from verification import strategies
+
+        checks = [strategies.drawn_call(options.seed, options.only, machine)]
+    else:
+        checks = make_checks(options) if options.random is None else []
+    if options.is_single:
+        print(command_of(checks[0], machine), "\n")
     names = [f"{check.name} {dtype_name(check.dtype)}" for check in checks]
     if options.list:
         print("\n".join(names))

@@ -95,7 +95,7 @@ def described(case: Case) -> str:
     words = [kind, f"B{case.batch} H{heads} N{length} D{case.head_dim}"]
     for field in fields(case)[6:]:
         value = getattr(case, field.name)
-        if value != field.default and field.name not in ("dtype", "name", "size", "only", "variants"):
+        if value != field.default and field.name not in ("dtype", "title", "size", "only", "variants"):
             words.append(f"{field.name}={value}".replace("torch.", "").replace(" ", "").removesuffix("=True"))
     return " ".join(words).strip()
 
