@@ -190,13 +190,13 @@ class RopeTrial(suite.Trial):
             if self._weights:
                 options |= {"weight": self._weights[i], "norm_eps": _NORM_EPS, "norm_offset": 0.0}
             dtypes = torch.float64, None
-            near = [testing.run_rotation_reference(x, dy, *self._tables, dtype, **options) for dtype in dtypes]
+            near = [testing.run_rotation_reference((x, dy, *self._tables), dtype, **options) for dtype in dtypes]
             for at in ends(*x.shape[:2]):
-                yield "o", outs[i].detach()[at], *(found.y[at] for found in near)
+                yield "o", outs[i].detach()[at], *(found[0][at] for found in near)
                 if grads:
-                    yield "dx", grads[i][at], *(found.dx[at] for found in near)
+                    yield "dx", grads[i][at], *(found[1][at] for found in near)
             if grads and self._weights:
-                yield "dweight", grads[2 + i][None], *(found.dweight[None] for found in near)
+                yield "dweight", grads[2 + i][None], *(found[2] for found in near)
 
     def figures(self, part: str, mode: str, measured: suite.Times) -> dict[str, Row]:
         # The gradient of a norm also reads the normed tensor: three tensors where a copy moves two.

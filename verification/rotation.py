@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
@@ -10,7 +9,6 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from fused_rope_attn.rotation.reference import rotation
 from verification import testing
 from verification.calls import Call, Made, Ran, References
 from verification.memory import lay_table
@@ -95,26 +93,17 @@ class RopeCheck(Call):
         ids = made.given["position_ids"]
         if ids is not None:
             ids = ids if ids.ndim == 3 else ids[None, None] if ids.ndim == 1 else ids[:, None]
-        options = {"rotary_dim": self.rotary, "interleaved": self.interleaved}
+        options = {"rotary_dim": self.rotary, "interleaved": self.interleaved, "inverse": self.inverse}
         options |= {"position_ids": ids, "cu_seqlens": made.given["cu_seqlens"]}
         options |= {"norm_eps": self.norm_eps, "norm_offset": self.norms}  # of those that have a weight
         tables = made.given["cos"], made.given["sin"]
 
         def run(dtype: torch.dtype | None) -> dict[str, Tensor]:
-            def cast(x: Tensor) -> Tensor:
-                return x.detach().to(dtype or x.dtype)
-
             found: dict[str, Tensor] = {}
-            rotate = functools.partial(rotation, cos=cast(tables[0]), sin=cast(tables[1]), **options)
-            for name in values:
-                x, dy, weight = cast(values[name]), cast(made.upstream[name]), made.given.get(f"{name}_norm")
-                if weight is None:  # the transposed rotation: rounded once, where autograd would add two gradients up
-                    found |= {name: rotate(x, inverse=self.inverse), f"d{name}": rotate(dy, inverse=not self.inverse)}
-                    continue
-                leaves = x.requires_grad_(), cast(weight).requires_grad_()
-                y = rotate(leaves[0], inverse=self.inverse, weight=leaves[1])
-                dx, dweight = torch.autograd.grad(y, leaves, dy)
-                found |= {name: y.detach(), f"d{name}": dx, f"d{name}_norm": dweight[None]}
+            for name, x in values.items():
+                given, weight = (x, made.upstream[name], *tables), made.given.get(f"{name}_norm")
+                results = testing.run_rotation_reference(given, dtype, weight=weight, **options)
+                found |= zip((name, f"d{name}", f"d{name}_norm"), results)
             return found
 
         return References(run, device, self.judged(made.given), may_be_nan=True)  # at positions outside the tables

@@ -36,7 +36,7 @@ def test_a_copy_computes_the_same_by_itself(copy):
 
 def test_a_case_has_a_row_for_each_pass_or_says_that_results_differ(copy, monkeypatch):
     packages = {"before": copy, "after": fused_rope_attn}
-    rows = compare.compare(replace(TINY, name="Small-512"), packages, "auto", 2, WallClock())
+    rows = compare.compare(replace(TINY, title="Small-512"), packages, "auto", 2, WallClock())
     parts = ["forward", "forward, saving", "backward"]
     assert [row["part"] for row in rows] == [part for name in parts for part in (name, f"{name}, host")]
     assert all(len(row[name]) == 2 for row in rows for name in packages)

@@ -26,5 +26,6 @@ from verification.testing.runs import (
     run_latent_reference,
     run_op,
     run_reference,
+    run_rotation_reference,
 )
 from verification.testing.tolerance import DRAWS, Finding, compare, noise_of_zero

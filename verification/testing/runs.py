@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fused_rope_attn.attention import reference
 from fused_rope_attn.attention.problem import Tensors, describe
+from fused_rope_attn.rotation.reference import rotation
 from verification.testing.cases import ROWS, Case, Inputs, LatentCase, LatentInputs, bounds_of, masks_of, norms_of
 
 # Above this a score block of the reference is cut by rows: float64 and its gradient keep about eight such blocks alive.
@@ -137,6 +138,22 @@ def _attend(
         found.append([torch.cat(x, 2) for x in zip(*parts)])
     o, lse, row_max = (torch.cat(x, 1) for x in zip(*found))
     return o, lse, reference.largest(row_max)
+
+
+def run_rotation_reference(
+    given: Sequence[Tensor], dtype: torch.dtype | None, *, weight: Any = None, inverse: bool = False, **options: Any
+) -> list[Tensor]:
+    """Return `rotation.reference.rotation` of x (B, H, N, D) with these ``options``, its gradient for dy, and that of
+    the ``weight``, one row: `ref64` with dtype=torch.float64, `eager` with None. given: x, dy, cos and sin.
+    """
+    x, dy, *tables = (t.detach().to(dtype or t.dtype) for t in given)
+    if weight is None:  # the transposed rotation, which is rounded once also where autograd would add two gradients up
+        return [rotation(t, *tables, inverse=to, **options) for t, to in ((x, inverse), (dy, not inverse))]
+    with torch.enable_grad():
+        leaves = x.requires_grad_(), weight.detach().to(dtype or weight.dtype).requires_grad_()
+        y = rotation(x, *tables, inverse=inverse, weight=leaves[1], **options)
+        dx, dweight = torch.autograd.grad(y, leaves, dy)
+    return [y.detach(), dx, dweight[None]]
 
 
 def run_op(
