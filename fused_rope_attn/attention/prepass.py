@@ -32,7 +32,7 @@ class _Prepass:
     """
 
     def __init__(
-        self, problem: Problem, tensors: Tensors, config, *, queries, keys, in_tiles, pdl, overlaps=False, **numbers
+        self, problem: Problem, tensors: Tensors, config, *, queries, keys, in_tiles, pdl, overlaps=False, start_after=False, **numbers
     ):
         self.problem = problem
         heads_kv, chunk, block = tensors.k.shape[1], config.rotate_heads, config.rotate_rows
@@ -50,7 +50,7 @@ class _Prepass:
         self.launch = Launch(
             prepass_kernel.prepass_kernel,
             self.programs,
-            {"num_warps": 4, **({"launch_pdl": True} if overlaps else {})},
+            {"num_warps": 4, **({"launch_pdl": True} if overlaps or start_after else {})},
             arguments.numbers_of(problem) | {"num_counters": None, "num_maxima": None, **numbers},
             B=problem.batch,
             HKV=heads_kv,
@@ -61,6 +61,7 @@ class _Prepass:
             PAD_TO=arguments.PADDED_TILE_ROWS if is_padded else 0,
             END_AFTER_PREVIOUS_LAUNCH=overlaps,
             PDL=pdl,
+            START_AFTER=start_after,
         )
 
     def start(self, stream: int, tensors: Tensors, following: tuple, statistics=None, queries=None, keys=None) -> None:
@@ -100,10 +101,11 @@ class Rotate(_Prepass):
         overlaps: the launch may begin while the one before it still runs. That one must not write this one's inputs.
     """
 
-    def __init__(self, name, tensors, problem, config, *, in_tiles=False, tile_rows=0, num_maxima=None, overlaps=False):
+    def __init__(self, name, tensors, problem, config, *, in_tiles=False, tile_rows=0, num_maxima=None, overlaps=False, start_after=False):
         options = {"pdl": config.pdl, "overlaps": overlaps and config.pdl, "num_maxima": num_maxima}
         in_tiles = in_tiles and problem.is_packed
-        super().__init__(problem, tensors, config, queries=name == "q", keys=name == "k", in_tiles=in_tiles, **options)
+        options["start_after"] = start_after and config.pdl and not overlaps
+        super().__init__(problem, tensors, config, queries="q" in name, keys="k" in name, in_tiles=in_tiles, **options)
         self.name = name
         self.tile_rows = tile_rows if problem.is_packed else 0
         tiles = tile_count(problem.len_q, problem.sequences, tile_rows) if self.tile_rows else 0
@@ -116,6 +118,9 @@ class Rotate(_Prepass):
         if self.name:
             out = torch.empty_strided(self.shape, self.strides, dtype=tensors.q.dtype, device=tensors.q.device)
         rotated = (out, None) if self.name == "q" else (None, out)
+        if self.name == "qk":
+            rotated = torch.empty_strided(tensors.q.shape, contiguous_strides(tensors.q.shape), dtype=out.dtype, device=out.device), out
+            out = rotated
         self.start(stream, tensors, (counter, maxima, self.tile_rows), None, *rotated)
         return out
 

@@ -226,7 +226,8 @@ _NUMBERS = "num_counters num_maxima B HQ HKV NQ pitch NK num_sequences position_
 @triton.jit(do_not_specialize=_NUMBERS)
 def prepass_kernel(statistics, queries, keys, ends, following, num_counters, num_maxima, B, HQ, HKV, NQ, pitch, NK,
                    num_sequences, position_limit, HEADS: tl.constexpr, BLOCK_N: tl.constexpr, PAD_TO: tl.constexpr,
-                   END_AFTER_PREVIOUS_LAUNCH: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+                   END_AFTER_PREVIOUS_LAUNCH: tl.constexpr, PDL: tl.constexpr,
+                   START_AFTER: tl.constexpr = False):  # fmt: skip
     """Write rotated copies of queries, keys or both, ``PrepassInputs``, and a backward pass's ``Statistics``.
 
     Each of them may be None. Grid: row blocks * head chunks * B of queries, with queries or statistics, then of keys.
@@ -240,6 +241,8 @@ def prepass_kernel(statistics, queries, keys, ends, following, num_counters, num
     for this launch finds both complete.
     """
     statistics, queries, keys, ends, following = unpack((statistics, queries, keys, ends, following))
+    # Attention reads q without a wait of its own, so it must not start before what writes q has ended.
+    schedule.wait_for_previous_launch(START_AFTER)
     schedule.let_next_launch_start(PDL)
     prepare_next_launch(following, ends, num_counters, num_maxima, NQ, NK, num_sequences)
     pid = tl.program_id(0)

@@ -34,6 +34,9 @@ def is_aligned(problem: Problem, block_m: int, block_n: int) -> bool:
     return problem.causal and same_rows and not is_masked
 
 
+VARIANT: dict = {}  # an experiment's switches, read when a call is prepared
+
+
 class ForwardCall:
     """The launches of one forward signature.
 
@@ -54,7 +57,7 @@ class ForwardCall:
     ):
         given, outputs = split_outputs(tensors, 1)
         if problem.is_plain and config.rotates_queries:  # no warps take registers to rotate
-            registers = channels.MULTIPLY_REGISTERS.value
+            registers = VARIANT.get("registers", channels.MULTIPLY_REGISTERS.value)
             config = dataclasses.replace(config, rotates_queries=False, attend_registers=registers)
         latent = problem.nope_dim is not None
         # The columns that are not rotated are those of the kernel's main tiles.
@@ -80,12 +83,17 @@ class ForwardCall:
         self.rotate_queries = None
         if reads_rotated and not problem.is_plain:
             overlaps = self.visits is not None
-            self.rotate_queries = prepass.Rotate("q", given, problem, config, in_tiles=in_tiles, overlaps=overlaps)
-        self.rotate_keys = None
-        if not keys_are_ready:
+            if not VARIANT.get("joint"):
+                self.rotate_queries = prepass.Rotate("q", given, problem, config, in_tiles=in_tiles, overlaps=overlaps, start_after=VARIANT.get("pdl_in", False))
+        self.rotate_keys, self.joint = None, False
+        self.is_static = VARIANT.get("static", False) and problem.is_plain and not problem.is_packed
+        if not keys_are_ready and not self.is_static:
             overlaps = self.rotate_queries is not None or self.visits is not None
             name = "" if problem.is_plain else "k"
-            self.rotate_keys = prepass.Rotate(name, given, problem, config, tile_rows=block_m, overlaps=overlaps)
+            self.joint = VARIANT.get("joint") and reads_rotated and not problem.is_plain
+            if self.joint:
+                name = "qk"
+            self.rotate_keys = prepass.Rotate(name, given, problem, config, tile_rows=block_m, overlaps=overlaps, start_after=VARIANT.get("pdl_in", False))
         element = gl.bfloat16 if q.dtype is torch.bfloat16 else gl.float16
 
         def source(x: torch.Tensor, rows: int, columns: int) -> Source:
@@ -111,7 +119,7 @@ class ForwardCall:
         self.launch = Launch(
             forward_kernel.forward_kernel,
             min(num_tiles, device.num_sms(q.device)),
-            {"num_warps": 4, **({"launch_pdl": True} if config.pdl else {})},
+            {"num_warps": 4, **({"launch_pdl": True} if config.pdl else {}), **VARIANT.get("options", {})},
             NQ=problem.len_q,
             NK=problem.len_k,
             GROUP_SIZE=problem.group_size,
@@ -131,6 +139,11 @@ class ForwardCall:
                 QUERIES_IN_TILES=in_tiles and self.packed,
                 USE_INT64_OFFSETS=self.is_long,
                 PDL=config.pdl,
+                QUERY_SLOTS=VARIANT.get("slots", 1),
+                EARLY=VARIANT.get("early", False) and problem.is_plain and not self.packed,
+                LOOKUP=VARIANT.get("lookup", "last"),
+                KEEPS_QUERIES=VARIANT.get("keep", False),
+                IS_STATIC=self.is_static,
             ),
         )
         self.is_aligned = is_aligned(problem, block_m, block_n)
@@ -172,6 +185,8 @@ class ForwardCall:
             q_rot = self.rotate_queries(stream, tensors)
         elif problem.is_plain:
             q_rot = q
+        elif self.joint:
+            q_rot = None
         else:
             block_d = max(64, layouts.block_d(problem.head_dim))
             query_source = forward_producers.QuerySource.host(
@@ -185,6 +200,8 @@ class ForwardCall:
             if self.saves_rotated:
                 q_rot = torch.empty_strided(*self.q_rot_layout, dtype=q.dtype, device=q.device)
         k_rot = None if self.rotate_keys is None else self.rotate_keys(stream, tensors, counter)
+        if self.rotate_keys is not None and self.joint:
+            q_rot, k_rot = k_rot
         k = tensors.k if k_rot is None else k_rot
         self.launch(
             stream,

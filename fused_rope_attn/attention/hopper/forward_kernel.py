@@ -60,6 +60,11 @@ class ForwardSizes:
     QUERIES_IN_TILES: gl.constexpr  # packed queries in q_rot are stored as in ``Saving.TILES``
     USE_INT64_OFFSETS: gl.constexpr
     PDL: gl.constexpr  # programmatic dependent launch
+    QUERY_SLOTS: gl.constexpr = 1  # of each warpgroup, where the loading warp loads queries
+    EARLY: gl.constexpr = False  # q, k and v are there before the launch before
+    LOOKUP: gl.constexpr = "last"  # when the loading warp looks the next tile up: after its "queries", or before
+    KEEPS_QUERIES: gl.constexpr = False  # in registers
+    IS_STATIC: gl.constexpr = False
 
 
 _NUMBERS = "NQ NK GROUP_SIZE num_tiles heads_per_section tiles_per_head window_left window_right position_limit".split()
@@ -111,10 +116,10 @@ def forward_kernel(q_rot_desc, q_nope_desc, k_rot_desc, k_nope_desc, v_desc, o_d
 
     # Shared memory and channels. ``rotate_queries`` has two slots, each with the queries of all warpgroups; otherwise
     # each warpgroup has a channel of one stage.
-    Q_STAGES: gl.constexpr = 1 if LOADS_QUERIES else 2
+    Q_STAGES: gl.constexpr = sizes.QUERY_SLOTS if LOADS_QUERIES else 2
     TILES: gl.constexpr = 1 if LOADS_QUERIES else CONSUMERS
     if LOADS_QUERIES:
-        q_smem = channels.tiles_of(q_desc, CONSUMERS)
+        q_smem = channels.tiles_of(q_desc, CONSUMERS * Q_STAGES)
     else:
         Q_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, BLOCK_D], DTYPE)
         q_smem = gl.allocate_shared_memory(DTYPE, [2 * CONSUMERS, ROWS, BLOCK_D], Q_LAYOUT)
@@ -134,7 +139,7 @@ def forward_kernel(q_rot_desc, q_nope_desc, k_rot_desc, k_nope_desc, v_desc, o_d
     # With intervals only the warps that rotate queries read NK.
     own_nk = NK if ROTATES_QUERIES or not HAS_INTERVALS else None
     announced = forward_tiles.announcements(HAS_BOUNDS, IS_PACKED, TILE_READERS, NQ, own_nk)
-    queries = replace(channels.channel_of(q_smem, CONSUMERS, q_rope), STAGES=Q_STAGES, TILES=TILES)
+    queries = replace(channels.channel_of(q_smem, CONSUMERS * Q_STAGES if LOADS_QUERIES else CONSUMERS, q_rope), STAGES=Q_STAGES, TILES=TILES)
     # In latent attention the loading warp and ``rotate_rope`` fill a slot.
     queries.init(FILLS=2 if ROTATES_QUERIES and IS_LATENT else 1, RELEASES=TILES)
     keys = channels.channel_of(k_smem, STAGES, k_rope)
@@ -168,6 +173,7 @@ def forward_kernel(q_rot_desc, q_nope_desc, k_rot_desc, k_nope_desc, v_desc, o_d
         BLOCK_N=BLOCK_N,
         BLOCK_M=CONSUMERS * ROWS,
         QUERIES_IN_TILES=sizes.QUERIES_IN_TILES,
+        IS_STATIC=sizes.IS_STATIC,
     )
     row_format = tiles.RowFormat(sizes.D, BLOCK_D, sizes.USE_INT64_OFFSETS)
     output = replace(output, desc=o_desc, smem=o_smem, format=row_format)
@@ -179,12 +185,13 @@ def forward_kernel(q_rot_desc, q_nope_desc, k_rot_desc, k_nope_desc, v_desc, o_d
     first_source = None if LOADS_QUERIES else query_source
     loaded, intervals = queries if LOADS_QUERIES else None, mask if HAS_INTERVALS else None
     loader = forward_producers.Loader(
-        q_desc, k_desc, v_desc, q_rope_desc, k_rope_desc, loaded, keys, values, arrival, intervals, sizes.PDL
+        q_desc, k_desc, v_desc, q_rope_desc, k_rope_desc, loaded, keys, values, arrival, intervals, sizes.PDL,
+        EARLY=sizes.EARLY, LOOKUP=sizes.LOOKUP,
     )
 
     ROTATE: gl.constexpr = forward_producers.rotate_rope if IS_LATENT else forward_producers.rotate_queries
     # The list of tasks. Triton runs the first one in the warps that have run this function so far.
-    own = Attention(0, CONSUMERS, announced, queries, keys, values, mask, weighing, first_source, output, NQ)
+    own = Attention(0, CONSUMERS, announced, queries, keys, values, mask, weighing, first_source, output, NQ, sizes.KEEPS_QUERIES)
     gl.warp_specialize(
         [(attend, (own,)), (attend, (replace(own, INDEX=1),))]
         + ([(attend, (replace(own, INDEX=2),))] if CONSUMERS == 3 else [])
@@ -212,6 +219,7 @@ class Attention:
     query_source: forward_producers.QuerySource | None  # if they rotate the queries of the block's first tile
     output: ForwardOutput
     NQ: gl.tensor
+    KEEPS_QUERIES: gl.constexpr = False
 
 
 @jit
@@ -265,10 +273,10 @@ def attend(attention):
         forward_producers.rotate_first_queries(attention.query_source, tile, queries, start_m)
     keys.wait_full(at_keys, exists)
     k = columns.rows_in(keys, at_keys, FIRST_COUNT)
-    q = columns.rows_in(queries, at_queries)
+    q = queries_in(attention, queries, at_queries, exists)
     first_visit = mask.visit(at_keys, 0, exists)
     tile = first_visit.counted(tile)
-    first = columns.issue_row_scores(q, k, nothing, RIGHT)
+    first = issue_scores(attention, q, k, nothing, RIGHT)
     first = compat.warpgroup_mma_wait(0, deps=[first])
     keys.release_by_threads(at_keys, exists)
     compat.barrier()  # see ``multiply``
@@ -288,11 +296,12 @@ def attend(attention):
         if output.highest_ptr is not None:
             running = replace(state, highest=state.maximum)  # that of one block does not lag
         at_queries = queries.at(tile_step)
-        q = columns.rows_in(queries, at_queries)
+        if not attention.KEEPS_QUERIES:
+            q = columns.rows_in(queries, at_queries)
         for step in range(1, tile.num_blocks):
             key_step += 1
             s, acc, visit = multiply(attention, q, acc, p, correction, key_step, step, True, BLOCK_N)
-            if queries.STAGES == 1 and step + 1 == tile.num_blocks:
+            if queries.STAGES == 1 and not attention.KEEPS_QUERIES and step + 1 == tile.num_blocks:
                 # Early, so that the next tile's queries arrive while this one's last softmax is computed.
                 queries.release(at_queries)
             s = mask.hide(s, row_numbers, key_columns, visit, tile)
@@ -310,7 +319,8 @@ def attend(attention):
         if output.highest_ptr is not None:
             # Before the next tile's first scores, where registers are scarcest.
             store_statistic(attention, output.highest_ptr, running.highest * row_softmax.LN2, tile, rows)
-        queries.release(at_queries, queries.STAGES > 1 or tile.num_blocks == 1)
+        if not attention.KEEPS_QUERIES:
+            queries.release(at_queries, queries.STAGES > 1 or tile.num_blocks == 1)
 
         # The next tile's first scores run concurrently with this tile's last product with the values. After the last
         # tile they are computed from stale buffers and discarded.
@@ -322,7 +332,7 @@ def attend(attention):
         row_numbers = mask.row_number(tile, tile.start_m + INDEX * ROWS) + first_rows
         at_queries = queries.at(tile_step)
         queries.wait_full(at_queries, exists)
-        q = columns.rows_in(queries, at_queries)
+        q = queries_in(attention, queries, at_queries, exists)
         first, acc, first_visit = multiply(attention, q, acc, p, correction, key_step, 0, exists, FIRST_COUNT)
         tile = first_visit.counted(tile)
         first = mask.hide(first, row_numbers, first_columns, first_visit, tile, SEEN)
@@ -345,6 +355,32 @@ def attend(attention):
 
 
 @jit
+def queries_in(attention, queries, at_queries, exists):
+    """Return the queries of a full slot: ``ScoreRows``, or with KEEPS_QUERIES words, and release the slot."""
+    if attention.KEEPS_QUERIES:
+        BLOCK_N: gl.constexpr = attention.keys.buffer.shape[3]
+        S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+        q = columns.rows_in(queries, at_queries).columns.load(gl.DotOperandLayout(0, S, 2))
+        queries.release(at_queries, exists)
+        return softmax.keep_queries(q)
+    else:
+        return columns.rows_in(queries, at_queries)
+
+
+@jit
+def issue_scores(attention, q, k, nothing, RIGHT: gl.constexpr):
+    if attention.KEEPS_QUERIES:
+        S: gl.constexpr = nothing.type.layout
+        BLOCK_N: gl.constexpr = attention.keys.buffer.shape[3]
+        WHOLE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+        a = softmax.unpack_weights(q, attention.keys.buffer.dtype, gl.DotOperandLayout(0, WHOLE, 2))
+        a = gl.convert_layout(a, gl.DotOperandLayout(0, S, 2), assert_trivial=True)
+        return compat.warpgroup_mma(a, k.columns.permute((1, 0)), nothing, use_acc=False, is_async=True)
+    else:
+        return columns.issue_row_scores(q, k, nothing, RIGHT)
+
+
+@jit
 def multiply(attention, q, acc, p, correction, key_step, step, exists, COUNT: gl.constexpr):
     """Multiply the queries with key block ``key_step``, and weights p with the values of the block before it.
 
@@ -354,13 +390,13 @@ def multiply(attention, q, acc, p, correction, key_step, step, exists, COUNT: gl
     ``Visit`` of the block, which is the tile's number ``step``. Unless it ``exists``, the scores are meaningless.
     """
     keys, values, weighing = attention.keys, attention.values, attention.weighing
-    BLOCK_D: gl.constexpr = q.columns.shape[1]
+    BLOCK_D: gl.constexpr = keys.buffer.shape[4]
     BLOCK_N: gl.constexpr = keys.buffer.shape[3]
     RIGHT: gl.constexpr = 0 if acc.right is None else acc.right.shape[1]
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COUNT, 16])
     nothing = gl.zeros([ROWS, COUNT], gl.float32, S)
     at_values = values.at(key_step - 1)
-    weights = softmax.unpack_weights(p, q.columns.dtype, gl.DotOperandLayout(0, acc.left.type.layout, 2))
+    weights = softmax.unpack_weights(p, keys.buffer.dtype, gl.DotOperandLayout(0, acc.left.type.layout, 2))
     if weighing.VALUES == "before scores":
         acc = softmax.rescale_output(acc, correction)
         values.wait_full(at_values)
@@ -373,7 +409,7 @@ def multiply(attention, q, acc, p, correction, key_step, step, exists, COUNT: gl
         k = columns.rows_in(keys, at_keys, COUNT)
         acc = columns.wait_for_parts(acc, PENDING=0)
         values.release_by_threads(at_values)
-        s = columns.issue_row_scores(q, k, nothing, RIGHT)
+        s = issue_scores(attention, q, k, nothing, RIGHT)
         channels.hand_over_tensor_cores(attention.INDEX, attention.COUNT)
         s = compat.warpgroup_mma_wait(0, deps=[s])
     else:
@@ -382,7 +418,7 @@ def multiply(attention, q, acc, p, correction, key_step, step, exists, COUNT: gl
         visit = attention.mask.visit(at_keys, step, exists)
         k = columns.rows_in(keys, at_keys, COUNT)
         channels.wait_for_tensor_cores(attention.INDEX)
-        s = columns.issue_row_scores(q, k, nothing, RIGHT)
+        s = issue_scores(attention, q, k, nothing, RIGHT)
         acc = softmax.rescale_output(acc, correction)
         # Triton's analysis of shared memory inserts one barrier an iteration. Without this one it would be before the
         # wait for keys, when this warpgroup has no product in flight.
@@ -394,7 +430,7 @@ def multiply(attention, q, acc, p, correction, key_step, step, exists, COUNT: gl
         # The groups of the values may stay in flight.
         s = compat.warpgroup_mma_wait(2 if RIGHT else 1, deps=[s])
     keys.release_by_threads(at_keys, exists)
-    return softmax.cap_scores(s, weighing.scale, q.columns.dtype), acc, visit
+    return softmax.cap_scores(s, weighing.scale, keys.buffer.dtype), acc, visit
 
 
 @jit

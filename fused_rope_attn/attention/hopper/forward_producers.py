@@ -30,12 +30,14 @@ class Loader:
     # then, because dS is multiplied with them.
     do_desc: gl.tensor | None = None
     dos: channels.Channel | None = None
+    EARLY: gl.constexpr = False
+    LOOKUP: gl.constexpr = "last"
 
 
 @jit
 def load_queries(loader, tile, tile_step):
     """Load a tile's rotated queries, and dO, for each warpgroup as soon as it has released its last ones."""
-    CONSUMERS: gl.constexpr = loader.queries.full.shape[0]
+    CONSUMERS: gl.constexpr = loader.queries.full.shape[0] // loader.queries.STAGES
     for warpgroup in gl.static_range(CONSUMERS):
         own = loader.queries.of_warpgroup(warpgroup)
         cursor = own.at(tile_step)
@@ -84,7 +86,8 @@ def load(loader, schedule, announced):
     work = forward_tiles.first_work(schedule)
     forward_tiles.announce_tile(announced, 0, work.tile)
     # The pre-pass writes the counter and the keys. The warps that rotate queries need neither, and have begun.
-    wait_for_previous_launch(loader.PDL)
+    if not loader.EARLY:
+        wait_for_previous_launch(loader.PDL)
     tile_step = 0  # the tile that was announced last, which is the one after the tile that is being loaded
     key_step = 0
     arrivals = 0
@@ -98,10 +101,18 @@ def load(loader, schedule, announced):
         arrivals = load_keys(loader, work, visit, num_blocks, key_step, arrivals)
         if loader.queries is not None:
             # After the first keys, because their slot is free earlier than the queries' memory.
-            load_queries(loader, tile, tile_step)
+            if loader.LOOKUP == "last":
+                load_queries(loader, tile, tile_step)
+            else:
+                if tile_step == 0:
+                    load_queries(loader, tile, tile_step)
+        if loader.EARLY and tile_step == 0:
+            wait_for_previous_launch(loader.PDL)
         tile_step += 1
         following = forward_tiles.next_work(schedule, work)
         forward_tiles.announce_tile(announced, tile_step, following.tile)
+        if loader.queries is not None and loader.LOOKUP == "queries" and tile_step > 1:
+            load_queries(loader, tile, tile_step - 1)
         # Early, because they take a round trip to memory.
         first_visit, following_blocks = following.first_visit()
         for step in range(num_blocks):
@@ -126,6 +137,9 @@ def load(loader, schedule, announced):
                 )
             else:
                 channels.load_rows(loader.v_desc, tile.batch, work.head_kv, row, values, cursor)
+            if loader.queries is not None and loader.LOOKUP == "ahead":
+                if (step == gl.minimum(1, num_blocks - 1)) & (following.tile.num_blocks > 0):
+                    load_queries(loader, following.tile, tile_step)
             key_step += 1
             if intervals is not None:
                 visit = next_visit

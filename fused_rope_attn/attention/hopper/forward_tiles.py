@@ -163,6 +163,7 @@ class Schedule:
     BLOCK_N: gl.constexpr
     BLOCK_M: gl.constexpr  # query rows of a tile
     QUERIES_IN_TILES: gl.constexpr  # whether rotated packed queries, saved or loaded, have whole tiles to a sequence
+    IS_STATIC: gl.constexpr = False  # tiles are dealt by their numbers, and back in every second round
 
 
 @record
@@ -287,12 +288,15 @@ def take_index(schedule, index):
     block 0, which has the longest first tile, gets number 2 * blocks - 1, block 1 the number before, and so on.
     """
     blocks = gl.num_programs(0)
-    # With more than 9/4 for each block a simulation gains nothing. With four, calls take 6 to 8 % more time.
-    are_few = 4 * schedule.num_tiles <= 9 * blocks
-    is_fixed = are_few & (index < blocks)
-    # With Triton 3.6 a branch around the counter takes 1 to 4 % more time than adding 0.
-    taken = gl.atomic_add(schedule.source.counter_ptr, gl.where(is_fixed, 0, 1))
-    return gl.where(is_fixed, 2 * blocks - 1 - index, gl.where(are_few, 2 * blocks, blocks) + taken)
+    if schedule.IS_STATIC:
+        return 2 * (index // blocks + 1) * blocks - 1 - index
+    else:
+        # With more than 9/4 for each block a simulation gains nothing. With four, calls take 6 to 8 % more time.
+        are_few = 4 * schedule.num_tiles <= 9 * blocks
+        is_fixed = are_few & (index < blocks)
+        # With Triton 3.6 a branch around the counter takes 1 to 4 % more time than adding 0.
+        taken = gl.atomic_add(schedule.source.counter_ptr, gl.where(is_fixed, 0, 1))
+        return gl.where(is_fixed, 2 * blocks - 1 - index, gl.where(are_few, 2 * blocks, blocks) + taken)
 
 
 @jit

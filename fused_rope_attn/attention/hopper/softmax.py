@@ -170,6 +170,14 @@ def pack_weights(p, DTYPE: gl.constexpr):
 
 
 @jit
+def keep_queries(q):
+    """Pack 16-bit q as ``pack_weights`` does."""
+    return gl.inline_asm_elementwise(
+        "mov.b32 $0, $2; mov.b32 $1, 0;", "=r,=r,r", [q], dtype=gl.int32, is_pure=True, pack=2
+    )
+
+
+@jit
 def whole_weights(words, LAYOUT: gl.constexpr):
     """Return a block's packed weights in LAYOUT; if they are those of its first half, the other keys get 0."""
     if words.type.layout == LAYOUT:
