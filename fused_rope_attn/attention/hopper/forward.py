@@ -144,6 +144,7 @@ class ForwardCall:
                 LOOKUP=VARIANT.get("lookup", "last"),
                 KEEPS_QUERIES=VARIANT.get("keep", False),
                 IS_STATIC=self.is_static,
+                OPAQUE=VARIANT.get("opaque", False),
             ),
         )
         self.is_aligned = is_aligned(problem, block_m, block_n)

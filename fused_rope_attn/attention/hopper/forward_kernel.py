@@ -65,6 +65,7 @@ class ForwardSizes:
     LOOKUP: gl.constexpr = "last"  # when the loading warp looks the next tile up: after its "queries", or before
     KEEPS_QUERIES: gl.constexpr = False  # in registers
     IS_STATIC: gl.constexpr = False
+    OPAQUE: gl.constexpr = False
 
 
 _NUMBERS = "NQ NK GROUP_SIZE num_tiles heads_per_section tiles_per_head window_left window_right position_limit".split()
@@ -191,7 +192,7 @@ def forward_kernel(q_rot_desc, q_nope_desc, k_rot_desc, k_nope_desc, v_desc, o_d
 
     ROTATE: gl.constexpr = forward_producers.rotate_rope if IS_LATENT else forward_producers.rotate_queries
     # The list of tasks. Triton runs the first one in the warps that have run this function so far.
-    own = Attention(0, CONSUMERS, announced, queries, keys, values, mask, weighing, first_source, output, NQ, sizes.KEEPS_QUERIES)
+    own = Attention(0, CONSUMERS, announced, queries, keys, values, mask, weighing, first_source, output, NQ, sizes.KEEPS_QUERIES, sizes.OPAQUE)
     gl.warp_specialize(
         [(attend, (own,)), (attend, (replace(own, INDEX=1),))]
         + ([(attend, (replace(own, INDEX=2),))] if CONSUMERS == 3 else [])
@@ -220,6 +221,7 @@ class Attention:
     output: ForwardOutput
     NQ: gl.tensor
     KEEPS_QUERIES: gl.constexpr = False
+    OPAQUE: gl.constexpr = False
 
 
 @jit
@@ -368,6 +370,14 @@ def queries_in(attention, queries, at_queries, exists):
 
 
 @jit
+def slot_of(attention, channel, step):
+    cursor = channel.at(step)
+    if attention.OPAQUE and channel.STAGES == 1:
+        cursor = replace(cursor, slot=ptxas.opaque(channel.FIRST))
+    return cursor
+
+
+@jit
 def issue_scores(attention, q, k, nothing, RIGHT: gl.constexpr):
     if attention.KEEPS_QUERIES:
         S: gl.constexpr = nothing.type.layout
@@ -395,7 +405,7 @@ def multiply(attention, q, acc, p, correction, key_step, step, exists, COUNT: gl
     RIGHT: gl.constexpr = 0 if acc.right is None else acc.right.shape[1]
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COUNT, 16])
     nothing = gl.zeros([ROWS, COUNT], gl.float32, S)
-    at_values = values.at(key_step - 1)
+    at_values = slot_of(attention, values, key_step - 1)
     weights = softmax.unpack_weights(p, keys.buffer.dtype, gl.DotOperandLayout(0, acc.left.type.layout, 2))
     if weighing.VALUES == "before scores":
         acc = softmax.rescale_output(acc, correction)
@@ -403,21 +413,27 @@ def multiply(attention, q, acc, p, correction, key_step, step, exists, COUNT: gl
         v = values.tile(at_values).reshape((BLOCK_N, BLOCK_D))
         channels.wait_for_tensor_cores(attention.INDEX)
         acc = columns.issue_by_columns(weights, v, acc)
-        at_keys = keys.at(key_step)
+        at_keys = slot_of(attention, keys, key_step)
         keys.wait_full(at_keys, exists)
         visit = attention.mask.visit(at_keys, step, exists)
         k = columns.rows_in(keys, at_keys, COUNT)
         acc = columns.wait_for_parts(acc, PENDING=0)
         values.release_by_threads(at_values)
+        if attention.OPAQUE:
+            own = attention.queries.of_warpgroup(attention.INDEX)
+            q = columns.rows_in(own, channels.Cursor(slot=ptxas.opaque(own.FIRST), step=None, parity=None))
         s = issue_scores(attention, q, k, nothing, RIGHT)
         channels.hand_over_tensor_cores(attention.INDEX, attention.COUNT)
         s = compat.warpgroup_mma_wait(0, deps=[s])
     else:
-        at_keys = keys.at(key_step)
+        at_keys = slot_of(attention, keys, key_step)
         keys.wait_full(at_keys, exists)
         visit = attention.mask.visit(at_keys, step, exists)
         k = columns.rows_in(keys, at_keys, COUNT)
         channels.wait_for_tensor_cores(attention.INDEX)
+        if attention.OPAQUE:
+            own = attention.queries.of_warpgroup(attention.INDEX)
+            q = columns.rows_in(own, channels.Cursor(slot=ptxas.opaque(own.FIRST), step=None, parity=None))
         s = issue_scores(attention, q, k, nothing, RIGHT)
         acc = softmax.rescale_output(acc, correction)
         # Triton's analysis of shared memory inserts one barrier an iteration. Without this one it would be before the
