@@ -88,7 +88,10 @@ def rotate_block(
     angles = rotations.load_angles(rotation, offs + (start + position), BLOCK_D)
     weights = None
     if inputs.norm is not None:
-        weights = rotations.pair_norm_weights(inputs.norm, rotation, BLOCK_D)
+        if rotation.INTERLEAVED:
+            weights = rotations.row_norm_weights(inputs.norm, offs, BLOCK_D)
+        else:
+            weights = rotations.pair_norm_weights(inputs.norm, rotation, BLOCK_D)
     sign = 1.0 if inputs.sign is None else inputs.sign
     for head in range(first_head, last_head):
         origin = tiles.Origin(batch, tl.cast(head, tl.int64), rows.first_row + start)

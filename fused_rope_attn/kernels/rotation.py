@@ -211,17 +211,16 @@ def pair_norm_weights(norm, pairing, BLOCK_D: tl.constexpr, LAYOUT: tl.constexpr
 
 
 @triton.jit
-def row_norm_weights(norm, pairing, offs, BLOCK_D: tl.constexpr):
-    """Load ``pair_norm_weights`` for each row of a tile, (len(offs), BLOCK_D / 2), in calls without tables.
+def row_norm_weights(norm, offs, BLOCK_D: tl.constexpr):
+    """Load ``pair_norm_weights`` of interleaved pairs for each row of a tile, (len(offs), BLOCK_D / 2).
 
-    Call this after the rows are loaded, as ``load_angles``. With no such load there Triton norms the tile in the layout
-    of a product's operand, and spills 3 KB.
+    They come in the layout of the rows and 16 bytes at a time, where ``pair_norm_weights`` loads every second column by
+    itself. In calls without tables call this after the rows are loaded, as ``load_angles``. With no such load there
+    Triton norms the tile in the layout of a product's operand, and spills 3 KB.
     """
-    pairs = tile_range(BLOCK_D // 2, 1, None)[None, :] + offs[:, None] * 0
-    columns1, columns2, exists = norm_columns(pairs, norm.D, pairing)
-    weight1 = tl.load(norm.weight_ptr + columns1, mask=exists, other=0.0).to(tl.float32) + norm.offset
-    weight2 = tl.load(norm.weight_ptr + columns2, mask=exists, other=0.0).to(tl.float32) + norm.offset
-    return weight1, weight2
+    columns = tl.arange(0, BLOCK_D)[None, :] + offs[:, None] * 0
+    weight = tl.load(norm.weight_ptr + columns, mask=columns < norm.D, other=0.0)
+    return unpack_pairs(weight.to(tl.float32) + norm.offset)
 
 
 @triton.jit
@@ -324,7 +323,7 @@ def load_rotated_pairs(rows, offs, rotation, position_offset, sign=1.0, CHECK_RO
         weights = pair_norm_weights(rotation.norm, rotation, BLOCK_D)
     first, second = load_pairs(rows, offs, rotation, CHECK_ROWS=CHECK_ROWS)
     if rotation.norm is not None and rotation.tables.cos_ptr is None:
-        weights = row_norm_weights(rotation.norm, rotation, offs, BLOCK_D)
+        weights = row_norm_weights(rotation.norm, offs, BLOCK_D)
     angles = load_angles(rotation, offs + position_offset, BLOCK_D)
     return norm_and_rotate(first, second, angles, sign, rotation, weights)
 
