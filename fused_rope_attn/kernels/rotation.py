@@ -59,7 +59,7 @@ class Rotation:
     """The rotation of one batch entry's rows, and the norm before it; made by ``head_rotation``."""
 
     tables: RotaryTables  # of this batch entry
-    num_positions: tl.tensor  # positions outside [0, num_positions) belong to rows that see nothing: angle 0
+    num_positions: tl.tensor  # positions outside [0, num_positions) belong to rows that see nothing
     norm: Norm | None  # of the rows before they are rotated; None: they are only rotated
     R: tl.constexpr
     INTERLEAVED: tl.constexpr
@@ -127,8 +127,8 @@ def rotate_back(first, second, angles):
 def load_angles(rotation, positions, BLOCK_D: tl.constexpr, LAYOUT: tl.constexpr = None, pairs=None):
     """Load the ``Angles`` of positions.
 
-    Pairs past R/2 and positions that the tables do not have get angle 0. With ``pairs`` the columns of the result
-    belong to these pairs instead of 0 .. BLOCK_D / 2.
+    Pairs past R/2 get angle 0, and positions that the tables do not have the angles of the nearest one. With ``pairs``
+    the columns of the result belong to these pairs instead of 0 .. BLOCK_D / 2.
     """
     tables = rotation.tables
     if tables.cos_ptr is None:
@@ -136,12 +136,15 @@ def load_angles(rotation, positions, BLOCK_D: tl.constexpr, LAYOUT: tl.constexpr
     else:
         if pairs is None:
             pairs = tile_range(BLOCK_D // 2, 1, LAYOUT)
-        rows = positions.to(tl.int64)[:, None]
+        last = tl.cast(rotation.num_positions, tl.int32) - 1
+        rows = tl.minimum(tl.maximum(positions, 0), last).to(tl.int64)[:, None]
         cos_pointers = tables.cos_ptr + rows * tables.cos_strides[1] + pairs[None, :] * tables.cos_strides[2]
         sin_pointers = tables.sin_ptr + rows * tables.sin_strides[1] + pairs[None, :] * tables.sin_strides[2]
-        mask = (pairs[None, :] < rotation.R // 2) & (rows >= 0) & (rows < rotation.num_positions)
-        cos = tl.load(cos_pointers, mask=mask, other=1.0)
-        sin = tl.load(sin_pointers, mask=mask, other=0.0)
+        mask = None
+        if rotation.R < BLOCK_D:
+            mask = pairs[None, :] + rows.to(tl.int32) * 0 < rotation.R // 2
+        cos = load_where(cos_pointers, mask, 1.0)
+        sin = load_where(sin_pointers, mask, 0.0)
         return Angles(cos.to(tl.float32), sin.to(tl.float32))
 
 
