@@ -237,7 +237,23 @@ def load_pairs(rows, offs, pairing, layouts=None, CHECK_ROWS: tl.constexpr = Tru
     D: tl.constexpr = rows.format.D
     BLOCK_D: tl.constexpr = rows.format.BLOCK_D
     if pairing.INTERLEAVED:
-        if layouts is None:
+        if rows.ptr.dtype.element_ty == tl.bfloat16:
+            # A pair is a word of 32 bits, and its members are the upper halves of float32.
+            pairs = tile_range(BLOCK_D // 2, 1, LAYOUT)
+            mask = None
+            if CHECK_ROWS:
+                mask = row_mask(rows, offs)
+            if D < BLOCK_D:
+                exists = pairs[None, :] < D // 2
+                if CHECK_ROWS:
+                    exists = mask & exists
+                mask = exists
+            ptr = rows.ptr.to(tl.pointer_type(tl.int32), bitcast=True)
+            in_words = replace(rows, ptr=ptr, stride_row=rows.stride_row // 2)
+            words = load_where(row_pointers(in_words, offs, pairs), mask, 0)
+            first = (words << 16).to(tl.float32, bitcast=True)
+            second = (words & -65536).to(tl.float32, bitcast=True)
+        elif layouts is None:
             first, second = unpack_pairs(load_tile(rows, offs, CHECK_ROWS))
         else:
             offs = gl.convert_layout(offs, gl.SliceLayout(1, layouts.WHOLE))
