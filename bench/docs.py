@@ -25,7 +25,8 @@ _RIVALS = ("liger_cudnn", "liger_fa3", "liger_fa4", "bare_cudnn", "bare_fa3", "b
 _GROUPS = (
     "Qwen2.5-7B-4K Llama3-70B-1K Llama3-70B-4K Llama3-405B-4K Llama3-70B-TP8-1K Llama3-70B-TP8-4K Llama3-8B-B1-512"
 )
-_IN_EPILOGUE = {"QuACK + ours": "quack_fused", "QuACK + FA4": "quack_fa4", "torch.compile": "compiled"}
+_LAYERS = {f"QuACK + {who}": f"quack_{name}" for who, name in (("ours", "fused"), ("FA4", "fa4"), ("FA3", "fa3"))}
+_LAYERS |= {"Liger + FA4": "liger_fa4", "compiled": "compiled"}
 _ENERGY = "Small-1K Llama7B-4K Llama3-8B-4K Llama3-8B-16K"
 _NORMED = "Qwen3-0.6B-1K Qwen3-0.6B-4K Qwen3-8B-1K Qwen3-8B-4K Qwen3-8B-16K Gemma3-4B-1K Gemma3-4B-4K"
 _STORED = "B1-4K B1-32K B1-128K B8-4K B8-32K B64-4K mixed64-64K"
@@ -43,7 +44,7 @@ BLOCKS: dict[str, dict[str, Table | Callable[[], str]]] = {
         "standing": partial(standing, "attention", _RIVALS),
         "oldest": partial(standing, "attention-oldest", _RIVALS),
         "rotation": partial(rotation, "attention"),
-        "block": Table("block", others=_IN_EPILOGUE, roles=("rival",)),
+        "block": Table("block", others=_LAYERS, roles=()),
         "groups": Table("groups", _GROUPS),
         "fa3": Table("fa3", mode="load", others={"FA3 from JAX": "bare_fa3_jax", "FA4": "bare_fa4"}, roles=()),
         "host": Table(

@@ -159,7 +159,7 @@ def standing(suite: str, names: Iterable[str]) -> str:
 
 def rotation(suite: str, without: str = "bare_fused") -> str:
     """Show geometric means and the worst over all shapes: the cost of the rotation, and the best others over ours."""
-    header, cards = ["time over time, mean (worst)"], committed(suite)
+    header, shown = ["time over time, mean (worst)"], {}
     lines = {
         "ours / ours without rotation": ("ours", without, max),
         "fastest without rotation / ours without rotation": ("bare", without, min),
@@ -167,11 +167,14 @@ def rotation(suite: str, without: str = "bare_fused") -> str:
         "strongest with rotation / ours": ("rival", "fused", min),
     }
     found: dict[str, list[str]] = {words: [] for words in lines}
-    for rows in cards.values():
-        header += [f"{report.card_name(rows[0]['gpu'])} {words}" for words in report.PASSES.values()]
+    for card, rows in committed(suite).items():
         every = [g for g in report.groups(rows, "graph").values() if {"fused", without} <= g.keys()]
+        if not every:
+            continue
+        shown[card] = [row for group in every for row in group.values()]
+        header += [f"{report.card_name(rows[0]['gpu'])} {words}" for words in report.PASSES.values()]
         for part, (words, (role, mine, worst)) in product(report.PASSES, lines.items()):
             of_part = [(report.strongest(g.values(), role), g) for g in every if g["fused"]["pass"] == part]
             ratios = [report.faster(g["fused"] if role == "ours" else best, g[mine]) for best, g in of_part if best]
             found[words].append(f"{geometric_mean(ratios):.3f} ({worst(ratios):.3f})" if ratios else "-")
-    return f"{report.markdown(header, [[words, *line] for words, line in found.items()])}\n\n{origins(suite, cards)}"
+    return f"{report.markdown(header, [[words, *line] for words, line in found.items()])}\n\n{origins(suite, shown)}"

@@ -72,7 +72,7 @@ def test_losses_are_shown_like_wins_for_both_cards(files):
             *("2.00 / 6.00", "**0.80** / **0.80** FA4", "**0.50** / **0.50** FA4"),
             *("1.00 / 3.00", "**1.60** / **1.60** FA4", "**1.00** / **1.00** FA4"),
         ]
-    for fact in ("attention-h200.csv", "0123abc", "7654321", "2026-11-28", "Triton 3.9.0", "H100, ours, ms"):
+    for fact in ("attention-h200.csv", "0123abc", "7654321", COMMITTED[0]["date"][:10], "Triton 3.9.0"):
         assert fact in text
 
 
@@ -91,6 +91,6 @@ def test_the_cost_of_the_rotation_is_shown_with_its_worst_case(files):
         rows.append(row | {"provider": "bare_fused", "rounds": [factor * ms for ms in row["rounds"]]})
     results.write("attention-h200", rows)
     text = tables.rotation("attention")
-    assert cells(text, "ours / ours without") == ["1.091 (2.000)"] * 2 + ["-"] * 2
+    assert cells(text, "ours / ours without") == ["1.091 (2.000)"] * 2  # of the card that has them
     assert cells(text, "fastest without rotation / ours without")[0] == "0.545 (0.500)"
-    assert cells(text, "strongest with rotation / ours")[:3] == ["0.800 (0.800)"] * 2 + ["-"]
+    assert cells(text, "strongest with rotation / ours") == ["0.800 (0.800)"] * 2
