@@ -140,8 +140,8 @@ def rope_attention(
             and the gradients are contiguous if the inputs are.
         return_lse: also return the log-sum-exp of every row, differentiable.
         deterministic: bitwise equal gradients from run to run; ``torch.use_deterministic_algorithms(True)`` asks for
-            the same. The portable backward runs then, because its gradients always are equal. The sm_90 kernels add dq
-            in any order.
+            the same. The sm_90 backward adds dq in the order of the keys then, and otherwise in any order. Gradients of
+            the portable kernels are always equal.
         backend: ``"auto"``, ``"reference"`` (eager PyTorch), ``"triton"`` (portable kernels) or ``"hopper"`` (sm_90
             kernels: float16 and bfloat16, K rotated once).
         strategy: ``"auto"``, ``"inline"`` (K rotated in the inner loop) or ``"prepass"`` (K rotated once).
