@@ -6,11 +6,11 @@ each in every dtype that it was asked for, and those of attention by every backe
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
 
 import torch
 
+from verification import strategies
 from verification.attention import AttentionCheck, CoRopeCheck, LatentCheck
 from verification.calls import Call, Machine
 from verification.decode import DecodeCheck
@@ -117,11 +117,6 @@ def in_dtype(check: Call, dtype: torch.dtype) -> Call:
 
 def drawn_cases() -> list[Call]:
     """Return legal calls of every family as small cases, the same in each run."""
-    try:
-        from verification import strategies
-    except ModuleNotFoundError as error:
-        print(f"{error}: no small case is drawn", file=sys.stderr)
-        return []
     machine = Machine("cpu", "interpreter", ("float16", "float32"), ("reference", "triton"))
     found = []
     for name, count in _DRAWN.items():

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from verification import report
+from verification import context_parallel, report, strategies
 from verification.attention import AttentionCheck
 from verification.calls import Machine, dtype_name, literal, parse
 from verification.matrix import CHECKS, SIZES, drawn_cases, in_dtype
@@ -47,8 +47,6 @@ def describe_failures(outcome: Outcome) -> list[str]:
 def make_checks(options: argparse.Namespace) -> list[Any]:
     """Return the cases that the options name, each in every dtype, those of attention with their variants."""
     if options.cp:
-        from verification import context_parallel
-
         return context_parallel.make_checks(options)
     sizes = ("small",) if options.small or options.device == "cpu" else ("small", "large", "huge")
     sizes = ("large", "huge") if options.large else sizes
@@ -75,8 +73,6 @@ def make_checks(options: argparse.Namespace) -> list[Any]:
 
 def drawn_batches(seed: int, count: int, machine: Machine) -> Iterator[list[tuple[int, Any]]]:
     """Draw the calls 0 .. count - 1, those of one prototype together."""
-    from verification import strategies
-
     step = strategies.calls_of_a_prototype(machine)
     for first in range(0, count, step):
         yield [(i, strategies.drawn_call(seed, i, machine)) for i in range(first, min(count, first + step))]
@@ -84,8 +80,6 @@ def drawn_batches(seed: int, count: int, machine: Machine) -> Iterator[list[tupl
 
 def shrink(seed: int, index: int, outcome: Outcome, machine: Machine, jobs: int) -> Outcome | None:
     """Return the outcome of the simplest call found that fails as call ``index`` does; None if it fails no more."""
-    from verification import strategies
-
     subjects = {finding.tensor for finding in outcome.failures}
     deadline, known = time.monotonic() + SHRINK_SECONDS, {outcome.check: outcome}
     worker = Worker(machine)
@@ -108,10 +102,8 @@ def run(options: argparse.Namespace) -> int:
     """Exit status 0: all is well; 1: something is not; 2: nothing ran."""
     machine = Machine.of(options.device, options.dtype, options.backend, options.family)
     if options.call is not None:
-        checks = [parse(options.call, KINDS)]  # without hypothesis
+        checks = [parse(options.call, KINDS)]
     elif options.only is not None:
-        from verification import strategies
-
         checks = [strategies.drawn_call(options.seed, options.only, machine)]
     else:
         checks = make_checks(options) if options.random is None else []

@@ -50,7 +50,7 @@ SETTINGS = settings(
     database=None,
     deadline=None,
     max_examples=2,
-    phases=[Phase.generate],
+    phases=[Phase.generate, Phase.shrink],
     suppress_health_check=list(HealthCheck),
     verbosity=Verbosity.quiet,
 )
@@ -59,16 +59,11 @@ SETTINGS = settings(
 def draw(strategy: st.SearchStrategy, *key: Any) -> Any:
     """Return one value of a strategy: the same for equal keys, which are numbers and strings."""
     drawn = []
-    _run(strategy, lambda value: drawn.append(value), SETTINGS, key)  # first the simplest one, then one at random
+    minimise(strategy, drawn.append, *key)  # first the simplest one, then one at random
     return drawn[-1]
 
 
-def _run(strategy: st.SearchStrategy, test: Callable[[Any], None], options: settings, key: tuple[Any, ...]) -> None:
-    """Run a test on values of a strategy, which depend on the key alone."""
-    seed(" ".join(map(str, key)))(options(given(strategy)(test)))()
-
-
-def minimise(strategy: st.SearchStrategy, fails: Callable[[Any], bool], *key: Any) -> Any | None:
+def minimise(strategy: st.SearchStrategy, fails: Callable[[Any], Any], *key: Any) -> Any | None:
     """Return the simplest value that hypothesis finds to fail, from the one that ``draw`` returns; None: none fails."""
     found = []
 
@@ -78,7 +73,7 @@ def minimise(strategy: st.SearchStrategy, fails: Callable[[Any], bool], *key: An
             raise AssertionError
 
     try:
-        _run(strategy, shrink, settings(SETTINGS, phases=[Phase.generate, Phase.shrink]), key)
+        seed(" ".join(map(str, key)))(SETTINGS(given(strategy)(shrink)))()
     except Exception:
         if not found:
             raise

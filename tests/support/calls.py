@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
-from hypothesis import Phase, Verbosity, given, seed, settings, strategies as st
+from hypothesis import Verbosity, given, seed, settings, strategies as st
 
 from verification.calls import Machine
 from verification.run import command_of
@@ -11,7 +11,7 @@ from verification.strategies import FAMILIES, SETTINGS, Draw, draw
 from verification.workers import run_check
 
 INTERPRETER = Machine("cpu", "interpreter", ("float16", "float32"), ("reference", "triton"))
-SHRINKING = settings(SETTINGS, phases=[Phase.generate, Phase.shrink], verbosity=Verbosity.normal)
+SHRINKING = settings(SETTINGS, verbosity=Verbosity.normal)
 # Fields of a prototype: its calls have neither masks nor norms.
 NO_MASKS = dict.fromkeys(("window", "kv_starts", "kv_lens", "intervals", "norms")) | {"softcap": 0.0, "sinks": False}
 
