@@ -104,13 +104,6 @@ class DecodeCheck(Call):
     def planned(self) -> dict[str, Any]:
         return {"cache": Cache(True, True)}
 
-    def entry(self, variant: tuple[str, str]) -> Callable[..., Any]:
-        if variant[0] == "auto":
-            return super().entry(variant)
-        # The choice of a backend is not public for writes.
-        by_backend = run_write if self.function == "write_kvcache" else super().entry(variant)
-        return functools.partial(by_backend, backend=variant[0])
-
     def call(self, made: Made, variant: tuple[str, str]) -> tuple[Callable[..., Any], dict[str, Any]]:
         own = {name: lay(made.given[name].clone(), self._cache_layout(name)) for name in CACHES}
         function, given = super().call(Made(made.given | own, {}), variant)
@@ -196,6 +189,11 @@ class WriteCheck(DecodeCheck):
         given |= {"cache_seqlens": torch.tensor(self.lengths, dtype=torch.int32, device=device), "block_table": None}
         needed = self.written(Made(given, {})).unflatten(1, (-1, self.page_size or 1)).any(-1)
         return Made(given | self._stores(inputs, needed) | self.tables_of(inputs), {})
+
+    def entry(self, variant: tuple[str, str]) -> Callable[..., Any]:
+        if variant[0] == "auto":
+            return super().entry(variant)
+        return functools.partial(run_write, backend=variant[0])  # the choice is not public
 
     def as_passed(self, name: str, x: Any) -> Any:
         return x[0].transpose(0, 1) if self.packed and name in ("k", "v") else super().as_passed(name, x)

@@ -8,6 +8,7 @@ import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
+from unittest import mock
 
 import numpy as np
 import torch
@@ -57,11 +58,8 @@ def products_in_float64() -> Iterator[None]:
     def in_float64(a, b, dtype=None):
         return multiply(a.astype(np.float64), b.astype(np.float64)).astype(dtype or a.dtype)
 
-    np.matmul = in_float64
-    try:
+    with mock.patch.object(np, "matmul", in_float64):
         yield
-    finally:
-        np.matmul = multiply
 
 
 @dataclass(frozen=True)

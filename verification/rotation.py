@@ -11,7 +11,6 @@ from torch import Tensor
 
 from verification import testing
 from verification.calls import Call, Made, Ran, References
-from verification.memory import lay_table
 from verification.testing import Finding
 
 NORMS = ("q_norm", "k_norm")
@@ -50,16 +49,12 @@ class RopeCheck(Call):
         for prefix, seed in (("", self.seed), ("d", self.seed + 1)):  # made as q, k and v of attention
             rows = testing.make_inputs(replace(case, len_k=self.len_q, seed=seed), device)
             tensors |= {f"{prefix}{name}": x for name, x in zip(self.names, rows)}
+        if self.full_width and self.tables == "random":
+            case = replace(case, full_width=False, rotary_dim=2 * case.rotary)
         inputs, generator = testing.make_inputs(case, device), torch.Generator(device).manual_seed(self.seed)
         if self.memory is None:  # contiguous as passed
             tensors = {name: self.back(self.as_passed(name, x).contiguous()) for name, x in tensors.items()}
         tensors = self.laid(tensors)
-        tables = self.tables_of(inputs)
-        if self.full_width and self.tables == "random":
-            tables = {
-                name: lay_table(torch.randn(x.shape, generator=generator, device=device).to(x.dtype), self.table_memory)
-                for name, x in tables.items()
-            }
         ids = ends = None
         if self.positions != "index":
             low, high = (-2, self.len_k + 3) if self.outside else (0, max(self.len_k, 1))
@@ -67,8 +62,9 @@ class RopeCheck(Call):
             ids = torch.randint(low, high, (*shape, self.len_q), generator=generator, device=device)
             ids = ids.int() if self.seed % 2 else ids
         if self.seqlens is not None:
-            ends = torch.tensor((0, *(n for n, _ in self.seqlens))).cumsum(0).int().to(device)
-        given = {name: tensors[name] for name in self.names} | tables | {"position_ids": ids, "cu_seqlens": ends}
+            ends = testing.ends_of(self, device)["cu_seqlens_q"]
+        given = {name: tensors[name] for name in self.names} | self.tables_of(inputs)
+        given |= {"position_ids": ids, "cu_seqlens": ends}
         if self.function == "apply_rope_qk":
             norms = self.norms_of(device)
             if self.strided_norms and self.norms is not None:

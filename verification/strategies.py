@@ -224,8 +224,8 @@ def _near_border(draw: Draw, most: int) -> int:
 
 def _fitted(
     machine: Machine, batch: int, heads_kv: int, group: int, len_q: int, len_k: int, most_scores: int = MOST_SCORES
-) -> tuple[int, ...]:
-    """Return (B, HKV, NQ, NK), made smaller until their scores take a reasonable time."""
+) -> dict[str, int]:
+    """Return the sizes of a call, made smaller until their scores take a reasonable time."""
     tile, most = (1, most_scores) if machine.has_gpu else (TILE, MOST_TILES)
     while batch * heads_kv * group * -(-len_q // tile) * -(-len_k // tile) > most:
         if batch > 1:
@@ -234,7 +234,8 @@ def _fitted(
             heads_kv -= 1
         else:
             len_q, len_k = (-(-n * 3 // 4) for n in (len_q, len_k))
-    return batch, heads_kv, len_q, len_k
+    sizes = {"batch": batch, "heads_q": heads_kv * group, "heads_kv": heads_kv}
+    return sizes | {"len_q": len_q, "len_k": len_k}
 
 
 def _window(draw: Draw, prototype: tuple[int, int] | None, length: int) -> tuple[int, int] | None:
@@ -340,7 +341,7 @@ def _attention_call(draw: Draw, p: AttentionCheck, machine: Machine) -> Attentio
     most = pick(draw, {600: 14, 1024: 1, 3000: 1}) if machine.has_gpu else 90
     group = 1 if is_latent else _size(draw, machine, "group")
     fields = (_dense_sizes if p.seqlens is None else _packed_sizes)(draw, p, machine, group, most)
-    fields |= {"heads_q": fields["heads_kv"] * group, "hides_nan": not is_latent and chance(draw, 0.5)}
+    fields["hides_nan"] = not is_latent and chance(draw, 0.5)
     fields |= {"return_lse": True} if p.lse_gradient else {}
     return _call(draw, p, **fields, wanted=_some(draw, ROWS if is_latent else (*TENSORS[:3], *WEIGHTS)))
 
@@ -354,12 +355,12 @@ def _dense_sizes(draw: Draw, p: AttentionCheck, machine: Machine, group: int, mo
         if chance(draw, 0.75):
             len_q = max(1, len_k - _near_border(draw, len_k))  # then the diagonal crosses tiles at their borders
     len_q, len_k = _length(draw, most) if len_q is None else len_q, 0 if kind == "no keys" else len_k
-    batch, heads_kv, len_q, len_k = _fitted(machine, batch, heads_kv, group, len_q, len_k)
+    found = _fitted(machine, batch, heads_kv, group, len_q, len_k)
+    batch, len_k = found["batch"], found["len_k"]
     if not p.causal and p.kv_lens is None and p.tables != "none":
-        len_q = min(len_q, len_k)  # more queries than keys are refused then: ``refusals``
+        found["len_q"] = min(found["len_q"], len_k)  # more queries than keys are refused then: ``refusals``
     bounds = [name for name in ("kv_starts", "kv_lens") if getattr(p, name) is not None]
-    found = {name: _bounds(draw, batch, len_k, upper=name == "kv_lens") for name in bounds}
-    found |= {"batch": batch, "heads_kv": heads_kv, "len_q": len_q, "len_k": len_k}
+    found |= {name: _bounds(draw, batch, len_k, upper=name == "kv_lens") for name in bounds}
     return found | {"window": _window(draw, p.window, len_k)}
 
 
@@ -380,21 +381,15 @@ def _packed_sizes(draw: Draw, p: AttentionCheck, machine: Machine, group: int, m
     def totals() -> tuple[int, ...]:
         return tuple(sum(lengths) for lengths in zip(tails, *seqlens))
 
-    while len(seqlens) > 1 and _fitted(machine, 1, 1, group, *totals())[2:] != totals():
+    while len(seqlens) > 1 and (*_fitted(machine, 1, 1, group, *totals()).values(),)[3:] != totals():
         seqlens.pop()
     len_q, len_k = totals()
-    _, heads_kv, *_ = _fitted(machine, 1, _size(draw, machine, "heads_kv"), group, len_q, len_k)
+    found = _fitted(machine, 1, _size(draw, machine, "heads_kv"), group, len_q, len_k)
     longest = [max(lengths) for lengths in zip((0, 0), *seqlens)]
     more_q, more_k = (pick(draw, {0: 4, st.integers(0, 50): 1}) for _ in range(2))
     # The reference takes its tables from the case: there must be as many rows as max_seqlen_k asks for.
     max_seqlens = longest[0] + more_q, min(longest[1] + more_k, len_k)
-    found = {
-        "heads_kv": heads_kv,
-        "len_q": len_q,
-        "len_k": len_k,
-        "seqlens": tuple(seqlens),
-        "max_seqlens": max_seqlens,
-    }
+    found |= {"len_q": len_q, "len_k": len_k, "seqlens": tuple(seqlens), "max_seqlens": max_seqlens}
     found |= {"token_tables": True, "extra_rows": 0} if own_tables else {}
     return found | {"window": _window(draw, p.window, max(longest))}
 
@@ -500,10 +495,9 @@ def _corope_prototype(draw: Draw, machine: Machine) -> CoRopeCheck:
 
 def _corope_call(draw: Draw, p: CoRopeCheck, machine: Machine) -> CoRopeCheck:
     group, length = p.heads_q, _length(draw, 400 if machine.has_gpu else 40)
-    cost = group * (p.head_dim if machine.has_gpu else 1)  # the reference keeps a vector of each score
+    cost = p.head_dim if machine.has_gpu else 1  # the reference keeps a vector of each score
     batch, heads_kv = max(_size(draw, machine, "batch"), 1), _size(draw, machine, "heads_kv")
-    batch, heads_kv, length, _ = _fitted(machine, batch, heads_kv, cost, length, length)
-    sizes = {"batch": batch, "heads_q": heads_kv * group, "heads_kv": heads_kv, "len_q": length, "len_k": length}
+    sizes = _fitted(machine, batch, heads_kv, group, length, length, MOST_SCORES // cost)
     return replace(p, **sizes, **_fields(draw, _OF_COROPE), wanted=_some(draw, TENSORS[:3]))
 
 
@@ -519,9 +513,9 @@ def _pair_prototype(draw: Draw, machine: Machine) -> PairCheck:
 def _pair_call(draw: Draw, p: PairCheck, machine: Machine) -> PairCheck:
     length = _length(draw, pick(draw, {600: 8, 5000: 4, 20000: 1}) if machine.has_gpu else 90)
     batch, heads_kv = (max(1, _size(draw, machine, name)) for name in ("batch", "heads_kv"))
-    batch, heads_kv, length, _ = _fitted(machine, batch, heads_kv, p.heads_q, length, length, 1 << 30)
+    fields = _fitted(machine, batch, heads_kv, p.heads_q, length, length, 1 << 30) | {"form": "bhsd"}
+    batch, length = fields.pop("batch"), fields["len_k"]
     row = _number(draw, 0, length - 1)
-    fields = {"heads_q": heads_kv * p.heads_q, "heads_kv": heads_kv, "len_q": length, "len_k": length, "form": "bhsd"}
     fields["ways"] = tuple(_way(draw, p, machine, length, row, batch) for _ in range(2))
     return _call(draw, _with_or_without_tables(draw, p), **fields, window=_window(draw, p.window, length))
 

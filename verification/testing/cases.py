@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -232,28 +232,20 @@ def _tables(case: Case, generator: torch.Generator) -> tuple[Any, Any]:
         return None, None
     rows, half = case.len_k + case.extra_rows, case.rotary // 2
     batch = case.batch if case.table_batch else 1
-    device = generator.device
+    device, radius = generator.device, cast(Any, 1.0)
     if case.tables == "random":
         # Any angle, radius 0.5 .. 1.5. Longer tails would only make every softmax a choice of one key.
         uniform = torch.rand((2, batch, rows, half), generator=generator, device=device)
         angle, radius = 2 * math.pi * uniform[0], 0.5 + uniform[1]
-        cos, sin = radius * angle.cos(), radius * angle.sin()
-    elif case.tables in ("rope", "yarn"):
+    else:
         # Angles in float64: at position 128K a float32 product is 4e-3 off, and the tables are not under test here.
         frequency = 10000.0 ** -(torch.arange(half, device=device, dtype=torch.float64) / max(half, 1))
-        scale = 1.0
-        if case.tables == "yarn":
-            factor = (
-                4.0  # context extension: interpolate the lower half of the frequencies, and scale (2309.00071, 3.4)
-            )
-            scale = 0.1 * math.log(factor) + 1.0
-            frequency = torch.where(torch.arange(half, device=device) >= half // 2, frequency / factor, frequency)
+        if case.tables == "yarn":  # context extension by 4: lower frequencies, and a scale (2309.00071, 3.4)
+            frequency[half // 2 :] /= 4.0
+            radius = 0.1 * math.log(4.0) + 1.0
         start = 7.0 * torch.arange(batch, device=device, dtype=torch.float64)
         position = start[:, None] + torch.arange(rows, device=device, dtype=torch.float64)
         angle = position[..., None] * frequency
-        cos, sin = scale * angle.cos(), scale * angle.sin()
-    else:
-        raise ValueError(f"tables must be one of {TABLES}, but is {case.tables!r}")
 
     def finish(table: Tensor) -> Tensor:
         table = table.to(case.table_dtype)
@@ -261,7 +253,7 @@ def _tables(case: Case, generator: torch.Generator) -> tuple[Any, Any]:
             table = table.repeat_interleave(2, dim=-1) if case.interleaved else torch.cat((table, table), dim=-1)
         return table if case.table_batch else table[0]
 
-    return finish(cos), finish(sin)
+    return finish(radius * angle.cos()), finish(radius * angle.sin())
 
 
 class LatentInputs(NamedTuple):

@@ -2,8 +2,9 @@
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -20,14 +21,10 @@ def wrap_empty(wrap: Callable[[Callable[..., Tensor]], Callable[..., Tensor]]) -
     allocations of replays."""
     targets = [(torch, "empty"), (torch, "empty_like"), (torch, "empty_strided"), (Tensor, "new_empty")]
     targets += [(device, "empty_on_cpu"), (device, "empty_on_gpu")]
-    originals: list[Any] = [getattr(owner, name) for owner, name in targets]
-    try:
-        for (owner, name), original in zip(targets, originals):
-            setattr(owner, name, wrap(original))
+    with ExitStack() as replaced:
+        for owner, name in targets:
+            replaced.enter_context(mock.patch.object(owner, name, wrap(getattr(owner, name))))
         yield
-    finally:
-        for (owner, name), original in zip(targets, originals):
-            setattr(owner, name, original)
 
 
 @contextmanager
