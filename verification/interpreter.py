@@ -59,16 +59,13 @@ def _called_directly(owner, name, builtin, builder, scope) -> None:
 
 
 def _made_once(initialise: Callable) -> Callable:
-    """Return an initialisation of block types that gives equal types one dictionary of fields, and equal shapes one
-    tuple."""
+    """Return an initialisation of block types that gives equal types one dictionary of fields."""
     made: dict[tuple, tuple[dict[str, Any], Any]] = {}
-    shapes: dict[tuple, Any] = {}
 
     def initialise_once(self, element_ty, shape):
         key = (id(element_ty), *shape)
         if key not in made:
             initialise(self, element_ty, shape)
-            self.shape = shapes.setdefault(tuple(self.shape), self.shape)
             made[key] = self.__dict__, element_ty  # as long as the element's type exists, no other has its id
         self.__dict__ = made[key][0]
 

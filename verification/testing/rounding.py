@@ -12,22 +12,14 @@ from torch.utils.checkpoint import set_checkpoint_early_stop
 class RandomRounding(TorchDispatchMode):
     """Inside, eager PyTorch rounds the results of matrix products, and what it casts, up or down at random.
 
-    That is Monte Carlo arithmetic (Parker 1997): each run is another draw of the effect of rounding to the same
-    computation. A number goes to one of its two neighbours in the result's dtype, with the probability that keeps the
-    mean (stochastic rounding), and one that needs no rounding stays. Products of float32 are taken in float64 first,
-    those of 16 bits in float32. Gradients that are computed inside are rounded so too.
+    A number goes to one of its two neighbours in the result's dtype, with the probability that keeps the mean
+    (stochastic rounding), and one that needs no rounding stays. Products of float32 are taken in float64 first, those
+    of 16 bits in float32. Gradients that are computed inside are rounded so too. docs/design/numerics.md says why, and
+    of delta, of products that stay in float32, and of recomputed weights.
 
-    The backward pass of a softmax subtracts ``delta = rowsum(dp * p)``, which FlashAttention-2 computes as
-    ``rowsum(do * o)``, from the rounded o. That is as right, and its error is not smaller where dp happens to be: a
-    draw takes it too. The mode takes the product that follows a softmax for ``p v``, and the next product with the same
-    v for ``dp = do v^T``. Numbers of v that are not finite may have been replaced by 0 in either.
-
-    Eager rounds a score to 16 bits and casts it to float32 again, which hides the rounding of q and k if the score is
-    near a number of 16 bits. Kernels keep it in float32, and so does every other such cast here, at random. A draw in
-    float32 takes the gradients from a recomputed p (docs/design/numerics.md): one random order of the columns for the
-    product before the softmax, and another rounding of lse.
-
-    Checkpoints that backward computes again go to their end, because PyTorch would stop before ``p v``.
+    The mode takes the product that follows a softmax for ``p v``, and the next product with the same v for
+    ``dp = do v^T``. Numbers of v that are not finite may have been replaced by 0 in either. Checkpoints that backward
+    computes again go to their end, because PyTorch would stop before ``p v``.
 
     Args:
         generator: of the random numbers, on the tensors' device.

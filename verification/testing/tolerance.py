@@ -1,8 +1,4 @@
-"""The contract's tolerance: an error budget taken from eager PyTorch's own distance to float64.
-
-It holds for the whole tensor and for every row (one batch, head, position). The row rule is the one that sees rotary
-bugs: a table shifted by one in the last rows, or one key dropped for them, passes any rule on the whole tensor.
-"""
+"""The contract's tolerance: an error budget taken from eager PyTorch's own distance to float64."""
 
 import math
 from collections.abc import Callable, Iterable
@@ -62,26 +58,17 @@ def compare(
     draws: Callable[[], Iterable[Tensor]] | None = None,
     zero: float = 1.0,
 ) -> Finding:
-    """Hold `out` against the contract's tolerance. `name` "lse" or "max_logit" gets lse's rule, others the rules on
-    rows.
+    """Hold `out` against the contract's tolerance, by the rules of docs/design/numerics.md.
 
-    `ref64` float64, `eager` in the input dtype `dtype`, all of one shape (..., N, D), or (...) for lse. What is not
-    finite never passes, except an infinity of lse that float64 has too.
+    `ref64` float64, `eager` in the input dtype `dtype`, all of one shape (..., N, D), or (...) for "lse" and
+    "max_logit". What is not finite never passes, except an infinity of lse that float64 has too. `draws`: the eager
+    results of the second opinion. `zero`: how much more float32 noise than usual a result has that is zero in exact
+    arithmetic (`noise_of_zero`).
 
-    The row rule is `rms(out - ref64) <= 2.5 * rms(eager - ref64) + eps`. A row of eager is one draw, and may be exact
-    by luck (a single visible key; two roundings that cancel), which no other correct program repeats. So eps is the
-    unit roundoff of the row, plus eager's rms error around that position (all batches and heads, 16 positions either
-    side, those that are zero left out) 2.5 times, 5 times for gradients: delta = rowsum(o * do) from the rounded o
-    costs rows with few keys more than eager pays. It stays local, so that late rows of dk, far smaller than the early
-    ones, are held to their own size.
-
-    A result that is zero in exact arithmetic may be float32 noise: 2^-17 for inputs of order 1 and D up to 128, `zero`
-    times as much where the caller knows of more (`noise_of_zero`).
-
-    `draws` are a second opinion (docs/design/numerics.md): what the rule refuses is held against the largest error that
-    `DRAWS` eager results have in its place, each rounded at random (`RandomRounding`). If a row's error is one
-    rounding, the largest of 32 draws is about 2.5 standard deviations, and one row in 10^9 is beyond 2.5 times that. If
-    it sums many roundings, as with a wrong angle or a lost key, all draws are nearly equal, and the rule stays.
+    A row of eager may be exact by luck (a single visible key; two roundings that cancel). So eps of a row is its unit
+    roundoff, plus eager's rms error around that position (all batches and heads, 16 positions either side, those that
+    are zero left out) 2.5 times, 5 times for gradients, because of delta. It stays local, so that late rows of dk, far
+    smaller than the early ones, are held to their own size.
     """
     if out.shape != ref64.shape or eager.shape != ref64.shape:
         raise ValueError(
