@@ -189,11 +189,10 @@ class BlockTrial(Trial):
         q, k, v = map(case.heads, F.linear(x, of_qkv).split(case.columns, 2))
         inputs = testing.Inputs(q, k, v, *self._tables, case.heads(dy @ of_o))
         found = testing.run_reference(inputs, case, dtype if dtype == torch.float64 else None)
-        o, *grads = (each.transpose(1, 2).flatten(2) for each in (found.o, found.dq, found.dk, found.dv))
+        o, *grads = (each.transpose(1, 2).flatten(2) for each in (found[x] for x in ("o", "dq", "dk", "dv")))
         grad = torch.cat(grads, 2)
         made = {"o": F.linear(o, of_o), "dx": grad @ of_qkv, "d of_o": dy[0].T @ o[0], "d of_qkv": grad[0].T @ x[0]}
-        weights = {"dq_norm": found.dq_norm, "dk_norm": found.dk_norm} if self._norms else {}
-        return made | {name: each[None] for name, each in weights.items()}
+        return made | {name: found[name] for name in ("dq_norm", "dk_norm") if self._norms}
 
     def gated(self) -> None:
         self._references.clear()

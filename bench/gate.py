@@ -56,7 +56,7 @@ class Gate:
     """The references of one case of attention, made when they are first needed and shared by all providers.
 
     heads: the (batch entry, key-value head) pairs that are compared; None chooses by the length. reference: computes
-    ``testing.Results`` from inputs, a case and float64 or None. ``do`` is the gradient that providers get for the gate.
+    results by name from inputs, a case and float64 or None. ``do`` is the gradient that providers get for the gate.
     With norms it is zero at heads that are not compared, because the weights' gradients are sums over all heads.
     """
 
@@ -66,7 +66,7 @@ class Gate:
         inputs: testing.Inputs,
         *,
         heads: list[tuple[int, int]] | None = None,
-        reference: Callable[..., testing.Results] = testing.run_reference,
+        reference: Callable[..., dict[str, Tensor]] = testing.run_reference,
     ) -> None:
         self.case, self.inputs, self._reference = case, inputs, reference
         sampled = ends(case.batch, case.heads_kv)
@@ -122,8 +122,7 @@ class Gate:
 
     def _results(self, *given: Any) -> dict[str, Tensor]:
         results = self._reference(*given)
-        found = {name: getattr(results, name) for name in ("o", "dq", "dk", "dv", *OF_WEIGHTS)}
-        return {name: x[None] if name in OF_WEIGHTS else x for name, x in found.items() if x is not None}
+        return {name: results[name] for name in ("o", "dq", "dk", "dv", *OF_WEIGHTS) if name in results}
 
     def _chosen(self, x: Tensor, heads: list[tuple[int, int]]) -> Tensor:
         """Return some heads of (B, H, N, D), a batch entry for each group."""

@@ -93,7 +93,7 @@ class PairCheck(Call):
 
         def run(dtype: torch.dtype | None) -> dict[str, Tensor]:
             results = testing.run_reference(inputs, self, dtype)
-            return {name: getattr(results, name)[:, :, slice(*self.common)] for name in self.outputs}
+            return {name: results[name][:, :, slice(*self.common)] for name in self.outputs}
 
         zero = functools.partial(testing.noise_of_zero, case=self, inputs=inputs)
         return References(run, device, lambda name: self.dtype, zero) if self.len_k <= LONGEST else None

@@ -70,12 +70,12 @@ def visited(starts: Tensor, ends: Tensor) -> float:
     return 2 * sum(int(block.any(1).sum()) for block in sees.split(128, 1)) / (len(first) * (len(first) + 1))
 
 
-def corope_results(inputs: testing.Inputs, case: testing.Case, dtype: torch.dtype | None = None) -> testing.Results:
+def corope_results(inputs: testing.Inputs, case: testing.Case, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
     """Return outputs and gradients of Co-RoPE by its definition, in float64 or in the dtype of the inputs."""
     q, k, v, do = (x.to(dtype or x.dtype) for x in (inputs.q, inputs.k, inputs.v, inputs.do))
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
     o = providers.corope_definition(*leaves)
-    return testing.Results(o.detach(), o.detach(), *torch.autograd.grad(o, leaves, do))
+    return dict(zip(("o", "dq", "dk", "dv"), (o.detach(), *torch.autograd.grad(o, leaves, do))))
 
 
 # By the kind of a case; calls with masks and of Co-RoPE take milliseconds, so that eager calls measure the GPU.

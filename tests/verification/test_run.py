@@ -214,12 +214,13 @@ def test_calls_of_ranks_and_an_error(ranks, capsys, monkeypatch):
 def test_a_wrong_rank_is_seen():
     case = Case(1, 2, 1, 24, 24, 16, dtype=F32)
     right = run_reference(make_inputs(case), case)
-    found = {"o": right.o, "dk": right.dk}
+    found = {"o": right["o"], "dk": right["dk"]}
     assert all(comparison.ok for comparison in compared(case, found))
-    found["o"] = right.o.roll(1, dims=2)
+    found["o"] = right["o"].roll(1, dims=2)
     assert [comparison.ok for comparison in compared(case, found)] == [False, True]
-    assert not compared(replace(case, window=(3, 0)), {"dk": right.dk})[0].ok
-    assert not compared(case, {"o": right.o}, total=20)[0].ok  # rows after the first 20 are padding: they must be zero
+    assert not compared(replace(case, window=(3, 0)), {"dk": right["dk"]})[0].ok
+    # Rows after the first 20 are padding: they must be zero.
+    assert not compared(case, {"o": right["o"]}, total=20)[0].ok
 
 
 INDICES = range(0, 1000, 67)

@@ -286,8 +286,8 @@ def test_blocks_of_the_reference_add_up(monkeypatch, dtype):
     monkeypatch.setitem(testing.runs.BLOCK_BYTES, "cpu", 2 * 10 * 41 * 8)  # ten rows of one group
     parts = run_reference(inputs, case, dtype)
     for name in (*TENSORS, "dsinks", "dq_norm", "dk_norm", "max_logit"):
-        torch.testing.assert_close(getattr(whole, name), getattr(parts, name), msg=name)
-        assert getattr(whole, name).dtype == (F64 if dtype else F32)
+        torch.testing.assert_close(whole[name], parts[name], msg=name)
+        assert whole[name].dtype == (F64 if dtype else F32)
 
 
 def test_poison_empty_and_back():

@@ -47,8 +47,9 @@ def reference_attention(
     return reference.attention(describe(tensors, causal=causal, **options), tensors)
 
 
-def run_reference(inputs: Inputs, case: Case, dtype: torch.dtype | None = None) -> Results:
-    """The reference's outputs and gradients: `ref64` with dtype=torch.float64, `eager` with None (the inputs' dtype).
+def run_reference(inputs: Inputs, case: Case, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+    """The reference's outputs and gradients by name: `ref64` with dtype=torch.float64, `eager` with None (the inputs'
+    dtype). Gradients of sinks and of norms' weights are one row; max_logit of a packed case has a batch.
 
     Inputs and tables are taken as given and cast, so that a low-precision table is not an error. Goes through
     sequences, groups of heads and, where one head's scores are too large, blocks of rows; partial gradients are summed
@@ -56,11 +57,13 @@ def run_reference(inputs: Inputs, case: Case, dtype: torch.dtype | None = None) 
     """
     dtype = case.dtype if dtype is None else dtype
     device, sums = inputs.q.device, torch.promote_types(dtype, torch.float32)
-    rows = [x.detach().to(dtype).requires_grad_() for x in inputs[:3]]
-    weights = {name: x.detach().to(sums).requires_grad_() for name, x in _weights(case, device).items()}
+    leaves = {name: x.detach().to(dtype).requires_grad_() for name, x in zip("qkv", inputs)}
+    given = masks_of(case, device)
+    weights = {"sinks": given["sinks"], **norms_of(case, device)}
+    weights = {name: weights[name] for name in ("sinks", "q_norm", "k_norm") if weights.get(name) is not None}
+    wide = {name: x.detach().to(sums).requires_grad_() for name, x in weights.items()}
     tables = reference.normalise_tables(inputs.cos, inputs.sin, case.rotary, case.interleaved)
     cos, sin = (x if x is None or dtype != torch.float64 else x.double() for x in tables)
-    given = masks_of(case, device)
     masks = {name: given[name] for name in ("kv_starts", "kv_lens", "query_starts", "query_ends")}
     masks["has_tables"] = cos is not None
     lengths = [(case.len_q, case.len_k)]
@@ -70,7 +73,7 @@ def run_reference(inputs: Inputs, case: Case, dtype: torch.dtype | None = None) 
     of_k.append(case.len_k - sum(of_k))
     found, first_k = [], 0
     with torch.enable_grad():
-        for q, k, v in zip(*(x.split(sizes, 2) for x, sizes in zip(rows, (of_q, of_k, of_k)))):
+        for q, k, v in zip(*(x.split(sizes, 2) for x, sizes in zip(leaves.values(), (of_q, of_k, of_k)))):
             own = slice(first_k, first_k + k.shape[2]) if case.token_tables else slice(None)
             first_k += k.shape[2]
             if q.shape[2] == k.shape[2] == 0:  # there may be thousands
@@ -80,22 +83,23 @@ def run_reference(inputs: Inputs, case: Case, dtype: torch.dtype | None = None) 
                 # Lengths on the device: with tables, queries before position 0 see nothing, causal or not.
                 masks = masks | {"kv_lens": torch.tensor([k.shape[2]], device=device)}
             of_own = (None, None) if cos is None else (cos[:, own], sin[:, own])
-            found.append(_attend((q, k, v), of_own, case, masks, weights))
+            found.append(_attend((q, k, v), of_own, case, masks, wide))
         o, lse = (torch.cat(x, 2) for x in list(zip(*found))[:2])
-    upstream = [inputs.do.to(dtype), *(x.to(sums) for x in (inputs.dlse,) if x is not None)]
-    leaves = [*rows, *weights.values()]
-    gradients = torch.autograd.grad((o, lse)[: len(upstream)], leaves, upstream, materialize_grads=True)
-    results = Results(o.detach(), lse.detach(), *gradients[:3])
-    results.max_logit = torch.cat([x for *_, x in found])[: None if case.seqlens is None else -1]
-    for (name, weight), gradient in zip(_weights(case, device).items(), gradients[3:]):
-        setattr(results, name, gradient if dtype == torch.float64 else gradient.to(weight.dtype))
+    max_logit = torch.cat([x for *_, x in found])
+    results = _results(o, lse, leaves | wide, inputs)
+    results["max_logit"] = max_logit if case.seqlens is None else max_logit[None, :-1]
+    for name, weight in weights.items():
+        row = results[f"d{name}"][None]
+        results[f"d{name}"] = row if dtype == torch.float64 else row.to(weight.dtype)
     return results
 
 
-def _weights(case: Case, device: torch.device) -> dict[str, Tensor]:
-    """Return the sinks and the weights of norms that a case has, by the names of their gradients."""
-    given = {"sinks": masks_of(case, device)["sinks"], **norms_of(case, device)}
-    return {f"d{name}": given[name] for name in ("sinks", "q_norm", "k_norm") if given.get(name) is not None}
+def _results(o: Tensor, lse: Tensor, leaves: dict[str, Tensor], inputs: Inputs | LatentInputs) -> dict[str, Tensor]:
+    """Return o, lse and the gradients of the leaves for those of o and of lse, by name."""
+    upstream = [inputs.do.to(o.dtype), *(x.to(lse.dtype) for x in (inputs.dlse,) if x is not None)]
+    of = list(leaves.values())
+    gradients = torch.autograd.grad((o, lse)[: len(upstream)], of, upstream, materialize_grads=True)
+    return {"o": o.detach(), "lse": lse.detach()} | {f"d{name}": x for name, x in zip(leaves, gradients)}
 
 
 def _attend(
@@ -124,13 +128,13 @@ def _attend(
     absent = ~functools.reduce(torch.logical_or, [visible(first).any(-2) for first in blocks])
     q, k, v = reference.hide(q, dead), reference.hide(k, absent), reference.hide(v, absent)
     options: dict[str, Any] = {"interleaved": case.interleaved, "norm_eps": case.norm_eps, "norm_offset": case.norms}
-    q = reference.norm_rotate(q, weights.get("dq_norm"), *reference.table_rows(*tables, position), **options)
-    k = reference.norm_rotate(k, weights.get("dk_norm"), *reference.table_rows(*tables, key), **options)
+    q = reference.norm_rotate(q, weights.get("q_norm"), *reference.table_rows(*tables, position), **options)
+    k = reference.norm_rotate(k, weights.get("k_norm"), *reference.table_rows(*tables, key), **options)
     # Several blocks are computed again, because their scores do not fit the memory, and because `RandomRounding` wants
     # the backward pass of a block after its forward pass.
     is_whole = case.seqlens is None and len(blocks) == 1 and step >= case.heads_kv
     run = block if is_whole else functools.partial(checkpoint, block, use_reentrant=False, preserve_rng_state=False)
-    sinks = weights["dsinks"].split(step * group) if case.sinks else itertools.repeat(None)
+    sinks = weights["sinks"].split(step * group) if case.sinks else itertools.repeat(None)
     found = []
     # In ``sums``, so that autograd adds the gradients of blocks up in it.
     for queries, *others in zip(q.split(step * group, 1), k.to(sums).split(step, 1), v.to(sums).split(step, 1), sinks):
@@ -193,9 +197,7 @@ def run_latent_reference(inputs: LatentInputs, case: LatentCase, dtype: torch.dt
     options |= {"softmax_scale": case.scale, "rotary_dim": case.head_dim} | bounds_of(case, inputs.v.device)
     renamed = {{"q_rope": "q", "k_rope": "k"}.get(name, name): x for name, x in leaves.items()}
     o, lse = reference_attention(**renamed, cos=cos, sin=sin, **options)
-    upstream = [inputs.do.to(o.dtype), *(x.to(lse.dtype) for x in (inputs.dlse,) if x is not None)]
-    gradients = torch.autograd.grad([o, lse][: len(upstream)], list(leaves.values()), upstream)
-    return {"o": o.detach(), "lse": lse.detach()} | {f"d{name}": x for name, x in zip(leaves, gradients)}
+    return _results(o, lse, leaves, inputs)
 
 
 def run_latent_op(inputs: LatentInputs, case: LatentCase, *, backend: str, deterministic: bool = False) -> list[Tensor]:

@@ -67,8 +67,8 @@ def test_the_backward_around_its_main_kernel(case):
     inputs = make_inputs(case)
     problem, tensors = described_for_launch(inputs, case)
     exact = run_reference(inputs, case, torch.float64)
-    o, expected = exact.o.to(case.dtype), torch.zeros_like(inputs.q)
-    given = inputs.do, o, exact.lse.float(), *tensors
+    o, expected = exact["o"].to(case.dtype), torch.zeros_like(inputs.q)
+    given = inputs.do, o, exact["lse"].float(), *tensors
     call = BackwardCall(problem, given, configs.HopperBackwardConfig(pdl=False))
     sequences = sequences_of(case) if case.seqlens else [(0, case.len_q, 0, case.len_k)]
 
