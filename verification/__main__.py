@@ -22,7 +22,7 @@ import torch
 DTYPES = ("bfloat16", "float16", "float32")
 BACKENDS = ("reference", "triton", "hopper")
 STRATEGIES = ("inline", "prepass")
-# The names in ``strategies.FAMILIES``, which needs hypothesis.
+# The names in ``strategies.FAMILIES``, which imports Triton.
 FAMILIES = ("attention", "packed", "mla", "decode", "rope", "rope of several", "corope", "write", "pairs")
 
 
