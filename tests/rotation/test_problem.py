@@ -28,7 +28,6 @@ OF_ONE = [
     (ValueError, "cos", {"cos sin": zeros(3, 4)}, "x's 4 positions.*3 rows"),
     (ValueError, "cos", PACKED | {"cu_seqlens": ENDS, "cos sin": zeros(2, 4, 4)}, "leading 1 or B = 1"),
     (ValueError, "cos", {"position_ids": ints(2, 2, 4), "cos sin": zeros(4, 5)}, "D = 4 columns.*5"),
-    (ValueError, "rotary_dim", {"rotary_dim": 10}, "between 2 and D = 8.*10"),
     (ValueError, "rotary_dim", {"rotary_dim": 6, "position_ids": ints(2, 2, 4)}, "multiple of 4.*6"),
     (ValueError, "position_ids", {"position_ids": ints(2, 3, 4)}, r"\(B, 2, N\)"),
     (ValueError, "position_ids", {"position_ids": ints(4), "cu_seqlens": ENDS}, "None where cu_seqlens"),

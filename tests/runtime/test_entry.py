@@ -5,6 +5,7 @@ import functools
 import pytest
 import torch
 import torch.nn.functional as functional
+from torch.distributed.tensor.experimental import _attention as implementation, context_parallel
 
 import fused_rope_attn as package
 from fused_rope_attn.runtime.entry import in_context_parallel
@@ -12,16 +13,12 @@ from fused_rope_attn.runtime.entry import in_context_parallel
 
 @pytest.fixture
 def context(mesh):
-    from torch.distributed.tensor.experimental import context_parallel
-
     return lambda: context_parallel(mesh, buffers=[torch.zeros(1, 8)], buffer_seq_dims=[1])
 
 
 @pytest.mark.unpoisoned
 @pytest.mark.parametrize("compiled", [False, True])
 def test_both_forms_are_seen_while_they_last(context, compiled):
-    from torch.distributed.tensor.experimental import _attention as implementation
-
     def look(x):
         return x + 1 if in_context_parallel() else x
 

@@ -1,12 +1,9 @@
 """Programs that tests of models with shared sequences run on every rank."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from contextlib import nullcontext
 from types import SimpleNamespace
-from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -19,11 +16,11 @@ from tests.support.hf_models import make_ids, make_model
 from verification.ranks import group_of
 
 
-def positions_of(documents: tuple[int, ...]) -> torch.Tensor:
+def positions_of(documents):
     return torch.cat([torch.arange(length) for length in documents])[None]
 
 
-def labels_of(ids: torch.Tensor, documents: tuple[int, ...]) -> torch.Tensor:
+def labels_of(ids, documents):
     """(B, N) shifted labels of the whole sequence."""
     limits = torch.tensor((0, *documents)).cumsum(0)
     shifted = torch.cat((ids[:, 1:], torch.full_like(ids[:, :1], -100)), 1)
@@ -35,9 +32,7 @@ DEFAULTS = {"sharding": "zigzag", "rows": 1, "planned": None, "checkpoints": Fal
 DEFAULTS |= {"batch_invariant": False, "copied": False}
 
 
-def step(
-    ranks: tuple[int, ...], family: str, documents: tuple[int, ...], options: dict[str, Any]
-) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+def step(ranks, family, documents, options):
     """(logits of this rank's rows, its part of the mean loss, its parts of the gradients) of a patched model."""
     chosen, group = SimpleNamespace(**DEFAULTS | options), group_of(ranks)
     shares = {"cp_group": group, "cp_sharding": chosen.sharding, "batch_invariant": chosen.batch_invariant}
@@ -50,16 +45,16 @@ def step(
     ids = make_ids(chosen.rows, sum(documents))
     positions, labels = positions_of(documents).expand(chosen.rows, -1), labels_of(ids, documents)
     limits = torch.tensor((0, *documents)).cumsum(0)
-    given: dict[str, Any] = {"num_items_in_batch": int((labels != -100).sum())}
+    given = {"num_items_in_batch": int((labels != -100).sum())}
     if chosen.planned:
         given["cp_plan"] = plan_varlen_cp(limits, group=group, sharding=chosen.planned)
     whole = {"input_ids": ids.clone(), "position_ids": positions.contiguous(), "labels": ids, "shift_labels": labels}
-    cutting: Any = nullcontext()
+    cutting = nullcontext()
     if chosen.by_torch:  # as transformers' Trainer cuts a batch, with accelerate's ParallelismConfig
         mesh, buffers = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("cp",)), list(whole.values())
         cutting = context_parallel(mesh, buffers=buffers, buffer_seq_dims=[1] * 4, no_restore_buffers=set(buffers))
     else:
-        cut: dict[str, Any] = {"group": group, "sharding": chosen.planned or chosen.sharding}
+        cut = {"group": group, "sharding": chosen.planned or chosen.sharding}
         whole = {name: cp_shard(x, 1, **cut) for name, x in whole.items()}
         whole["shift_labels"] = cp_shift_labels(ids, **cut, cu_seqlens=limits)
     with cutting:
@@ -72,7 +67,7 @@ def step(
 
 _ROWS = {"input_ids": make_ids(2, 8), "position_ids": torch.arange(4).repeat(2, 2)}
 # The message of a refusal, and what the model is given; of a plan the number of tokens that it has on two ranks.
-REFUSALS: dict[str, dict[str, Any]] = {
+REFUSALS = {
     "position_ids must be given": {"position_ids": None},
     "shift_labels must be given": {"labels": make_ids(1, 8)},
     "attention_mask with padding": {"attention_mask": torch.tensor([[0] + [1] * 7])},
@@ -86,7 +81,7 @@ REFUSALS: dict[str, dict[str, Any]] = {
 }
 
 
-def refused(ranks: tuple[int, ...], message: str) -> None:
+def refused(ranks, message):
     """Give a patched model of shards a forward pass that it refuses."""
     group = group_of(ranks)
     given = {"input_ids": make_ids(1, 8), "position_ids": cp_shard(torch.arange(16)[None], 1, group=group)}
@@ -101,7 +96,7 @@ def refused(ranks: tuple[int, ...], message: str) -> None:
     model(**given)
 
 
-def undone(ranks: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+def undone(ranks):
     """Logits of a model before it was patched for shards, and after it was unpatched, pickled in between."""
     model, ids = make_model("llama"), make_ids(1, 8)
     before = model(ids).logits.detach()

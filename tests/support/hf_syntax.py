@@ -10,8 +10,6 @@ files are read as text.
 hf_fingerprints.json; with the names of classes (``llama.LlamaAttention``) it prints their forms, to be compared.
 """
 
-from __future__ import annotations
-
 import ast
 import functools
 import hashlib

@@ -37,11 +37,9 @@ FOREIGN_CACHE = "a cache of type DynamicCache"
 @pytest.mark.parametrize(
     ("given", "reason"),
     [
-        ({"attention_mask": None}, ""),
         ({"attention_mask": torch.ones(2, 5)}, ""),
         ({"attention_mask": torch.ones(5)}, MASK),
         ({"attention_mask": torch.ones(2, 1, 5, 5)}, MASK),
-        ({"attention_mask": "causal"}, MASK),
         ({"attention_mask": {}}, "a mask for each type of layer, made outside of the patched model,"),
         ({"attention_mask": BLOCKS, "implementation": "flex_attention"}, "a BlockMask"),
         ({"implementation": "paged|eager"}, PAGED),
@@ -92,18 +90,9 @@ PAST = {"past_key_values": transformers.DynamicCache()}
     ("implementation", "own", "of_config", "given", "causal"),
     [
         # The modules, the config and the call may all say whether attention is causal.
-        (FLASH, (True, True), None, {}, True),
-        (FLASH, (False, False), None, {}, False),
         (FLASH, (True, False), None, {}, None),
-        (FLASH, (True, False), False, {}, None),
-        (FLASH, (True,), False, {}, False),
         (FLASH, (True,), False, {"is_causal": True}, True),
-        (FLASH, (True,), True, {"is_causal": False}, False),
-        (FLASH, (True,), None, {"is_causal": True}, True),
         (FLASH, (False,), None, {"is_causal": True}, None),
-        (FLASH, (False,), True, {}, None),
-        (FLASH, (False,), None, {"is_causal": False}, False),
-        (FLASH, (False,), True, {"is_causal": False}, False),
         # Only flash-attention always follows the modules: the masks of all others are causal, and SDPA may get none.
         ("eager", (False,), None, {}, True),
         ("flex_attention", (False,), None, {}, True),
