@@ -87,14 +87,10 @@ def _ints(a: Arguments, count: int, dtype: torch.dtype) -> Tensor:
     return torch.zeros(count, dtype=dtype, device=a[_first(a)].device)
 
 
-def _heads_axis(a: Arguments) -> int:
-    return 2 if a.get("layout") == "bshd" else 1
-
-
-def _rows_axis(a: Arguments) -> int:
-    if _rotates(a):
-        return {"bhsd": 2, "bshd": 1, "sbhd": 0, "thd": 0}[a["layout"]]
-    return 0 if a[_first(a)].ndim == 3 else 3 - _heads_axis(a)
+def _axis(a: Arguments, name: str) -> int:
+    """Return the axis of heads, "h", or of rows, "s", which are tokens in packed sequences."""
+    order = a.get("layout", "thd" if "cu_seqlens_q" in a else "bhsd")
+    return order.replace("t", "s").index(name)
 
 
 def _resized(x: Tensor, axis: int, size: int) -> Tensor:
@@ -108,7 +104,7 @@ def _each(a: Arguments, names: Iterable[str], change: Callable[[Tensor], Any]) -
 
 def _more_heads(a: Arguments) -> Arguments:
     """Give k and v one head more than q has, so that it cannot be a multiple."""
-    axis = _heads_axis(a)
+    axis = _axis(a, "h")
     return _each(a, (_keys(a), _values(a)), lambda x: _resized(x, axis, a["q"].shape[axis] + 1))
 
 
@@ -116,11 +112,11 @@ def _needed_rows(a: Arguments) -> int:
     """Return how many rows the tables need."""
     if "max_seqlen_k" in a:
         return a["max_seqlen_k"]
-    return a[_first(a) if _rotates(a) else _keys(a)].shape[_rows_axis(a)]
+    return a[_first(a) if _rotates(a) else _keys(a)].shape[_axis(a, "s")]
 
 
 def _more_tokens_than_rows(a: Arguments) -> Arguments:
-    axis = _rows_axis(a)
+    axis = _axis(a, "s")
     pages = 1 if a.get("block_table") is None else a["block_table"].shape[1]
     return _each(a, ("q", "k", "v"), lambda x: _resized(x, axis, a["k_cache"].shape[axis] * pages + 1))
 
@@ -236,7 +232,7 @@ _OTHERS: tuple[tuple[str, Condition, Change, type[Exception], tuple[str, ...]], 
         for x in CACHES
     ),
     # Not several times a scale, because three of one are legal for three heads.
-    *((f"{x} too long", _has(x), lambda a, x=x: {x: a[x].new_ones(a["k_cache"].shape[_heads_axis(a)] + 1)}, ValueError,
+    *((f"{x} too long", _has(x), lambda a, x=x: {x: a[x].new_ones(a["k_cache"].shape[_axis(a, "h")] + 1)}, ValueError,
          (x,))
         for x in SCALES
     ),
@@ -246,17 +242,17 @@ _OTHERS: tuple[tuple[str, Condition, Change, type[Exception], tuple[str, ...]], 
      lambda a: _each(a, ("q", "k", "v", *CACHES), lambda x: x[..., :-1]), ValueError, ("q",)),
     ("k of other columns", lambda a: _attends(a) and a[_keys(a)].shape[-1] > 3,
      lambda a: {_keys(a): a[_keys(a)][..., :-2]}, ValueError, ("k", *CACHES)),
-    ("v of another length", lambda a: _attends(a) and a[_values(a)].shape[_rows_axis(a)] > 0,
-     lambda a: {_values(a): torch.cat([a[_values(a)]] * 2, _rows_axis(a))}, ValueError, ("v", "v_cache")),
+    ("v of another length", lambda a: _attends(a) and a[_values(a)].shape[_axis(a, "s")] > 0,
+     lambda a: {_values(a): torch.cat([a[_values(a)]] * 2, _axis(a, "s"))}, ValueError, ("v", "v_cache")),
     ("k of another batch", lambda a: _attends(a) and a["q"].ndim == 4,
      lambda a: {_keys(a): _resized(a[_keys(a)], 0, len(a[_keys(a)]) + 1)}, ValueError, ("k", *CACHES)),
     ("k_rope of several heads", _has("k_rope"),
-     lambda a: {"k_rope": torch.cat([a["k_rope"]] * 2, _heads_axis(a))}, ValueError, ("k_rope",)),
+     lambda a: {"k_rope": torch.cat([a["k_rope"]] * 2, _axis(a, "h"))}, ValueError, ("k_rope",)),
     ("k_nope of other columns", _has("k_nope"), lambda a: {"k_nope": a["k_nope"][..., :-1]}, ValueError, ("k_nope",)),
     ("v of other heads", _has("v", "k_rope"),
-     lambda a: {"v": torch.cat([a["v"]] * 2, _heads_axis(a))}, ValueError, ("v",)),
+     lambda a: {"v": torch.cat([a["v"]] * 2, _axis(a, "h"))}, ValueError, ("v",)),
     ("queries at negative positions", lambda a: "kv_lens" in a and a.get("cos") is not None and "q" in a,
-     lambda a: {"q": _resized(a["q"], _rows_axis(a), a["k"].shape[_rows_axis(a)] + 1), "causal": False,
+     lambda a: {"q": _resized(a["q"], _axis(a, "s"), a["k"].shape[_axis(a, "s")] + 1), "causal": False,
                 "kv_lens": None}, ValueError, ("q",)),
     ("cu_seqlens_q with gaps", lambda a: len(a.get("cu_seqlens_q", ())) > 1,
      lambda a: {"cu_seqlens_q": a["cu_seqlens_q"].repeat_interleave(2)[::2]}, ValueError, ("cu_seqlens_q",)),

@@ -26,15 +26,15 @@ LEGEND = (
 )
 
 
-def rows_of(outcome: Outcome, case: str = "") -> list[dict[str, Any]]:
-    """Return a row of each tensor, and of each statement that does not hold. case: another name than the check's.
+def rows_of(outcome: Outcome, case: str = "", every: bool = False) -> list[dict[str, Any]]:
+    """Return a row of each tensor, and of statements that do not hold, or ``every`` one. case: instead of its name.
 
     The verdict is "ok", "FAIL", or "SKIP" if the case does not fit this GPU.
     """
     check, rows = outcome.check, []
     skipped = [Finding("-", False, outcome.skipped, backend="-")] if outcome.skipped else []
     for finding in (*outcome.findings, *skipped):
-        if finding.is_tensor or not finding.ok:
+        if every or finding.is_tensor or not finding.ok:
             row = {"case": case or check.name, "dtype": dtype_name(check.dtype)} | asdict(finding)
             row["verdict"] = "ok" if row.pop("ok") else "SKIP" if finding in skipped else "FAIL"
             rows.append(row | {"backend": check.backend or finding.backend})

@@ -153,7 +153,7 @@ def _tell_cases(
     options: argparse.Namespace, found: Mapping[int, Outcome], machine: Machine
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Print a row of each tensor, and the beginning of the last line; return what a file holds of them."""
-    rows = [row for outcome in found.values() for row in report.rows_of(outcome)]
+    rows = [row for outcome in found.values() for row in report.rows_of(outcome, every=options.is_single)]
     ok, failed, skipped = (sum(row["verdict"] == verdict for row in rows) for verdict in ("ok", "FAIL", "SKIP"))
     print(f"{report.table(rows)}\n\n{report.LEGEND}\n\n{report.summary(rows)}\n")
     counts = f"{ok} of {len(rows)} tensors within tolerance, {failed} not, {skipped} skipped"
