@@ -4,11 +4,9 @@ bounds, and how often the host waits. test_comparison.py compares the logits.
 
 import pytest
 import torch
-import transformers
 
 from fused_rope_attn.integrations.transformers import batch as batches, obstacles, patch_model
 from fused_rope_attn.integrations.transformers.batch import BATCH, PLAIN, Batch, describe
-from fused_rope_attn.integrations.transformers.caches import tokens_seen
 from fused_rope_attn.integrations.transformers.families import RELEASE
 from fused_rope_attn.integrations.transformers.obstacles import Pass
 from fused_rope_attn.integrations.transformers.patch import Preparation
@@ -201,12 +199,6 @@ def test_the_first_attention_module_says_what_its_cache_has_seen():
     for columns, expected in ((4, False), (5, True)):
         batch = described(model, 2, 1, past_key_values=static(model, 3), attention_mask=torch.ones(2, columns))
         assert (batch == WRONG) is expected
-
-
-def test_tokens_that_a_cache_has_seen(llama):
-    caches = [dynamic(llama, 0), dynamic(llama, 3), static(llama, 0), transformers.DynamicCache()]
-    assert [tokens_seen(past, 0) for past in caches] == [0, 3, 0, 0]
-    assert [tokens_seen(dynamic(llama, 3), layer) for layer in (1, 2)] == [3, 0]
 
 
 @pytest.mark.parametrize(("row", "starts"), [([0, 0, 1, 1], [2, 0]), ([1, 1, 1, 1], None)], ids=str)
