@@ -14,7 +14,6 @@ from tests.support.paths import python
 
 @pytest.mark.parametrize("interpreter", [False, True])
 def test_json_names_versions_and_the_plan(interpreter):
-    """Run a process without a GPU, with Triton's interpreter and without it."""
     switches = {"TRITON_INTERPRET": "1"} if interpreter else {}
     program = "import runpy, torch; runpy.run_module('fused_rope_attn.env', run_name='__main__')"
     program += "; assert not torch.cuda.is_initialized()"

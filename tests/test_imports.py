@@ -57,7 +57,6 @@ def imports_of(path: Path) -> list[str]:
 
 
 def internal(name: str) -> str | None:
-    """Return the module of the package that an imported name leads to, named as by `module_of`, or None."""
     top, *parts = name.split(".")
     if top != PACKAGE:
         return None

@@ -152,7 +152,6 @@ def test_tangents_that_do_not_reach_attention_are_served(backend):
 @both_backends
 @pytest.mark.parametrize("name", ["masks", "packed", "latent"])
 def test_torch_func(name, backend):
-    """Gradients, and vmap over calls and over gradients, along any axis, with tensors that all entries share."""
     run, tensors = operators.small_call(name, backend=backend)
     given, every = list(tensors.values()), tuple(range(len(tensors)))
     leaves = [x.detach().clone().requires_grad_() for x in given]
@@ -175,7 +174,6 @@ def test_torch_func(name, backend):
 @both_backends
 @pytest.mark.unpoisoned
 def test_compiled_calls(backend):
-    """Gradients by torch.func; forward mode is refused around a graph, and for a dual tensor."""
     run, q = plain(backend)
     gradient = torch.func.grad(lambda q: run(q).square().sum())
     torch._dynamo.reset()

@@ -54,7 +54,6 @@ def later(tables, before):
 
 
 def random_intervals(seed, length):
-    """Intervals (1, length) of single keys, between runs of equal ones."""
     starts, ends = intervals_of(Case(1, 1, 1, length, length, 32, intervals="random", seed=seed))
     return {"query_starts": starts, "query_ends": ends}
 
@@ -83,7 +82,6 @@ def test_tokens_past_the_end_of_a_cache(before):
 @pytest.mark.usefixtures("exact_products")
 @pytest.mark.parametrize("seed", range(2))
 def test_intervals_keep_the_bits(seed):
-    """Tiles skip or compare other blocks of keys, and every row keeps its bits."""
     tensors, tables, options, draw = drawn(seed, 220)
     length = tensors[0].shape[2]
     bounds = random_intervals(seed, length)

@@ -28,7 +28,6 @@ def result_of(name, inputs):
 @pytest.mark.parametrize("name", [*public_calls(*INPUTS), *OF_OTHER_ROOMS])
 @pytest.mark.parametrize("autocast", [False, True])
 def test_tensors_without_data_give_shapes(name, autocast):
-    """Shapes, dtypes and, where there are, gradients; a model can be run on the device meta before it has weights."""
     inputs, expected = [x.to("meta") for x in INPUTS], [result_of(name, INPUTS)]
     if name != "rope_attention_with_kvcache":
         expected.append(inputs[0].requires_grad_())

@@ -81,7 +81,6 @@ def test_the_signature_is_that_of_the_table():
 
 @pytest.mark.parametrize("name", [*(x for x in FUNCTIONS if x[0] == "r"), "apply_rope_qk"])
 def test_unknown_keywords_are_explained(name):
-    """Those of intervals too, which packed calls, steps and context parallelism lack."""
     function = public(name)
     parameters = inspect.signature(function).parameters
     hints = {"interleave": "did you mean interleaved?", "zzz": f"the arguments are {', '.join(parameters)}"}

@@ -44,7 +44,6 @@ def loop_attention(q, k, v, cos, sin, causal, *, softmax_scale, interleaved=Fals
     left, right = [math.inf if side == -1 else side for side in window or (-1, -1)]
 
     def bound(name, default, *index):
-        """Return an element of a tensor of bounds. One batch entry serves all."""
         x = bounds.get(name)
         return default if x is None else int(x[index[0] % len(x)][index[1:]])
 

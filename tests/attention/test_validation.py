@@ -216,7 +216,6 @@ def test_more_queries_than_keys_are_said_once(layout, other):
 @pytest.mark.unpoisoned
 @pytest.mark.filterwarnings("error:q .* positions and k:UserWarning")
 def test_nothing_is_said_of_more_queries_that_are_meant():
-    """With lengths on the device, of packed sequences, in a compiled function, and of as many keys as queries."""
     forget_warnings()
     torch._dynamo.reset()
     q, k, v, cos, sin, _ = inputs = make_inputs(MORE_QUERIES)

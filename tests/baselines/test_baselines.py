@@ -20,7 +20,6 @@ LIGER = ["liger_flash", "liger_cudnn", "liger_fa3", "liger_fa4"]
 
 
 def test_the_registry():
-    """Names, labels and pip names agree; bare rivals do not rotate; importing it imports no rival."""
     for name, baseline in BASELINES.items():
         assert baseline.name == name and baseline.rotates == (not name.startswith("bare"))
         assert baseline.label.startswith("bare ") != baseline.rotates

@@ -49,7 +49,6 @@ def test_all_providers_agree(kind):
 
 @pytest.mark.filterwarnings("ignore:.*paged.*:FutureWarning")
 def test_requests_of_mixed_lengths(monkeypatch):
-    """Continuous batching: all providers answer alike, and each is timed with a manager of its own."""
     monkeypatch.setattr(serving, "PAGE", 16)
     monkeypatch.setattr("gc.collect", lambda *given: 0)  # which managers call again and again
     for module in (serving, shapes):

@@ -46,7 +46,6 @@ class Machine:
         return round(1e3 * (650 * (at - idle) + 100 * idle))
 
     def install(self, monkeypatch):
-        """Replace events, streams and graphs of ``torch.cuda``, and the time of ``bench.timing`` and ``bench.load``."""
         machine = self
 
         class Event:
@@ -165,7 +164,6 @@ def test_ratios_are_taken_within_rounds():
 
 
 def interleaved(names, rounds):
-    """Return the order of all samples, the measurements, and who failed; "bad" fails after three samples."""
     order = []
 
     def sample(fn, calls):

@@ -39,7 +39,6 @@ def attend_invariantly(case, ranks, options):
 
 @pytest.mark.parametrize("part", range(12))
 def test_calls(ranks, request, part):
-    """Calls as hypothesis draws them; in every third part heads travel one after the other."""
     program = attend if part % 3 else attend_in_sections
 
     def check(call):

@@ -77,7 +77,6 @@ def test_narrow_windows_need_few_keys():
 
 
 def cut_and_join(ranks, whole, weights, sharding):
-    """(this rank's shard, all of them joined, the gradient of the sum of weights times the joined) of a tensor."""
     cut = {"group": group_of(ranks), "sharding": sharding}
     x = whole.clone().requires_grad_()
     shard = cp_shard(x, 1, **cut)

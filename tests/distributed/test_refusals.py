@@ -12,7 +12,6 @@ SMALL = Case(1, 4, 2, 24, 24, 16, dtype=torch.float32)
 
 
 def refused(ranks, wrong):
-    """Make a call in which rank 1, or with "all" every rank, passes something wrong."""
     group, wrong = group_of(ranks), dict(wrong)
     if not wrong.pop("all", False) and group.rank() != 1:
         wrong = {}

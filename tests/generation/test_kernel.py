@@ -26,7 +26,6 @@ OUTSIDE = "block_table must hold pages of the pool"
 @pytest.mark.parametrize("rotated", [True, False])
 @pytest.mark.parametrize(("programs", "parts"), [(1, 2), (3, 1), (4, 2), (100, 4), (100, 32)])
 def test_any_number_of_shares(programs, parts, rotated):
-    """From one program that does everything to one for each tile, and a head's parts added in one step or in many."""
     config = replace(configs.decode("interpreter", 4, 16, rotated), programs_per_sm=programs, combine_parts=parts)
     check = step("shares", (2, 1), 2, 90, 16, (85, 0, 16, 40), rotated=rotated, window=(60, 0), sinks=True)
     with configured(config):

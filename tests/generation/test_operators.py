@@ -73,7 +73,6 @@ def test_opcheck(append):
 @interpreted
 @pytest.mark.unpoisoned
 def test_other_layouts_are_viewed():
-    """Five views, the operator, and the view of o reach the dispatcher."""
     given = tokens_first(finite(TINY))
     with Record() as record:
         with_kvcache(**given, backend="triton")
@@ -85,7 +84,6 @@ def test_other_layouts_are_viewed():
 @kernel_or_reference("reference", "triton")
 @pytest.mark.parametrize("kind", ["bhsd", "bshd", "pages"])
 def test_compiles_to_one_graph(kind, backend):
-    """A prompt is written, also through views, and then a step writes its tokens, in a compiled graph too."""
     torch._dynamo.reset()
 
     def run(given):

@@ -115,7 +115,6 @@ def test_bounds_of_blocks():
 
 
 def test_runs_longer_than_a_chunk():
-    """Every block is found once, in order, across chunks of blocks that are skipped, mixed and whole."""
     kind = [random.Random(block // 70).choice([0, 1, 2]) for block in range(300)]
     first = torch.tensor([[{0: 9, 1: j % 2, 2: 0}[kind[j // 4]] for j in range(1200)]] * 2, dtype=torch.int32)
     case = Drawn(16, 1200, (None, None), None, None, False, first, torch.full_like(first, 16))

@@ -60,7 +60,6 @@ def write_ranges(
 
 
 def ranges(bounds, blocks, count, *, of_queries):
-    """Return the bounds that the kernel writes of so many blocks, and then the first query."""
     starts = None if bounds.start is None else torch.tensor([1 << 20, bounds.start], dtype=torch.int32)
     window = bounds.left, tl.constexpr(0) if bounds.causal else bounds.right
     q_offset = bounds.num_keys - bounds.num_queries

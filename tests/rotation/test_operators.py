@@ -50,7 +50,6 @@ def test_what_is_saved_and_an_output_that_is_not_used(norms):
 
 
 def rotations():
-    """Public functions of one tensor (1, 2, 3, 8), by the names in which they refuse derivatives."""
     cos, sin = rope_tables(3, 8)
     weight = torch.linspace(0.5, 1.5, 8)
     return {
@@ -137,7 +136,6 @@ def test_opcheck(kind, memory):
 @with_and_without_norms
 @either_dtype
 def test_compile(dtype, norms):
-    """One graph for all lengths, forward and backward, equal to eager; ``out`` is written in it."""
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
     options = {"norm_eps": 1e-5, "norm_offset": 1.0} if norms else {"interleaved": True}

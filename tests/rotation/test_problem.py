@@ -70,7 +70,6 @@ def test_axes_of_one_entry_may_be_expanded():
 
 
 def test_norms_of_any_dtype_that_fits():
-    """Whole numbers are numbers too, and without gradients a leaf may have ``out``."""
     q, k = zeros(1, 2, 4, 8, dtype=F16), zeros(1, 1, 4, 8, dtype=F16)
     outs = torch.empty_like(q), torch.empty_like(k)
     weights = {"q_norm": zeros(8).requires_grad_(), "k_norm": zeros(8, dtype=F16)}

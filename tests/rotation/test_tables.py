@@ -15,7 +15,6 @@ pytestmark = ignore_overflow
 
 
 def test_rope_tables_2d():
-    """The row turns the first half of the pairs, the column the second, each by the angles of half a head."""
     cos, sin = rope_tables_2d(3, 5, 12, base=100.0)
     line, rows, columns = rope_tables(5, 6, base=100.0), torch.arange(15) // 5, torch.arange(15) % 5
     for found, one in zip((cos, sin), line):

@@ -320,7 +320,6 @@ def test_what_is_no_replay_is_refused(monkeypatch, refusal, changed):
 
 
 def test_a_recording_ends_with_its_call(toy):
-    """Also where that fails: launches of other calls are none of its own."""
     recording = Recording()
     with pytest.raises(ZeroDivisionError), recording:
         toy.run(inputs())
@@ -330,7 +329,6 @@ def test_a_recording_ends_with_its_call(toy):
 
 
 def test_a_signature_has_one_call(monkeypatch):
-    """Shapes, strides, dtypes, alignment, what is given, the problem and the configuration are its parts."""
     monkeypatch.setattr(calls, "_known", {})
     prepare = mock.Mock()
     x, config = torch.zeros(4, 6), object()
@@ -348,8 +346,6 @@ def test_a_signature_has_one_call(monkeypatch):
 
 
 def library(*functions):
-    """Return a libcuda that tells of kernels with parameters of SIZES, with these functions in addition."""
-
     def explain(code, found):
         found._obj.value = b"it is broken"
 

@@ -48,7 +48,6 @@ def test_every_configuration_fits(compiled, arch):
 
 
 def tiles_of(config):
-    """Return the configuration without the fields that change no tile: one strategy's job serves both."""
     portable = {"strategy": "inline", "tma": False} if hasattr(config, "strategy") else {}
     return replace(config, **portable, **({"section_bytes": 0} if hasattr(config, "section_bytes") else {}))
 

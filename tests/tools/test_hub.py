@@ -71,7 +71,6 @@ def test_files_are_what_the_hub_takes(folder):
 
 @pytest.mark.parametrize("company", ["alone", "next to the package"])
 def test_results_are_those_of_the_package(folder, tmp_path, company):
-    """Interpreted kernels, forward and backward, GQA, an odd length, with the operators of the package or without."""
     torch.manual_seed(0)
     rows = [torch.randn(2, heads, 7, 16) for heads in (4, 2)]
     half, weights = rope_tables(7, 16), (torch.rand(16), torch.rand(16))

@@ -69,7 +69,6 @@ TOY = {
 
 @pytest.mark.skipif(sys.platform != "linux", reason="forks, and limits the memory of a process")
 def test_what_becomes_of_changes(tmp_path):
-    """Some are killed, two survive, one is listed with its reason, and one is listed though a test kills it."""
     for name, text in TOY.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)

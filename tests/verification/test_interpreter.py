@@ -71,7 +71,6 @@ def test_an_overflow_is_found(a, b, operation, dtype):
 
 
 def allocate(expression, module="fused_rope_attn.made_up"):
-    """Return the tensors of an expression, as code of this module of the package would make them."""
     return eval(expression, {"torch": torch, "__name__": module, "like": torch.ones(2, 3)})
 
 

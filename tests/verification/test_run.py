@@ -270,7 +270,6 @@ def test_what_kernels_branch_on_comes_together():
 
 
 def test_a_run_of_the_reference(capsys):
-    """Each family's own code, on shapes that do not pay for the interpreter; what is chosen, and what is told."""
     assert command.main(["--random", "90", "--seed", "1", *ARGUMENTS]) == 0
     out = capsys.readouterr().out
     assert "of them refusals) with seed 1, 0 failed, 0 skipped" in out

@@ -54,8 +54,6 @@ def ids(rows=3, length=29):
 
 @pytest.fixture
 def patched(monkeypatch):
-    """Patch a copy of a model, and count the calls of each function and of LitGPT's own forward by it."""
-
     def patch(model):
         fused, counts = integration.patch_model(copy.deepcopy(model)), Counter()
         functions = {name: getattr(integration, name) for name in (ATTENTION, STEP, OWN)}
@@ -143,7 +141,6 @@ def test_compilation_in_one_graph():
 
 
 def test_the_command_runs_that_of_litgpt(monkeypatch):
-    """Every model that it makes is served, and attention of adapters is refused."""
     model, seen = make("Llama-3.2-1B"), []
     expected = model(ids())
 

@@ -62,7 +62,6 @@ def make(registry, fused, attn_backend="varlen", layers=2, change=lambda config:
 
 
 def batches(steps=STEPS, rows=2, length=LENGTH):
-    """Yield token ids (rows, length + 1), and positions (rows, length) of documents, packed anew in every step."""
     generator = torch.Generator().manual_seed(1)
     for _ in range(steps):
         ids = torch.randint(0, 2048, (rows, length + 1), generator=generator)
@@ -163,7 +162,6 @@ def test_two_ranks(parallelism):
 
 
 def losses_and_norms(parallelism):
-    """Return the loss and the gradients' norms of each model, without and with the override, in one of two ranks."""
     from torch.distributed.fsdp import FSDPModule
     from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
     from torchtitan.distributed import ParallelDims, parallel_dims, utils

@@ -229,7 +229,6 @@ def changed_copy(model, setting):
 
 
 def outcome(model, setting):
-    """Return logits, and in training the gradient of the embedding, or the error that the model raised."""
     size = rows, length = setting.rows, setting.length
     given = {"use_cache": setting.use_cache, "is_causal": setting.call}
     given = {name: value for name, value in given.items() if value is not None}
@@ -470,7 +469,6 @@ def test_dense_masks_and_caches(calls):
 
 
 def halved(module, query, key, value, attention_mask, **kwargs):
-    """An attention of a user's own: another result than any other."""
     return sdpa_attention_forward(module, query, key, value / 2, attention_mask, **kwargs)
 
 

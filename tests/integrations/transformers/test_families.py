@@ -19,7 +19,6 @@ def prompts(length, *starts):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_family(name, calls):
-    """Logits and all gradients with padding on either side, greedy tokens of both caches."""
     model = make_model(name)
     modules = attentions_of(model)
     latent = families.convention_of(modules[0]).latent != ""
@@ -79,7 +78,6 @@ def test_generation_of_changed_models(name, options, implementation, cache, expe
 
 
 def test_every_supported_class_is_tested():
-    """A row of MODELS begins with its class's folder, and `test_family` sees to it that it has no other class."""
     folders = [name.split(".")[0] for name in families.SUPPORTED if exists(name)]
     towers = set()
     for name in VISION_MODELS:

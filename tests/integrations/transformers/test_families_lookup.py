@@ -120,7 +120,6 @@ def test_supported_classes_compute_what_was_read():
 
 @newest
 def test_classes_of_a_supported_form_are_supported():
-    """A class that computes what a supported one does is in one of the two tables."""
     forms = {fingerprint(name): name for name in filter(exists, SUPPORTED)}
     others = [name for name in attention_classes() if name not in SUPPORTED and name not in UNSUPPORTED]
     found = {name: forms[digits] for name in others if (digits := fingerprint(name)) in forms}
@@ -128,7 +127,6 @@ def test_classes_of_a_supported_form_are_supported():
 
 
 def test_functions_of_modeling_files_are_looked_at():
-    """A function that a supported class calls in a pass, also through others, is among those that are looked at."""
     known = {*ROTATIONS, *EAGER}
     missed = {path: names for path in filter(exists, SUPPORTED) if (names := functions_called(path) - known)}
     assert not missed, f"functions that somebody may replace unseen, which `obstacles` has to name: {missed}"

@@ -271,7 +271,6 @@ def test_calls_are_counted_where_they_run():
 
 
 def test_the_table():
-    """A line for layers that are alike in class, calls and reasons; columns are as wide as their text."""
     model = patch_model(make_model("llama", num_hidden_layers=8))
     modules = attentions_of(model)
     for i, module in enumerate(modules):

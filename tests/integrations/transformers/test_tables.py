@@ -72,7 +72,6 @@ def factors(columns: int) -> dict[str, list[float]]:
 
 
 def scaled(config: PretrainedConfig, layer_type: str | None, rope_type: str) -> PretrainedConfig:
-    """Return a copy of a config with another rope type, for all layers or for those of one type."""
     config = copy.deepcopy(config)
     for name, value in (("max_position_embeddings", MADE_FOR), ("original_max_position_embeddings", TRAINED)):
         if hasattr(config, name):
@@ -93,7 +92,6 @@ def scaled(config: PretrainedConfig, layer_type: str | None, rope_type: str) -> 
 
 
 def tables_of(cls: type, config: PretrainedConfig, seq_len: int, layer_type: str | None) -> list[torch.Tensor]:
-    """Return the cos and sin that a rotary class gives, with one dimension for positions and one for columns."""
     module, positions = cls(copy.deepcopy(config)), torch.arange(seq_len)[None]
     options = {} if layer_type is None else {"layer_type": layer_type}
     try:

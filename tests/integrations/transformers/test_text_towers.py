@@ -93,7 +93,6 @@ def test_a_decoder_that_is_patched_alone(calls):
 
 
 def test_modules_with_sections_of_their_own(calls):
-    """The layers of a pass share tables, but not those that one of them has chosen otherwise."""
     model, inputs = make_vision_model("qwen2_vl"), make_inputs("qwen2_vl")
     first = attentions_of(language_model(model))[0]
     # transformers 4.57 reads the module's own parameters, 5 its config's; from 5.17 on no module chooses.
