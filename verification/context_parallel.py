@@ -94,11 +94,6 @@ def compared(
     return results
 
 
-def dealt(size: int) -> str:
-    """A sharding of four chunks for each of P = ``size`` ranks, some of them adjacent."""
-    return "dealt:" + ",".join(str((rank + turn) % size) for turn in range(4) for rank in range(size))
-
-
 @dataclass(frozen=True)
 class CpCheck:
     """One call of some of the ranks. given: the options that ``attend`` takes."""

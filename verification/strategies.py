@@ -590,14 +590,10 @@ def drawn_call(run: int, index: int, machine: Machine) -> Any:
 
 @functools.lru_cache(1)
 def _drawn_prototype(run: int, number: int, machine: Machine) -> tuple[Family, Any]:
-    family = draw(families(machine), run, "family", number)
+    families = [FAMILIES[name] for name in machine.families or FAMILIES]
+    weights = {family: family.weights[not machine.has_gpu] for family in families}
+    family = draw(st.composite(pick)(weights), run, "family", number)
     return family, draw(family.prototypes(machine), run, "prototype", number)
-
-
-def families(machine: Machine, *names: str) -> st.SearchStrategy:
-    """Draw one of these families, or of the machine's, by their weights."""
-    weights = {name: FAMILIES[name].weights[not machine.has_gpu] for name in names or machine.families or FAMILIES}
-    return st.composite(lambda draw: FAMILIES[pick(draw, weights)])()
 
 
 def shrunk_call(run: int, index: int, machine: Machine, fails: Callable[[Any], bool]) -> Any | None:

@@ -19,7 +19,7 @@ from fused_rope_attn.distributed import plan_varlen_cp
 from tests.support.attention import assert_equal
 from tests.support.context_parallel import Shard, judge
 from tests.support.dtypes import BF16
-from verification.context_parallel import attend, dealt, joined
+from verification.context_parallel import attend, joined
 from verification.ranks import Ranks
 from verification.testing import Case
 
@@ -42,6 +42,11 @@ NUMBERS = [
     (replace(SHORT, norms=1.0), {}),
     (PACKED, {}),
 ]
+
+
+def dealt(size):
+    """A sharding of four chunks for each of P = ``size`` ranks, some of them adjacent."""
+    return "dealt:" + ",".join(str((rank + turn) % size) for turn in range(4) for rank in range(size))
 
 
 def has_bits_of_one_gpu(case, ranks, sharding, batch_invariant):
