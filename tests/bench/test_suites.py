@@ -301,14 +301,10 @@ def test_every_gradient_is_compared(monkeypatch):
         assert status == "failed" and {*re.findall(r"(?:^|; )(\w+): ", detail)} == {*names.split()}, detail
 
 
-def test_angles_of_a_step_in_float8():
-    def wrong(step):
-        return decode.PROVIDERS["fused_float8"].make(step._replace(cos=step.cos.roll(1, 0)))
-
-    assert verdict(decode.DECODE, STEP, replace(decode.PROVIDERS["fused_float8"], make=wrong))[0] == "failed"
-
-
-def test_a_copy_must_be_one():
+def test_angles_of_a_step_in_float8_and_copies():
+    fused = decode.PROVIDERS["fused_float8"]
+    wrong = replace(fused, make=lambda step: fused.make(step._replace(cos=step.cos.roll(1, 0))))
+    assert verdict(decode.DECODE, STEP, wrong)[0] == "failed"
     copy = rope.RopeProvider("copy", "copy", "ceiling", run=lambda xs, tables, weights: [2 * x for x in xs])
     assert verdict(rope.ROPE, ROTATED, copy) == ("failed", "is no copy")
 

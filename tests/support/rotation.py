@@ -10,14 +10,13 @@ def normal(*shape, seed=0, dtype=F64):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=F64).to(dtype)
 
 
-def arguments_of_qk(norms, length=5, *, head_dim=16, heads=(2, 1), dtype=F32, norm_dtype=None, device="cpu"):
+def arguments_of_qk(norms, length=5, dtype=F32):
     """Return the arguments of ``apply_rope_qk``, those before the tables with gradients."""
-    tensors = {x: normal(1, n, length, head_dim, seed=i, dtype=dtype) for i, (x, n) in enumerate(zip("qk", heads))}
+    tensors = {x: normal(1, 2 - i, length, 16, seed=i, dtype=dtype) for i, x in enumerate("qk")}
     if norms:
-        weights = {"q_norm": 2, "k_norm": 3}
-        tensors |= {name: normal(head_dim, seed=seed, dtype=norm_dtype or dtype) for name, seed in weights.items()}
-    tables = zip(("cos", "sin"), rope_tables(length, head_dim, device=device))
-    return {name: x.to(device).requires_grad_() for name, x in tensors.items()} | dict(tables)
+        tensors |= {"q_norm": normal(16, seed=2, dtype=dtype), "k_norm": normal(16, seed=3, dtype=dtype)}
+    tables = zip(("cos", "sin"), rope_tables(length, 16))
+    return {name: x.requires_grad_() for name, x in tensors.items()} | dict(tables)
 
 
 def assert_close(actual, expected, tolerance):

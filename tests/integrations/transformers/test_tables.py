@@ -7,7 +7,6 @@ import inspect
 import itertools
 import pkgutil
 from collections import Counter
-from collections.abc import Iterator
 from types import SimpleNamespace
 
 import numpy as np
@@ -43,7 +42,7 @@ REFUSED = {
 }
 
 
-def configs() -> Iterator[PretrainedConfig]:
+def configs():
     for file in pkgutil.walk_packages(transformers.models.__path__, "transformers.models."):
         if ".configuration_" in file.name:
             for cls in vars(importlib.import_module(file.name)).values():
