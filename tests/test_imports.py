@@ -116,10 +116,8 @@ def test_the_house_keeps_its_size():
 
 
 def test_importing_is_cheap():
-    """Importing the package and listing its names loads nothing; its packages are loaded on first access.
-
-    The core dependencies are enough: no GPU, no extra, and neither CUDA nor torch's compiler is started.
-    """
+    """Importing the package and listing its names loads nothing; its packages are loaded on first access. The core
+    dependencies are enough: no GPU, no extra, and neither CUDA nor torch's compiler is started."""
     program = f"""
 import sys
 for name in {sorted(EXTRAS | AROUND)}:

@@ -111,8 +111,7 @@ def test_heads_share_a_section_by_the_longest_sequence():
     ],
 )
 def test_what_is_saved(name, strategy, kept, others, monkeypatch):
-    """No copies of the inputs; q and k rotated where the kernels make and take them so, and then not as given. The
-    kernels are not known before a traced graph runs."""
+    """No copies of the inputs; q and k rotated where the kernels make and take them so, and then not as given."""
     if name == "through the dispatcher":
         internals.go_through_the_dispatcher(monkeypatch)
         name = "plain"

@@ -17,10 +17,8 @@ MASKS = {"window": (8, 1), "softcap": 3.0, "sinks": torch.tensor([0.3, -1.0, 2.0
 @pytest.mark.parametrize("interleaved", [True, False])
 @pytest.mark.parametrize("rotated", [True, False])
 def test_steps_are_attention_to_the_keys_so_far(rotated, interleaved, causal, masks):
-    """A prompt, then chunks and single tokens of two sequences. The second sequence is three tokens shorter.
-
-    Each step is repeated without new tokens after they are written: then the queries are the last positions.
-    """
+    """A prompt, then chunks and single tokens of two sequences, the second three tokens shorter. Each step is repeated
+    without new tokens after they are written: then the queries are the last positions."""
     torch.manual_seed(0)
     q = torch.randn(2, 4, 20, 16, dtype=F64)
     k, v = torch.randn(2, 2, 2, 20, 16, dtype=F64)

@@ -115,9 +115,7 @@ def test_the_keys_that_a_block_of_queries_visits(bounds, blocks):
 @each_mask
 def test_the_blocks_of_queries_that_a_block_of_keys_visits(bounds, blocks):
     """All that would see any of its keys and no more; and without a mask, the whole ones that would see each of them.
-
-    Keys that do not exist are zeros where some in their block do, and blocks in which none does visit nothing.
-    """
+    Keys that do not exist are zeros where some in their block do, and blocks in which none does visit nothing."""
     block_m, block_n = blocks
     count = -(-bounds.num_keys // block_n) + (bounds.reads_lengths > 0)  # a tensor may have more keys than exist
     would, _ = bounds.pairs()

@@ -10,9 +10,7 @@ from fused_rope_attn.attention import reference
 
 class Drawn(NamedTuple):
     """Two batch entries: bounds of keys (2,) or None, from where FROM_START counts keys, and the interval of each key.
-
-    window: keys before and after a query's own position, None for no such bound.
-    """
+    window: keys before and after a query's own position, None for no such bound."""
 
     num_rows: int
     num_keys: int

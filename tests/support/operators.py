@@ -62,15 +62,12 @@ def public_calls(q, k, v, cos, sin):
     }
 
 
-def differentiated(run, tensors, wanted=None):
-    """Return what ``run`` returns, and the gradients of the tensors that are wanted, for gradients of o and of lse.
-
-    That of lse is NaN for rows that see nothing, which must give none.
-    """
-    leaves = [x.detach().clone().requires_grad_(wanted is None or name in wanted) for name, x in tensors.items()]
+def differentiated(run, tensors):
+    """Return what ``run`` returns, and the gradients of the tensors for gradients of o and of lse. That of lse is NaN
+    for rows that see nothing, which must give none."""
+    leaves = [x.detach().clone().requires_grad_() for x in tensors.values()]
     outputs = run(*leaves)
-    upstream = upstream_of(*outputs[:2])
-    gradients = torch.autograd.grad(outputs[:2], [x for x in leaves if x.requires_grad], upstream)
+    gradients = torch.autograd.grad(outputs[:2], leaves, upstream_of(*outputs[:2]))
     return [*(x.detach() for x in outputs), *gradients]
 
 

@@ -68,10 +68,8 @@ def test_what_a_row_says(toy):
 
 
 def test_spills_and_serialised_products_show(toy):
-    """ptxas gives up overlapping the products of sm_90 where registers are short, and says so.
-
-    Triton has no cap on registers for AMD, so there is no such case.
-    """
+    """ptxas gives up overlapping the products of sm_90 where registers are short, and says so. Triton has no cap on
+    registers for AMD, so there is no such case."""
     if row := toy.get("short of registers"):
         assert row["registers"] <= 96 and row["spill"] > 0
         assert row["serialised"] == (row["arch"] == "sm_90")

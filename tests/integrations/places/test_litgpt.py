@@ -84,10 +84,8 @@ def test_training(name, patched):
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_generation(name, patched):
-    """Greedy text of LitGPT's own loop: a prompt, then steps onto its cache, or its forward on rings of windows.
-
-    With capped scores it is always LitGPT's forward.
-    """
+    """Greedy text of LitGPT's own loop: a prompt, then steps onto its cache, or its forward on rings of windows, and of
+    capped scores."""
     own, texts = make(name).eval(), []
     fused, counts = patched(own)
     windows = sum(block.attn.apply_sliding_window_attention for block in own.transformer.h)

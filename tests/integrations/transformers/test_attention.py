@@ -88,8 +88,7 @@ def test_attention_without_tables(name, monkeypatch):
 @pytest.mark.parametrize("gradients", [True, False])  # they are switched on, but no tensor wants one
 @pytest.mark.parametrize("cache", ["described", "bare"])
 def test_a_prompt_leaves_free_rows_after_it(llama, cache, gradients, monkeypatch):
-    """So that the first step writes its token only; ``DynamicLayer.update`` would copy all others. A cache that has no
-    layers yet makes them itself."""
+    """So that the first step writes its token only. A cache that has no layers yet makes them itself."""
     updates, ids = noted(monkeypatch, DynamicLayer, "update"), make_ids(1, 302)
     past = transformers.DynamicCache(**({"config": llama.config} if cache == "described" else {}))
     with torch.set_grad_enabled(gradients):
