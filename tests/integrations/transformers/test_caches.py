@@ -99,7 +99,7 @@ def test_who_writes_a_static_cache(monkeypatch):
 @pytest.mark.parametrize(("name", "kind"), [("llama", "dynamic"), ("llama", "static"), ("gemma3", "static")])
 @torch.no_grad()
 def test_tokens_that_are_taken_back(name, kind):
-    """Assisted decoding drops refused tokens, whose rows of a static cache stay as they were, and must not be seen."""
+    """Assisted decoding drops refused tokens. Their rows of a static cache stay as they were, and must not be seen."""
     if kind == "static" and not getattr(StaticLayer, "is_croppable", False):
         pytest.skip("another release of transformers")
     model, ids, others = make_model(name), make_ids(2, 7), make_ids(2, 4, seed=2)
