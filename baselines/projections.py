@@ -1,11 +1,11 @@
-"""QuACK's projection to queries, keys and values, whose GEMM norms and rotates them in its epilogue.
+"""QuACK's projection to queries, keys and values: the epilogue of its GEMM norms and rotates them.
 
-The epilogue rotates neighbouring columns, so that the rows of weights, which have the halves of a head one after the
-other, are reordered once (``neighbours``). It computes angles from positions and frequencies. Columns of v have the
+The epilogue rotates neighbouring columns. Weights have the two halves of a head one after the other, so that their rows
+are reordered once (``neighbours``). It computes angles from positions and frequencies. Columns of v have the
 frequency 0 and no norm, so that one GEMM makes all three.
 
 QuACK has no backward of this epilogue. Here one compiled function rotates the gradients back and takes them through
-the norm, and writes them side by side, which every fused projection has to do; cuBLAS multiplies. The norm's backward
+the norm, and writes them into one tensor, as every fused projection must; cuBLAS multiplies. The norm's backward
 computes its input from the output, which attention keeps anyway: the epilogue saves one float32 a head and token.
 """
 

@@ -2,7 +2,7 @@
 
 x (1, N, width) becomes q, k and v; causal attention and the output projection follow. "both" is a training step: the
 gradients of x and of all weights. Rotation in the epilogue of the projection is compared with rotation elsewhere.
-Providers have one weight for q, k and v; those whose rotation would copy slices of its output have three.
+Providers have one weight for q, k and v. Some have three, because their rotation would copy slices of one output.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class BlockCase(testing.Case):
 
 @dataclass(frozen=True, kw_only=True)
 class BlockProvider(Provider):
-    """What follows the projection: ``plain``, or ``normed`` where heads have norms.
+    """Attention after the projection: ``plain``, or ``normed`` if heads have norms.
 
     weights: of q, k and v. epilogue: QuACK's projection has normed and rotated. compiled: the whole block is.
     """

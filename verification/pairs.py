@@ -129,8 +129,9 @@ class PairCheck(Call):
     def call_of(
         self, way: Way, own: dict[str, Any], backend: str, fills: bool = True
     ) -> tuple[Callable[..., Any], dict[str, Any], Callable[[Tensor], Tensor]]:
-        """Return the function of a way, its arguments by name, and what takes the rows (HQ, count, ...) of this
-        sequence, whose tensors are ``own``, from a result. fills: write the keys into a cache that the way reads."""
+        """Return the function of a way, its arguments by name, and a function that takes the rows (HQ, count, ...) of
+        this sequence from a result. own: the tensors of the sequence. fills: write the keys into a cache that the way
+        reads."""
         check = self.check_of(way)
         made = replace(check, window=None).make(own["q"].device)  # the rows that a window hides are written, too
         is_packed, is_step = way.kind == "pack", isinstance(check, DecodeCheck)

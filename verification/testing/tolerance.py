@@ -25,7 +25,7 @@ class Finding:
 
     `error` and `eager` are the largest distances from float64, of the tensor and of eager PyTorch. `ratio` is the one
     over the other and fails above 2 (3 for gradients), `row_ratio` the same for the rms error of the worst row and
-    fails above 2.5; eps is part of both, as a share of the limit. `backend`: the one that the tensor comes from.
+    fails above 2.5; eps is part of both, as a share of the limit. `backend`: what computed the tensor.
     """
 
     tensor: str
@@ -61,9 +61,9 @@ def compare(
     """Hold `out` against the contract's tolerance, by the rules of docs/design/numerics.md.
 
     `ref64` float64, `eager` in the input dtype `dtype`, all of one shape (..., N, D), or (...) for "lse" and
-    "max_logit". What is not finite never passes, except an infinity of lse that float64 has too. `draws`: the eager
-    results of the second opinion. `zero`: how much more float32 noise than usual a result has that is zero in exact
-    arithmetic (`noise_of_zero`).
+    "max_logit". A number that is not finite never passes, except an infinity of lse that float64 has too. `draws`: the
+    eager results of the second opinion. `zero`: how much more float32 noise than usual a result has that is zero in
+    exact arithmetic (`noise_of_zero`).
 
     A row of eager may be exact by luck (a single visible key; two roundings that cancel). So eps of a row is its unit
     roundoff, plus eager's rms error around that position (all batches and heads, 16 positions either side, those that

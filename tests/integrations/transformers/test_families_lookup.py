@@ -25,7 +25,7 @@ def test_what_single_modules_say():
 
 
 def test_positions_in_time_are_the_texts():
-    """As decoders of Qwen 3 read them before 5.3."""
+    """Decoders of Qwen 3 read them like this before transformers 5.3."""
     ids = torch.arange(30).view(3, 2, 5)
     assert torch.equal(on.first_row(ids), ids[0]) and torch.equal(on.first_row(ids[1]), ids[1])
 
